@@ -17,9 +17,9 @@ from typing import TypeAlias
 from tokenizers import Tokenizer
 
 from tests.support.partial_service import serve
+from tests.support.token_decoders import decoder_of
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.tokens.stop_strings import StopChecker
-from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 
@@ -153,7 +153,7 @@ class EchoWorker:
         if not stop_strings:
             return None
         assert self.model.tokenizer is not None
-        checker = StopChecker(TokenDecoder.of(self.model.tokenizer), stop_strings)
+        checker = StopChecker(decoder_of(self.model.tokenizer), stop_strings)
         for token in forced:
             checker.step(token)
         return checker

@@ -223,6 +223,11 @@ def test_what_dies_or_hangs_is_started_again() -> None:
         assert SERVICES[name]["environment"].get("TORCHRELAY_WATCHDOG_S") != "0"
 
 
+def test_a_store_ends_before_it_is_killed() -> None:
+    store = SERVICES["param-store"]
+    assert int(store["environment"]["TORCHRELAY_STOP_LIMIT_S"]) < int(store["stop_grace_period"].removesuffix("s"))
+
+
 def test_addresses_point_at_services_and_their_ports() -> None:
     for name in SETTINGS:
         for variable, value in SERVICES[name]["environment"].items():

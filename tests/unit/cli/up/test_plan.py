@@ -14,6 +14,7 @@ from rich.console import Console
 
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
+from torchrelay.cli.up.children.child import STOP_TIMEOUT_S
 from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.plan import StackPlan, UpOptions
 from torchrelay.cli.up.ports import Ports
@@ -101,6 +102,7 @@ def test_each_child_is_told_its_own(home: Home, ports: Ports) -> None:
     assert told["decode-0"]["TORCHRELAY_KV_POOL_BYTES"] == str(1 << 20)
     assert told["param-store"]["TORCHRELAY_ARENA_BYTES"] == str(1 << 30)
     assert told["param-store"]["TORCHRELAY_ARENA_PATH"] == str(stack.arena)
+    assert 0 < int(told["param-store"]["TORCHRELAY_STOP_LIMIT_S"]) < STOP_TIMEOUT_S
     assert told["scheduler"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"
     assert told["gateway"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"  # what tenants are told
     assert told["gateway"]["TORCHRELAY_ADMIN_KEY"] == home.admin_key()

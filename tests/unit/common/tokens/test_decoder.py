@@ -16,12 +16,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
-from tests.support.peak_memory import peak_kb
+from tests.support.peak_memory import held_kb, peak_kb
 from tests.support.sample_tokenizers import byte_fallback_tokenizer, large_tokenizer, tiny_tokenizer
+from tests.support.token_decoders import decoder_of
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.tokens import tokenizer
 from torchrelay.common.tokens.text_stream import MAX_HELD_TOKENS, TextStream
-from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer import load_decoder, load_tokenizer
+from torchrelay.common.tokens.tokenizer_limits import MAX_ADDED_TOKENS, MAX_ADDED_TOKENS_CHARS, MAX_VOCABULARY_ENTRIES
 from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 
 
@@ -67,24 +69,62 @@ def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return pieces
 
 
+class LibraryStream:
+    """What ``TextStream`` should give, of ids that the library decodes together."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+        self.shown: list[int] = []
+        self.held: list[int] = []
+
+    def step(self, token_id: int) -> str:
+        token = self.tokenizer.id_to_token(token_id)
+        if token is None or token in self.special:
+            return ""
+        self.held.append(token_id)
+        before, after = self.texts()
+        is_stuck = len(self.held) == MAX_HELD_TOKENS
+        is_incomplete = len(after) <= len(before) or after.endswith("\ufffd")
+        return "" if is_incomplete and not is_stuck else self.flush()
+
+    def flush(self) -> str:
+        before, after = self.texts()
+        if self.held and after != before and not after.endswith("\ufffd"):
+            self.shown = self.held
+        self.held = []
+        return after.removeprefix(before)
+
+    def texts(self) -> tuple[str, str]:
+        shown, both = (
+            decoded(self.tokenizer, ids, skip_special_tokens=True) for ids in (self.shown, self.shown + self.held)
+        )
+        return shown, both
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 @given(data=st.data())
 def test_the_text_is_that_of_the_whole_tokenizer(name: str, data: st.DataObject) -> None:
     whole, decoder = LOADED[name]
-    ids = data.draw(st.lists(st.integers(0, whole.get_vocab_size() + 2), max_size=MAX_HELD_TOKENS - 1))
+    ids = data.draw(st.lists(st.integers(0, whole.get_vocab_size() + 2), max_size=20))
     for skip in (True, False):
         assert decoder.decode(ids, skip_special_tokens=skip) == decoded(whole, ids, skip_special_tokens=skip)
-    stream, expected = TextStream(decoder), streamed(whole, ids)
-    assert [stream.step(token_id) for token_id in ids[: len(expected)]] == expected
+    stream, library = TextStream(decoder), LibraryStream(whole)
+    pieces = [stream.step(token_id) for token_id in ids]
+    assert pieces == [library.step(token_id) for token_id in ids]
+    assert stream.flush() == library.flush()
+    expected = streamed(whole, ids[: MAX_HELD_TOKENS - 1])
+    assert pieces[: len(expected)] == expected
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_tokens_have_the_same_names_and_bytes(name: str) -> None:
     whole, decoder = LOADED[name]
-    assert decoder.declared == {token_id: token.content for token_id, token in whole.get_added_tokens_decoder().items()}
-    expected, found = TokenBytes(TokenDecoder.of(whole)), TokenBytes(decoder)
+    added = whole.get_added_tokens_decoder()
+    expected, found = TokenBytes(decoder_of(whole)), TokenBytes(decoder)
     for token_id in range(-1, whole.get_vocab_size() + 2):
         assert decoder.spelling(token_id) == (whole.id_to_token(token_id) if token_id >= 0 else None)
+        assert decoder.declared(token_id) == (added[token_id].content if token_id in added else None)
         assert found.of(token_id) == expected.of(token_id)
 
 
@@ -113,9 +153,10 @@ DECODERS: list[dict[str, Any] | None] = [
     decoder=st.sampled_from(DECODERS),
     normalizer=st.sampled_from([None, {"type": "Lowercase"}]),
     ids=st.lists(st.integers(0, 24) | FAR, max_size=12),
+    added_per_slice=st.integers(1, 3),
 )
 def test_ids_that_collide_or_are_far_apart_and_equal_tokens_are_decoded_as_the_library_does(
-    vocabulary: list[Any], added: list[Any], decoder: Any, normalizer: Any, ids: list[int]
+    vocabulary: list[Any], added: list[Any], decoder: Any, normalizer: Any, ids: list[int], added_per_slice: int
 ) -> None:
     if isinstance(vocabulary[0], str):
         model: dict[str, Any] = {"type": "Unigram", "unk_id": 0, "vocab": [[token, -1.0] for token in vocabulary]}
@@ -124,11 +165,16 @@ def test_ids_that_collide_or_are_far_apart_and_equal_tokens_are_decoded_as_the_l
     flags = {"single_word": False, "lstrip": False, "rstrip": False}
     fields = {"added_tokens": [token | flags for token in added], "normalizer": normalizer, "decoder": decoder}
     encoded = json.dumps(fields | {"model": model}).encode()
-    whole, loaded = load_tokenizer(encoded), load_decoder(encoded)
+    whole = load_tokenizer(encoded)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "ADDED_TOKENS_PER_SLICE", added_per_slice)
+        loaded = load_decoder(encoded)
     for skip in (True, False):
         assert loaded.decode(ids, skip_special_tokens=skip) == decoded(whole, ids, skip_special_tokens=skip)
+    declared = whole.get_added_tokens_decoder()
     for token_id in ids:
         assert loaded.spelling(token_id) == whole.id_to_token(token_id)
+        assert loaded.declared(token_id) == (declared[token_id].content if token_id in declared else None)
 
 
 @pytest.mark.parametrize("token_id", [-1, 1 << 32])
@@ -137,6 +183,47 @@ def test_an_id_that_the_library_cannot_hold_is_refused(token_id: int) -> None:
     fields["model"]["vocab"]["x"] = token_id
     with pytest.raises(InvalidRequest, match="is not a token"):
         load_decoder(json.dumps(fields).encode())
+
+
+def with_far_ids(num_tokens: int) -> bytes:
+    """In an order that is not theirs."""
+    vocab = {f"{index:x}": (1 << 20) + index * 1_000_003 % (1 << 30) for index in range(num_tokens)}
+    fields = {"model": {"type": "WordLevel", "unk_token": "0", "vocab": vocab}}
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def with_empty_tokens(num_tokens: int) -> bytes:
+    return json.dumps({"model": {"type": "Unigram", "unk_id": 0, "vocab": [["", 0]] * num_tokens}}).encode()
+
+
+def with_many_added_tokens() -> bytes:
+    """As many as are allowed, of the longest spelling that fits."""
+    fields = json.loads(large_tokenizer())
+    size, num_chars = len(fields["model"]["vocab"]), MAX_ADDED_TOKENS_CHARS // MAX_ADDED_TOKENS
+    fields["added_tokens"] = [
+        {"id": size + index, "content": f"<{index:>{num_chars - 2}}>", "special": index % 2 == 0}
+        for index in range(MAX_ADDED_TOKENS)
+    ]
+    return json.dumps(fields).encode()
+
+
+ARENA_KB = 1024  # the interpreter gives memory back only in pieces of this size
+HOSTILE = {
+    "far ids": lambda: with_far_ids(MAX_VOCABULARY_ENTRIES),
+    "empty tokens": lambda: with_empty_tokens(MAX_VOCABULARY_ENTRIES),
+    "added tokens": with_many_added_tokens,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_memory_of_a_decoder_is_what_it_counts_and_no_more_than_its_file(name: str, tmp_path: Path) -> None:
+    """Caches go by it. One tenant's far ids used to take eight times their file."""
+    encoded = HOSTILE[name]()
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(encoded)
+    each_kb = held_kb("load_decoder", path)
+    assert each_kb < 1.2 * len(encoded) / 1024
+    assert each_kb < 1.2 * load_decoder(encoded).num_bytes / 1024 + ARENA_KB
 
 
 def longest_hold_s(encoded: bytes) -> float:
@@ -154,9 +241,10 @@ def longest_hold_s(encoded: bytes) -> float:
     return longest_s
 
 
-def test_loading_lets_other_threads_run() -> None:
+@pytest.mark.parametrize("name", ["large", *HOSTILE])
+def test_loading_lets_other_threads_run(name: str) -> None:
     """An event loop waits for them. The best of three: the machine may keep a thread waiting as well."""
-    encoded = large_tokenizer()
+    encoded = HOSTILE.get(name, large_tokenizer)()
     assert min(longest_hold_s(encoded) for _ in range(3)) < 0.05
 
 

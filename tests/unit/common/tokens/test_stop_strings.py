@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.support.sample_tokenizers import tiny_tokenizer
+from tests.support.token_decoders import decoder_of
 from torchrelay.common.tokens.stop_strings import StopChecker, StopTrimmer
 from torchrelay.common.tokens.text_stream import TextStream
-from torchrelay.common.tokens.token_decoder import TokenDecoder
 
 TOKENIZER = Tokenizer.from_str(tiny_tokenizer().decode())
-TOKENS = TokenDecoder.of(TOKENIZER)
+TOKENS = decoder_of(TOKENIZER)
 
 
 def cut(text: str, stops: list[str]) -> str:

@@ -16,6 +16,7 @@ from tests.support.sample_tokenizers import (
     panicking_tokenizer,
     tiny_tokenizer,
 )
+from tests.support.token_decoders import decoder_of
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.tokens.stop_strings import StopChecker
 from torchrelay.common.tokens.text_stream import MAX_HELD_TOKENS, TextStream
@@ -23,7 +24,7 @@ from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer import load_decoder, load_tokenizer
 
 TOKENIZER = Tokenizer.from_str(tiny_tokenizer().decode())
-TOKENS = TokenDecoder.of(TOKENIZER)
+TOKENS = decoder_of(TOKENIZER)
 
 
 def decoded(tokenizer: Tokenizer, token_ids: list[int]) -> str:

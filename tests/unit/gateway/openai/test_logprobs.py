@@ -9,11 +9,11 @@ import pytest
 
 from tests.support.echo_worker import token_logprobs
 from tests.support.gateway_ports import KEY
+from tests.support.token_decoders import decoder_of
 from tests.unit.gateway.openai.test_asgi_app import events_of
 from tests.unit.gateway.token_path_rig import PROMPT, TokenPathRig
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.tokens.text_stream import TextStream
-from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 from torchrelay.inference.v1 import inference_pb2 as pb
 from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
@@ -25,7 +25,7 @@ async def test_the_official_client_reads_a_chats_logprobs(rig: TokenPathRig) -> 
     reply = await rig.client.chat.completions.create(
         model="echo", messages=MESSAGES, max_tokens=25, logprobs=True, top_logprobs=3, n=2, seed=1
     )
-    tokens = TokenBytes(TokenDecoder.of(rig.tokenizer))
+    tokens = TokenBytes(decoder_of(rig.tokenizer))
     prompt = rig.tokenizer.encode("user: größer 🚀🚀\n\nassistant: ", add_special_tokens=False).ids
     for choice in reply.choices:
         assert choice.logprobs is not None and choice.logprobs.content is not None
@@ -60,7 +60,7 @@ async def test_completions_have_their_own_older_shape(rig: TokenPathRig, num_top
     reply = await rig.client.completions.create(model="echo", prompt=PROMPT, max_tokens=15, logprobs=num_top)
     found = reply.choices[0].logprobs
     assert found is not None and found.tokens is not None and found.text_offset is not None
-    ids, tokens = rig.echoed(PROMPT, 15), TokenBytes(TokenDecoder.of(rig.tokenizer))
+    ids, tokens = rig.echoed(PROMPT, 15), TokenBytes(decoder_of(rig.tokenizer))
     assert found.tokens == [tokens.of(token).decode(errors="backslashreplace") for token in ids]
     assert found.token_logprobs == [-position - 0.5 for position in range(15)]
     assert found.top_logprobs is not None
@@ -82,7 +82,7 @@ async def test_offsets_count_characters_not_bytes_or_tokens(rig: TokenPathRig) -
     reply = await rig.client.completions.create(model="echo", prompt=prompt, max_tokens=len(prompt), logprobs=0)
     found = reply.choices[0].logprobs
     assert found is not None and found.text_offset is not None
-    stream, shown, expected = TextStream(TokenDecoder.of(rig.tokenizer)), "", []
+    stream, shown, expected = TextStream(decoder_of(rig.tokenizer)), "", []
     for token in prompt:
         expected.append(len(shown))
         shown += stream.step(token)
@@ -143,7 +143,7 @@ async def test_grpc_tells_them_too(rig: TokenPathRig) -> None:
     deltas = [delta async for event in call for delta in event.choices]
     await channel.close()
     found = [one for delta in deltas for one in delta.logprobs]
-    tokens = TokenBytes(TokenDecoder.of(rig.tokenizer))
+    tokens = TokenBytes(decoder_of(rig.tokenizer))
     assert [one.token_id for one in found] == rig.echoed(PROMPT, 6)
     assert [one.token for one in found] == [tokens.of(one.token_id) for one in found]
     assert [one.logprob for one in found] == [-position - 0.5 for position in range(6)]

@@ -26,6 +26,7 @@ from torchrelay.common.errors import (
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.param_store.grpc import upload_rpcs
 from torchrelay.param_store.remote.versions import Version, Versions
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
 from torchrelay.param_store.uploads.file_writer import FileWriter
@@ -435,6 +436,10 @@ async def test_a_commit_does_not_wait_for_a_publication_that_hangs(
             assert all(file.complete for file in (await begin(store, folder, "u2")).files)  # taken over
             async with asyncio.timeout(30):
                 refused = await asyncio.gather(commit(store, "u1"), commit(store, "u2"), return_exceptions=True)
+            with monkeypatch.context() as patched:  # who comes later does not even pack
+                patched.setattr(upload_rpcs, "run_packer", None)
+                with pytest.raises(grpc.aio.AioRpcError, match=r"an earlier commit waits for .* the remote store"):
+                    await commit(store, "u2")
         finally:
             answers.set()
         said = [error_from_rpc(error) for error in refused if isinstance(error, grpc.aio.AioRpcError)]

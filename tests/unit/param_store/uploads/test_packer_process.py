@@ -36,7 +36,7 @@ def num_children() -> int:
 
 async def test_the_packer_writes_pack_and_manifest(tmp_path: Path) -> None:
     job = PackJob(write_folder(tmp_path / "model"), tmp_path / "a.pack", 0, MEMORY_BYTES)
-    progress = [line async for line in run_packer(job, STALL_S)]
+    progress = [line async for line in run_packer(job, STALL_S, Turn("one"))]
     assert [line.stage for line in progress] == ["validate", "pack"]
     assert (tmp_path / "a.pack").stat().st_size == progress[-1].num_bytes_total
     assert (tmp_path / "a.manifest").exists()
@@ -45,7 +45,7 @@ async def test_the_packer_writes_pack_and_manifest(tmp_path: Path) -> None:
 async def test_leaving_early_kills_the_packer(tmp_path: Path) -> None:
     before = num_children()
     job = PackJob(write_folder(tmp_path / "model"), tmp_path / "a.pack", 0, MEMORY_BYTES)
-    async with aclosing(run_packer(job, STALL_S)) as lines:
+    async with aclosing(run_packer(job, STALL_S, Turn("one"))) as lines:
         await anext(lines)
         assert num_children() == before + 1
     assert num_children() == before
@@ -57,7 +57,7 @@ async def test_the_packer_has_none_of_the_stores_secrets(tmp_path: Path, monkeyp
         monkeypatch.setenv(name, "hunter2")
     before = set(children())
     job = PackJob(write_folder(tmp_path / "model"), tmp_path / "a.pack", 0, MEMORY_BYTES)
-    async with aclosing(run_packer(job, STALL_S)) as lines:
+    async with aclosing(run_packer(job, STALL_S, Turn("one"))) as lines:
         await anext(lines)
         (packer,) = set(children()) - before
         environment = environment_of(packer)
@@ -67,11 +67,11 @@ async def test_the_packer_has_none_of_the_stores_secrets(tmp_path: Path, monkeyp
 async def test_refusals_and_failures_are_told_apart(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     with pytest.raises(Unavailable, match=r"could not be packed: .*No such file"):
-        async for _ in run_packer(PackJob(folder, tmp_path / "none/a.pack", 0, MEMORY_BYTES), STALL_S):
+        async for _ in run_packer(PackJob(folder, tmp_path / "none/a.pack", 0, MEMORY_BYTES), STALL_S, Turn("one")):
             pass
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UploadRefused, match=r"tokenizer.json: it is missing") as refused:
-        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES), STALL_S):
+        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES), STALL_S, Turn("one")):
             pass
     assert refused.value.field == "tokenizer.json"
 
@@ -80,7 +80,7 @@ async def test_a_refusal_is_short_however_long_what_it_names(tmp_path: Path) -> 
     folder = write_folder(tmp_path / "model", config_of())
     (folder / "config.json").write_text(json.dumps(config_of(hidden_act="x" * 1_000_000)))
     with pytest.raises(UploadRefused, match="hidden_act") as refused:
-        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES), STALL_S):
+        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES), STALL_S, Turn("one")):
             pass
     assert len(refused.value.message) < 1000
 
@@ -89,7 +89,7 @@ async def test_documents_that_take_too_much_memory_are_refused(tmp_path: Path) -
     folder = write_folder(tmp_path / "model")
     (folder / "tokenizer_config.json").write_text("{" + ",".join(f'"{i}":[{"[]," * 8}0]' for i in range(100_000)) + "}")
     with pytest.raises(UploadRefused, match="more memory than the packer may use"):
-        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, 64 << 20), STALL_S):
+        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, 64 << 20), STALL_S, Turn("one")):
             pass
 
 
@@ -176,25 +176,36 @@ async def test_a_packer_that_makes_no_progress_is_ended(tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")  # as a file on a disk that does not answer
     with pytest.raises(Unavailable, match=r"made no progress for 1 s .* commit again"):
-        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES), stall_s=1):
+        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES), 1, Turn("one")):
             pass
     assert num_children() == before
 
 
-async def test_a_packer_that_cannot_be_killed_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_packer_that_cannot_be_killed_keeps_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel ends no process that waits for a disk; here the kill is left out, as no such disk can be had."""
     monkeypatch.setattr(Process, "kill", lambda process: None)
-    folder, before = write_folder(tmp_path / "model"), set(children())
+    folder, before, queue = write_folder(tmp_path / "model"), set(children()), CommitQueue(2, 16)
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
+    job = PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES)
     try:
         with pytest.raises(Unavailable, match=r"made no progress for 1 s"):
-            async with asyncio.timeout(30):
-                async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES), stall_s=1):
+            async with asyncio.timeout(30), queue.acquired("one") as place:  # its caller does not wait for it
+                async for _ in run_packer(job, 1, place):
                     pass
+        with pytest.raises(Unavailable, match="an earlier commit waits for this host's disk"):
+            async with queue.acquired("one"):
+                pass
+        async with queue.acquired("two"):  # another tenant's has the other place
+            pass
     finally:
         for pid in set(children()) - before:
             os.kill(int(pid), signal.SIGKILL)
+    async with asyncio.timeout(20):
+        assert place.packer_end is not None
+        await place.packer_end
+        async with queue.acquired("one"):
+            pass
 
 
 async def test_nobody_waits_for_a_commit_that_is_stuck() -> None:
@@ -207,7 +218,7 @@ async def test_nobody_waits_for_a_commit_that_is_stuck() -> None:
     async with asyncio.timeout(20):
         for turn in (waiting[0], queue.acquire(Turn("one"))):  # who waits already, and who comes
             with pytest.raises(
-                Unavailable, match="an earlier commit waits for the remote store, which does not answer"
+                Unavailable, match=r"an earlier commit waits for .* the remote store, which does not answer"
             ):
                 await turn
         queue.release(others)

@@ -44,6 +44,7 @@ class ReportingPeer(abc.ABC):
         self._version = 0
         self._is_leaving = False
         self.is_hung = False  # it keeps its connections and says nothing
+        self.num_watches = 0
         self.is_heard_by_broker = True  # cleared: the broker passes nothing on
         self._changed = asyncio.Condition()
         self._publishing: asyncio.Task[None] | None = None
@@ -67,6 +68,7 @@ class ReportingPeer(abc.ABC):
             self._changed.notify_all()
 
     async def watch(self, beat_every_s: float, epoch: int) -> AsyncIterator[Any]:
+        self.num_watches += 1
         self.epoch, seen, has_told = max(self.epoch, epoch), -1, False
         while True:
             async with self._changed:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+
+from structlog.testing import capture_logs
 
 from tests.unit.scheduler.service.scripted_cluster import GatewayClient, a_version, cluster, house
 from tests.unit.scheduler.service.scripted_peers import MB
+from torchrelay.common.liveness import BEAT_S
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 
 
@@ -89,3 +93,19 @@ async def test_a_command_to_a_store_that_hangs_ends_when_the_store_is_lost(nats_
             while not (event := await door.event()).HasField("refusal"):
                 pass
             assert "the param-store of host host-1 does not answer" in event.refusal.message
+
+
+async def test_a_peer_that_obeys_a_newer_scheduler_is_asked_ever_less_often_and_logged_once(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        _, fenced, _ = await it.host(1)
+        with capture_logs() as logged:
+            async with it.scheduler(2), asyncio.timeout(60):
+                while not any(line["event"] == "epoch_ahead" for line in logged):  # at its start it outbids
+                    fenced.epoch += 1000
+                    await asyncio.sleep(0.05)
+                began, num_before = time.monotonic(), fenced.num_watches
+                while fenced.num_watches < num_before + 6:  # noqa: ASYNC110 (it has no event)
+                    await asyncio.sleep(0.01)
+                took_s = time.monotonic() - began
+        assert took_s > 0.1 + 0.2 + 0.4 + 0.8 + 1.0 + 5 * BEAT_S
+        assert [line["peer"] for line in logged if line["event"] == "watch_broken"] == [fenced.worker_id]

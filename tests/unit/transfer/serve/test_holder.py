@@ -8,6 +8,7 @@ import time
 from contextlib import ExitStack, suppress
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.unit.transfer.loopback_holders import (
     FAR,
@@ -193,11 +194,13 @@ def test_streams_beyond_the_limit_wait_for_their_turn() -> None:
 
 def test_strangers_who_say_nothing_hold_no_place_for_long() -> None:
     limits = HolderLimits(max_streams=4, handshake_s=600.0, handshake_grace_s=0.2)
-    with serving(FixedBuffer(PACK_ID, DATA, MANIFEST), limits=limits) as holder, ExitStack() as strangers:
+    sent = FixedBuffer(PACK_ID, DATA, MANIFEST)
+    with capture_logs() as logged, serving(sent, limits=limits) as holder, ExitStack() as strangers:
         for _ in range(20):
             strangers.enter_context(socket.create_connection(split_address(holder.address)))
         assert eventually(lambda: holder.num_streams == 4)
         assert fetch_head(source_at(holder.address, PACK_ID), receiver()) == MANIFEST.encode()
+    assert sum(line["num_streams"] for line in logged if line["event"] == "handshakes_ended") >= 17
 
 
 def test_a_peer_is_not_cut_off_while_its_handshake_is_young() -> None:

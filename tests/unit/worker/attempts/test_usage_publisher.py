@@ -198,6 +198,49 @@ async def test_registers_that_the_stream_refuses_are_published_once_it_accepts(n
     await client.close()
 
 
+async def test_a_later_attempt_takes_nothing_from_what_an_earlier_one_used(nats_url: str) -> None:
+    client = await connect(nats_url, "test")
+    subjects = Subjects("usage-attempts")
+    await ensure_streams(client.jetstream(), subjects)
+    publisher = UsagePublisher(client, subjects)
+    first, second = attempt(), attempt()
+    for position in range(5):
+        finish = Finish.LENGTH if position == 4 else None
+        publisher.advance(first, first.output(NewToken("req-7/1", 0, position, 5, finish, num_cached=3), finish))
+    second.start.key.attempt = 2
+    publisher.advance(second, second.prompt_output(PromptProgress("req-7/2", 1, 0)))
+    publisher.forget(second, pb.FINISH_REASON_CANCELLED)
+    assert await publisher.flush()
+    (register,) = await registers_of(client, subjects, 1)
+    await client.close()
+    used = (register.num_prompt_tokens, register.num_cached_prompt_tokens, register.output_position)
+    assert (used, register.attempt) == ((12, 3, 5), 2)
+
+
+async def test_a_publication_that_raises_is_a_fault_and_holds_no_permit(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await connect(nats_url, "test")
+    subjects = Subjects("usage-raises")
+    await ensure_streams(client.jetstream(), subjects)
+    publisher = UsagePublisher(client, subjects)
+    one, num_tries = attempt(), 0
+
+    async def fail(*_: object, **__: object) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        raise OSError  # says nothing
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "publish", fail)
+        publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5), None))
+        assert not await publisher.flush()
+    assert (num_tries, publisher._jetstream.publish_async_pending(), publisher.num_unsent) == (1, 0, 1)
+    assert await publisher.flush()
+    assert (await registers_of(client, subjects, 1))[0].output_position == 1
+    await client.close()
+
+
 async def test_registers_that_nobody_accepts_are_bounded(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage_publisher, "MAX_UNSENT_REGISTERS", 10)
     client = await connect(nats_url, "test")

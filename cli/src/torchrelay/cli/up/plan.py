@@ -13,7 +13,7 @@ from pathlib import Path
 from torchrelay.cli.api.scheduler_client import environment_settings
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
-from torchrelay.cli.up.children.child import ChildSpec
+from torchrelay.cli.up.children.child import STOP_TIMEOUT_S, ChildSpec
 from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.disk import folder_bytes, stream_sizes
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
@@ -243,6 +243,7 @@ class StackPlan:
             "TORCHRELAY_DATA_DIR": str(self._home.path / "store"),
             "TORCHRELAY_REMOTE_URL": remote_url(self._options.remote, self._home.path / "remote"),
             "TORCHRELAY_ARENA_PATH": str(self.arena),
+            "TORCHRELAY_STOP_LIMIT_S": str(int(STOP_TIMEOUT_S) - 2),
         }
         if self._options.arena_bytes:
             env["TORCHRELAY_ARENA_BYTES"] = str(self._options.arena_bytes)

@@ -19,7 +19,6 @@ from torchrelay.param_store.storage_checks import ASK_EVERY_S, SILENT_S, storage
 from torchrelay.param_store.store import Store
 
 Work = Callable[[Store], Coroutine[Any, Any, None]]
-STOP_LIMIT_S = 8  # less than `up` and compose wait before they kill
 
 
 @asynccontextmanager
@@ -53,4 +52,4 @@ async def serving(
 def main() -> None:
     """Entry point of `torchrelay-param-store`."""
     settings = load_settings(StoreSettings, "torchrelay-param-store")
-    run_service("param-store", settings, lambda: serving(settings), stop_limit_s=STOP_LIMIT_S)
+    run_service("param-store", settings, lambda: serving(settings), stop_limit_s=settings.stop_limit_s)

@@ -72,6 +72,12 @@ class StoreSettings(ServiceSettings):
         16, ge=1, description="Maximum commits waiting for a packer, a quarter of them one tenant's; more are refused."
     )
     commit_stall_s: float = Field(120.0, gt=0, description="A commit that makes no progress for this long fails.")
+    stop_limit_s: int = Field(
+        8,
+        ge=0,
+        description="The kernel ends a store this many seconds after it was told to stop, whatever it still waits for, "
+        "such as a version that is being published; 0: never. Keep it below what its supervisor waits until it kills.",
+    )
     packer_memory_bytes: int = Field(384 << 20, ge=64 << 20, description="Maximum memory of a packer process.")
 
     @property

@@ -11,7 +11,8 @@ from blake3 import blake3
 
 from tests.support.sample_tokenizers import large_tokenizer, tiny_tokenizer
 from torchrelay.common.errors import InvalidRequest, QueueFull
-from torchrelay.gateway.inference.text.decoder_cache import BYTES_PER_FILE_BYTE, MAX_WAITING, DecoderCache
+from torchrelay.common.tokens.tokenizer import load_decoder
+from torchrelay.gateway.inference.text.decoder_cache import MAX_WAITING, DecoderCache
 from torchrelay.gateway.inference.text.processes.frames import TOKENIZER
 from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
 
@@ -50,7 +51,7 @@ async def test_askers_share_one_load(cache: DecoderCache, files: list[LocalFile]
 
 
 async def test_the_least_recently_used_goes_first(files: list[LocalFile]) -> None:
-    room = int(sum(map(len, ENCODED[:3])) * BYTES_PER_FILE_BYTE)
+    room = sum(load_decoder(encoded).num_bytes for encoded in ENCODED[:3])
     cache = DecoderCache(room)
     for index in (0, 1, 2):
         await cache.load("acme", files[index])
@@ -58,7 +59,9 @@ async def test_the_least_recently_used_goes_first(files: list[LocalFile]) -> Non
     await cache.load("acme", files[3])  # 3 is larger than 1: several must be evicted
     cache.check_integrity()
     assert 0 < cache.num_bytes <= room
-    assert [cache.get("acme", digest(file)) is not None for file in files] == [True, False, False, True]
+    kept = [cache.get("acme", digest(file)) for file in files]
+    assert [decoder is not None for decoder in kept] == [True, False, False, True]
+    assert cache.num_bytes == sum(decoder.tokens.num_bytes for decoder in kept if decoder is not None)
     cache.close()
 
 

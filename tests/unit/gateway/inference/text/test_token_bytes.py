@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from torchrelay.common.tokens.token_decoder import TokenDecoder
+from tests.support.token_decoders import decoder_of
 from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 
 
@@ -52,7 +52,7 @@ def test_the_bytes_of_tokens_are_the_bytes_of_their_text(tokenizer: Tokenizer) -
     """For random texts: the decoded text equals the concatenated bytes of its tokens."""
     special = {token for token, added in tokenizer.get_added_tokens_decoder().items()}
     plain = [token for token in range(tokenizer.get_vocab_size()) if token not in special]
-    tokens, rng = TokenBytes(TokenDecoder.of(tokenizer)), random.Random(7)
+    tokens, rng = TokenBytes(decoder_of(tokenizer)), random.Random(7)
     num_whole = 0
     for _ in range(3000):
         ids = rng.choices(plain, k=rng.randint(1, 4))
@@ -69,9 +69,9 @@ def test_the_bytes_of_tokens_are_the_bytes_of_their_text(tokenizer: Tokenizer) -
 
 def test_added_tokens_are_spelt_as_they_are_and_unknown_ids_are_empty() -> None:
     tokenizer = byte_fallback_tokenizer(strips=True)
-    tokens = TokenBytes(TokenDecoder.of(tokenizer))
+    tokens = TokenBytes(decoder_of(tokenizer))
     for spelt, meant in (("<end>", b"<end>"), ("▁raw", "▁raw".encode()), ("<0xE2>", b"\xe2")):
         token_id = tokenizer.token_to_id(spelt)
         assert token_id is not None and tokens.of(token_id) == meant
     assert tokens.of(1 << 20) == b""
-    assert TokenBytes(TokenDecoder.of(Tokenizer(models.BPE({"a": 0}, [])))).of(0) == b"a"
+    assert TokenBytes(decoder_of(Tokenizer(models.BPE({"a": 0}, [])))).of(0) == b"a"

@@ -2,70 +2,69 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence, Set
-from itertools import accumulate
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence, Set
+from typing import Any, Final
 
 import msgspec
-from tokenizers import Tokenizer
 from tokenizers.decoders import Decoder
+
+_IDS_PER_SORT: Final = 1 << 13
+
+
+class SpellingTable:
+    """Texts by id: one block of bytes in the order of the ids, which may be far apart. A dict takes ten times that."""
+
+    def __init__(self, texts: dict[int, str]) -> None:
+        """Empties ``texts``."""
+        self._ids = array("I", _sorted(list(texts)))
+        self._ends = array("I", [0])
+        joined = bytearray()
+        for token_id in self._ids:
+            joined += texts.pop(token_id).encode()
+            self._ends.append(len(joined))
+        self._joined = bytes(joined)
+        self.num_bytes = sum(map(sys.getsizeof, (self._ids, self._ends, self._joined)))
+
+    def get(self, token_id: int) -> str | None:
+        ids, index = self._ids, token_id
+        if not 0 <= index < len(ids) or ids[index] != token_id:  # ids below it are missing
+            index = bisect_left(ids, token_id)
+            if index == len(ids) or ids[index] != token_id:
+                return None
+        return self._joined[self._ends[index] : self._ends[index + 1]].decode()
+
+
+def _sorted(ids: list[int]) -> list[int]:
+    """In slices, whose order the next sort finds: sorting half a million at once holds the interpreter too long."""
+    if len(ids) <= _IDS_PER_SORT:
+        return sorted(ids)
+    middle = len(ids) // 2
+    return sorted(_sorted(ids[:middle]) + _sorted(ids[middle:]))
 
 
 class TokenDecoder:
     """Decodes as the tokenizer does whose tokens and decoder it has; ids without a token have no text.
 
-    The spellings are one block of bytes: the library takes fifteen times as much for them.
+    ``spelling`` is a token as the decoder gets it, ``declared`` what an added token is called in the file, whose
+    spelling a normalizer may have changed; None for other ids.
     """
 
     def __init__(
-        self,
-        tokens: Iterable[tuple[str, int]],
-        num_tokens: int,
-        declared: Mapping[int, str],
-        special: Set[str],
-        decoder: Decoder | None,
+        self, tokens: Iterable[tuple[str, int]], declared: dict[int, str], special: Set[str], decoder: Decoder | None
     ) -> None:
-        """Of ``tokens`` with the same id the last counts. ``declared``: what added tokens are called in the file, whose
-        spellings a normalizer may have changed. ``special``: spellings without text.
-        """
-        spelt = [b""] * (2 * num_tokens)
-        self._others: dict[int, str] = {}  # the empty token, and those with ids far beyond the others
-        for token, token_id in tokens:
-            if token and token_id < len(spelt):
-                spelt[token_id] = token.encode()
-                self._others.pop(token_id, None)
-            else:
-                self._others[token_id] = token
-        while spelt and not spelt[-1]:
-            del spelt[-1]
-        self._ends = array("I", accumulate(map(len, spelt), initial=0))
-        self._spelt = b"".join(spelt)
+        """Of ``tokens`` with the same id the last counts. Empties ``declared``. ``special``: spellings without text."""
+        spellings = SpellingTable({token_id: token for token, token_id in tokens})
+        added = SpellingTable(declared)
+        self.spelling = spellings.get
+        self.declared = added.get
         self._special = special
         self._decoder = decoder
-        self.declared = declared
         # Whether a text that is cut between two characters is that of its two parts: bytes of tokens are bytes of text.
         self.is_concatenative = [step["type"] for step in self.steps] == ["ByteLevel"]
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> TokenDecoder:
-        """That of a loaded tokenizer."""
-        declared = tokenizer.get_added_tokens_decoder()
-        ids = {*range(tokenizer.get_vocab_size()), *tokenizer.get_vocab().values(), *declared}
-        named = ((tokenizer.id_to_token(token_id), token_id) for token_id in ids)
-        tokens = [(token, token_id) for token, token_id in named if token is not None]
-        special = {token.content for token in declared.values() if token.special}
-        contents = {token_id: token.content for token_id, token in declared.items()}
-        return cls(tokens, len(tokens), contents, special, tokenizer.decoder)
-
-    def spelling(self, token_id: int) -> str | None:
-        """The token as the decoder gets it; None for an id without a token."""
-        other = self._others.get(token_id)
-        if other is not None:
-            return other
-        if not 0 <= token_id < len(self._ends) - 1:
-            return None
-        return self._spelt[self._ends[token_id] : self._ends[token_id + 1]].decode() or None
+        self.num_bytes = spellings.num_bytes + added.num_bytes + sum(map(sys.getsizeof, (special, *special)))
 
     def shown(self, token_id: int) -> str | None:
         """The spelling, except of special tokens."""

@@ -18,6 +18,7 @@ from tokenizers.models import BPE, Model
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer_document import (
+    AddedTokenEntry,
     TokenizerDocument,
     decode_json,
     read_tokenizer,
@@ -26,6 +27,7 @@ from torchrelay.common.tokens.tokenizer_limits import TokenizerRefused
 
 BPE_CACHE_WORDS = 4096
 MAX_ID: Final = (1 << 32) - 1
+ADDED_TOKENS_PER_SLICE = 1024
 
 _OPTIONS = (
     "unk_token",
@@ -109,13 +111,25 @@ def _load_decoding(read: Callable[[], TokenizerDocument]) -> TokenDecoder:
     document = read()
     ids, repeated = _vocabulary(document)
     document = replace(document, model={})  # the JSON is freed before the decoder is built
-    num_tokens = len(ids) + len(repeated)
-    stand_in = _tokenizer(_model_of(_added_ids(document, ids, num_tokens)), document, decodes_only=True)
-    declared = {token_id: token.content for token_id, token in stand_in.get_added_tokens_decoder().items()}
-    spelt = ((stand_in.id_to_token(token_id), token_id) for token_id in declared)  # a normalizer may have changed them
+    added = _added_ids(document, ids, len(ids) + len(repeated))
+    declared: dict[int, str] = {}
+    spelt: list[tuple[str, int]] = []
+    first: dict[str, AddedTokenEntry] = {}  # of equal tokens the library takes the first
+    for token in document.added_tokens:
+        first.setdefault(token.content, token)
+    tokens = tuple(first.values())
+    # The library holds the interpreter while it adds tokens: in slices, so that other threads run meanwhile.
+    for begin in range(0, max(1, len(tokens)), ADDED_TOKENS_PER_SLICE):
+        part = tokens[begin : begin + ADDED_TOKENS_PER_SLICE]
+        model = _model_of({token.content: added[token.content] for token in part if token.content})
+        stand_in = _tokenizer(model, replace(document, added_tokens=part), decodes_only=True)
+        for token_id, entry in stand_in.get_added_tokens_decoder().items():
+            declared[token_id] = entry.content
+            spelling = stand_in.id_to_token(token_id)  # a normalizer may have changed it
+            if spelling is not None:
+                spelt.append((spelling, token_id))
     return TokenDecoder(
-        chain(repeated, _emptied(ids), ((token, token_id) for token, token_id in spelt if token is not None)),
-        num_tokens,
+        chain(repeated, _emptied(ids), spelt),
         declared,
         {token.content for token in document.added_tokens if token.special},
         stand_in.decoder,

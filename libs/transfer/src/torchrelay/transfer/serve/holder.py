@@ -104,6 +104,8 @@ class HolderServer:
         now = time.monotonic()
         with self._lock:
             late = [each for each in self._streams if each.handshake_s(now) > self._limits.handshake_grace_s]
+        if late:  # a follower of this cluster may be among them
+            log.warning("handshakes_ended", holder_id=self._context.holder_id, num_streams=len(late))
         for stream in late:
             stream.abort()
 

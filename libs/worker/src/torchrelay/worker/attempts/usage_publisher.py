@@ -39,13 +39,13 @@ class UsagePublisher:
     """Publishes the register of every choice at its first token, every second, and at its end. While a long prompt is
     computed, its first open choice has the request's register."""
 
-    # Registers merge by maximum, so that of each choice only the newest is kept until the stream has accepted it, and
-    # one that is published twice does no harm. Publishing never delays a token.
+    # Registers merge by maximum, so that of each choice one is kept until the stream has accepted it, and one that is
+    # published twice does no harm. Publishing never delays a token.
 
     def __init__(self, client: Client, subjects: Subjects) -> None:
         self.client, self._jetstream, self._subjects = client, client.jetstream(), subjects
         self._entries: dict[tuple[str, int], _OpenRegister] = {}
-        self._unsent: dict[tuple[str, int], tuple[str, bytes]] = {}  # subject and register of each choice
+        self._unsent: dict[tuple[str, int], pb.UsageRegister] = {}  # of each choice
         self._is_refused = False
         self._wake = asyncio.Event()
 
@@ -122,9 +122,8 @@ class UsagePublisher:
 
     def _put(self, entry: _OpenRegister) -> None:
         entry.published = entry.position
-        register = entry.register
-        key, subject = (register.request_id, register.choice), self._subjects.usage(register.gateway_id)
-        self._unsent[key] = (subject, register.SerializeToString())
+        key = (entry.register.request_id, entry.register.choice)
+        self._unsent[key] = _merged(self._unsent.get(key), entry.register)
         if len(self._unsent) > MAX_UNSENT_REGISTERS:
             del self._unsent[next(iter(self._unsent))]
 
@@ -143,25 +142,38 @@ class UsagePublisher:
             )
         return not fault
 
-    async def _publish(self, batch: list[tuple[tuple[str, int], tuple[str, bytes]]]) -> str:
+    async def _publish(self, batch: list[tuple[tuple[str, int], pb.UsageRegister]]) -> str:
         """Why not all of them are accepted; empty if they are."""
         if not self.client.is_connected:
             return "NATS is away"
         acks: list[asyncio.Future[PubAck]] = []
         try:
-            for _, (subject, data) in batch:
-                acks.append(await self._jetstream.publish_async(subject, data))
+            for _, register in batch:
+                subject = self._subjects.usage(register.gateway_id)
+                acks.append(await self._jetstream.publish_async(subject, register.SerializeToString()))
             await asyncio.wait(acks, timeout=ACK_LIMIT_S)
         except (nats.errors.Error, OSError) as error:
-            return str(error)
+            return str(error) or repr(error)
         finally:
-            for ack in acks:
-                ack.cancel()  # without effect once it is here
+            # All that have not come, also the one whose publication raised: each holds one of the client's permits.
+            for ack in tuple(self._jetstream._publish_async_futures.values()):
+                ack.cancel()
         fault = ""
         for (key, sent), ack in zip(batch, acks, strict=True):
             if ack.cancelled() or ack.exception() is not None:
-                fault = "NATS does not answer" if ack.cancelled() else str(ack.exception())
+                fault = "NATS does not answer" if ack.cancelled() else str(ack.exception()) or repr(ack.exception())
                 self._unsent[key] = self._unsent.pop(key, sent)  # others first, the next time
             elif self._unsent.get(key) == sent:
                 del self._unsent[key]
         return fault
+
+
+def _merged(unsent: pb.UsageRegister | None, newer: pb.UsageRegister) -> pb.UsageRegister:
+    """As the gateway merges them, also those of two attempts; what it does not read is the newer's."""
+    merged = pb.UsageRegister()
+    merged.CopyFrom(newer)
+    if unsent is not None:
+        merged.num_prompt_tokens = max(unsent.num_prompt_tokens, newer.num_prompt_tokens)
+        merged.num_cached_prompt_tokens = max(unsent.num_cached_prompt_tokens, newer.num_cached_prompt_tokens)
+        merged.output_position = max(unsent.output_position, newer.output_position)
+    return merged

@@ -112,10 +112,13 @@ class UploadRpcs:
 
     async def _pack(self, upload: StagedUpload, request: pb.CommitRequest, turn: Turn) -> AsyncGenerator[PackProgress]:
         """Waits until it may pack, validates and packs, then waits for its ``turn`` to publish."""
-        packer = run_packer(self._job(upload, request), self.store.settings.commit_stall_s)
-        async with self.store.packer_queue.acquired(upload.record.tenant_id), aclosing(packer) as lines:
-            async for line in lines:
-                yield line
+        tenant_id = upload.record.tenant_id
+        async with self.store.packer_queue.acquired(tenant_id) as place:
+            self.store.publish_queue.check_stuck(tenant_id)  # before it packs in vain
+            packer = run_packer(self._job(upload, request), self.store.settings.commit_stall_s, place)
+            async with aclosing(packer) as lines:
+                async for line in lines:
+                    yield line
         await self.store.publish_queue.acquire(turn)
 
     async def AbortUpload(self, request: pb.AbortUploadRequest, context: Context) -> pb.AbortUploadReply:

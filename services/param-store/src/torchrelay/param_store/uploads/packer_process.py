@@ -15,8 +15,13 @@ from typing import Any
 from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, UploadRefused
 from torchrelay.common.host.disk import write_error
 from torchrelay.common.process.environment import plain_environment
+from torchrelay.common.process.telemetry import get_logger
 
+log = get_logger(__name__)
 _END_LIMIT_S = 5.0  # of a packer that was killed
+_STUCK = (
+    "an earlier commit waits for this host's disk or the remote store, which does not answer; commit again once it does"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class Turn:
     tenant_id: str
     decided: asyncio.Event = field(default_factory=asyncio.Event)  # it runs, or never will
     is_stuck: bool = False  # it runs for longer than it may, and cannot be ended
+    packer_end: asyncio.Task[int] | None = None  # its packer's, once it was killed
 
 
 class CommitQueue:
@@ -63,15 +69,23 @@ class CommitQueue:
         self._waiting: list[Turn] = []  # in order of arrival
 
     @asynccontextmanager
-    async def acquired(self, tenant_id: str) -> AsyncIterator[None]:
-        """Waits for its turn and holds it in the block. Raises ``Overloaded`` if too many wait."""
+    async def acquired(self, tenant_id: str) -> AsyncIterator[Turn]:
+        """Waits for its turn and holds it in the block, and until its packer has ended.
+
+        Raises ``Overloaded`` if too many wait, ``Unavailable`` as ``acquire`` does.
+        """
         self._check(tenant_id)
         turn = Turn(tenant_id)
         try:
             await self.acquire(turn)
-            yield
+            yield turn
         finally:
-            self.release(turn)
+            if turn.packer_end is None or turn.packer_end.done():
+                self.release(turn)
+            else:
+                log.warning("packer_not_ended", tenant_id=tenant_id)
+                self.give_up(turn)
+                turn.packer_end.add_done_callback(lambda _: self.release(turn))
 
     async def acquire(self, turn: Turn) -> None:
         """Waits for the turn, however many wait. Whether it came or not, it must be released.
@@ -82,9 +96,12 @@ class CommitQueue:
         self._grant()
         await turn.decided.wait()
         if turn in self._waiting:
-            raise Unavailable(
-                "an earlier commit waits for the remote store, which does not answer; commit again once it does"
-            )
+            raise Unavailable(_STUCK)
+
+    def check_stuck(self, tenant_id: str) -> None:
+        """Raises ``Unavailable`` if a commit of the tenant would wait for those that are stuck."""
+        if self._waits_for_stuck(tenant_id):
+            raise Unavailable(_STUCK)
 
     def give_up(self, turn: Turn) -> None:
         """``turn`` keeps its place until it is released, but nobody waits for it any more."""
@@ -111,14 +128,18 @@ class CommitQueue:
                 self._waiting.remove(turn)
                 self._running.append(turn)
                 turn.decided.set()
-        stuck = [turn.tenant_id for turn in self._running if turn.is_stuck]
         for turn in self._waiting:
-            if turn.tenant_id in stuck or len(stuck) == self._max_running:
+            if self._waits_for_stuck(turn.tenant_id):
                 turn.decided.set()
 
+    def _waits_for_stuck(self, tenant_id: str) -> bool:
+        stuck = [turn.tenant_id for turn in self._running if turn.is_stuck]
+        return tenant_id in stuck or len(stuck) == self._max_running
 
-async def run_packer(job: PackJob, stall_s: float) -> AsyncGenerator[PackProgress, None]:
-    """Validates and packs; the pack is complete when the iteration ends. Closing the iterator kills the packer.
+
+async def run_packer(job: PackJob, stall_s: float, turn: Turn) -> AsyncGenerator[PackProgress, None]:
+    """Validates and packs; the pack is complete when the iteration ends. Closing the iterator kills the packer, and
+    ``turn.packer_end`` is there if it survives that.
 
     Raises ``UploadRefused`` for what is wrong with the upload, ``Unavailable`` for what is wrong with this machine, or
     if the packer makes no progress for ``stall_s``.
@@ -146,9 +167,9 @@ async def run_packer(job: PackJob, stall_s: float) -> AsyncGenerator[PackProgres
     finally:
         with suppress(ProcessLookupError):
             process.kill()
-        with suppress(TimeoutError):  # the kernel ends no process while it waits for a disk
-            async with asyncio.timeout(_END_LIMIT_S):
-                await process.wait()
+        turn.packer_end = asyncio.create_task(process.wait())
+        # The kernel ends no process while it waits for a disk.
+        await asyncio.wait({turn.packer_end}, timeout=_END_LIMIT_S)
 
 
 async def _next_line(stdout: asyncio.StreamReader, stall_s: float) -> bytes:

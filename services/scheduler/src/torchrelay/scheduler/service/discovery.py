@@ -23,7 +23,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from torchrelay.common.identity.callers import Caller
-from torchrelay.common.liveness import BEAT_S
+from torchrelay.common.liveness import BEAT_S, SILENT_S
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -36,7 +36,7 @@ from torchrelay.scheduler.service.report_check import ReportCheck
 log = get_logger(__name__)
 
 _RETRY_S = 0.1
-_AWAY_RETRY_S = 1.0  # for a peer that is lost
+_MAX_RETRY_S = 1.0  # for a peer that is lost, or whose streams end soon
 _AWAY_S = 60.0  # then only the broker can bring it back
 
 Report = TypeVar("Report", WorkerReport, StoreReport)
@@ -120,7 +120,7 @@ class Discovery:
         while patience.lasts(worker_id in membership.workers):
             request = worker_pb2.WatchSlotRequest(beat_every_s=BEAT_S, epoch=self._controller.epoch.value)
             stub = worker_pb2_grpc.WorkerStub(self._channels.channel(address, worker_id, Caller.WORKER))
-            stream = _ReportStream(partial(stub.WatchSlot, request), worker_id)
+            stream = _ReportStream(partial(stub.WatchSlot, request), worker_id, patience)
             async with aclosing(stream.reports()) as reports:
                 async for report in reports:
                     if report.worker_id != worker_id or report.incarnation != first.incarnation:
@@ -133,7 +133,7 @@ class Discovery:
                 self._controller.apply(WorkerStopped(worker_id) if stream.was_ended else WorkerGone(worker_id))
                 await self._channels.forget(address)
                 return
-            await asyncio.sleep(patience.retry_s)
+            await asyncio.sleep(patience.next_retry_s())
 
     async def _watch_store(self, first: StoreReport) -> None:
         membership, store_id, address = self._controller.policy.state.membership, first.store_id, first.grpc_address
@@ -141,7 +141,8 @@ class Discovery:
         while patience.lasts(store_id in membership.stores):
             request = param_store_pb2.WatchCopiesRequest(beat_every_s=BEAT_S, epoch=self._controller.epoch.value)
             stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(address, store_id, Caller.STORE))
-            async with aclosing(_ReportStream(partial(stub.WatchCopies, request), store_id).reports()) as reports:
+            stream = _ReportStream(partial(stub.WatchCopies, request), store_id, patience)
+            async with aclosing(stream.reports()) as reports:
                 async for report in reports:
                     if report.store_id != store_id or report.incarnation != first.incarnation:
                         break
@@ -152,7 +153,7 @@ class Discovery:
                 self._controller.apply(StoreGone(store_id))
                 await self._channels.forget(address)
                 return
-            await asyncio.sleep(patience.retry_s)
+            await asyncio.sleep(patience.next_retry_s())
 
 
 async def _fail(error: Exception) -> None:
@@ -160,28 +161,37 @@ async def _fail(error: Exception) -> None:
 
 
 class _Patience:
-    """How long the stream to a peer is tried again: for good while it is present, else for ``_AWAY_S``."""
+    """How long the stream to a peer is tried again: for good while it is present, else for ``_AWAY_S``.
+
+    Ever less often while its streams end soon, as those of a scheduler do that the peer has fenced out.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._away_since: float | None = None
+        self._began_at, self._retry_s = 0.0, 0.0
 
     def lasts(self, is_present: bool) -> bool:
-        now = self._clock.now()
+        self._began_at = now = self._clock.now()
         self._away_since = None if is_present else self._away_since or now
         return self._away_since is None or now - self._away_since < _AWAY_S
 
     @property
-    def retry_s(self) -> float:
-        return _RETRY_S if self._away_since is None else _AWAY_RETRY_S
+    def is_tried(self) -> bool:
+        """Whether this stream follows one that ended soon, and has not lasted itself."""
+        return self._retry_s > 0 and self._clock.now() - self._began_at < SILENT_S
+
+    def next_retry_s(self) -> float:
+        self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S) if self.is_tried else _RETRY_S
+        return self._retry_s if self._away_since is None else _MAX_RETRY_S
 
 
 class _ReportStream(Generic[Report]):
     """A peer's reports until its stream ends or breaks. ``was_ended``: by the peer, because it shuts down."""
 
-    def __init__(self, watch: Callable[[], UnaryStreamCall[Any, Report]], peer: str) -> None:
+    def __init__(self, watch: Callable[[], UnaryStreamCall[Any, Report]], peer: str, patience: _Patience) -> None:
         self._watch: Callable[[], UnaryStreamCall[Any, Report]] = watch
-        self._peer = peer
+        self._peer, self._patience = peer, patience
         self.was_ended = False
 
     async def reports(self) -> AsyncGenerator[Report]:
@@ -193,7 +203,8 @@ class _ReportStream(Generic[Report]):
             async for report in call:
                 yield report
         except grpc.aio.AioRpcError as error:
-            log.info("watch_broken", peer=self._peer, status=error.code().name, detail=error.details())
+            if not self._patience.is_tried:
+                log.info("watch_broken", peer=self._peer, status=error.code().name, detail=error.details())
         except asyncio.CancelledError:
             # Either we are cancelled, or the peer hung and its channel was closed under the call.
             if (task := asyncio.current_task()) is None or task.cancelling():

@@ -17,7 +17,6 @@ from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 
 MAX_WAITING = 64  # of one tenant
 MAX_WAIT_S = 30.0
-BYTES_PER_FILE_BYTE = 1.0  # memory of the decoder of a BPE per byte of its compact JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class DecoderCache:
 
     @property
     def num_bytes(self) -> int:
-        """The estimated memory of the cached decoders."""
+        """The memory of the cached decoders."""
         return self._lru.num_bytes
 
     def get(self, tenant: str, digest: str) -> ModelDecoder | None:
@@ -67,21 +66,25 @@ class DecoderCache:
         if (found := self.get(tenant, digest)) is not None:  # loaded while this waited
             self._end_turn(tenant, 0.0)
             return found
-        num_bytes = int(file.num_bytes * BYTES_PER_FILE_BYTE)
-        for evicted in self._lru.make_room(num_bytes, tenant):  # before it is loaded
-            del self._decoders[evicted]
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         loading = loop.run_in_executor(self._thread, ModelDecoder.load, file.path)
 
         def loaded(ended: asyncio.Future[ModelDecoder]) -> None:
             if not ended.cancelled() and ended.exception() is None:
-                self._decoders[digest] = ended.result()
-                self._lru.add(digest, tenant, num_bytes)
+                self._add(tenant, digest, ended.result())
             self._end_turn(tenant, loop.time() - began_s)
 
         loading.add_done_callback(loaded)
         return await asyncio.shield(loading)  # the turn ends with the thread's work, not with the caller's patience
+
+    def _add(self, tenant: str, digest: str, decoder: ModelDecoder) -> None:
+        # Only the loaded decoder tells its size: files of the same size differ tenfold.
+        num_bytes = decoder.tokens.num_bytes
+        for evicted in self._lru.make_room(num_bytes, tenant):
+            del self._decoders[evicted]
+        self._decoders[digest] = decoder
+        self._lru.add(digest, tenant, num_bytes)
 
     async def _turn(self, tenant: str) -> None:
         turn = asyncio.get_running_loop().create_future()

@@ -35,7 +35,7 @@ class TokenBytes:
 
     def of(self, token_id: int) -> bytes:
         """The token's bytes; empty for an id unknown to the tokenizer, since models may have more."""
-        added = self._decoder.declared.get(token_id)
+        added = self._decoder.declared(token_id)
         if added is not None:
             return added.encode()
         token = self._decoder.spelling(token_id)
