@@ -18,7 +18,14 @@ from tests.unit.scheduler.service.scripted_cluster import GatewayClient, house
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Model, SourceShare, StoreStatus
-from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand, SetRolesCommand, UnloadCommand
+from torchrelay.scheduler.policy.effects import (
+    CopyCommand,
+    Hop,
+    RetainCommand,
+    SetRolesCommand,
+    UnloadCommand,
+    WakeCommand,
+)
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.inputs import (
     CopyFailed,
@@ -27,6 +34,7 @@ from torchrelay.scheduler.policy.inputs import (
     GatewayConnected,
     GatewayDisconnected,
     Input,
+    LoadUnanswered,
     Release,
     RetainFailed,
     RolesFailed,
@@ -202,6 +210,8 @@ class Life:
                     self.scene.apply(CopyFailed(command.model.pack_id, command.hop.store_id, "no answer"))
                 case RetainCommand():
                     self.scene.apply(RetainFailed(command.store_id))
+                case WakeCommand():
+                    self.scene.apply(LoadUnanswered(command.hops[0].loads[0].instance_id))
 
     def slow_down(self) -> None:
         """Relays run far below their planned rates."""

@@ -234,8 +234,10 @@ class Instance:
     created_at: float
     accepted_at: float = 0.0  # when the worker accepted the Load; 0: not yet
     confirmed: bool = False  # a report has shown it
+    unanswered_at: float = 0.0  # when the deadline of its Load passed; 0: it did not
     error_before: str = ""  # the slot's error of an earlier load
     pending_roles: Roles | None = None  # ordered, not yet set
+    roles_retry_at: float = 0.0  # the last order failed: no other before
     num_layers_ready: int = 0
     num_layers: int = 0
     reason: Reason = field(default_factory=Reason)  # why it was loaded, or why it is being drained
@@ -256,6 +258,10 @@ class Instance:
     @property
     def staying(self) -> bool:
         return self.phase in (InstancePhase.LOADING, InstancePhase.READY)
+
+    def takes_roles(self, now: float) -> bool:
+        """Whether it may be ordered to play others."""
+        return self.placeable and self.pending_roles is None and now >= self.roles_retry_at
 
     @property
     def target_roles(self) -> Roles:

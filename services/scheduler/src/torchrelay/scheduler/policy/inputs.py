@@ -104,6 +104,12 @@ class LoadAccepted(_Input, frozen=True):
     instance_id: str
 
 
+class LoadUnanswered(_Input, frozen=True):
+    """The deadline of the order passed: the worker's reports will tell whether it was taken."""
+
+    instance_id: str
+
+
 class LoadRefused(_Input, frozen=True):
     """``failed_store``: the store whose relay could not be started, if that was the reason."""
 
@@ -170,6 +176,7 @@ Input = (
     | StoreBeat
     | StoreGone
     | LoadAccepted
+    | LoadUnanswered
     | LoadRefused
     | RolesSet
     | RolesFailed

@@ -67,6 +67,10 @@ class Policy:
                     self._remove_store(lost, "the store's process is gone", now)
             case inputs.LoadAccepted(instance_id):
                 self._load_accepted(instance_id, now)
+            case inputs.LoadUnanswered(instance_id):
+                instance = state.instances.get(instance_id)
+                if instance is not None and not instance.accepted:
+                    state.instances.put(replace(instance, unanswered_at=now))
             case inputs.LoadRefused():
                 self._load_failed(input_, now)
             case inputs.RolesSet(instance_id):
@@ -76,9 +80,9 @@ class Policy:
                     self._react(now)
             case inputs.RolesFailed(instance_id, cause):
                 if instance := state.instances.get(instance_id):
-                    state.instances.put(replace(instance, pending_roles=None))
+                    retry_at = now + state.config.roles_retry_s
+                    state.instances.put(replace(instance, pending_roles=None, roles_retry_at=retry_at))
                     state.happened(now, "set_roles_failed", instance, cause)
-                    self._count_failure(instance, cause, now, now)
             case inputs.UnloadFailed(instance_id, cause):
                 scaling.unload_failed(state, instance_id, now)
                 if instance := state.instances.get(instance_id):

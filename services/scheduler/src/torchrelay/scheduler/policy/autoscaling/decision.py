@@ -104,7 +104,7 @@ def _scale_from_zero(
     assignments = assign(slots, Role.PREFILL in missing, Role.DECODE in missing)
     if assignments:
         return [Wake(demand.model, assignments, _wake_reason(demand, "role_missing" if played else "at_zero"))], True
-    if spread := _assign_both_roles(autoscaler_input.of(demand.model), autoscaler_input.workers, missing):
+    if spread := _assign_both_roles(autoscaler_input, demand, missing):
         return [spread], True
     return list(evict(demand, missing, autoscaler_input, decided, config)), False
 
@@ -144,13 +144,12 @@ def _wake_reason(demand: Demand, cause: str, why: str = "", **figures: int) -> R
     return Reason(cause, text(why or plain, demand.num_waiting, demand.num_cold), waiting | figures, by_tenant)
 
 
-def _assign_both_roles(
-    own: Sequence[InstanceLoad], workers: Mapping[str, WorkerStatus], missing: Roles
-) -> SetRoles | None:
+def _assign_both_roles(autoscaler_input: AutoscalerInput, demand: Demand, missing: Roles) -> SetRoles | None:
     """Gives the missing role to an instance of the other one: no weights move, so requests go on at once."""
+    own = autoscaler_input.of(demand.model)
     for load in sorted(own, key=lambda load: (load.instance.phase is not InstancePhase.READY, load.num_open)):
-        worker = workers.get(load.instance.worker_id)
-        if worker and worker.playable_roles >= BOTH and load.instance.placeable and load.instance.pending_roles is None:
+        worker = autoscaler_input.workers.get(load.instance.worker_id)
+        if worker and worker.playable_roles >= BOTH and load.instance.takes_roles(autoscaler_input.now):
             names = " and ".join(role.name.lower() for role in sorted(missing))
             reason = Reason("role_missing", f"no instance plays {names}, and no slot is free")
             return SetRoles(load.instance.instance_id, BOTH, reason)

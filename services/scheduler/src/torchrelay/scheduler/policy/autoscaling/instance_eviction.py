@@ -20,7 +20,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import free_slots
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Model, Role, Roles, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Model, Role, Roles, StoreStatus
 from torchrelay.scheduler.policy.reasons import Reason
 
 
@@ -108,7 +108,7 @@ def _share_slots(
             if instance.phase is not InstancePhase.READY or not usable.get(instance.worker_id, frozenset()) >= missing:
                 continue
             drain = _drain(victim, "share", "{} waits for a slot, and this model can do without one", model)
-            kept = _role_takeover(loads, victim, autoscaler_input.workers, drain.reason)
+            kept = _role_takeover(loads, victim, autoscaler_input, drain.reason)
             if kept is not None:
                 cost = (bool(kept), instance.plays(Role.DECODE), victim.num_open, instance.instance_id)
                 found.append((cost, [*kept, drain]))
@@ -142,15 +142,15 @@ def _drain(victim: InstanceLoad, cause: str, text: str, waiting: Model) -> Drain
 
 
 def _role_takeover(
-    loads: Sequence[InstanceLoad], victim: InstanceLoad, workers: Mapping[str, WorkerStatus], reason: Reason
+    loads: Sequence[InstanceLoad], victim: InstanceLoad, autoscaler_input: AutoscalerInput, reason: Reason
 ) -> list[SetRoles] | None:
     """What lets a model go on without ``victim``; None if nothing does."""
     rest = [load for load in loads if load is not victim]
     if cover_both_roles(load.instance for load in rest) or not cover_both_roles(load.instance for load in loads):
         return []
     for load in rest:
-        worker = workers.get(load.instance.worker_id)
-        ready = load.instance.phase is InstancePhase.READY and load.instance.pending_roles is None
+        worker = autoscaler_input.workers.get(load.instance.worker_id)
+        ready = load.instance.phase is InstancePhase.READY and load.instance.takes_roles(autoscaler_input.now)
         if ready and worker is not None and worker.playable_roles >= BOTH:
             return [SetRoles(load.instance.instance_id, BOTH, reason)]
     return None

@@ -11,6 +11,7 @@ from torchrelay.scheduler.policy.reasons import Reason
 
 _RESTARTED = Reason("worker_restarted", "the worker was restarted")
 _SLOT_TAKEN = Reason("slot_taken", "another instance took the slot")
+_UNANSWERED = Reason("load_refused", "the worker did not answer, and did not begin to load")
 _CONFIRM_S = 0.5  # by then an accepted instance shows in a report, or its load has failed
 
 
@@ -139,7 +140,9 @@ def _transition(known: Instance, worker: WorkerStatus, now: float) -> InstanceTr
     if slot.phase is not InstancePhase.FREE and slot.instance_id == known.instance_id:
         return InstanceTransition(TransitionKind.MOVED, _updated(known, worker, now), known)
     if not known.accepted:
-        return None  # the Load has not returned; its outcome decides
+        if not known.unanswered_at or now - known.unanswered_at < _CONFIRM_S:
+            return None  # the Load has not returned; its outcome decides
+        return InstanceTransition(TransitionKind.FAILED, known, known, _UNANSWERED)
     if slot.phase is not InstancePhase.FREE:
         return InstanceTransition(TransitionKind.LOST, known, known, _SLOT_TAKEN)
     news = slot.error != known.error_before

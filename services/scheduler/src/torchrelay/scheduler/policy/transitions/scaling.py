@@ -50,10 +50,10 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
     models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
 
     def of_version(version_id: str) -> tuple[InstanceLoad, ...]:
-        return tuple(_instance_load(state, instance) for instance in state.instances.of_version(version_id))
+        return tuple(_instance_load(state, one, now) for one in state.instances.of_version(version_id))
 
     def of_all() -> tuple[InstanceLoad, ...]:
-        return tuple(_instance_load(state, instance) for instance in state.instances)
+        return tuple(_instance_load(state, instance, now) for instance in state.instances)
 
     return AutoscalerInput(
         now=now,
@@ -67,11 +67,13 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
     )
 
 
-def _instance_load(state: State, instance: Instance) -> InstanceLoad:
+def _instance_load(state: State, instance: Instance, now: float) -> InstanceLoad:
     worker = state.membership.workers.get(instance.worker_id)
     num_open, num_reported = state.attempts.at(instance.instance_id).num_open, worker.num_running if worker else 0
     names = state.aliases.of(instance.version_id) or (instance.model,)
     last_active = state.instances.last_active(instance.instance_id)
+    if now - last_active > state.config.drain_s:
+        num_reported = 0  # of requests that nobody has: it would keep its slot for ever
     return InstanceLoad(instance, num_open, num_reported, last_active, frozenset(map(tenant_of, names)))
 
 
