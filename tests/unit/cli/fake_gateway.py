@@ -36,6 +36,8 @@ class FakeGateway:
     url: str = ""
     asked: list[tuple[str, str, Any]] = field(default_factory=list)  # method, path, JSON body
     keys: set[str] = field(default_factory=lambda: {TENANT_KEY, ADMIN_KEY})
+    next_key: str = TENANT_KEY
+    owners: dict[str, str] = field(default_factory=lambda: {TENANT_KEY.split("-")[1]: "acme"})  # of keys, by their ids
     tenants: set[str] = field(default_factory=set)
     published: set[str] = field(default_factory=set)  # models, without their tenant
     declared: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -89,11 +91,13 @@ class _Answering(BaseHTTPRequestHandler):
             case "POST", ["keys"] if "tenant" in body and body["tenant"] not in self.door.tenants:
                 self._error(404, f"there is no tenant {body['tenant']!r}", "not_found")
             case "POST", ["keys"]:
-                self._json({"id": "8x2kq0v3m1c9d7fz", "key": TENANT_KEY, "tenant": body.get("tenant", "acme")}, 201)
+                key_id, tenant = self.door.next_key.split("-")[1], body.get("tenant", "acme")
+                self.door.owners[key_id] = tenant
+                self._json({"id": key_id, "key": self.door.next_key, "tenant": tenant}, 201)
             case "DELETE", ["keys", _]:
                 self._send(204, b"")
             case "GET", ["keys"]:
-                self._json({"data": [{"id": "8x2kq0v3m1c9d7fz", "tenant": "acme"}]})
+                self._json({"data": [{"id": key_id, "tenant": tenant} for key_id, tenant in self.door.owners.items()]})
             case "GET", ["tenants"]:
                 self._json({"data": [{"name": name} for name in self.door.tenants]})
             case "PATCH", ["tenants", name]:

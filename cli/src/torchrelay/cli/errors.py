@@ -18,7 +18,6 @@ _OPTIONS = {
     "from": "--from",
     "to": "--to",
     "period": "--month",
-    "key_id": "ID",
     "max_tokens": "--max-tokens",
     "temperature": "--temperature",
     "idle_timeout_s": "--idle-timeout-s",
@@ -27,6 +26,10 @@ _OPTIONS = {
     "storage_quota_bytes": "--storage-quota-gb",
     "budget_nano": "--budget",
 }
+
+
+# REST fields that users of commands do not know; the messages quote their values.
+_UNNAMED = {"key_id", "name", "request_id", "upload_id"}
 
 
 class CliError(Exception):
@@ -65,4 +68,4 @@ def _with_option(message: str, field: str) -> str:
     if option := _OPTIONS.get(field):
         rest = message.removeprefix(f"{field} ")
         return f"{option} {rest}" if rest != message else f"{option}: {message}"
-    return f"{message} ({field})" if field and field not in message else message
+    return f"{message} ({field})" if field and field not in message and field not in _UNNAMED else message

@@ -18,6 +18,26 @@ def test_errors_of_the_gateway_are_problems_with_its_own_sentence(door: FakeGate
     assert "--key" in caught.value.hint
 
 
+def test_a_refused_key_of_the_shell_is_told_from_others(door: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHRELAY_API_KEY", "tr-stale")
+    with GatewayClient(door.url, "tr-stale") as client:
+        for ask in (lambda: client.call("GET", "/v1/models"), client.stream("GET", "/v1/models").__enter__):
+            with pytest.raises(ApiError) as caught:
+                ask()
+            assert caught.value.message == "the key in TORCHRELAY_API_KEY is invalid or revoked"
+            assert caught.value.hint.startswith("unset it to use this home's key")
+            assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+    with GatewayClient(door.url, "tr-other") as client, pytest.raises(ApiError, match="the key is not known"):
+        client.call("GET", "/v1/models")
+
+
+def test_a_gateway_that_speaks_no_tls_says_how_to_write_it(door: FakeGateway) -> None:
+    url = door.url.replace("http://", "https://")
+    with GatewayClient(url, TENANT_KEY) as client, pytest.raises(CliError) as caught:
+        client.call("GET", "/v1/models")
+    assert (caught.value.message, caught.value.hint) == (f"{url} does not speak TLS", f"write {door.url}")
+
+
 def test_a_gateway_that_is_started_again_is_waited_for() -> None:
     with running_gateway() as before:
         port = int(before.url.rpartition(":")[2])

@@ -147,6 +147,8 @@ def test_options_are_named_instead_of_the_doors_fields() -> None:
     assert said("budget_nano must be at least 0, not -1", "budget_nano") == "--budget must be at least 0, not -1"
     assert said("'soon' is no time", "from") == "--from: 'soon' is no time"
     assert said("is not valid JSON", "config.json") == "is not valid JSON (config.json)"
+    for field in ("upload_id", "key_id", "request_id", "name"):  # of paths and bodies that no option names
+        assert said("open upload 'x' not found", field) == "open upload 'x' not found"
     assert said("config.json is not valid JSON", "config.json") == "config.json is not valid JSON"
 
 

@@ -25,6 +25,16 @@ def test_the_first_key_makes_its_tenant_and_is_kept(run: Run, home: Home, door: 
     assert home.saved_key() is None
 
 
+def test_a_key_of_another_tenant_says_who_the_commands_are_now(run: Run, home: Home, door: FakeGateway) -> None:
+    run("key", "create", "--tenant", "acme")
+    door.next_key = "tr-0123456789abcdef-secret"
+    said = run("key", "create", "--tenant", "birch").stderr
+    assert "saved as this home's key: commands now act as tenant birch (before: acme)" in said
+    home.save_key("tr-gone-secret")
+    said = run("key", "create", "--tenant", "birch").stderr
+    assert "saved as this home's key: commands now act as tenant birch\n" in said
+
+
 def test_a_key_that_the_shell_has_counts_before_the_one_that_is_saved(
     home: Home, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,9 @@ from torchrelay.cli.home import Home
 from torchrelay.cli.up import run as run_module
 from torchrelay.cli.up.flags import check_device
 from torchrelay.cli.up.plan import UpOptions
+from torchrelay.gateway.settings import GatewaySettings
+from torchrelay.param_store.settings import StoreSettings
+from torchrelay.scheduler.settings import SchedulerSettings
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,22 @@ def test_variables_count_and_an_option_overrides_its_variable(
         log_level="warning",
     )
     assert given == [expected, replace(expected, http_port=8081, device="cpu", log_level="debug")]
+
+
+def test_a_misspelt_variable_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
+        assert options == UpOptions()
+
+    monkeypatch.setattr(run_module, "run_up", run_up)
+    others = {name for each in (GatewaySettings, SchedulerSettings, StoreSettings) for name in each.model_fields}
+    for name in (*others, "api_url", "api_key", "config", "http_prot", "metric_port"):
+        if f"TORCHRELAY_{name.upper()}" not in VARIABLES:
+            monkeypatch.setenv(f"TORCHRELAY_{name.upper()}", "3")
+    said = run("up", "--home", str(tmp_path / "home")).stderr.splitlines()
+    assert sorted(said) == [
+        f"torchrelay: TORCHRELAY_{wrong} is not a setting and is ignored; did you mean TORCHRELAY_{right}?"
+        for wrong, right in (("HTTP_PROT", "HTTP_PORT"), ("METRIC_PORT", "METRICS_PORT"))
+    ]
 
 
 def test_a_wrong_variable_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,10 +189,12 @@ def test_a_home_keeps_its_rest_port_and_says_when_it_is_taken(home: Home, tmp_pa
         moved = StackPlan(home, UpOptions(), ports).stack()
         assert moved.http_port != last
         assert moved.taken_http_port == last
-    told = io.StringIO()
-    StartupProgress(home, Console(file=told, width=200)).port_taken(last, moved.endpoints["http"])
-    assert f"{last} is taken: REST is on {moved.endpoints['http']}" in told.getvalue()
-    assert f"--http-port {last}" in told.getvalue()
+    for is_quiet in (False, True):
+        told = io.StringIO()
+        progress = StartupProgress(home, Console(file=told, width=200), is_quiet=is_quiet)
+        progress.port_taken(last, moved.endpoints["http"])
+        assert f"{last} is taken: REST is on {moved.endpoints['http']}" in told.getvalue()
+        assert (f"TORCHRELAY_HTTP_PORT={last}" in told.getvalue()) is not is_quiet
 
 
 def test_the_next_steps_are_those_of_the_folder(tmp_path: Path) -> None:

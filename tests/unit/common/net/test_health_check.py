@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import grpc
@@ -92,7 +94,16 @@ def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(monkeypatch, "127.0.0.1:1") == "127.0.0.1:1 does not answer"
 
 
+def test_a_server_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as rest:
+        threading.Thread(target=rest.serve_forever, args=(0.02,)).start()
+        address = f"127.0.0.1:{rest.server_address[1]}"
+        assert call(monkeypatch, address) == f"{address} takes connections and gives no gRPC answer; is it a REST port?"
+        rest.shutdown()
+
+
 def test_its_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "--help") is None
     assert capsys.readouterr().out == health_check.USAGE + "\n"
-    assert call(monkeypatch) == health_check.USAGE
+    assert call(monkeypatch) == 2
+    assert capsys.readouterr().err == health_check.USAGE + "\n"

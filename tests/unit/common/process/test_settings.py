@@ -63,5 +63,15 @@ def test_a_certificate_that_names_another_part_ends_the_start(authority: Authori
         WorkerSettings(**worker | files)
 
 
+def test_a_variable_that_is_nearly_a_setting_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("TORCHRELAY_LOG_LEVL", "TORCHRELAY_HTTP_PORT", "LOG_LEVL"):  # the second is another service's
+        monkeypatch.setenv(name, "3")
+    load_settings(ServiceSettings, "torchrelay-x", [])
+    said = "torchrelay-x: TORCHRELAY_LOG_LEVL is not a setting and is ignored; did you mean TORCHRELAY_LOG_LEVEL?\n"
+    assert capsys.readouterr().err == said
+
+
 def test_only_nodes_have_a_node_key() -> None:
     assert "node_key" not in ServiceSettings.model_fields and "node_key" in WorkerSettings.model_fields

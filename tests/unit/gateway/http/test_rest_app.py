@@ -65,6 +65,13 @@ async def test_every_refusal_has_openais_shape(
     assert code is None or error["code"] == code
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
+async def test_a_path_without_its_version_is_answered_with_the_one_that_is_meant(rig: RestRig, path: str) -> None:
+    reply = await rig.acme.post(path, json={})
+    assert (reply.status_code, fault(reply)["message"]) == (404, f"{path} not found; did you mean /v1{path}?")
+    assert fault(await rig.acme.get("/nothing"))["message"] == "/nothing not found"
+
+
 async def test_a_body_that_is_no_json_is_400(rig: RestRig) -> None:
     reply = await rig.acme.post("/v1/keys", content=b"{", headers={"content-type": "application/json"})
     assert (reply.status_code, fault(reply)["message"]) == (400, "the body is not valid JSON")

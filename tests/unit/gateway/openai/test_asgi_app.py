@@ -245,7 +245,10 @@ async def test_other_refusals_have_their_status(rig: TokenPathRig) -> None:
     missing = await post("/v1/completions", json={**good, "model": "other/echo"})
     assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
     got = await rig.http.get("/v1/completions")
-    assert (got.status_code, got.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert (got.status_code, got.json()["error"]["code"], got.headers["allow"]) == (405, "method_not_allowed", "POST")
+    for method in ("GET", "PUT", "DELETE"):  # which methods there are is said to tenants
+        stranger = await rig.http.request(method, "/v1/completions", headers={"authorization": ""})
+        assert (stranger.status_code, stranger.headers["www-authenticate"]) == (401, "Bearer")
     assert (await post("/v1/nothing", json=good)).status_code == 404
     large = await post("/v1/completions", content=b" " * (rig.settings.max_body_bytes + 1))
     error = large.json()["error"]

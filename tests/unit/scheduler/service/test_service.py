@@ -243,6 +243,11 @@ async def test_explain_tells_a_cold_start_from_queue_to_first_token(nats_url: st
             assert "wake" in [decision.kind for decision in reply.decisions]
             model = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
             assert all(decision.reason for decision in model.decisions)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await door.stub.Explain(scheduler_pb2.ExplainRequest(request_id="r0"))
+            assert caught.value.details() == (
+                "no recent request has the id 'r0': only requests since the scheduler's start, the last 2,048, are kept"
+            )
 
 
 async def test_a_newer_scheduler_ends_this_one(nats_url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import httpx
 
 from torchrelay.cli.api.restarts import RESTART_TIMEOUT_S, restart_attempts
-from torchrelay.cli.errors import CliError, Unreachable, api_error
+from torchrelay.cli.errors import ApiError, CliError, Unreachable, api_error
 
 RETRY_S = 0.1
 TIMEOUT_S = 600.0
@@ -29,6 +30,7 @@ class GatewayClient:
         restart_timeout_s: float = RESTART_TIMEOUT_S,
     ) -> None:
         headers = {"Authorization": f"Bearer {key}"}
+        self._key = key
         self.url, self._is_supervised, self._restart_timeout_s = url, is_supervised, restart_timeout_s
         try:
             self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(TIMEOUT_S, connect=5.0))
@@ -46,7 +48,7 @@ class GatewayClient:
         with self._translated_errors():
             response = self._retry_connect(lambda: self._http.request(method, path, **options))
         if response.is_error:
-            raise api_error(response.content, response.status_code)
+            raise self._error(response.content, response.status_code)
         body: dict[str, Any] = response.json() if response.content else {}
         return body
 
@@ -57,8 +59,16 @@ class GatewayClient:
             request = self._http.build_request(method, path, **options)
             with closing(self._retry_connect(lambda: self._http.send(request, stream=True))) as response:
                 if response.is_error:
-                    raise api_error(response.read(), response.status_code)
+                    raise self._error(response.read(), response.status_code)
                 yield _lines(response)
+
+    def _error(self, content: bytes, status: int) -> ApiError:
+        error = api_error(content, status)
+        if status == 401 and self._key == os.environ.get("TORCHRELAY_API_KEY"):
+            message = "the key in TORCHRELAY_API_KEY is invalid or revoked"
+            hint = "unset it to use this home's key, or create one: torchrelay key create --tenant NAME"
+            return ApiError(message, hint, status=status, code=error.code)
+        return error
 
     def _retry_connect(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
         """Retries while the connection is refused: nothing was sent, and a supervised gateway may be starting."""
@@ -76,6 +86,9 @@ class GatewayClient:
         except httpx.ConnectError as error:
             if self._is_supervised():
                 raise Unreachable(f"the gateway at {self.url} is restarting", "try again in a moment") from error
+            if "WRONG_VERSION_NUMBER" in str(error):  # OpenSSL's word for an answer that is not TLS
+                hint = f"write {self.url.replace('https', 'http', 1)}"
+                raise CliError(f"{self.url} does not speak TLS", hint) from error
             raise Unreachable(f"{self.url} does not answer: {error}", "is the platform up? torchrelay up") from error
         except httpx.TransportError as error:
             what = str(error) or type(error).__name__

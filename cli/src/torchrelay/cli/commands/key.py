@@ -54,9 +54,16 @@ def create(
     body = {field: value for field, value in wanted.items() if value}
     with access.client() as client:
         created = _create(client, body)
+        before = _owner(client, access.home.saved_key()) if access.home and save else ""
     console.err().print(f"key {created['id']} of tenant [bold]{created['tenant']}[/]; it will not be shown again:")
     typer.echo(created["key"])
-    _keep(access, created, save)
+    _keep(access, created, save, before)
+
+
+def _owner(client: GatewayClient, key: str | None) -> str:
+    """The tenant of a key, empty when this caller's list does not have it."""
+    listed = client.call("GET", "/v1/keys")["data"] if key else []
+    return next((str(each["tenant"]) for each in listed if each["id"] == id_of(key or "")), "")
 
 
 def _create(client: GatewayClient, body: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +78,8 @@ def _create(client: GatewayClient, body: dict[str, Any]) -> dict[str, Any]:
         return client.call("POST", "/v1/keys", json=body)
 
 
-def _keep(access: Access, created: dict[str, Any], save: bool) -> None:
+def _keep(access: Access, created: dict[str, Any], save: bool, before: str) -> None:
+    """``before``: the tenant of the saved key, empty if it is not known."""
     if access.home is None or not save:
         console.err().print(f"[dim]to use it: export TORCHRELAY_API_URL={access.url} TORCHRELAY_API_KEY=<the key>[/]")
         return
@@ -81,8 +89,11 @@ def _keep(access: Access, created: dict[str, Any], save: bool) -> None:
         console.err().print("saved as this home's key, but TORCHRELAY_API_KEY overrides it: unset TORCHRELAY_API_KEY")
     elif is_first:
         console.err().print("[dim]saved for the other commands; next: torchrelay upload DIR[/]")
-    else:
+    elif before == created["tenant"]:
         console.err().print("saved as this home's key; the previous one stays valid")
+    else:
+        who = f"{created['tenant']} (before: {before})" if before else created["tenant"]
+        console.err().print(f"saved as this home's key: commands now act as tenant {who}")
 
 
 @app.command("list", epilog="Example:  torchrelay key list")

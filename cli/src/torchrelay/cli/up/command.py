@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import typer
+
 from torchrelay.cli.api.access import HomeOption
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
@@ -13,6 +15,7 @@ EXAMPLE = "Example:  torchrelay up --home /srv/torchrelay --http-port 8080"
 
 
 def up(
+    context: typer.Context,
     home: HomeOption = None,
     host: flags.Host = "127.0.0.1",
     http_port: flags.HttpPort = 0,
@@ -43,7 +46,11 @@ def up(
     # Both import gRPC: not for `torchrelay --help`.
     from torchrelay.cli.up.plan import UpOptions
     from torchrelay.cli.up.run import run_up
+    from torchrelay.common.process.settings import PREFIX, ServiceSettings, misspelt_variables
 
+    own = {str(option.envvar).removeprefix(PREFIX).lower() for option in context.command.params if option.envvar}
+    for message in misspelt_variables(own | ServiceSettings.model_fields.keys()):
+        typer.echo(f"torchrelay: {message}", err=True)
     options = UpOptions(
         host=host,
         http_port=http_port,

@@ -35,25 +35,38 @@ def fault_of(address: str, tls: Tls | None = None) -> str | None:
     return fault_in(call.trailing_metadata()) or "it does not say why"
 
 
-def speaks_tls(address: str) -> bool:
-    """Whether the server at ``address`` begins a TLS handshake."""
-    host, _, port = address.rpartition(":")
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+def accepts_connections(address: str) -> bool:
     try:
-        with socket.create_connection((host, int(port)), TIMEOUT_S) as plain, context.wrap_socket(plain):
+        with _connect(address):
             return True
     except (OSError, ValueError):
         return False
 
 
+def speaks_tls(address: str) -> bool:
+    """Whether the server at ``address`` begins a TLS handshake."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with _connect(address) as plain, context.wrap_socket(plain):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _connect(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), TIMEOUT_S)
+
+
 def main() -> None:
-    """Entry point: status 0 when the service serves, else 1."""
+    """Entry point: status 0 when the service serves, 2 for a wrong use, else 1."""
     if sys.argv[1:] in (["-h"], ["--help"]):
         print(USAGE)
         return
     if len(sys.argv) != 2:
-        sys.exit(USAGE)
+        print(USAGE, file=sys.stderr)
+        sys.exit(2)
     address = sys.argv[1]
     tls = load_settings(ServiceSettings, "torchrelay-health", args=[]).tls
     fault = fault_of(address, tls)
@@ -67,5 +80,7 @@ def main() -> None:
         files = "TORCHRELAY_TLS_CA_FILE, TORCHRELAY_TLS_CERT_FILE and TORCHRELAY_TLS_KEY_FILE"
         what = "rejects this certificate: name the cluster's files with" if tls else "expects TLS: set"
         sys.exit(f"{address} {what} {files}")
+    elif accepts_connections(address):
+        sys.exit(f"{address} takes connections and gives no gRPC answer; is it a REST port?")
     else:
         sys.exit(f"{address} does not answer")

@@ -10,6 +10,7 @@ import difflib
 import os
 import sys
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -25,7 +26,8 @@ from pydantic_settings import (
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.identity.tls import Tls, TlsFiles, TlsUnusable
 
-CONFIG_VARIABLE = "TORCHRELAY_CONFIG"
+PREFIX = "TORCHRELAY_"
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 MISSPELT_SIMILARITY = 0.85
 NODE_ID = "^[A-Za-z0-9_-]{1,63}$"  # one word of a NATS subject
 
@@ -49,20 +51,31 @@ class ConfigFile(TomlConfigSettingsSource):
         except tomllib.TOMLDecodeError as error:
             raise ConfigUnusable(f"{CONFIG_VARIABLE}: {path} is not TOML: {error}") from error
         for key in self.toml_data:
-            if key not in settings_cls.model_fields and (near := misspelt(key, settings_cls)):
+            if key not in settings_cls.model_fields and (near := misspelt(key, settings_cls.model_fields)):
                 raise ConfigUnusable(f"{path}: {key!r} is not a setting; did you mean {near!r}?")
 
 
-def misspelt(key: str, settings_cls: type[BaseSettings]) -> str | None:
+def misspelt(key: str, known: Collection[str]) -> str | None:
     """The setting that ``key`` is nearly the name of; a key unlike all of them is another service's."""
-    return next(iter(difflib.get_close_matches(key, settings_cls.model_fields, 1, MISSPELT_SIMILARITY)), None)
+    return next(iter(difflib.get_close_matches(key, known, 1, MISSPELT_SIMILARITY)), None)
+
+
+def misspelt_variables(known: Collection[str]) -> list[str]:
+    """A sentence for each variable of the environment that is nearly the name of a setting."""
+    given = (name.removeprefix(PREFIX).lower() for name in os.environ if name.startswith(PREFIX))
+    pairs = ((name, misspelt(name, known)) for name in given if name not in known)
+    return [
+        f"{PREFIX}{name.upper()} is not a setting and is ignored; did you mean {PREFIX}{near.upper()}?"
+        for name, near in pairs
+        if near
+    ]
 
 
 class ServiceSettings(BaseSettings):
     """Settings that all services share; each service adds its own in a subclass."""
 
     model_config = SettingsConfigDict(
-        env_prefix="TORCHRELAY_",
+        env_prefix=PREFIX,
         extra="ignore",
         frozen=True,
         cli_kebab_case=True,
@@ -155,10 +168,13 @@ def load_settings(settings_cls: type[S], program: str, args: list[str] | None = 
     """Settings from flags (``args``, by default ``sys.argv``), environment and file.
 
     ``program``: the name in ``--help``. An invalid flag or value ends the process with status 2 and a line per field.
+    A variable that looks misspelt is named on standard error.
     """
     source: CliSettingsSource[Any] = CliSettingsSource(
         settings_cls, cli_prog_name=program, cli_parse_args=sys.argv[1:] if args is None else args
     )
+    for message in misspelt_variables(settings_cls.model_fields):
+        print(f"{program}: {message}", file=sys.stderr)
     try:
         return settings_cls(**source())
     except ConfigUnusable as error:

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.validation import describe_error, quote_value
+from torchrelay.gateway.openai.asgi_app import PATHS
 from torchrelay.gateway.openai.errors import body, error_body, error_headers
 
 log = get_logger(__name__)
@@ -57,8 +58,10 @@ def first_fault(faults: Sequence[Any], content_type: str) -> tuple[str, str | No
 async def _frameworks(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
+    # OpenAI's clients leave the version to their base address.
+    hint = f"; did you mean /v1{path}?" if f"/v1{path}" in PATHS else ""
     message, code = {
-        404: (f"{path} not found", "not_found"),
+        404: (f"{path} not found{hint}", "not_found"),
         405: (f"method {method} is not allowed for {path}", "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), "invalid_request"))
     return JSONResponse(body(error.status_code, message, code=code), error.status_code, error.headers)

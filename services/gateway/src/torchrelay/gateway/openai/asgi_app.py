@@ -60,17 +60,18 @@ class CompletionsApp:
         is_chat = PATHS.get(scope["path"])
         if is_chat is None:
             await exchange.refuse(404, errors.body(404, f"{scope['path']} not found", code="not_found"))
-        elif scope["method"] != "POST":
-            message = f"method {scope['method']} is not allowed for {scope['path']}; use POST"
-            body = errors.body(405, message, code="method_not_allowed")
-            await exchange.refuse(405, body, [(b"allow", b"POST")])
         else:
-            await self._serve(exchange, is_chat)
+            await self._serve(exchange, is_chat, scope)
 
-    async def _serve(self, exchange: HttpExchange, is_chat: bool) -> None:
+    async def _serve(self, exchange: HttpExchange, is_chat: bool, scope: Scope) -> None:
         arrived_unix_us = now_unix_us()
         try:
             principal = await exchange.request.authenticate(self._keys)
+            if scope["method"] != "POST":
+                message = f"method {scope['method']} is not allowed for {scope['path']}; use POST"
+                body = errors.body(405, message, code="method_not_allowed")
+                await exchange.refuse(405, body, [(b"allow", b"POST")])
+                return
             with self._shares.requests.held(principal.tenant_id):
                 await self._complete(exchange, is_chat, principal, arrived_unix_us)
         except ClientDisconnected:

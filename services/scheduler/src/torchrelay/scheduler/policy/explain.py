@@ -20,6 +20,7 @@ from torchrelay.scheduler.policy.effects import AttemptPlaced, SchedulerEvent
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
+MAX_REQUESTS = 2048
 _MAX_PHASES = 64  # per request
 _MAX_DECISIONS_PER_MODEL = 100
 _MAX_MODELS = 256
@@ -64,7 +65,7 @@ class _LoadTimeline:
 class ExplainLog:
     """Keeps the last ``max_requests`` timelines and the last decisions of each model."""
 
-    def __init__(self, max_requests: int = 2048) -> None:
+    def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
         self._requests: FIFOCache[str, _RequestTimeline] = FIFOCache(max_requests)
         self._decisions: FIFOCache[str, deque[SchedulerEvent]] = FIFOCache(_MAX_MODELS)
         self._instances: FIFOCache[str, _LoadTimeline] = FIFOCache(_MAX_INSTANCES)

@@ -10,6 +10,7 @@ from typing import Any
 from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError
 from torchrelay.common.identity.callers import Caller, MethodCallers
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
+from torchrelay.scheduler.policy.explain import MAX_REQUESTS
 from torchrelay.scheduler.policy.inputs import FirstToken, GatewayConnected, GatewayDisconnected, Withdraw
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStream
@@ -93,7 +94,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             return scheduler_pb2.ExplainReply(decisions=map(converters.decision_to_proto, decisions))
         found = self._controller.explain.request(request.request_id)
         if found is None:
-            raise NotFound(f"No recent request has the id {request.request_id!r}.", field="request_id")
+            kept = f"only requests since the scheduler's start, the last {MAX_REQUESTS:,}, are kept"
+            raise NotFound(f"no recent request has the id {request.request_id!r}: {kept}", field="request_id")
         phases, decisions = found
         return scheduler_pb2.ExplainReply(
             phases=map(converters.phase_to_proto, phases), decisions=map(converters.decision_to_proto, decisions)
