@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := proto libs/common libs/modelspec libs/transfer libs/engine libs/worker services/gateway services/scheduler \
-	services/param-store services/prefill services/decode cli
+	services/param-store services/prefill services/decode sim cli
 KERNELS := libs/engine/setup.py $(wildcard libs/engine/src/torchrelay/engine/kernels/cpu/*.[ch])
 SOURCES := $(addsuffix /src,$(PACKAGES)) bench deploy examples tests tools
 .DEFAULT_GOAL := help

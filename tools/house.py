@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "house.md"
 BEGIN, END = "<!-- tools/house.py writes from here -->", "<!-- to here -->"
 
-TOP = ("proto", "libs", "services", "cli", "bench", "examples", "docs", "deploy", "tests", "tools")
+TOP = ("proto", "libs", "services", "sim", "cli", "bench", "examples", "docs", "deploy", "tests", "tools")
 
 # Folders that hold no Python package, hence have no docstring.
 FOLDERS = {
@@ -65,9 +65,9 @@ def rooms(files: list[Path]) -> list[Path]:
         parts = folder.parts
         if not parts or parts[0].startswith("."):
             continue
-        if "torchrelay" in parts[:-1] or parts[0] not in ("proto", "libs", "services", "cli"):
+        if "torchrelay" in parts[:-1] or parts[0] not in ("proto", "libs", "services", "sim", "cli"):
             found |= {folder} if parts[:2] != ("tests", "unit") else {Path("tests/unit")}
-            found |= {Path(parts[0])} if parts[0] != "cli" else set()
+            found |= {Path(parts[0])} if parts[0] not in ("sim", "cli") else set()
     return sorted(found, key=lambda room: (TOP.index(room.parts[0]), room))
 
 

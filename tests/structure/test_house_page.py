@@ -35,7 +35,7 @@ def test_the_steps_of_the_walks_exist() -> None:
 def exists(short: str, name: str) -> bool:
     """Whether the file, named as in the tree, defines the function, or the class and its method."""
     kind, *rest = short.split("/")
-    folder = [kind] if kind == "cli" else [kind, rest.pop(0)]
+    folder = [kind] if kind in ("sim", "cli") else [kind, rest.pop(0)]
     path = ROOT.joinpath(*folder, "src", "torchrelay", folder[-1].replace("-", "_"), *rest)
     if not path.is_file():
         return False
@@ -49,7 +49,7 @@ def exists(short: str, name: str) -> bool:
 
 def test_unit_tests_mirror_the_rooms() -> None:
     packages = {path.name: path for source in ROOT.glob("*/*/src/torchrelay") for path in source.iterdir()}
-    packages["cli"] = ROOT / "cli/src/torchrelay/cli"
+    packages |= {name: ROOT / name / "src/torchrelay" / name for name in ("sim", "cli")}
     strangers = [
         str(folder.relative_to(ROOT))
         for package, root in packages.items()

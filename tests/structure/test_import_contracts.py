@@ -45,7 +45,13 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sources(root: Path) -> list[Path]:
-    return [root / "proto/src", root / "cli/src", *root.glob("libs/*/src"), *root.glob("services/*/src")]
+    return [
+        root / "proto/src",
+        root / "cli/src",
+        root / "sim/src",
+        *root.glob("libs/*/src"),
+        *root.glob("services/*/src"),
+    ]
 
 
 def lint(root: Path, *contracts: str) -> subprocess.CompletedProcess[str]:

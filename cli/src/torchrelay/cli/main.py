@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from torchrelay.cli.command_group import CommandGroup
-from torchrelay.cli.commands import chat, events, explain, key, models, tenant, top, upload, uploads, usage
+from torchrelay.cli.commands import chat, events, explain, key, models, sim, tenant, top, upload, uploads, usage
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.command import EXAMPLE as UP_EXAMPLE
 from torchrelay.cli.up.command import up
@@ -53,6 +53,7 @@ app.command(rich_help_panel=PLATFORM, epilog=UP_EXAMPLE)(up)
 app.command(rich_help_panel=PLATFORM, epilog=top.EXAMPLE)(top.top)
 app.command(rich_help_panel=PLATFORM, epilog=events.EXAMPLE)(events.events)
 app.command(rich_help_panel=PLATFORM, epilog=explain.EXAMPLE)(explain.explain)
+app.command(rich_help_panel=PLATFORM, epilog=sim.EXAMPLE)(sim.sim)
 app.command(rich_help_panel=USE, epilog=upload.EXAMPLE)(upload.upload)
 app.add_typer(uploads.app, name="uploads", rich_help_panel=USE, epilog=uploads.EXAMPLE)
 app.add_typer(models.app, name="models", rich_help_panel=USE, epilog=models.EXAMPLE)

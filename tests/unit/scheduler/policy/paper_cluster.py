@@ -265,7 +265,7 @@ class PaperCluster:
             for one in state.instances
             if one.worker_id in self.workers
         }
-        state.reservations.check_integrity(pools)
+        state.attempts.check_integrity(pools)
 
 
 def two_workers_one_host(**config: object) -> PaperCluster:

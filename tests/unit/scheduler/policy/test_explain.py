@@ -31,7 +31,7 @@ def opened(cold: bool, key: AttemptKey = KEY) -> AttemptPlaced:
 def an_instance() -> Instance:
     roles = frozenset[object]()
     return Instance(
-        "i1", "acme/tiny", "v", "p", "w", "", "h", roles, InstancePhase.READY, 0, 10.1, 0, accepted_at=10.4  # type: ignore[arg-type]
+        "i1", "acme/tiny", "v", "p", "w", "", "h", roles, InstancePhase.READY, 0, 10.1, accepted_at=10.4  # type: ignore[arg-type]
     )  # fmt: skip
 
 

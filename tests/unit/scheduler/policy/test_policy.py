@@ -200,7 +200,7 @@ def test_a_restarted_scheduler_adopts_what_runs() -> None:
     adopted = scene.placement("r2")
     assert adopted is not None and adopted.prefill == placement.prefill and adopted.decode == placement.decode
     assert scene.commands == [] and scene.now == old.now
-    assert scene.policy.state.reservations.num_decoding(placement.decode.instance_id) == 2
+    assert len(scene.policy.state.attempts.at(placement.decode.instance_id).decodes) == 2
     scene.check()
 
 

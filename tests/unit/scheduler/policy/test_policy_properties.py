@@ -65,17 +65,17 @@ class Policing(RuleBasedStateMachine):
         if self.open:
             key = data.draw(st.sampled_from(sorted(self.open)))
             state = self.scene.policy.state
-            attempt = state.reservations.get(key)
+            attempt = state.attempts.get(key)
             waiting = next((one for one in state.queues if one.key == key), None)
             admission = attempt.admission if attempt else waiting
             assert admission is not None
             self.scene.apply(Tick())  # what is due happens, asked again or not
-            if key not in self.open or state.reservations.get(key) is not attempt:
+            if key not in self.open or state.attempts.get(key) is not attempt:
                 return  # it was placed just now
-            before = (len(state.reservations), len(state.queues))
+            before = (len(state.attempts), len(state.queues))
             model = self.scene.models[admission.version_id]
             effects = self.scene.policy.apply(Admit(admission, model), self.scene.now)
-            assert (len(state.reservations), len(state.queues)) == before
+            assert (len(state.attempts), len(state.queues)) == before
             assert not effects.commands
             self.scene.do(effects)
 
@@ -125,8 +125,8 @@ class Policing(RuleBasedStateMachine):
         scene.apply(GatewayDisconnected("gateway-1"))
         scene.apply(GatewayConnected("gateway-1"))
         state = scene.policy.state
-        for admission in [*state.queues, *(attempt.admission for attempt in state.reservations.attempts())]:
-            attempt = state.reservations.get(admission.key)
+        for admission in [*state.queues, *(attempt.admission for attempt in state.attempts.attempts())]:
+            attempt = state.attempts.get(admission.key)
             current = attempt.placement if attempt else None
             scene.apply(Admit(admission, scene.models[admission.version_id], current))
 
@@ -146,7 +146,7 @@ class Policing(RuleBasedStateMachine):
                 assert first.placement == answer.placement
         self.num_seen = len(scene.answers)
         waiting = {admission.key for admission in state.queues}
-        placed = {attempt.admission.key for attempt in state.reservations.attempts()}
+        placed = {attempt.admission.key for attempt in state.attempts.attempts()}
         assert not waiting & placed
         assert waiting | placed == self.open
         assert all(state.queues.num_waiting(model.version_id) <= QUEUE_LIMIT for model in MODELS)
@@ -171,7 +171,7 @@ class Policing(RuleBasedStateMachine):
         for _ in range(60):
             self.scene.pass_time(1.0, step_s=0.25)
             self.scene.finish_loads()
-            for attempt in self.scene.policy.state.reservations.attempts():
+            for attempt in self.scene.policy.state.attempts.attempts():
                 self.scene.release(attempt.admission.key.request_id)
         assert len(self.scene.policy.state.queues) == 0
         assert list(self.scene.policy.state.instances) == []

@@ -42,11 +42,11 @@ def test_the_batch_of_a_step_is_counted_in_choices() -> None:
     admission = scene.admit(model, "r1", num_choices=5)
     scene.finish_loads()
     scene.admit(model, "r2", num_choices=2)
-    (first, second), reservations = (scene.placement("r1"), scene.placement("r2")), scene.policy.state.reservations
+    (first, second), attempts = (scene.placement("r1"), scene.placement("r2")), scene.policy.state.attempts
     assert first is not None and second is not None
     instance_id = first.decode.instance_id
-    assert (reservations.num_decoding(instance_id), reservations.num_choices(instance_id)) == (2, 7)
+    assert (len(attempts.at(instance_id).decodes), attempts.at(instance_id).num_choices) == (2, 7)
     assert second.predicted.tbt_s > first.predicted.tbt_s
-    reservations.check_integrity({})
+    attempts.check_integrity({})
     scene.apply(Release(admission.key, True))
-    assert (reservations.num_decoding(instance_id), reservations.num_choices(instance_id)) == (1, 2)
+    assert (len(attempts.at(instance_id).decodes), attempts.at(instance_id).num_choices) == (1, 2)

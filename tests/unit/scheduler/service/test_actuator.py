@@ -73,3 +73,23 @@ async def test_a_relay_that_turns_slow_is_given_another_source(nats_url: str) ->
     assert [source.holder_id for source in again.sources[1:]] == ["store-1", "remote"]
     assert again.num_striped == 2  # what the slow one still brings is welcome
     assert again.urgency == param_store_pb2.RELAY_URGENCY_URGENT
+
+
+async def test_a_store_that_hangs_delays_no_other_host_of_its_wake(nats_url: str) -> None:
+    """P11: hosts were told one after the other, each as long as the one before took to answer."""
+    async with house(nats_url) as it:
+        hosts = [await it.host(number) for number in (1, 2)]
+        for _, _, taken in hosts:
+            taken.slot.state, taken.slot.instance_id = reports_pb2.SlotState.STATE_DRAINING, f"of {taken.worker_id}"
+            await taken.touch()
+        async with it.scheduler(4, replicate=False) as address, GatewayClient(address) as door:
+            for store, *_ in hosts:
+                store.answers.clear()
+            await asyncio.sleep(0.5)  # the settling time of a start
+            begin = asyncio.get_running_loop().time()
+            await door.admit("r1")
+            await eventually(lambda: all(store.relays for store, *_ in hosts))
+            assert asyncio.get_running_loop().time() - begin < 4, "less than the first one's deadline of 5 s"
+            for store, *_ in hosts:
+                store.answers.set()
+            await door.placement()

@@ -18,13 +18,23 @@ from tests.unit.scheduler.service.scripted_cluster import GatewayClient, house
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Model, SourceShare, StoreStatus
-from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand, SetRolesCommand, UnloadCommand
+from torchrelay.scheduler.policy.effects import (
+    CopyCommand,
+    Hop,
+    RetainCommand,
+    SetRolesCommand,
+    UnloadCommand,
+    WakeCommand,
+)
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.inputs import (
     CopyFailed,
+    Due,
+    FirstToken,
     GatewayConnected,
     GatewayDisconnected,
     Input,
+    LoadUnanswered,
     Release,
     RetainFailed,
     RolesFailed,
@@ -71,6 +81,7 @@ class Life:
 
     def run(self) -> None:
         steps = [self.admit, self.admit, self.admit, self.end, self.end, self.load, self.pass_time, self.withdraw]
+        steps.append(self.compute)
         self.admit()
         self.slow_down()
         rare = [self.lose_worker, self.lose_stores, self.return_peers, self.break_worker, self.reconnect, self.fail]
@@ -101,6 +112,12 @@ class Life:
             key = self.open.pop(self.random.randrange(len(self.open)))
             outcome = Outcome(0.1, 0.02, self.random.uniform(0.001, 0.1), self.scene.now)
             self.scene.apply(Release(key, self.random.random() < 0.9, outcome))
+
+    def compute(self) -> None:
+        """Some prompts are computed; then the time comes at which another may be bound."""
+        for key in self.random.sample(self.open, min(len(self.open), 5)):
+            self.scene.apply(FirstToken(key))
+        self.scene.apply(Due())
 
     def withdraw(self) -> None:
         if self.open:
@@ -193,6 +210,8 @@ class Life:
                     self.scene.apply(CopyFailed(command.model.pack_id, command.hop.store_id, "no answer"))
                 case RetainCommand():
                     self.scene.apply(RetainFailed(command.store_id))
+                case WakeCommand():
+                    self.scene.apply(LoadUnanswered(command.hops[0].loads[0].instance_id))
 
     def slow_down(self) -> None:
         """Relays run far below their planned rates."""

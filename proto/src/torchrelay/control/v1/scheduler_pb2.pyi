@@ -29,6 +29,7 @@ class AdmitCommand(_message.Message):
     ADMIT_FIELD_NUMBER: _builtins.int
     WITHDRAW_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___AdmitHello:
         """first message of every stream"""
@@ -39,6 +40,8 @@ class AdmitCommand(_message.Message):
     def withdraw(self) -> Global___Withdraw: ...
     @_builtins.property
     def release(self) -> Global___Release: ...
+    @_builtins.property
+    def first_token(self) -> Global___FirstToken: ...
     def __init__(
         self,
         *,
@@ -46,12 +49,13 @@ class AdmitCommand(_message.Message):
         admit: Global___AdmitRequest | None = ...,
         withdraw: Global___Withdraw | None = ...,
         release: Global___Release | None = ...,
+        first_token: Global___FirstToken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "hello", b"hello", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "first_token", b"first_token", "hello", b"hello", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "hello", b"hello", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "first_token", b"first_token", "hello", b"hello", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "admit", "withdraw", "release"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "admit", "withdraw", "release", "first_token"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -93,6 +97,7 @@ class AdmitRequest(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     LOST_WORKERS_FIELD_NUMBER: _builtins.int
     CURRENT_FIELD_NUMBER: _builtins.int
+    IS_COMPUTED_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     num_forced_tokens: _builtins.int
@@ -100,6 +105,8 @@ class AdmitRequest(_message.Message):
     max_tokens: _builtins.int
     """per choice, counted from the end of the prompt"""
     num_choices: _builtins.int
+    is_computed: _builtins.bool
+    """with current: its first token is there"""
     traceparent: _builtins.str
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
@@ -129,15 +136,38 @@ class AdmitRequest(_message.Message):
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         lost_workers: _abc.Iterable[_builtins.str] | None = ...,
         current: Global___Placement | None = ...,
+        is_computed: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "key", b"key", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "is_computed", b"is_computed", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AdmitRequest: _TypeAlias = AdmitRequest  # noqa: Y015
+
+@_typing.final
+class FirstToken(_message.Message):
+    """Every choice of the attempt has its first token: its prefill worker is rid of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def key(self) -> _types_pb2.AttemptKey: ...
+    def __init__(
+        self,
+        *,
+        key: _types_pb2.AttemptKey | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
 
 @_typing.final
 class Withdraw(_message.Message):

@@ -14,6 +14,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Demand,
     Drain,
     InstanceLoad,
+    Loads,
     SetRoles,
     Wake,
     cover_both_roles,
@@ -47,7 +48,7 @@ def an_instance(
 ) -> Instance:
     return Instance(
         f"i-{worker.worker_id}", model.name, model.version_id, model.pack_id, worker.worker_id, worker.incarnation,
-        worker.host_id, roles, phase, 0, 0, 0, accepted_at=1.0,
+        worker.host_id, roles, phase, 0, 0, accepted_at=1.0,
     )  # fmt: skip
 
 
@@ -64,7 +65,13 @@ def a_situation(
         for worker in workers
     ]
     return AutoscalerInput(
-        now, demands, loads, {w.worker_id: w for w in seated}, {s.host_id: s for s in stores}, idle_timeouts_s={}
+        now,
+        demands,
+        Loads.listed(loads),
+        {w.worker_id: w for w in seated},
+        {s.host_id: s for s in stores},
+        idle_timeouts_s={},
+        waited_for=frozenset(demand.model.version_id for demand in demands if demand.num_waiting),
     )
 
 
@@ -150,8 +157,8 @@ def test_the_least_is_evicted_and_what_is_used_is_not() -> None:
     first, waiting = a_model("acme/first"), a_model("acme/waiting")
     w1, w2, w3 = (a_worker(f"w{number}") for number in (1, 2, 3))
     loads = [
-        InstanceLoad(replace(an_instance(first, w1, PREFILL), last_active=50.0), 0, 0),
-        InstanceLoad(replace(an_instance(first, w2, DECODE), last_active=60.0), 0, 0),
+        InstanceLoad(an_instance(first, w1, PREFILL), 0, 0, last_active=50.0),
+        InstanceLoad(an_instance(first, w2, DECODE), 0, 0, last_active=60.0),
         InstanceLoad(an_instance(a_model("acme/busy"), w3), 1, 0),
     ]
     store = a_store("s1", "host-1")

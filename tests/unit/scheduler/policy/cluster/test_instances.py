@@ -14,7 +14,7 @@ LOADING = SlotStatus(InstancePhase.LOADING, "i1", "acme/tiny", "v", "p", BOTH, 1
 def an_instance(worker: WorkerStatus, accepted_at: float = 0.0, confirmed: bool = False) -> Instance:
     return Instance(
         "i1", "acme/tiny", "v", "p", worker.worker_id, worker.incarnation, worker.host_id, BOTH, InstancePhase.LOADING,
-        1.0, 1.0, 1.0, accepted_at, confirmed,
+        1.0, 1.0, accepted_at, confirmed,
     )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import InstancePhase, SlotStatus, WorkerStatus
 from torchrelay.scheduler.policy.dispatch.latency import LatencyModels
-from torchrelay.scheduler.policy.prediction import Prediction, queue_s
 
 RULES = PolicyConfig(default_prefill_tokens_per_s=1000.0, default_step_s=0.03)
 MODEL = a_model()
@@ -63,10 +62,3 @@ def test_each_kind_of_step_is_remembered_from_whoever_makes_it() -> None:
 def test_a_model_of_what_was_in_the_slot_before_says_nothing_of_this_pack() -> None:
     other = worker_with(FAST, slot=replace(SLOT, pack_id="another"))
     assert LatencyModels().of(other, MODEL.pack_id, RULES) != FAST
-
-
-def test_the_queue_is_what_the_worker_says_and_what_was_placed_since() -> None:
-    placed = [Prediction(prefill_s=0.2), Prediction(prefill_s=0.1)]
-    assert queue_s(FAST, 1000, 0.5, placed) == pytest.approx(0.8)
-    assert queue_s(FAST, 1000, 0.0, []) == pytest.approx(4 * 0.01 + 1000 * 1e-4), "from tokens alone"
-    assert queue_s(FAST, 0, 0.0, []) == 0

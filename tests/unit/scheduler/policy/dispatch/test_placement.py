@@ -8,16 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.scheduler.policy.paper_cluster import MB, a_model, a_worker, an_admission
+from tests.unit.scheduler.policy.paper_cluster import MB, a_model, an_admission
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Placement, Role, Roles
+from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, Placement, Role, Roles, WorkerRef
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
+from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
+from torchrelay.scheduler.policy.dispatch.prefill_lane import PrefillLane
+from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 RULES = PolicyConfig()
 MODEL = a_model()
+
+
+NOW = 1000.0
 
 
 def a_candidate(
@@ -31,26 +37,42 @@ def a_candidate(
     step_s: float = 0.01,
     cached: int = 0,
     seen: int = 0,
+    num_attempts: int | None = None,
 ) -> Candidate:
-    """``queued`` tokens wait there; a sequence more in the batch costs an eighth of a step, 8,000 positions one."""
-    phase = InstancePhase.LOADING if load_left_s else InstancePhase.READY
-    instance = Instance(
-        f"i-{worker_id}", MODEL.name, MODEL.version_id, MODEL.pack_id, worker_id, "", "host-1", roles, phase, 0, 0, 0, 1
-    )
+    """``queued`` tokens wait there; a sequence more in the batch costs an eighth of a step, 8,000 positions one.
+
+    A full step has 512 tokens. ``num_decoding`` choices decode, of as many attempts.
+    """
     latency = LatencyModel(
         StepCost(per_position_s=1 / tokens_per_s, num_steps=100), StepCost(step_s, step_s / 8, step_s / 8000, 100)
     )
-    worker, queue_s, num_open = a_worker(worker_id), queued / tokens_per_s, num_decoding  # of one choice each
-    return Candidate(
-        instance, worker, latency, load_left_s, queue_s, free, num_open, num_decoding, seen, num_cached_tokens=cached
+    entry = RosterEntry(
+        worker_ref=WorkerRef(worker_id, f"{worker_id}:1", f"i-{worker_id}"),
+        host_id="host-1",
+        plays_prefill=Role.PREFILL in roles,
+        plays_decode=Role.DECODE in roles,
+        phase=InstancePhase.LOADING if load_left_s else InstancePhase.READY,
+        loaded_at=NOW + load_left_s,
+        latency=latency,
+        kv_pool_bytes=free + seen * MODEL.kv_bytes_per_token,
+        full_step_s=latency.queued_s(512),
+        excess_until=NOW + queued / tokens_per_s,
     )
+    work = BoundWork(kv_bytes=seen * MODEL.kv_bytes_per_token, num_choices=num_decoding)
+    for number in range(num_decoding if num_attempts is None else num_attempts):
+        key, placement = (
+            AttemptKey(f"other {number}", 1),
+            Placement(AttemptKey("", 1), entry.worker_ref, entry.worker_ref, False),
+        )
+        work.decodes[key] = OpenAttempt(an_admission(MODEL, key.request_id), placement, 0.0, 0, is_computed=True)
+    return Candidate(entry, work, num_cached_tokens=cached)
 
 
 def placement_of(
     *candidates: Candidate, kv_transfer_times: KvTransferTimes | None = None, **admitted: int
 ) -> Placement:
     admission = replace(an_admission(MODEL, "r1"), **admitted)  # type: ignore[arg-type]
-    placement = place(admission, MODEL, candidates, kv_transfer_times or KvTransferTimes(), RULES)
+    placement = place(admission, MODEL, candidates, kv_transfer_times or KvTransferTimes(), RULES, NOW)
     assert isinstance(placement, Placement)
     return placement
 
@@ -67,8 +89,16 @@ def test_the_shorter_queue_wins() -> None:
 
 def test_a_ready_queue_beats_a_long_load_and_a_short_load_beats_a_long_queue() -> None:
     decode, loading = a_candidate("d", DECODE), a_candidate("p2", PREFILL, load_left_s=2.0)
-    assert placed(a_candidate("p1", PREFILL, queued=1000), loading, decode) == ("p1", "d")
+    assert placed(a_candidate("p1", PREFILL, queued=500), loading, decode) == ("p1", "d")
     assert placed(a_candidate("p1", PREFILL, queued=3000), loading, decode) == ("p2", "d")
+
+
+def test_a_prompt_waits_for_the_instance_that_will_have_it_soonest_until_less_than_a_step_is_ahead_of_it() -> None:
+    decode, loading = a_candidate("d", DECODE), a_candidate("p2", PREFILL, load_left_s=2.0)
+    full = a_candidate("p1", PREFILL, queued=1000)
+    found = place(an_admission(MODEL, "r1"), MODEL, [full, loading, decode], KvTransferTimes(), RULES, NOW)
+    assert isinstance(found, NoPlacement) and not found.is_own
+    assert found.due == pytest.approx(NOW + 1.0 - 0.512)
 
 
 def test_measured_rates_count() -> None:
@@ -88,14 +118,14 @@ def test_decode_goes_where_fewer_run_and_must_have_the_kv() -> None:
 def test_one_worker_that_plays_both_is_taken_when_it_is_best() -> None:
     both = a_candidate("b", BOTH)
     assert placed(both, a_candidate("d", DECODE)) == ("b", "b")  # no hand-over
-    interrupted = a_candidate("b", BOTH, queued=512)
+    interrupted = a_candidate("b", BOTH, queued=500)
     assert placed(interrupted, a_candidate("p", PREFILL), a_candidate("d", DECODE)) == ("p", "d")
 
 
 def test_the_cached_prefix_draws_a_prompt_until_the_queue_there_is_longer_than_what_it_saves() -> None:
     decode, cold = a_candidate("d", DECODE), a_candidate("p1", PREFILL)
     assert placed(cold, a_candidate("p2", PREFILL, cached=960, queued=500), decode, num_prompt_tokens=1000)[0] == "p2"
-    assert placed(cold, a_candidate("p2", PREFILL, cached=960, queued=1500), decode, num_prompt_tokens=1000)[0] == "p1"
+    assert placed(cold, a_candidate("p2", PREFILL, cached=460, queued=500), decode, num_prompt_tokens=1000)[0] == "p1"
 
 
 def test_decode_keeps_the_time_between_tokens_below_its_target_where_that_is_possible() -> None:
@@ -108,7 +138,7 @@ def test_decode_keeps_the_time_between_tokens_below_its_target_where_that_is_pos
 
 
 def test_choices_in_a_batch_count_and_not_only_their_requests() -> None:
-    wide = replace(a_candidate("d1", DECODE, num_decoding=1), num_decoding=16)  # one request of 16 choices
+    wide = a_candidate("d1", DECODE, num_decoding=16, num_attempts=1)  # one request of 16 choices
     assert placed(a_candidate("p", PREFILL), wide, a_candidate("d2", DECODE, num_decoding=3)) == ("p", "d2")
 
 
@@ -138,16 +168,21 @@ def test_what_is_predicted_goes_with_the_placement() -> None:
 
 def test_why_there_is_no_place() -> None:
     admission = an_admission(MODEL, "r1")
-    alone = place(admission, MODEL, [a_candidate("p", PREFILL)], KvTransferTimes(), RULES)
+    alone = place(admission, MODEL, [a_candidate("p", PREFILL)], KvTransferTimes(), RULES, NOW)
     assert alone == NoPlacement("no instance plays decode")
-    full = place(admission, MODEL, [a_candidate("b", BOTH, free=5)], KvTransferTimes(), RULES)
+    full = place(admission, MODEL, [a_candidate("b", BOTH, free=5)], KvTransferTimes(), RULES, NOW)
     assert (
         isinstance(full, NoPlacement)
         and f"{admission.kv_bytes(MODEL):,} bytes" in full.reason
         and "5 are" in full.reason
     )
     crowded = place(
-        admission, MODEL, [a_candidate("b", BOTH, num_decoding=RULES.max_open_per_instance)], KvTransferTimes(), RULES
+        admission,
+        MODEL,
+        [a_candidate("b", BOTH, num_decoding=RULES.max_open_per_instance)],
+        KvTransferTimes(),
+        RULES,
+        NOW,
     )
     assert isinstance(crowded, NoPlacement)
 
@@ -171,14 +206,16 @@ candidates = st.builds(
 @given(st.lists(candidates, max_size=6), st.integers(1, 2000), st.integers(1, 4))
 def test_a_place_always_has_the_roles_and_the_kv(found: list[Candidate], tokens: int, choices: int) -> None:
     admission = an_admission(MODEL, "r1", num_prompt_tokens=tokens, num_choices=choices)
-    placement = place(admission, MODEL, found, KvTransferTimes(), RULES)
-    by_worker = {candidate.worker.worker_id: candidate for candidate in found}
-    fits = [one for one in found if one.kv_unreserved_bytes >= admission.kv_bytes(MODEL) and one.num_open < 64]
+    placement = place(admission, MODEL, found, KvTransferTimes(), RULES, NOW)
+    by_worker = {candidate.entry.worker_ref.worker_id: candidate for candidate in found}
+    fits = [one for one in found if one.kv_unreserved_bytes >= admission.kv_bytes(MODEL) and len(one.work.decodes) < 64]
+    prefills = [one.entry for one in found if one.entry.plays_prefill]
     if isinstance(placement, NoPlacement):
-        assert not any(one.instance.plays(Role.DECODE) for one in fits) or not any(
-            one.instance.plays(Role.PREFILL) for one in found
-        )
+        is_full = any(entry.ahead_s(PrefillLane(), NOW) >= entry.full_step_s for entry in prefills)
+        assert is_full or not prefills or not any(one.entry.plays_decode for one in fits)
+        assert not is_full or placement.due > NOW
         return
     prefill, decode = by_worker[placement.prefill.worker_id], by_worker[placement.decode.worker_id]
-    assert prefill.instance.plays(Role.PREFILL) and decode.instance.plays(Role.DECODE) and decode in fits
-    assert placement.cold == bool(prefill.load_left_s or decode.load_left_s)
+    assert prefill.entry.plays_prefill and decode.entry.plays_decode and decode in fits
+    assert prefill.entry.ahead_s(PrefillLane(), NOW) < prefill.entry.full_step_s, "nothing is bound that cannot begin"
+    assert placement.cold == bool(prefill.entry.load_left_s(NOW) or decode.entry.load_left_s(NOW))

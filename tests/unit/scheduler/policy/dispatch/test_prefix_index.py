@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, two_hosts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
+from torchrelay.scheduler.policy.inputs import FirstToken
 
 
 def test_a_prompt_that_begins_like_one_before_is_thought_cached_where_that_went() -> None:
     scene, model = two_hosts(), a_model(routing_block_tokens=64)
     hashes = (b"1", b"2", b"3")
-    scene.admit(model, "r1", num_prompt_tokens=200, block_hashes=hashes)
+    admission = scene.admit(model, "r1", num_prompt_tokens=200, block_hashes=hashes)
     scene.finish_loads()
+    first = scene.placement("r1")
+    assert first is not None
+    instance_id, index = first.prefill.instance_id, scene.policy.state.prefix_index
+    assert index.num_blocks(instance_id, hashes) == 0, "nothing is cached before it is computed"
+    scene.apply(FirstToken(admission.key))
     scene.admit(model, "r2", num_prompt_tokens=200, block_hashes=(b"1", b"2", b"x"))
-    first, second = scene.placement("r1"), scene.placement("r2")
-    assert first is not None and second is not None
+    second = scene.placement("r2")
+    assert second is not None
     assert (first.predicted.num_cached_tokens, second.predicted.num_cached_tokens) == (0, 128)
     assert second.predicted.prefill_s < first.predicted.prefill_s
     scene.kill("p")
-    assert scene.policy.state.prefix_index.num_blocks(first.prefill.instance_id, hashes) == 0
+    assert index.num_blocks(instance_id, hashes) == 0
 
 
 def test_of_prefixes_the_longest_unused_blocks_go_first_and_ends_before_beginnings() -> None:

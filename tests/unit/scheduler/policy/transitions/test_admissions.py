@@ -45,11 +45,11 @@ def test_the_same_key_again_is_answered_again_and_runs_once() -> None:
     scene.admit(MODEL, "r1")
     placements = [answer.placement for answer in scene.answers if isinstance(answer, Placed)]
     assert len(placements) == 2 and placements[0] == placements[1]
-    assert len(scene.policy.state.reservations) == 1
+    assert len(scene.policy.state.attempts) == 1
     scene.admit(MODEL, "r1", current=placements[0])
     assert len([answer for answer in scene.answers if isinstance(answer, Placed)]) == 2
     scene.admit(MODEL, "r1", attempt=2)  # another attempt is another admission
-    assert len(scene.policy.state.reservations) == 2
+    assert len(scene.policy.state.attempts) == 2
 
 
 def test_a_withdrawn_request_leaves_its_place() -> None:
@@ -57,7 +57,7 @@ def test_a_withdrawn_request_leaves_its_place() -> None:
     first = scene.admit(MODEL, "r1")
     scene.admit(MODEL, "r2")
     scene.apply(Withdraw(first.key))
-    assert scene.policy.state.queues.position(AttemptKey("r2", 1)) == 0
+    assert [admission.key for admission in scene.policy.state.queues] == [AttemptKey("r2", 1)]
     assert [answer.reason for answer in scene.answers if isinstance(answer, AdmissionRefused)] == [
         RefusalReason.WITHDRAWN
     ]
@@ -68,9 +68,9 @@ def test_a_withdrawal_that_crossed_the_placement_frees_its_resources() -> None:
     admission = scene.admit(MODEL, "r1")
     placement = scene.placement("r1")
     assert placement is not None
-    assert scene.policy.state.reservations.reserved_bytes(placement.decode.instance_id) == admission.kv_bytes(MODEL)
+    assert scene.policy.state.attempts.at(placement.decode.instance_id).kv_bytes == admission.kv_bytes(MODEL)
     scene.apply(Withdraw(admission.key))
-    assert scene.policy.state.reservations.reserved_bytes(placement.decode.instance_id) == 0
+    assert scene.policy.state.attempts.at(placement.decode.instance_id).kv_bytes == 0
 
 
 def test_requests_of_an_absent_gateway_keep_their_turn_and_end_with_its_grace() -> None:
@@ -85,7 +85,7 @@ def test_requests_of_an_absent_gateway_keep_their_turn_and_end_with_its_grace() 
     assert scene.placement("r1") is not None
     scene.pass_time(scene.config.gateway_grace_s + 0.2)
     assert len(scene.policy.state.queues) == 0  # r2 was not asked for again
-    assert len(scene.policy.state.reservations) == 1
+    assert len(scene.policy.state.attempts) == 1
 
 
 def test_gateways_remember_only_what_is_open() -> None:

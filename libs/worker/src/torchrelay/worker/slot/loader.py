@@ -116,12 +116,12 @@ class Loader:
         if self._slot.hosted is not None:
             self._slot.hosted.settled.set()
         begin = now_unix_us()
-        self._advance(reply.num_segments_ready, num_segments, begin)
+        await self._advance(reply.num_segments_ready, num_segments, begin)
         while self._next_segment < num_segments:
             reply = await anext(replies)
             if reply.error:
                 raise LoadFailed(reply.error)
-            self._advance(reply.num_segments_ready, num_segments, begin)
+            await self._advance(reply.num_segments_ready, num_segments, begin)
         if self._slot.state == LOADING:  # it may be draining already
             await self._slot.move(READY)
 
@@ -138,8 +138,8 @@ class Loader:
             active_processes=self._active_processes,
         )
 
-    def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:
-        """Opens every segment that has become complete. Watchers see it in the next report."""
+    async def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:
+        """Opens every segment that has become complete, and tells the watchers: the time left follows from it."""
         assert self._instance is not None and self._slot.hosted is not None
         for segment in range(self._next_segment, num_ready):
             self._instance.segment_ready(segment)
@@ -149,6 +149,7 @@ class Loader:
         self._slot.hosted.num_layers_ready = max(0, min(num_ready - 1, num_segments - 2))
         if num_ready == num_segments:
             self._slot.add_phase("last_layer", begin_us)
+        await self._slot.notify_watchers()
 
     async def _close(self) -> None:
         if self._instance is not None:

@@ -23,7 +23,9 @@ class PolicyConfig:
     queue_target_s: float = 2.0  # longer queues justify more instances
     share_after_s: float = 1.0  # after waiting this long without a slot, a model gets the second slot of another
     turn_s: float = 10.0  # when more models are busy than there are slots, each keeps its slot at least this long
+    whole_scale_every_s: float = 0.5  # between looks at models that nobody waits for
     cancel_after_s: float = 1.0  # a load for which no request waits any more is cancelled after this time
+    roles_retry_s: float = 1.0  # after an instance could not be given other roles
     drain_s: float = 30.0  # how long running requests of a drained instance may take
 
     # Failures

@@ -31,6 +31,14 @@ Roles = frozenset[Role]
 BOTH: Roles = frozenset(Role)
 
 
+class ServiceClass(enum.IntEnum):
+    """How soon a request is wanted; the numbers are those of the protocol."""
+
+    STANDARD = 0
+    INTERACTIVE = 1
+    BATCH = 2
+
+
 class InstancePhase(enum.Enum):
     """State of a slot, and of the instance in it.
 
@@ -79,6 +87,7 @@ class Model:
     idle_timeout_s: float = 0.0  # 0: the scheduler's default
     max_instances: int = 0  # per role; 0: the scheduler's default
     routing_block_tokens: int = 0  # of a prompt, per hash; 0: no hashes
+    num_devices: int = 1  # of the group that it runs on: one slot
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,7 @@ class WorkerStatus:
     queued_prefill_s: float = 0.0  # by that model
     has_prefix_cache: bool = False  # a common prefix of prompts is computed once
     progress: EngineProgress = NO_ENGINE
+    num_devices: int = 1  # of its slot
 
 
 @dataclass(frozen=True)
@@ -222,11 +232,12 @@ class Instance:
     phase: InstancePhase
     since: float  # when it entered this phase
     created_at: float
-    last_active: float  # of the last placement or release
     accepted_at: float = 0.0  # when the worker accepted the Load; 0: not yet
     confirmed: bool = False  # a report has shown it
+    unanswered_at: float = 0.0  # when the deadline of its Load passed; 0: it did not
     error_before: str = ""  # the slot's error of an earlier load
     pending_roles: Roles | None = None  # ordered, not yet set
+    roles_retry_at: float = 0.0  # the last order failed: no other before
     num_layers_ready: int = 0
     num_layers: int = 0
     reason: Reason = field(default_factory=Reason)  # why it was loaded, or why it is being drained
@@ -247,6 +258,10 @@ class Instance:
     @property
     def staying(self) -> bool:
         return self.phase in (InstancePhase.LOADING, InstancePhase.READY)
+
+    def takes_roles(self, now: float) -> bool:
+        """Whether it may be ordered to play others."""
+        return self.placeable and self.pending_roles is None and now >= self.roles_retry_at
 
     @property
     def target_roles(self) -> Roles:
@@ -269,6 +284,19 @@ class Admission:
     traceparent: str = ""
     block_hashes: tuple[bytes, ...] = ()  # chained, one per whole routing block of the prompt
     model: str = ""  # the tenant's name for the version; others may have uploaded the same files
+    service_class: ServiceClass = ServiceClass.STANDARD
+    ttft_target_s: float = 0.0  # from ``admitted_at`` on
+    weight: float = 1.0  # of its tenant
+
+    @property
+    def tenant(self) -> str:
+        """``acme`` of ``acme/glossary``."""
+        return self.model.partition("/")[0]
+
+    @property
+    def deadline(self) -> float:
+        """By when its first token is wanted."""
+        return self.admitted_at + self.ttft_target_s
 
     @property
     def num_contexts(self) -> int:

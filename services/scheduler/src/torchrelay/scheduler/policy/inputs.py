@@ -14,15 +14,24 @@ class _Input(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
 
 
 class Admit(_Input, frozen=True):
-    """A gateway asks for an attempt, for the first time or again. ``current``: where it runs, if it was placed."""
+    """A gateway asks for an attempt, for the first time or again. ``current``: where it runs, if it was placed.
+    ``is_computed``: its first token is there.
+    """
 
     admission: Admission
     model: Model
     current: Placement | None = None
+    is_computed: bool = False
 
 
 class Withdraw(_Input, frozen=True):
     """The client left before the attempt was placed."""
+
+    key: AttemptKey
+
+
+class FirstToken(_Input, frozen=True):
+    """The attempt's first token is there: its prefill instance is rid of it."""
 
     key: AttemptKey
 
@@ -95,6 +104,12 @@ class LoadAccepted(_Input, frozen=True):
     instance_id: str
 
 
+class LoadUnanswered(_Input, frozen=True):
+    """The deadline of the order passed: the worker's reports will tell whether it was taken."""
+
+    instance_id: str
+
+
 class LoadRefused(_Input, frozen=True):
     """``failed_store``: the store whose relay could not be started, if that was the reason."""
 
@@ -135,6 +150,10 @@ class RetainFailed(_Input, frozen=True):
     store_id: str
 
 
+class Due(_Input, frozen=True):
+    """The time has come at which a waiting request may be placed; see ``Policy.next_due``."""
+
+
 class Tick(_Input, frozen=True):
     """Time has passed. ``listening_since``: nobody listened before, so silence until then is no loss."""
 
@@ -144,6 +163,7 @@ class Tick(_Input, frozen=True):
 Input = (
     Admit
     | Withdraw
+    | FirstToken
     | Release
     | GatewayConnected
     | GatewayDisconnected
@@ -156,6 +176,7 @@ Input = (
     | StoreBeat
     | StoreGone
     | LoadAccepted
+    | LoadUnanswered
     | LoadRefused
     | RolesSet
     | RolesFailed
@@ -163,5 +184,6 @@ Input = (
     | CopyAccepted
     | CopyFailed
     | RetainFailed
+    | Due
     | Tick
 )

@@ -5,6 +5,7 @@ Called from one thread, one input at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import assert_never
@@ -39,6 +40,8 @@ class Policy:
             case inputs.Withdraw(key):
                 admissions.withdraw(state, key, now)
                 admissions.place_waiting(state, now)
+            case inputs.FirstToken(key):
+                admissions.first_token(state, key, now)
             case inputs.Release():
                 self._release(input_, now)
             case inputs.GatewayConnected(gateway_id):
@@ -64,6 +67,10 @@ class Policy:
                     self._remove_store(lost, "the store's process is gone", now)
             case inputs.LoadAccepted(instance_id):
                 self._load_accepted(instance_id, now)
+            case inputs.LoadUnanswered(instance_id):
+                instance = state.instances.get(instance_id)
+                if instance is not None and not instance.accepted:
+                    state.instances.put(replace(instance, unanswered_at=now))
             case inputs.LoadRefused():
                 self._load_failed(input_, now)
             case inputs.RolesSet(instance_id):
@@ -73,9 +80,9 @@ class Policy:
                     self._react(now)
             case inputs.RolesFailed(instance_id, cause):
                 if instance := state.instances.get(instance_id):
-                    state.instances.put(replace(instance, pending_roles=None))
+                    retry_at = now + state.config.roles_retry_s
+                    state.instances.put(replace(instance, pending_roles=None, roles_retry_at=retry_at))
                     state.happened(now, "set_roles_failed", instance, cause)
-                    self._count_failure(instance, cause, now, now)
             case inputs.UnloadFailed(instance_id, cause):
                 scaling.unload_failed(state, instance_id, now)
                 if instance := state.instances.get(instance_id):
@@ -88,23 +95,29 @@ class Policy:
                     state.replication_state.forget(pack_id)
             case inputs.RetainFailed(store_id):
                 state.replication_state.retain_failed(store_id, now)
+            case inputs.Due():
+                admissions.place_due(state, now)
             case inputs.Tick(listening_since):
                 self._tick(listening_since, now)
             case _:
                 assert_never(input_)
         return state.take_effects()
 
+    def next_due(self) -> float:
+        """When a request that waits may be placed by the passing of time alone; infinite: at no known time."""
+        return min(self.state.due.values(), default=math.inf)
+
     # Requests
 
     def _admit(self, input_: inputs.Admit, now: float) -> None:
         state, admission, model = self.state, input_.admission, input_.model
         state.replication_state.recent_packs.note(model, now)
-        if admissions.admit(state, admission, model, input_.current, now):
+        if admissions.admit(state, admission, model, input_.current, input_.is_computed, now):
             admissions.refuse_if_infeasible(state, admission, now)
             admissions.place_waiting(state, now, (model.version_id,))
-            opened = state.reservations.get(admission.key)
+            opened = state.attempts.get(admission.key)
             if opened is None or opened.placement.cold:
-                scaling.scale(state, now)
+                scaling.scale(state, now, (model.version_id,))
             admissions.send_waiting(state, admission, now)
 
     def _release(self, input_: inputs.Release, now: float) -> None:
@@ -130,6 +143,8 @@ class Policy:
         self._remember_sizes()
         state.links.observe_worker(accepted, now)
         state.latency_models.observe(accepted)
+        if instance := state.instances.on_worker(accepted.worker_id):
+            state.rosters.forget(instance.version_id)
         changes = state.instances.observe(accepted, now)
         for change in changes:
             self._record_transition(change, now)
@@ -197,7 +212,12 @@ class Policy:
             self._give_up_load(instance, reason, now)
         admissions.refuse_infeasible(state, now)
         admissions.refuse_unserved(state, now)
-        self._react(now)
+        if now >= state.whole_scale_due:
+            state.whole_scale_due = now + state.config.whole_scale_every_s
+            self._react(now)
+        else:
+            admissions.place_waiting(state, now)
+            scaling.scale(state, now, sorted({*state.queues.versions, *state.instances.loading_versions}))
         replication.replicate(state, now)
 
     def _give_up_load(self, instance: Instance, reason: Reason, now: float) -> None:
@@ -236,6 +256,7 @@ class Policy:
                 reason = instance.reason
                 if instance.phase is InstancePhase.READY:
                     state.load_failures.forget(instance.version_id)
+                    state.attempts.resumed(instance.instance_id, now)
                     reason = _ready_reason(instance, now - change.before.since)
                 phase = instance.phase.value
                 state.happened(now, phase, instance, reason, f"instance.{phase}", fields)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
 
@@ -46,13 +45,3 @@ def outcome_of(phases: Iterable[TimedPhase], num_output_tokens: int, num_choices
         kv_transfer_s=max(kv.duration_s - prefill.duration_s, 0.0) if prefill and kv else None,
         ended_at=decode.end_us / 1e6 if decode else 0.0,
     )
-
-
-def queue_s(latency: LatencyModel, num_tokens: int, reported_s: float, placed: Iterable[Prediction]) -> float:
-    """How long the prompts ahead of a new one take: reported by the worker, and placed since its report.
-
-    A worker without a latency model of its own reports tokens only.
-    """
-    if not reported_s and num_tokens:
-        reported_s = latency.queued_s(num_tokens)
-    return reported_s + sum(each.prefill_s for each in placed)

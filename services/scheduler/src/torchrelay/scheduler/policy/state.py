@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from cachetools import FIFOCache
 
-from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
@@ -17,12 +16,13 @@ from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Instance, Model
+from torchrelay.scheduler.policy.dispatch.correction import Corrections
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.latency import LatencyModels
+from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
-from torchrelay.scheduler.policy.dispatch.reservations import KvReservations
+from torchrelay.scheduler.policy.dispatch.roster import Rosters
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
-from torchrelay.scheduler.policy.prediction import queue_s
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.links import Links
 from torchrelay.scheduler.policy.relay.transfers import Transfers
@@ -30,7 +30,6 @@ from torchrelay.scheduler.policy.replication.replication_state import Replicatio
 
 _MAX_MODELS = 4096
 _MAX_REQUESTS_WITHOUT_TOKEN = 4096
-_REPORT_LAG_S = 0.02  # an arriving report was made at most this long ago
 
 
 @dataclass
@@ -46,7 +45,10 @@ class State:
     gateways: GatewaySessions
     membership: Membership
     instances: Instances = field(default_factory=Instances)
-    reservations: KvReservations = field(default_factory=KvReservations)
+    attempts: OpenAttempts = field(default_factory=OpenAttempts)
+    rosters: Rosters = field(default_factory=Rosters)
+    corrections: Corrections = field(default_factory=Corrections)
+    due: dict[str, float] = field(default_factory=dict)  # by version: when a waiting prompt may be bound
     links: Links = field(default_factory=Links)
     latency_models: LatencyModels = field(default_factory=LatencyModels)
     kv_transfer_times: KvTransferTimes = field(default_factory=KvTransferTimes)
@@ -61,6 +63,7 @@ class State:
     )
     largest_slot_bytes: int = 0  # ever seen: a host that is away may come back
     largest_kv_pool_bytes: int = 0
+    whole_scale_due: float = 0.0  # next look at models that nobody waits for
     unserved_since: float | None = None  # since when no model can be loaded; None: one can
 
     @classmethod
@@ -69,7 +72,9 @@ class State:
         gateways, membership = GatewaySessions(config.gateway_grace_s), Membership(config.fence_s)
         links = Links(config.link_cap_bytes_per_s)
         failures, progress = LoadFailures(config), LoadProgress()
-        return cls(config, new_id, now, queues, failures, progress, gateways, membership, links=links)
+        state = cls(config, new_id, now, queues, failures, progress, gateways, membership, links=links)
+        state.instances = Instances(on_change=state.rosters.forget)
+        return state
 
     def take_effects(self) -> Effects:
         effects, self.effects = self.effects, Effects()
@@ -124,11 +129,3 @@ class State:
         self.effects.events.append(
             SchedulerEvent(now, kind, model, name, why.text, event, figures, {}, named, why.by_tenant)
         )
-
-    def queue_s(self, instance: Instance, latency: LatencyModel) -> float:
-        """How long the prompts waiting at the instance take: those reported, and those placed since."""
-        worker = self.membership.workers.get(instance.worker_id)
-        if worker is None:
-            return 0.0
-        placed = self.reservations.predicted_since(instance.instance_id, worker.seen_at - _REPORT_LAG_S)
-        return queue_s(latency, worker.num_queued_prefill_tokens, worker.queued_prefill_s, placed)

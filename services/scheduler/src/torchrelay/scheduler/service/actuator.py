@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import grpc
@@ -30,8 +31,13 @@ log = get_logger(__name__)
 
 _TIMEOUT_S = 5.0  # Load and SetRoles return at once, and Relay where memory is faulted in
 _FAULTING_BYTES_PER_S = 0.25e9  # a store may have to fault its arena in before it can reserve a range
+_UPSTREAM_S = 1.0  # how long a store may wait for those that it follows to be told
 _MAX_ATTEMPTS = 2  # of a call that did not reach the peer
 _RETRY_S = 0.05
+
+
+class _Unanswered(Unavailable):
+    """The deadline of a call passed: whether it was carried out is not known."""
 
 
 class Actuator:
@@ -67,18 +73,34 @@ class Actuator:
                 self._tasks.create_task(self._channels.forget(command.address), name=f"disconnect {command.address}")
 
     async def _wake(self, command: effects.WakeCommand) -> None:
-        """Relays in the order of the chain; each host's loads start as soon as its store has accepted its relay."""
-        async with asyncio.TaskGroup() as loads:
+        """All hosts at once, but each after those of this wake that it follows: a store that hangs delays its followers
+        alone, for ``_UPSTREAM_S``, as they have other sources. Loads start once the store has accepted the relay.
+        """
+        told = {hop.store_id: asyncio.Event() for hop in command.hops}
+        async with asyncio.TaskGroup() as hosts:
             for hop in command.hops:
-                try:
-                    await self._relay(command, hop)
-                except TorchrelayError as error:
-                    cause = f"the relay to {hop.store_id} could not be started: {error.message}"
-                    for order in hop.loads:
-                        self._controller.apply(inputs.LoadRefused(order.instance_id, cause, hop.store_id))
-                    continue
-                for order in hop.loads:
-                    loads.create_task(self._load(command, order))
+                upstream = [told[source] for source in hop.sources[: hop.num_striped] if source in told]
+                hosts.create_task(self._wake_host(command, hop, upstream, told[hop.store_id]))
+
+    async def _wake_host(
+        self, command: effects.WakeCommand, hop: effects.Hop, upstream: Sequence[asyncio.Event], told: asyncio.Event
+    ) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_UPSTREAM_S):
+                for one in upstream:
+                    await one.wait()
+        try:
+            await self._relay(command, hop)
+        except TorchrelayError as error:
+            cause = f"the relay to {hop.store_id} could not be started: {error.message}"
+            for order in hop.loads:
+                self._controller.apply(inputs.LoadRefused(order.instance_id, cause, hop.store_id))
+            return
+        finally:
+            told.set()
+        async with asyncio.TaskGroup() as loads:
+            for order in hop.loads:
+                loads.create_task(self._load(command, order))
 
     async def _relay(
         self, command: effects.WakeCommand | effects.CopyCommand | effects.RerouteCommand, hop: effects.Hop
@@ -145,6 +167,9 @@ class Actuator:
         )
         try:
             await self._call(self._worker(order.worker_id).Load, request)
+        except _Unanswered:
+            self._controller.apply(inputs.LoadUnanswered(order.instance_id))
+            return
         except TorchrelayError as error:
             cause = f"worker {order.worker_id} did not accept the load: {error.message}"
             self._controller.apply(inputs.LoadRefused(order.instance_id, cause))
@@ -200,6 +225,8 @@ class Actuator:
         except grpc.aio.UsageError as error:
             raise Unavailable("the peer was lost before the call") from error
         except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise _Unanswered(f"there was no answer within {timeout_s:g} s") from error
             raise error_from_rpc(error) from error
 
 

@@ -17,7 +17,7 @@ def cluster_view(controller: Controller) -> scheduler_pb2.ClusterView:
     state = controller.policy.state
     now = controller.clock.now()
     waiting = Counter(admission.model for admission in state.queues)
-    running = Counter(attempt.admission.model for attempt in state.reservations.attempts())
+    running = Counter(attempt.admission.model for attempt in state.attempts.attempts())
     return scheduler_pb2.ClusterView(
         epoch=controller.epoch.value,
         workers=[report for key, report in controller.worker_reports.items() if key in state.membership.workers],
@@ -45,7 +45,7 @@ def _version_views(state: State) -> list[scheduler_pb2.VersionView]:
 
 
 def _instance_view(controller: Controller, instance: Instance, now: float) -> scheduler_pb2.InstanceView:
-    num_open = controller.policy.state.reservations.num_open(instance.instance_id)
+    num_open = controller.policy.state.attempts.at(instance.instance_id).num_open
     return scheduler_pb2.InstanceView(
         instance_id=instance.instance_id,
         model=instance.model,
@@ -56,5 +56,5 @@ def _instance_view(controller: Controller, instance: Instance, now: float) -> sc
         state=instance.phase.value,
         in_state_s=now - instance.since,
         num_running=num_open,
-        idle_s=0.0 if num_open else now - instance.last_active,
+        idle_s=0.0 if num_open else now - controller.policy.state.instances.last_active(instance.instance_id),
     )

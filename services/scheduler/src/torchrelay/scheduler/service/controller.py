@@ -6,6 +6,7 @@ Everything runs on the event loop's thread, one input at a time, so the policy n
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from torchrelay.scheduler.policy.effects import AdmissionRefused, Answer, Attemp
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import (
     Admit,
+    Due,
     Input,
     Release,
     StoreBeat,
@@ -85,6 +87,7 @@ class Controller:
         self.worker_reports: dict[str, reports_pb2.WorkerReport] = {}
         self.store_reports: dict[str, reports_pb2.StoreReport] = {}
         self._recorder = recorder
+        self._due_at = math.inf  # for which a timer runs
         self._versions: FIFOCache[str, types_pb2.ModelVersion] = FIFOCache(_MAX_VERSIONS)
         self._event_publisher = event_publisher
         self._watchers: set[asyncio.Event] = set()
@@ -102,6 +105,13 @@ class Controller:
         if self._recorder is not None:
             self._recorder.record(input_, now)
         self._carry_out(self.policy.apply(input_, now))
+        if (due := self.policy.next_due()) < self._due_at:
+            self._due_at = due
+            asyncio.get_running_loop().call_later(max(due - self.clock.now(), 0.0), self._due)
+
+    def _due(self) -> None:
+        self._due_at = math.inf
+        self.apply(Due())
 
     # Inputs that concern more than the policy
 
@@ -112,13 +122,14 @@ class Controller:
         if request.HasField("current"):
             current = converters.placement_from_proto(request.current, admission.key)
         self._versions[request.version.version_id] = request.version
-        self._apply(Admit(admission, converters.model_from_proto(request.version), current), now)
+        model = converters.model_from_proto(request.version)
+        self._apply(Admit(admission, model, current, request.is_computed), now)
 
     def release(self, release: scheduler_pb2.Release) -> None:
         key = converters.key_from_proto(release.key)
         phases = converters.phases_from_proto(release.phases)
         self.explain.released(key, phases)
-        attempt = self.policy.state.reservations.get(key)
+        attempt = self.policy.state.attempts.get(key)
         outcome = None
         if attempt is not None:
             outcome = outcome_of(phases, release.num_output_tokens, attempt.admission.num_choices)

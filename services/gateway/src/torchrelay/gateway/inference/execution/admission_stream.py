@@ -76,6 +76,13 @@ class AdmissionStream:
         self._open[attempt_id_of(request.key)] = _Admission(request, listener)
         self._send(pb.AdmitCommand(admit=request))
 
+    def first_token(self, key: AttemptId) -> None:
+        """Says that the attempt's prompt is computed."""
+        admission = self._open.get(key)
+        if admission is not None and admission.is_placed:
+            admission.request.is_computed = True
+            self._send(pb.AdmitCommand(first_token=pb.FirstToken(key=admission.request.key)))
+
     def release(self, release: pb.Release) -> None:
         """Ends an attempt: frees its resources, or withdraws it while it waits."""
         admission = self._open.pop(attempt_id_of(release.key), None)

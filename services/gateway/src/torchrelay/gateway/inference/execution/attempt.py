@@ -127,6 +127,11 @@ class Attempt:
                 for p in output.phases
             ]
 
+    def leave_prefill(self) -> None:
+        """The prefill worker has sent all its tokens: it has room for another prompt."""
+        self.has_left_prefill = True
+        self.upstreams.admissions.first_token(self.key)
+
     def _worker_of(self, output: pb.ChoiceOutput) -> str:
         """The sender: the prefill worker sends each choice's first new token, the decode worker the others."""
         if self.placement is None:

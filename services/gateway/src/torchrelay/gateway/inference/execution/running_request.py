@@ -259,7 +259,7 @@ class RunningRequest:
             if self._generation.is_finished:
                 self._notifier.end_pause()
         elif not attempt.has_left_prefill and self._generation.has_prefilled(number):
-            attempt.has_left_prefill = True
+            attempt.leave_prefill()
 
     def _failed(self, output: pb.ChoiceOutput) -> None:
         number, error = output.key.attempt, output.error

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
-from torchrelay.scheduler.policy.core import BOTH, Instance, Model, Roles, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Model, Roles, StoreStatus, WorkerStatus
 from torchrelay.scheduler.policy.reasons import Reason
 
 
@@ -33,30 +33,56 @@ class InstanceLoad:
     instance: Instance
     num_open: int  # attempts placed there
     num_reported: int  # running and waiting, as the worker counts
+    last_active: float = 0.0  # when an attempt was last placed there, or released
     tenants: frozenset[str] = frozenset()  # whose models it serves: identical uploads share an instance
 
     @property
     def busy(self) -> bool:
         return self.num_open > 0 or self.num_reported > 0
 
+    @property
+    def unused_since(self) -> float:
+        """The last use, or the end of its load: a long load is no idleness."""
+        ready_at = self.instance.since if self.instance.phase is InstancePhase.READY else 0.0
+        return max(self.last_active, ready_at)
+
     def is_idle_since(self, when: float) -> bool:
         """Whether its worker has accepted it and it was not used after ``when``."""
-        return self.instance.accepted and not self.busy and self.instance.last_active <= when
+        return self.instance.accepted and not self.busy and self.unused_since <= when
+
+
+@dataclass(frozen=True)
+class Loads:
+    """The instances and their load: of one version quickly, of all where that is needed."""
+
+    of_version: Callable[[str], Sequence[InstanceLoad]]
+    of_all: Callable[[], Sequence[InstanceLoad]]
+    occupied: Container[str]  # workers that have one
+
+    @classmethod
+    def listed(cls, loads: Sequence[InstanceLoad]) -> Loads:
+        def of_version(version_id: str) -> Sequence[InstanceLoad]:
+            return [load for load in loads if load.instance.version_id == version_id]
+
+        return cls(of_version, lambda: loads, frozenset(load.instance.worker_id for load in loads))
 
 
 @dataclass(frozen=True)
 class AutoscalerInput:
+    """``demands``: of the models to decide on; all others keep what they have, but for slots that they can spare."""
+
     now: float
     demands: Sequence[Demand]
-    loads: Sequence[InstanceLoad]
-    workers: Mapping[str, WorkerStatus]  # those that are not suspect
+    instance_loads: Loads
+    workers: Mapping[str, WorkerStatus]
     stores: Mapping[str, StoreStatus]  # by host
     idle_timeouts_s: Mapping[str, float]  # by version; absent: the default
+    waited_for: frozenset[str] = frozenset()  # versions that requests wait for
+    suspects: frozenset[str] = frozenset()  # workers on which nothing is placed
 
     @cached_property
-    def waited_for(self) -> frozenset[str]:
-        """Versions that requests wait for."""
-        return frozenset(demand.model.version_id for demand in self.demands if demand.num_waiting)
+    def loads(self) -> Sequence[InstanceLoad]:
+        return self.instance_loads.of_all()
 
     @cached_property
     def staying(self) -> Mapping[str, Sequence[InstanceLoad]]:
@@ -67,8 +93,14 @@ class AutoscalerInput:
                 found[load.instance.version_id].append(load)
         return found
 
+    @property
+    def staying_of_demands(self) -> Mapping[str, Sequence[InstanceLoad]]:
+        """``staying`` of the models to decide on."""
+        found = {demand.model.version_id: self.of(demand.model) for demand in self.demands}
+        return {version_id: loads for version_id, loads in found.items() if loads}
+
     def of(self, model: Model) -> Sequence[InstanceLoad]:
-        return self.staying.get(model.version_id, ())
+        return [load for load in self.instance_loads.of_version(model.version_id) if load.instance.staying]
 
 
 @dataclass(frozen=True)

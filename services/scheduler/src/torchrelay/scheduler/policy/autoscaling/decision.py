@@ -28,8 +28,9 @@ from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles, W
 from torchrelay.scheduler.policy.reasons import Reason
 
 
-def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig) -> tuple[Action, ...]:
-    """All actions that are due. Deciding again after applying them yields no more.
+def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True) -> tuple[Action, ...]:
+    """All actions that are due. Deciding again after applying them yields no more. Unless it ``is_complete``, the input
+    has the demands of some models only, and is about these.
 
     First every waiting model gets what it needs to serve at all, the longest wait first; then models scale up, but not
     into slots for which a model without any still waits.
@@ -55,16 +56,17 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig) -> tuple[Act
         grown = _scale_up(demand, autoscaler_input, free, granted.get(demand.model.version_id, []), config)
         _mark_taken(grown, free, granted)
         actions += grown
-    actions += _scale_down(autoscaler_input, actions, config)
+    staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_demands
+    actions += _scale_down(staying, autoscaler_input, actions, config)
     return tuple(actions)
 
 
 def _free_workers(autoscaler_input: AutoscalerInput) -> dict[str, WorkerStatus]:
-    occupied = {load.instance.worker_id for load in autoscaler_input.loads}
+    occupied, suspects = autoscaler_input.instance_loads.occupied, autoscaler_input.suspects
     return {
         worker_id: worker
         for worker_id, worker in autoscaler_input.workers.items()
-        if worker_id not in occupied and worker.slot.phase is InstancePhase.FREE
+        if worker.slot.phase is InstancePhase.FREE and worker_id not in occupied and worker_id not in suspects
     }
 
 
@@ -102,7 +104,7 @@ def _scale_from_zero(
     assignments = assign(slots, Role.PREFILL in missing, Role.DECODE in missing)
     if assignments:
         return [Wake(demand.model, assignments, _wake_reason(demand, "role_missing" if played else "at_zero"))], True
-    if spread := _assign_both_roles(autoscaler_input.of(demand.model), autoscaler_input.workers, missing):
+    if spread := _assign_both_roles(autoscaler_input, demand, missing):
         return [spread], True
     return list(evict(demand, missing, autoscaler_input, decided, config)), False
 
@@ -142,25 +144,29 @@ def _wake_reason(demand: Demand, cause: str, why: str = "", **figures: int) -> R
     return Reason(cause, text(why or plain, demand.num_waiting, demand.num_cold), waiting | figures, by_tenant)
 
 
-def _assign_both_roles(
-    own: Sequence[InstanceLoad], workers: Mapping[str, WorkerStatus], missing: Roles
-) -> SetRoles | None:
+def _assign_both_roles(autoscaler_input: AutoscalerInput, demand: Demand, missing: Roles) -> SetRoles | None:
     """Gives the missing role to an instance of the other one: no weights move, so requests go on at once."""
+    own = autoscaler_input.of(demand.model)
     for load in sorted(own, key=lambda load: (load.instance.phase is not InstancePhase.READY, load.num_open)):
-        worker = workers.get(load.instance.worker_id)
-        if worker and worker.playable_roles >= BOTH and load.instance.placeable and load.instance.pending_roles is None:
+        worker = autoscaler_input.workers.get(load.instance.worker_id)
+        if worker and worker.playable_roles >= BOTH and load.instance.takes_roles(autoscaler_input.now):
             names = " and ".join(role.name.lower() for role in sorted(missing))
             reason = Reason("role_missing", f"no instance plays {names}, and no slot is free")
             return SetRoles(load.instance.instance_id, BOTH, reason)
     return None
 
 
-def _scale_down(autoscaler_input: AutoscalerInput, decided: Sequence[Action], config: PolicyConfig) -> list[Action]:
+def _scale_down(
+    staying_of: Mapping[str, Sequence[InstanceLoad]],
+    autoscaler_input: AutoscalerInput,
+    decided: Sequence[Action],
+    config: PolicyConfig,
+) -> list[Action]:
     """Drains what was unused for the idle timeout: a whole model, or instances that the others can do without."""
     placed_cold = {demand.model.version_id for demand in autoscaler_input.demands if demand.num_cold}
     drained = {action.instance_id for action in decided if isinstance(action, Drain)}
     actions: list[Action] = []
-    for version_id, staying in autoscaler_input.staying.items():
+    for version_id, staying in staying_of.items():
         if version_id in autoscaler_input.waited_for:
             continue
         loads = [load for load in staying if load.instance.instance_id not in drained]

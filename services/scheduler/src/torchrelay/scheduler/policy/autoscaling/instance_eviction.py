@@ -20,7 +20,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import free_slots
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Model, Role, Roles, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Model, Role, Roles, StoreStatus
 from torchrelay.scheduler.policy.reasons import Reason
 
 
@@ -60,7 +60,8 @@ def _usable_workers(model: Model, autoscaler_input: AutoscalerInput) -> dict[str
         goes = instance.phase is InstancePhase.DRAINING or instance.instance_id in idle
         (leaving if goes else held)[instance.host_id].add(instance.pack_id)
     stores = {host: _unpinned(store, leaving[host] - held[host]) for host, store in autoscaler_input.stores.items()}
-    slots = free_slots(model, autoscaler_input.workers.values(), stores, frozenset())
+    workers = (each for key, each in autoscaler_input.workers.items() if key not in autoscaler_input.suspects)
+    slots = free_slots(model, workers, stores, frozenset())
     return {slot.worker_id: slot.playable_roles for slot in slots}
 
 
@@ -76,7 +77,7 @@ def _idle_victims(model: Model, autoscaler_input: AutoscalerInput) -> list[Insta
     idle = [
         load for load in others if load.instance.version_id not in needed and load.is_idle_since(autoscaler_input.now)
     ]
-    return sorted(idle, key=lambda load: (load.instance.last_active, load.instance.instance_id))
+    return sorted(idle, key=lambda load: (load.last_active, load.instance.instance_id))
 
 
 def _min_victims(victims: Sequence[InstanceLoad], missing: Roles, usable: Mapping[str, Roles]) -> list[InstanceLoad]:
@@ -107,7 +108,7 @@ def _share_slots(
             if instance.phase is not InstancePhase.READY or not usable.get(instance.worker_id, frozenset()) >= missing:
                 continue
             drain = _drain(victim, "share", "{} waits for a slot, and this model can do without one", model)
-            kept = _role_takeover(loads, victim, autoscaler_input.workers, drain.reason)
+            kept = _role_takeover(loads, victim, autoscaler_input, drain.reason)
             if kept is not None:
                 cost = (bool(kept), instance.plays(Role.DECODE), victim.num_open, instance.instance_id)
                 found.append((cost, [*kept, drain]))
@@ -141,15 +142,15 @@ def _drain(victim: InstanceLoad, cause: str, text: str, waiting: Model) -> Drain
 
 
 def _role_takeover(
-    loads: Sequence[InstanceLoad], victim: InstanceLoad, workers: Mapping[str, WorkerStatus], reason: Reason
+    loads: Sequence[InstanceLoad], victim: InstanceLoad, autoscaler_input: AutoscalerInput, reason: Reason
 ) -> list[SetRoles] | None:
     """What lets a model go on without ``victim``; None if nothing does."""
     rest = [load for load in loads if load is not victim]
     if cover_both_roles(load.instance for load in rest) or not cover_both_roles(load.instance for load in loads):
         return []
     for load in rest:
-        worker = workers.get(load.instance.worker_id)
-        ready = load.instance.phase is InstancePhase.READY and load.instance.pending_roles is None
+        worker = autoscaler_input.workers.get(load.instance.worker_id)
+        ready = load.instance.phase is InstancePhase.READY and load.instance.takes_roles(autoscaler_input.now)
         if ready and worker is not None and worker.playable_roles >= BOTH:
             return [SetRoles(load.instance.instance_id, BOTH, reason)]
     return None

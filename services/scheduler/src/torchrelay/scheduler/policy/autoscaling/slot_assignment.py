@@ -47,7 +47,9 @@ def free_slots(
             worker.preferred_role,
         )
         for worker in workers
-        if (store := stores.get(worker.host_id)) and store.room_for(model.pack_id, model.pack_bytes)
+        if worker.num_devices == model.num_devices
+        and (store := stores.get(worker.host_id))
+        and store.room_for(model.pack_id, model.pack_bytes)
     ]
 
 

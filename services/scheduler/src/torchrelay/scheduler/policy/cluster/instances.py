@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
 
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, WorkerStatus
@@ -11,6 +11,7 @@ from torchrelay.scheduler.policy.reasons import Reason
 
 _RESTARTED = Reason("worker_restarted", "the worker was restarted")
 _SLOT_TAKEN = Reason("slot_taken", "another instance took the slot")
+_UNANSWERED = Reason("load_refused", "the worker did not answer, and did not begin to load")
 _CONFIRM_S = 0.5  # by then an accepted instance shows in a report, or its load has failed
 
 
@@ -40,9 +41,14 @@ class InstanceTransition:
 class Instances:
     """Instances by id; at most one per worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: Callable[[str], None] = lambda version_id: None) -> None:
+        """``on_change`` is called with the version of each record that is put or removed."""
+        self._on_change = on_change
         self._by_id: dict[str, Instance] = {}
         self._on_worker: dict[str, str] = {}
+        self._of_version: dict[str, dict[str, Instance]] = {}
+        self._last_active: dict[str, float] = {}
+        self._loading: dict[str, str] = {}  # version ids, by instance
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._by_id.values())
@@ -54,25 +60,50 @@ class Instances:
         instance_id = self._on_worker.get(worker_id)
         return self._by_id[instance_id] if instance_id else None
 
+    @property
+    def workers(self) -> Container[str]:
+        """Those that have one."""
+        return self._on_worker.keys()
+
+    @property
+    def loading_versions(self) -> frozenset[str]:
+        return frozenset(self._loading.values())
+
     def of_version(self, version_id: str) -> tuple[Instance, ...]:
-        return tuple(instance for instance in self if instance.version_id == version_id)
+        return tuple(self._of_version.get(version_id, {}).values())
+
+    def last_active(self, instance_id: str) -> float:
+        """When an attempt was last placed there, or released."""
+        return self._last_active[instance_id]
 
     def put(self, instance: Instance) -> None:
         """Adds an instance, or replaces its record."""
         assert self._on_worker.get(instance.worker_id, instance.instance_id) == instance.instance_id
         self._by_id[instance.instance_id] = instance
         self._on_worker[instance.worker_id] = instance.instance_id
+        self._of_version.setdefault(instance.version_id, {})[instance.instance_id] = instance
+        self._last_active.setdefault(instance.instance_id, instance.created_at)
+        if instance.phase is InstancePhase.LOADING:
+            self._loading[instance.instance_id] = instance.version_id
+        else:
+            self._loading.pop(instance.instance_id, None)
+        self._on_change(instance.version_id)
 
     def remove(self, instance_id: str) -> Instance | None:
         instance = self._by_id.pop(instance_id, None)
         if instance is not None:
-            del self._on_worker[instance.worker_id]
+            del self._on_worker[instance.worker_id], self._last_active[instance_id]
+            self._loading.pop(instance_id, None)
+            del self._of_version[instance.version_id][instance_id]
+            if not self._of_version[instance.version_id]:
+                del self._of_version[instance.version_id]
+            self._on_change(instance.version_id)
         return instance
 
     def touch(self, instance_id: str, now: float) -> None:
         """An attempt was placed or released."""
-        if instance := self._by_id.get(instance_id):
-            self._by_id[instance_id] = replace(instance, last_active=now)
+        if instance_id in self._by_id:
+            self._last_active[instance_id] = now
 
     def observe(self, worker: WorkerStatus, now: float) -> list[InstanceTransition]:
         """Updates the record of the worker's slot from its report."""
@@ -109,7 +140,9 @@ def _transition(known: Instance, worker: WorkerStatus, now: float) -> InstanceTr
     if slot.phase is not InstancePhase.FREE and slot.instance_id == known.instance_id:
         return InstanceTransition(TransitionKind.MOVED, _updated(known, worker, now), known)
     if not known.accepted:
-        return None  # the Load has not returned; its outcome decides
+        if not known.unanswered_at or now - known.unanswered_at < _CONFIRM_S:
+            return None  # the Load has not returned; its outcome decides
+        return InstanceTransition(TransitionKind.FAILED, known, known, _UNANSWERED)
     if slot.phase is not InstancePhase.FREE:
         return InstanceTransition(TransitionKind.LOST, known, known, _SLOT_TAKEN)
     news = slot.error != known.error_before
@@ -154,7 +187,6 @@ def _adopted(worker: WorkerStatus, now: float) -> Instance:
         phase=slot.phase,
         since=now,
         created_at=now,
-        last_active=now,
         reason=Reason("adopted", "found running"),
     )
     return _updated(found, worker, now)

@@ -43,6 +43,7 @@ class Membership:
         self._fence_s = fence_s
         self.workers: dict[str, WorkerStatus] = {}
         self.stores: dict[str, StoreStatus] = {}
+        self.stores_by_host: dict[str, StoreStatus] = {}
         self._streaming: dict[str, str] = {}  # worker id -> incarnation whose stream is open
         self._fenced: FIFOCache[str, float] = FIFOCache(_MAX_FENCED)  # incarnation -> ignored until
         self._suspect_since: dict[str, float] = {}
@@ -73,7 +74,7 @@ class Membership:
     def accept_store(self, store: StoreStatus) -> StoreStatus | None:
         if self._is_fenced(store.incarnation, store.seen_at):
             return None
-        self.stores[store.store_id] = store
+        self.stores[store.store_id] = self.stores_by_host[store.host_id] = store
         self._store_liveness.setdefault(store.store_id, Liveness(store.seen_at)).heard(store.seen_at)
         return store
 
@@ -105,6 +106,10 @@ class Membership:
         if worker_id in self.workers:
             self._suspect_since.setdefault(worker_id, now)
 
+    @property
+    def suspects(self) -> frozenset[str]:
+        return frozenset(self._suspect_since)
+
     def is_suspect(self, worker_id: str) -> bool:
         return worker_id in self._suspect_since
 
@@ -121,6 +126,8 @@ class Membership:
     def drop_store(self, store_id: str, now: float, gone: bool = True) -> StoreStatus | None:
         self._store_liveness.pop(store_id, None)
         store = self.stores.pop(store_id, None)
+        if store is not None and self.stores_by_host.get(store.host_id) is store:
+            del self.stores_by_host[store.host_id]
         if store is not None and gone:
             self._fence(store.incarnation, now)
         return store
@@ -152,7 +159,7 @@ class Membership:
 
     def store_of(self, host_id: str) -> StoreStatus | None:
         """The param-store of a host."""
-        return next((store for store in self.stores.values() if store.host_id == host_id), None)
+        return self.stores_by_host.get(host_id)
 
     def why_no_load(self) -> str:
         """Why no model can be loaded in any slot, full or free; empty: one can."""

@@ -1,51 +1,73 @@
 """Placement: the prefill and the decode instance of one attempt, by predicted latency.
 
-Time to first token = load left + prompts queued ahead + own prompt without its cached part, on the prefill instance.
-The decode instance must have unreserved KV bytes up to the last token; its cost is what delays the second token: its
-own load left, the KV that arrives after the first token, and a step with this attempt in its batch. If such a step
-exceeds the TBT objective, each token to come costs the excess. The pair with the lowest sum wins; one worker that plays
-both roles saves the KV transfer, but prompts interrupt its decode steps.
+A prefill instance gets a prompt only while less than one full step of prompts is ahead of it there: what cannot begin
+yet waits at the scheduler, where it can still go elsewhere. Time to first token = load left + prompts ahead + own
+prompt without its cached part. The decode instance must have unreserved KV bytes up to the last token; its cost is what
+delays the second token: its own load left, the KV that arrives after the first token, and a step with this attempt in
+its batch. If such a step exceeds the TBT objective, each token to come costs the excess. The pair with the lowest sum
+wins; one worker that plays both roles saves the KV transfer, but prompts interrupt its decode steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
+from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, BoundWork
+from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
 from torchrelay.scheduler.policy.prediction import Prediction
 
+MAX_SCORED = 8  # candidates per role
+_MIN_WAIT_S = 0.001  # a late prompt is looked for again after this time
 _MAX_PENALIZED_TOKENS = 256  # few requests run to their maximum
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Candidate:
-    """An instance that may serve the attempt."""
+    """An instance of the roster with what is bound of it, as one attempt sees it."""
 
-    instance: core.Instance
-    worker: core.WorkerStatus
-    latency: LatencyModel
-    load_left_s: float
-    queue_s: float  # prompts ahead
-    kv_unreserved_bytes: int
-    num_open: int  # attempts that decode
-    num_decoding: int  # choices of these: rows of a step
-    num_decode_attended: int = 0  # positions that they attend to at their last tokens
+    entry: RosterEntry
+    work: BoundWork = NOTHING_BOUND
     num_cached_tokens: int = 0  # of this attempt's prompt
+    correction: float = 1.0  # measured over predicted times to the first token there
 
     @property
-    def worker_ref(self) -> core.WorkerRef:
-        return core.WorkerRef(self.worker.worker_id, self.worker.grpc_address, self.instance.instance_id)
+    def kv_unreserved_bytes(self) -> int:
+        return self.entry.kv_pool_bytes - self.work.kv_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class NoPlacement:
-    """Why the attempt must wait."""
+    """Why the attempt must wait. ``due``: when a prompt may be bound again, by prediction; infinite: time alone does
+    not help. ``is_own``: it is about this attempt; another one may fit.
+    """
 
     reason: str
+    due: float = math.inf
+    is_own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    candidate: Candidate
+    predicted: Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    candidate: Candidate
+    tbt_s: float
+    cost_s: float  # of all tokens after the first, without load and KV transfer
+    load_left_s: float
+
+    @property
+    def instance_id(self) -> str:
+        return self.candidate.entry.instance_id
 
 
 def place(
@@ -54,66 +76,126 @@ def place(
     candidates: Sequence[Candidate],
     kv_transfer_times: KvTransferTimes,
     config: PolicyConfig,
+    now: float,
 ) -> core.Placement | NoPlacement:
     """The best pair of instances, or why there is none."""
-    prefills = [candidate for candidate in candidates if candidate.instance.plays(core.Role.PREFILL)]
-    decodes = [candidate for candidate in candidates if candidate.instance.plays(core.Role.DECODE)]
-    if not prefills or not decodes:
-        return NoPlacement(f"no instance plays {'prefill' if not prefills else 'decode'}")
-    kv_bytes = admission.kv_bytes(model)
-    fitting = [
-        decode
-        for decode in decodes
-        if decode.kv_unreserved_bytes >= kv_bytes and decode.num_open < config.max_open_per_instance
-    ]
-    if not fitting:
-        most = max(decode.kv_unreserved_bytes for decode in decodes)
-        return NoPlacement(f"needs {kv_bytes:,} bytes of KV, at most {most:,} are unreserved on any decode instance")
-    firsts = {prefill.instance.instance_id: _first_token(admission, prefill) for prefill in prefills}
-    nexts = {decode.instance.instance_id: _next_tokens(admission, decode, config) for decode in fitting}
+    prefills = _prefills(admission, model, candidates, now)
+    if isinstance(prefills, NoPlacement):
+        return prefills
+    decodes = _decodes(admission, model, candidates, config, now)
+    if isinstance(decodes, NoPlacement):
+        return decodes
     prompt_bytes = admission.num_prefill_tokens * model.kv_bytes_per_token
 
-    def cost(pair: tuple[Candidate, Candidate]) -> tuple[float, int, str, str]:
-        """Time to the second token, plus all later delays beyond the objective."""
-        prefill, decode = pair
-        ids = prefill.instance.instance_id, decode.instance.instance_id
-        ttft_s, (_, next_s) = firsts[ids[0]].ttft_s, nexts[ids[1]]
-        latency_s = ttft_s + max(decode.load_left_s - ttft_s, 0.0) + next_s
-        if prefill.worker.worker_id != decode.worker.worker_id:
-            hosts = prefill.instance.host_id, decode.instance.host_id
-            latency_s += kv_transfer_times.predict_s(*hosts, prompt_bytes, config.kv_bytes_per_s)
-        return latency_s, -decode.kv_unreserved_bytes, *ids
+    def transfer_s(prefill: RosterEntry, decode: RosterEntry) -> float:
+        if prefill is decode:
+            return 0.0
+        return kv_transfer_times.predict_s(prefill.host_id, decode.host_id, prompt_bytes, config.kv_bytes_per_s)
 
-    prefill, decode = min(((prefill, decode) for prefill in prefills for decode in fitting), key=cost)
+    prefill, decode = _best_pair(prefills, decodes, transfer_s)
+    first, second = prefill.candidate.entry, decode.candidate.entry
     return core.Placement(
         key=admission.key,
-        prefill=prefill.worker_ref,
-        decode=decode.worker_ref,
-        cold=core.InstancePhase.LOADING in (prefill.instance.phase, decode.instance.phase),
-        predicted=replace(firsts[prefill.instance.instance_id], tbt_s=nexts[decode.instance.instance_id][0]),
+        prefill=first.worker_ref,
+        decode=second.worker_ref,
+        cold=core.InstancePhase.LOADING in (first.phase, second.phase),
+        predicted=replace(prefill.predicted, tbt_s=decode.tbt_s),
     )
 
 
-def _first_token(admission: core.Admission, prefill: Candidate) -> Prediction:
-    decodes_beside = prefill.instance.plays(core.Role.DECODE)
-    prefill_s = admission.num_contexts * prefill.latency.prefill_s(
-        admission.num_context_tokens,
-        prefill.num_cached_tokens,
-        prefill.num_decoding if decodes_beside else 0,
-        prefill.num_decode_attended if decodes_beside else 0,
+def _prefills(
+    admission: core.Admission, model: core.Model, candidates: Sequence[Candidate], now: float
+) -> list[_Prefill] | NoPlacement:
+    """The best few for the prompt, by predicted time to its first token; none while it is sooner computed by an
+    instance that has a full step ahead of it yet.
+    """
+    due, soonest_s, found = math.inf, math.inf, []
+    for candidate in candidates:
+        entry = candidate.entry
+        if not entry.plays_prefill:
+            continue
+        ahead_s = entry.ahead_s(candidate.work.lane, now)
+        predicted = _first_token(admission, model, candidate, ahead_s, now)
+        if ahead_s < entry.full_step_s:
+            found.append(_Prefill(candidate, predicted))
+        else:
+            soonest_s = min(soonest_s, predicted.ttft_s)
+            due = min(due, max(entry.bindable_at(candidate.work.lane), now + _MIN_WAIT_S))
+    best = heapq.nsmallest(MAX_SCORED, found, key=lambda one: (one.predicted.ttft_s, one.candidate.entry.instance_id))
+    if best and best[0].predicted.ttft_s <= soonest_s:
+        return best
+    if math.isinf(soonest_s):
+        return NoPlacement("no instance plays prefill")
+    return NoPlacement("a step of prompts is ahead of it on the instance that will have it soonest", due)
+
+
+def _first_token(
+    admission: core.Admission, model: core.Model, candidate: Candidate, ahead_s: float, now: float
+) -> Prediction:
+    entry = candidate.entry
+    num_decoding, num_attended = _batch(candidate, model) if entry.plays_decode else (0, 0)
+    prefill_s = admission.num_contexts * entry.latency.prefill_s(
+        admission.num_context_tokens, candidate.num_cached_tokens, num_decoding, num_attended
     )
-    ttft_s = prefill.load_left_s + prefill.queue_s + prefill_s
-    return Prediction(ttft_s, prefill_s, num_cached_tokens=prefill.num_cached_tokens)
+    prefill_s *= candidate.correction
+    ttft_s = entry.load_left_s(now) + ahead_s + prefill_s
+    return Prediction(ttft_s, prefill_s, num_cached_tokens=candidate.num_cached_tokens)
 
 
-def _next_tokens(admission: core.Admission, decode: Candidate, config: PolicyConfig) -> tuple[float, float]:
-    """TBT, and the cost of the second token and of all that exceed the objective, without load and KV transfer."""
+def _batch(candidate: Candidate, model: core.Model) -> tuple[int, int]:
+    """Rows of a decode step, and the positions they attend to at their last tokens."""
+    return candidate.work.num_choices, candidate.work.kv_bytes // max(model.kv_bytes_per_token, 1)
+
+
+def _decodes(
+    admission: core.Admission, model: core.Model, candidates: Iterable[Candidate], config: PolicyConfig, now: float
+) -> list[_Decode] | NoPlacement:
+    """The best few that have room for the whole answer, by what they delay its later tokens."""
+    kv_bytes = admission.kv_bytes(model)
     num_attended = admission.num_choices * (admission.num_prompt_tokens + admission.max_tokens)
-    batch = decode.num_decoding + admission.num_choices
-    tbt_s = decode.latency.tbt_s(batch, decode.num_decode_attended + num_attended)
-    late_s = max(tbt_s - config.tbt_target_s, 0.0) * min(admission.max_tokens, _MAX_PENALIZED_TOKENS)
-    interruption_s = 0.0
-    if decode.instance.plays(core.Role.PREFILL):
-        # A prompt interrupts decoding by one step at a time.
-        interruption_s = min(decode.queue_s, decode.latency.prefill_s(decode.latency.token_budget))
-    return tbt_s, tbt_s + late_s + interruption_s
+    num_tokens = min(admission.max_tokens, _MAX_PENALIZED_TOKENS)
+    most_bytes, largest_pool, found = -1, -1, []
+    for candidate in candidates:
+        entry, work = candidate.entry, candidate.work
+        if not entry.plays_decode:
+            continue
+        most_bytes = max(most_bytes, candidate.kv_unreserved_bytes)
+        largest_pool = max(largest_pool, entry.kv_pool_bytes)
+        if candidate.kv_unreserved_bytes < kv_bytes or len(work.decodes) >= config.max_open_per_instance:
+            continue
+        num_decoding, num_decode_attended = _batch(candidate, model)
+        tbt_s = entry.latency.tbt_s(num_decoding + admission.num_choices, num_decode_attended + num_attended)
+        cost_s = tbt_s + max(tbt_s - config.tbt_target_s, 0.0) * num_tokens
+        if entry.plays_prefill:  # a prompt interrupts decoding by one step at a time
+            cost_s += min(entry.ahead_s(work.lane, now), entry.full_step_s)
+        found.append(_Decode(candidate, tbt_s, cost_s, entry.load_left_s(now)))
+    if found:
+        return heapq.nsmallest(MAX_SCORED, found, key=lambda one: (one.load_left_s + one.cost_s, one.instance_id))
+    if most_bytes < 0:
+        return NoPlacement("no instance plays decode")
+    reason = f"needs {kv_bytes:,} bytes of KV, at most {most_bytes:,} are unreserved on any decode instance"
+    return NoPlacement(reason, is_own=kv_bytes > largest_pool)
+
+
+def _best_pair(
+    prefills: Sequence[_Prefill],
+    decodes: Sequence[_Decode],
+    transfer_s: Callable[[RosterEntry, RosterEntry], float],
+) -> tuple[_Prefill, _Decode]:
+    """The least time to the second token plus all later delays beyond the objective, by branch and bound: both lists
+    are sorted, and a transfer never takes less than nothing.
+    """
+    decodes = sorted(decodes, key=lambda decode: decode.cost_s)
+    best: tuple[tuple[float, int, str, str], _Prefill, _Decode] | None = None
+    for prefill in prefills:
+        ttft_s, first = prefill.predicted.ttft_s, prefill.candidate.entry
+        for decode in decodes:
+            if best is not None and ttft_s + decode.cost_s > best[0][0]:
+                break
+            second = decode.candidate.entry
+            cost_s = ttft_s + max(decode.load_left_s - ttft_s, 0.0) + decode.cost_s + transfer_s(first, second)
+            rank = (cost_s, -decode.candidate.kv_unreserved_bytes, first.instance_id, second.instance_id)
+            if best is None or rank < best[0]:
+                best = (rank, prefill, decode)
+    assert best is not None, "there is a candidate for each role"
+    return best[1], best[2]

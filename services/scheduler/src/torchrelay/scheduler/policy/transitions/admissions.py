@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
-from torchrelay.common.latency.latency_model import attended_positions
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
-from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import (
     BOTH,
     Admission,
@@ -17,40 +16,50 @@ from torchrelay.scheduler.policy.core import (
     Model,
     Placement,
     Role,
+    WorkerRef,
 )
 from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
+from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
-from torchrelay.scheduler.policy.dispatch.reservations import OpenAttempt
+from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
 
 _RETRY_AFTER_S = (1.0, 60.0)
 
 
-def admit(state: State, admission: Admission, model: Model, current: Placement | None, now: float) -> bool:
+def admit(
+    state: State, admission: Admission, model: Model, current: Placement | None, is_computed: bool, now: float
+) -> bool:
     """Accepts an admission. True if it waits now, for the first time or still."""
     key = admission.key
     state.gateways.confirm(admission.gateway_id, key)
     state.note_model(model, now)
     _suspect_failed_workers(state, admission, now)
-    if opened := state.reservations.get(key):
+    if opened := state.attempts.get(key):
         if current is None:
             state.effects.answers.append(effects.Placed(admission.gateway_id, opened.placement))
         return False
     if key in state.queues:
         return True
     if current is not None:
-        _open(state, admission, current, now)  # placed by an earlier scheduler: it runs and needs no answer
+        # Placed by an earlier scheduler: it runs, and needs no answer.
+        _open(state, admission, current, is_computed, now)
         return False
-    if state.queues.is_full(model.version_id):
-        retry_s = min(max(predicted_wait_s(state, model, now), _RETRY_AFTER_S[0]), _RETRY_AFTER_S[1])
-        tenant = tenant_of(model.name)
-        own = sum(tenant_of(each.model) == tenant for each in state.queues.waiting(model.version_id))
-        message = f"The queue of {model.name} is full (your requests in it: {own})."
-        refuse(state, admission, effects.RefusalReason.QUEUE_FULL, message, now, retry_s)
+    displaced = state.queues.displaced_by(admission)
+    if displaced is not None:
+        _refuse_as_full(state, displaced, model, now)
+    if displaced is admission:
         return False
     state.queues.push(admission)
     return True
+
+
+def _refuse_as_full(state: State, admission: Admission, model: Model, now: float) -> None:
+    retry_s = min(max(predicted_wait_s(state, model, now), _RETRY_AFTER_S[0]), _RETRY_AFTER_S[1])
+    num_own = state.queues.num_of_tenant(model.version_id, admission.tenant)
+    message = f"The queue of {admission.model} is full (your requests in it: {num_own})."
+    refuse(state, admission, effects.RefusalReason.QUEUE_FULL, message, now, retry_s)
 
 
 def _suspect_failed_workers(state: State, admission: Admission, now: float) -> None:
@@ -59,17 +68,23 @@ def _suspect_failed_workers(state: State, admission: Admission, now: float) -> N
     A gateway may know of a failure first: when a load fails, its attempts end and return within a millisecond.
     """
     for worker_id in admission.lost_workers:
-        state.membership.suspect(worker_id, now)
+        _suspect(state, worker_id, now)
     for instance_id in state.instances_without_token.pop(admission.key.request_id, ()):
         if instance := state.instances.get(instance_id):
-            state.membership.suspect(instance.worker_id, now)
+            _suspect(state, instance.worker_id, now)
+
+
+def _suspect(state: State, worker_id: str, now: float) -> None:
+    state.membership.suspect(worker_id, now)
+    if instance := state.instances.on_worker(worker_id):
+        state.rosters.forget(instance.version_id)
 
 
 def send_waiting(state: State, admission: Admission, now: float) -> None:
     """Answers that the request waits, if it still does."""
     if admission.key not in state.queues:
         return
-    version_id, position = admission.version_id, state.queues.position(admission.key)
+    version_id, position = admission.version_id, state.queues.num_waiting(admission.version_id) - 1
     loading = any(instance.phase is InstancePhase.LOADING for instance in state.instances.of_version(version_id))
     wait_s = predicted_wait_s(state, state.models[version_id], now)
     answer = effects.Waiting(admission.gateway_id, admission.key, position, "loading" if loading else "queued", wait_s)
@@ -89,7 +104,7 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     """The attempt is over, whether it waited or ran."""
     state.gateways.forget(key)
     state.queues.remove(key)
-    attempt = state.reservations.close(key)
+    attempt = state.attempts.close(key, now)
     if attempt is not None:
         state.aliases.used(attempt.admission.version_id, attempt.admission.model, now)
         for instance_id in attempt.instance_ids:
@@ -171,65 +186,109 @@ def _has_served_roles(state: State, version_id: str) -> bool:
 
 
 def place_waiting(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
-    """Places waiting requests in order of arrival, until the first finds no place."""
+    """Places waiting requests in the order of their queues, until none can be placed now."""
     for version_id in state.queues.versions if version_ids is None else version_ids:
-        model = state.models.get(version_id)
-        if model is None or not state.queues.num_waiting(version_id):
+        _place_version(state, version_id, now)
+
+
+def place_due(state: State, now: float) -> None:
+    """Places what waited for an instance to come near the end of its prompts."""
+    for version_id in [version_id for version_id, due in state.due.items() if due <= now]:
+        _place_version(state, version_id, now)
+
+
+def _place_version(state: State, version_id: str, now: float) -> None:
+    state.due.pop(version_id, None)
+    model = state.models.get(version_id)
+    if model is None or not state.queues.num_waiting(version_id):
+        return
+    roster = state.rosters.of(version_id, lambda: _roster(state, model, now))
+    skipped: frozenset[AttemptKey] = frozenset()
+    while roster and (admission := state.queues.next(version_id, now, skipped)) is not None:
+        if not state.gateways.is_confirmed(admission.key):
+            skipped |= {admission.key}  # its gateway is away; it keeps its position
             continue
-        instances = [instance for instance in state.instances.of_version(version_id) if instance.placeable]
-        for admission in state.queues.waiting(version_id) if instances else ():
-            if not state.gateways.is_confirmed(admission.key):
-                continue  # its gateway is away; it keeps its position
-            found = candidates(state, admission, model, instances, now)
-            placement = place(admission, model, found, state.kv_transfer_times, state.config)
-            if isinstance(placement, NoPlacement):
-                break
-            key, model_name, admitted_at = admission.key, admission.model, admission.admitted_at
-            state.queues.remove(key)
-            _open(state, admission, placement, now)
-            state.effects.answers.append(effects.Placed(admission.gateway_id, placement))
-            placed = effects.AttemptPlaced(key, model_name, admitted_at, now, placement, admission.traceparent)
-            state.effects.opened.append(placed)
+        found = place(
+            admission, model, _candidates(state, admission, model, roster), state.kv_transfer_times, state.config, now
+        )
+        if isinstance(found, NoPlacement):
+            if found.is_own:
+                skipped |= {admission.key}  # too large for every instance there is; others need not wait for it
+                continue
+            if not math.isinf(found.due):
+                state.due[version_id] = found.due
+            return
+        state.queues.take(admission)
+        _open(state, admission, found, False, now)
+        state.effects.answers.append(effects.Placed(admission.gateway_id, found))
+        placed = effects.AttemptPlaced(
+            admission.key, admission.model, admission.admitted_at, now, found, admission.traceparent
+        )
+        state.effects.opened.append(placed)
 
 
-def _open(state: State, admission: Admission, placement: Placement, now: float) -> None:
+def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
+    found = []
+    for instance in state.instances.of_version(model.version_id):
+        worker = state.membership.workers.get(instance.worker_id)
+        if not instance.placeable or worker is None or state.membership.is_suspect(worker.worker_id):
+            continue
+        latency = state.latency_models.of(worker, model.pack_id, state.config)
+        reported_s = worker.queued_prefill_s or latency.queued_s(worker.num_queued_prefill_tokens)
+        bound_s = state.attempts.at(instance.instance_id).lane.work_s()
+        entry = RosterEntry(
+            worker_ref=WorkerRef(worker.worker_id, worker.grpc_address, instance.instance_id),
+            host_id=instance.host_id,
+            plays_prefill=instance.plays(Role.PREFILL),
+            plays_decode=instance.plays(Role.DECODE),
+            phase=instance.phase,
+            loaded_at=now + _load_left_s(state, model, instance, now),
+            latency=latency,
+            kv_pool_bytes=worker.kv_pool_bytes,
+            full_step_s=latency.queued_s(latency.token_budget),
+            excess_until=worker.seen_at + max(reported_s - bound_s, 0.0),
+        )
+        found.append(entry)
+    return found
+
+
+def _candidates(state: State, admission: Admission, model: Model, roster: Sequence[RosterEntry]) -> list[Candidate]:
+    """The roster as the attempt sees it."""
+    hashes, index = admission.block_hashes, state.prefix_index
+    return [
+        Candidate(
+            entry,
+            state.attempts.at(entry.instance_id),
+            index.num_blocks(entry.instance_id, hashes) * model.routing_block_tokens if hashes else 0,
+            state.corrections.of(entry.worker_ref.worker_id),
+        )
+        for entry in roster
+    ]
+
+
+def _open(state: State, admission: Admission, placement: Placement, is_computed: bool, now: float) -> None:
     model = state.models[admission.version_id]
-    state.reservations.open(OpenAttempt(admission, placement, now, admission.kv_bytes(model)))
+    state.attempts.open(OpenAttempt(admission, placement, now, admission.kv_bytes(model), is_computed), now)
     for worker_ref in (placement.prefill, placement.decode):
         state.instances.touch(worker_ref.instance_id, now)
-    worker = state.membership.workers.get(placement.prefill.worker_id)
-    if worker is not None and worker.has_prefix_cache and model.routing_block_tokens:
+
+
+def first_token(state: State, key: AttemptKey, now: float) -> None:
+    """The prompt is computed: the instance has room for another, and its prefix in its cache."""
+    attempt = state.attempts.computed(key, now)
+    if attempt is None:
+        return
+    placement, admission = attempt.placement, attempt.admission
+    state.instances.touch(placement.prefill.instance_id, now)
+    if not placement.cold:
+        predicted_s = placement.predicted.ttft_s
+        state.corrections.observe(placement.prefill.worker_id, predicted_s, now - attempt.placed_at)
+    model, worker = state.models.get(admission.version_id), state.membership.workers.get(placement.prefill.worker_id)
+    if model is not None and worker is not None and worker.has_prefix_cache and model.routing_block_tokens:
         block_bytes = max(model.routing_block_tokens * model.kv_bytes_per_token, 1)
         max_blocks = worker.kv_pool_bytes // block_bytes
         state.prefix_index.note(placement.prefill.instance_id, admission.block_hashes, max_blocks)
-
-
-def candidates(
-    state: State, admission: Admission, model: Model, instances: Iterable[Instance], now: float
-) -> list[Candidate]:
-    """The instances that may serve ``admission``, with what its placement depends on."""
-    found = []
-    for instance in instances:
-        worker = state.membership.workers.get(instance.worker_id)
-        if worker is None or state.membership.is_suspect(worker.worker_id):
-            continue
-        reserved_bytes = state.reservations.reserved_bytes(instance.instance_id)
-        latency = state.latency_models.of(worker, model.pack_id, state.config)
-        num_blocks = state.prefix_index.num_blocks(instance.instance_id, admission.block_hashes)
-        candidate = Candidate(
-            instance=instance,
-            worker=worker,
-            latency=latency,
-            load_left_s=_load_left_s(state, model, instance, now),
-            queue_s=state.queue_s(instance, latency),
-            kv_unreserved_bytes=worker.kv_pool_bytes - reserved_bytes,
-            num_open=state.reservations.num_decoding(instance.instance_id),
-            num_decoding=state.reservations.num_choices(instance.instance_id),
-            num_decode_attended=reserved_bytes // max(model.kv_bytes_per_token, 1),
-            num_cached_tokens=num_blocks * model.routing_block_tokens,
-        )
-        found.append(candidate)
-    return found
+    _place_version(state, admission.version_id, now)
 
 
 def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> float:
@@ -242,23 +301,21 @@ def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> 
     return load_left_s(instance, expected_s, now)
 
 
+def backlog_s(state: State, model: Model, now: float) -> float:
+    """All prompts that wait for the version, here and at its instances, in seconds of one of these; 0 without any."""
+    roster = state.rosters.of(model.version_id, lambda: _roster(state, model, now))
+    prefills = [entry for entry in roster if entry.plays_prefill]
+    if not prefills:
+        return 0.0
+    bound_s = sum(entry.ahead_s(state.attempts.at(entry.instance_id).lane, now) for entry in prefills)
+    return bound_s + prefills[0].latency.queued_s(state.queues.num_prefill_tokens(model.version_id))
+
+
 def predicted_wait_s(state: State, model: Model, now: float) -> float:
     """Until a request that arrives now gets its first token: load left, and the prompts ahead."""
-    instances = [instance for instance in state.instances.of_version(model.version_id) if instance.staying]
-    prefills = [instance for instance in instances if instance.plays(Role.PREFILL)]
-    waiting = state.queues.waiting(model.version_id)
+    roster = state.rosters.of(model.version_id, lambda: _roster(state, model, now))
+    prefills = [entry for entry in roster if entry.plays_prefill]
     if not prefills:
-        ahead = sum(admission.num_prefill_tokens for admission in waiting)
-        ahead_s = ahead / state.config.default_prefill_tokens_per_s
+        ahead_s = state.queues.num_prefill_tokens(model.version_id) / state.config.default_prefill_tokens_per_s
         return state.config.slot_setup_s + model.pack_bytes / state.config.relay_bytes_per_s + ahead_s
-    # Summed once: this runs for every request that arrives while others wait.
-    num_tokens = sum(each.num_prefill_tokens for each in waiting)
-    num_attended = sum(each.num_contexts * attended_positions(0, each.num_context_tokens) for each in waiting)
-    backlog_s = [
-        state.queue_s(instance, latency) + latency.queued_s(num_tokens, num_attended) / len(prefills)
-        for instance in prefills
-        if (worker := state.membership.workers.get(instance.worker_id))
-        and (latency := state.latency_models.of(worker, model.pack_id, state.config))
-    ]
-    load_s_left = min(_load_left_s(state, model, instance, now) for instance in prefills)
-    return load_s_left + min(backlog_s, default=0.0)
+    return min(entry.load_left_s(now) for entry in prefills) + backlog_s(state, model, now) / len(prefills)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
@@ -11,26 +11,28 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Demand,
     Drain,
     InstanceLoad,
+    Loads,
     SetRoles,
     Wake,
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Role, Roles
-from torchrelay.scheduler.policy.dispatch.reservations import OpenAttempt
+from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Roles
+from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import relays
+from torchrelay.scheduler.policy.transitions import admissions, relays
 
 LOAD_STALLED = "load_stalled"
 _UNLOAD_RETRY_S = 1.0
 _SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict", "share": "share", "turn": "share"}
 
 
-def scale(state: State, now: float) -> None:
-    """Decides on the whole cluster and turns the decisions into commands."""
-    for action in decide(autoscaler_input(state, now), state.config):
+def scale(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
+    """Turns decisions into commands: on the whole cluster, or on what these versions need."""
+    is_complete = version_ids is None
+    for action in decide(autoscaler_input(state, now, version_ids), state.config, is_complete=is_complete):
         match action:
             case Wake():
                 _wake(state, action, now)
@@ -40,39 +42,52 @@ def scale(state: State, now: float) -> None:
                 _drain(state, action, now)
 
 
-def autoscaler_input(state: State, now: float) -> AutoscalerInput:
+def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None = None) -> AutoscalerInput:
     membership, settled = state.membership, now - state.started_at >= state.config.settle_s
-    loads = tuple(_instance_load(state, instance) for instance in state.instances)
-    versions = set(state.queues.versions) | {instance.version_id for instance in state.instances if instance.staying}
-    models = [state.models[version_id] for version_id in sorted(versions) if version_id in state.models]
+    if version_ids is None:
+        staying = {instance.version_id for instance in state.instances if instance.staying}
+        version_ids = sorted(staying.union(state.queues.versions))
+    models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
+
+    def of_version(version_id: str) -> tuple[InstanceLoad, ...]:
+        return tuple(_instance_load(state, one, now) for one in state.instances.of_version(version_id))
+
+    def of_all() -> tuple[InstanceLoad, ...]:
+        return tuple(_instance_load(state, instance, now) for instance in state.instances)
+
     return AutoscalerInput(
         now=now,
         demands=tuple(_demand(state, model, now) for model in models) if settled else (),
-        loads=loads,
-        workers={key: worker for key, worker in membership.workers.items() if not membership.is_suspect(key)},
-        stores={store.host_id: store for store in membership.stores.values()},
+        instance_loads=Loads(of_version, of_all, state.instances.workers),
+        workers=membership.workers,
+        stores=membership.stores_by_host,
         idle_timeouts_s={model.version_id: state.idle_timeout_s(model.version_id, now) for model in models},
+        waited_for=frozenset(state.queues.versions) if settled else frozenset(),
+        suspects=membership.suspects,
     )
 
 
-def _instance_load(state: State, instance: Instance) -> InstanceLoad:
+def _instance_load(state: State, instance: Instance, now: float) -> InstanceLoad:
     worker = state.membership.workers.get(instance.worker_id)
-    num_open, num_reported = state.reservations.num_open(instance.instance_id), worker.num_running if worker else 0
+    num_open, num_reported = state.attempts.at(instance.instance_id).num_open, worker.num_running if worker else 0
     names = state.aliases.of(instance.version_id) or (instance.model,)
-    return InstanceLoad(instance, num_open, num_reported, frozenset(map(tenant_of, names)))
+    last_active = state.instances.last_active(instance.instance_id)
+    if now - last_active > state.config.drain_s:
+        num_reported = 0  # of requests that nobody has: it would keep its slot for ever
+    return InstanceLoad(instance, num_open, num_reported, last_active, frozenset(map(tenant_of, names)))
 
 
 def _demand(state: State, model: Model, now: float) -> Demand:
     version_id = model.version_id
     instances = [instance for instance in state.instances.of_version(version_id) if instance.staying]
     loading = [instance.instance_id for instance in instances if instance.phase is InstancePhase.LOADING]
-    cold = state.reservations.attempts_at(loading)
+    cold = state.attempts.attempts_at(loading)
     return Demand(
         model=model,
         num_waiting=state.queues.num_waiting(version_id),
         num_cold=len(cold),
         oldest_wait_s=state.queues.oldest_wait_s(version_id, now),
-        backlog_s=_backlog_s(state, instances),
+        backlog_s=admissions.backlog_s(state, model, now),
         not_before=state.load_failures.not_before(version_id),
         avoid=state.load_failures.avoid(version_id, now),
         by_tenant=_of_tenants(state, version_id, cold),
@@ -87,17 +102,6 @@ def _of_tenants(state: State, version_id: str, cold: Iterable[OpenAttempt]) -> d
     num_waiting = Counter(tenant_of(admission.model) for admission in state.queues.waiting(version_id))
     num_cold = Counter(tenant_of(attempt.admission.model) for attempt in cold)
     return {tenant: (num_waiting[tenant], num_cold[tenant]) for tenant in tenants}
-
-
-def _backlog_s(state: State, instances: Sequence[Instance]) -> float:
-    """Prompts queued at the instances, in seconds of one instance at its measured rate."""
-    backlog_s = 0.0
-    for instance in instances:
-        worker = state.membership.workers.get(instance.worker_id)
-        if worker and worker.prefill_tokens_per_s and instance.plays(Role.PREFILL):
-            latency = state.latency_models.of(worker, instance.pack_id, state.config)
-            backlog_s += state.queue_s(instance, latency)
-    return backlog_s
 
 
 def _wake(state: State, action: Wake, now: float) -> None:
@@ -117,7 +121,6 @@ def _wake(state: State, action: Wake, now: float) -> None:
             phase=InstancePhase.LOADING,
             since=now,
             created_at=now,
-            last_active=now,
             reason=action.reason,
             error_before=worker.slot.error,
         )

@@ -1,0 +1,148 @@
+"""Open attempts: what each has bound of its instances, prompts to compute and KV bytes to hold.
+
+A worker's own report of its queue and of free KV lags behind placements. Placements are checked against what is bound
+here, so no instance is promised more KV than its worker's pool holds, and none gets more prompts than it can begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torchrelay.scheduler.policy.core import Admission, AttemptKey, Placement
+from torchrelay.scheduler.policy.dispatch.prefill_lane import PrefillLane
+
+
+@dataclass(eq=False, slots=True)
+class OpenAttempt:
+    """An attempt between its placement and its release."""
+
+    admission: Admission
+    placement: Placement
+    placed_at: float
+    kv_bytes: int
+    is_computed: bool = False  # its first token is there: the prefill instance is rid of it
+
+    @property
+    def instance_ids(self) -> tuple[str, ...]:
+        """One where both ends are the same instance."""
+        return tuple(dict.fromkeys((self.placement.prefill.instance_id, self.placement.decode.instance_id)))
+
+
+@dataclass(eq=False, slots=True)
+class BoundWork:
+    """What open attempts have bound of one instance."""
+
+    lane: PrefillLane = field(default_factory=PrefillLane)
+    prefills: dict[AttemptKey, OpenAttempt] = field(default_factory=dict)  # not computed yet
+    decodes: dict[AttemptKey, OpenAttempt] = field(default_factory=dict)
+    kv_bytes: int = 0
+    num_choices: int = 0  # that decode: the most rows that a step has
+
+    @property
+    def num_open(self) -> int:
+        """Attempts that the instance prefills or decodes."""
+        return len(self.decodes) + sum(key not in self.decodes for key in self.prefills)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.prefills and not self.decodes
+
+
+NOTHING_BOUND = BoundWork()
+
+
+class OpenAttempts:
+    """Open attempts by key, and what they have bound by instance."""
+
+    def __init__(self) -> None:
+        self._open: dict[AttemptKey, OpenAttempt] = {}
+        self._bound: dict[str, BoundWork] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def get(self, key: AttemptKey) -> OpenAttempt | None:
+        return self._open.get(key)
+
+    def attempts(self) -> tuple[OpenAttempt, ...]:
+        return tuple(self._open.values())
+
+    def at(self, instance_id: str) -> BoundWork:
+        """What is bound of an instance; not to be changed."""
+        return self._bound.get(instance_id, NOTHING_BOUND)
+
+    def open(self, attempt: OpenAttempt, now: float) -> None:
+        key, placement = attempt.admission.key, attempt.placement
+        assert key not in self._open
+        self._open[key] = attempt
+        prefill = self._bound.setdefault(placement.prefill.instance_id, BoundWork())
+        if not attempt.is_computed:
+            prefill.prefills[key] = attempt
+            prefill.lane.bind(key, placement.predicted.prefill_s, now)
+        decode = self._bound.setdefault(placement.decode.instance_id, BoundWork())
+        decode.decodes[key] = attempt
+        decode.kv_bytes += attempt.kv_bytes
+        decode.num_choices += attempt.admission.num_choices
+
+    def computed(self, key: AttemptKey, now: float) -> OpenAttempt | None:
+        """The first token is there. Returns the attempt, the first time."""
+        attempt = self._open.get(key)
+        if attempt is None or attempt.is_computed:
+            return None
+        attempt.is_computed = True
+        self._leave_prefill(attempt, now)
+        return attempt
+
+    def close(self, key: AttemptKey, now: float) -> OpenAttempt | None:
+        attempt = self._open.pop(key, None)
+        if attempt is None:
+            return None
+        self._leave_prefill(attempt, now)
+        instance_id = attempt.placement.decode.instance_id
+        decode = self._bound[instance_id]
+        del decode.decodes[key]
+        decode.kv_bytes -= attempt.kv_bytes
+        decode.num_choices -= attempt.admission.num_choices
+        if decode.is_idle:
+            del self._bound[instance_id]
+        return attempt
+
+    def resumed(self, instance_id: str, now: float) -> None:
+        """The instance is loaded: it begins with what was bound to it meanwhile."""
+        if work := self._bound.get(instance_id):
+            work.lane.resume(now)
+
+    def _leave_prefill(self, attempt: OpenAttempt, now: float) -> None:
+        instance_id, key = attempt.placement.prefill.instance_id, attempt.admission.key
+        work = self._bound.get(instance_id)
+        if work is not None and work.prefills.pop(key, None) is not None:
+            work.lane.leave(key, now)
+            if work.is_idle:
+                del self._bound[instance_id]
+
+    def attempts_at(self, instance_ids: Iterable[str]) -> tuple[OpenAttempt, ...]:
+        """All that the instances still prefill or decode, each once."""
+        found: dict[AttemptKey, OpenAttempt] = {}
+        for instance_id in instance_ids:
+            work = self.at(instance_id)
+            found |= work.prefills | work.decodes
+        return tuple(found.values())
+
+    def check_integrity(self, pools: Mapping[str, int]) -> None:
+        """Sums agree with the attempts; none of ``pools`` (KV bytes by instance) is exceeded."""
+        kv_bytes: dict[str, int] = {}
+        num_choices: dict[str, int] = {}
+        for attempt in self._open.values():
+            decode = attempt.placement.decode.instance_id
+            kv_bytes[decode] = kv_bytes.get(decode, 0) + attempt.kv_bytes
+            num_choices[decode] = num_choices.get(decode, 0) + attempt.admission.num_choices
+        for instance_id, work in self._bound.items():
+            assert not work.is_idle
+            assert work.kv_bytes == kv_bytes.get(instance_id, 0)
+            assert work.num_choices == num_choices.get(instance_id, 0)
+            assert len(work.lane) == len(work.prefills)
+        bound = {key for work in self._bound.values() for key in (*work.prefills, *work.decodes)}
+        assert bound == set(self._open)
+        for instance_id, pool in pools.items():
+            assert kv_bytes.get(instance_id, 0) <= pool, instance_id

@@ -1,0 +1,57 @@
+"""Prompts bound to one instance and not computed yet: how much work is ahead of a new one.
+
+The instance computes them in about the order in which they were bound. Each is predicted when it is bound and leaves
+when its first token is reported, so an error never lasts longer than the prompt it was made for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torchrelay.scheduler.policy.core import AttemptKey
+
+
+@dataclass(slots=True)
+class PrefillLane:
+    _bound: dict[AttemptKey, float] = field(default_factory=dict)  # predicted seconds
+    _work_s: float = 0.0
+    _head_since: float = 0.0  # when the instance could begin with the first
+
+    def __len__(self) -> int:
+        return len(self._bound)
+
+    def bind(self, key: AttemptKey, prefill_s: float, now: float) -> None:
+        if not self._bound:
+            self._head_since, self._work_s = now, 0.0
+        self._bound[key] = prefill_s
+        self._work_s += prefill_s
+
+    def leave(self, key: AttemptKey, now: float) -> None:
+        """The prompt is computed, or its attempt is over."""
+        prefill_s = self._bound.pop(key, None)
+        if prefill_s is not None:
+            self._work_s -= prefill_s
+            self._head_since = now
+
+    def resume(self, now: float) -> None:
+        """The instance was still loading: its first prompt begins now."""
+        self._head_since = now
+
+    def work_s(self) -> float:
+        """Predicted for all that is bound, as if nothing had begun."""
+        return max(self._work_s, 0.0) if self._bound else 0.0
+
+    def less_ahead_at(self, limit_s: float) -> float:
+        """When less than ``limit_s`` will be ahead, by the passing of time alone; infinite: not before a report."""
+        if self._work_s < limit_s or not self._bound:
+            return 0.0
+        needed_s = self._work_s - limit_s
+        return self._head_since + needed_s if needed_s < next(iter(self._bound.values())) else math.inf
+
+    def ahead_s(self, now: float) -> float:
+        """Predicted time until all that is bound is computed; the first counts until it is reported."""
+        if not self._bound:
+            return 0.0
+        first_s = next(iter(self._bound.values()))
+        return max(self._work_s - min(max(now - self._head_since, 0.0), first_s), 0.0)

@@ -1,0 +1,275 @@
+"""A worker's engine without tensors: prompts in chunks within a token budget, and continuous batching of what decodes.
+
+While prompts wait, every step is an event: the decoding batch beside a chunk of the prompts, in order of arrival. While
+none does, nothing happens between the changes of the batch but one step after the other, each longer than the last by
+what the batch attends to more; so many steps are one event, and how many are done at any moment follows from a
+quadratic equation.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from torchrelay.common.latency.latency_model import LatencyModel, StepWork, attended_positions
+from torchrelay.sim.events import Event, EventQueue
+
+_SLACK = 1e-6  # of a step
+
+
+@dataclass(eq=False, slots=True)
+class Prompt:
+    """Positions [num_done, num_tokens) are to be computed; ``on_computed`` is called with its first token."""
+
+    num_tokens: int
+    on_computed: Callable[[], None]
+    num_done: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Decoding:
+    """A sequence that decodes until ``num_left`` more tokens are there, from a context of ``num_context`` tokens."""
+
+    num_context: int
+    num_left: int
+    on_end: Callable[[], None]
+    _joined_at: float = 0.0  # the batch's step counter then
+    is_over: bool = False
+
+    @property
+    def end_step(self) -> float:
+        return self._joined_at + self.num_left
+
+    def join(self, step: float) -> None:
+        self._joined_at = step
+
+    def context_at(self, step: float) -> float:
+        return self.num_context + step - self._joined_at
+
+
+@dataclass(eq=False)
+class SimulatedEngine:
+    """One slot's engine. ``latency`` must know both costs. No step ends before ``ready_at``: its layers are missing."""
+
+    events: EventQueue
+    latency: LatencyModel
+    ready_at: float = 0.0
+    busy_s: float = field(default=0.0, init=False)  # computing, in whole
+
+    def __post_init__(self) -> None:
+        self._prompts: deque[Prompt] = deque()
+        self._num_queued = 0
+        self._batch: list[tuple[float, int, Decoding]] = []  # a heap, by the step that ends them
+        self._num_decoding = 0
+        self._sequence = count()
+        self._steps = 0.0  # decode steps done, at ``_at``
+        self._num_attended = 0.0  # by the next step
+        self._at = self.events.now
+        self._is_settling = False
+        self._step_end_at = 0.0
+        self._chunks: list[tuple[Prompt, int]] = []  # of the step under way
+        self._next: Event | None = None
+
+    # What it has
+
+    @property
+    def num_decoding(self) -> int:
+        return self._num_decoding
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt positions not yet computed."""
+        return self._num_queued
+
+    @property
+    def num_running(self) -> int:
+        return self._num_decoding + len(self._prompts)
+
+    def num_tokens_done(self, decoding: Decoding) -> int:
+        """Tokens the sequence has got here by now."""
+        self._advance()
+        return min(int(self._steps - decoding.end_step + decoding.num_left + _SLACK), decoding.num_left)
+
+    def now_ready_at(self, ready_at: float) -> None:
+        """Its last layer arrives then. A step that waits for it ends after it."""
+        self._advance()
+        self.ready_at = ready_at
+        if self._chunks:
+            self._await_layers()
+        else:
+            self._plan()
+
+    # What it gets
+
+    def prefill(self, prompt: Prompt) -> None:
+        self._prompts.append(prompt)
+        self._num_queued += prompt.num_tokens - prompt.num_done
+        self._plan()
+
+    def decode(self, decoding: Decoding) -> None:
+        """The sequence joins the batch; it gets its first token here with the step that begins now."""
+        self._advance()
+        if decoding.num_left <= 0:
+            decoding.is_over = True
+            decoding.on_end()
+            return
+        decoding.join(math.ceil(self._steps - _SLACK))
+        heapq.heappush(self._batch, (decoding.end_step, next(self._sequence), decoding))
+        self._num_decoding += 1
+        self._num_attended += decoding.num_context
+        self._plan()
+
+    def cancel(self, job: Prompt | Decoding) -> None:
+        """The job leaves, without a call."""
+        self._advance()
+        if isinstance(job, Prompt):
+            if job in self._prompts:
+                self._prompts.remove(job)
+                self._num_queued -= job.num_tokens - job.num_done
+        elif not job.is_over:
+            job.is_over = True
+            self._num_decoding -= 1
+            self._num_attended -= job.context_at(self._steps)
+            self._plan()
+
+    def _plan(self) -> None:
+        """What comes next, unless a step is under way or its end is being told."""
+        if self._chunks or self._is_settling:
+            return
+        if self._prompts:
+            self._await_step_end()
+        else:
+            self._await_batch()
+
+    def _settle(self, computed: Sequence[Prompt] = ()) -> None:
+        """Tells whose prompt is computed and who has ended; they may bring new work. Then plans once."""
+        self._is_settling = True
+        for decoding in self._ended_decodings():
+            decoding.on_end()
+        for prompt in computed:
+            prompt.on_computed()
+        self._is_settling = False
+        self._plan()
+
+    # Steps with prompts
+
+    def _await_step_end(self) -> None:
+        """A step with prompts begins when the decode step under way ends."""
+        self._advance()
+        part_left = math.ceil(self._steps - _SLACK) - self._steps
+        if self._num_decoding and part_left > _SLACK:
+            self._wait(part_left * self._step_s(), self._begin_step)
+        else:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._advance()
+        self._steps = float(round(self._steps))
+        room = max(self.latency.token_budget - self._num_decoding, 16)
+        num_prefilled = num_attended = 0
+        chunks = []
+        for prompt in self._prompts:
+            size = min(room, prompt.num_tokens - prompt.num_done)
+            chunks.append((prompt, size))
+            num_prefilled += size
+            num_attended += attended_positions(prompt.num_done, prompt.num_done + size)
+            room -= size
+            if not room:
+                break
+        work = StepWork(num_prefilled, num_attended, self._num_decoding, int(self._num_attended))
+        step_s = self.latency.step_s(work)
+        assert step_s is not None, "both costs are known"
+        self._chunks = chunks
+        self._at = self.events.now
+        self.busy_s += step_s
+        self._step_end_at = self.events.now + step_s
+        self._await_layers()
+
+    def _await_layers(self) -> None:
+        """The step under way ends in its time, but not before the last layer is there; unknown when: not at all."""
+        self._cancel_wait()
+        if not math.isinf(self.ready_at):
+            self._next = self.events.at(max(self._step_end_at, self.ready_at), self._end_step)
+
+    def _end_step(self) -> None:
+        chunks, self._chunks = self._chunks, []
+        self._at = self.events.now
+        if self._num_decoding:
+            self._steps += 1
+            self._num_attended += self._num_decoding
+        computed = []
+        for prompt, size in chunks:
+            prompt.num_done += size
+            self._num_queued -= size
+            if prompt.num_done >= prompt.num_tokens and prompt in self._prompts:
+                computed.append(prompt)
+        for prompt in computed:
+            self._prompts.remove(prompt)
+        self._settle(computed)
+
+    # Steps without prompts
+
+    def _step_s(self) -> float:
+        return self.latency.tbt_s(self._num_decoding, int(self._num_attended))
+
+    def _advance(self) -> None:
+        """Counts the decode steps since ``_at``; steps with prompts count when they end."""
+        passed_s, self._at = self.events.now - max(self._at, self.ready_at), self.events.now
+        if passed_s <= 0 or self._chunks or not self._num_decoding:
+            return
+        growth_s = self.latency.decode.per_attended_s * self._num_decoding / 2
+        first_s = self._step_s() - growth_s
+        steps = passed_s / first_s
+        if growth_s > 0:
+            steps = (math.sqrt(first_s**2 + 4 * growth_s * passed_s) - first_s) / (2 * growth_s)
+        self._steps += steps
+        self._num_attended += steps * self._num_decoding
+        self.busy_s += passed_s
+
+    def _await_batch(self) -> None:
+        """Waits until the next sequence of the batch ends."""
+        while self._batch and self._batch[0][2].is_over:
+            heapq.heappop(self._batch)
+        if not self._batch:
+            self._cancel_wait()
+            return
+        if math.isinf(self.ready_at):
+            self._cancel_wait()
+            return
+        steps = max(self._batch[0][0] - self._steps, 0.0)
+        growth_s = self.latency.decode.per_attended_s * self._num_decoding / 2
+        wait_s = steps * (self._step_s() - growth_s) + growth_s * steps**2
+        self._wait(wait_s + max(self.ready_at - self.events.now, 0.0), self._batch_changed)
+
+    def _batch_changed(self) -> None:
+        self._advance()
+        if self._batch:
+            self._steps = max(self._steps, self._batch[0][0])
+        self._settle()
+
+    def _ended_decodings(self) -> list[Decoding]:
+        """Takes out all sequences whose last step is done."""
+        ended = []
+        while self._batch and (self._batch[0][2].is_over or self._batch[0][0] <= self._steps + _SLACK):
+            decoding = heapq.heappop(self._batch)[2]
+            if not decoding.is_over:
+                decoding.is_over = True
+                self._num_decoding -= 1
+                self._num_attended -= decoding.num_context + decoding.num_left
+                ended.append(decoding)
+        if not self._num_decoding:
+            self._num_attended = 0.0
+        return ended
+
+    def _wait(self, wait_s: float, call: Callable[[], None]) -> None:
+        self._cancel_wait()
+        self._next = self.events.after(wait_s, call)
+
+    def _cancel_wait(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None

@@ -1,0 +1,82 @@
+"""What is simulated: models, a fleet, requests. Bytes, seconds, tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrelay.common.latency.latency_model import LatencyModel
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model on the group of devices that it needs."""
+
+    name: str
+    num_devices: int
+    pack_bytes: int
+    num_layers: int
+    kv_bytes_per_token: int
+    latency: LatencyModel
+    ttft_base_s: float  # of its objective; see ``ttft_target_s``
+    prefill_tokens_per_s: float
+    tpot_target_s: float
+
+    def ttft_target_s(self, num_prompt_tokens: int) -> float:
+        """Base + 1.2 times the time to compute the prompt alone."""
+        return self.ttft_base_s + 1.2 * num_prompt_tokens / self.prefill_tokens_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Equal hosts, each with one store, and groups of devices that are one slot each."""
+
+    num_hosts: int
+    groups: tuple[int, ...]  # devices of each slot of a host
+    nic_bytes_per_s: float  # of a host, per direction
+    device_bytes_per_s: float  # from host memory into one device
+    disk_bytes_per_s: float  # of a host; every pack lies on every disk
+    arena_bytes: int  # of a host
+    device_memory_bytes: int = 80 * 10**9
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_hosts * sum(self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    request_id: str
+    arrives_at: float
+    model: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    tenant: str = "tenant"
+
+
+@dataclass(slots=True)
+class RequestOutcome:
+    """What became of a request. Times are of the simulation; 0: it did not get that far."""
+
+    request: Request
+    placed_at: float = 0.0
+    first_token_at: float = 0.0
+    ended_at: float = 0.0
+    num_attempts: int = 1
+    is_refused: bool = False
+    was_cold: bool = False
+    predicted_ttft_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_at - self.request.arrives_at if self.first_token_at else float("inf")
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per output token after the first."""
+        if not self.ended_at:
+            return float("inf")
+        return (self.ended_at - self.first_token_at) / max(self.request.num_output_tokens - 1, 1)
+
+    def attains(self, model: ServedModel) -> bool:
+        """Whether both objectives are met; refused and unfinished requests do not."""
+        return self.ttft_s <= model.ttft_target_s(self.request.num_prompt_tokens) and self.tpot_s <= model.tpot_target_s

@@ -1,0 +1,113 @@
+"""Who is next, and who must leave a full queue."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.scheduler.policy.paper_cluster import a_model, an_admission
+from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
+from torchrelay.scheduler.policy.core import Admission, AttemptKey, ServiceClass
+
+MODEL = a_model()
+NOW = 100.0
+
+
+def of(tenant: str, request_id: str, **changes: object) -> Admission:
+    changes = {"model": f"{tenant}/tiny", "num_prompt_tokens": 100, "admitted_at": NOW, **changes}
+    return replace(an_admission(MODEL, request_id), **changes)  # type: ignore[arg-type]
+
+
+def queues_with(*admissions: Admission, limit: int = 100) -> AdmissionQueues:
+    queues = AdmissionQueues(limit, limit_total=1000)
+    for admission in admissions:
+        queues.push(admission)
+    return queues
+
+
+def order_of(queues: AdmissionQueues, now: float = NOW) -> list[str]:
+    """Takes everything."""
+    found = []
+    while (admission := queues.next(MODEL.version_id, now)) is not None:
+        queues.take(admission)
+        found.append(admission.key.request_id)
+    return found
+
+
+def test_a_tenant_with_many_requests_does_not_delay_another_with_one() -> None:
+    queues = queues_with(*(of("crowd", f"c{n}") for n in range(5)), of("alone", "a"))
+    assert order_of(queues)[:2] == ["c0", "a"]
+
+
+def test_a_tenant_of_twice_the_weight_gets_twice_the_prompts() -> None:
+    heavy = [of("heavy", f"h{n}", weight=2.0) for n in range(30)]
+    light = [of("light", f"l{n}") for n in range(30)]
+    served = Counter(request_id[0] for request_id in order_of(queues_with(*heavy, *light))[:30])
+    assert served == {"h": 20, "l": 10}
+
+
+def test_who_comes_late_has_nothing_saved_up() -> None:
+    queues = queues_with(*(of("early", f"e{n}") for n in range(20)))
+    for _ in range(10):
+        admission = queues.next(MODEL.version_id, NOW)
+        assert admission is not None
+        queues.take(admission)
+    for number in range(10):
+        queues.push(of("late", f"l{number}"))
+    assert Counter(request_id[0] for request_id in order_of(queues)[:10])["l"] in (5, 6)
+
+
+def test_of_one_tenant_the_earliest_deadline_goes_first() -> None:
+    queues = queues_with(of("t", "patient", ttft_target_s=10.0), of("t", "urgent", ttft_target_s=0.5))
+    assert order_of(queues) == ["urgent", "patient"]
+
+
+def test_batch_work_yields_until_its_own_deadline_is_near() -> None:
+    batch = of("b", "batch", service_class=ServiceClass.BATCH, ttft_target_s=600.0)
+    chat = of("t", "chat", ttft_target_s=1.0)
+    assert order_of(queues_with(batch, chat)) == ["chat", "batch"]
+    assert order_of(queues_with(batch, chat), now=NOW + 580.0) == ["batch", "chat"]
+
+
+def test_what_left_or_is_skipped_is_not_next() -> None:
+    queues = queues_with(of("t", "a"), of("t", "b"), of("t", "c"))
+    queues.remove(AttemptKey("a", 1))
+    following = queues.next(MODEL.version_id, NOW, frozenset({AttemptKey("b", 1)}))
+    assert following is not None and following.key.request_id == "c"
+    assert order_of(queues) == ["b", "c"] and len(queues) == 0 and queues.versions == ()
+
+
+def test_a_full_queue_refuses_the_tenant_that_has_most_of_it() -> None:
+    queues = queues_with(*(of("crowd", f"c{n}") for n in range(3)), of("other", "o"), limit=4)
+    newcomer = of("alone", "a")
+    displaced = queues.displaced_by(newcomer)
+    assert displaced is not None and displaced.key.request_id == "c2", "its last one"
+    another = of("crowd", "c3")
+    assert queues.displaced_by(another) is another
+    assert queues_with(of("crowd", "c0"), limit=4).displaced_by(newcomer) is None
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5000), st.booleans()), max_size=40))
+def test_everything_comes_once_and_nobody_is_far_behind(found: list[tuple[str, int, bool]]) -> None:
+    batch = {"service_class": ServiceClass.BATCH, "ttft_target_s": 3600.0}
+    admissions = [
+        of(tenant, f"{tenant}{n}", num_prompt_tokens=tokens, **(batch if is_batch else {}))
+        for n, (tenant, tokens, is_batch) in enumerate(found)
+    ]
+    queues = queues_with(*admissions)
+    assert queues.num_prefill_tokens(MODEL.version_id) == sum(each.num_prefill_tokens for each in admissions)
+    served: Counter[str] = Counter()
+    taken = []
+    while (admission := queues.next(MODEL.version_id, NOW)) is not None:
+        timely = {each.tenant for each in queues if each.service_class is ServiceClass.STANDARD}
+        assert admission.service_class is ServiceClass.STANDARD or not timely
+        if timely:
+            # Start-time fair queueing: two tenants that both wait are never apart by more than a request of each.
+            assert served[admission.tenant] <= min(served[tenant] for tenant in timely) + 2 * 5000
+            served[admission.tenant] += admission.num_prefill_tokens
+        queues.take(admission)
+        taken.append(admission.key)
+    assert sorted(taken) == sorted(each.key for each in admissions) and len(queues) == 0

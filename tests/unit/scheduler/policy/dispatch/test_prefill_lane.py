@@ -1,0 +1,45 @@
+"""How much work is ahead of a new prompt."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from torchrelay.scheduler.policy.core import AttemptKey
+from torchrelay.scheduler.policy.dispatch.prefill_lane import PrefillLane
+
+A, B, C = (AttemptKey(name, 1) for name in "abc")
+
+
+def test_work_shrinks_with_time_and_no_further_than_the_prompt_that_runs() -> None:
+    lane = PrefillLane()
+    assert (lane.ahead_s(5.0), lane.less_ahead_at(0.1)) == (0.0, 0.0)
+    lane.bind(A, 1.0, now=10.0)
+    lane.bind(B, 2.0, now=10.2)
+    assert lane.ahead_s(10.5) == pytest.approx(2.5)
+    assert lane.ahead_s(15.0) == pytest.approx(2.0), "B has not begun as long as nobody says that A is computed"
+    assert lane.less_ahead_at(2.5) == pytest.approx(10.5)
+    assert math.isinf(lane.less_ahead_at(2.0)), "time alone does not help"
+
+
+def test_a_report_corrects_what_was_predicted() -> None:
+    lane = PrefillLane()
+    lane.bind(A, 1.0, now=10.0)
+    lane.bind(B, 2.0, now=10.0)
+    lane.leave(A, now=10.1)  # quicker than predicted
+    assert lane.ahead_s(10.1) == pytest.approx(2.0)
+    lane.leave(C, now=10.1)  # unknown: nothing happens
+    assert len(lane) == 1
+    lane.leave(B, now=14.0)
+    lane.bind(C, 0.5, now=20.0)
+    assert lane.ahead_s(20.25) == pytest.approx(0.25), "a new prompt begins at once on an idle instance"
+
+
+def test_on_an_instance_that_loads_nothing_has_begun() -> None:
+    lane = PrefillLane()
+    lane.bind(A, 1.0, now=10.0)
+    lane.bind(B, 1.0, now=11.0)
+    assert lane.work_s() == pytest.approx(2.0)
+    lane.resume(now=30.0)
+    assert lane.ahead_s(30.5) == pytest.approx(1.5)

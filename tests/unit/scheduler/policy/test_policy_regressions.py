@@ -1,0 +1,168 @@
+"""Faults that the policy once had, each as it showed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import (
+    MB,
+    PaperCluster,
+    a_copy,
+    a_model,
+    a_store,
+    a_worker,
+    hosts,
+    two_workers_one_host,
+)
+from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, SlotStatus
+from torchrelay.scheduler.policy.effects import RefusalReason, SetRolesCommand, UnloadCommand
+from torchrelay.scheduler.policy.inputs import FirstToken, LoadUnanswered, RolesFailed
+
+MODEL = a_model(idle_timeout_s=5.0)
+
+
+def unloaded(scene: PaperCluster) -> list[str]:
+    return [command.worker_id for command in scene.commands if isinstance(command, UnloadCommand)]
+
+
+def test_a_prefill_instance_is_idle_once_its_prompts_are_computed_though_they_decode_elsewhere() -> None:
+    """P2: it counted as busy until its requests had ended elsewhere."""
+    scene = two_workers_one_host()
+    first = scene.admit(MODEL, "r1")
+    scene.finish_loads()
+    placement = scene.placement("r1")
+    assert placement is not None and placement.prefill.worker_id != placement.decode.worker_id
+    scene.apply(FirstToken(first.key))
+    attempts = scene.policy.state.attempts
+    assert attempts.at(placement.prefill.instance_id).is_idle
+    assert not attempts.at(placement.decode.instance_id).is_idle
+    scene.check()
+
+
+def test_a_load_that_takes_longer_than_the_idle_timeout_is_no_idleness() -> None:
+    """P3: the idle clock began when the instance was created."""
+    scene = two_workers_one_host()
+    admission = scene.admit(MODEL, "r1")
+    scene.pass_time(12.0)
+    assert unloaded(scene) == []
+    scene.finish_loads()
+    scene.apply(FirstToken(admission.key))
+    scene.release("r1")
+    scene.pass_time(4.0)
+    assert unloaded(scene) == []
+    scene.pass_time(2.0)
+    assert len(unloaded(scene)) == 2
+
+
+def test_a_request_too_large_for_every_instance_there_is_lets_others_pass() -> None:
+    """P8: it blocked its line for ever, as another pool, of a worker that was away, could have held it."""
+    scene = PaperCluster().settle(
+        a_store("s1", "host-1"), a_worker("small", kv_pool_bytes=MB), a_worker("large", kv_pool_bytes=64 * MB)
+    )
+    scene.kill("large")
+    scene.admit(MODEL, "large", num_prompt_tokens=2000, max_tokens=100)
+    scene.admit(MODEL, "small", num_prompt_tokens=100, max_tokens=10)
+    scene.finish_loads()
+    scene.pass_time(0.5)
+    assert scene.placement("large") is None and scene.refusal("large") is None
+    assert scene.placement("small") is not None
+
+
+def test_a_load_that_was_taken_without_an_answer_is_no_failed_load() -> None:
+    """P12: its retry met the load itself as a conflict, and three such refused the model's requests."""
+    scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
+    scene.admit(MODEL, "r1")
+    order = scene.wakes()[0].hops[0].loads[0]
+    scene.apply(LoadUnanswered(order.instance_id))
+    slot = SlotStatus(InstancePhase.LOADING, order.instance_id, MODEL.name, MODEL.version_id, MODEL.pack_id, BOTH, 1, 4)
+    scene.workers["w"] = replace(scene.workers["w"], slot=slot)
+    scene.pass_time(1.0)
+    assert len(scene.wakes()) == 1 and "load_failed" not in scene.kinds()
+    placement = scene.placement("r1")
+    assert placement is not None and placement.prefill.instance_id == order.instance_id
+
+
+def test_a_load_that_was_not_taken_and_not_answered_is_tried_again() -> None:
+    scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
+    scene.admit(MODEL, "r1")
+    scene.apply(LoadUnanswered(scene.wakes()[0].hops[0].loads[0].instance_id))
+    scene.pass_time(0.3)
+    assert len(scene.wakes()) == 1, "its report may still be on its way"
+    scene.pass_time(2.0)
+    assert len(scene.wakes()) == 2 and "load_failed" in scene.kinds()
+
+
+def test_a_refused_change_of_roles_is_no_failed_load_and_is_not_asked_for_ten_times_a_second() -> None:
+    """P13: three of them refused the model's requests as LOAD_FAILED."""
+    scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
+    prefill = frozenset((Role.PREFILL,))
+    scene.admit(MODEL, "r1")
+    (wake,) = scene.wakes()
+    order = wake.hops[0].loads[0]
+    scene.load(order.instance_id, "w", prefill, MODEL)
+    scene.set_slot("w", phase=InstancePhase.READY, roles=prefill, num_layers_ready=4)
+    scene.report("w")
+    scene.admit(MODEL, "r2")
+    num_seen = 0
+    for _ in range(50):
+        scene.pass_time(0.1)
+        num_seen, found = len(scene.commands), scene.commands[num_seen:]
+        for command in found:
+            if isinstance(command, SetRolesCommand):
+                scene.apply(RolesFailed(command.instance_id, "it does not answer"))
+    asked = [command for command in scene.commands if isinstance(command, SetRolesCommand)]
+    assert 2 <= len(asked) <= 7, "about once a second"
+    refusal = scene.refusal("r2")
+    assert refusal is None or refusal.reason is not RefusalReason.LOAD_FAILED
+
+
+def test_a_worker_that_goes_on_reporting_requests_that_nobody_has_gives_its_slot_back() -> None:
+    """P14: it kept its slot for ever."""
+    scene = two_workers_one_host()
+    admission = scene.admit(MODEL, "r1")
+    scene.finish_loads()
+    scene.apply(FirstToken(admission.key))
+    scene.release("r1")
+    for worker_id, worker in scene.workers.items():
+        scene.workers[worker_id] = replace(worker, num_running=1)
+    scene.pass_time(10.0)
+    assert unloaded(scene) == [], "its report may be right for a while"
+    scene.pass_time(scene.config.drain_s)
+    assert len(unloaded(scene)) == 2
+
+
+def test_of_a_prompt_that_was_never_computed_nothing_is_cached() -> None:
+    """P16: prefixes were noted when a prompt was placed, and kept when its attempt failed."""
+    scene = hosts(1)
+    model = a_model(routing_block_tokens=64)
+    for worker_id, worker in scene.workers.items():
+        scene.workers[worker_id] = replace(worker, has_prefix_cache=True)
+    scene.report_all()
+    scene.admit(model, "r1", num_prompt_tokens=200, block_hashes=(b"1", b"2"))
+    scene.finish_loads()
+    placement = scene.placement("r1")
+    assert placement is not None
+    scene.release("r1", delivered=False)
+    assert scene.policy.state.prefix_index.num_blocks(placement.prefill.instance_id, (b"1", b"2")) == 0
+
+
+@pytest.mark.parametrize("num_layers_ready", [1, 3])
+def test_what_is_left_of_a_load_follows_its_layers(num_layers_ready: int) -> None:
+    """P1: the scheduler's side; that workers report each layer is tested with them."""
+    scene = two_workers_one_host()
+    scene.stores["store-1"] = a_store("store-1", "host-1", [a_copy(MODEL)])
+    scene.report_all()
+    scene.admit(MODEL, "r1")
+    scene.pass_time(3.0)
+    for worker_id in scene.workers:
+        scene.set_slot(worker_id, num_layers_ready=num_layers_ready)
+    scene.report_all()
+    second = scene.admit(MODEL, "r2")
+    scene.finish_loads()
+    placed = scene.placement(second.key.request_id)
+    assert placed is not None
+    waits = [answer for answer in scene.answers if hasattr(answer, "predicted_wait_s")]
+    left_s = 3.0 * (4 - num_layers_ready) / num_layers_ready
+    assert placed.predicted.ttft_s > left_s or any(wait.predicted_wait_s >= left_s for wait in waits)

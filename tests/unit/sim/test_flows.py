@@ -1,0 +1,92 @@
+"""Fluid links: fair shares, and chains against a simulation of every chunk."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrelay.sim.events import EventQueue
+from torchrelay.sim.flows import FluidNetwork, Stream, Transfer, fair_rates
+
+NUM_CHUNKS = 256
+LINKS = ("a", "b", "c", "d")
+
+
+def chunk_times(num_bytes: float, rates: list[float]) -> list[float]:
+    """When each host of a chain has the whole pack, if every chunk is stored and then sent on."""
+    size = num_bytes / NUM_CHUNKS
+    have = [0.0] * NUM_CHUNKS
+    ends = []
+    for rate in rates:
+        free_at = 0.0
+        for chunk in range(NUM_CHUNKS):
+            free_at = max(free_at, have[chunk]) + size / rate
+            have[chunk] = free_at
+        ends.append(have[-1])
+    return ends
+
+
+@given(st.lists(st.floats(1e6, 1e9), min_size=1, max_size=6))
+def test_a_chain_takes_what_its_chunks_take(rates: list[float]) -> None:
+    events, ends = EventQueue(), dict[int, float]()
+
+    def note(number: int) -> None:
+        ends[number] = events.now
+
+    network = FluidNetwork(events, {number: rate for number, rate in enumerate(rates)})
+    upstream: Transfer | None = None
+    for number in range(len(rates)):
+        upstream = network.begin(1e9, [Stream((number,), upstream)], partial(note, number))
+    events.run()
+    for number, expected in enumerate(chunk_times(1e9, rates)):
+        assert ends[number] == pytest.approx(expected, rel=(number + 2) / NUM_CHUNKS)
+
+
+streams = st.lists(
+    st.tuples(st.sets(st.sampled_from(LINKS), min_size=1).map(lambda found: tuple(sorted(found))), st.floats(0.1, 100)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(streams, st.fixed_dictionaries({link: st.floats(1, 50) for link in LINKS}))
+def test_shares_are_fair(demands: list[tuple[tuple[str, ...], float]], capacity: dict[str, float]) -> None:
+    rates = fair_rates(demands, {link: capacity[link] for link in LINKS})
+    used = {link: sum(rate for rate, (links, _) in zip(rates, demands, strict=True) if link in links) for link in LINKS}
+    for link in LINKS:
+        assert used[link] <= capacity[link] * 1.0001
+    for rate, (links, cap) in zip(rates, demands, strict=True):
+        assert rate <= cap * 1.0001
+        # Max-min: a stream below its cap has a full link on which nobody gets more.
+        bottlenecks = [link for link in links if used[link] >= capacity[link] * 0.9999]
+        others = {link: max(r for r, (ls, _) in zip(rates, demands, strict=True) if link in ls) for link in bottlenecks}
+        assert rate >= cap * 0.9999 or any(rate >= most * 0.9999 for most in others.values())
+
+
+def test_a_follower_that_begins_late_catches_up_and_then_keeps_pace() -> None:
+    events, ends = EventQueue(), dict[str, float]()
+    network = FluidNetwork(events, {"slow": 100.0, "fast": 400.0})
+    first = network.begin(1000.0, [Stream(("slow",))], lambda: ends.update(first=events.now))
+    events.run(until=5.0)
+    network.begin(1000.0, [Stream(("fast",), first)], lambda: ends.update(second=events.now))
+    events.run()
+    assert ends["first"] == pytest.approx(10.0)
+    assert ends["second"] == pytest.approx(10.0, rel=2 / NUM_CHUNKS), "ready a chunk after what it follows"
+
+
+def test_other_sources_and_an_abort_share_the_links_anew() -> None:
+    events, ends = EventQueue(), dict[str, float]()
+    network = FluidNetwork(events, {"a": 100.0, "b": 100.0})
+    one = network.begin(1000.0, [Stream(("a",))], lambda: ends.update(one=events.now))
+    two = network.begin(1000.0, [Stream(("a",))], lambda: ends.update(two=events.now))
+    events.run(until=4.0)
+    assert network.received(one) == pytest.approx(200.0)
+    network.redirect(two, [Stream(("a",)), Stream(("b",))])
+    events.run(until=6.0)
+    network.abort(one)
+    events.run()
+    assert "one" not in ends
+    assert ends["two"] == pytest.approx(6.0 + (1000 - 200 - 2 * 150) / 200)

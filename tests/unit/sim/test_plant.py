@@ -1,0 +1,69 @@
+"""The scheduler's own policy on a simulated cluster."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.policy import Policy
+from torchrelay.sim.fleets import served_model
+from torchrelay.sim.plant import Plant
+from torchrelay.sim.scenario import Fleet, Request, RequestOutcome
+
+SMALL = served_model("t/small", 1, 8, 32, 131072, 0.45, 15e3, 0.1)
+LARGE = served_model("t/large", 4, 72, 80, 327680, 1.25, 5.3e3, 0.2)
+FLEET = Fleet(2, (4, 1, 1, 1, 1), 12.5e9, 25e9, 2.5e9, 480 * 10**9)
+
+
+def requests(model: str, number: int, every_s: float, num_prompt: int = 1000, num_output: int = 50) -> list[Request]:
+    return [Request(f"{model} {n}", n * every_s, model, num_prompt, num_output) for n in range(number)]
+
+
+def run(found: list[Request], **config: object) -> tuple[Plant, list[RequestOutcome]]:
+    ids = count()
+    policy = Policy(PolicyConfig(**config), lambda: f"i{next(ids)}", 1000.0)  # type: ignore[arg-type]
+    plant = Plant(policy, FLEET, [SMALL, LARGE])
+    return plant, plant.run(sorted(found, key=lambda request: request.arrives_at))
+
+
+def test_every_request_ends_and_nothing_stays_bound() -> None:
+    found = requests("t/small", 200, 0.05) + requests("t/large", 40, 0.3)
+    plant, outcomes = run(found)
+    assert len(outcomes) == len(found)
+    for each in outcomes:
+        assert each.ended_at > each.first_token_at > each.request.arrives_at and not each.is_refused
+        decode_s = (each.request.num_output_tokens - 1) * 0.003
+        assert each.ended_at - each.first_token_at >= decode_s, "no token comes faster than the device reads"
+    policy = plant.policy
+    assert isinstance(policy, Policy)
+    assert len(policy.state.attempts) == 0 and len(policy.state.queues) == 0
+    policy.state.attempts.check_integrity({})
+
+
+def test_a_cold_start_takes_what_the_disk_takes_and_a_second_copy_what_the_network_takes() -> None:
+    plant, (first, *_) = run(requests("t/small", 1, 1.0))
+    disk_s = SMALL.pack_bytes / FLEET.disk_bytes_per_s
+    assert first.ttft_s == pytest.approx(disk_s, rel=0.05)
+    assert plant.spent.num_loads == 2, "prefill and decode"
+
+
+def test_a_model_without_requests_holds_no_device() -> None:
+    plant, _ = run(requests("t/small", 3, 0.1), idle_timeout_s=2.0)
+    plant.events.run(plant.events.now + 10.0)
+    assert all(worker.slot.instance_id == "" for worker in plant.workers.values())
+    before = plant.spent_now().device_s
+    plant.events.run(plant.events.now + 100.0)
+    assert plant.spent_now().device_s == before
+
+
+def test_a_model_of_four_devices_gets_a_slot_of_four() -> None:
+    plant, _ = run(requests("t/large", 1, 1.0), idle_timeout_s=1e9)
+    held = [worker for worker in plant.workers.values() if worker.slot.model == "t/large"]
+    assert held and all(worker.num_devices == 4 for worker in held)
+
+
+def test_the_same_requests_give_the_same_run() -> None:
+    found = requests("t/small", 50, 0.07)
+    assert [each.ended_at for each in run(found)[1]] == [each.ended_at for each in run(found)[1]]
