@@ -168,11 +168,14 @@ class Policing(RuleBasedStateMachine):
         self.workers_return()
         for key in sorted(key for key in self.open if key in self.placements):
             self.scene.release(key.request_id)
+        state = self.scene.policy.state
         for _ in range(60):
             self.scene.pass_time(1.0, step_s=0.25)
             self.scene.finish_loads()
-            for attempt in self.scene.policy.state.attempts.attempts():
+            for attempt in state.attempts.attempts():
                 self.scene.release(attempt.admission.key.request_id)
+            if not len(state.queues) and not list(state.instances):
+                break
         assert len(self.scene.policy.state.queues) == 0
         assert list(self.scene.policy.state.instances) == []
 
