@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.decoders import DecodeStream
@@ -154,6 +154,14 @@ DECODERS: list[dict[str, Any] | None] = [
     normalizer=st.sampled_from([None, {"type": "Lowercase"}]),
     ids=st.lists(st.integers(0, 24) | FAR, max_size=12),
     added_per_slice=st.integers(1, 3),
+)
+@example(
+    vocabulary=[("", 0)],
+    added=[{"content": "", "special": True, "normalized": False, "id": 0}],
+    decoder=None,
+    normalizer=None,
+    ids=[0, 0],
+    added_per_slice=1,
 )
 def test_ids_that_collide_or_are_far_apart_and_equal_tokens_are_decoded_as_the_library_does(
     vocabulary: list[Any], added: list[Any], decoder: Any, normalizer: Any, ids: list[int], added_per_slice: int

@@ -60,7 +60,7 @@ class TokenDecoder:
         added = SpellingTable(declared)
         self.spelling = spellings.get
         self.declared = added.get
-        self._special = special
+        self._special = special = special - {""}  # the library declares no empty token
         self._decoder = decoder
         # Whether a text that is cut between two characters is that of its two parts: bytes of tokens are bytes of text.
         self.is_concatenative = [step["type"] for step in self.steps] == ["ByteLevel"]
