@@ -99,7 +99,7 @@ class Spent:
 
 
 class Plant:
-    """Owner of everything that is simulated. ``gauge``: called at each tick, for plots."""
+    """Owner of everything that is simulated."""
 
     def __init__(
         self, policy: SimulatedPolicy, fleet: Fleet, models: Iterable[ServedModel], idle_timeout_s: float = 0.0

@@ -90,6 +90,14 @@ def test_a_full_queue_refuses_the_tenant_that_has_most_of_it() -> None:
     assert queues_with(of("crowd", "c0"), limit=4).displaced_by(newcomer) is None
 
 
+def test_a_full_queue_refuses_no_request_that_has_given_tokens() -> None:
+    begun = [of("crowd", f"c{n}", num_forced_tokens=5) for n in (1, 2)]
+    displaced = queues_with(of("crowd", "c0"), *begun, limit=3).displaced_by(of("alone", "a"))
+    assert displaced is not None and displaced.key.request_id == "c0"
+    newcomer = of("alone", "a")
+    assert queues_with(*begun, limit=2).displaced_by(newcomer) is newcomer
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5000), st.booleans()), max_size=40))
 def test_everything_comes_once_and_nobody_is_far_behind(found: list[tuple[str, int, bool]]) -> None:
     batch = {"service_class": ServiceClass.BATCH, "ttft_target_s": 3600.0}

@@ -58,10 +58,6 @@ class AdmissionQueues:
         for queue in self._queues.values():
             yield from queue.keys.values()
 
-    def get(self, key: AttemptKey) -> Admission | None:
-        version_id = self._version_of.get(key)
-        return None if version_id is None else self._queues[version_id].keys[key]
-
     def displaced_by(self, admission: Admission) -> Admission | None:
         """Who must leave so that this one can wait: nobody, a request of the tenant with most, or the newcomer."""
         if len(self._version_of) < self._limit_total and self.num_waiting(admission.version_id) < self._limit:
@@ -73,7 +69,9 @@ class AdmissionQueues:
         tenant, most = max(queue.num_of.items(), key=lambda one: (one[1], one[0]))
         if tenant == admission.tenant or most <= own + 1:
             return admission
-        return next(each for each in reversed(queue.keys.values()) if each.tenant == tenant)
+        # One that has given tokens is a stream that somebody reads: it is not cut off for a newcomer.
+        fresh = (one for one in reversed(queue.keys.values()) if one.tenant == tenant and not one.num_forced_tokens)
+        return next(fresh, admission)
 
     def push(self, admission: Admission) -> None:
         """Adds a request. The caller has made room as ``displaced_by`` says."""

@@ -59,6 +59,3 @@ class Rosters:
 
     def forget(self, version_id: str) -> None:
         self._of.pop(version_id, None)
-
-    def forget_all(self) -> None:
-        self._of.clear()
