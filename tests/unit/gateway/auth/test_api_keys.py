@@ -39,6 +39,19 @@ async def test_anything_else_is_unauthenticated(parts: AccountingRig, header: st
         await parts.keys.authenticate(header)
 
 
+async def test_whose_key_it_was_last_is_known_without_a_question(parts: AccountingRig) -> None:
+    info, token = await parts.keys.create("acme", parts.acme.tenant_id)
+    assert parts.keys.last_known(f"Bearer {token}") is None, "nobody has asked SQL about it"
+    principal = await parts.keys.authenticate(f"Bearer {token}")
+    assert parts.keys.last_known(f"Bearer {token}") == principal
+    forged = f"Bearer {token[:-1]}{'a' if token[-1] != 'a' else 'b'}"
+    assert all(parts.keys.last_known(other) is None for other in (forged, token, "Bearer ", ""))
+    assert parts.keys.last_known("Bearer tra-test") == await parts.keys.authenticate("Bearer tra-test")
+    await parts.keys.revoke(info.key_id, None)
+    with pytest.raises(Unauthenticated):
+        await parts.keys.authenticate(f"Bearer {token}")
+
+
 async def test_a_well_formed_key_of_another_install_is_refused(parts: AccountingRig) -> None:
     _, token = await parts.keys.create("acme", parts.acme.tenant_id)
     stranger = ApiKeys(parts.database, parts.table_versions, b"other pepper")

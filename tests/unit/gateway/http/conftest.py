@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -53,7 +53,8 @@ class RestRig:
     settings: GatewaySettings
     shares: DoorShares
     port: int
-    events: list[tuple[str, str]] = field(default_factory=list)
+    events: list[tuple[str, str]]
+    router: AsgiRouter
 
     async def client_of(self, tenant: str, **limits: int) -> httpx.AsyncClient:
         """A client with a key of another, new tenant; the caller closes it."""
@@ -107,9 +108,9 @@ async def rig(parts: AccountingRig) -> AsyncIterator[RestRig]:
         rest = make_app(services)
         pages = public_pages(rest, services.health)
         app = AsgiRouter(_tokens, pages, rest, parts.keys, shares, settings.max_body_bytes)
-        http = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, drain_s=1))
+        http = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, drain_s=1, lane_of=app.lane_of))
         url = f"http://127.0.0.1:{http.port}"
         _, token = await parts.keys.create("acme", parts.acme.tenant_id, "first")
         admin = await stack.enter_async_context(client(url, "tra-test"))
         acme = await stack.enter_async_context(client(url, token))
-        yield RestRig(url, parts, store, services, admin, acme, settings, shares, http.port, events)
+        yield RestRig(url, parts, store, services, admin, acme, settings, shares, http.port, events, app)

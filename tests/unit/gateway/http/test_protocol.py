@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -14,9 +16,10 @@ from starlette.types import Receive, Scope, Send
 from tests.support.raw_http import RawConnection, head, raw_connection
 from torchrelay.gateway.http import server
 from torchrelay.gateway.http.connections import ConnectionLimits, ConnectionTable
-from torchrelay.gateway.http.protocol import MAX_PIPELINED, BoundedProtocol
+from torchrelay.gateway.http.protocol import MAX_PIPELINED
 from torchrelay.gateway.http.read_limits import ReadLimits
 from torchrelay.gateway.http.server import HttpLimits, http_server
+from torchrelay.gateway.http.turns import Lane
 
 LIMITS = ReadLimits(head_bytes=2048, num_headers=20, url_bytes=512)
 QUICK = ReadLimits(head_s=0.5, silence_s=0.5, min_bytes_per_s=1 << 20)
@@ -253,12 +256,44 @@ async def test_the_oldest_without_a_key_makes_room(app: BodyApp) -> None:
                 assert (await used.answer()).status == 200
 
 
+async def test_a_known_caller_waits_for_none_of_a_crowd_of_strangers() -> None:
+    """Sixty strangers, each of whose requests takes the event loop for a while, and a known caller after them."""
+    begun: list[str] = []
+    known_may_come = asyncio.Event()
+
+    def work() -> None:
+        time.sleep(0.005)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(scope["path"])
+        known_may_come.set()
+        work()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    def lane_of(scope: Mapping[str, Any]) -> Lane | None:
+        return None if scope["path"] == "/known" else Lane("127.0.0.1", is_of_strangers=True)
+
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, 1, lane_of=lane_of))
+        strangers = [await stack.enter_async_context(raw_connection(server.port)) for _ in range(60)]
+        for stranger in strangers:
+            await stranger.send(head(path="/stranger"))
+        await known_may_come.wait()
+        known = await stack.enter_async_context(raw_connection(server.port))
+        await known.send(head(path="/known"))
+        assert (await known.answer()).status == 200
+        assert begun.count("/stranger") <= 40
+        for stranger in strangers:
+            assert (await stranger.answer()).status == 200
+
+
 async def test_a_connection_that_cannot_linger_leaves_the_table(
     connected: Connected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables: list[ConnectionTable[BoundedProtocol]] = []
+    tables: list[ConnectionTable[asyncio.Transport]] = []
 
-    def make_table(limits: ConnectionLimits) -> ConnectionTable[BoundedProtocol]:
+    def make_table(limits: ConnectionLimits) -> ConnectionTable[asyncio.Transport]:
         tables.append(ConnectionTable(limits))
         return tables[-1]
 

@@ -14,6 +14,7 @@ from tests.support.raw_http import head, raw_connection
 from tests.unit.gateway.http.conftest import RestRig
 from tests.unit.gateway.token_path_rig import until
 from torchrelay.common.errors import UploadRefused
+from torchrelay.gateway.http.turns import Lane
 
 ROUTES = [
     ("POST", "/v1/keys"),
@@ -172,3 +173,19 @@ async def test_a_name_that_is_not_ascii_is_refused_in_its_own_letters(rig: RestR
     upload = (await rig.acme.post("/v1/uploads", json={"model": "m", "files": files})).json()["id"]
     reply = await rig.acme.post(f"/v1/uploads/{upload}/commit")
     assert (reply.status_code, json.loads(reply.text)["error"]["param"]) == (422, "模型.safetensors")
+
+
+async def test_a_known_caller_needs_no_turn_on_the_token_path_and_takes_its_tenants_elsewhere(rig: RestRig) -> None:
+    acme = await rig.parts.keys.authenticate(rig.acme.headers["authorization"])
+
+    def lane(path: str, authorization: str) -> Lane | None:
+        headers = [(b"host", b"x"), (b"authorization", authorization.encode())]
+        return rig.router.lane_of({"path": path, "headers": headers, "client": ("10.0.0.1", 7)})
+
+    strangers = Lane("10.0.0.1", is_of_strangers=True)
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        assert lane(path, rig.acme.headers["authorization"]) is None
+        assert lane(path, rig.acme.headers["authorization"] + "x") == lane(path, "") == strangers
+    for path in ("/v1/models", "/health", "/v1/none"):
+        assert lane(path, rig.acme.headers["authorization"]) == Lane(acme.tenant_id, is_of_strangers=False)
+        assert lane(path, "Bearer tr-nobody") == strangers

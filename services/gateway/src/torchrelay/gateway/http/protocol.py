@@ -7,21 +7,22 @@ nothing of it is read before the key and the declared length have been looked at
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from torchrelay.gateway.http.connections import ConnectionTable
 from torchrelay.gateway.http.lingering_close import LingeringSockets
 from torchrelay.gateway.http.read_limits import BodyProgress, ReadLimits
+from torchrelay.gateway.http.turns import Lane, Turns
 from torchrelay.gateway.openai.errors import body
 
 MAX_PIPELINED = 4  # requests on one connection that wait for the answer to an earlier one
-_HEAD_READ_BYTES, _BODY_READ_BYTES = 16 << 10, 64 << 10
-_BUFFER = memoryview(bytearray(_BODY_READ_BYTES))  # of all connections: what is read is parsed before the next read
 # Thrown away after an answer that came before the end of a body.
 _KNOWN_LINGER_BYTES, _KEYLESS_LINGER_BYTES = 8 << 20, 64 << 10
 
@@ -30,22 +31,32 @@ class _Refused(Exception):
     """Raised in a callback of the parser to end the parsing."""
 
 
-class BoundedProtocol(HttpToolsProtocol):
-    """One connection. ``check`` is called about once a second."""
+LaneOf = Callable[[Mapping[str, Any]], Lane | None]
 
-    def __init__(
-        self,
-        table: ConnectionTable[BoundedProtocol],
-        lingering: LingeringSockets,
-        limits: ReadLimits,
-        stall_s: float,
-        **uvicorns: Any,
-    ) -> None:
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What the connections of one server share.
+
+    ``stall_s``: of a client that takes nothing of its answer. ``lane_of``: who takes the turn of a request; None: it
+    needs none.
+    """
+
+    table: ConnectionTable[asyncio.Transport]
+    lingering: LingeringSockets
+    limits: ReadLimits
+    stall_s: float
+    lane_of: LaneOf
+    turns: Turns
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """HTTP of one connection. ``check`` is called about once a second."""
+
+    def __init__(self, door: Door, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
-        self._table = table
-        self._lingering = lingering
-        self._limits = limits
-        self._stall_s = stall_s
+        self._door = door
+        self._limits = door.limits
         self._is_lingering = False  # closes while the client may still be sending
         self._refusal: tuple[int, str] | None = None
         self._is_in_head = False  # between the first byte of a request and the end of its headers
@@ -57,6 +68,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_headers = 0
         self._num_body_bytes = 0
         self._num_overhead_bytes = 0  # of a chunked body since its last byte of content
+        self._turn: tuple[Lane, Callable[[], None]] | None = None  # of the last request that needed one
         self._progress = BodyProgress()
         self._checked_at = 0.0
         self._write_paused_at: float | None = None
@@ -64,16 +76,16 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_since = self._checked_at = self.loop.time()
-        if (victim := self._table.add(self, self.client[0] if self.client else "")) is not None:
-            victim.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        has_key = self._table.has_key(self)
-        self._table.remove(self)
+        if self._turn is not None:
+            self._door.turns.give_up(*self._turn)
+            self._turn = None
         if self._is_lingering and exc is None:
-            self._lingering.begin(self.transport, _KNOWN_LINGER_BYTES if has_key else _KEYLESS_LINGER_BYTES)
+            has_key = self._door.table.has_key(self.transport)
+            self._door.lingering.begin(self.transport, _KNOWN_LINGER_BYTES if has_key else _KEYLESS_LINGER_BYTES)
         self.scope = self.cycle = None  # type: ignore[assignment]  # they refer back to this protocol
 
     def data_received(self, data: bytes | memoryview) -> None:
@@ -121,7 +133,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._is_in_head, self.is_in_body = True, False
         self._num_headers = self._num_header_bytes = self._num_body_bytes = 0
-        self.scope["state"]["show_key"] = partial(self._table.show_key, self)
+        self.scope["state"]["show_key"] = partial(self._door.table.show_key, self.transport)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -145,7 +157,14 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._is_in_head, self.is_in_body = False, True
         self._num_heads += 1
-        self._table.begin_request(self)
+        self._door.table.begin_request(self.transport)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if (lane := self._door.lane_of(cycle.scope)) is None:
+            super()._start_asgi_task(cycle, app)
+        else:
+            self._turn = lane, partial(super()._start_asgi_task, cycle, app)
+            self._door.turns.take(*self._turn)
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
@@ -184,10 +203,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()  # rather than read a body that nobody asked for
         super().on_response_complete()
         if is_last and not self.transport.is_closing():
-            self._table.end_request(self)
+            self._door.table.end_request(self.transport)
             if not self._is_in_head:  # an idle connection keeps nothing of its last request
                 self.headers.clear()
                 self.cycle.body = bytearray()
+                self._turn = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -203,7 +223,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         limits = self._limits
-        if self._write_paused_at is not None and now - self._write_paused_at > self._stall_s:
+        if self._write_paused_at is not None and now - self._write_paused_at > self._door.stall_s:
             self.transport.abort()
         elif self._head_since is not None:
             if now - self._head_since < limits.head_s:
@@ -216,28 +236,3 @@ class BoundedProtocol(HttpToolsProtocol):
             self._progress = self._progress.after(elapsed_s, self._num_body_bytes)
             if (fault := self._progress.fault(limits)) is not None:
                 self._refuse(408, fault)
-
-
-class BufferedReader(asyncio.BufferedProtocol):
-    """Reads into one small buffer: otherwise the event loop takes up to 256 KB at once from each connection."""
-
-    def __init__(self, protocol: BoundedProtocol) -> None:
-        self._protocol = protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._protocol.connection_made(transport)  # type: ignore[arg-type]  # a stream's, whose class uvloop keeps
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._protocol.connection_lost(exc)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return _BUFFER if self._protocol.is_in_body else _BUFFER[:_HEAD_READ_BYTES]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._protocol.data_received(_BUFFER[:nbytes])
-
-    def pause_writing(self) -> None:
-        self._protocol.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._protocol.resume_writing()

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrelay.common.errors import TorchrelayError
+from torchrelay.gateway.auth.api_keys import ApiKeys
+from torchrelay.gateway.http.turns import Lane
 from torchrelay.gateway.inference.core import ClientDisconnected
-from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.limits.door_shares import DoorShares
 from torchrelay.gateway.openai.asgi_app import CLOSE, PATHS
 from torchrelay.gateway.openai.errors import error_body, error_headers
@@ -32,7 +34,7 @@ class AsgiRouter:
         tokens: ASGIApp,
         pages: Mapping[str, Page],
         rest: ASGIApp,
-        keys: Authenticator,
+        keys: ApiKeys,
         shares: DoorShares,
         max_body_bytes: int,
     ) -> None:
@@ -70,6 +72,15 @@ class AsgiRouter:
             return
         except TorchrelayError as error:
             await _refuse(error, closing)
+
+    def lane_of(self, scope: Mapping[str, Any]) -> Lane | None:
+        """Who takes the turn of a request; None: a known caller's on the token path, which waits for nobody."""
+        authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        caller = self._keys.last_known(authorization.decode("latin-1"))
+        if caller is None:
+            client = scope["client"]
+            return Lane(client[0] if client else "", is_of_strangers=True)
+        return None if scope["path"] in PATHS else Lane(caller.tenant_id, is_of_strangers=False)
 
     async def _with_body(self, request: HttpRequest, tenant_id: str, scope: Scope, send: Send) -> None:
         with self._shares.body_bytes.account(tenant_id) as body_bytes:

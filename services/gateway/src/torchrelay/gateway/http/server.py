@@ -9,17 +9,20 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from torchrelay.gateway.http.connection import Connection
 from torchrelay.gateway.http.connections import ConnectionLimits, ConnectionTable
 from torchrelay.gateway.http.lingering_close import LingeringSockets
-from torchrelay.gateway.http.protocol import BoundedProtocol, BufferedReader
+from torchrelay.gateway.http.protocol import BoundedProtocol, Door, LaneOf
 from torchrelay.gateway.http.read_limits import ReadLimits
+from torchrelay.gateway.http.turns import Turns
 
 CHECK_INTERVAL_S = 0.5
+TURNS_AT_ONCE = 8  # of first reads and of requests outside of the token path: less than 1 ms each
 BACKLOG = 1024  # what is accepted in one go must be less than max_keyless_connections
 
 
@@ -53,25 +56,28 @@ class HttpServer(uvicorn.Server):
 
 @asynccontextmanager
 async def http_server(
-    app: ASGIApp, host: str, port: int, drain_s: float, limits: HttpLimits = DEFAULT_LIMITS
+    app: ASGIApp,
+    host: str,
+    port: int,
+    drain_s: float,
+    limits: HttpLimits = DEFAULT_LIMITS,
+    lane_of: LaneOf = lambda scope: None,
 ) -> AsyncIterator[HttpServer]:
     """Serves ``app`` inside the block. Leaving it stops accepting, waits ``drain_s`` for running responses, and cancels
-    the rest.
+    the rest. ``lane_of``: as ``Door``.
     """
     listening = socket.create_server((host, port), backlog=BACKLOG)
     if sys.platform == "linux":  # inherited by connections; enforced by the kernel, so free per token
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limits.stall_s * 1000))
     listening.setblocking(False)
-    table: ConnectionTable[BoundedProtocol] = ConnectionTable(limits.connections)
     lingering = LingeringSockets()
-
-    def make_protocol(**uvicorns: Any) -> BufferedReader:
-        return BufferedReader(BoundedProtocol(table, lingering, limits.read, limits.stall_s, **uvicorns))
+    table: ConnectionTable[asyncio.Transport] = ConnectionTable(limits.connections)
+    door = Door(table, lingering, limits.read, limits.stall_s, lane_of, Turns(TURNS_AT_ONCE))
 
     config = uvicorn.Config(
         app,
         loop="none",
-        http=make_protocol,  # type: ignore[arg-type]  # it only has to make protocols
+        http=partial(Connection, door),  # type: ignore[arg-type]  # it only has to make protocols
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -105,5 +111,5 @@ async def _check(server: HttpServer) -> None:
         await asyncio.sleep(CHECK_INTERVAL_S)
         now = loop.time()
         for connection in list(server.server_state.connections):
-            assert isinstance(connection, BoundedProtocol)
+            assert isinstance(connection, (Connection, BoundedProtocol))
             connection.check(now)

@@ -22,6 +22,11 @@ class VersionedCache(Generic[K, V]):
         entry = self._entries.get(key)
         return entry[1] if entry is not None and entry[0] == version else None
 
+    def last(self, key: K) -> V | None:
+        """The entry that was read last, at whatever version, or ``None``."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry[1]
+
     def put(self, key: K, version: int, value: V) -> None:
         """``version`` must be confirmed before ``value`` is read, so that an entry is never older than its version."""
         self._entries[key] = (version, value)
