@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 
 import msgspec
+import uvloop
 from nats.aio.client import Client
 
 from torchrelay.common.identity.callers import SCHEDULER_NODE
@@ -143,4 +144,4 @@ def main() -> None:
             sys.stdout.flush()  # the effects up to there
             sys.exit(f"torchrelay-scheduler: {settings.replay}: {error}")
         return
-    run_service("scheduler", settings, partial(serving, settings))
+    run_service("scheduler", settings, partial(serving, settings), loop_factory=uvloop.new_event_loop)
