@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 from tests.support.brokers import free_port
 from tests.support.echo_services import EchoScheduler
@@ -14,8 +13,9 @@ from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import scheduler_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
+from torchrelay.gateway.background import background
 from torchrelay.gateway.inference.core import AdmissionFailed, RequestEvent
-from torchrelay.gateway.inference.execution.admission_stream import AdmissionStream
+from torchrelay.gateway.inference.execution.admission_stream import MAX_UNSENT, AdmissionStream
 
 
 def key(request_id: str, attempt: int = 1) -> types_pb2.AttemptKey:
@@ -23,17 +23,13 @@ def key(request_id: str, attempt: int = 1) -> types_pb2.AttemptKey:
 
 
 @asynccontextmanager
-async def admissions_to(address: str, unreachable_after_s: float = 10.0) -> AsyncIterator[AdmissionStream]:
-    async with AsyncExitStack() as stack:
-        channel = open_channel(address)
-        stack.push_async_callback(channel.close)
-        admissions = AdmissionStream(SchedulerStub(channel), "gw", address, unreachable_after_s)
-        running = asyncio.ensure_future(admissions.run())
-        try:
+async def admissions_to(
+    address: str, unreachable_after_s: float = 10.0, max_unsent: int = MAX_UNSENT
+) -> AsyncIterator[AdmissionStream]:
+    async with open_channel(address) as channel:
+        admissions = AdmissionStream(SchedulerStub(channel), "gw", address, unreachable_after_s, max_unsent)
+        async with background(admissions.run()):
             yield admissions
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -100,6 +96,18 @@ async def test_flush_waits_for_what_is_unsent_but_not_for_ever() -> None:
         admissions.admit(pb.AdmitRequest(key=key("d")), lambda _: None)
         await admissions.flush(0.05)
         assert len(there.admits) == 3
+
+
+async def test_more_than_can_be_kept_unsent_breaks_the_stream_and_what_is_open_is_admitted_again() -> None:
+    heard: list[RequestEvent] = []
+    async with scheduler() as there, admissions_to(there.address, max_unsent=2) as admissions:
+        for name in "abcdef":
+            admissions.admit(pb.AdmitRequest(key=key(name)), heard.append)
+        await until(lambda: sum(isinstance(one, pb.Placement) for one in heard) == 6)
+        for name in "abcde":
+            admissions.release(pb.Release(key=key(name)))
+        await until(lambda: len(there.hellos) == 2 and len(there.admits) > 6)
+        assert [(one.key, one.HasField("current")) for one in there.admits[6:]] == [(key("f"), True)]
 
 
 async def test_each_hears_of_its_own() -> None:
