@@ -58,6 +58,24 @@ async def test_who_waits_is_told_when_the_scheduler_stays_away() -> None:
         assert admissions.num_open == 0
 
 
+async def test_a_failure_on_which_a_request_releases_its_other_attempts_is_told_once_and_the_stream_goes_on() -> None:
+    heard: list[RequestEvent] = []
+    async with admissions_to(f"127.0.0.1:{free_port()}", unreachable_after_s=0.3) as admissions:
+
+        def end_all(event: RequestEvent) -> None:
+            heard.append(event)
+            for attempt in (1, 2):
+                admissions.release(pb.Release(key=key("r", attempt)))
+
+        for attempt in (1, 2):
+            admissions.admit(pb.AdmitRequest(key=key("r", attempt)), end_all)
+        await until(lambda: bool(heard))
+        assert len(heard) == 1 and admissions.num_open == 0
+        later: list[RequestEvent] = []
+        admissions.admit(pb.AdmitRequest(key=key("later")), later.append)
+        await until(lambda: bool(later))
+
+
 async def test_a_placement_that_crosses_the_withdrawal_is_released() -> None:
     heard: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:

@@ -230,6 +230,6 @@ class AdmissionStream:
 
     def _fail_waiting(self, error: Unavailable) -> None:
         for key, admission in list(self._open.items()):
-            if not admission.is_placed:
-                del self._open[key]
+            # A listener that heard of a failure may have released its request's other attempts.
+            if not admission.is_placed and self._open.pop(key, None) is not None:
                 admission.listener(AdmissionFailed(key[1], error))
