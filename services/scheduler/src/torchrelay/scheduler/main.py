@@ -84,7 +84,7 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
 def _controller(settings: SchedulerSettings, clock: Clock, event_publisher: EventPublisher) -> Iterator[Controller]:
     start = PolicyStart(settings.config, clock.now(), new_id("inst"))
     with settings.record.open("wb") if settings.record else nullcontext() as log:
-        yield Controller(
+        controller = Controller(
             policy=start.policy(),
             clock=clock,
             epoch=Epoch(clock.now()),
@@ -95,6 +95,10 @@ def _controller(settings: SchedulerSettings, clock: Clock, event_publisher: Even
             event_publisher=event_publisher,
             recorder=InputRecorder(log, start) if log else None,
         )
+        try:
+            yield controller
+        finally:
+            controller.stop_timer()
 
 
 async def _background(
