@@ -19,7 +19,8 @@ from torchrelay.common.net.rpc.options import PublicLimits
 _BACKLOG: Final = 1024
 _BUFFER: Final = memoryview(bytearray(16 << 10))  # of all connections: what is read is copied before the next read
 _MAX_UNSENT_BYTES: Final = 16 << 10  # to one side; beyond that, the other side is not read
-_SMALL_FRAMES, _SMALL_FRAMES_OF_A_CALL = 500, 4  # at once; grpcio's client sends two or three for a call
+# At once. grpcio's client sends headers, which count twice, and two or three small frames for a call.
+_SMALL_FRAMES, _SMALL_FRAMES_OF_A_CALL = 500, 6
 _RETRY_S: Final = 0.01
 _FLUSH_S: Final = 10.0  # for one side to take the rest, once the other has closed
 _STOP_S: Final = 1.0  # the same, when the server has stopped
