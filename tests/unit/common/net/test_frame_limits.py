@@ -48,7 +48,10 @@ FAULTS = {
     "empty headers without end": (GREETING + frame(HEADERS, 0, 1) * 200, "carry nothing"),
     "continuations without end": (GREETING + frame(HEADERS, 0, 1) + frame(CONTINUATION, 0, 1) * 50, "carry nothing"),
     **{
-        f"frames of kind {kind}, flags {flags}, {size} bytes": (GREETING + frame(kind, flags, 1, bytes(size)) * 80, "carry nothing")
+        f"frames of kind {kind}, flags {flags}, {size} bytes": (
+            GREETING + frame(kind, flags, 1, bytes(size)) * 80,
+            "carry nothing",
+        )
         for kind, flags, size in [
             (PING, 0, 8),
             (PING, ACK, 8),
