@@ -206,6 +206,7 @@ class Policy:
             state.effects.commands.append(DisconnectCommand(store.grpc_address))
         for key in state.gateways.overdue(now):
             admissions.release(state, key, now)
+        state.queues.forget_debts(now)
         scaling.retry_unloads(state, now)
         state.load_failures.prune(now)
         for instance, reason in loads.stalled(state, now):

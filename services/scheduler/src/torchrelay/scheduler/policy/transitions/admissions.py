@@ -93,7 +93,7 @@ def send_waiting(state: State, admission: Admission, now: float) -> None:
 
 def withdraw(state: State, key: AttemptKey, now: float) -> None:
     """The client left. If a placement crossed the withdrawal, its resources are released."""
-    if admission := state.queues.remove(key):
+    if admission := state.queues.remove(key, now):
         message = "The request was withdrawn."
         refusal = effects.AdmissionRefused(admission.gateway_id, key, effects.RefusalReason.WITHDRAWN, message)
         state.effects.answers.append(refusal)
@@ -103,7 +103,7 @@ def withdraw(state: State, key: AttemptKey, now: float) -> None:
 def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     """The attempt is over, whether it waited or ran."""
     state.gateways.forget(key)
-    state.queues.remove(key)
+    state.queues.remove(key, now)
     attempt = state.attempts.close(key, now)
     if attempt is not None:
         state.aliases.used(attempt.admission.version_id, attempt.admission.model, now)
@@ -218,7 +218,7 @@ def _place_version(state: State, version_id: str, now: float) -> None:
             if not math.isinf(found.due):
                 state.due[version_id] = found.due
             return
-        state.queues.take(admission)
+        state.queues.take(admission, now)
         _open(state, admission, found, False, now)
         state.effects.answers.append(effects.Placed(admission.gateway_id, found))
         placed = effects.AttemptPlaced(
