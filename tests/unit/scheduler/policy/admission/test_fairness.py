@@ -26,7 +26,7 @@ def of(tenant: str, number: int, num_tokens: int) -> Admission:
 def take_next(queues: AdmissionQueues) -> Admission:
     admission = queues.next(VERSION_ID, 0.0)
     assert admission is not None
-    queues.take(admission, 0.0)
+    queues.take(admission.key, 0.0)
     return admission
 
 
@@ -74,6 +74,7 @@ class Serving(RuleBasedStateMachine):
         self.queues = AdmissionQueues(1000, 1000)
         self.numbers = count()
         self.waiting: dict[AttemptKey, Admission] = {}
+        self.parked: dict[AttemptKey, Admission] = {}
         self.largest = dict.fromkeys(WEIGHTS, 0.0)  # request of a tenant, by its weight
         self.ahead = {pair: 0.0 for pair in combinations(WEIGHTS, 2)}  # the first of two while both wait
         self.least = dict(self.ahead)
@@ -92,6 +93,20 @@ class Serving(RuleBasedStateMachine):
     def one_leaves(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(list(self.waiting)))
         assert self.queues.remove(key, 0.0) is self.waiting.pop(key)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def one_is_parked(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(list(self.waiting)))
+        self.queues.park(key)
+        self.parked[key] = self.waiting.pop(key)
+
+    @rule()
+    def all_are_unparked(self) -> None:
+        for key in self.parked:
+            self.queues.unpark(key)
+        self.waiting |= self.parked
+        self.parked.clear()
 
     @precondition(lambda self: self.waiting)
     @rule(sends_another=st.booleans())
@@ -119,9 +134,9 @@ class Serving(RuleBasedStateMachine):
 
     @invariant()
     def everybody_who_waits_is_there(self) -> None:
-        assert {admission.key for admission in self.queues} == set(self.waiting)
+        assert {admission.key for admission in self.queues} == {*self.waiting, *self.parked}
         assert (self.queues.next(VERSION_ID, 0.0) is None) == (not self.waiting)
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestServing.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -32,7 +32,7 @@ def order_of(queues: AdmissionQueues, now: float = NOW) -> list[str]:
     """Takes everything."""
     found = []
     while (admission := queues.next(MODEL.version_id, now)) is not None:
-        queues.take(admission, NOW)
+        queues.take(admission.key, NOW)
         found.append(admission.key.request_id)
     return found
 
@@ -54,7 +54,7 @@ def test_who_comes_late_has_nothing_saved_up() -> None:
     for _ in range(10):
         admission = queues.next(MODEL.version_id, NOW)
         assert admission is not None
-        queues.take(admission, NOW)
+        queues.take(admission.key, NOW)
     for number in range(10):
         queues.push(of("late", f"l{number}"))
     assert Counter(request_id[0] for request_id in order_of(queues)[:10])["l"] in (5, 6)
@@ -72,12 +72,23 @@ def test_batch_work_yields_until_its_own_deadline_is_near() -> None:
     assert order_of(queues_with(batch, chat), now=NOW + 580.0) == ["batch", "chat"]
 
 
-def test_what_left_or_is_skipped_is_not_next() -> None:
+def test_what_left_or_is_parked_is_not_next() -> None:
     queues = queues_with(of("t", "a"), of("t", "b"), of("t", "c"))
     queues.remove(AttemptKey("a", 1), NOW)
-    following = queues.next(MODEL.version_id, NOW, frozenset({AttemptKey("b", 1)}))
+    queues.park(AttemptKey("b", 1))
+    following = queues.next(MODEL.version_id, NOW)
     assert following is not None and following.key.request_id == "c"
+    assert queues.num_waiting(MODEL.version_id) == 2
+    queues.unpark(AttemptKey("b", 1))
     assert order_of(queues) == ["b", "c"] and len(queues) == 0 and queues.versions == ()
+
+
+def test_what_is_parked_may_leave() -> None:
+    queues = queues_with(of("t", "a"))
+    queues.park(AttemptKey("a", 1))
+    assert queues.remove(AttemptKey("a", 1), NOW) is not None
+    queues.unpark(AttemptKey("a", 1))
+    assert len(queues) == 0 and queues.next(MODEL.version_id, NOW) is None
 
 
 def test_a_full_queue_refuses_the_tenant_that_has_most_of_it() -> None:
@@ -116,6 +127,6 @@ def test_everything_comes_once_and_nobody_is_far_behind(found: list[tuple[str, i
             # Start-time fair queueing: two tenants that both wait are never apart by more than a request of each.
             assert served[admission.tenant] <= min(served[tenant] for tenant in timely) + 2 * 5000
             served[admission.tenant] += admission.num_prefill_tokens
-        queues.take(admission, NOW)
+        queues.take(admission.key, NOW)
         taken.append(admission.key)
     assert sorted(taken) == sorted(each.key for each in admissions) and len(queues) == 0

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker, two_workers_one_host
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import (
+    MB,
+    PaperCluster,
+    a_model,
+    a_store,
+    a_worker,
+    an_admission,
+    two_workers_one_host,
+)
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import AttemptKey
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, Waiting
-from torchrelay.scheduler.policy.inputs import GatewayConnected, GatewayDisconnected, Withdraw
+from torchrelay.scheduler.policy.inputs import Admit, GatewayConnected, GatewayDisconnected, Withdraw
 
 MODEL = a_model()
 
@@ -88,14 +102,53 @@ def test_requests_of_an_absent_gateway_keep_their_turn_and_end_with_its_grace() 
     assert len(scene.policy.state.attempts) == 1
 
 
+def num_calls(act: Callable[[], object]) -> int:
+    """How many Python functions it calls: its cost, whatever the machine does meanwhile."""
+    num = 0
+
+    def note(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal num
+        num += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(before)
+    return num
+
+
+def calls_of_an_admission(num_waiting: int, max_tokens: int, *, is_gateway_away: bool) -> int:
+    """Of another request for the model, which is placed, though all others cannot be."""
+    no_store = a_worker("large", "host-2", kv_pool_bytes=1024 * MB)  # so nothing is loaded there
+    scene = PaperCluster(PolicyConfig(queue_limit=1024)).settle(no_store)
+    scene.apply(GatewayConnected("gateway-2"))
+    for number in range(num_waiting):
+        scene.admit(MODEL, f"r{number}", max_tokens=max_tokens)
+    if is_gateway_away:
+        scene.apply(GatewayDisconnected("gateway-1"))
+    scene.settle(a_store("s1", "host-1"), a_worker("w"))
+    scene.finish_loads()
+    admission = an_admission(MODEL, "another", now=scene.now, gateway_id="gateway-2")
+    num = num_calls(lambda: scene.apply(Admit(admission, MODEL)))
+    assert scene.placement("another") is not None and len(scene.policy.state.queues) == num_waiting
+    return num
+
+
+@pytest.mark.parametrize(("max_tokens", "is_gateway_away"), [(50, True), (100_000, False)])
+def test_requests_that_cannot_be_placed_cost_others_little(max_tokens: int, is_gateway_away: bool) -> None:
+    few, many = (calls_of_an_admission(num, max_tokens, is_gateway_away=is_gateway_away) for num in (50, 400))
+    assert many <= few * 8
+
+
 def test_gateways_remember_only_what_is_open() -> None:
     gateways = GatewaySessions(grace_s=10.0)
     key = AttemptKey("r1", 1)
     gateways.connected("g", now=0.0)
     gateways.confirm("g", key)
-    assert gateways.is_confirmed(key) and gateways.overdue(100.0) == ()
-    gateways.disconnected("g", now=100.0)
-    assert not gateways.is_confirmed(key) and gateways.overdue(109.0) == ()
+    assert gateways.overdue(100.0) == ()
+    assert gateways.disconnected("g", now=100.0) == (key,) and gateways.overdue(109.0) == ()
     assert gateways.overdue(110.0) == (key,)
     gateways.forget(key)
     assert gateways.overdue(111.0) == () and len(gateways) == 0

@@ -45,9 +45,9 @@ class Policy:
             case inputs.Release():
                 self._release(input_, now)
             case inputs.GatewayConnected(gateway_id):
-                state.gateways.connected(gateway_id, now)
+                admissions.park(state, state.gateways.connected(gateway_id, now))
             case inputs.GatewayDisconnected(gateway_id):
-                state.gateways.disconnected(gateway_id, now)
+                admissions.park(state, state.gateways.disconnected(gateway_id, now))
             case inputs.WorkerReported(worker, streamed):
                 self._observe_worker(worker, streamed, now)
             case inputs.WorkerBeat(worker_id, incarnation, progress):

@@ -34,13 +34,11 @@ class DeadlineHeap:
     def remove(self, key: AttemptKey) -> None:
         del self._entries[key]
 
-    def first(self, skipped: frozenset[AttemptKey]) -> Entry | None:
-        """Of at least one; none if all are skipped."""
+    def first(self) -> Entry:
+        """Of at least one."""
         while self._heap[0][2] not in self._entries:
             heapq.heappop(self._heap)
-        if self._heap[0][2] not in skipped:
-            return self._heap[0]
-        return min((entry for key, entry in self._entries.items() if key not in skipped), default=None)
+        return self._heap[0]
 
 
 @dataclass(slots=True)
@@ -88,11 +86,11 @@ class FairQueue:
         tenant.tag += admission.num_prefill_tokens / admission.weight
         self.remove(admission)
 
-    def first(self, skipped: frozenset[AttemptKey]) -> AttemptKey | None:
+    def first(self) -> AttemptKey | None:
         """The request whose turn it is."""
         best: tuple[float, Entry] | None = None
         for tenant in self._tenants.values():
-            head = tenant.waiting.first(skipped)
-            if head is not None and (best is None or (tenant.tag, head) < best):
+            head = tenant.waiting.first()
+            if best is None or (tenant.tag, head) < best:
                 best = (tenant.tag, head)
         return best[1][2] if best is not None else None

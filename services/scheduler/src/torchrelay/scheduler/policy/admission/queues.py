@@ -1,8 +1,9 @@
 """Requests that wait for a placement, by model version: who is next, and who must leave when a queue is full.
 
 Who is next: first those whose deadline counts, and batch work only where none of these waits or its own deadline is
-near. Among these the tenant that got the least, by its weight; of its requests the one with the earliest deadline. A
-full queue refuses the tenant that has most of it.
+near. Among these the tenant that got the least, by its weight; of its requests the one with the earliest deadline. What
+cannot be placed now is *parked*: it waits like the others and keeps its position, but is not next. A full queue refuses
+the tenant that has most of it.
 """
 
 from __future__ import annotations
@@ -16,17 +17,25 @@ from torchrelay.scheduler.policy.core import Admission, AttemptKey, ServiceClass
 
 
 @dataclass(slots=True)
-class _VersionQueue:
-    """``keys``: in order of arrival."""
+class _Waiting:
+    admission: Admission
+    sequence: int
+    fair_queue: FairQueue | None = None  # where it waits for its turn; None: it is parked
 
-    keys: dict[AttemptKey, Admission] = field(default_factory=dict)
+
+@dataclass(slots=True)
+class _VersionQueue:
+    """``waiting``: in order of arrival."""
+
+    waiting: dict[AttemptKey, _Waiting] = field(default_factory=dict)
     timely: FairQueue = field(default_factory=FairQueue)
     batch: FairQueue = field(default_factory=FairQueue)
     num_of: dict[str, int] = field(default_factory=dict)  # waiting requests, by tenant
     num_prefill_tokens: int = 0
 
-    def fair_queue_of(self, admission: Admission) -> FairQueue:
-        return self.batch if admission.service_class is ServiceClass.BATCH else self.timely
+    def join(self, one: _Waiting) -> None:
+        one.fair_queue = self.batch if one.admission.service_class is ServiceClass.BATCH else self.timely
+        one.fair_queue.push(one.admission, one.sequence)
 
 
 class AdmissionQueues:
@@ -50,7 +59,8 @@ class AdmissionQueues:
 
     def __iter__(self) -> Iterator[Admission]:
         for queue in self._queues.values():
-            yield from queue.keys.values()
+            for one in queue.waiting.values():
+                yield one.admission
 
     def displaced_by(self, admission: Admission) -> Admission | None:
         """Who must leave so that this one can wait: nobody, a request of the tenant with most, or the newcomer."""
@@ -64,8 +74,8 @@ class AdmissionQueues:
         if tenant == admission.tenant or most <= own + 1:
             return admission
         # One that has given tokens is a stream that somebody reads: it is not cut off for a newcomer.
-        fresh = (one for one in reversed(queue.keys.values()) if one.tenant == tenant and not one.num_forced_tokens)
-        return next(fresh, admission)
+        latest = (one.admission for one in reversed(queue.waiting.values()) if one.admission.tenant == tenant)
+        return next((one for one in latest if not one.num_forced_tokens), admission)
 
     def push(self, admission: Admission) -> None:
         """Adds a request. The caller has made room as ``displaced_by`` says."""
@@ -74,39 +84,56 @@ class AdmissionQueues:
         if queue is None:
             _, queue = self._emptied.pop(admission.version_id, (0.0, _VersionQueue()))
             self._queues[admission.version_id] = queue
-        queue.fair_queue_of(admission).push(admission, next(self._sequence))
-        queue.keys[admission.key] = admission
+        queue.waiting[admission.key] = one = _Waiting(admission, next(self._sequence))
+        queue.join(one)
         queue.num_of[admission.tenant] = queue.num_of.get(admission.tenant, 0) + 1
         queue.num_prefill_tokens += admission.num_prefill_tokens
         self._version_of[admission.key] = admission.version_id
 
     def remove(self, key: AttemptKey, now: float) -> Admission | None:
-        version_id = self._version_of.get(key)
-        if version_id is None:
+        if key not in self._version_of:
             return None
+        self.park(key)
+        return self._forget(key, now)
+
+    def take(self, key: AttemptKey, now: float) -> None:
+        """The request is placed: its tenant has been served. It is not parked."""
+        one = self._queues[self._version_of[key]].waiting[key]
+        assert one.fair_queue is not None
+        one.fair_queue.take(one.admission)
+        self._forget(key, now)
+
+    def _forget(self, key: AttemptKey, now: float) -> Admission:
+        """It is in no fair queue any more."""
+        version_id = self._version_of.pop(key)
         queue = self._queues[version_id]
-        admission = queue.keys[key]
-        queue.fair_queue_of(admission).remove(admission)
-        self._forget(admission, queue, now)
-        return admission
-
-    def take(self, admission: Admission, now: float) -> None:
-        """The request is placed: its tenant has been served."""
-        queue = self._queues[admission.version_id]
-        queue.fair_queue_of(admission).take(admission)
-        self._forget(admission, queue, now)
-
-    def _forget(self, admission: Admission, queue: _VersionQueue, now: float) -> None:
-        version_id = self._version_of.pop(admission.key)
-        del queue.keys[admission.key]
+        admission = queue.waiting.pop(key).admission
         queue.num_of[admission.tenant] -= 1
         queue.num_prefill_tokens -= admission.num_prefill_tokens
         if not queue.num_of[admission.tenant]:
             del queue.num_of[admission.tenant]
-        if not queue.keys:
+        if not queue.waiting:
             del self._queues[version_id]
             if queue.timely.has_debts or queue.batch.has_debts:
                 self._emptied[version_id] = (now, queue)
+        return admission
+
+    def park(self, key: AttemptKey) -> None:
+        """Until ``unpark``, the request is not next. Nothing happens if it does not wait, or is parked."""
+        if (version_id := self._version_of.get(key)) is None:
+            return
+        one = self._queues[version_id].waiting[key]
+        if one.fair_queue is not None:
+            one.fair_queue.remove(one.admission)
+            one.fair_queue = None
+
+    def unpark(self, key: AttemptKey) -> None:
+        """The request is where it was. Nothing happens if it does not wait, or is not parked."""
+        if (version_id := self._version_of.get(key)) is None:
+            return
+        queue = self._queues[version_id]
+        if (one := queue.waiting[key]).fair_queue is None:
+            queue.join(one)
 
     def forget_debts(self, now: float) -> None:
         """Those of versions that nobody has waited for in a while."""
@@ -120,25 +147,25 @@ class AdmissionQueues:
         """Empty queues with debts."""
         return len(self._emptied)
 
-    def next(self, version_id: str, now: float, skipped: frozenset[AttemptKey] = frozenset()) -> Admission | None:
-        """Who is to be placed next, but for those skipped."""
+    def next(self, version_id: str, now: float) -> Admission | None:
+        """Who is to be placed next."""
         queue = self._queues.get(version_id)
         if queue is None:
             return None
-        batch = queue.batch.first(skipped)
-        if batch is not None and queue.keys[batch].deadline - now <= self._batch_lead_s:
-            return queue.keys[batch]
-        first = queue.timely.first(skipped) or batch
-        return queue.keys[first] if first is not None else None
+        batch = queue.batch.first()
+        if batch is not None and queue.waiting[batch].admission.deadline - now <= self._batch_lead_s:
+            return queue.waiting[batch].admission
+        first = queue.timely.first() or batch
+        return queue.waiting[first].admission if first is not None else None
 
     def waiting(self, version_id: str) -> tuple[Admission, ...]:
         """The version's queue, in order of arrival."""
         queue = self._queues.get(version_id)
-        return tuple(queue.keys.values()) if queue is not None else ()
+        return tuple(one.admission for one in queue.waiting.values()) if queue is not None else ()
 
     def num_waiting(self, version_id: str) -> int:
         queue = self._queues.get(version_id)
-        return len(queue.keys) if queue is not None else 0
+        return len(queue.waiting) if queue is not None else 0
 
     def num_of_tenant(self, version_id: str, tenant: str) -> int:
         queue = self._queues.get(version_id)
@@ -151,7 +178,7 @@ class AdmissionQueues:
 
     def oldest_wait_s(self, version_id: str, now: float) -> float:
         queue = self._queues.get(version_id)
-        return now - next(iter(queue.keys.values())).admitted_at if queue is not None else 0.0
+        return now - next(iter(queue.waiting.values())).admission.admitted_at if queue is not None else 0.0
 
     @property
     def versions(self) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ def admit(
             state.effects.answers.append(effects.Placed(admission.gateway_id, opened.placement))
         return False
     if key in state.queues:
+        state.queues.unpark(key)
         return True
     if current is not None:
         # Placed by an earlier scheduler: it runs, and needs no answer.
@@ -60,6 +61,12 @@ def _refuse_as_full(state: State, admission: Admission, model: Model, now: float
     num_own = state.queues.num_of_tenant(model.version_id, admission.tenant)
     message = f"The queue of {admission.model} is full (your requests in it: {num_own})."
     refuse(state, admission, effects.RefusalReason.QUEUE_FULL, message, now, retry_s)
+
+
+def park(state: State, keys: Iterable[AttemptKey]) -> None:
+    """Their gateway is away: those that wait keep their positions, and are not placed before it asks for them again."""
+    for key in keys:
+        state.queues.park(key)
 
 
 def _suspect_failed_workers(state: State, admission: Admission, now: float) -> None:
@@ -203,28 +210,28 @@ def _place_version(state: State, version_id: str, now: float) -> None:
     if model is None or not state.queues.num_waiting(version_id):
         return
     roster = state.rosters.of(version_id, lambda: _roster(state, model, now))
-    skipped: frozenset[AttemptKey] = frozenset()
-    while roster and (admission := state.queues.next(version_id, now, skipped)) is not None:
-        if not state.gateways.is_confirmed(admission.key):
-            skipped |= {admission.key}  # its gateway is away; it keeps its position
-            continue
+    too_large: list[AttemptKey] = []
+    while roster and (admission := state.queues.next(version_id, now)) is not None:
         found = place(
             admission, model, _candidates(state, admission, model, roster), state.kv_transfer_times, state.config, now
         )
         if isinstance(found, NoPlacement):
             if found.is_own:
-                skipped |= {admission.key}  # too large for every instance there is; others need not wait for it
+                state.queues.park(admission.key)  # for every instance there is; others need not wait for it
+                too_large.append(admission.key)
                 continue
             if not math.isinf(found.due):
                 state.due[version_id] = found.due
-            return
-        state.queues.take(admission, now)
+            break
+        state.queues.take(admission.key, now)
         _open(state, admission, found, False, now)
         state.effects.answers.append(effects.Placed(admission.gateway_id, found))
         placed = effects.AttemptPlaced(
             admission.key, admission.model, admission.admitted_at, now, found, admission.traceparent
         )
         state.effects.opened.append(placed)
+    for key in too_large:
+        state.queues.unpark(key)
 
 
 def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
