@@ -134,6 +134,7 @@ class Serving(RuleBasedStateMachine):
 
     @invariant()
     def everybody_who_waits_is_there(self) -> None:
+        self.queues.check_integrity()
         assert {admission.key for admission in self.queues} == {*self.waiting, *self.parked}
         assert (self.queues.next(VERSION_ID, 0.0) is None) == (not self.waiting)
 

@@ -91,6 +91,25 @@ def test_what_is_parked_may_leave() -> None:
     assert len(queues) == 0 and queues.next(MODEL.version_id, NOW) is None
 
 
+def test_requests_that_left_are_not_kept_behind_one_that_stays() -> None:
+    queues = queues_with(of("t", "stays"))
+    for number in range(500):
+        left = of("t", f"left-{number}")
+        queues.push(left)
+        queues.remove(left.key, NOW)
+        assert queues.next(MODEL.version_id, NOW) is not left
+        queues.check_integrity()
+
+
+def test_a_request_that_is_parked_again_and_again_is_kept_once() -> None:
+    queues = queues_with(of("t", "stays"), of("t", "again"))
+    for _ in range(500):
+        queues.park(AttemptKey("again", 1))
+        queues.unpark(AttemptKey("again", 1))
+        queues.check_integrity()
+    assert order_of(queues) == ["stays", "again"]
+
+
 def test_a_full_queue_refuses_the_tenant_that_has_most_of_it() -> None:
     queues = queues_with(*(of("crowd", f"c{n}") for n in range(3)), of("other", "o"), limit=4)
     newcomer = of("alone", "a")

@@ -15,10 +15,11 @@ from torchrelay.scheduler.policy.core import Admission, AttemptKey
 Entry = tuple[float, int, AttemptKey]  # by deadline, then by arrival
 
 _MIN_DEBTS_SWEPT = 64
+_MAX_LEFT = 64  # entries of a heap whose requests have left, more than there are others
 
 
 class DeadlineHeap:
-    """Requests by deadline. Those that leave early are dropped when they come to the top."""
+    """Requests by deadline. Those that leave early are dropped when they come to the top, or when they are many."""
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []
@@ -30,15 +31,27 @@ class DeadlineHeap:
     def push(self, entry: Entry) -> None:
         heapq.heappush(self._heap, entry)
         self._entries[entry[2]] = entry
+        self._drop_left()
 
     def remove(self, key: AttemptKey) -> None:
         del self._entries[key]
+        self._drop_left()
+
+    def _drop_left(self) -> None:
+        if len(self._heap) > 2 * len(self._entries) + _MAX_LEFT:
+            self._heap = list(self._entries.values())
+            heapq.heapify(self._heap)
 
     def first(self) -> Entry:
         """Of at least one."""
         while self._heap[0][2] not in self._entries:
             heapq.heappop(self._heap)
         return self._heap[0]
+
+    def check_integrity(self) -> None:
+        """Raises ``AssertionError``."""
+        assert set(self._entries.values()) <= set(self._heap)
+        assert len(self._heap) <= 2 * len(self._entries) + _MAX_LEFT, "what has left is kept"
 
 
 @dataclass(slots=True)
@@ -94,3 +107,10 @@ class FairQueue:
             if best is None or (tenant.tag, head) < best:
                 best = (tenant.tag, head)
         return best[1][2] if best is not None else None
+
+    def check_integrity(self) -> None:
+        """Raises ``AssertionError``."""
+        assert not self._tenants.keys() & self._debts.keys()
+        for tenant in self._tenants.values():
+            assert len(tenant.waiting)
+            tenant.waiting.check_integrity()

@@ -184,3 +184,11 @@ class AdmissionQueues:
     def versions(self) -> tuple[str, ...]:
         """Versions with waiting admissions."""
         return tuple(self._queues)
+
+    def check_integrity(self) -> None:
+        """Raises ``AssertionError``."""
+        assert sum(len(queue.waiting) for queue in self._queues.values()) == len(self._version_of)
+        for queue in (*self._queues.values(), *(queue for _, queue in self._emptied.values())):
+            assert sum(queue.num_of.values()) == len(queue.waiting)
+            queue.timely.check_integrity()
+            queue.batch.check_integrity()
