@@ -65,11 +65,46 @@ def test_of_one_tenant_the_earliest_deadline_goes_first() -> None:
     assert order_of(queues) == ["urgent", "patient"]
 
 
+def batch_of(tenant: str, request_id: str, ttft_target_s: float, **changes: object) -> Admission:
+    return of(tenant, request_id, service_class=ServiceClass.BATCH, ttft_target_s=ttft_target_s, **changes)
+
+
 def test_batch_work_yields_until_its_own_deadline_is_near() -> None:
-    batch = of("b", "batch", service_class=ServiceClass.BATCH, ttft_target_s=600.0)
-    chat = of("t", "chat", ttft_target_s=1.0)
-    assert order_of(queues_with(batch, chat)) == ["chat", "batch"]
-    assert order_of(queues_with(batch, chat), now=NOW + 580.0) == ["batch", "chat"]
+    admissions = (batch_of("b", "batch", 600.0), of("t", "chat"), of("t", "another"))
+    assert order_of(queues_with(*admissions)) == ["chat", "another", "batch"]
+    assert order_of(queues_with(*admissions), now=NOW + 580.0) == ["chat", "batch", "another"]
+
+
+def test_batch_work_near_its_deadline_takes_turns_with_timely_work() -> None:
+    chats = [of("chats", f"c{n}", ttft_target_s=0.5) for n in range(5)]
+    batches = [batch_of("batches", f"b{n}", 20.0) for n in range(5)]
+    assert "".join(request_id[0] for request_id in order_of(queues_with(*batches, *chats))) == "cb" * 5
+
+
+def test_batch_work_near_its_deadline_counts_whatever_its_tenant_got() -> None:
+    queues = queues_with(batch_of("late", "first", 600.0), batch_of("late", "second", 700.0))
+    assert queues.next(MODEL.version_id, NOW) is not None
+    queues.take(AttemptKey("first", 1), NOW)
+    queues.push(batch_of("patient", "patient", 3600.0))
+    queues.push(of("chats", "chat"))
+    assert order_of(queues, now=NOW + 680.0) == ["chat", "second", "patient"]
+
+
+def test_a_newcomer_does_not_pay_for_what_batch_work_got() -> None:
+    queues = queues_with(*(of("chats", f"c{n}") for n in range(20)))
+    for number in range(20):
+        queues.push(batch_of("batches", f"b{number}", 10.0, num_prompt_tokens=100_000))
+    for _ in range(10):
+        admission = queues.next(MODEL.version_id, NOW)
+        assert admission is not None
+        queues.take(admission.key, NOW)
+    queues.push(of("new", "newcomer"))
+    assert "newcomer" in order_of(queues)[:2]
+
+
+def test_what_a_tenant_got_in_time_is_not_charged_to_its_batch_work() -> None:
+    queues = queues_with(of("a", "chat"), batch_of("a", "a", 3600.0), batch_of("b", "b", 3600.0))
+    assert order_of(queues) == ["chat", "a", "b"]
 
 
 def test_what_left_or_is_parked_is_not_next() -> None:

@@ -108,6 +108,10 @@ class FairQueue:
                 best = (tenant.tag, head)
         return best[1][2] if best is not None else None
 
+    def earliest(self) -> Entry | None:
+        """The request with the earliest deadline, whoever's turn it is."""
+        return min((tenant.waiting.first() for tenant in self._tenants.values()), default=None)
+
     def check_integrity(self) -> None:
         """Raises ``AssertionError``."""
         assert not self._tenants.keys() & self._debts.keys()

@@ -1,9 +1,9 @@
 """Requests that wait for a placement, by model version: who is next, and who must leave when a queue is full.
 
-Who is next: first those whose deadline counts, and batch work only where none of these waits or its own deadline is
-near. Among these the tenant that got the least, by its weight; of its requests the one with the earliest deadline. What
-cannot be placed now is *parked*: it waits like the others and keeps its position, but is not next. A full queue refuses
-the tenant that has most of it.
+Who is next: of those whose deadline counts the tenant that got the least, by its weight; of its requests the one with
+the earliest deadline. Batch work is next where none of these waits; once its own deadline is near, it is one of these.
+What cannot be placed now is *parked*: it waits like the others and keeps its position, but is not next. A full queue
+refuses the tenant that has most of it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,16 @@ class _Waiting:
     sequence: int
     fair_queue: FairQueue | None = None  # where it waits for its turn; None: it is parked
 
+    def join(self, fair_queue: FairQueue) -> None:
+        self.leave()
+        fair_queue.push(self.admission, self.sequence)
+        self.fair_queue = fair_queue
+
+    def leave(self) -> None:
+        if self.fair_queue is not None:
+            self.fair_queue.remove(self.admission)
+            self.fair_queue = None
+
 
 @dataclass(slots=True)
 class _VersionQueue:
@@ -33,9 +43,8 @@ class _VersionQueue:
     num_of: dict[str, int] = field(default_factory=dict)  # waiting requests, by tenant
     num_prefill_tokens: int = 0
 
-    def join(self, one: _Waiting) -> None:
-        one.fair_queue = self.batch if one.admission.service_class is ServiceClass.BATCH else self.timely
-        one.fair_queue.push(one.admission, one.sequence)
+    def enter(self, one: _Waiting) -> None:
+        one.join(self.batch if one.admission.service_class is ServiceClass.BATCH else self.timely)
 
 
 class AdmissionQueues:
@@ -85,7 +94,7 @@ class AdmissionQueues:
             _, queue = self._emptied.pop(admission.version_id, (0.0, _VersionQueue()))
             self._queues[admission.version_id] = queue
         queue.waiting[admission.key] = one = _Waiting(admission, next(self._sequence))
-        queue.join(one)
+        queue.enter(one)
         queue.num_of[admission.tenant] = queue.num_of.get(admission.tenant, 0) + 1
         queue.num_prefill_tokens += admission.num_prefill_tokens
         self._version_of[admission.key] = admission.version_id
@@ -122,10 +131,7 @@ class AdmissionQueues:
         """Until ``unpark``, the request is not next. Nothing happens if it does not wait, or is parked."""
         if (version_id := self._version_of.get(key)) is None:
             return
-        one = self._queues[version_id].waiting[key]
-        if one.fair_queue is not None:
-            one.fair_queue.remove(one.admission)
-            one.fair_queue = None
+        self._queues[version_id].waiting[key].leave()
 
     def unpark(self, key: AttemptKey) -> None:
         """The request is where it was. Nothing happens if it does not wait, or is not parked."""
@@ -133,7 +139,7 @@ class AdmissionQueues:
             return
         queue = self._queues[version_id]
         if (one := queue.waiting[key]).fair_queue is None:
-            queue.join(one)
+            queue.enter(one)
 
     def forget_debts(self, now: float) -> None:
         """Those of versions that nobody has waited for in a while."""
@@ -152,10 +158,9 @@ class AdmissionQueues:
         queue = self._queues.get(version_id)
         if queue is None:
             return None
-        batch = queue.batch.first()
-        if batch is not None and queue.waiting[batch].admission.deadline - now <= self._batch_lead_s:
-            return queue.waiting[batch].admission
-        first = queue.timely.first() or batch
+        while (earliest := queue.batch.earliest()) is not None and earliest[0] - now <= self._batch_lead_s:
+            queue.waiting[earliest[2]].join(queue.timely)
+        first = queue.timely.first() or queue.batch.first()
         return queue.waiting[first].admission if first is not None else None
 
     def waiting(self, version_id: str) -> tuple[Admission, ...]:
