@@ -15,6 +15,7 @@ from tests.unit.scheduler.policy.paper_cluster import (
     a_store,
     a_worker,
     an_admission,
+    two_hosts,
     two_workers_one_host,
 )
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
@@ -64,6 +65,24 @@ def test_the_same_key_again_is_answered_again_and_runs_once() -> None:
     assert len([answer for answer in scene.answers if isinstance(answer, Placed)]) == 2
     scene.admit(MODEL, "r1", attempt=2)  # another attempt is another admission
     assert len(scene.policy.state.attempts) == 2
+
+
+def test_a_first_token_whose_message_was_lost_counts_when_the_gateway_asks_again() -> None:
+    scene = two_hosts()
+    scene.admit(MODEL, "cold")
+    scene.finish_loads()
+    admission = scene.admit(MODEL, "r1")
+    placement = scene.placement("r1")
+    assert placement is not None and not placement.cold
+    state = scene.policy.state
+    bound = state.attempts.at(placement.prefill.instance_id)
+    assert admission.key in bound.prefills
+    scene.apply(GatewayDisconnected("gateway-1"))
+    scene.apply(GatewayConnected("gateway-1"))
+    scene.now += 5.0
+    scene.apply(Admit(admission, MODEL, placement, is_computed=True))
+    assert admission.key not in bound.prefills
+    assert state.corrections.of(placement.prefill.worker_id) == 1.0, "when it came is not known"
 
 
 def test_a_withdrawn_request_leaves_its_place() -> None:

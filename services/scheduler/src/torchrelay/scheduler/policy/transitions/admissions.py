@@ -37,6 +37,8 @@ def admit(
     state.note_model(model, now)
     _suspect_failed_workers(state, admission, now)
     if opened := state.attempts.get(key):
+        if is_computed:  # the message that told so may have been lost with its stream
+            first_token(state, key, now, is_measured=False)
         if current is None:
             state.effects.answers.append(effects.Placed(admission.gateway_id, opened.placement))
         return False
@@ -280,14 +282,17 @@ def _open(state: State, admission: Admission, placement: Placement, is_computed:
         state.instances.touch(worker_ref.instance_id, now)
 
 
-def first_token(state: State, key: AttemptKey, now: float) -> None:
-    """The prompt is computed: the instance has room for another, and its prefix in its cache."""
+def first_token(state: State, key: AttemptKey, now: float, *, is_measured: bool = True) -> None:
+    """The prompt is computed: the instance has room for another, and its prefix in its cache.
+
+    ``is_measured``: it was just now.
+    """
     attempt = state.attempts.computed(key, now)
     if attempt is None:
         return
     placement, admission = attempt.placement, attempt.admission
     state.instances.touch(placement.prefill.instance_id, now)
-    if not placement.cold:
+    if is_measured and not placement.cold:
         predicted_s = placement.predicted.ttft_s
         state.corrections.observe(placement.prefill.worker_id, predicted_s, now - attempt.placed_at)
     model, worker = state.models.get(admission.version_id), state.membership.workers.get(placement.prefill.worker_id)
