@@ -161,6 +161,17 @@ def test_requests_that_cannot_be_placed_cost_others_little(max_tokens: int, is_g
     assert many <= few * 8
 
 
+def test_a_withdrawal_looks_at_its_own_version_only() -> None:
+    def calls_of_a_withdrawal(num_others: int) -> int:
+        scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w"))
+        for number in range(num_others):
+            scene.admit(a_model(f"acme/other-{number}"), f"r{number}")
+        admission = scene.admit(MODEL, "withdrawn")
+        return num_calls(lambda: scene.apply(Withdraw(admission.key)))
+
+    assert calls_of_a_withdrawal(40) <= 1.5 * calls_of_a_withdrawal(10)
+
+
 def test_gateways_remember_only_what_is_open() -> None:
     gateways = GatewaySessions(grace_s=10.0)
     key = AttemptKey("r1", 1)

@@ -39,7 +39,6 @@ class Policy:
                 self._admit(input_, now)
             case inputs.Withdraw(key):
                 admissions.withdraw(state, key, now)
-                admissions.place_waiting(state, now)
             case inputs.FirstToken(key):
                 admissions.first_token(state, key, now)
             case inputs.Release():

@@ -102,11 +102,16 @@ def send_waiting(state: State, admission: Admission, now: float) -> None:
 
 def withdraw(state: State, key: AttemptKey, now: float) -> None:
     """The client left. If a placement crossed the withdrawal, its resources are released."""
-    if admission := state.queues.remove(key, now):
+    admission = state.queues.remove(key, now)
+    if admission is not None:
         message = "The request was withdrawn."
         refusal = effects.AdmissionRefused(admission.gateway_id, key, effects.RefusalReason.WITHDRAWN, message)
         state.effects.answers.append(refusal)
-    release(state, key, now)
+    attempt = release(state, key, now)
+    if admission is None and attempt is not None:
+        admission = attempt.admission
+    if admission is not None:
+        _place_version(state, admission.version_id, now)
 
 
 def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
