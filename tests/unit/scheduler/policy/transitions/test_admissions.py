@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -18,11 +20,19 @@ from tests.unit.scheduler.policy.paper_cluster import (
     two_hosts,
     two_workers_one_host,
 )
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import AttemptKey
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, Waiting
-from torchrelay.scheduler.policy.inputs import Admit, GatewayConnected, GatewayDisconnected, Withdraw
+from torchrelay.scheduler.policy.inputs import (
+    Admit,
+    FirstToken,
+    GatewayConnected,
+    GatewayDisconnected,
+    Tick,
+    Withdraw,
+)
 
 MODEL = a_model()
 
@@ -159,6 +169,42 @@ def calls_of_an_admission(num_waiting: int, max_tokens: int, *, is_gateway_away:
 def test_requests_that_cannot_be_placed_cost_others_little(max_tokens: int, is_gateway_away: bool) -> None:
     few, many = (calls_of_an_admission(num, max_tokens, is_gateway_away=is_gateway_away) for num in (50, 400))
     assert many <= few * 8
+
+
+LATENCY = LatencyModel(StepCost(0.005, 1 / 15000, 0.0, 1000), StepCost(0.01, 1e-4, 0.0, 1000), token_budget=2048)
+
+
+def test_prompts_with_a_cached_beginning_do_not_make_an_instance_look_full() -> None:
+    """Workers report whole prompts; what is bound here is predicted without the part that is cached."""
+    model = a_model(routing_block_tokens=64, idle_timeout_s=600.0)
+    worker = a_worker("w", latency=LATENCY, has_prefix_cache=True, kv_pool_bytes=1024 * MB)
+    scene = PaperCluster().settle(a_store("s1", "host-1"), worker)
+    prompt: dict[str, Any] = {"num_prompt_tokens": 4000, "block_hashes": tuple(bytes([number]) for number in range(60))}
+    scene.admit(model, "first", **prompt)
+    scene.finish_loads()
+    scene.apply(FirstToken(AttemptKey("first", 1)))
+    scene.release("first")
+    scene.pass_time(60.0, step_s=1.0)
+    bound = 0
+    while not (waiting := len(scene.policy.state.queues)):
+        scene.admit(model, f"r{bound}", **prompt)
+        bound += 1
+    due = scene.policy.next_due()
+    assert bound > 4 and waiting == 1 and due - scene.now < 0.1
+    scene.workers["w"] = replace(scene.workers["w"], queued_prefill_s=4 * LATENCY.prefill_s(4000))
+    scene.report("w")
+    scene.apply(Tick())
+    assert scene.policy.next_due() == pytest.approx(due)
+
+
+def test_a_scheduler_started_anew_counts_the_prompts_that_workers_report() -> None:
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    scene.admit(MODEL, "first")
+    scene.finish_loads()
+    scene.workers["w"] = replace(scene.workers["w"], queued_prefill_s=3.0)
+    scene.report("w")
+    scene.admit(MODEL, "second")
+    assert scene.placement("second") is None and scene.policy.next_due() > scene.now + 2.0
 
 
 def test_a_withdrawal_looks_at_its_own_version_only() -> None:

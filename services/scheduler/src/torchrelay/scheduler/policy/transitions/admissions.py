@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
 from torchrelay.scheduler.policy.core import (
@@ -17,6 +18,7 @@ from torchrelay.scheduler.policy.core import (
     Placement,
     Role,
     WorkerRef,
+    WorkerStatus,
 )
 from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
@@ -26,6 +28,7 @@ from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
 
 _RETRY_AFTER_S = (1.0, 60.0)
+_EARLIER_PROMPTS_S = 60.0  # so long after a start, workers may have prompts that an earlier scheduler bound
 
 
 def admit(
@@ -248,8 +251,6 @@ def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
         if not instance.placeable or worker is None or state.membership.is_suspect(worker.worker_id):
             continue
         latency = state.latency_models.of(worker, model.pack_id, state.config)
-        reported_s = worker.queued_prefill_s or latency.queued_s(worker.num_queued_prefill_tokens)
-        bound_s = state.attempts.at(instance.instance_id).lane.work_s()
         entry = RosterEntry(
             worker_ref=WorkerRef(worker.worker_id, worker.grpc_address, instance.instance_id),
             host_id=instance.host_id,
@@ -260,10 +261,22 @@ def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
             latency=latency,
             kv_pool_bytes=worker.kv_pool_bytes,
             full_step_s=latency.queued_s(latency.token_budget),
-            excess_until=worker.seen_at + max(reported_s - bound_s, 0.0),
+            excess_until=worker.seen_at + _excess_s(state, worker, instance, latency, now),
         )
         found.append(entry)
     return found
+
+
+def _excess_s(state: State, worker: WorkerStatus, instance: Instance, latency: LatencyModel, now: float) -> float:
+    """Prompts that the worker reports beyond those bound to it.
+
+    Only after a start: later all are bound here, and more accurately. A report counts prompts whole, also if their
+    beginnings are cached.
+    """
+    if now - state.started_at > _EARLIER_PROMPTS_S:
+        return 0.0
+    reported_s = worker.queued_prefill_s or latency.queued_s(worker.num_queued_prefill_tokens)
+    return max(reported_s - state.attempts.at(instance.instance_id).lane.work_s(), 0.0)
 
 
 def _candidates(state: State, admission: Admission, model: Model, roster: Sequence[RosterEntry]) -> list[Candidate]:
