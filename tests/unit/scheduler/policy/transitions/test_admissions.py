@@ -92,7 +92,7 @@ def test_a_first_token_whose_message_was_lost_counts_when_the_gateway_asks_again
     scene.now += 5.0
     scene.apply(Admit(admission, MODEL, placement, is_computed=True))
     assert admission.key not in bound.prefills
-    assert state.corrections.of(placement.prefill.worker_id) == 1.0, "when it came is not known"
+    assert state.corrections.of(placement.prefill.instance_id, scene.now) == 1.0, "when it came is not known"
 
 
 def test_a_withdrawn_request_leaves_its_place() -> None:

@@ -248,6 +248,7 @@ class Policy:
         state, instance = self.state, change.instance
         if change.gone:
             state.prefix_index.forget(instance.instance_id)
+            state.corrections.forget(instance.instance_id)
         fields = scaling.event_fields(instance)
         if change.before is not None:
             fields["in_state_s"] = now - change.before.since

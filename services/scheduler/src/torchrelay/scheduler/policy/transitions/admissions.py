@@ -223,7 +223,12 @@ def _place_version(state: State, version_id: str, now: float) -> None:
     too_large: list[AttemptKey] = []
     while roster and (admission := state.queues.next(version_id, now)) is not None:
         found = place(
-            admission, model, _candidates(state, admission, model, roster), state.kv_transfer_times, state.config, now
+            admission,
+            model,
+            _candidates(state, admission, model, roster, now),
+            state.kv_transfer_times,
+            state.config,
+            now,
         )
         if isinstance(found, NoPlacement):
             if found.is_own:
@@ -279,7 +284,9 @@ def _excess_s(state: State, worker: WorkerStatus, instance: Instance, latency: L
     return max(reported_s - state.attempts.at(instance.instance_id).lane.work_s(), 0.0)
 
 
-def _candidates(state: State, admission: Admission, model: Model, roster: Sequence[RosterEntry]) -> list[Candidate]:
+def _candidates(
+    state: State, admission: Admission, model: Model, roster: Sequence[RosterEntry], now: float
+) -> list[Candidate]:
     """The roster as the attempt sees it."""
     hashes, index = admission.block_hashes, state.prefix_index
     return [
@@ -287,7 +294,7 @@ def _candidates(state: State, admission: Admission, model: Model, roster: Sequen
             entry,
             state.attempts.at(entry.instance_id),
             index.num_blocks(entry.instance_id, hashes) * model.routing_block_tokens if hashes else 0,
-            state.corrections.of(entry.worker_ref.worker_id),
+            state.corrections.of(entry.instance_id, now),
         )
         for entry in roster
     ]
@@ -310,9 +317,9 @@ def first_token(state: State, key: AttemptKey, now: float, *, is_measured: bool 
         return
     placement, admission = attempt.placement, attempt.admission
     state.instances.touch(placement.prefill.instance_id, now)
-    if is_measured and not placement.cold:
+    if is_measured and not placement.cold and state.instances.get(placement.prefill.instance_id):
         predicted_s = placement.predicted.ttft_s
-        state.corrections.observe(placement.prefill.worker_id, predicted_s, now - attempt.placed_at)
+        state.corrections.observe(placement.prefill.instance_id, predicted_s, now - attempt.placed_at, now)
     model, worker = state.models.get(admission.version_id), state.membership.workers.get(placement.prefill.worker_id)
     if model is not None and worker is not None and worker.has_prefix_cache and model.routing_block_tokens:
         block_bytes = max(model.routing_block_tokens * model.kv_bytes_per_token, 1)
