@@ -21,6 +21,7 @@ from tests.unit.scheduler.policy.paper_cluster import (
     two_workers_one_host,
 )
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.policy import state
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import AttemptKey
@@ -84,15 +85,16 @@ def test_a_first_token_whose_message_was_lost_counts_when_the_gateway_asks_again
     admission = scene.admit(MODEL, "r1")
     placement = scene.placement("r1")
     assert placement is not None and not placement.cold
-    state = scene.policy.state
-    bound = state.attempts.at(placement.prefill.instance_id)
+    bound = scene.policy.state.attempts.at(placement.prefill.instance_id)
     assert admission.key in bound.prefills
     scene.apply(GatewayDisconnected("gateway-1"))
     scene.apply(GatewayConnected("gateway-1"))
     scene.now += 5.0
     scene.apply(Admit(admission, MODEL, placement, is_computed=True))
     assert admission.key not in bound.prefills
-    assert state.corrections.of(placement.prefill.instance_id, scene.now) == 1.0, "when it came is not known"
+    assert scene.policy.state.corrections.of(placement.prefill.instance_id, scene.now) == 1.0, (
+        "when it came is not known"
+    )
 
 
 def test_a_withdrawn_request_leaves_its_place() -> None:
@@ -205,6 +207,17 @@ def test_a_scheduler_started_anew_counts_the_prompts_that_workers_report() -> No
     scene.report("w")
     scene.admit(MODEL, "second")
     assert scene.placement("second") is None and scene.policy.next_due() > scene.now + 2.0
+
+
+def test_a_model_that_was_just_asked_for_is_known_though_all_others_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "_MAX_MODELS", 2)
+    scene = PaperCluster().settle()
+    for number in range(3):
+        scene.admit(a_model(f"acme/m{number}"), f"r{number}")
+    assert len(scene.policy.state.queues) == len(scene.policy.state.models) == 3
+    scene.apply(Withdraw(AttemptKey("r1", 1)))
+    scene.admit(MODEL, "last")
+    assert a_model("acme/m1").version_id not in scene.policy.state.models
 
 
 def test_a_withdrawal_looks_at_its_own_version_only() -> None:
