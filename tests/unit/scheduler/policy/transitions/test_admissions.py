@@ -220,6 +220,16 @@ def test_a_model_that_was_just_asked_for_is_known_though_all_others_are_in_use(m
     assert a_model("acme/m1").version_id not in scene.policy.state.models
 
 
+def test_the_queue_of_two_tenants_is_not_counted_for_each_decision() -> None:
+    def calls_of_an_admission(num_waiting: int) -> int:
+        scene = PaperCluster(PolicyConfig(queue_limit=1024)).settle()
+        for number in range(num_waiting):
+            scene.admit(replace(MODEL, name=f"tenant-{number % 2}/tiny"), f"r{number}")
+        return num_calls(lambda: scene.admit(MODEL, "another"))
+
+    assert calls_of_an_admission(200) <= 1.5 * calls_of_an_admission(20)
+
+
 def test_a_withdrawal_looks_at_its_own_version_only() -> None:
     def calls_of_a_withdrawal(num_others: int) -> int:
         scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w"))
