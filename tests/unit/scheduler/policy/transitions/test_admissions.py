@@ -24,7 +24,7 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy import state
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import AttemptKey
+from torchrelay.scheduler.policy.core import AttemptKey, ServiceClass
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, Waiting
 from torchrelay.scheduler.policy.inputs import (
     Admit,
@@ -63,6 +63,20 @@ def test_first_come_first_served_as_kv_becomes_free() -> None:
     scene.release("r0")
     assert scene.placement("r1") is not None and scene.placement("r2") is None
     scene.check()
+
+
+def test_requests_without_a_target_have_that_of_their_class() -> None:
+    scene = PaperCluster().settle(a_worker("w", kv_pool_bytes=MB))
+    classes = {"batch": ServiceClass.BATCH, "plain": ServiceClass.STANDARD, "soon": ServiceClass.INTERACTIVE}
+    for name, service_class in classes.items():
+        scene.admit(MODEL, name, num_prompt_tokens=800, service_class=service_class)
+    scene.now += 1.0
+    scene.admit(MODEL, "aimed", num_prompt_tokens=800, service_class=ServiceClass.INTERACTIVE, ttft_target_s=0.9)
+    scene.settle(a_store("s1", "host-1"))
+    scene.finish_loads()
+    for name in ("soon", "aimed", "plain", "batch"):
+        assert [placed.key.request_id for placed in scene.opened][-1] == name
+        scene.release(name)
 
 
 def test_the_same_key_again_is_answered_again_and_runs_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy import effects
@@ -52,6 +53,8 @@ def admit(
         # Placed by an earlier scheduler: it runs, and needs no answer.
         _open(state, admission, current, is_computed, now)
         return False
+    if not admission.ttft_target_s:
+        admission = replace(admission, ttft_target_s=state.config.ttft_target_s(admission.service_class))
     displaced = state.queues.displaced_by(admission)
     if displaced is not None:
         _refuse_as_full(state, displaced, model, now)
