@@ -37,6 +37,7 @@ class GenerateParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own
     ignore_eos: bool = False
+    service_class: scheduler_pb2.ServiceClass.ValueType = scheduler_pb2.SERVICE_CLASS_STANDARD
 
     @property
     def prompt_field(self) -> str:
@@ -57,6 +58,7 @@ class ResolvedRequest:
     arrived_unix_us: int  # when the server began handling it
     deadline_unix_us: int = 0  # 0: none
     is_callers_deadline: bool = False  # not the operator's, for which nobody is billed before the first token
+    service_class: scheduler_pb2.ServiceClass.ValueType = scheduler_pb2.SERVICE_CLASS_STANDARD
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrelay.common.liveness import SILENT_S
+from torchrelay.scheduler.policy.core import ServiceClass
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,11 @@ class PolicyConfig:
     queue_limit: int = 1024  # admissions waiting per model
     queue_limit_total: int = 8192
     max_open_per_instance: int = 64  # attempts placed on one instance at once, per role
+
+    # Time from a request's arrival to its first token, where it names none: the earliest deadline goes first
+    interactive_ttft_s: float = 0.5
+    standard_ttft_s: float = 2.0
+    batch_ttft_s: float = 600.0
 
     # Scaling
     idle_timeout_s: float = 60.0  # for models without a setting of their own
@@ -67,6 +73,15 @@ class PolicyConfig:
     map_bytes_per_s: float = 4e9
     kv_bytes_per_s: float = 5e8
     slot_setup_s: float = 0.05
+
+    def ttft_target_s(self, service_class: ServiceClass) -> float:
+        match service_class:
+            case ServiceClass.INTERACTIVE:
+                return self.interactive_ttft_s
+            case ServiceClass.STANDARD:
+                return self.standard_ttft_s
+            case ServiceClass.BATCH:
+                return self.batch_ttft_s
 
     @property
     def refusal_settle_s(self) -> float:

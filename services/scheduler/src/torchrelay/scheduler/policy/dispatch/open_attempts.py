@@ -76,8 +76,8 @@ class OpenAttempts:
         key, placement = attempt.admission.key, attempt.placement
         assert key not in self._open
         self._open[key] = attempt
-        prefill = self._bound.setdefault(placement.prefill.instance_id, BoundWork())
         if not attempt.is_computed:
+            prefill = self._bound.setdefault(placement.prefill.instance_id, BoundWork())
             prefill.prefills[key] = attempt
             prefill.lane.bind(key, placement.predicted.prefill_s, now)
         decode = self._bound.setdefault(placement.decode.instance_id, BoundWork())
