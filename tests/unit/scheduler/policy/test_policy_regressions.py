@@ -166,3 +166,21 @@ def test_what_is_left_of_a_load_follows_its_layers(num_layers_ready: int) -> Non
     waits = [answer for answer in scene.answers if hasattr(answer, "predicted_wait_s")]
     left_s = 3.0 * (4 - num_layers_ready) / num_layers_ready
     assert placed.predicted.ttft_s > left_s or any(wait.predicted_wait_s >= left_s for wait in waits)
+
+
+def test_a_layer_that_arrives_is_no_reason_to_decide_about_other_models() -> None:
+    """B8: each report of a layer placed and scaled every version there is."""
+    scene = hosts(2)
+    idle, loading = a_model("acme/idle", idle_timeout_s=5.0), a_model("acme/loading")
+    scene.admit(idle, "r1")
+    scene.finish_loads()
+    scene.release("r1")
+    scene.admit(loading, "r2")
+    scene.now += 10.0
+    for worker_id, worker in list(scene.workers.items()):
+        if worker.slot.model == loading.name:
+            scene.set_slot(worker_id, num_layers_ready=2)
+            scene.report(worker_id)
+    assert unloaded(scene) == []
+    scene.finish_loads()
+    assert len(unloaded(scene)) == 2, "what becomes ready is one"

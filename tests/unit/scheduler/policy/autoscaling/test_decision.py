@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -260,3 +261,24 @@ def test_two_halves_that_wait_for_each_other_are_sorted_out() -> None:
     demands = [a_demand(first, oldest_wait_s=2.0), a_demand(second, oldest_wait_s=1.5)]
     actions = decide(a_situation(demands, loads, [w1, w2], [a_store("s1", "host-1")]), RULES)
     assert [action.instance_id for action in actions if isinstance(action, Drain)] == ["i-w2"]
+
+
+class Unread(Mapping[str, StoreStatus]):
+    """Stores at which nobody may look."""
+
+    def __getitem__(self, key: str) -> StoreStatus:
+        raise AssertionError("its copies were looked at")
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("all stores were looked at")
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_no_slot_is_looked_at_for_a_model_that_has_what_it_wants() -> None:
+    """B8: the free slots of each model were listed, over all stores, before it was known whether it wants any."""
+    model, workers = a_model(), [a_worker("w0"), a_worker("w1")]
+    load = InstanceLoad(an_instance(model, workers[0]), 1, 0)
+    situation = replace(a_situation([a_demand(model, 0)], [load], workers, []), stores=Unread())
+    assert decide(situation, RULES) == ()

@@ -148,8 +148,10 @@ class Policy:
         changes = state.instances.observe(accepted, now)
         for change in changes:
             self._record_transition(change, now)
-        if changes or is_new or was_suspect:
+        if is_new or was_suspect or not all(change.is_progress for change in changes):
             self._react(now)
+        elif changes:
+            admissions.place_waiting(state, now, [change.instance.version_id for change in changes])
 
     def _drop_worker(self, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
         if self.state.membership.drop_worker(worker_id, now):

@@ -126,6 +126,8 @@ def _scale_up(
     num_ready = min(sum(instance.plays(role) for instance in ready) for role in Role)
     wanted = wanted_instances(demand, num_ready, num_loading, config)
     missing = {role: max(wanted - sum(role in one for one in roles), 0) for role in Role}
+    if not any(missing.values()):
+        return []
     slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid)
     assignments = assign(slots, missing[Role.PREFILL], missing[Role.DECODE])
     reason = _wake_reason(demand, "growth", f"{wanted} per role wanted", num_wanted=wanted)
