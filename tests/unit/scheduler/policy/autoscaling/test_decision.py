@@ -165,7 +165,8 @@ def test_the_least_is_evicted_and_what_is_used_is_not() -> None:
     store = a_store("s1", "host-1")
     drains = decide(a_situation([a_demand(waiting)], loads, [w1, w2, w3], [store]), RULES)
     assert [(one.instance_id, one.reason.cause) for one in drains if isinstance(one, Drain)] == [("i-w1", "evict")]
-    leaving = [replace(loads[0], instance=replace(loads[0].instance, phase=InstancePhase.DRAINING)), *loads[1:]]
+    draining = replace(loads[0].instance, phase=InstancePhase.DRAINING, since=90.0)
+    leaving = [replace(loads[0], instance=draining), *loads[1:]]
     assert decide(a_situation([a_demand(waiting)], leaving, [w1, w2, w3], [store]), RULES) == ()
     both_wait = [a_demand(waiting), a_demand(first)]
     assert decide(a_situation(both_wait, loads, [w1, w2, w3], [store]), RULES) == ()

@@ -99,8 +99,17 @@ class AutoscalerInput:
         found = {demand.model.version_id: self.of(demand.model) for demand in self.demands}
         return {version_id: loads for version_id, loads in found.items() if loads}
 
+    @property
+    def has_all_waiting(self) -> bool:
+        """Whether it has the demand of every model that requests wait for."""
+        return self.waited_for <= {demand.model.version_id for demand in self.demands}
+
     def of(self, model: Model) -> Sequence[InstanceLoad]:
         return [load for load in self.instance_loads.of_version(model.version_id) if load.instance.staying]
+
+    def played(self, model: Model) -> Roles:
+        """Roles that its instances play between them, or were told to."""
+        return frozenset(role for load in self.of(model) for role in load.instance.target_roles)
 
 
 @dataclass(frozen=True)

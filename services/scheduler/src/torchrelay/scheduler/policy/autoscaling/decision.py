@@ -21,6 +21,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Wake,
     cover_both_roles,
 )
+from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots
 from torchrelay.scheduler.policy.autoscaling.instance_eviction import evict
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -41,14 +42,19 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     starving: list[Demand] = []
     demands = sorted(autoscaler_input.demands, key=lambda demand: -demand.oldest_wait_s)
     for demand in demands:
-        played = frozenset(role for load in autoscaler_input.of(demand.model) for role in load.instance.target_roles)
+        played = autoscaler_input.played(demand.model)
         if not demand.num_waiting or played >= BOTH or autoscaler_input.now < demand.not_before:
             continue
-        started, served = _scale_from_zero(demand, played, autoscaler_input, free, actions, config)
+        started = _scale_from_zero(demand, played, autoscaler_input, free)
         _mark_taken(started, free, granted)
         actions += started
-        if not served:
+        if not started:
             starving.append(demand)
+    if starving:
+        freeing = FreeingSlots(autoscaler_input, config)
+        freeing.add(actions)
+        for demand in starving:
+            actions += evict(demand, autoscaler_input, freeing, config)
     for demand in starving:
         for slot in free_slots(demand.model, free.values(), autoscaler_input.stores, frozenset()):
             del free[slot.worker_id]
@@ -95,18 +101,15 @@ def _scale_from_zero(
     played: Roles,
     autoscaler_input: AutoscalerInput,
     free: Mapping[str, WorkerStatus],
-    decided: Sequence[Action],
-    config: PolicyConfig,
-) -> tuple[list[Action], bool]:
-    """Actions that give a waiting model the roles it lacks, and whether they suffice without an eviction."""
+) -> list[Action]:
+    """Actions that give a waiting model the roles it lacks; none if it needs an eviction."""
     missing = BOTH - played
     slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid)
     assignments = assign(slots, Role.PREFILL in missing, Role.DECODE in missing)
     if assignments:
-        return [Wake(demand.model, assignments, _wake_reason(demand, "role_missing" if played else "at_zero"))], True
-    if spread := _assign_both_roles(autoscaler_input, demand, missing):
-        return [spread], True
-    return list(evict(demand, missing, autoscaler_input, decided, config)), False
+        return [Wake(demand.model, assignments, _wake_reason(demand, "role_missing" if played else "at_zero"))]
+    spread = _assign_both_roles(autoscaler_input, demand, missing)
+    return [spread] if spread else []
 
 
 def _scale_up(
