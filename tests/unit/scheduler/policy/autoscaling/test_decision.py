@@ -246,6 +246,17 @@ def test_no_model_grows_into_slots_that_a_model_without_any_waits_for() -> None:
     assert [action.model.name for action in both if isinstance(action, Wake)] == [waiting.name]
 
 
+def test_a_decision_on_one_model_takes_no_slot_that_another_waits_for() -> None:
+    """An admission decided on its own model alone, and grew it into what a tick kept free for a model without any."""
+    crowded, waiting = a_model("acme/crowded"), a_model("acme/waiting")
+    workers = [a_worker(f"w{number}") for number in range(3)]
+    demand, load = a_demand(crowded, 40, oldest_wait_s=0.5), InstanceLoad(an_instance(crowded, workers[0]), 9, 0)
+    alone = a_situation([demand], [load], workers, [a_store("s1", "host-1")])
+    assert [type(action) for action in decide(alone, RULES, is_complete=False)] == [Wake]
+    beside = replace(alone, waited_for=alone.waited_for | {waiting.version_id})
+    assert decide(beside, RULES, is_complete=False) == ()
+
+
 def test_a_burst_at_zero_leaves_the_first_pair_to_each_model() -> None:
     first, second = a_model("acme/first"), a_model("acme/second")
     workers = [a_worker(f"w{number}") for number in range(6)]

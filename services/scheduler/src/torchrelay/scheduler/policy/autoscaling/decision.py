@@ -34,7 +34,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     has the demands of some models only, and is about these.
 
     First every waiting model gets what it needs to serve at all, the longest wait first; then models scale up, but not
-    into slots for which a model without any still waits.
+    into slots for which a model without any still waits: not at all, unless every model that waits is decided on.
     """
     actions: list[Action] = []
     free = _free_workers(autoscaler_input)
@@ -58,7 +58,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     for demand in starving:
         for slot in free_slots(demand.model, free.values(), autoscaler_input.stores, frozenset()):
             del free[slot.worker_id]
-    for demand in demands:
+    for demand in demands if autoscaler_input.has_all_waiting else ():
         grown = _scale_up(demand, autoscaler_input, free, granted.get(demand.model.version_id, []), config)
         _mark_taken(grown, free, granted)
         actions += grown
