@@ -142,6 +142,18 @@ def test_a_broker_that_is_silent_for_everybody_costs_nobody() -> None:
     assert scene.placement("r2") is not None
 
 
+def test_a_worker_that_a_gateway_saw_fail_is_used_again_while_the_broker_is_away() -> None:
+    """B5: only a whole report ended the suspicion, and a worker whose slot does not change sends none on its stream."""
+    scene = two_workers_one_host()
+    scene.admit(a_model(), "r1")
+    scene.finish_loads()
+    scene.pass_time(1.0)
+    scene.admit(a_model(), "r2", lost_workers=tuple(scene.workers))
+    assert scene.placement("r2") is None
+    scene.pass_time_with_beats(1.0)
+    assert scene.placement("r2") is not None
+
+
 def test_a_worker_that_hangs_while_the_broker_is_away_is_lost_and_disconnected() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
     scene.admit(a_model(), "r1")

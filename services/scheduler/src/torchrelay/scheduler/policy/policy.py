@@ -51,7 +51,10 @@ class Policy:
             case inputs.WorkerReported(worker, streamed):
                 self._observe_worker(worker, streamed, now)
             case inputs.WorkerBeat(worker_id, incarnation, progress):
-                state.membership.beat_worker(worker_id, incarnation, progress, now)
+                if state.membership.beat_worker(worker_id, incarnation, progress, now):
+                    if instance := state.instances.on_worker(worker_id):
+                        state.rosters.forget(instance.version_id)
+                    self._react(now)
             case inputs.WorkerStreamClosed(worker_id):
                 state.membership.stream_closed(worker_id)
             case inputs.WorkerGone(worker_id):

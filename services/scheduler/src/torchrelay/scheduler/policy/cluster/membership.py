@@ -65,10 +65,7 @@ class Membership:
         elif old is not None and self._streaming.get(worker.worker_id) == worker.incarnation == old.incarnation:
             worker = replace(worker, slot=old.slot)
         self.workers[worker.worker_id] = worker
-        since = self._suspect_since.get(worker.worker_id)
-        # It reports again, and its engine works: one that hangs may report all the time.
-        if since is not None and self._liveness[worker.worker_id].advanced_at > since + _SUSPICION_S:
-            del self._suspect_since[worker.worker_id]
+        self._end_suspicion(worker.worker_id)
         return worker
 
     def accept_store(self, store: StoreStatus) -> StoreStatus | None:
@@ -78,11 +75,15 @@ class Membership:
         self._store_liveness.setdefault(store.store_id, Liveness(store.seen_at)).heard(store.seen_at)
         return store
 
-    def beat_worker(self, worker_id: str, incarnation: str, progress: EngineProgress, now: float) -> None:
-        """A sign of life; it says nothing of the worker's load. Ignored if the worker is not present."""
+    def beat_worker(self, worker_id: str, incarnation: str, progress: EngineProgress, now: float) -> bool:
+        """A sign of life; it says nothing of the worker's load. Ignored if the worker is not present. True if the worker
+        is no suspect any more.
+        """
         worker = self.workers.get(worker_id)
-        if worker is not None and worker.incarnation == incarnation:
-            self._liveness[worker_id].observe(progress, now)
+        if worker is None or worker.incarnation != incarnation:
+            return False
+        self._liveness[worker_id].observe(progress, now)
+        return self._end_suspicion(worker_id)
 
     def beat_store(self, store_id: str, incarnation: str, now: float) -> None:
         store = self.stores.get(store_id)
@@ -102,9 +103,17 @@ class Membership:
         self._streaming.pop(worker_id, None)
 
     def suspect(self, worker_id: str, now: float) -> None:
-        """A gateway saw the worker fail: nothing is placed there until it reports again."""
+        """A gateway saw the worker fail: nothing is placed there until it speaks again."""
         if worker_id in self.workers:
             self._suspect_since.setdefault(worker_id, now)
+
+    def _end_suspicion(self, worker_id: str) -> bool:
+        """True if the worker speaks again, and its engine works: one that hangs may speak all the time."""
+        since = self._suspect_since.get(worker_id)
+        if since is None or self._liveness[worker_id].advanced_at <= since + _SUSPICION_S:
+            return False
+        del self._suspect_since[worker_id]
+        return True
 
     @property
     def suspects(self) -> frozenset[str]:
