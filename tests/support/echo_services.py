@@ -32,7 +32,7 @@ class EchoScheduler:
 
     def _new_server(self, port: int) -> RpcServer:
         server = RpcServer("127.0.0.1", port)
-        serve(server, "Scheduler/Admit", self.Admit, admit_pb.AdmitCommand.FromString)
+        serve(server, "Scheduler/Admit", self.Admit, admit_pb.AdmitCommands.FromString)
         return server
 
     @property
@@ -55,24 +55,24 @@ class EchoScheduler:
         await self._server.stop(0)
 
     async def Admit(
-        self, commands: AsyncIterator[admit_pb.AdmitCommand], context: object
-    ) -> AsyncIterator[admit_pb.AdmitEvent]:
+        self, batches: AsyncIterator[admit_pb.AdmitCommands], context: object
+    ) -> AsyncIterator[admit_pb.AdmitEvents]:
         events: asyncio.Queue[admit_pb.AdmitEvent] = asyncio.Queue(10_000)
-        reader = asyncio.ensure_future(self._read(commands, events))
+        reader = asyncio.ensure_future(self._read(batches, events))
         try:
             while True:
                 event = await events.get()
                 await self.answers.wait()
-                yield event
+                yield admit_pb.AdmitEvents(events=[event])
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
     async def _read(
-        self, commands: AsyncIterator[admit_pb.AdmitCommand], events: asyncio.Queue[admit_pb.AdmitEvent]
+        self, batches: AsyncIterator[admit_pb.AdmitCommands], events: asyncio.Queue[admit_pb.AdmitEvent]
     ) -> None:
         async with asyncio.TaskGroup() as placing:
-            async for command in commands:
+            async for command in (command async for batch in batches for command in batch.commands):
                 match command.WhichOneof("command"):
                     case "hello":
                         self.hellos.append(command.hello.gateway_id)

@@ -38,6 +38,7 @@ class FakeGateway:
     keys: set[str] = field(default_factory=lambda: {TENANT_KEY, ADMIN_KEY})
     next_key: str = TENANT_KEY
     owners: dict[str, str] = field(default_factory=lambda: {TENANT_KEY.split("-")[1]: "acme"})  # of keys, by their ids
+    lists_keys: bool = True
     tenants: set[str] = field(default_factory=set)
     published: set[str] = field(default_factory=set)  # models, without their tenant
     declared: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -96,6 +97,8 @@ class _Answering(BaseHTTPRequestHandler):
                 self._json({"id": key_id, "key": self.door.next_key, "tenant": tenant}, 201)
             case "DELETE", ["keys", _]:
                 self._send(204, b"")
+            case "GET", ["keys"] if not self.door.lists_keys:
+                self._error(503, "the database cannot be reached", "unavailable")
             case "GET", ["keys"]:
                 self._json({"data": [{"id": key_id, "tenant": tenant} for key_id, tenant in self.door.owners.items()]})
             case "GET", ["tenants"]:

@@ -7,6 +7,8 @@ from itertools import count
 import pytest
 
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.effects import Effects
+from torchrelay.scheduler.policy.inputs import Due, Input
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.sim.fleets import served_model
 from torchrelay.sim.plant import Plant
@@ -62,6 +64,21 @@ def test_a_model_of_four_devices_gets_a_slot_of_four() -> None:
     plant, _ = run(requests("t/large", 1, 1.0), idle_timeout_s=1e9)
     held = [worker for worker in plant.workers.values() if worker.slot.model == "t/large"]
     assert held and all(worker.num_devices == 4 for worker in held)
+
+
+def test_one_event_stands_for_what_is_due() -> None:
+    dues: list[float] = []
+
+    class RecordedPolicy(Policy):
+        def apply(self, input_: Input, now: float) -> Effects:
+            if isinstance(input_, Due):
+                dues.append(now)
+            return super().apply(input_, now)
+
+    ids = count()
+    plant = Plant(RecordedPolicy(PolicyConfig(), lambda: f"i{next(ids)}", 1000.0), FLEET, [SMALL])
+    plant.run(requests("t/small", 300, 0.01, num_prompt=4000))
+    assert dues and len(set(dues)) == len(dues)
 
 
 def test_the_same_requests_give_the_same_run() -> None:

@@ -110,6 +110,7 @@ class Plant:
         self.models = {model.name: _model(model, idle_timeout_s) for model in self.served.values()}
         self.spent = Spent()
         self._due_at = math.inf
+        self._due_event: Event | None = None
         self.outcomes: list[RequestOutcome] = []
         self._open: dict[AttemptKey, RequestOutcome] = {}
         self._forced: dict[AttemptKey, int] = {}
@@ -175,8 +176,10 @@ class Plant:
         self._carry_out(self.policy.apply(input_, self.events.now))
         due = self.policy.next_due()
         if due < self._due_at:
+            if self._due_event is not None:
+                self._due_event.cancel()
             self._due_at = due
-            self.events.at(due, self._due)
+            self._due_event = self.events.at(due, self._due)
 
     def _due(self) -> None:
         self._due_at = math.inf

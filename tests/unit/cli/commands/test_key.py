@@ -35,6 +35,16 @@ def test_a_key_of_another_tenant_says_who_the_commands_are_now(run: Run, home: H
     assert "saved as this home's key: commands now act as tenant birch\n" in said
 
 
+def test_no_key_is_made_that_could_not_be_shown(run: Run, home: Home, door: FakeGateway) -> None:
+    run("key", "create", "--tenant", "acme")
+    door.asked.clear()
+    door.lists_keys = False
+    refused = run("key", "create", "--tenant", "birch")
+    assert str(refused.exception) == "the database cannot be reached"
+    assert [method for method, _, _ in door.asked] == ["GET"]
+    assert home.saved_key() == TENANT_KEY
+
+
 def test_a_key_that_the_shell_has_counts_before_the_one_that_is_saved(
     home: Home, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
@@ -39,6 +40,7 @@ class GatewayClient:
         self.stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
         self._gateway_id = gateway_id
         self._call: Any = None
+        self._events: deque[scheduler_pb2.AdmitEvent] = deque()
 
     async def __aenter__(self) -> Self:
         self._call = self.stub.Admit()
@@ -53,13 +55,16 @@ class GatewayClient:
         await self._channel.close()
 
     async def send(self, **command: Any) -> None:
-        await self._call.write(scheduler_pb2.AdmitCommand(**command))
+        commands = [scheduler_pb2.AdmitCommand(**command)]
+        await self._call.write(scheduler_pb2.AdmitCommands(commands=commands))
 
     async def event(self, timeout_s: float = WAIT_S) -> scheduler_pb2.AdmitEvent:
-        async with asyncio.timeout(timeout_s):
-            event = await self._call.read()
-        assert isinstance(event, scheduler_pb2.AdmitEvent), "the stream ended"
-        return event
+        if not self._events:
+            async with asyncio.timeout(timeout_s):
+                batch = await self._call.read()
+            assert isinstance(batch, scheduler_pb2.AdmitEvents), "the stream ended"
+            self._events.extend(batch.events)
+        return self._events.popleft()
 
     async def admit(self, request_id: str, attempt: int = 1, **changes: Any) -> None:
         await self.send(admit=a_request(request_id, attempt, **changes))

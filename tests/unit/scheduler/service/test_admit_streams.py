@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import pytest
 
 from torchrelay.common.errors import Overloaded
-from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, Waiting
-from torchrelay.scheduler.service.admit_streams import AdmitStreams
+from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents, Waiting
+from torchrelay.scheduler.service.admit_streams import MAX_BATCH, AdmitStreams
 
 
 async def test_a_slow_gateway_loses_its_stream_and_nothing_else_grows() -> None:
@@ -29,7 +31,7 @@ async def test_a_newer_stream_of_a_gateway_replaces_the_older() -> None:
     assert not streams.disconnected(older)  # the gateway is still here
     streams.send("g", AdmitEvent())
     streams.close()
-    assert [event async for event in newer.events()] == [AdmitEvent()]
+    assert [events async for events in newer.events()] == [AdmitEvents(events=[AdmitEvent()])]
     assert streams.disconnected(newer)
 
 
@@ -38,9 +40,24 @@ async def test_a_gateway_hears_as_often_as_it_asked_for() -> None:
     stream = streams.open()
     stream.beat(0.1)
     events = stream.events()
-    assert [(await anext(events)).WhichOneof("event") for _ in range(3)] == ["beat"] * 3
+    assert [await _kinds(events) for _ in range(3)] == [["beat"]] * 3
     streams.connected(stream, "g")
     streams.send("g", AdmitEvent(waiting=Waiting()))
-    assert (await anext(events)).WhichOneof("event") == "waiting"
+    assert await _kinds(events) == ["waiting"]
     streams.close()
     assert [event async for event in events] == []
+
+
+async def _kinds(events: AsyncIterator[AdmitEvents]) -> list[str | None]:
+    return [event.WhichOneof("event") for event in (await anext(events)).events]
+
+
+async def test_what_waits_goes_together_up_to_a_bound() -> None:
+    streams = AdmitStreams(max_queued=1000)
+    stream = streams.open()
+    streams.connected(stream, "g")
+    for position in range(MAX_BATCH + 1):
+        streams.send("g", AdmitEvent(waiting=Waiting(queue_position=position)))
+    streams.close()
+    batches = [[event.waiting.queue_position for event in events.events] async for events in stream.events()]
+    assert batches == [[*range(MAX_BATCH)], [MAX_BATCH]]

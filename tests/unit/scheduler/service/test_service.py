@@ -296,7 +296,8 @@ async def test_at_its_start_a_scheduler_goes_above_every_epoch_it_sees(nats_url:
 async def test_a_stream_without_a_hello_is_refused(nats_url: str) -> None:
     async with house(nats_url) as it, it.scheduler() as address, GatewayClient(address) as door:
         call: Any = door.stub.Admit()
-        await call.write(scheduler_pb2.AdmitCommand(admit=a_request("r1")))
+        command = scheduler_pb2.AdmitCommand(admit=a_request("r1"))
+        await call.write(scheduler_pb2.AdmitCommands(commands=[command]))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert isinstance(error_from_rpc(caught.value), InvalidRequest)

@@ -53,8 +53,9 @@ def create(
     wanted = {"tenant": tenant, "name": name, "requests_per_minute": requests_per_minute}
     body = {field: value for field, value in wanted.items() if value}
     with access.client() as client:
-        created = _create(client, body)
+        # Before the key is made: what fails after that would lose it.
         before = _owner(client, access.home.saved_key()) if access.home and save else ""
+        created = _create(client, body)
     console.err().print(f"key {created['id']} of tenant [bold]{created['tenant']}[/]; it will not be shown again:")
     typer.echo(created["key"])
     _keep(access, created, save, before)

@@ -22,6 +22,48 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class AdmitCommands(_message.Message):
+    """What waited to be sent, in its order: one message for many commands costs a fraction of many."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMMANDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdmitCommand]: ...
+    def __init__(
+        self,
+        *,
+        commands: _abc.Iterable[Global___AdmitCommand] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commands", b"commands"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdmitCommands: _TypeAlias = AdmitCommands  # noqa: Y015
+
+@_typing.final
+class AdmitEvents(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdmitEvent]: ...
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___AdmitEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdmitEvents: _TypeAlias = AdmitEvents  # noqa: Y015
+
+@_typing.final
 class AdmitCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -32,7 +74,7 @@ class AdmitCommand(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___AdmitHello:
-        """first message of every stream"""
+        """first of every stream"""
 
     @_builtins.property
     def admit(self) -> Global___AdmitRequest: ...

@@ -37,8 +37,8 @@ class SchedulerStub:
         """
         self.Admit = channel.stream_stream(
                 '/torchrelay.control.v1.Scheduler/Admit',
-                request_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.AdmitCommand.SerializeToString,
-                response_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.AdmitEvent.FromString,
+                request_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.AdmitCommands.SerializeToString,
+                response_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.AdmitEvents.FromString,
                 _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/torchrelay.control.v1.Scheduler/Explain',
@@ -95,8 +95,8 @@ def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Admit': grpc.stream_stream_rpc_method_handler(
                     servicer.Admit,
-                    request_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.AdmitCommand.FromString,
-                    response_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.AdmitEvent.SerializeToString,
+                    request_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.AdmitCommands.FromString,
+                    response_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.AdmitEvents.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -140,8 +140,8 @@ class Scheduler:
             request_iterator,
             target,
             '/torchrelay.control.v1.Scheduler/Admit',
-            torchrelay_dot_control_dot_v1_dot_scheduler__pb2.AdmitCommand.SerializeToString,
-            torchrelay_dot_control_dot_v1_dot_scheduler__pb2.AdmitEvent.FromString,
+            torchrelay_dot_control_dot_v1_dot_scheduler__pb2.AdmitCommands.SerializeToString,
+            torchrelay_dot_control_dot_v1_dot_scheduler__pb2.AdmitEvents.FromString,
             options,
             channel_credentials,
             insecure,

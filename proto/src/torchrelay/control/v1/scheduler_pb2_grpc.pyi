@@ -33,7 +33,7 @@ class SchedulerStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SchedulerAsyncStub: ...
-    Admit: _grpc.StreamStreamMultiCallable[_scheduler_pb2.AdmitCommand, _scheduler_pb2.AdmitEvent]
+    Admit: _grpc.StreamStreamMultiCallable[_scheduler_pb2.AdmitCommands, _scheduler_pb2.AdmitEvents]
     """One stream per gateway carries all its requests. After a reconnect the gateway sends AdmitHello and every
     open admission again; admitting the same AttemptKey twice has the effect of once.
     """
@@ -49,7 +49,7 @@ class SchedulerAsyncStub(SchedulerStub):
     """Dispatch, autoscaling and relay planning. One is active at a time."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Admit: _aio.StreamStreamMultiCallable[_scheduler_pb2.AdmitCommand, _scheduler_pb2.AdmitEvent]  # type: ignore[assignment]
+    Admit: _aio.StreamStreamMultiCallable[_scheduler_pb2.AdmitCommands, _scheduler_pb2.AdmitEvents]  # type: ignore[assignment]
     """One stream per gateway carries all its requests. After a reconnect the gateway sends AdmitHello and every
     open admission again; admitting the same AttemptKey twice has the effect of once.
     """
@@ -66,9 +66,9 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Admit(
         self,
-        request_iterator: _MaybeAsyncIterator[_scheduler_pb2.AdmitCommand],
+        request_iterator: _MaybeAsyncIterator[_scheduler_pb2.AdmitCommands],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.AdmitEvent], _abc.AsyncIterator[_scheduler_pb2.AdmitEvent]]:
+    ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.AdmitEvents], _abc.AsyncIterator[_scheduler_pb2.AdmitEvents]]:
         """One stream per gateway carries all its requests. After a reconnect the gateway sends AdmitHello and every
         open admission again; admitting the same AttemptKey twice has the effect of once.
         """

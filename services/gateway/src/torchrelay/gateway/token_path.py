@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -12,6 +11,7 @@ from opentelemetry.metrics import Meter
 
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
+from torchrelay.gateway.background import background
 from torchrelay.gateway.clients.file_reader import StoreFileReader
 from torchrelay.gateway.grpc.servicer import GatewayServicer
 from torchrelay.gateway.inference.execution.admission_stream import AdmissionStream
@@ -58,14 +58,16 @@ async def open_token_path(
     write_gap_s: float = WRITE_GAP_S,
     meter: Meter | None = None,
 ) -> AsyncIterator[TokenPath]:
-    """Serves inside the block. On exit, requests still running end with an error, are released and settled."""
+    """Serves inside the block. On exit, requests still running end with an error, are released and settled. A fault in
+    the stream to the scheduler ends the block.
+    """
     async with AsyncExitStack() as stack:
         prompts = await _open_prompts(
             settings, StoreFileReader(ParamStoreStub(store), settings.store_address), stack, meter
         )
         admissions = AdmissionStream(SchedulerStub(scheduler), gateway_id, settings.scheduler_address)
-        admitting = asyncio.ensure_future(admissions.run())
-        stack.push_async_callback(_stop_admitting, admissions, admitting)
+        await stack.enter_async_context(background(admissions.run()))
+        stack.push_async_callback(admissions.flush, FLUSH_TIMEOUT_S)
         workers = await stack.enter_async_context(WorkerStreams(gateway_id, tls=settings.tls))
         pipeline = RequestPipeline(
             catalog,
@@ -101,10 +103,3 @@ async def _open_prompts(
         meter=meter,
     )
     return PromptEncoder(files, decoders, await stack.enter_async_context(processes), limits)
-
-
-async def _stop_admitting(admissions: AdmissionStream, admitting: asyncio.Future[None]) -> None:
-    await admissions.flush(FLUSH_TIMEOUT_S)
-    admitting.cancel()
-    with suppress(asyncio.CancelledError):
-        await admitting

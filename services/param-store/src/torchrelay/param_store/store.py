@@ -108,9 +108,8 @@ class Store:
         """Ends downloads and streams, then closes the arena. Blocks until all threads have ended."""
         self._closing.set()
         self.digest_thread.shutdown(wait=False, cancel_futures=True)
-        self.publish_threads.shutdown(
-            wait=False
-        )  # within stop_limit_s, what is being published is finished and recorded
+        # Within stop_limit_s, what is being published is finished and recorded.
+        self.publish_threads.shutdown(wait=False)
         self.arena.stop_growing()  # a download may wait for gigabytes of it
         self.arena_copies.close()
         self.holder.close()

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 
 import msgspec
+import uvloop
 from nats.aio.client import Client
 
 from torchrelay.common.identity.callers import SCHEDULER_NODE
@@ -83,7 +84,7 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
 def _controller(settings: SchedulerSettings, clock: Clock, event_publisher: EventPublisher) -> Iterator[Controller]:
     start = PolicyStart(settings.config, clock.now(), new_id("inst"))
     with settings.record.open("wb") if settings.record else nullcontext() as log:
-        yield Controller(
+        controller = Controller(
             policy=start.policy(),
             clock=clock,
             epoch=Epoch(clock.now()),
@@ -94,6 +95,10 @@ def _controller(settings: SchedulerSettings, clock: Clock, event_publisher: Even
             event_publisher=event_publisher,
             recorder=InputRecorder(log, start) if log else None,
         )
+        try:
+            yield controller
+        finally:
+            controller.stop_timer()
 
 
 async def _background(
@@ -143,4 +148,4 @@ def main() -> None:
             sys.stdout.flush()  # the effects up to there
             sys.exit(f"torchrelay-scheduler: {settings.replay}: {error}")
         return
-    run_service("scheduler", settings, partial(serving, settings))
+    run_service("scheduler", settings, partial(serving, settings), loop_factory=uvloop.new_event_loop)

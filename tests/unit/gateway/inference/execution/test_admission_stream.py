@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 from tests.support.brokers import free_port
 from tests.support.echo_services import EchoScheduler
@@ -14,8 +13,9 @@ from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import scheduler_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
+from torchrelay.gateway.background import background
 from torchrelay.gateway.inference.core import AdmissionFailed, RequestEvent
-from torchrelay.gateway.inference.execution.admission_stream import AdmissionStream
+from torchrelay.gateway.inference.execution.admission_stream import MAX_UNSENT, AdmissionStream
 
 
 def key(request_id: str, attempt: int = 1) -> types_pb2.AttemptKey:
@@ -23,17 +23,13 @@ def key(request_id: str, attempt: int = 1) -> types_pb2.AttemptKey:
 
 
 @asynccontextmanager
-async def admissions_to(address: str, unreachable_after_s: float = 10.0) -> AsyncIterator[AdmissionStream]:
-    async with AsyncExitStack() as stack:
-        channel = open_channel(address)
-        stack.push_async_callback(channel.close)
-        admissions = AdmissionStream(SchedulerStub(channel), "gw", address, unreachable_after_s)
-        running = asyncio.ensure_future(admissions.run())
-        try:
+async def admissions_to(
+    address: str, unreachable_after_s: float = 10.0, max_unsent: int = MAX_UNSENT
+) -> AsyncIterator[AdmissionStream]:
+    async with open_channel(address) as channel:
+        admissions = AdmissionStream(SchedulerStub(channel), "gw", address, unreachable_after_s, max_unsent)
+        async with background(admissions.run()):
             yield admissions
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -60,6 +56,24 @@ async def test_who_waits_is_told_when_the_scheduler_stays_away() -> None:
         assert failure.error.message.startswith("the scheduler at 127.0.0.1:")
         assert "(TORCHRELAY_SCHEDULER_ADDRESS) cannot be reached" in failure.error.message
         assert admissions.num_open == 0
+
+
+async def test_a_failure_on_which_a_request_releases_its_other_attempts_is_told_once_and_the_stream_goes_on() -> None:
+    heard: list[RequestEvent] = []
+    async with admissions_to(f"127.0.0.1:{free_port()}", unreachable_after_s=0.3) as admissions:
+
+        def end_all(event: RequestEvent) -> None:
+            heard.append(event)
+            for attempt in (1, 2):
+                admissions.release(pb.Release(key=key("r", attempt)))
+
+        for attempt in (1, 2):
+            admissions.admit(pb.AdmitRequest(key=key("r", attempt)), end_all)
+        await until(lambda: bool(heard))
+        assert len(heard) == 1 and admissions.num_open == 0
+        later: list[RequestEvent] = []
+        admissions.admit(pb.AdmitRequest(key=key("later")), later.append)
+        await until(lambda: bool(later))
 
 
 async def test_a_placement_that_crosses_the_withdrawal_is_released() -> None:
@@ -100,6 +114,18 @@ async def test_flush_waits_for_what_is_unsent_but_not_for_ever() -> None:
         admissions.admit(pb.AdmitRequest(key=key("d")), lambda _: None)
         await admissions.flush(0.05)
         assert len(there.admits) == 3
+
+
+async def test_more_than_can_be_kept_unsent_breaks_the_stream_and_what_is_open_is_admitted_again() -> None:
+    heard: list[RequestEvent] = []
+    async with scheduler() as there, admissions_to(there.address, max_unsent=2) as admissions:
+        for name in "abcdef":
+            admissions.admit(pb.AdmitRequest(key=key(name)), heard.append)
+        await until(lambda: sum(isinstance(one, pb.Placement) for one in heard) == 6)
+        for name in "abcde":
+            admissions.release(pb.Release(key=key(name)))
+        await until(lambda: len(there.hellos) == 2 and len(there.admits) > 6)
+        assert [(one.key, one.HasField("current")) for one in there.admits[6:]] == [(key("f"), True)]
 
 
 async def test_each_hears_of_its_own() -> None:

@@ -40,9 +40,8 @@ class UsageRegisterReader:
 
     async def _read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
         merged: RegistersByRequest = {}
-        await ensure_streams(
-            self._js, self._subjects, self._num_replicas
-        )  # a server that lost its storage has no stream
+        # A server that lost its storage has no stream.
+        await ensure_streams(self._js, self._subjects, self._num_replicas)
         consumer = await self._js.pull_subscribe(
             self._subjects.usage(gateway_id),
             stream=self._subjects.usage_stream,

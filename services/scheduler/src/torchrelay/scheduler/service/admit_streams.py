@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from torchrelay.common.errors import Overloaded, TorchrelayError
-from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, Beat
+from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents, Beat
 
 _BEAT = AdmitEvent(beat=Beat())
+MAX_BATCH = 64  # events in one message
 _MIN_BEAT_S = 0.1  # whatever a gateway asks for
 
 
@@ -38,11 +39,12 @@ class AdmitStream:
         self._error = self._error or error
         self._changed.set()
 
-    async def events(self) -> AsyncIterator[AdmitEvent]:
+    async def events(self) -> AsyncIterator[AdmitEvents]:
         """What was sent, and beats as often as the gateway asked for."""
         while True:
             while self._queue and self._error is None:
-                yield self._queue.popleft()
+                num_events = min(len(self._queue), MAX_BATCH)
+                yield AdmitEvents(events=[self._queue.popleft() for _ in range(num_events)])
             if self._error is not None:
                 raise self._error
             if self._closed:
@@ -52,7 +54,7 @@ class AdmitStream:
                 async with asyncio.timeout(self._beat_every_s):
                     await self._changed.wait()
             except TimeoutError:
-                yield _BEAT
+                yield AdmitEvents(events=[_BEAT])
 
     def beat(self, every_s: float) -> None:
         """From now on the gateway hears from us this often; 0: when there is something to say."""

@@ -87,7 +87,8 @@ class Controller:
         self.worker_reports: dict[str, reports_pb2.WorkerReport] = {}
         self.store_reports: dict[str, reports_pb2.StoreReport] = {}
         self._recorder = recorder
-        self._due_at = math.inf  # for which a timer runs
+        self._due_at = math.inf  # for which the timer runs
+        self._due_timer: asyncio.TimerHandle | None = None
         self._versions: FIFOCache[str, types_pb2.ModelVersion] = FIFOCache(_MAX_VERSIONS)
         self._event_publisher = event_publisher
         self._watchers: set[asyncio.Event] = set()
@@ -106,12 +107,18 @@ class Controller:
             self._recorder.record(input_, now)
         self._carry_out(self.policy.apply(input_, now))
         if (due := self.policy.next_due()) < self._due_at:
+            self.stop_timer()
             self._due_at = due
-            asyncio.get_running_loop().call_later(max(due - self.clock.now(), 0.0), self._due)
+            self._due_timer = asyncio.get_running_loop().call_later(max(due - self.clock.now(), 0.0), self._due)
 
     def _due(self) -> None:
         self._due_at = math.inf
         self.apply(Due())
+
+    def stop_timer(self) -> None:
+        """No more ``Due`` inputs, until another input asks for one."""
+        if self._due_timer is not None:
+            self._due_timer.cancel()
 
     # Inputs that concern more than the policy
 

@@ -37,8 +37,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self._event_reader = event_reader
 
     async def Admit(
-        self, request_iterator: AsyncIterator[scheduler_pb2.AdmitCommand], context: Context
-    ) -> AsyncIterator[scheduler_pb2.AdmitEvent]:
+        self, request_iterator: AsyncIterator[scheduler_pb2.AdmitCommands], context: Context
+    ) -> AsyncIterator[scheduler_pb2.AdmitEvents]:
         """Reads commands while sending events; when either ends, so does the stream."""
         stream = self._controller.streams.open()
         reading = asyncio.create_task(self._read(request_iterator, stream), name="admit-read")
@@ -46,18 +46,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         context.add_done_callback(lambda _: self._leave(stream, reading))
         try:
             await context.send_initial_metadata(())  # the gateway considers itself connected from here
-            async for event in stream.events():
-                yield event
+            async for events in stream.events():
+                yield events
             if reading.done() and not reading.cancelled():
                 reading.result()  # our own fault breaks the stream visibly
         finally:
             self._leave(stream, reading)
             await asyncio.wait((reading,))
 
-    async def _read(self, commands: AsyncIterator[scheduler_pb2.AdmitCommand], stream: AdmitStream) -> None:
+    async def _read(self, batches: AsyncIterator[scheduler_pb2.AdmitCommands], stream: AdmitStream) -> None:
         try:
-            async for command in commands:
-                self._dispatch_command(command, stream)
+            async for batch in batches:
+                for command in batch.commands:
+                    self._dispatch_command(command, stream)
         except TorchrelayError as error:
             stream.close(error)
         finally:

@@ -32,7 +32,7 @@ log = get_logger(__name__)
 Listener: TypeAlias = Callable[[RequestEvent], None]
 AttemptId: TypeAlias = tuple[str, int]
 
-MAX_UNSENT = 100_000  # kept while the scheduler is away; it also drops whatever is not admitted again
+MAX_UNSENT = 100_000  # beyond one command per open attempt; the scheduler drops whatever is not admitted again
 STABLE_S = 1.0  # a stream that ends sooner served no request: a standby scheduler closes it at once
 RETRY_S = (0.05, 0.1, 0.2, 0.5)
 
@@ -52,14 +52,21 @@ class AdmissionStream:
     """All open admissions of this gateway. ``run()`` maintains the stream; ``admit`` and ``release`` never block."""
 
     def __init__(
-        self, scheduler: SchedulerStub, gateway_id: str, address: str, unreachable_after_s: float = 10.0
+        self,
+        scheduler: SchedulerStub,
+        gateway_id: str,
+        address: str,
+        unreachable_after_s: float = 10.0,
+        max_unsent: int = MAX_UNSENT,
     ) -> None:
         self._scheduler = scheduler
         self._gateway_id = gateway_id
         self._endpoint = scheduler_endpoint(address)
         self._unreachable_after_s = unreachable_after_s
         self._open: dict[AttemptId, _Admission] = {}
-        self._unsent: deque[pb.AdmitCommand] = deque(maxlen=MAX_UNSENT)
+        self._call: Any = None  # the present stream, or the last one
+        self._unsent: deque[pb.AdmitCommand] = deque()
+        self._max_unsent = max_unsent
         self._filled = asyncio.Event()
         self._emptied = asyncio.Event()
         self._emptied.set()
@@ -143,6 +150,7 @@ class AdmissionStream:
 
     async def _run_stream(self) -> None:
         call: Any = self._scheduler.Admit()  # type: ignore[call-arg]
+        self._call = call
         try:
             async with asyncio.timeout(SILENT_S):
                 await call.wait_for_connection()
@@ -181,13 +189,21 @@ class AdmissionStream:
                 await self._filled.wait()
                 self._filled.clear()
                 while self._unsent:
-                    await call.write(self._unsent[0])
-                    self._unsent.popleft()
+                    command = self._unsent[0]
+                    await call.write(command)
+                    if self._unsent[0] is command:  # not cleared meanwhile
+                        self._unsent.popleft()
                 self._emptied.set()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             call.cancel()  # also ends the reader; run() reconnects
 
     def _send(self, command: pb.AdmitCommand) -> None:
+        if len(self._unsent) >= self._max_unsent + len(self._open):
+            # Nothing is dropped silently: the next stream admits again what is open, which stands for all of these.
+            log.warning("unsent_commands_dropped", num_dropped=len(self._unsent))
+            self._unsent.clear()
+            if self._call is not None:
+                self._call.cancel()
         self._unsent.append(command)
         self._emptied.clear()
         self._filled.set()
@@ -214,6 +230,6 @@ class AdmissionStream:
 
     def _fail_waiting(self, error: Unavailable) -> None:
         for key, admission in list(self._open.items()):
-            if not admission.is_placed:
-                del self._open[key]
+            # A listener that heard of a failure may have released its request's other attempts.
+            if not admission.is_placed and self._open.pop(key, None) is not None:
                 admission.listener(AdmissionFailed(key[1], error))

@@ -1,0 +1,180 @@
+"""The scheduler process at size: CPU per request, how soon it answers, how soon it wakes, what it costs when idle.
+
+    python bench/scheduler.py [--quick]
+
+A real scheduler process and a real NATS server. Gateways, workers and stores are two other processes, on its real gRPC
+streams: peers report, beat and obey as real ones do, but compute nothing (``scheduling/peers.py``). CPU is that of the
+scheduler's process, so it does not matter that the others are slower on a machine of few cores; times of answers do
+include them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.processes import cpu_s
+from bench.report import Check, finish, progress
+from bench.scheduling.fleet import CLUSTER_KEY, Fleet
+from bench.scheduling.gateway import bench_gateway, scheduler_token
+from tests.support.brokers import nats_server
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+ROOT = Path(__file__).resolve().parents[1]
+DENSE = Fleet(num_workers=64, num_models=4, num_prefill=8, num_decode=8)
+WIDE = Fleet(num_workers=1000, num_models=300, num_prefill=2, num_decode=1)
+WAKES = Fleet(num_workers=256, num_models=300, num_prefill=0, num_decode=0, idle_timeout_s=0.5)
+WAKES_HOSTS = 64
+WAKES_PER_S = 200
+SETTLE_S = 3.0
+START_S = 120.0
+
+
+@dataclass
+class Running:
+    """A scheduler that knows its whole fleet."""
+
+    address: str
+    pid: int
+    fleet: Fleet
+    peers: asyncio.subprocess.Process
+
+    async def loads(self) -> list[tuple[str, float]]:
+        """Model and time of every Load command since the last call."""
+        assert self.peers.stdin and self.peers.stdout
+        self.peers.stdin.write(b"\n")
+        return [(model, at) for model, at in json.loads(await self.peers.stdout.readline())]
+
+
+@asynccontextmanager
+async def running(fleet: Fleet) -> AsyncIterator[Running]:
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        nats_url = stack.enter_context(nats_server(folder))
+        ready = folder / "ready.json"
+        program = str(Path(sys.executable).parent / "torchrelay-scheduler")
+        settings = ("--cluster-key", CLUSTER_KEY, "--nats-url", nats_url, "--ready-file", str(ready))
+        limits = ("--max-open-per-instance", "256", "--log-level", "warning", "--no-replicate")
+        scheduler = await asyncio.create_subprocess_exec(program, *settings, *limits)
+        stack.push_async_callback(_end, scheduler)
+        while not ready.exists():
+            assert scheduler.returncode is None, "the scheduler ended"
+            await asyncio.sleep(0.05)
+        address = json.loads(ready.read_text())["grpc"]
+        command = (sys.executable, "-m", "bench.scheduling.peers", nats_url, json.dumps(asdict(fleet)))
+        pipe = asyncio.subprocess.PIPE
+        peers = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, cwd=ROOT, limit=1 << 26)
+        stack.push_async_callback(_end, peers)
+        assert peers.stdout
+        await peers.stdout.readline()
+        await _known(address, fleet)
+        await asyncio.sleep(SETTLE_S)
+        yield Running(address, scheduler.pid, fleet, peers)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+
+
+async def _known(address: str, fleet: Fleet) -> None:
+    """Until the scheduler has seen every worker and store."""
+    async with asyncio.timeout(START_S), open_channel(address, token=scheduler_token()) as channel:
+        watch = scheduler_pb2_grpc.SchedulerStub(channel).WatchCluster(scheduler_pb2.WatchClusterRequest())
+        async for view in watch:
+            if len(view.workers) == fleet.num_workers and len(view.stores) == fleet.num_hosts:
+                watch.cancel()
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    admits_per_s: float  # per CPU second of the scheduler
+    answer_p99_ms: float  # at half of that
+    num_refused: int
+
+
+async def throughput(fleet: Fleet, seconds: float) -> Throughput:
+    num_serving = fleet.num_models * (fleet.num_prefill + fleet.num_decode)
+    async with running(fleet) as it, bench_gateway(it.address, fleet, num_serving) as gateway:
+        await gateway.fill(64, seconds / 2)
+        before_s, num_before = cpu_s(it.pid), gateway.num_placed
+        await gateway.fill(64, seconds)
+        per_s = (gateway.num_placed - num_before) / (cpu_s(it.pid) - before_s)
+        progress(f"{fleet.num_workers} workers: {per_s:.0f} admissions per CPU second")
+        await gateway.drain()
+        gateway.answers_s.clear()
+        await gateway.pace(per_s / 2, seconds)
+        await gateway.drain()
+        return Throughput(per_s, _p99_ms(gateway.answers_s), gateway.num_refused)
+
+
+def _p99_ms(values_s: list[float]) -> float:
+    return statistics.quantiles(values_s, n=100)[-1] * 1e3 if len(values_s) > 1 else math.nan
+
+
+async def idle_cpu_fraction(seconds: float) -> float:
+    async with running(WIDE) as it:
+        await asyncio.sleep(SETTLE_S)
+        begin_s, begin = cpu_s(it.pid), time.monotonic()
+        await asyncio.sleep(seconds)
+        return (cpu_s(it.pid) - begin_s) / (time.monotonic() - begin)
+
+
+async def wake_p99_ms(seconds: float) -> tuple[float, int]:
+    """From the admission of a request for a model without an instance to the Load command's arrival."""
+    async with running(WAKES) as it, bench_gateway(it.address, WAKES, 0) as gateway:
+        await it.loads()
+        asked: dict[str, float] = {}
+        taken_s: list[float] = []
+        begin, num = time.monotonic(), 0
+        while (elapsed := time.monotonic() - begin) < seconds:
+            while num < elapsed * WAKES_PER_S:
+                asked.setdefault(gateway.admit(num % WAKES.num_models), time.monotonic())
+                num += 1
+            await asyncio.sleep(0.001)
+            if num % 50 == 0:
+                taken_s += [at - asked.pop(model) for model, at in await it.loads() if model in asked]
+        await asyncio.sleep(1)
+        taken_s += [at - asked.pop(model) for model, at in await it.loads() if model in asked]
+        return _p99_ms(taken_s), len(taken_s)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="under 50 s: fewer seconds of each")
+    quick = parser.parse_args().quick
+    seconds = 4.0 if quick else 20.0
+    dense = await throughput(DENSE, seconds)
+    wide = await throughput(WIDE, seconds)
+    wake_ms, num_wakes = await wake_p99_ms(seconds)
+    idle = await idle_cpu_fraction(seconds)
+    checks = [
+        Check("admits_per_s", dense.admits_per_s, "/s", 5000, "64 instances, 8 x 8 of each model", at_least=True),
+        Check("admits_per_s_1000", wide.admits_per_s, "/s", 3000, "1,000 workers, 300 models", at_least=True),
+        Check("admit_p99_ms", max(dense.answer_p99_ms, wide.answer_p99_ms), "ms", 10, "at half that load"),
+        Check("wake_p99_ms", wake_ms, "ms", 5, f"{WAKES_PER_S} wakes/s, {num_wakes} seen"),
+        Check("idle_cpu_fraction", idle, "", 0.2, "1,000 workers report"),
+        Check("refused", dense.num_refused + wide.num_refused, "", 0),
+    ]
+    finish("scheduler", {"seconds": seconds, "quick": quick}, checks)
+
+
+if __name__ == "__main__":
+    uvloop.run(main())
