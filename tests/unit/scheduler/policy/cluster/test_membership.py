@@ -70,11 +70,11 @@ def test_suspicion_ends_with_a_beat_made_after_it_if_the_engine_advances() -> No
 
 def test_the_largest_slot_is_the_largest_arena_with_a_worker() -> None:
     membership = Membership(fence_s=2.0)
-    assert membership.largest_slot_bytes == 0
+    assert membership.sizes.largest_weights_bytes == 0
     membership.accept_store(a_store("s1", "host-1", arena_bytes=100 * MB))
     membership.accept_store(a_store("s2", "host-2", arena_bytes=900 * MB))
     membership.accept_worker(a_worker("w", "host-1"), streamed=False)
-    assert membership.largest_slot_bytes == 100 * MB
+    assert membership.sizes.largest_weights_bytes == 100 * MB
 
 
 def test_whole_holders_are_those_with_every_chunk() -> None:

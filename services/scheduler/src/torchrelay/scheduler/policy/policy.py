@@ -143,7 +143,6 @@ class Policy:
         accepted = state.membership.accept_worker(worker, streamed)
         if accepted is None:
             return
-        self._remember_sizes()
         state.links.observe_worker(accepted, now)
         state.latency_models.observe(accepted)
         if instance := state.instances.on_worker(accepted.worker_id):
@@ -165,7 +164,6 @@ class Policy:
         state = self.state
         before = state.membership.stores.get(store.store_id)
         if state.membership.accept_store(store):
-            self._remember_sizes()
             replication.store_seen(state, store, before, now)
             relays.store_reported(state, store, before, now)
             if before is None:
@@ -238,11 +236,6 @@ class Policy:
     def _react(self, now: float) -> None:
         admissions.place_waiting(self.state, now)
         scaling.scale(self.state, now)
-
-    def _remember_sizes(self) -> None:
-        state = self.state
-        state.largest_slot_bytes = max(state.largest_slot_bytes, state.membership.largest_slot_bytes)
-        state.largest_kv_pool_bytes = max(state.largest_kv_pool_bytes, state.membership.largest_kv_pool_bytes)
 
     def _remove_instances(self, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
         for change in self.state.instances.leave(worker_id, kind, reason):

@@ -42,10 +42,11 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     starving: list[Demand] = []
     demands = sorted(autoscaler_input.demands, key=lambda demand: -demand.oldest_wait_s)
     for demand in demands:
-        played = autoscaler_input.played(demand.model)
-        if not demand.num_waiting or played >= BOTH or autoscaler_input.now < demand.not_before:
+        if not demand.num_waiting or autoscaler_input.now < demand.not_before:
             continue
-        started = _scale_from_zero(demand, played, autoscaler_input, free)
+        if not autoscaler_input.missing(demand, demand.most_kv_bytes):
+            continue
+        started = _scale_from_zero(demand, autoscaler_input, free)
         _mark_taken(started, free, granted)
         actions += started
         if not started:
@@ -56,7 +57,8 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         for demand in starving:
             actions += evict(demand, autoscaler_input, freeing, config)
     for demand in starving:
-        for slot in free_slots(demand.model, free.values(), autoscaler_input.stores, frozenset()):
+        slots = free_slots(demand.model, free.values(), autoscaler_input.stores, frozenset(), demand.most_kv_bytes)
+        for slot in slots:
             del free[slot.worker_id]
     for demand in demands if autoscaler_input.has_all_waiting else ():
         grown = _scale_up(demand, autoscaler_input, free, granted.get(demand.model.version_id, []), config)
@@ -97,19 +99,21 @@ def wanted_instances(demand: Demand, num_ready: int, num_loading: int, config: P
 
 
 def _scale_from_zero(
-    demand: Demand,
-    played: Roles,
-    autoscaler_input: AutoscalerInput,
-    free: Mapping[str, WorkerStatus],
+    demand: Demand, autoscaler_input: AutoscalerInput, free: Mapping[str, WorkerStatus]
 ) -> list[Action]:
-    """Actions that give a waiting model the roles it lacks; none if it needs an eviction."""
-    missing = BOTH - played
-    slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid)
-    assignments = assign(slots, Role.PREFILL in missing, Role.DECODE in missing)
-    if assignments:
-        return [Wake(demand.model, assignments, _wake_reason(demand, "role_missing" if played else "at_zero"))]
-    spread = _assign_both_roles(autoscaler_input, demand, missing)
-    return [spread] if spread else []
+    """Actions that give a waiting model the roles it lacks for each of its requests, else for the smallest; none if it
+    needs an eviction.
+    """
+    for kv_bytes in sorted({demand.most_kv_bytes, demand.least_kv_bytes}, reverse=True):
+        missing = autoscaler_input.missing(demand, kv_bytes)
+        slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid, kv_bytes)
+        assignments = assign(slots, Role.PREFILL in missing, Role.DECODE in missing)
+        if assignments:
+            cause = "at_zero" if missing >= BOTH else "role_missing"
+            return [Wake(demand.model, assignments, _wake_reason(demand, cause))]
+        if missing and (spread := _assign_both_roles(autoscaler_input, demand, missing, kv_bytes)):
+            return [spread]
+    return []
 
 
 def _scale_up(
@@ -131,7 +135,8 @@ def _scale_up(
     missing = {role: max(wanted - sum(role in one for one in roles), 0) for role in Role}
     if not any(missing.values()):
         return []
-    slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid)
+    stores, kv_bytes = autoscaler_input.stores, demand.least_kv_bytes
+    slots = free_slots(demand.model, free.values(), stores, demand.avoid, kv_bytes)
     assignments = assign(slots, missing[Role.PREFILL], missing[Role.DECODE])
     reason = _wake_reason(demand, "growth", f"{wanted} per role wanted", num_wanted=wanted)
     return [Wake(demand.model, assignments, reason)] if assignments else []
@@ -149,12 +154,14 @@ def _wake_reason(demand: Demand, cause: str, why: str = "", **figures: int) -> R
     return Reason(cause, text(why or plain, demand.num_waiting, demand.num_cold), waiting | figures, by_tenant)
 
 
-def _assign_both_roles(autoscaler_input: AutoscalerInput, demand: Demand, missing: Roles) -> SetRoles | None:
+def _assign_both_roles(
+    autoscaler_input: AutoscalerInput, demand: Demand, missing: Roles, kv_bytes: int
+) -> SetRoles | None:
     """Gives the missing role to an instance of the other one: no weights move, so requests go on at once."""
     own = autoscaler_input.of(demand.model)
     for load in sorted(own, key=lambda load: (load.instance.phase is not InstancePhase.READY, load.num_open)):
         worker = autoscaler_input.workers.get(load.instance.worker_id)
-        if worker and worker.playable_roles >= BOTH and load.instance.takes_roles(autoscaler_input.now):
+        if worker and worker.roles_for(kv_bytes) >= BOTH and load.instance.takes_roles(autoscaler_input.now):
             names = " and ".join(role.name.lower() for role in sorted(missing))
             reason = Reason("role_missing", f"no instance plays {names}, and no slot is free")
             return SetRoles(load.instance.instance_id, BOTH, reason)

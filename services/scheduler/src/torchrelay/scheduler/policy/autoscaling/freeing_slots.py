@@ -9,6 +9,7 @@ from dataclasses import replace
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Action,
     AutoscalerInput,
+    Demand,
     Drain,
     InstanceLoad,
     Wake,
@@ -43,13 +44,13 @@ class FreeingSlots:
                 self._held[instance.host_id][instance_id] = instance.pack_id
         self.versions: set[str] = set()  # that lose or are promised something in this decision: nothing more is taken
 
-    def claim(self, model: Model, missing: Roles) -> Roles:
+    def claim(self, demand: Demand, missing: Roles) -> Roles:
         """Promises the model a slot that plays all ``missing`` roles, else one for each. Returns the rest."""
-        slots = {key: self.roles(model, instance.worker_id) for key, instance in self._unclaimed.items()}
+        slots = {key: self.roles(demand, instance.worker_id) for key, instance in self._unclaimed.items()}
         chosen = fewest(slots, missing)
         for instance_id in chosen:
             del self._unclaimed[instance_id]
-            self.versions.add(model.version_id)
+            self.versions.add(demand.model.version_id)
         return missing.difference(*(slots[instance_id] for instance_id in chosen))
 
     def add(self, actions: Iterable[Action]) -> None:
@@ -65,11 +66,11 @@ class FreeingSlots:
                 self._leaving[instance.host_id].add(instance.pack_id)
                 self._fits.clear()
 
-    def roles(self, model: Model, worker_id: str, without: Sequence[InstanceLoad] = ()) -> Roles:
-        """What the worker could play for the model once all that is idle or leaves, and ``without``, is out of its slot
-        and its host's arena.
+    def roles(self, demand: Demand, worker_id: str, without: Sequence[InstanceLoad] = ()) -> Roles:
+        """What the worker could play for the model that waits, once all that is idle or leaves, and ``without``, is out
+        of its slot and its host's arena.
         """
-        worker = self._input.workers.get(worker_id)
+        worker, model = self._input.workers.get(worker_id), demand.model
         if worker is None or worker_id in self._input.suspects or worker.num_devices != model.num_devices:
             return frozenset()
         if without:
@@ -79,7 +80,7 @@ class FreeingSlots:
             if key not in self._fits:
                 self._fits[key] = self._has_room(model, worker.host_id)
             fits = self._fits[key]
-        return worker.playable_roles if fits else frozenset()
+        return worker.roles_for(demand.most_kv_bytes) if fits else frozenset()
 
     def _has_room(self, model: Model, host_id: str, without: Sequence[InstanceLoad] = ()) -> bool:
         store = self._input.stores.get(host_id)

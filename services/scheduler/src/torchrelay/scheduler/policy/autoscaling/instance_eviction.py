@@ -28,7 +28,7 @@ def evict(
     """Drains that free as few slots as the model needs beyond those that it can claim: one that plays all roles it
     lacks, else one for each.
     """
-    missing = freeing.claim(demand.model, BOTH - autoscaler_input.played(demand.model))
+    missing = freeing.claim(demand, autoscaler_input.missing(demand, demand.most_kv_bytes))
     actions = _drains(demand, missing, autoscaler_input, freeing, config) if missing else []
     if actions:
         freeing.add(actions)
@@ -40,14 +40,14 @@ def _drains(
     demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, freeing: FreeingSlots, config: PolicyConfig
 ) -> list[SetRoles | Drain]:
     model = demand.model
-    idle = {load.instance.instance_id: freeing.roles(model, load.instance.worker_id) for load in freeing.idle}
+    idle = {load.instance.instance_id: freeing.roles(demand, load.instance.worker_id) for load in freeing.idle}
     if chosen := _enough(idle, missing):
         evicted = [load for load in freeing.idle if load.instance.instance_id in chosen]
         return [_drain(load, "evict", "idle, and {} waits for a slot", model) for load in evicted]
     # Who waited longer comes first: two that wait for each other would swap slots.
     if demand.oldest_wait_s < config.share_after_s or not autoscaler_input.has_all_waiting:
         return []
-    if shared := _share_slots(model, missing, autoscaler_input, freeing):
+    if shared := _share_slots(demand, missing, autoscaler_input, freeing):
         return shared
     return _end_turn(demand, missing, autoscaler_input, freeing, config)
 
@@ -59,13 +59,14 @@ def _enough(slots: Mapping[str, Roles], missing: Roles) -> list[str]:
 
 
 def _share_slots(
-    model: Model, missing: Roles, autoscaler_input: AutoscalerInput, freeing: FreeingSlots
+    demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, freeing: FreeingSlots
 ) -> list[SetRoles | Drain]:
     """A model with several slots gives one up if the others cover its roles, or one of them can take both; or if it
     cannot serve with what it has anyway.
 
     The prefill instance goes first: its work ends soon, and decoding goes on undisturbed.
     """
+    model = demand.model
     found: list[tuple[tuple[bool, bool, int, str], list[SetRoles | Drain]]] = []
     for version_id, loads in autoscaler_input.staying.items():
         if version_id == model.version_id or version_id in freeing.versions:
@@ -74,7 +75,7 @@ def _share_slots(
             instance = victim.instance
             if instance.phase is not InstancePhase.READY:
                 continue
-            if not freeing.roles(model, instance.worker_id, without=[victim]) >= missing:
+            if not freeing.roles(demand, instance.worker_id, without=[victim]) >= missing:
                 continue
             drain = _drain(victim, "share", "{} waits for a slot, and this model can do without one", model)
             kept = _role_takeover(loads, victim, autoscaler_input, drain.reason)
@@ -101,14 +102,14 @@ def _end_turn(
         and load.instance.phase is InstancePhase.READY
         and load.instance.since <= autoscaler_input.now - config.turn_s
     ]
-    alone = {load.instance.instance_id: freeing.roles(model, load.instance.worker_id, without=[load]) for load in held}
+    alone = {load.instance.instance_id: freeing.roles(demand, load.instance.worker_id, without=[load]) for load in held}
     victims = [load for load in held if load.instance.instance_id in _enough(alone, missing)]
     if not victims:
         together = defaultdict[tuple[str, str], list[InstanceLoad]](list)
         for load in held:
             together[load.instance.host_id, load.instance.pack_id].append(load)
         for group in together.values():
-            slots = {one.instance.instance_id: freeing.roles(model, one.instance.worker_id, group) for one in group}
+            slots = {one.instance.instance_id: freeing.roles(demand, one.instance.worker_id, group) for one in group}
             if _enough(slots, missing):
                 victims = group
                 break

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from cachetools import FIFOCache
 
 from torchrelay.common.liveness import EngineProgress, Liveness
+from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSizes
 from torchrelay.scheduler.policy.core import BOTH, Role, StoreStatus, WorkerStatus
 
 _SUSPICION_S = 0.25  # reports sent before a fault may still arrive within this time
@@ -50,6 +51,7 @@ class Membership:
         self._liveness: dict[str, Liveness] = {}  # by worker id
         self._store_liveness: dict[str, Liveness] = {}
         self._stalled: FIFOCache[str, EngineProgress] = FIFOCache(_MAX_FENCED)  # incarnation -> where its engine stands
+        self.sizes = SlotSizes()
 
     def accept_worker(self, worker: WorkerStatus, streamed: bool) -> WorkerStatus | None:
         """Stores a report. Returns the worker as it is now; None if the report is from a process known to be dead."""
@@ -65,19 +67,21 @@ class Membership:
         elif old is not None and self._streaming.get(worker.worker_id) == worker.incarnation == old.incarnation:
             worker = replace(worker, slot=old.slot)
         self.workers[worker.worker_id] = worker
+        self.sizes.worker(worker)
         self._end_suspicion(worker.worker_id)
         return worker
 
     def accept_store(self, store: StoreStatus) -> StoreStatus | None:
         if self._is_fenced(store.incarnation, store.seen_at):
             return None
+        self.sizes.store(store)
         self.stores[store.store_id] = self.stores_by_host[store.host_id] = store
         self._store_liveness.setdefault(store.store_id, Liveness(store.seen_at)).heard(store.seen_at)
         return store
 
     def beat_worker(self, worker_id: str, incarnation: str, progress: EngineProgress, now: float) -> bool:
-        """A sign of life; it says nothing of the worker's load. Ignored if the worker is not present. True if the worker
-        is no suspect any more.
+        """A sign of life; it says nothing of the worker's load. Ignored if the worker is not present. True if it ends a
+        suspicion.
         """
         worker = self.workers.get(worker_id)
         if worker is None or worker.incarnation != incarnation:
@@ -128,6 +132,7 @@ class Membership:
         self._suspect_since.pop(worker_id, None)
         self._liveness.pop(worker_id, None)
         worker = self.workers.pop(worker_id, None)
+        self.sizes.worker_gone(worker_id, now)
         if worker is not None and gone:
             self._fence(worker.incarnation, now)
         return worker
@@ -137,6 +142,7 @@ class Membership:
         store = self.stores.pop(store_id, None)
         if store is not None and self.stores_by_host.get(store.host_id) is store:
             del self.stores_by_host[store.host_id]
+            self.sizes.store_gone(store.host_id, now)
         if store is not None and gone:
             self._fence(store.incarnation, now)
         return store
@@ -188,13 +194,3 @@ class Membership:
         """Stores that have all of the pack."""
         stores = self.stores.values()
         return tuple(store.store_id for store in stores if pack_id in store.copies and store.copies[pack_id].complete)
-
-    @property
-    def largest_slot_bytes(self) -> int:
-        """Weights the largest known slot can hold: its host's arena, where it computes in place. 0: none known."""
-        hosts = {worker.host_id for worker in self.workers.values()}
-        return max((store.arena_target_bytes for store in self.stores.values() if store.host_id in hosts), default=0)
-
-    @property
-    def largest_kv_pool_bytes(self) -> int:
-        return max((worker.kv_pool_bytes for worker in self.workers.values()), default=0)
