@@ -16,7 +16,7 @@ from torchrelay.common.liveness import EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Role, SlotStatus
 from torchrelay.scheduler.policy.effects import DisconnectCommand, RefusalReason, SetRolesCommand, UnloadCommand
-from torchrelay.scheduler.policy.inputs import Tick, WorkerStopped
+from torchrelay.scheduler.policy.inputs import LoadUnanswered, Tick, WorkerStopped
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
@@ -142,6 +142,18 @@ def test_a_broker_that_is_silent_for_everybody_costs_nobody() -> None:
     assert scene.placement("r2") is not None
 
 
+def test_a_worker_that_a_gateway_saw_fail_is_used_again_while_the_broker_is_away() -> None:
+    """B5: only a whole report ended the suspicion, and a worker whose slot does not change sends none on its stream."""
+    scene = two_workers_one_host()
+    scene.admit(a_model(), "r1")
+    scene.finish_loads()
+    scene.pass_time(1.0)
+    scene.admit(a_model(), "r2", lost_workers=tuple(scene.workers))
+    assert scene.placement("r2") is None
+    scene.pass_time_with_beats(1.0)
+    assert scene.placement("r2") is not None
+
+
 def test_a_worker_that_hangs_while_the_broker_is_away_is_lost_and_disconnected() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
     scene.admit(a_model(), "r1")
@@ -256,6 +268,32 @@ def test_a_load_of_which_nothing_arrives_is_given_up_although_its_store_is_alive
     assert len(unloads) == 2
     why = {one.reason for one in scene.events if one.topic == "instance.draining"}
     assert why == {"nothing of its pack arrived for 15 s"}
+
+
+def test_a_load_that_hangs_behind_a_complete_copy_is_given_up() -> None:
+    """B7: once the host had all of the pack, a load had no deadline."""
+    scene = two_workers_one_host(load_tries=1, load_stall_s=15.0)
+    model = a_model()
+    scene.admit(model, "r1")
+    scene.hold("store-1", model)
+    scene.pass_time(10.0, step_s=0.5)
+    for worker_id in scene.workers:
+        scene.set_slot(worker_id, num_layers_ready=2)
+    scene.pass_time(14.0, step_s=0.5)
+    assert not [command for command in scene.commands if isinstance(command, UnloadCommand)], "a layer is progress"
+    scene.pass_time(2.0)
+    assert len([command for command in scene.commands if isinstance(command, UnloadCommand)]) == 2
+    why = {one.reason for one in scene.events if one.topic == "instance.draining"}
+    assert why == {"its host has the pack, and no layer of it was loaded for 15 s"}
+
+
+def test_a_load_that_was_not_answered_is_tried_again_while_the_broker_is_away() -> None:
+    """B7: only a report ended it; it counted as an instance on which nothing can be placed."""
+    scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
+    scene.admit(a_model(), "r1")
+    scene.apply(LoadUnanswered(scene.wakes()[0].hops[0].loads[0].instance_id))
+    scene.pass_time_with_beats(3.0)
+    assert len(scene.wakes()) == 2 and "load_failed" in scene.kinds()
 
 
 def test_without_workers_a_request_is_refused_with_the_cause_and_a_resumed_one_later() -> None:

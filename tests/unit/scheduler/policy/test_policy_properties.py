@@ -70,8 +70,8 @@ class Policing(RuleBasedStateMachine):
             admission = attempt.admission if attempt else waiting
             assert admission is not None
             self.scene.apply(Tick())  # what is due happens, asked again or not
-            if key not in self.open or state.attempts.get(key) is not attempt:
-                return  # it was placed just now
+            if state.attempts.get(key) is not attempt or (waiting is not None and key not in state.queues):
+                return  # it was placed or refused just now
             before = (len(state.attempts), len(state.queues))
             model = self.scene.models[admission.version_id]
             effects = self.scene.policy.apply(Admit(admission, model), self.scene.now)

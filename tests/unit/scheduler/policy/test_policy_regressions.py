@@ -70,6 +70,67 @@ def test_a_request_too_large_for_every_instance_there_is_lets_others_pass() -> N
     assert scene.placement("small") is not None
 
 
+def test_a_request_too_large_for_those_who_stay_is_refused_and_grows_nothing() -> None:
+    """B6: the largest pool ever seen counted for ever, and its wait asked for one more instance after the other."""
+    scene = PaperCluster().settle(
+        a_store("s1", "host-1"),
+        a_store("s2", "host-2"),
+        a_worker("large", kv_pool_bytes=64 * MB),
+        *(a_worker(f"small {number}", "host-2", kv_pool_bytes=MB) for number in range(6)),
+    )
+    scene.kill("large")
+    scene.admit(MODEL, "large", num_prompt_tokens=2000, max_tokens=100)
+    scene.admit(MODEL, "resumed", attempt=2, num_forced_tokens=1, num_prompt_tokens=2000, max_tokens=100)
+    scene.admit(MODEL, "small", num_prompt_tokens=100, max_tokens=10)
+    scene.finish_loads()
+    scene.pass_time(9.0)
+    assert scene.placement("small") is not None
+    assert len(list(scene.policy.state.instances)) == 2, "none of these slots would help the large one"
+    assert scene.refusal("large") is None, "its worker may come back"
+    scene.pass_time(2.0)
+    refusal = scene.refusal("large")
+    assert refusal is not None and refusal.reason is RefusalReason.NO_CAPACITY and "KV" in refusal.message
+    assert scene.refusal("resumed", attempt=2) is None, "somebody has read its first tokens"
+    scene.pass_time(50.0, step_s=0.5)
+    assert scene.refusal("resumed", attempt=2) is not None
+
+
+def test_a_request_goes_to_the_slot_whose_pool_holds_it() -> None:
+    """P8: a slot was chosen without a look at its pool."""
+    scene = PaperCluster().settle(
+        a_store("s1", "host-1"), a_worker("a small", kv_pool_bytes=MB), a_worker("b large", kv_pool_bytes=64 * MB)
+    )
+    scene.admit(MODEL, "small", num_prompt_tokens=100, max_tokens=10)
+    scene.finish_loads()
+    assert scene.placement("small") is not None
+    scene.admit(MODEL, "large", num_prompt_tokens=2000, max_tokens=100)
+    scene.pass_time(1.0)
+    placement = scene.placement("large")
+    assert placement is not None and placement.decode.worker_id == "b large"
+
+
+def test_an_idle_model_gives_the_only_slot_whose_pool_holds_a_request() -> None:
+    scene = PaperCluster().settle(
+        a_store("s1", "host-1"), a_worker("a small", kv_pool_bytes=MB), a_worker("b large", kv_pool_bytes=64 * MB)
+    )
+    other = a_model("acme/other")
+    scene.admit(other, "other", num_prompt_tokens=2000, max_tokens=100)
+    scene.finish_loads()
+    scene.release("other")
+    scene.admit(MODEL, "large", num_prompt_tokens=2000, max_tokens=100)
+    scene.pass_time(1.0)
+    placement = scene.placement("large")
+    assert placement is not None and placement.decode.worker_id == "b large"
+
+
+def test_a_model_that_no_slot_has_the_devices_for_is_refused() -> None:
+    scene = two_workers_one_host()
+    scene.admit(a_model(num_devices=4), "r1")
+    refusal = scene.refusal("r1")
+    assert refusal is not None and refusal.reason is RefusalReason.NO_CAPACITY
+    assert refusal.message == "acme/tiny needs a slot of 4 devices; no worker has one."
+
+
 def test_a_load_that_was_taken_without_an_answer_is_no_failed_load() -> None:
     """P12: its retry met the load itself as a conflict, and three such refused the model's requests."""
     scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
@@ -166,3 +227,21 @@ def test_what_is_left_of_a_load_follows_its_layers(num_layers_ready: int) -> Non
     waits = [answer for answer in scene.answers if hasattr(answer, "predicted_wait_s")]
     left_s = 3.0 * (4 - num_layers_ready) / num_layers_ready
     assert placed.predicted.ttft_s > left_s or any(wait.predicted_wait_s >= left_s for wait in waits)
+
+
+def test_a_layer_that_arrives_is_no_reason_to_decide_about_other_models() -> None:
+    """B8: each report of a layer placed and scaled every version there is."""
+    scene = hosts(2)
+    idle, loading = a_model("acme/idle", idle_timeout_s=5.0), a_model("acme/loading")
+    scene.admit(idle, "r1")
+    scene.finish_loads()
+    scene.release("r1")
+    scene.admit(loading, "r2")
+    scene.now += 10.0
+    for worker_id, worker in list(scene.workers.items()):
+        if worker.slot.model == loading.name:
+            scene.set_slot(worker_id, num_layers_ready=2)
+            scene.report(worker_id)
+    assert unloaded(scene) == []
+    scene.finish_loads()
+    assert len(unloaded(scene)) == 2, "what becomes ready is one"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -164,7 +165,8 @@ def test_the_least_is_evicted_and_what_is_used_is_not() -> None:
     store = a_store("s1", "host-1")
     drains = decide(a_situation([a_demand(waiting)], loads, [w1, w2, w3], [store]), RULES)
     assert [(one.instance_id, one.reason.cause) for one in drains if isinstance(one, Drain)] == [("i-w1", "evict")]
-    leaving = [replace(loads[0], instance=replace(loads[0].instance, phase=InstancePhase.DRAINING)), *loads[1:]]
+    draining = replace(loads[0].instance, phase=InstancePhase.DRAINING, since=90.0)
+    leaving = [replace(loads[0], instance=draining), *loads[1:]]
     assert decide(a_situation([a_demand(waiting)], leaving, [w1, w2, w3], [store]), RULES) == ()
     both_wait = [a_demand(waiting), a_demand(first)]
     assert decide(a_situation(both_wait, loads, [w1, w2, w3], [store]), RULES) == ()
@@ -244,6 +246,17 @@ def test_no_model_grows_into_slots_that_a_model_without_any_waits_for() -> None:
     assert [action.model.name for action in both if isinstance(action, Wake)] == [waiting.name]
 
 
+def test_a_decision_on_one_model_takes_no_slot_that_another_waits_for() -> None:
+    """An admission decided on its own model alone, and grew it into what a tick kept free for a model without any."""
+    crowded, waiting = a_model("acme/crowded"), a_model("acme/waiting")
+    workers = [a_worker(f"w{number}") for number in range(3)]
+    demand, load = a_demand(crowded, 40, oldest_wait_s=0.5), InstanceLoad(an_instance(crowded, workers[0]), 9, 0)
+    alone = a_situation([demand], [load], workers, [a_store("s1", "host-1")])
+    assert [type(action) for action in decide(alone, RULES, is_complete=False)] == [Wake]
+    beside = replace(alone, waited_for=alone.waited_for | {waiting.version_id})
+    assert decide(beside, RULES, is_complete=False) == ()
+
+
 def test_a_burst_at_zero_leaves_the_first_pair_to_each_model() -> None:
     first, second = a_model("acme/first"), a_model("acme/second")
     workers = [a_worker(f"w{number}") for number in range(6)]
@@ -260,3 +273,24 @@ def test_two_halves_that_wait_for_each_other_are_sorted_out() -> None:
     demands = [a_demand(first, oldest_wait_s=2.0), a_demand(second, oldest_wait_s=1.5)]
     actions = decide(a_situation(demands, loads, [w1, w2], [a_store("s1", "host-1")]), RULES)
     assert [action.instance_id for action in actions if isinstance(action, Drain)] == ["i-w2"]
+
+
+class Unread(Mapping[str, StoreStatus]):
+    """Stores at which nobody may look."""
+
+    def __getitem__(self, key: str) -> StoreStatus:
+        raise AssertionError("its copies were looked at")
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("all stores were looked at")
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_no_slot_is_looked_at_for_a_model_that_has_what_it_wants() -> None:
+    """B8: the free slots of each model were listed, over all stores, before it was known whether it wants any."""
+    model, workers = a_model(), [a_worker("w0"), a_worker("w1")]
+    load = InstanceLoad(an_instance(model, workers[0]), 1, 0)
+    situation = replace(a_situation([a_demand(model, 0)], [load], workers, []), stores=Unread())
+    assert decide(situation, RULES) == ()

@@ -7,7 +7,123 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker
-from torchrelay.scheduler.policy.core import InstancePhase
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
+    AutoscalerInput,
+    Demand,
+    Drain,
+    InstanceLoad,
+    Loads,
+    SetRoles,
+)
+from torchrelay.scheduler.policy.autoscaling.decision import decide
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Model, Role, Roles, StoreStatus
+
+NOW = 1000.0
+PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
+RULES = PolicyConfig()
+
+
+def an_instance(number: int, model: Model, roles: Roles = BOTH, host_id: str = "host-1", **changes: object) -> Instance:
+    instance = Instance(
+        f"i{number}", model.name, model.version_id, model.pack_id, f"w{number}", f"w{number} first", host_id, roles,
+        InstancePhase.READY, since=1.0, created_at=0.0, accepted_at=0.5, confirmed=True,
+    )  # fmt: skip
+    return replace(instance, **changes)  # type: ignore[arg-type]
+
+
+def a_full_host(
+    instances: list[Instance], demands: list[Demand], stores: list[StoreStatus], busy: int = 0
+) -> AutoscalerInput:
+    """Every slot is taken, by instances that play all that their workers can; the first ``busy`` have requests."""
+    workers = {one.worker_id: a_worker(one.worker_id, one.host_id, one.roles) for one in instances}
+    return AutoscalerInput(
+        NOW,
+        demands,
+        Loads.listed([InstanceLoad(one, int(number < busy), 0, 1.0) for number, one in enumerate(instances)]),
+        workers,
+        {store.host_id: store for store in stores},
+        idle_timeouts_s={one.version_id: 1e6 for one in instances},
+        waited_for=frozenset(demand.model.version_id for demand in demands),
+    )
+
+
+def waiting(name: str, wait_s: float = 0.1) -> Demand:
+    return Demand(a_model(name), 1, 0, wait_s)
+
+
+def drained(situation: AutoscalerInput) -> list[str]:
+    return [action.instance_id for action in decide(situation, RULES) if isinstance(action, Drain)]
+
+
+def test_a_model_that_needs_two_slots_drains_two_however_often_it_is_decided() -> None:
+    """B4: with workers of one role each, every decision drained two more, as none of them alone was enough."""
+    models = [a_model(f"acme/{number}") for number in range(8)]
+    instances = [an_instance(n, models[n // 2], DECODE if n % 2 else PREFILL) for n in range(16)]
+    for _ in range(6):
+        leaving = drained(a_full_host(instances, [waiting("acme/new")], [a_store("s", "host-1")]))
+        instances = [
+            replace(one, phase=InstancePhase.DRAINING, since=NOW) if one.instance_id in leaving else one
+            for one in instances
+        ]
+    assert sum(one.phase is InstancePhase.DRAINING for one in instances) == 2
+
+
+def test_each_of_several_models_that_wait_gets_a_slot_of_its_own_at_once() -> None:
+    """B4: any slot that was leaving, for whomever, ended the search."""
+    instances = [an_instance(number, a_model(f"acme/{number}")) for number in range(8)]
+    demands = [waiting(f"acme/new {number}") for number in range(6)]
+    leaving = drained(a_full_host(instances, demands, [a_store("s", "host-1")]))
+    assert len(set(leaving)) == len(leaving) == 6
+    instances = [
+        replace(one, phase=InstancePhase.DRAINING, since=NOW) if one.instance_id in leaving else one
+        for one in instances
+    ]
+    assert drained(a_full_host(instances, demands, [a_store("s", "host-1")])) == []
+
+
+def test_a_drain_elsewhere_stops_nobody_from_sharing() -> None:
+    """P6: while any slot of the cluster was being freed, no busy model gave one up."""
+    crowded, other = a_model("acme/crowded"), a_model("acme/other")
+    instances = [
+        an_instance(0, crowded),
+        an_instance(1, crowded),
+        an_instance(2, other, phase=InstancePhase.DRAINING, since=NOW - 1.0),
+    ]
+    demands = [waiting("acme/first", 5.0), waiting("acme/second", 4.0)]
+    assert len(drained(a_full_host(instances, demands, [a_store("s", "host-1")], busy=2))) == 1
+    assert drained(a_full_host(instances, demands[:1], [a_store("s", "host-1")], busy=2)) == []
+
+
+def test_a_slot_that_never_becomes_free_is_waited_for_by_nobody() -> None:
+    """B4: a worker that went on draining held up every model that could have used its slot, with idle ones beside."""
+    instances = [an_instance(number, a_model(f"acme/{number}")) for number in range(4)]
+    instances[0] = replace(instances[0], phase=InstancePhase.DRAINING, since=NOW - 100.0)
+    assert len(drained(a_full_host(instances, [waiting("acme/new")], [a_store("s", "host-1")]))) == 1
+
+
+@pytest.mark.parametrize("roles", [[BOTH], [PREFILL, DECODE]], ids=["alone", "apart"])
+def test_a_busy_model_whose_weights_fill_the_arena_gives_way_in_its_turn(roles: list[Roles]) -> None:
+    """B4: only with room for both packs was its slot usable; else who waited, waited until it was idle."""
+    busy = a_model("acme/busy")
+    instances = [an_instance(number, busy, each) for number, each in enumerate(roles)]
+    copies = [replace(a_copy(busy), num_pins=len(roles))]
+    small = a_store("s", "host-1", copies, arena_bytes=busy.pack_bytes + MB)
+    demands = [waiting("acme/new", RULES.turn_s + 1.0)]
+    assert drained(a_full_host(instances, demands, [small], busy=2)) == [one.instance_id for one in instances]
+
+
+def test_what_a_model_gave_up_for_one_is_not_asked_of_it_again_in_the_same_decision() -> None:
+    crowded = a_model("acme/crowded")
+    instances = [an_instance(0, crowded, PREFILL), an_instance(1, crowded, DECODE)]
+    demands = [waiting("acme/first", 5.0), waiting("acme/second", 4.0)]
+    situation = a_full_host(instances, demands, [a_store("s", "host-1")], busy=2)
+    situation = replace(
+        situation, workers={key: replace(worker, playable_roles=BOTH) for key, worker in situation.workers.items()}
+    )
+    actions = decide(situation, RULES)
+    assert [action.instance_id for action in actions if isinstance(action, Drain)] == ["i0"]
+    assert [action.instance_id for action in actions if isinstance(action, SetRoles)] == ["i1"]
 
 
 def report_pins(scene: PaperCluster, store_id: str) -> None:

@@ -55,13 +55,26 @@ def test_suspicion_ends_with_a_report_made_after_it() -> None:
     assert not membership.is_suspect("w")
 
 
+def test_suspicion_ends_with_a_beat_made_after_it_if_the_engine_advances() -> None:
+    membership = Membership(fence_s=2.0)
+    busy = EngineProgress(40, True)
+    membership.accept_worker(a_worker("w", seen_at=1.0, progress=busy), streamed=False)
+    membership.suspect("w", now=1.05)
+    assert not membership.beat_worker("w", "w first", EngineProgress(41, True), now=1.1)  # may have been on its way
+    assert not membership.beat_worker("w", "w first", EngineProgress(41, True), now=2.0)  # it hangs
+    assert not membership.beat_worker("w", "w other", EngineProgress(42, True), now=2.1)
+    assert membership.is_suspect("w")
+    assert membership.beat_worker("w", "w first", EngineProgress(42, True), now=2.2)
+    assert not membership.is_suspect("w") and not membership.beat_worker("w", "w first", busy, now=2.3)
+
+
 def test_the_largest_slot_is_the_largest_arena_with_a_worker() -> None:
     membership = Membership(fence_s=2.0)
-    assert membership.largest_slot_bytes == 0
+    assert membership.sizes.largest_weights_bytes == 0
     membership.accept_store(a_store("s1", "host-1", arena_bytes=100 * MB))
     membership.accept_store(a_store("s2", "host-2", arena_bytes=900 * MB))
     membership.accept_worker(a_worker("w", "host-1"), streamed=False)
-    assert membership.largest_slot_bytes == 100 * MB
+    assert membership.sizes.largest_weights_bytes == 100 * MB
 
 
 def test_whole_holders_are_those_with_every_chunk() -> None:

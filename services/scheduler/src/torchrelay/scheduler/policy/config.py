@@ -33,6 +33,7 @@ class PolicyConfig:
     cancel_after_s: float = 1.0  # a load for which no request waits any more is cancelled after this time
     roles_retry_s: float = 1.0  # after an instance could not be given other roles
     drain_s: float = 30.0  # how long running requests of a drained instance may take
+    drain_grace_s: float = 10.0  # after that, a slot that is still not free is counted on no more
 
     # Failures
     load_tries: int = 3  # failed loads of a version before its waiting requests are refused
@@ -87,3 +88,7 @@ class PolicyConfig:
     def refusal_settle_s(self) -> float:
         """After a start, unknown slots may still appear: no request is refused as too large before."""
         return max(self.settle_s, self.stale_s)
+
+    @property
+    def longest_drain_s(self) -> float:
+        return self.drain_s + self.drain_grace_s

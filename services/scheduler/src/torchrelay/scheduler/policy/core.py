@@ -29,6 +29,7 @@ class Role(enum.IntEnum):
 
 Roles = frozenset[Role]
 BOTH: Roles = frozenset(Role)
+DECODES: Roles = frozenset((Role.DECODE,))
 
 
 class ServiceClass(enum.IntEnum):
@@ -131,6 +132,10 @@ class WorkerStatus:
     has_prefix_cache: bool = False  # a common prefix of prompts is computed once
     progress: EngineProgress = NO_ENGINE
     num_devices: int = 1  # of its slot
+
+    def roles_for(self, kv_bytes: int) -> Roles:
+        """What it can play for requests of which one needs so much KV."""
+        return self.playable_roles if self.kv_pool_bytes >= kv_bytes else self.playable_roles - DECODES
 
 
 @dataclass(frozen=True)

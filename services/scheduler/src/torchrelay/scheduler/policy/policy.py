@@ -50,7 +50,10 @@ class Policy:
             case inputs.WorkerReported(worker, streamed):
                 self._observe_worker(worker, streamed, now)
             case inputs.WorkerBeat(worker_id, incarnation, progress):
-                state.membership.beat_worker(worker_id, incarnation, progress, now)
+                if state.membership.beat_worker(worker_id, incarnation, progress, now):
+                    if instance := state.instances.on_worker(worker_id):
+                        state.rosters.forget(instance.version_id)
+                    self._react(now)
             case inputs.WorkerStreamClosed(worker_id):
                 state.membership.stream_closed(worker_id)
             case inputs.WorkerGone(worker_id):
@@ -139,7 +142,6 @@ class Policy:
         accepted = state.membership.accept_worker(worker, streamed)
         if accepted is None:
             return
-        self._remember_sizes()
         state.links.observe_worker(accepted, now)
         state.latency_models.observe(accepted)
         if instance := state.instances.on_worker(accepted.worker_id):
@@ -147,8 +149,10 @@ class Policy:
         changes = state.instances.observe(accepted, now)
         for change in changes:
             self._record_transition(change, now)
-        if changes or is_new or was_suspect:
+        if is_new or was_suspect or not all(change.is_progress for change in changes):
             self._react(now)
+        elif changes:
+            admissions.place_waiting(state, now, [change.instance.version_id for change in changes])
 
     def _drop_worker(self, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
         if self.state.membership.drop_worker(worker_id, now):
@@ -159,7 +163,6 @@ class Policy:
         state = self.state
         before = state.membership.stores.get(store.store_id)
         if state.membership.accept_store(store):
-            self._remember_sizes()
             replication.store_seen(state, store, before, now)
             relays.store_reported(state, store, before, now)
             if before is None:
@@ -233,11 +236,6 @@ class Policy:
     def _react(self, now: float) -> None:
         admissions.place_waiting(self.state, now)
         scaling.scale(self.state, now)
-
-    def _remember_sizes(self) -> None:
-        state = self.state
-        state.largest_slot_bytes = max(state.largest_slot_bytes, state.membership.largest_slot_bytes)
-        state.largest_kv_pool_bytes = max(state.largest_kv_pool_bytes, state.membership.largest_kv_pool_bytes)
 
     def _remove_instances(self, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
         for change in self.state.instances.leave(worker_id, kind, reason):

@@ -61,8 +61,6 @@ class State:
     instances_without_token: FIFOCache[str, tuple[str, ...]] = field(  # by request id; see note_no_token
         default_factory=lambda: FIFOCache(_MAX_REQUESTS_WITHOUT_TOKEN)
     )
-    largest_slot_bytes: int = 0  # ever seen: a host that is away may come back
-    largest_kv_pool_bytes: int = 0
     whole_scale_due: float = 0.0  # next look at models that nobody waits for
     unserved_since: float | None = None  # since when no model can be loaded; None: one can
 

@@ -27,7 +27,7 @@ def cluster_view(controller: Controller) -> scheduler_pb2.ClusterView:
             scheduler_pb2.ModelDemand(model=name, num_waiting=waiting[name], num_running=running[name])
             for name in sorted(waiting.keys() | running.keys())
         ],
-        largest_slot_bytes=state.membership.largest_slot_bytes,
+        largest_slot_bytes=state.membership.sizes.largest_weights_bytes,
         relays=relay_views(state, now),
         versions=_version_views(state),
     )

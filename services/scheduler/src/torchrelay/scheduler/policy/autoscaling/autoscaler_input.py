@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
-from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Model, Roles, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.core import (
+    BOTH,
+    DECODES,
+    Instance,
+    InstancePhase,
+    Model,
+    Role,
+    Roles,
+    StoreStatus,
+    WorkerStatus,
+)
 from torchrelay.scheduler.policy.reasons import Reason
 
 
@@ -23,6 +33,8 @@ class Demand:
     backlog_s: float = 0.0  # prompts queued at its instances, in seconds of one instance; 0 without a measured rate
     not_before: float = 0.0  # no load before then: one failed
     avoid: frozenset[str] = frozenset()
+    most_kv_bytes: int = 0  # of one that waits; 0: every pool that there is holds each of them
+    least_kv_bytes: int = 0
     by_tenant: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # (num_waiting, num_cold), if several
 
 
@@ -99,8 +111,22 @@ class AutoscalerInput:
         found = {demand.model.version_id: self.of(demand.model) for demand in self.demands}
         return {version_id: loads for version_id, loads in found.items() if loads}
 
+    @property
+    def has_all_waiting(self) -> bool:
+        """Whether it has the demand of every model that requests wait for."""
+        return self.waited_for <= {demand.model.version_id for demand in self.demands}
+
     def of(self, model: Model) -> Sequence[InstanceLoad]:
         return [load for load in self.instance_loads.of_version(model.version_id) if load.instance.staying]
+
+    def missing(self, demand: Demand, kv_bytes: int) -> Roles:
+        """Roles that none of the model's instances plays, nor was told to, for a request with so much KV."""
+        played: set[Role] = set()
+        for load in self.of(demand.model):
+            worker = self.workers.get(load.instance.worker_id)
+            is_small = worker is not None and worker.kv_pool_bytes < kv_bytes
+            played |= load.instance.target_roles - DECODES if is_small else load.instance.target_roles
+        return BOTH - played
 
 
 @dataclass(frozen=True)

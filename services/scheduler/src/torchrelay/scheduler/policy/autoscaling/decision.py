@@ -21,6 +21,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Wake,
     cover_both_roles,
 )
+from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots
 from torchrelay.scheduler.policy.autoscaling.instance_eviction import evict
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -33,7 +34,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     has the demands of some models only, and is about these.
 
     First every waiting model gets what it needs to serve at all, the longest wait first; then models scale up, but not
-    into slots for which a model without any still waits.
+    into slots for which a model without any still waits: not at all, unless every model that waits is decided on.
     """
     actions: list[Action] = []
     free = _free_workers(autoscaler_input)
@@ -41,18 +42,25 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     starving: list[Demand] = []
     demands = sorted(autoscaler_input.demands, key=lambda demand: -demand.oldest_wait_s)
     for demand in demands:
-        played = frozenset(role for load in autoscaler_input.of(demand.model) for role in load.instance.target_roles)
-        if not demand.num_waiting or played >= BOTH or autoscaler_input.now < demand.not_before:
+        if not demand.num_waiting or autoscaler_input.now < demand.not_before:
             continue
-        started, served = _scale_from_zero(demand, played, autoscaler_input, free, actions, config)
+        if not autoscaler_input.missing(demand, demand.most_kv_bytes):
+            continue
+        started = _scale_from_zero(demand, autoscaler_input, free)
         _mark_taken(started, free, granted)
         actions += started
-        if not served:
+        if not started:
             starving.append(demand)
+    if starving:
+        freeing = FreeingSlots(autoscaler_input, config)
+        freeing.add(actions)
+        for demand in starving:
+            actions += evict(demand, autoscaler_input, freeing, config)
     for demand in starving:
-        for slot in free_slots(demand.model, free.values(), autoscaler_input.stores, frozenset()):
+        slots = free_slots(demand.model, free.values(), autoscaler_input.stores, frozenset(), demand.most_kv_bytes)
+        for slot in slots:
             del free[slot.worker_id]
-    for demand in demands:
+    for demand in demands if autoscaler_input.has_all_waiting else ():
         grown = _scale_up(demand, autoscaler_input, free, granted.get(demand.model.version_id, []), config)
         _mark_taken(grown, free, granted)
         actions += grown
@@ -91,22 +99,21 @@ def wanted_instances(demand: Demand, num_ready: int, num_loading: int, config: P
 
 
 def _scale_from_zero(
-    demand: Demand,
-    played: Roles,
-    autoscaler_input: AutoscalerInput,
-    free: Mapping[str, WorkerStatus],
-    decided: Sequence[Action],
-    config: PolicyConfig,
-) -> tuple[list[Action], bool]:
-    """Actions that give a waiting model the roles it lacks, and whether they suffice without an eviction."""
-    missing = BOTH - played
-    slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid)
-    assignments = assign(slots, Role.PREFILL in missing, Role.DECODE in missing)
-    if assignments:
-        return [Wake(demand.model, assignments, _wake_reason(demand, "role_missing" if played else "at_zero"))], True
-    if spread := _assign_both_roles(autoscaler_input, demand, missing):
-        return [spread], True
-    return list(evict(demand, missing, autoscaler_input, decided, config)), False
+    demand: Demand, autoscaler_input: AutoscalerInput, free: Mapping[str, WorkerStatus]
+) -> list[Action]:
+    """Actions that give a waiting model the roles it lacks for each of its requests, else for the smallest; none if it
+    needs an eviction.
+    """
+    for kv_bytes in sorted({demand.most_kv_bytes, demand.least_kv_bytes}, reverse=True):
+        missing = autoscaler_input.missing(demand, kv_bytes)
+        slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid, kv_bytes)
+        assignments = assign(slots, Role.PREFILL in missing, Role.DECODE in missing)
+        if assignments:
+            cause = "at_zero" if missing >= BOTH else "role_missing"
+            return [Wake(demand.model, assignments, _wake_reason(demand, cause))]
+        if missing and (spread := _assign_both_roles(autoscaler_input, demand, missing, kv_bytes)):
+            return [spread]
+    return []
 
 
 def _scale_up(
@@ -126,7 +133,10 @@ def _scale_up(
     num_ready = min(sum(instance.plays(role) for instance in ready) for role in Role)
     wanted = wanted_instances(demand, num_ready, num_loading, config)
     missing = {role: max(wanted - sum(role in one for one in roles), 0) for role in Role}
-    slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid)
+    if not any(missing.values()):
+        return []
+    stores, kv_bytes = autoscaler_input.stores, demand.least_kv_bytes
+    slots = free_slots(demand.model, free.values(), stores, demand.avoid, kv_bytes)
     assignments = assign(slots, missing[Role.PREFILL], missing[Role.DECODE])
     reason = _wake_reason(demand, "growth", f"{wanted} per role wanted", num_wanted=wanted)
     return [Wake(demand.model, assignments, reason)] if assignments else []
@@ -144,12 +154,14 @@ def _wake_reason(demand: Demand, cause: str, why: str = "", **figures: int) -> R
     return Reason(cause, text(why or plain, demand.num_waiting, demand.num_cold), waiting | figures, by_tenant)
 
 
-def _assign_both_roles(autoscaler_input: AutoscalerInput, demand: Demand, missing: Roles) -> SetRoles | None:
+def _assign_both_roles(
+    autoscaler_input: AutoscalerInput, demand: Demand, missing: Roles, kv_bytes: int
+) -> SetRoles | None:
     """Gives the missing role to an instance of the other one: no weights move, so requests go on at once."""
     own = autoscaler_input.of(demand.model)
     for load in sorted(own, key=lambda load: (load.instance.phase is not InstancePhase.READY, load.num_open)):
         worker = autoscaler_input.workers.get(load.instance.worker_id)
-        if worker and worker.playable_roles >= BOTH and load.instance.takes_roles(autoscaler_input.now):
+        if worker and worker.roles_for(kv_bytes) >= BOTH and load.instance.takes_roles(autoscaler_input.now):
             names = " and ".join(role.name.lower() for role in sorted(missing))
             reason = Reason("role_missing", f"no instance plays {names}, and no slot is free")
             return SetRoles(load.instance.instance_id, BOTH, reason)

@@ -34,20 +34,27 @@ class SlotAssignment:
 
 
 def free_slots(
-    model: Model, workers: Iterable[WorkerStatus], stores: Mapping[str, StoreStatus], avoid: frozenset[str]
+    model: Model,
+    workers: Iterable[WorkerStatus],
+    stores: Mapping[str, StoreStatus],
+    avoid: frozenset[str],
+    kv_bytes: int = 0,
 ) -> list[FreeSlot]:
-    """The slots of ``workers`` (all free) whose host has a store with room for the pack; ``stores``: by host."""
+    """The slots of ``workers`` (all free) whose host has a store with room for the pack; ``stores``: by host. With a
+    pool of less than ``kv_bytes`` they do not decode.
+    """
     return [
         FreeSlot(
             worker.worker_id,
             worker.host_id,
-            worker.playable_roles,
+            roles,
             tier_of(model.pack_id, store, stores.values()),
             worker.worker_id in avoid,
             worker.preferred_role,
         )
         for worker in workers
         if worker.num_devices == model.num_devices
+        and (roles := worker.roles_for(kv_bytes))
         and (store := stores.get(worker.host_id))
         and store.room_for(model.pack_id, model.pack_bytes)
     ]

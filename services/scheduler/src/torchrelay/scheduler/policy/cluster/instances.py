@@ -37,6 +37,14 @@ class InstanceTransition:
     def gone(self) -> bool:
         return self.kind not in (TransitionKind.ADOPTED, TransitionKind.MOVED)
 
+    @property
+    def is_progress(self) -> bool:
+        """Whether only more layers are loaded: what the cluster can serve, and in which slots, is as before."""
+        before, after = self.before, self.instance
+        if self.kind is not TransitionKind.MOVED or before is None:
+            return False
+        return (before.phase, before.roles, before.accepted) == (after.phase, after.roles, after.accepted)
+
 
 class Instances:
     """Instances by id; at most one per worker."""

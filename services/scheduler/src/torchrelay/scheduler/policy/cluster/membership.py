@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from cachetools import FIFOCache
 
 from torchrelay.common.liveness import EngineProgress, Liveness
+from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSizes
 from torchrelay.scheduler.policy.core import BOTH, Role, StoreStatus, WorkerStatus
 
 _SUSPICION_S = 0.25  # reports sent before a fault may still arrive within this time
@@ -50,6 +51,7 @@ class Membership:
         self._liveness: dict[str, Liveness] = {}  # by worker id
         self._store_liveness: dict[str, Liveness] = {}
         self._stalled: FIFOCache[str, EngineProgress] = FIFOCache(_MAX_FENCED)  # incarnation -> where its engine stands
+        self.sizes = SlotSizes()
 
     def accept_worker(self, worker: WorkerStatus, streamed: bool) -> WorkerStatus | None:
         """Stores a report. Returns the worker as it is now; None if the report is from a process known to be dead."""
@@ -65,24 +67,27 @@ class Membership:
         elif old is not None and self._streaming.get(worker.worker_id) == worker.incarnation == old.incarnation:
             worker = replace(worker, slot=old.slot)
         self.workers[worker.worker_id] = worker
-        since = self._suspect_since.get(worker.worker_id)
-        # It reports again, and its engine works: one that hangs may report all the time.
-        if since is not None and self._liveness[worker.worker_id].advanced_at > since + _SUSPICION_S:
-            del self._suspect_since[worker.worker_id]
+        self.sizes.worker(worker)
+        self._end_suspicion(worker.worker_id)
         return worker
 
     def accept_store(self, store: StoreStatus) -> StoreStatus | None:
         if self._is_fenced(store.incarnation, store.seen_at):
             return None
+        self.sizes.store(store)
         self.stores[store.store_id] = self.stores_by_host[store.host_id] = store
         self._store_liveness.setdefault(store.store_id, Liveness(store.seen_at)).heard(store.seen_at)
         return store
 
-    def beat_worker(self, worker_id: str, incarnation: str, progress: EngineProgress, now: float) -> None:
-        """A sign of life; it says nothing of the worker's load. Ignored if the worker is not present."""
+    def beat_worker(self, worker_id: str, incarnation: str, progress: EngineProgress, now: float) -> bool:
+        """A sign of life; it says nothing of the worker's load. Ignored if the worker is not present. True if it ends a
+        suspicion.
+        """
         worker = self.workers.get(worker_id)
-        if worker is not None and worker.incarnation == incarnation:
-            self._liveness[worker_id].observe(progress, now)
+        if worker is None or worker.incarnation != incarnation:
+            return False
+        self._liveness[worker_id].observe(progress, now)
+        return self._end_suspicion(worker_id)
 
     def beat_store(self, store_id: str, incarnation: str, now: float) -> None:
         store = self.stores.get(store_id)
@@ -102,9 +107,17 @@ class Membership:
         self._streaming.pop(worker_id, None)
 
     def suspect(self, worker_id: str, now: float) -> None:
-        """A gateway saw the worker fail: nothing is placed there until it reports again."""
+        """A gateway saw the worker fail: nothing is placed there until it speaks again."""
         if worker_id in self.workers:
             self._suspect_since.setdefault(worker_id, now)
+
+    def _end_suspicion(self, worker_id: str) -> bool:
+        """True if the worker speaks again, and its engine works: one that hangs may speak all the time."""
+        since = self._suspect_since.get(worker_id)
+        if since is None or self._liveness[worker_id].advanced_at <= since + _SUSPICION_S:
+            return False
+        del self._suspect_since[worker_id]
+        return True
 
     @property
     def suspects(self) -> frozenset[str]:
@@ -119,6 +132,7 @@ class Membership:
         self._suspect_since.pop(worker_id, None)
         self._liveness.pop(worker_id, None)
         worker = self.workers.pop(worker_id, None)
+        self.sizes.worker_gone(worker_id, now)
         if worker is not None and gone:
             self._fence(worker.incarnation, now)
         return worker
@@ -128,6 +142,7 @@ class Membership:
         store = self.stores.pop(store_id, None)
         if store is not None and self.stores_by_host.get(store.host_id) is store:
             del self.stores_by_host[store.host_id]
+            self.sizes.store_gone(store.host_id, now)
         if store is not None and gone:
             self._fence(store.incarnation, now)
         return store
@@ -179,13 +194,3 @@ class Membership:
         """Stores that have all of the pack."""
         stores = self.stores.values()
         return tuple(store.store_id for store in stores if pack_id in store.copies and store.copies[pack_id].complete)
-
-    @property
-    def largest_slot_bytes(self) -> int:
-        """Weights the largest known slot can hold: its host's arena, where it computes in place. 0: none known."""
-        hosts = {worker.host_id for worker in self.workers.values()}
-        return max((store.arena_target_bytes for store in self.stores.values() if store.host_id in hosts), default=0)
-
-    @property
-    def largest_kv_pool_bytes(self) -> int:
-        return max((worker.kv_pool_bytes for worker in self.workers.values()), default=0)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy import effects
+from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
 from torchrelay.scheduler.policy.core import (
     BOTH,
@@ -165,25 +166,37 @@ def refuse_infeasible(state: State, now: float) -> None:
 
 
 def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None:
-    """Refuses a waiting request that no slot can ever serve; shortly after a start, slots may still appear."""
-    if now - state.started_at < state.config.refusal_settle_s or not state.largest_slot_bytes:
+    """Refuses a waiting request that no slot can serve, and none could for some time; shortly after a start, slots may
+    still appear. Where there is no slot of any size, it is for ``refuse_unserved`` to say why.
+    """
+    config, sizes = state.config, state.membership.sizes
+    if now - state.started_at < config.refusal_settle_s or not sizes.largest_weights_bytes:
         return
-    model, available = state.models[admission.version_id], state.largest_slot_bytes
-    needed, pool = admission.kv_bytes(model), state.largest_kv_pool_bytes
-    if model.pack_bytes > available:
+    model = state.models[admission.version_id]
+    slots = sizes.since(now - _absence_limit_s(state, admission), model.num_devices)
+    arena = max((slot.weights_bytes for slot in slots), default=0)
+    needed, pool = admission.kv_bytes(model), largest_pool(slots)
+    if not arena:
+        message = f"{admission.model} needs a slot of {model.num_devices} devices; no worker has one."
+    elif model.pack_bytes > arena:
         weights = f"The weights of {admission.model} take {model.pack_bytes:,} bytes"
-        message = f"{weights}; the largest slot holds {available:,}."
-    elif needed > pool:
+        message = f"{weights}; the largest slot holds {arena:,}."
+    elif needed > pool > 0:
         message = f"The request needs {needed:,} bytes of KV to its last token; the largest pool has {pool:,}."
     else:
         return
     refuse(state, admission, effects.RefusalReason.NO_CAPACITY, message, now)
 
 
+def _absence_limit_s(state: State, admission: Admission) -> float:
+    """How long a request waits for what is not there; one that has given tokens already waits longer."""
+    return state.config.unserved_resumed_s if admission.num_forced_tokens else state.config.unserved_s
+
+
 def refuse_unserved(state: State, now: float) -> None:
     """Refuses requests that need a load when, for some time now, no model can be loaded anywhere.
 
-    As long as one can, waiting is a matter of turns. A request that has given tokens already waits longer.
+    As long as one can, waiting is a matter of turns.
     """
     why = state.membership.why_no_load()
     if not why:
@@ -192,7 +205,7 @@ def refuse_unserved(state: State, now: float) -> None:
     if state.unserved_since is None:
         state.unserved_since = now
     for admission in list(state.queues):
-        limit_s = state.config.unserved_resumed_s if admission.num_forced_tokens else state.config.unserved_s
+        limit_s = _absence_limit_s(state, admission)
         if now - state.unserved_since >= limit_s and not _has_served_roles(state, admission.version_id):
             message = f"{admission.model} cannot be loaded: {why}."
             refuse(state, admission, effects.RefusalReason.LOAD_FAILED, message, now, limit_s)
@@ -341,14 +354,16 @@ def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> 
     return load_left_s(instance, expected_s, now)
 
 
-def backlog_s(state: State, model: Model, now: float) -> float:
-    """All prompts that wait for the version, here and at its instances, in seconds of one of these; 0 without any."""
+def backlog_s(state: State, model: Model, now: float, num_left_out: int = 0) -> float:
+    """All prompts that wait for the version, here (but for so many tokens) and at its instances, in seconds of one of
+    these; 0 without any.
+    """
     roster = state.rosters.of(model.version_id, lambda: _roster(state, model, now))
     prefills = [entry for entry in roster if entry.plays_prefill]
     if not prefills:
         return 0.0
     bound_s = sum(entry.ahead_s(state.attempts.at(entry.instance_id).lane, now) for entry in prefills)
-    return bound_s + prefills[0].latency.queued_s(state.queues.num_prefill_tokens(model.version_id))
+    return bound_s + prefills[0].latency.queued_s(state.queues.num_prefill_tokens(model.version_id) - num_left_out)
 
 
 def predicted_wait_s(state: State, model: Model, now: float) -> float:

@@ -1,12 +1,18 @@
-"""Loads that have stopped: nothing of the pack arrives any more. While bytes come, a load may take any time."""
+"""Loads that have stopped: nothing arrives any more, or what has arrived is not loaded. While bytes or layers come, a
+load may take any time.
+"""
 
 from __future__ import annotations
 
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadMark
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.core import Instance, InstancePhase
+from torchrelay.scheduler.policy.dispatch.latency import load_s
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions.scaling import LOAD_STALLED
+
+_UNANSWERED_S = 1.0  # after its call ended without an answer, a load that was taken shows in a report within this time
 
 
 def stalled(state: State, now: float) -> list[tuple[Instance, Reason]]:
@@ -16,7 +22,7 @@ def stalled(state: State, now: float) -> list[tuple[Instance, Reason]]:
     found = []
     for instance in loading:
         stopped_s = state.load_progress.observe(instance.instance_id, _mark(state, instance), now)
-        if (reason := _reason(state, instance, stopped_s)) is not None:
+        if (reason := _reason(state, instance, stopped_s, now)) is not None:
             found.append((instance, reason))
     return found
 
@@ -29,15 +35,20 @@ def _mark(state: State, instance: Instance) -> LoadMark:
     return LoadMark(instance.accepted, num_phases, instance.num_layers_ready, num_chunks)
 
 
-def _reason(state: State, instance: Instance, stopped_s: float) -> Reason | None:
+def _reason(state: State, instance: Instance, stopped_s: float, now: float) -> Reason | None:
     store, config = state.membership.store_of(instance.host_id), state.config
     if store is None:
         if stopped_s <= config.load_orphan_s:
             return None
         return Reason(LOAD_STALLED, f"the param-store of host {instance.host_id} does not answer")
+    if not instance.accepted:
+        if instance.unanswered_at and now - instance.unanswered_at > _UNANSWERED_S:
+            return Reason(LOAD_STALLED, "the worker did not answer, and does not say that it loads")
+        return None  # a call with a deadline of its own is under way
     copy = store.copies.get(instance.pack_id)
-    if not instance.accepted or (copy is not None and copy.complete):
-        return None  # a call with a deadline of its own is under way; or nothing needs to arrive any more
-    if stopped_s <= config.load_stall_s:
-        return None
-    return Reason(LOAD_STALLED, f"nothing of its pack arrived for {config.load_stall_s:g} s")
+    if copy is not None and copy.complete:
+        limit_s = max(config.load_stall_s, 2 * load_s(copy.pack_bytes, Tier.HOST, config))
+        why = "its host has the pack, and no layer of it was loaded"
+    else:
+        limit_s, why = config.load_stall_s, "nothing of its pack arrived"
+    return Reason(LOAD_STALLED, f"{why} for {limit_s:g} s") if stopped_s > limit_s else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     AutoscalerInput,
@@ -16,6 +16,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Wake,
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide
+from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Roles
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
@@ -82,16 +83,46 @@ def _demand(state: State, model: Model, now: float) -> Demand:
     instances = [instance for instance in state.instances.of_version(version_id) if instance.staying]
     loading = [instance.instance_id for instance in instances if instance.phase is InstancePhase.LOADING]
     cold = state.attempts.attempts_at(loading)
+    waiting = _waiting(state, model, now)
     return Demand(
         model=model,
-        num_waiting=state.queues.num_waiting(version_id),
+        num_waiting=waiting.number,
         num_cold=len(cold),
-        oldest_wait_s=state.queues.oldest_wait_s(version_id, now),
-        backlog_s=admissions.backlog_s(state, model, now),
+        oldest_wait_s=waiting.oldest_s,
+        backlog_s=admissions.backlog_s(state, model, now, waiting.num_too_large_tokens),
         not_before=state.load_failures.not_before(version_id),
         avoid=state.load_failures.avoid(version_id, now),
+        most_kv_bytes=waiting.most_kv_bytes,
+        least_kv_bytes=waiting.least_kv_bytes,
         by_tenant=_of_tenants(state, version_id, cold),
     )
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """The requests of a model that slots can help: too large for each that is there, they wait for another worker."""
+
+    number: int = 0
+    oldest_s: float = 0.0
+    most_kv_bytes: int = 0
+    least_kv_bytes: int = 0
+    num_too_large_tokens: int = 0  # of the prompts left out
+
+
+def _waiting(state: State, model: Model, now: float) -> _Waiting:
+    version_id, sizes = model.version_id, state.membership.sizes
+    slots = sizes.since(now - state.config.unserved_resumed_s, model.num_devices)
+    pools = {slot.kv_pool_bytes for slot in slots if slot.kv_pool_bytes}
+    if len(pools) <= 1:  # as usual: the slots that hold any request hold each
+        return _Waiting(state.queues.num_waiting(version_id), state.queues.oldest_wait_s(version_id, now))
+    largest = largest_pool(sizes.present(model.num_devices))
+    waiting = state.queues.waiting(version_id)
+    fit = [one for one in waiting if one.kv_bytes(model) <= largest]
+    num_left_out = sum(one.num_prefill_tokens for one in waiting) - sum(one.num_prefill_tokens for one in fit)
+    if not fit:
+        return _Waiting(num_too_large_tokens=num_left_out)
+    needs = [one.kv_bytes(model) for one in fit]
+    return _Waiting(len(fit), now - min(one.admitted_at for one in fit), max(needs), min(needs), num_left_out)
 
 
 def _of_tenants(state: State, version_id: str, cold: Iterable[OpenAttempt]) -> dict[str, tuple[int, int]]:

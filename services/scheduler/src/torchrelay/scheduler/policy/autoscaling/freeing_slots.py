@@ -1,0 +1,120 @@
+"""Slots that are being freed, and which waiting model counts on which of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
+    Action,
+    AutoscalerInput,
+    Demand,
+    Drain,
+    InstanceLoad,
+    Wake,
+)
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Roles, StoreStatus
+
+
+class FreeingSlots:
+    """The ledger of one decision: every slot that is being freed serves one waiting model, in the order in which they
+    claim. A drain that overran its time frees nothing, so nobody waits for it.
+    """
+
+    def __init__(self, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> None:
+        self._input = autoscaler_input
+        self._loads = {load.instance.instance_id: load for load in autoscaler_input.loads}
+        begun_after = autoscaler_input.now - config.longest_drain_s
+        self._unclaimed: dict[str, Instance] = {}
+        self._held = defaultdict[str, dict[str, str]](dict)  # packs of what stays: by host, by instance
+        self._leaving = defaultdict[str, set[str]](set)  # packs of what is idle or leaves, by host
+        self._fits: dict[tuple[str, str], bool] = {}  # by pack and host
+        self.idle = _idle(autoscaler_input)
+        idle_ids = {load.instance.instance_id for load in self.idle}
+        for instance_id, load in self._loads.items():
+            instance = load.instance
+            leaves = instance.phase is InstancePhase.DRAINING and instance.since > begun_after
+            if leaves:
+                self._unclaimed[instance_id] = instance
+            if leaves or instance_id in idle_ids:
+                self._leaving[instance.host_id].add(instance.pack_id)
+            else:
+                self._held[instance.host_id][instance_id] = instance.pack_id
+        self.versions: set[str] = set()  # that lose or are promised something in this decision: nothing more is taken
+
+    def claim(self, demand: Demand, missing: Roles) -> Roles:
+        """Promises the model a slot that plays all ``missing`` roles, else one for each. Returns the rest."""
+        slots = {key: self.roles(demand, instance.worker_id) for key, instance in self._unclaimed.items()}
+        chosen = fewest(slots, missing)
+        for instance_id in chosen:
+            del self._unclaimed[instance_id]
+            self.versions.add(demand.model.version_id)
+        return missing.difference(*(slots[instance_id] for instance_id in chosen))
+
+    def add(self, actions: Iterable[Action]) -> None:
+        """These were decided, for one model; the slots that they free are promised to it."""
+        for action in actions:
+            if isinstance(action, Wake):
+                continue
+            instance = self._loads[action.instance_id].instance
+            self.versions.add(instance.version_id)
+            if isinstance(action, Drain):
+                self.idle = [load for load in self.idle if load.instance is not instance]
+                self._held[instance.host_id].pop(instance.instance_id, None)
+                self._leaving[instance.host_id].add(instance.pack_id)
+                self._fits.clear()
+
+    def roles(self, demand: Demand, worker_id: str, without: Sequence[InstanceLoad] = ()) -> Roles:
+        """What the worker could play for the model that waits, once all that is idle or leaves, and ``without``, is out
+        of its slot and its host's arena.
+        """
+        worker, model = self._input.workers.get(worker_id), demand.model
+        if worker is None or worker_id in self._input.suspects or worker.num_devices != model.num_devices:
+            return frozenset()
+        if without:
+            fits = self._has_room(model, worker.host_id, without)
+        else:
+            key = (model.pack_id, worker.host_id)
+            if key not in self._fits:
+                self._fits[key] = self._has_room(model, worker.host_id)
+            fits = self._fits[key]
+        return worker.roles_for(demand.most_kv_bytes) if fits else frozenset()
+
+    def _has_room(self, model: Model, host_id: str, without: Sequence[InstanceLoad] = ()) -> bool:
+        store = self._input.stores.get(host_id)
+        if store is None:
+            return False
+        gone = {load.instance.instance_id: load.instance.pack_id for load in without}
+        held = {pack_id for instance_id, pack_id in self._held[host_id].items() if instance_id not in gone}
+        unpinned = self._leaving[host_id].union(gone.values()) - held
+        return _unpinned(store, unpinned).room_for(model.pack_id, model.pack_bytes)
+
+
+def fewest(slots: Mapping[str, Roles], missing: Roles) -> list[str]:
+    """The first slot that plays all ``missing`` roles, else the first for each role that any plays."""
+    whole = next((key for key, roles in slots.items() if roles >= missing), None)
+    if whole is not None:
+        return [whole]
+    chosen: list[str] = []
+    for role in sorted(missing):
+        chosen += [key for key, roles in slots.items() if role in roles and key not in chosen][:1]
+    return chosen
+
+
+def _idle(autoscaler_input: AutoscalerInput) -> list[InstanceLoad]:
+    """Instances that no request uses or waits for, longest idle first."""
+    idle = [
+        load
+        for load in autoscaler_input.loads
+        if load.instance.staying
+        and load.instance.version_id not in autoscaler_input.waited_for
+        and load.is_idle_since(autoscaler_input.now)
+    ]
+    return sorted(idle, key=lambda load: (load.last_active, load.instance.instance_id))
+
+
+def _unpinned(store: StoreStatus, packs: set[str]) -> StoreStatus:
+    unpinned = {pack_id: replace(store.copies[pack_id], num_pins=0) for pack_id in packs & store.copies.keys()}
+    return replace(store, copies={**store.copies, **unpinned})

@@ -1,0 +1,99 @@
+"""What slots can hold: those that are there, and those that were a short time ago."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torchrelay.scheduler.policy.core import Role, StoreStatus, WorkerStatus
+
+_REMEMBERED_S = 600.0
+
+
+class SlotSize(NamedTuple):
+    num_devices: int = 1
+    weights_bytes: int = 0  # its host's arena, where it computes in place; 0: no store answers there
+    kv_pool_bytes: int = 0  # 0: it does not decode
+
+
+class _Slot(NamedTuple):
+    host_id: str
+    num_devices: int
+    kv_pool_bytes: int
+
+
+class SlotSizes:
+    """The sizes of all slots, counted; clusters have few of them."""
+
+    def __init__(self) -> None:
+        self._slots: dict[str, _Slot] = {}  # by worker
+        self._on_host = defaultdict[str, set[str]](set)
+        self._arenas: dict[str, int] = {}  # by host
+        self._present: Counter[SlotSize] = Counter()
+        self._gone: dict[SlotSize, float] = {}  # those of which there is none, and until when there was
+
+    def worker(self, worker: WorkerStatus) -> None:
+        """The worker is there, with this slot."""
+        pool_bytes = worker.kv_pool_bytes if Role.DECODE in worker.playable_roles else 0
+        slot = _Slot(worker.host_id, worker.num_devices, pool_bytes)
+        if self._slots.get(worker.worker_id) != slot:
+            self.worker_gone(worker.worker_id, worker.seen_at)
+            self._slots[worker.worker_id] = slot
+            self._on_host[slot.host_id].add(worker.worker_id)
+            self._add(self._size(slot))
+
+    def worker_gone(self, worker_id: str, now: float) -> None:
+        if slot := self._slots.pop(worker_id, None):
+            self._on_host[slot.host_id].discard(worker_id)
+            self._remove(self._size(slot), now)
+            if not self._on_host[slot.host_id]:
+                del self._on_host[slot.host_id]
+
+    def store(self, store: StoreStatus) -> None:
+        self._set_arena(store.host_id, store.arena_target_bytes, store.seen_at)
+
+    def store_gone(self, host_id: str, now: float) -> None:
+        self._set_arena(host_id, 0, now)
+        self._arenas.pop(host_id, None)
+
+    def _set_arena(self, host_id: str, num_bytes: int, now: float) -> None:
+        if self._arenas.get(host_id, 0) == num_bytes:
+            return
+        slots = [self._slots[worker_id] for worker_id in self._on_host.get(host_id, ())]
+        before = [self._size(slot) for slot in slots]
+        self._arenas[host_id] = num_bytes
+        for slot, size in zip(slots, before, strict=True):
+            self._add(self._size(slot))
+            self._remove(size, now)
+
+    def _size(self, slot: _Slot) -> SlotSize:
+        return SlotSize(slot.num_devices, self._arenas.get(slot.host_id, 0), slot.kv_pool_bytes)
+
+    def _add(self, size: SlotSize) -> None:
+        self._present[size] += 1
+        self._gone.pop(size, None)
+
+    def _remove(self, size: SlotSize, now: float) -> None:
+        self._present[size] -= 1
+        if not self._present[size]:
+            del self._present[size]
+            self._gone = {key: until for key, until in self._gone.items() if until >= now - _REMEMBERED_S}
+            self._gone[size] = now
+
+    def present(self, num_devices: int) -> list[SlotSize]:
+        return [size for size in self._present if size.num_devices == num_devices]
+
+    def since(self, begin: float, num_devices: int) -> list[SlotSize]:
+        """All that were there at any time after ``begin``."""
+        gone = (size for size, until in self._gone.items() if until >= begin and size.num_devices == num_devices)
+        return [*self.present(num_devices), *gone]
+
+    @property
+    def largest_weights_bytes(self) -> int:
+        """0: no slot is there."""
+        return max((size.weights_bytes for size in self._present), default=0)
+
+
+def largest_pool(sizes: Iterable[SlotSize]) -> int:
+    return max((size.kv_pool_bytes for size in sizes), default=0)
