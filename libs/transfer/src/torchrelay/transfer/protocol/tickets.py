@@ -17,12 +17,15 @@ import hmac
 import secrets
 import struct
 
+from cachetools import FIFOCache
+
 from torchrelay.common.identity.keys import derive_node_key as derive_node_key
 from torchrelay.common.identity.keys import framed_mac
 from torchrelay.control.v1.types_pb2 import Ticket as Ticket
 from torchrelay.transfer.errors import TicketExpired, TicketRefused, WrongHolder
 
 NONCE_BYTES = 16
+_MAX_NODES = 4096  # whose keys an issuer keeps
 CHALLENGE_BYTES = 32
 PROOF_BYTES = SESSION_BYTES = 32
 
@@ -32,6 +35,7 @@ class TicketIssuer:
 
     def __init__(self, cluster_key: bytes) -> None:
         self._cluster_key = cluster_key
+        self._node_keys: FIFOCache[str, bytes] = FIFOCache(_MAX_NODES)
 
     def issue(
         self, buffer_id: str, holder_id: str, receiver_id: str, expires_unix_ms: int, begin: int = 0, end: int = 0
@@ -46,11 +50,16 @@ class TicketIssuer:
             expires_unix_ms=expires_unix_ms,
             nonce=secrets.token_bytes(NONCE_BYTES),
         )
-        holder_key = derive_node_key(self._cluster_key, holder_id)
-        receiver_key = derive_node_key(self._cluster_key, receiver_id)
+        holder_key, receiver_key = self._node_key(holder_id), self._node_key(receiver_id)
         ticket.sealed_session = _xor(_session(ticket, holder_key), _pad(ticket, receiver_key))
         ticket.mac = _ticket_mac(ticket, holder_key)
         return ticket
+
+    def _node_key(self, node_id: str) -> bytes:
+        key = self._node_keys.get(node_id)
+        if key is None:
+            key = self._node_keys[node_id] = derive_node_key(self._cluster_key, node_id)
+        return key
 
 
 def verify_ticket(ticket: Ticket, holder_id: str, holder_key: bytes, now_unix_ms: int) -> bytes:
@@ -107,4 +116,5 @@ def _fields(ticket: Ticket) -> tuple[bytes, ...]:
 
 
 def _xor(left: bytes, right: bytes) -> bytes:
-    return bytes(a ^ b for a, b in zip(left, right, strict=True))
+    assert len(left) == len(right)
+    return (int.from_bytes(left) ^ int.from_bytes(right)).to_bytes(len(left))
