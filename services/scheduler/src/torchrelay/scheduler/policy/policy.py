@@ -115,9 +115,10 @@ class Policy:
         state, admission, model = self.state, input_.admission, input_.model
         state.replication_state.recent_packs.note(model, now)
         if admissions.admit(state, admission, model, input_.current, input_.is_computed, now):
-            admissions.refuse_if_infeasible(state, admission, now)
             admissions.place_waiting(state, now, (model.version_id,))
             opened = state.attempts.get(admission.key)
+            if opened is None:
+                admissions.refuse_if_infeasible(state, admission, now)
             if opened is None or opened.placement.cold:
                 scaling.scale(state, now, (model.version_id,))
             admissions.send_waiting(state, admission, now)
