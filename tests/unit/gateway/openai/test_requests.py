@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.control.v1.scheduler_pb2 import ServiceClass
+from torchrelay.gateway.core import ServiceClass
 from torchrelay.gateway.openai.requests import decode_chat, decode_completion, params_of_chat, params_of_completion
 
 
@@ -35,15 +35,15 @@ def test_unknown_fields_and_empty_wishes_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("tier", "service_class"),
     [
-        (None, ServiceClass.SERVICE_CLASS_STANDARD),
-        ("auto", ServiceClass.SERVICE_CLASS_STANDARD),
-        ("default", ServiceClass.SERVICE_CLASS_STANDARD),
-        ("scale", ServiceClass.SERVICE_CLASS_STANDARD),
-        ("priority", ServiceClass.SERVICE_CLASS_INTERACTIVE),
-        ("flex", ServiceClass.SERVICE_CLASS_BATCH),
+        (None, ServiceClass.STANDARD),
+        ("auto", ServiceClass.STANDARD),
+        ("default", ServiceClass.STANDARD),
+        ("scale", ServiceClass.STANDARD),
+        ("priority", ServiceClass.INTERACTIVE),
+        ("flex", ServiceClass.BATCH),
     ],
 )
-def test_a_service_tier_names_the_class(tier: str | None, service_class: ServiceClass.ValueType) -> None:
+def test_a_service_tier_names_the_class(tier: str | None, service_class: ServiceClass) -> None:
     assert params_of_chat(decode_chat(chat(service_tier=tier))).service_class == service_class
     assert params_of_completion(decode_completion(completion(service_tier=tier))).service_class == service_class
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.control.v1 import scheduler_pb2
+from torchrelay.gateway.core import ServiceClass
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_MESSAGES: Final = 32_768  # each costs microseconds on the event loop
@@ -28,11 +28,11 @@ RANGES: Final = {
 }
 _BIAS: Final = (-100.0, 100.0)
 _SERVICE_CLASSES: Final = {
-    "auto": scheduler_pb2.SERVICE_CLASS_STANDARD,
-    "default": scheduler_pb2.SERVICE_CLASS_STANDARD,
-    "flex": scheduler_pb2.SERVICE_CLASS_BATCH,
-    "priority": scheduler_pb2.SERVICE_CLASS_INTERACTIVE,
-    "scale": scheduler_pb2.SERVICE_CLASS_STANDARD,  # capacity bought in advance, which nobody has here
+    "auto": ServiceClass.STANDARD,
+    "default": ServiceClass.STANDARD,
+    "flex": ServiceClass.BATCH,
+    "priority": ServiceClass.INTERACTIVE,
+    "scale": ServiceClass.STANDARD,  # capacity bought in advance, which nobody has here
 }
 
 
@@ -105,7 +105,7 @@ def check_stop_tokens(tokens: Collection[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(tokens))
 
 
-def check_service_tier(tier: str) -> scheduler_pb2.ServiceClass.ValueType:
+def check_service_tier(tier: str) -> ServiceClass:
     """The class that OpenAI's ``service_tier`` names."""
     service_class = _SERVICE_CLASSES.get(tier)
     if service_class is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrelay.common.liveness import SILENT_S
-from torchrelay.scheduler.policy.core import ServiceClass
 
 
 @dataclass(frozen=True)
@@ -74,15 +73,6 @@ class PolicyConfig:
     map_bytes_per_s: float = 4e9
     kv_bytes_per_s: float = 5e8
     slot_setup_s: float = 0.05
-
-    def ttft_target_s(self, service_class: ServiceClass) -> float:
-        match service_class:
-            case ServiceClass.INTERACTIVE:
-                return self.interactive_ttft_s
-            case ServiceClass.STANDARD:
-                return self.standard_ttft_s
-            case ServiceClass.BATCH:
-                return self.batch_ttft_s
 
     @property
     def refusal_settle_s(self) -> float:

@@ -10,6 +10,7 @@ from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
+from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import (
     BOTH,
     Admission,
@@ -19,6 +20,7 @@ from torchrelay.scheduler.policy.core import (
     Model,
     Placement,
     Role,
+    ServiceClass,
     WorkerRef,
     WorkerStatus,
 )
@@ -55,7 +57,7 @@ def admit(
         _open(state, admission, current, is_computed, now)
         return False
     if not admission.ttft_target_s:
-        admission = replace(admission, ttft_target_s=state.config.ttft_target_s(admission.service_class))
+        admission = replace(admission, ttft_target_s=_ttft_target_s(state.config, admission.service_class))
     displaced = state.queues.displaced_by(admission)
     if displaced is not None:
         _refuse_as_full(state, displaced, model, now)
@@ -63,6 +65,16 @@ def admit(
         return False
     state.queues.push(admission)
     return True
+
+
+def _ttft_target_s(config: PolicyConfig, service_class: ServiceClass) -> float:
+    match service_class:
+        case ServiceClass.INTERACTIVE:
+            return config.interactive_ttft_s
+        case ServiceClass.STANDARD:
+            return config.standard_ttft_s
+        case ServiceClass.BATCH:
+            return config.batch_ttft_s
 
 
 def _refuse_as_full(state: State, admission: Admission, model: Model, now: float) -> None:
