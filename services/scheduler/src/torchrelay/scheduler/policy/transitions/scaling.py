@@ -17,8 +17,10 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Roles
+from torchrelay.scheduler.policy.dispatch.latency import load_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.policy.reasons import Reason
@@ -75,7 +77,9 @@ def _instance_load(state: State, instance: Instance, now: float) -> InstanceLoad
     last_active = state.instances.last_active(instance.instance_id)
     if now - last_active > state.config.drain_s:
         num_reported = 0  # of requests that nobody has: it would keep its slot for ever
-    return InstanceLoad(instance, num_open, num_reported, last_active, frozenset(map(tenant_of, names)))
+    model = state.models.get(instance.version_id)
+    reload_s = load_s(model.pack_bytes, Tier.HOST, state.config) if model is not None else 0.0
+    return InstanceLoad(instance, num_open, num_reported, last_active, reload_s, frozenset(map(tenant_of, names)))
 
 
 def _demand(state: State, model: Model, now: float) -> Demand:
