@@ -132,3 +132,36 @@ def test_a_cancelled_job_leaves_the_others_their_time() -> None:
     engine.cancel(gone)
     events.run()
     assert ended == ["going"] and 0 < num_before < 50 and engine.num_running == 0
+
+
+def test_a_prompt_cancelled_in_its_step_is_counted_out_once() -> None:
+    """It was subtracted when it left, and again when its step ended: the queue was too short for ever."""
+    events = EventQueue()
+    engine = SimulatedEngine(events, LATENCY)
+    gone = Prompt(1000, lambda: None)
+    engine.prefill(gone)
+    events.run(until=0.001)
+    engine.cancel(gone)
+    assert engine.num_queued_tokens == 0
+    events.run()
+    assert engine.num_queued_tokens == 0 and engine.num_running == 0
+
+
+def test_a_prompt_cancelled_before_its_step_costs_the_batch_nothing() -> None:
+    """An empty step was run for it; who looked meanwhile counted what decodes in it once more."""
+    step_s = LATENCY.tbt_s(1, 100)
+
+    def ended_at(cancels: bool) -> float:
+        events, ended = EventQueue(), list[float]()
+        engine = SimulatedEngine(events, LATENCY)
+        going = Decoding(100, 20, lambda: ended.append(events.now))
+        engine.decode(going)
+        prompt = Prompt(1000, lambda: None)
+        if cancels:
+            events.at(2.1 * step_s, lambda: engine.prefill(prompt))
+            events.at(2.2 * step_s, lambda: engine.cancel(prompt))
+            events.at(3.5 * step_s, lambda: engine.num_tokens_done(going))
+        events.run()
+        return ended[0]
+
+    assert ended_at(cancels=True) == pytest.approx(ended_at(cancels=False), rel=1e-4)

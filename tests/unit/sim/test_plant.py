@@ -7,8 +7,9 @@ from itertools import count
 import pytest
 
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.effects import Effects
-from torchrelay.scheduler.policy.inputs import Due, Input
+from torchrelay.scheduler.policy.core import Role
+from torchrelay.scheduler.policy.effects import Effects, UnloadCommand
+from torchrelay.scheduler.policy.inputs import Admit, Due, FirstToken, Input, Tick
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.sim.fleets import served_model
 from torchrelay.sim.plant import Plant
@@ -64,6 +65,69 @@ def test_a_model_of_four_devices_gets_a_slot_of_four() -> None:
     plant, _ = run(requests("t/large", 1, 1.0), idle_timeout_s=1e9)
     held = [worker for worker in plant.workers.values() if worker.slot.model == "t/large"]
     assert held and all(worker.num_devices == 4 for worker in held)
+
+
+def test_a_draining_worker_is_free_once_its_last_attempt_has_failed_elsewhere() -> None:
+    """It was free only when its own drain ended: it cost devices that served nobody."""
+    held: list[str] = []
+
+    class DrainingPolicy(Policy):
+        """Ends all drains of instances that prefill at once, and those of others never."""
+
+        def apply(self, input_: Input, now: float) -> Effects:
+            caused = super().apply(input_, now)
+            if isinstance(input_, Tick) and now > 1016.0 and not held:
+                for one in self.state.instances:
+                    held.append(one.instance_id)
+                    drain_s = 0.0 if one.plays(Role.PREFILL) else 1e6
+                    caused.commands.append(UnloadCommand(one.instance_id, one.worker_id, drain_s))
+            return caused
+
+    ids = count()
+    plant = Plant(DrainingPolicy(PolicyConfig(max_instances=1), lambda: f"i{next(ids)}", 1000.0), FLEET, [SMALL])
+    (outcome,) = plant.run(requests("t/small", 1, 1.0, num_prompt=120_000))
+    assert len(held) == 2 and outcome.num_attempts > 1
+    assert not {worker.slot.instance_id for worker in plant.workers.values()} & set(held)
+
+
+def test_a_first_token_that_was_given_is_not_given_again() -> None:
+    """Given while the KV was still on its way, it did not count when the attempt failed."""
+    forced: list[int] = []
+
+    class KillingPolicy(Policy):
+        """Ends all drains at once when the first token is there."""
+
+        def apply(self, input_: Input, now: float) -> Effects:
+            caused = super().apply(input_, now)
+            if isinstance(input_, Admit):
+                forced.append(input_.admission.num_forced_tokens)
+            if isinstance(input_, FirstToken) and len(forced) == 1:
+                caused.commands.extend(
+                    UnloadCommand(one.instance_id, one.worker_id, 0.0) for one in self.state.instances
+                )
+            return caused
+
+    ids = count()
+    plant = Plant(KillingPolicy(PolicyConfig(), lambda: f"i{next(ids)}", 1000.0), FLEET, [SMALL])
+    plant.run(requests("t/small", 1, 1.0, num_prompt=20_000))
+    assert forced[0] == 0 and set(forced[1:]) == {1}
+
+
+def test_the_length_of_an_answer_is_not_told() -> None:
+    """``max_tokens`` was that length: KV and times per token were predicted exactly."""
+    asked: dict[str, int] = {}
+
+    class RecordedPolicy(Policy):
+        def apply(self, input_: Input, now: float) -> Effects:
+            if isinstance(input_, Admit):
+                asked[input_.admission.key.request_id] = input_.admission.max_tokens
+            return super().apply(input_, now)
+
+    ids = count()
+    plant = Plant(RecordedPolicy(PolicyConfig(), lambda: f"i{next(ids)}", 1000.0), FLEET, [SMALL])
+    lengths = [1, 50, 512, 513, 3000]
+    plant.run([Request(str(n), 0.1, "t/small", 100, n) for n in lengths])
+    assert [asked[str(n)] for n in lengths] == [512, 512, 512, 1024, 4096]
 
 
 def test_one_event_stands_for_what_is_due() -> None:

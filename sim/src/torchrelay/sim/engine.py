@@ -28,6 +28,7 @@ class Prompt:
     num_tokens: int
     on_computed: Callable[[], None]
     num_done: int = 0
+    is_over: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -128,8 +129,10 @@ class SimulatedEngine:
         self._advance()
         if isinstance(job, Prompt):
             if job in self._prompts:
+                job.is_over = True
                 self._prompts.remove(job)
                 self._num_queued -= job.num_tokens - job.num_done
+                self._plan()
         elif not job.is_over:
             job.is_over = True
             self._num_decoding -= 1
@@ -203,11 +206,14 @@ class SimulatedEngine:
             self._num_attended += self._num_decoding
         computed = []
         for prompt, size in chunks:
+            if prompt.is_over:
+                continue
             prompt.num_done += size
             self._num_queued -= size
-            if prompt.num_done >= prompt.num_tokens and prompt in self._prompts:
+            if prompt.num_done >= prompt.num_tokens:
                 computed.append(prompt)
         for prompt in computed:
+            prompt.is_over = True
             self._prompts.remove(prompt)
         self._settle(computed)
 

@@ -87,6 +87,7 @@ class SimulatedHost:
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # followed at once, by pack
     retained: tuple[str, ...] = ()
     waiting: dict[str, list[SimulatedWorker]] = field(default_factory=dict)  # for the whole pack
+    workers: list[SimulatedWorker] = field(default_factory=list)
 
 
 @dataclass
@@ -129,8 +130,9 @@ class Plant:
             for place, num_devices in enumerate(fleet.groups):
                 worker = SimulatedWorker(f"worker-{number}-{place}", host, num_devices)
                 self.workers[worker.worker_id] = worker
+                host.workers.append(worker)
         self.network = FluidNetwork(self.events, capacity)
-        self._ram_at = self.events.now
+        self._ram_at, self._ram_bytes = self.events.now, 0
         self._kv_pool_bytes = {
             size: max(int(0.9 * size * fleet.device_memory_bytes) - self._largest_pack_bytes(size), 1 << 30)
             for size in set(fleet.groups)
@@ -240,7 +242,7 @@ class Plant:
             version_id=model.version_id,
             num_prompt_tokens=request.num_prompt_tokens,
             num_forced_tokens=num_forced,
-            max_tokens=max(request.num_output_tokens, 1),
+            max_tokens=request.max_tokens,
             num_choices=1,
             admitted_at=self.events.now,
             model=model.name,
@@ -333,16 +335,16 @@ class Plant:
     def _fail(self, attempt: Attempt) -> None:
         """The attempt is over without its end: the gateway asks for another one, which continues it."""
         self._running.pop(attempt.key, None)
-        given = attempt.num_forced
+        given = attempt.num_forced + (attempt.computed_at > 0)
         if attempt.kv_event is not None:
             attempt.kv_event.cancel()
         for ref in (attempt.placement.prefill, attempt.placement.decode):
             worker = self.workers[ref.worker_id]
-            if worker.attempts.pop(attempt.key, None) is None or worker.engine is None or attempt.job is None:
-                continue
-            if isinstance(attempt.job, Decoding) and ref is attempt.placement.decode:
-                given += 1 + worker.engine.num_tokens_done(attempt.job)
-            worker.engine.cancel(attempt.job)
+            if attempt.key in worker.attempts and worker.engine is not None and attempt.job is not None:
+                if isinstance(attempt.job, Decoding) and ref is attempt.placement.decode:
+                    given += worker.engine.num_tokens_done(attempt.job)
+                worker.engine.cancel(attempt.job)
+            self._leave(attempt, ref.worker_id)
         self._apply(inputs.Release(attempt.key, given > attempt.num_forced))
         attempt.outcome.num_attempts += 1
         key = AttemptKey(attempt.key.request_id, attempt.key.attempt + 1)
@@ -379,7 +381,7 @@ class Plant:
             host.copies[pack_id] = host.copies.pop(pack_id)  # now the one used last
             return
         self._make_room(host, model)
-        self._count_ram()
+        self._count_ram(model.pack_bytes)
         sources = self._sources(host, pack_id, hop)
         host.sources[pack_id] = sources
         streams = self._streams(host, pack_id, sources)
@@ -411,8 +413,7 @@ class Plant:
         self._report_store(host)
 
     def _pinned(self, host: SimulatedHost) -> set[str]:
-        on_host = (worker for worker in self.workers.values() if worker.host is host)
-        return {worker.slot.pack_id for worker in on_host if worker.slot.pack_id}
+        return {worker.slot.pack_id for worker in host.workers if worker.slot.pack_id}
 
     def _has_room(self, host: SimulatedHost, model: Model) -> bool:
         kept = self._pinned(host) | set(host.retained)
@@ -429,17 +430,18 @@ class Plant:
                 return
             transfer = host.copies[pack_id]
             if pack_id not in pinned and transfer is None:
-                self._count_ram()
+                self._count_ram(-self._pack_bytes(pack_id))
                 del host.copies[pack_id]
                 used -= self._pack_bytes(pack_id)
 
     def _pack_bytes(self, pack_id: str) -> int:
         return self.served[pack_id].pack_bytes
 
-    def _count_ram(self) -> None:
+    def _count_ram(self, change_bytes: int = 0) -> None:
+        """Until now; from now on ``change_bytes`` more are held."""
         passed_s, self._ram_at = self.events.now - self._ram_at, self.events.now
-        held = sum(self._pack_bytes(pack_id) for host in self.hosts.values() for pack_id in host.copies)
-        self.spent.ram_byte_s += passed_s * held
+        self.spent.ram_byte_s += passed_s * self._ram_bytes
+        self._ram_bytes += change_bytes
 
     # Workers
 

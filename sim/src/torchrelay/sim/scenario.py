@@ -43,6 +43,9 @@ class Fleet:
         return self.num_hosts * sum(self.groups)
 
 
+DEFAULT_MAX_TOKENS = 512  # the gateway's, where a client names none
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     request_id: str
@@ -51,6 +54,11 @@ class Request:
     num_prompt_tokens: int
     num_output_tokens: int
     tenant: str = "tenant"
+
+    @property
+    def max_tokens(self) -> int:
+        """What its client allows: nobody knows the length of an answer. The default, doubled until the answer fits."""
+        return max(DEFAULT_MAX_TOKENS, 1 << (self.num_output_tokens - 1).bit_length())
 
 
 @dataclass(slots=True)

@@ -194,6 +194,23 @@ def test_a_worker_that_goes_on_reporting_requests_that_nobody_has_gives_its_slot
     assert len(unloaded(scene)) == 2
 
 
+def test_a_worker_that_does_not_end_its_drain_is_told_again_to_end_it_at_once() -> None:
+    """P4: it was told once, and waited for without end."""
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w"))
+    scene.admit(MODEL, "r1")
+    scene.finish_loads()
+    scene.obedient = False
+    scene.release("r1")
+    scene.pass_time(5.6)
+    assert [command.drain_s for command in scene.commands if isinstance(command, UnloadCommand)] == [30.0]
+    scene.pass_time(scene.config.longest_drain_s - 1.0, step_s=0.5)
+    assert len(unloaded(scene)) == 1
+    scene.pass_time(2.0)
+    assert [command.drain_s for command in scene.commands if isinstance(command, UnloadCommand)] == [30.0, 0.0]
+    scene.pass_time(scene.config.longest_drain_s + 1.0, step_s=0.5)
+    assert len(unloaded(scene)) == 3
+
+
 def test_of_a_prompt_that_was_never_computed_nothing_is_cached() -> None:
     """P16: prefixes were noted when a prompt was placed, and kept when its attempt failed."""
     scene = hosts(1)

@@ -113,6 +113,62 @@ def test_a_busy_model_whose_weights_fill_the_arena_gives_way_in_its_turn(roles: 
     assert drained(a_full_host(instances, demands, [small], busy=2)) == [one.instance_id for one in instances]
 
 
+def test_what_was_used_a_moment_ago_is_evicted_only_for_who_waited_as_long_as_its_reload_takes() -> None:
+    """P5: two models that were used in turns evicted each other at every request."""
+    used = an_instance(0, a_model("acme/used"))
+    for idle_s, wait_s, evicted in [(1.0, 0.1, []), (4.0, 0.1, ["i0"]), (1.0, 4.0, ["i0"])]:
+        load = InstanceLoad(used, 0, 0, NOW - idle_s, reload_s=3.0)
+        situation = a_full_host([used], [waiting("acme/new", wait_s)], [a_store("s", "host-1")])
+        assert drained(replace(situation, instance_loads=Loads.listed([load]))) == evicted
+
+
+def test_of_idle_models_the_one_whose_slot_costs_least_goes() -> None:
+    instances = [an_instance(number, a_model(f"acme/{number}")) for number in range(2)]
+    loads = [
+        InstanceLoad(instances[0], 0, 0, NOW - 20.0, reload_s=30.0),
+        InstanceLoad(instances[1], 0, 0, NOW - 10.0, reload_s=3.0),
+    ]
+    situation = a_full_host(instances, [waiting("acme/new")], [a_store("s", "host-1")])
+    assert drained(replace(situation, instance_loads=Loads.listed(loads))) == ["i1"]
+
+
+def test_a_queue_that_is_too_long_grows_into_the_slots_of_idle_models() -> None:
+    """P7: it waited for their idle timeout."""
+    crowded, rest = a_model("acme/crowded"), [a_model(f"acme/{number}") for number in range(4)]
+    instances = [an_instance(0, crowded), *(an_instance(n + 1, model) for n, model in enumerate(rest))]
+    demand = replace(waiting(crowded.name, 5.0), num_waiting=32)  # for two more
+    for _ in range(3):
+        situation = a_full_host(instances, [demand], [a_store("s", "host-1")], busy=1)
+        leaving = drained(situation)
+        instances = [
+            replace(one, phase=InstancePhase.DRAINING, since=NOW) if one.instance_id in leaving else one
+            for one in instances
+        ]
+    assert [one.instance_id for one in instances if one.phase is InstancePhase.DRAINING] == ["i1", "i2"]
+
+
+@pytest.mark.parametrize(("backlog_s", "idle_s", "grows"), [(6.0, 60.0, True), (4.0, 60.0, False), (6.0, 2.0, False)])
+def test_a_queue_grows_only_if_it_costs_more_than_the_reload_of_what_it_evicts(
+    backlog_s: float, idle_s: float, grows: bool
+) -> None:
+    crowded = a_model("acme/crowded")
+    instances = [an_instance(0, crowded), an_instance(1, a_model("acme/idle"))]
+    loads = [InstanceLoad(instances[0], 9, 0), InstanceLoad(instances[1], 0, 0, NOW - idle_s, reload_s=3.0)]
+    demand = Demand(crowded, 0, 0, 0.0, backlog_s=backlog_s)
+    situation = a_full_host(instances, [demand], [a_store("s", "host-1")], busy=1)
+    assert drained(replace(situation, instance_loads=Loads.listed(loads))) == (["i1"] if grows else [])
+
+
+def test_a_queue_that_is_too_long_takes_no_slot_that_a_model_without_any_waits_for() -> None:
+    crowded = a_model("acme/crowded")
+    instances = [an_instance(0, crowded), an_instance(1, a_model("acme/idle"))]
+    demands = [replace(waiting(crowded.name, 5.0), num_waiting=16), waiting("acme/new")]
+    situation = a_full_host(instances, demands, [a_store("s", "host-1")], busy=1)
+    drains = [action for action in decide(situation, RULES) if isinstance(action, Drain)]
+    assert [(drain.instance_id, drain.reason.cause) for drain in drains] == [("i1", "evict")]
+    assert "grow" not in drains[0].reason.text
+
+
 def test_what_a_model_gave_up_for_one_is_not_asked_of_it_again_in_the_same_decision() -> None:
     crowded = a_model("acme/crowded")
     instances = [an_instance(0, crowded, PREFILL), an_instance(1, crowded, DECODE)]

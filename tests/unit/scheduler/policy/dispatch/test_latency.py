@@ -9,8 +9,8 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import a_model, a_worker
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import InstancePhase, SlotStatus, WorkerStatus
-from torchrelay.scheduler.policy.dispatch.latency import LatencyModels
+from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, SlotStatus, WorkerStatus
+from torchrelay.scheduler.policy.dispatch.latency import LatencyModels, load_left_s
 
 RULES = PolicyConfig(default_prefill_tokens_per_s=1000.0, default_step_s=0.03)
 MODEL = a_model()
@@ -62,3 +62,10 @@ def test_each_kind_of_step_is_remembered_from_whoever_makes_it() -> None:
 def test_a_model_of_what_was_in_the_slot_before_says_nothing_of_this_pack() -> None:
     other = worker_with(FAST, slot=replace(SLOT, pack_id="another"))
     assert LatencyModels().of(other, MODEL.pack_id, RULES) != FAST
+
+
+def test_a_load_that_is_overdue_is_expected_ever_later() -> None:
+    """P4: it said a tenth of the whole time for ever, so requests went on being sent there."""
+    loading = Instance("i", "m", "v", "p", "w", "w", "h", BOTH, InstancePhase.LOADING, since=0.0, created_at=100.0)
+    left_s = [load_left_s(loading, 10.0, 100.0 + elapsed_s) for elapsed_s in (0.0, 6.0, 10.0, 15.0, 60.0)]
+    assert left_s == [10.0, 4.0, 1.0, 5.0, 50.0]

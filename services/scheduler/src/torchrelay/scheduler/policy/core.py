@@ -246,7 +246,7 @@ class Instance:
     num_layers_ready: int = 0
     num_layers: int = 0
     reason: Reason = field(default_factory=Reason)  # why it was loaded, or why it is being drained
-    unload_retry_at: float | None = None
+    unload_retry_at: float | None = None  # when to tell its worker again to end the drain
 
     def plays(self, role: Role) -> bool:
         return role in self.roles

@@ -46,6 +46,7 @@ class InstanceLoad:
     num_open: int  # attempts placed there
     num_reported: int  # running and waiting, as the worker counts
     last_active: float = 0.0  # when an attempt was last placed there, or released
+    reload_s: float = 0.0  # to have it back after an eviction: its weights stay in host memory
     tenants: frozenset[str] = frozenset()  # whose models it serves: identical uploads share an instance
 
     @property

@@ -2,14 +2,17 @@
 
 Up: directly to the number of prefill and decode instances that the queue justifies. Slots are taken in this order: free
 ones, other roles for the model's own instances, an idle model's slot, a busy model's second slot, and last a busy
-model's only slot, in turns. Down: to zero after the idle timeout; an unwanted load is cancelled.
+model's only slot, in turns. A model that can serve, and only wants more, gets free slots and those of idle models.
+Down: to zero after the idle timeout; an unwanted load is cancelled.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Action,
@@ -22,7 +25,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     cover_both_roles,
 )
 from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots
-from torchrelay.scheduler.policy.autoscaling.instance_eviction import evict
+from torchrelay.scheduler.policy.autoscaling.instance_eviction import evict, evict_to_grow
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles, WorkerStatus
@@ -51,19 +54,23 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         actions += started
         if not started:
             starving.append(demand)
-    if starving:
-        freeing = FreeingSlots(autoscaler_input, config)
-        freeing.add(actions)
-        for demand in starving:
-            actions += evict(demand, autoscaler_input, freeing, config)
+    freeing = cache(lambda: FreeingSlots(autoscaler_input, config, decided=actions))
+    for demand in starving:
+        actions += evict(demand, autoscaler_input, freeing(), config)
     for demand in starving:
         slots = free_slots(demand.model, free.values(), autoscaler_input.stores, frozenset(), demand.most_kv_bytes)
         for slot in slots:
             del free[slot.worker_id]
     for demand in demands if autoscaler_input.has_all_waiting else ():
-        grown = _scale_up(demand, autoscaler_input, free, granted.get(demand.model.version_id, []), config)
+        wanted, missing = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), config)
+        if not missing:
+            continue
+        grown = _scale_up(demand, wanted, missing, autoscaler_input, free)
         _mark_taken(grown, free, granted)
         actions += grown
+        missing.subtract(role for wake in grown for assignment in wake.assignments for role in assignment.roles)
+        if +missing:
+            actions += evict_to_grow(demand, +missing, autoscaler_input, freeing(), config)
     staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_demands
     actions += _scale_down(staying, autoscaler_input, actions, config)
     return tuple(actions)
@@ -116,25 +123,29 @@ def _scale_from_zero(
     return []
 
 
-def _scale_up(
-    demand: Demand,
-    autoscaler_input: AutoscalerInput,
-    free: Mapping[str, WorkerStatus],
-    granted: Sequence[Roles],
-    config: PolicyConfig,
-) -> list[Action]:
-    """More instances for a model that can already serve."""
+def _growth(
+    demand: Demand, autoscaler_input: AutoscalerInput, granted: Sequence[Roles], config: PolicyConfig
+) -> tuple[int, Counter[Role]]:
+    """How many instances per role a model wants that can already serve, and how many more these are."""
     own = autoscaler_input.of(demand.model)
     roles = [*(load.instance.target_roles for load in own), *granted]
     if not frozenset().union(*roles) >= BOTH or autoscaler_input.now < demand.not_before:
-        return []
+        return 0, Counter()
     num_loading = sum(load.instance.phase is InstancePhase.LOADING for load in own) + len(granted)
     ready = [load.instance for load in own if load.instance.phase is InstancePhase.READY]
     num_ready = min(sum(instance.plays(role) for instance in ready) for role in Role)
     wanted = wanted_instances(demand, num_ready, num_loading, config)
-    missing = {role: max(wanted - sum(role in one for one in roles), 0) for role in Role}
-    if not any(missing.values()):
-        return []
+    return wanted, +Counter({role: wanted - sum(role in one for one in roles) for role in Role})
+
+
+def _scale_up(
+    demand: Demand,
+    wanted: int,
+    missing: Counter[Role],
+    autoscaler_input: AutoscalerInput,
+    free: Mapping[str, WorkerStatus],
+) -> list[Wake]:
+    """More instances, as far as there are free slots."""
     stores, kv_bytes = autoscaler_input.stores, demand.least_kv_bytes
     slots = free_slots(demand.model, free.values(), stores, demand.avoid, kv_bytes)
     assignments = assign(slots, missing[Role.PREFILL], missing[Role.DECODE])

@@ -23,7 +23,7 @@ class FreeingSlots:
     claim. A drain that overran its time frees nothing, so nobody waits for it.
     """
 
-    def __init__(self, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> None:
+    def __init__(self, autoscaler_input: AutoscalerInput, config: PolicyConfig, decided: Iterable[Action]) -> None:
         self._input = autoscaler_input
         self._loads = {load.instance.instance_id: load for load in autoscaler_input.loads}
         begun_after = autoscaler_input.now - config.longest_drain_s
@@ -43,6 +43,7 @@ class FreeingSlots:
             else:
                 self._held[instance.host_id][instance_id] = instance.pack_id
         self.versions: set[str] = set()  # that lose or are promised something in this decision: nothing more is taken
+        self.add(decided)
 
     def claim(self, demand: Demand, missing: Roles) -> Roles:
         """Promises the model a slot that plays all ``missing`` roles, else one for each. Returns the rest."""

@@ -1,10 +1,10 @@
 """Frees a slot for a model that waits without any: an idle model's slot, a busy model's second slot, or the slot of a
-busy model whose turn ends.
+busy model whose turn ends. A model whose queue is too long gets the slots of idle models only.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
@@ -40,16 +40,58 @@ def _drains(
     demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, freeing: FreeingSlots, config: PolicyConfig
 ) -> list[SetRoles | Drain]:
     model = demand.model
-    idle = {load.instance.instance_id: freeing.roles(demand, load.instance.worker_id) for load in freeing.idle}
-    if chosen := _enough(idle, missing):
-        evicted = [load for load in freeing.idle if load.instance.instance_id in chosen]
-        return [_drain(load, "evict", "idle, and {} waits for a slot", model) for load in evicted]
+    # Its next request may come as soon as it is gone: who has waited less than its reload takes would gain less.
+    idle = [
+        load for load in freeing.idle if load.reload_s <= max(_idle_s(load, autoscaler_input), demand.oldest_wait_s)
+    ]
+    if victims := _enough_of(idle, demand, missing, freeing):
+        return [_drain(load, "evict", "idle, and {} waits for a slot", model) for load in victims]
     # Who waited longer comes first: two that wait for each other would swap slots.
     if demand.oldest_wait_s < config.share_after_s or not autoscaler_input.has_all_waiting:
         return []
     if shared := _share_slots(demand, missing, autoscaler_input, freeing):
         return shared
     return _end_turn(demand, missing, autoscaler_input, freeing, config)
+
+
+def evict_to_grow(
+    demand: Demand,
+    missing: Counter[Role],
+    autoscaler_input: AutoscalerInput,
+    freeing: FreeingSlots,
+    config: PolicyConfig,
+) -> list[Drain]:
+    """Idle instances of other models that give their slots to a model whose queue is too long: as long as its requests
+    lose more than the reload of what is evicted takes, and that was not used for as long.
+    """
+    lost_s = max(demand.oldest_wait_s, demand.backlog_s) - config.queue_target_s
+    drains: list[Drain] = []
+    while missing:
+        rest = freeing.claim(demand, frozenset(missing))
+        missing = +(missing - Counter(frozenset(missing)))
+        idle = [
+            load
+            for load in freeing.idle
+            if load.instance.version_id != demand.model.version_id
+            and load.reload_s <= min(_idle_s(load, autoscaler_input), lost_s)
+        ]
+        victims = _enough_of(idle, demand, rest, freeing) if rest else []
+        evicted = [_drain(load, "evict", "idle, and {} has a long queue", demand.model) for load in victims]
+        freeing.add(evicted)
+        drains += evicted
+    return drains
+
+
+def _idle_s(load: InstanceLoad, autoscaler_input: AutoscalerInput) -> float:
+    return autoscaler_input.now - load.unused_since
+
+
+def _enough_of(
+    idle: Sequence[InstanceLoad], demand: Demand, missing: Roles, freeing: FreeingSlots
+) -> list[InstanceLoad]:
+    slots = {load.instance.instance_id: freeing.roles(demand, load.instance.worker_id) for load in idle}
+    chosen = _enough(slots, missing)
+    return [load for load in idle if load.instance.instance_id in chosen]
 
 
 def _enough(slots: Mapping[str, Roles], missing: Roles) -> list[str]:

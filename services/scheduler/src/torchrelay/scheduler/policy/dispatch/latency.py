@@ -74,10 +74,12 @@ def load_s(pack_bytes: int, tier: Tier, config: PolicyConfig) -> float:
 
 
 def load_left_s(instance: Instance, whole_load_s: float, now: float) -> float:
-    """Time until all layers are loaded; extrapolated from those that are, once there are any."""
+    """Time until all layers are loaded; extrapolated from those that are, once there are any. A load that is overdue is
+    expected to take as long again as it is overdue.
+    """
     if instance.phase is not InstancePhase.LOADING:
         return 0.0
     elapsed_s = max(now - instance.created_at, 0.0)
     if instance.num_layers_ready:
         return elapsed_s * (instance.num_layers - instance.num_layers_ready) / instance.num_layers_ready
-    return max(whole_load_s - elapsed_s, whole_load_s / 10)  # an overdue load is still not done
+    return max(abs(whole_load_s - elapsed_s), whole_load_s / 10)

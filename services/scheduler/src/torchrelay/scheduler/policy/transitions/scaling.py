@@ -17,8 +17,10 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Roles
+from torchrelay.scheduler.policy.dispatch.latency import load_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.policy.reasons import Reason
@@ -75,7 +77,9 @@ def _instance_load(state: State, instance: Instance, now: float) -> InstanceLoad
     last_active = state.instances.last_active(instance.instance_id)
     if now - last_active > state.config.drain_s:
         num_reported = 0  # of requests that nobody has: it would keep its slot for ever
-    return InstanceLoad(instance, num_open, num_reported, last_active, frozenset(map(tenant_of, names)))
+    model = state.models.get(instance.version_id)
+    reload_s = load_s(model.pack_bytes, Tier.HOST, state.config) if model is not None else 0.0
+    return InstanceLoad(instance, num_open, num_reported, last_active, reload_s, frozenset(map(tenant_of, names)))
 
 
 def _demand(state: State, model: Model, now: float) -> Demand:
@@ -189,16 +193,18 @@ def _drain(state: State, action: Drain, now: float) -> None:
 
 def drain(state: State, instance: Instance, reason: Reason, now: float) -> None:
     """The instance takes no more requests, and leaves its slot."""
-    drained = replace(instance, phase=InstancePhase.DRAINING, since=now, reason=reason)
+    retry_at = now + state.config.longest_drain_s
+    drained = replace(instance, phase=InstancePhase.DRAINING, since=now, reason=reason, unload_retry_at=retry_at)
     state.instances.put(drained)
-    _unload(state, drained)
+    _unload(state, drained, now)
     fields = event_fields(instance) | {"in_state_s": now - instance.since}
     state.happened(now, "drain", instance, reason, "instance.draining", fields)
 
 
-def _unload(state: State, instance: Instance) -> None:
-    # What waits for weights that do not come is served sooner elsewhere.
-    drain_s = 0.0 if instance.reason.cause == LOAD_STALLED else state.config.drain_s
+def _unload(state: State, instance: Instance, now: float) -> None:
+    # What waits for weights that do not come is served sooner elsewhere; and a drain that overran has had its time.
+    has_overrun = now - instance.since >= state.config.longest_drain_s
+    drain_s = 0.0 if has_overrun or instance.reason.cause == LOAD_STALLED else state.config.drain_s
     state.effects.commands.append(UnloadCommand(instance.instance_id, instance.worker_id, drain_s))
 
 
@@ -210,10 +216,11 @@ def unload_failed(state: State, instance_id: str, now: float) -> None:
 
 
 def retry_unloads(state: State, now: float) -> None:
+    """Of workers that did not respond, and of those whose slot should be free by now."""
     for instance in list(state.instances):
         if instance.unload_retry_at is not None and instance.unload_retry_at <= now:
-            state.instances.put(replace(instance, unload_retry_at=None))
-            _unload(state, instance)
+            state.instances.put(replace(instance, unload_retry_at=now + state.config.longest_drain_s))
+            _unload(state, instance, now)
 
 
 def role_names(roles: Roles) -> str:
