@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-ROUND_S = 0.002
-MAX_AT_ONCE = 32
+ROUND_S = 0.001
+MAX_AT_ONCE = 16
 MAX_PAUSE_S = 0.05
 _WEIGHT = 0.25  # of the newest measurement
 
@@ -26,8 +26,8 @@ class Lane(NamedTuple):
 
 
 class Turns:
-    """Calls of one kind that take half of the loop's time at most: some at once, for about ``ROUND_S``, then a pause as
-    long as they took, and again.
+    """Calls of one kind that take a third of the loop's time at most: some at once, for about ``ROUND_S``, then a pause
+    twice as long as they took, and again.
 
     What they took is their own time and that of the first steps of the tasks that they begin, whatever else the loop
     does meanwhile.
@@ -75,7 +75,7 @@ class Turns:
     def _pause(self, num_calls: int, calls_s: float) -> None:
         took_s = calls_s + time.perf_counter() - self._steps_begin_at
         self._call_s += _WEIGHT * (took_s / num_calls - self._call_s)
-        asyncio.get_running_loop().call_later(min(MAX_PAUSE_S, took_s), self._begin)
+        asyncio.get_running_loop().call_later(min(MAX_PAUSE_S, 2 * took_s), self._begin)
 
     def _next(self) -> Callable[[], None]:
         lane = next(iter(self._lanes))
