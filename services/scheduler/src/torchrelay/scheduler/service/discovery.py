@@ -23,7 +23,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from torchrelay.common.identity.callers import Caller
-from torchrelay.common.liveness import BEAT_S, SILENT_S
+from torchrelay.common.liveness import SILENT_S
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -36,6 +36,7 @@ from torchrelay.scheduler.service.report_check import ReportCheck, node_id
 
 log = get_logger(__name__)
 
+_BEAT_S = 1.0  # there are thousands of peers, and each is heard on NATS too
 _RETRY_S = 0.1
 _MAX_RETRY_S = 1.0  # for a peer that is lost, or whose streams end soon
 _AWAY_S = 60.0  # then only the broker can bring it back
@@ -123,7 +124,7 @@ class Discovery:
         membership, worker_id, address = self._controller.policy.state.membership, first.worker_id, first.grpc_address
         patience = _Patience(self._controller.clock)
         while patience.lasts(worker_id in membership.workers):
-            request = worker_pb2.WatchSlotRequest(beat_every_s=BEAT_S, epoch=self._controller.epoch.value)
+            request = worker_pb2.WatchSlotRequest(beat_every_s=_BEAT_S, epoch=self._controller.epoch.value)
             stub = worker_pb2_grpc.WorkerStub(self._channels.channel(address, worker_id, Caller.WORKER))
             stream = _ReportStream(partial(stub.WatchSlot, request), worker_id, patience)
             async with aclosing(stream.reports()) as reports:
@@ -144,7 +145,7 @@ class Discovery:
         membership, store_id, address = self._controller.policy.state.membership, first.store_id, first.grpc_address
         patience = _Patience(self._controller.clock)
         while patience.lasts(store_id in membership.stores):
-            request = param_store_pb2.WatchCopiesRequest(beat_every_s=BEAT_S, epoch=self._controller.epoch.value)
+            request = param_store_pb2.WatchCopiesRequest(beat_every_s=_BEAT_S, epoch=self._controller.epoch.value)
             stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(address, store_id, Caller.STORE))
             stream = _ReportStream(partial(stub.WatchCopies, request), store_id, patience)
             async with aclosing(stream.reports()) as reports:
