@@ -114,7 +114,10 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
 
 
 def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome) -> None:
-    """Learns from the KV transfer time; workers learn their step times themselves."""
+    """Learns from the KV transfer time and the length of the answer; workers learn their step times themselves."""
+    if outcome.num_output_tokens and not attempt.admission.num_forced_tokens:
+        num_tokens = outcome.num_output_tokens / max(attempt.admission.num_choices, 1)
+        state.answer_lengths.observe(attempt.admission.version_id, num_tokens)
     model, admission = state.models.get(attempt.admission.version_id), attempt.admission
     workers = state.membership.workers
     prefill = workers.get(attempt.placement.prefill.worker_id)
@@ -222,7 +225,13 @@ def _place_version(state: State, version_id: str, now: float) -> None:
             skipped |= {admission.key}  # its gateway is away; it keeps its position
             continue
         found = place(
-            admission, model, _candidates(state, admission, model, roster), state.kv_transfer_times, state.config, now
+            admission,
+            model,
+            _candidates(state, admission, model, roster),
+            state.kv_transfer_times,
+            state.config,
+            now,
+            state.answer_lengths.expected(version_id, admission.max_tokens),
         )
         if isinstance(found, NoPlacement):
             if found.is_own:
@@ -281,7 +290,9 @@ def _candidates(state: State, admission: Admission, model: Model, roster: Sequen
 
 def _open(state: State, admission: Admission, placement: Placement, is_computed: bool, now: float) -> None:
     model = state.models[admission.version_id]
-    state.attempts.open(OpenAttempt(admission, placement, now, admission.kv_bytes(model), is_computed), now)
+    num_attended = admission.num_attended(state.answer_lengths.expected(model.version_id, admission.max_tokens))
+    attempt = OpenAttempt(admission, placement, now, admission.kv_bytes(model), num_attended, is_computed)
+    state.attempts.open(attempt, now)
     for worker_ref in (placement.prefill, placement.decode):
         state.instances.touch(worker_ref.instance_id, now)
 
