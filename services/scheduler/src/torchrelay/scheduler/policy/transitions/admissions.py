@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
-from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
+from torchrelay.scheduler.policy.cluster.storage_tiers import is_held_by_any, tier_of
 from torchrelay.scheduler.policy.core import (
     BOTH,
     Admission,
@@ -320,7 +320,7 @@ def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> 
         return 0.0
     expected_s = state.config.slot_setup_s
     if store := state.membership.store_of(instance.host_id):
-        tier = tier_of(model.pack_id, store, state.membership.stores.values())
+        tier = tier_of(model.pack_id, store, is_held_by_any(model.pack_id, state.membership.stores.values()))
         expected_s = load_s(model.pack_bytes, tier, state.config)
     return load_left_s(instance, expected_s, now)
 
