@@ -50,6 +50,7 @@ class Membership:
         self._suspect_since: dict[str, float] = {}
         self._liveness: dict[str, Liveness] = {}  # by worker id
         self._store_liveness: dict[str, Liveness] = {}
+        self._look_at = 0.0  # nobody is lost before
         self._stalled: FIFOCache[str, EngineProgress] = FIFOCache(_MAX_FENCED)  # incarnation -> where its engine stands
         self.sizes = SlotSizes()
 
@@ -155,6 +156,8 @@ class Membership:
 
         ``listening_since``: nobody listened before; silence counts from then.
         """
+        if now < self._look_at:
+            return LostPeers((), ())
         for liveness in (*self._liveness.values(), *self._store_liveness.values()):
             liveness.listening_since(listening_since)
         workers = tuple(filter(None, (self._lost(worker, now, stale_s) for worker in self.workers.values())))
@@ -165,6 +168,10 @@ class Membership:
             self.drop_worker(lost.worker.worker_id, now, gone=False)
         for store in stores:
             self.drop_store(store.store_id, now, gone=False)
+        # Whoever is heard from now on is lost later than any that is known.
+        heard = (each.heard_at for each in (*self._liveness.values(), *self._store_liveness.values()))
+        advanced = (each.advanced_at for each in self._liveness.values() if each.progress.has_work)
+        self._look_at = min((now, *heard, *advanced)) + stale_s
         return LostPeers(workers, stores)
 
     def _lost(self, worker: WorkerStatus, now: float, stale_s: float) -> LostWorker | None:
