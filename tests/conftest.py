@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.support.brokers import nats_server, redis_server
@@ -13,6 +14,9 @@ from tests.support.brokers import nats_server, redis_server
 # A suite started in a shell's background has SIGINT ignored, and so would have the programs that it interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# How long an example takes says something about the machine, and nothing about the code.
+hypothesis.settings.register_profile("torchrelay", deadline=None)
+hypothesis.settings.load_profile("torchrelay")
 # Read when triton is imported: its kernels run in an interpreter, on any machine. With 0 the same tests use the GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -129,7 +129,7 @@ class BenchGateway:
 @asynccontextmanager
 async def bench_gateway(address: str, fleet: Fleet, num_running: int) -> AsyncIterator[BenchGateway]:
     async with open_channel(address, token=scheduler_token()) as channel:
-        call: Any = scheduler_pb2_grpc.SchedulerStub(channel).Admit()  # type: ignore[call-arg]
+        call: Any = scheduler_pb2_grpc.SchedulerStub(channel).Admit()
         await call.wait_for_connection()
         hello = pb.AdmitCommand(hello=pb.AdmitHello(gateway_id="bench"))
         await call.write(pb.AdmitCommands(commands=[hello]))

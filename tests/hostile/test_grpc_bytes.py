@@ -110,9 +110,19 @@ def test_a_broken_connection_ends(case: str, watch: Watch, door: Address) -> Non
         await_closed(sockets, len(sockets), 60)
 
 
-def test_fifty_thousand_pings_on_each_of_many_connections(watch: Watch, door: Address) -> None:
+FLOODS = {
+    "pings": frame(PING, payload=bytes(8)) * 50_000,
+    "headers of a stream that cannot be opened": frame(HEADERS, END_HEADERS, 2) * 50_000,
+    "headers of one stream": frame(HEADERS, END_HEADERS, 1) * 50_000,
+    "headers that say nothing": b"".join(frame(HEADERS, END_HEADERS, 2 * n + 1) for n in range(50_000)),
+    "continuations of nothing": (frame(HEADERS, 0, 2) + frame(CONTINUATION, END_HEADERS, 2)) * 25_000,
+}
+
+
+@pytest.mark.parametrize("case", FLOODS)
+def test_fifty_thousand_frames_on_each_of_many_connections(case: str, watch: Watch, door: Address) -> None:
     with crowd(door, 20) as sockets:
-        send_all(sockets, GREETING + frame(PING, payload=bytes(8)) * 50_000)
+        send_all(sockets, GREETING + FLOODS[case])
         await_closed(sockets, len(sockets), 60)
 
 

@@ -69,11 +69,12 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def postgres_url(postgres_template: str) -> str:
+def postgres_url(postgres_template: str) -> Iterator[str]:
     """A fresh, migrated PostgreSQL database."""
     name = f"test_{secrets.token_hex(6)}"
-    asyncio.run(_execute(postgres_template, f"CREATE DATABASE {name} TEMPLATE migrated"))
-    return postgres_template.replace("/postgres", f"/{name}")
+    asyncio.run(_execute(postgres_template, f"CREATE DATABASE {name} TEMPLATE migrated STRATEGY file_copy"))
+    yield postgres_template.replace("/postgres", f"/{name}")
+    asyncio.run(_execute(postgres_template, f"DROP DATABASE {name} WITH (FORCE)"))
 
 
 class InterruptibleDatabase(Database):

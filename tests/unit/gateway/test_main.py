@@ -22,6 +22,8 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.support.http2_client import Http2Client, http2_client
+
 START_S = 30
 ADMIN_KEY = f"tra-{'0' * 32}"
 
@@ -117,13 +119,33 @@ def test_keys_outlive_kill_9_and_sigterm_ends_in_order(home: Path, nats_url: str
 
 
 def test_idle_strangers_do_not_keep_a_tenant_out(home: Path, nats_url: str, redis_url: str) -> None:
-    """More connections than the process may have open files, at both doors."""
+    """More connections than the process may have open files, at both doors. Whoever has shown a key stays connected."""
     with gateway(home, nats_url, redis_url, num_descriptors=512) as (process, addresses), ExitStack() as stack:
+        admin = {"authorization": f"Bearer {ADMIN_KEY}"}
+        with httpx.Client(base_url=addresses["http"], headers=admin, trust_env=False) as client:
+            assert client.post("/v1/tenants", json={"name": "acme"}).status_code == 201
+            key = client.post("/v1/keys", json={"tenant": "acme"}).json()["key"]
+        early = stack.enter_context(http2_client(addresses["grpc"]))
+        early.greet()
+        assert lists_models(early, 1, key)
         doors = [urlsplit(addresses["http"]).netloc, addresses["grpc"]]
         for number in range(900):
             host, _, port = doors[number % 2].partition(":")
             stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
         for _ in range(40):  # each over a connection of its own
-            reply = httpx.get(f"{addresses['http']}/v1/tenants", headers={"authorization": f"Bearer {ADMIN_KEY}"})
-            assert reply.status_code == 200
+            assert httpx.get(f"{addresses['http']}/v1/tenants", headers=admin).status_code == 200
+            with http2_client(addresses["grpc"]) as late:
+                late.greet()
+                assert lists_models(late, 1, key)
+        assert lists_models(early, 3, key)
         assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) < 500
+
+
+def lists_models(client: Http2Client, stream: int, key: str) -> bool:
+    """Whether the call is answered, with an empty list; else the connection has been closed."""
+    try:
+        client.open_call(stream, "/torchrelay.inference.v1.Inference/ListModels", ("authorization", f"Bearer {key}"))
+        client.send_message(stream, b"")
+    except OSError:
+        return False
+    return bytes(5) in client.end_of(stream)

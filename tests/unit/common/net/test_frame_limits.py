@@ -13,6 +13,7 @@ from tests.support.http2_client import (
     CONTINUATION,
     DATA,
     END_HEADERS,
+    END_STREAM,
     GOAWAY,
     HEADERS,
     PING,
@@ -44,9 +45,13 @@ FAULTS = {
         GREETING + frame(HEADERS, 0, 1, bytes(100)) + frame(CONTINUATION, 0, 1, bytes(100)) * 9,
         "headers",
     ),
-    "empty headers without end": (GREETING + frame(HEADERS, 0, 1) * 200, "headers"),
+    "empty headers without end": (GREETING + frame(HEADERS, 0, 1) * 200, "carry nothing"),
+    "continuations without end": (GREETING + frame(HEADERS, 0, 1) + frame(CONTINUATION, 0, 1) * 50, "carry nothing"),
     **{
-        f"frames of kind {kind}": (GREETING + frame(kind, flags, 1, bytes(size)) * 80, "carry nothing")
+        f"frames of kind {kind}, flags {flags}, {size} bytes": (
+            GREETING + frame(kind, flags, 1, bytes(size)) * 80,
+            "carry nothing",
+        )
         for kind, flags, size in [
             (PING, 0, 8),
             (PING, ACK, 8),
@@ -58,6 +63,8 @@ FAULTS = {
             (WINDOW_UPDATE, 0, 4),
             (DATA, 0, 0),
             (DATA, 0, 1),
+            (HEADERS, END_HEADERS, 0),
+            (HEADERS, END_HEADERS, 900),
             (99, 0, 0),
         ]
     },
@@ -68,7 +75,7 @@ PASSING = {
     "half a frame": GREETING + frame(PING)[:5],
     "many small frames": GREETING + frame(PING, payload=bytes(8)) * 19,
     "the largest frames": GREETING + frame(DATA, 0, 1, bytes(MAX_FRAME_BYTES)) * 30,
-    "many calls": GREETING + frame(HEADERS, END_HEADERS, 1, bytes(900)) * 100,
+    "many calls": GREETING + frame(HEADERS, END_HEADERS, 1, bytes(900)) * 38,
     "long headers": GREETING + frame(HEADERS, 0, 1, bytes(900)) + frame(CONTINUATION, END_HEADERS, 1, bytes(82)),
 }
 
@@ -126,6 +133,27 @@ def test_the_answers_to_pings_do_not_pay_for_pings() -> None:
         counter.answer(len(frame(PING, ACK, payload=bytes(8))))
         pings += 1
         assert pings < 100
+
+
+def test_calls_are_allowed_for_their_answers() -> None:
+    """A call of grpcio's client, message, end and window included, and the shortest answer to one."""
+    counter = FrameCounter(0.0, LIMITS)
+    assert counter.receive(GREETING, 0.0) is None
+    opened, message = frame(HEADERS, END_HEADERS, 1, bytes(20)), frame(DATA, END_STREAM, 1, bytes(5))
+    answer = len(frame(HEADERS, END_HEADERS, 1, bytes(4)) + message + frame(HEADERS, END_STREAM, 1, bytes(4)))
+    for _ in range(10_000):
+        assert counter.receive(opened + message + frame(WINDOW_UPDATE, payload=bytes(4)), 0.0) is None
+        counter.answer(answer)
+
+
+def test_resets_do_not_pay_for_the_calls_that_they_refuse() -> None:
+    """grpcio resets a stream whose headers say nothing, and one beyond its number of streams."""
+    counter, calls = FrameCounter(0.0, LIMITS), 0
+    counter.receive(GREETING, 0.0)
+    while counter.receive(frame(HEADERS, END_HEADERS, 1), 0.0) is None:
+        counter.answer(len(frame(RST_STREAM, 0, 1, bytes(4))))
+        calls += 1
+        assert calls < 1000
 
 
 def test_what_was_saved_up_is_bounded() -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import stat
 import struct
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,7 +23,7 @@ from torchrelay.common.net.rpc.public_port import PublicPort
 from torchrelay.common.net.rpc.server import RpcServer
 
 MB = 1 << 20
-LIMITS = PublicLimits(connections=100, streams=256, message_bytes=8 * MB, head_s=10.0, idle_s=60.0)
+LIMITS = PublicLimits(connections=100, streams=256, message_bytes=8 * MB, head_s=10.0, idle_s=60.0, silence_s=60.0)
 MAX_FRAME_SIZE = 5  # a setting of HTTP/2
 
 
@@ -167,13 +171,21 @@ async def test_grpcio_asks_for_no_longer_frames_than_are_let_through(server: Rpc
     assert told.get(MAX_FRAME_SIZE, MAX_FRAME_BYTES) == MAX_FRAME_BYTES
 
 
+@asynccontextmanager
+async def public_port(limits: PublicLimits) -> AsyncIterator[PublicPort]:
+    port = PublicPort(socket.create_server(("127.0.0.1", 0)), limits)
+    await port.start()
+    try:
+        yield port
+    finally:
+        await port.stop_accepting()
+        await port.close()
+
+
 @pytest.fixture
 async def port() -> AsyncIterator[PublicPort]:
-    port = PublicPort("127.0.0.1", 0, LIMITS)
-    port.start()
-    yield port
-    await port.stop_accepting()
-    await port.close()
+    async with public_port(LIMITS) as port:
+        yield port
 
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
@@ -181,7 +193,9 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
 
 async def listen(port: PublicPort, handler: Handler) -> asyncio.Server:
     """In place of grpcio."""
-    return await asyncio.start_unix_server(handler, "\0" + port.address.removeprefix("unix-abstract:"))
+    server = await asyncio.start_unix_server(handler, port.address.removeprefix("unix:"))
+    port.hide_address()
+    return server
 
 
 SENT_BYTES, HELD_BYTES = 64 * MB, 24 * MB  # the most that the kernel keeps for two connections is far less than sent
@@ -251,3 +265,71 @@ async def test_a_client_is_closed_while_grpcio_does_not_listen(port: PublicPort)
     reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
     assert await asyncio.wait_for(reader.read(), 20) == b""
     writer.close()
+
+
+async def send_without_end(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):
+        while True:
+            writer.write(bytes(MAX_FRAME_BYTES))
+            await writer.drain()
+
+
+async def test_a_client_that_takes_nothing_is_closed() -> None:
+    """grpcio, which is read no more by then, could not say that it has given the client up."""
+    async with public_port(replace(LIMITS, silence_s=0.1)) as port, await listen(port, send_without_end):
+        with socket.create_connection(("127.0.0.1", port.port)) as client:
+            await until(lambda: port.num_connections == 1)
+            await until(lambda: port.num_connections == 0)
+            client.settimeout(20)
+            while client.recv(MB):  # of what the kernel has taken
+                pass
+
+
+async def test_a_client_that_reads_on_in_time_may_stay() -> None:
+    num_pieces, num_sent, silence_s = 512, 0, 1.0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_sent
+        while num_sent < num_pieces:
+            writer.write(bytes(MAX_FRAME_BYTES))
+            await writer.drain()
+            num_sent += 1
+        await reader.readexactly(len(PREFACE))
+        writer.write(b"still here")
+        writer.close()
+
+    async with public_port(replace(LIMITS, silence_s=silence_s)) as port, await listen(port, serve):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        before = -1
+        while num_sent == 0 or num_sent > before:  # until nothing more is taken
+            before = num_sent
+            await asyncio.sleep(0.05)
+        assert num_sent < num_pieces
+        await reader.readexactly(num_pieces * MAX_FRAME_BYTES)
+        await asyncio.sleep(1.5 * silence_s)  # the time after which it would be closed
+        writer.write(PREFACE)
+        assert await asyncio.wait_for(reader.read(), 20) == b"still here"
+        writer.close()
+
+
+async def test_no_other_user_reaches_the_inner_address(port: PublicPort) -> None:
+    path = Path(port.address.removeprefix("unix:"))
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    async with await listen(port, send_without_end):
+        assert not path.parent.exists()  # so that nothing is left behind by a killed process
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        assert await reader.readexactly(MAX_FRAME_BYTES)
+        writer.close()
+
+
+async def test_whoever_runs_the_port_learns_that_it_accepts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(_port: PublicPort, sock: socket.socket, _address: str) -> None:
+        sock.close()
+        raise ValueError("a fault that nobody expects")
+
+    monkeypatch.setattr(PublicPort, "_connect", fail)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(20), public_port(LIMITS) as port:
+            with socket.create_connection(("127.0.0.1", port.port)):
+                await asyncio.Event().wait()
+    assert caught.group_contains(ValueError, match="nobody expects")

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import tempfile
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.support.http2_client import Http2Client, http2_client
+from tests.support.http2_client import http2_client
+from torchrelay.common.errors import Conflict, Unauthenticated, Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.options import PublicLimits
-from torchrelay.common.net.rpc.server import RpcServer
+from torchrelay.common.net.rpc.server import RpcServer, show_key
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
-LIMITS = PublicLimits(connections=3, streams=5, message_bytes=1000, head_s=1.0, idle_s=2.0)
+LIMITS = PublicLimits(connections=3, streams=5, message_bytes=1000, head_s=1.0, idle_s=2.0, silence_s=60.0)
+PATIENT = replace(LIMITS, head_s=60.0, idle_s=60.0)
 
 
 @pytest.fixture
@@ -71,24 +78,63 @@ async def test_watching_health_is_not_offered_to_strangers(server: RpcServer) ->
     assert await check(server) == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_connections_beyond_the_limit_are_refused_until_one_ends(server: RpcServer) -> None:
-    def attack() -> list[bool]:
-        clients = [http2_client(f"127.0.0.1:{server.port}") for _ in range(6)]
-        opened = [client.__enter__() for client in clients]
-        try:
-            return [_is_refused(client) for client in opened]
-        finally:
-            for client in clients:
-                client.__exit__(None, None, None)
+async def test_the_oldest_connections_beyond_the_limit_make_room() -> None:
+    def attack(address: str) -> None:
+        with ExitStack() as stack:
+            clients = [stack.enter_context(http2_client(address)) for _ in range(6)]
+            assert all(client.is_closed(20) for client in clients[:3])
+            for client in clients[3:]:
+                client.greet()
+                next(client.frames())
 
-    assert (await asyncio.to_thread(attack)).count(True) >= 3
+    server = RpcServer("127.0.0.1", limits=PATIENT)
+    await server.start()
+    await asyncio.to_thread(attack, f"127.0.0.1:{server.port}")
     assert await check(server) == health_pb2.HealthCheckResponse.SERVING
+    await server.stop(0)
 
 
-def _is_refused(client: Http2Client) -> bool:
-    try:
-        client.greet()
-        next(client.frames())
-    except (OSError, StopIteration):
-        return True
-    return False
+async def test_who_has_shown_a_key_makes_no_room_for_strangers() -> None:
+    """Strangers who ask and are refused, and those who say nothing; all are from one address."""
+
+    async def answer(message: bytes, _context: object) -> bytes:
+        if message == b"stranger":
+            raise Unauthenticated("who is it?")
+        show_key()
+        return message
+
+    server = RpcServer("127.0.0.1", limits=PATIENT)
+    handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(answer)
+    server.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Door", {"Knock": handler}),))
+    await server.start()
+    address = f"127.0.0.1:{server.port}"
+    local = [("grpc.use_local_subchannel_pool", 1)]
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(server.stop, 0)
+        tenant, *strangers = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(address, options=local)) for _ in range(5)
+        ]
+        call: Any = tenant.unary_unary("/test.Door/Knock")
+        assert await call(b"tenant", timeout=20) == b"tenant"
+        for stranger in strangers:
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await cast(Any, stranger.unary_unary("/test.Door/Knock"))(b"stranger", timeout=20)
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert tenant.get_state() == grpc.ChannelConnectivity.READY
+        assert await call(b"tenant", timeout=20, wait_for_ready=False) == b"tenant"
+
+
+async def test_whatever_another_process_takes_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(Conflict, match="another process"):
+        RpcServer("127.0.0.1", taken.getsockname()[1], limits=LIMITS)
+    long = tmp_path / ("x" * 100)  # more than the address of a Unix socket may have
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(Unavailable, match=f"{long.name}.*"):
+        RpcServer("127.0.0.1", port, limits=LIMITS)
+    assert not list(long.iterdir())
+    with socket.create_server(("127.0.0.1", port)):  # nobody listens there any more
+        pass

@@ -16,7 +16,7 @@ from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig, until
 from torchrelay.common.errors import InvalidRequest, NotFound, Overloaded, TorchrelayError, Unauthenticated
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.errors import error_from_rpc
-from torchrelay.gateway.core import FinishCause
+from torchrelay.gateway.core import FinishCause, ServiceClass
 from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.inference.v1 import inference_pb2 as pb
 from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
@@ -60,6 +60,23 @@ async def test_chat_and_text_are_the_same_as_over_rest(rig: TokenPathRig, stub: 
     assert text == reply.choices[0].message.content
 
 
+@pytest.mark.parametrize(
+    ("tier", "service_class"),
+    [
+        ("", ServiceClass.STANDARD),
+        ("priority", ServiceClass.INTERACTIVE),
+        ("flex", ServiceClass.BATCH),
+    ],
+)
+async def test_the_scheduler_is_told_the_class_over_both_doors(
+    rig: TokenPathRig, stub: Any, tier: str, service_class: ServiceClass
+) -> None:
+    assert [event async for event in stub.Generate(request(service_tier=tier), metadata=METADATA)]
+    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 1, "service_tier": tier or None}
+    assert (await rig.http.post("/v1/completions", json=body)).status_code == 200
+    assert [ServiceClass(admit.service_class) for admit in rig.scheduler.admits] == [service_class] * 2
+
+
 async def test_errors_keep_class_and_field(rig: TokenPathRig, stub: Any) -> None:
     async def error_of(made: pb.GenerateRequest, metadata: Any = METADATA) -> TorchrelayError:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -77,6 +94,7 @@ async def test_errors_keep_class_and_field(rig: TokenPathRig, stub: Any) -> None
         (request(max_tokens=0), "max_tokens"),
         (request(max_tokens=100_000), "max_tokens"),
         (request(stop=[""]), "stop"),
+        (request(service_tier="fast"), "service_tier"),
         (pb.GenerateRequest(model="echo"), "prompt"),
         (pb.GenerateRequest(model="echo", prompt=""), "prompt"),
         (pb.GenerateRequest(model="echo", chat=pb.Messages()), "messages"),

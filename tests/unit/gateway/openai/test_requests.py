@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.core import ServiceClass
 from torchrelay.gateway.openai.requests import decode_chat, decode_completion, params_of_chat, params_of_completion
 
 
@@ -29,6 +30,29 @@ def test_unknown_fields_and_empty_wishes_are_ignored() -> None:
         tools=[], tool_choice="none", response_format={"type": "text"}, logprobs=False, top_logprobs=0, store=True
     )
     assert params_of_chat(decode_chat(talk)) == params_of_chat(decode_chat(chat()))
+
+
+@pytest.mark.parametrize(
+    ("tier", "service_class"),
+    [
+        (None, ServiceClass.STANDARD),
+        ("auto", ServiceClass.STANDARD),
+        ("default", ServiceClass.STANDARD),
+        ("scale", ServiceClass.STANDARD),
+        ("priority", ServiceClass.INTERACTIVE),
+        ("flex", ServiceClass.BATCH),
+    ],
+)
+def test_a_service_tier_names_the_class(tier: str | None, service_class: ServiceClass) -> None:
+    assert params_of_chat(decode_chat(chat(service_tier=tier))).service_class == service_class
+    assert params_of_completion(decode_completion(completion(service_tier=tier))).service_class == service_class
+
+
+@pytest.mark.parametrize("tier", ["fast", "", "Priority"])
+def test_an_unknown_service_tier_is_refused(tier: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"must be one of .*flex.* not '{tier}'") as caught:
+        params_of_chat(decode_chat(chat(service_tier=tier)))
+    assert caught.value.field == "service_tier"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +223,7 @@ json_values = st.recursive(
 )
 NAMES = (
     "model messages prompt stop seed n max_tokens top_k stream_options logit_bias min_p logprobs top_logprobs"
-    " stop_token_ids presence_penalty"
+    " stop_token_ids presence_penalty service_tier"
 )
 names = st.sampled_from(NAMES.split())
 

@@ -266,6 +266,7 @@ class PaperCluster:
             if one.worker_id in self.workers
         }
         state.attempts.check_integrity(pools)
+        state.queues.check_integrity()
 
 
 def two_workers_one_host(**config: object) -> PaperCluster:

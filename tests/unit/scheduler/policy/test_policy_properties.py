@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Model, Role
+from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Model, Role, ServiceClass
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, WakeCommand
 from torchrelay.scheduler.policy.inputs import Admit, GatewayConnected, GatewayDisconnected, Tick, Withdraw
 
@@ -44,15 +45,23 @@ class Policing(RuleBasedStateMachine):
             )
         self.all_workers = dict(self.scene.workers)
 
-    @rule(model=st.sampled_from(MODELS), tokens=st.integers(1, 2000), choices=st.integers(1, 2))
-    def one_comes(self, model: Model, tokens: int, choices: int) -> None:
-        self.admit(model, tokens, choices)
+    @rule(
+        model=st.sampled_from(MODELS),
+        tokens=st.integers(1, 2000),
+        choices=st.integers(1, 2),
+        service_class=st.sampled_from(ServiceClass),
+        ttft_target_s=st.sampled_from([0.0, 31.0]),
+    )
+    def one_comes(
+        self, model: Model, tokens: int, choices: int, service_class: ServiceClass, ttft_target_s: float
+    ) -> None:
+        self.admit(model, tokens, choices, service_class=service_class, ttft_target_s=ttft_target_s)
 
-    def admit(self, model: Model, tokens: int, choices: int = 1) -> None:
+    def admit(self, model: Model, tokens: int, choices: int = 1, **changes: Any) -> None:
         self.num_admitted += 1
         request_id = f"r{self.num_admitted}"
         self.open.add(AttemptKey(request_id, 1))
-        self.scene.admit(model, request_id, num_prompt_tokens=tokens, max_tokens=20, num_choices=choices)
+        self.scene.admit(model, request_id, num_prompt_tokens=tokens, max_tokens=20, num_choices=choices, **changes)
 
     @rule(model=st.sampled_from(MODELS), num_requests=st.integers(QUEUE_LIMIT, 3 * QUEUE_LIMIT))
     def a_burst_comes(self, model: Model, num_requests: int) -> None:

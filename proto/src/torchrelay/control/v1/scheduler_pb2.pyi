@@ -21,6 +21,26 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ServiceClass:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ServiceClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServiceClass.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SERVICE_CLASS_STANDARD: _ServiceClass.ValueType  # 0
+    SERVICE_CLASS_INTERACTIVE: _ServiceClass.ValueType  # 1
+    SERVICE_CLASS_BATCH: _ServiceClass.ValueType  # 2
+    """yields to the others until its target is near"""
+
+class ServiceClass(_ServiceClass, metaclass=_ServiceClassEnumTypeWrapper):
+    """How soon a request is wanted."""
+
+SERVICE_CLASS_STANDARD: ServiceClass.ValueType  # 0
+SERVICE_CLASS_INTERACTIVE: ServiceClass.ValueType  # 1
+SERVICE_CLASS_BATCH: ServiceClass.ValueType  # 2
+"""yields to the others until its target is near"""
+Global___ServiceClass: _TypeAlias = ServiceClass  # noqa: Y015
+
 @_typing.final
 class AdmitCommands(_message.Message):
     """What waited to be sent, in its order: one message for many commands costs a fraction of many."""
@@ -141,6 +161,9 @@ class AdmitRequest(_message.Message):
     CURRENT_FIELD_NUMBER: _builtins.int
     IS_COMPUTED_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    SERVICE_CLASS_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_MS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     num_forced_tokens: _builtins.int
     """most tokens any choice of this attempt brings along"""
@@ -150,6 +173,12 @@ class AdmitRequest(_message.Message):
     is_computed: _builtins.bool
     """with current: its first token is there"""
     traceparent: _builtins.str
+    service_class: Global___ServiceClass.ValueType
+    """one that the scheduler does not know counts as standard"""
+    ttft_target_ms: _builtins.int
+    """for the first token, from now on; 0: that of the class"""
+    weight: _builtins.float
+    """of its tenant's share, 0.001 to 1,000; 0: 1"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
@@ -180,10 +209,13 @@ class AdmitRequest(_message.Message):
         current: Global___Placement | None = ...,
         is_computed: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
+        service_class: Global___ServiceClass.ValueType = ...,
+        ttft_target_ms: _builtins.int = ...,
+        weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "key", b"key", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "is_computed", b"is_computed", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "is_computed", b"is_computed", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "service_class", b"service_class", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "version", b"version", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

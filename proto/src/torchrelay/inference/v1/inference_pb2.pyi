@@ -123,6 +123,7 @@ class GenerateRequest(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SERVICE_TIER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """"tenant/model", or "model" within the key's own tenant"""
     prompt: _builtins.str
@@ -143,6 +144,8 @@ class GenerateRequest(_message.Message):
     """-2 to 2"""
     top_logprobs: _builtins.int
     """up to 20 likely tokens beside the chosen one; absent: no logprobs at all"""
+    service_tier: _builtins.str
+    """"auto" or "default", "priority", "flex"; empty: "auto" """
     @_builtins.property
     def chat(self) -> Global___Messages: ...
     @_builtins.property
@@ -179,10 +182,11 @@ class GenerateRequest(_message.Message):
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         top_logprobs: _builtins.int | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        service_tier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "chat", b"chat", "frequency_penalty", b"frequency_penalty", "input", b"input", "max_tokens", b"max_tokens", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "chat", b"chat", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "input", b"input", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "model", b"model", "n", b"n", "presence_penalty", b"presence_penalty", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "return_token_ids", b"return_token_ids", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "chat", b"chat", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "input", b"input", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "model", b"model", "n", b"n", "presence_penalty", b"presence_penalty", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "return_token_ids", b"return_token_ids", "seed", b"seed", "service_tier", b"service_tier", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015

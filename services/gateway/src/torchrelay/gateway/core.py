@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,14 @@ class PublishedModel:
     @property
     def price_id(self) -> str:
         return self.price.price_id
+
+
+class ServiceClass(IntEnum):
+    """How soon a request is wanted; the numbers are those of the protocol."""
+
+    STANDARD = 0
+    INTERACTIVE = 1
+    BATCH = 2
 
 
 class FinishCause(StrEnum):

@@ -146,6 +146,7 @@ def door_limits(settings: GatewaySettings, num_descriptors: int) -> tuple[HttpLi
             message_bytes=settings.max_body_bytes,
             head_s=settings.head_timeout_s,
             idle_s=settings.idle_connection_s,
+            silence_s=settings.answer_silence_s,
         ),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -36,6 +37,7 @@ from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.scheduler.settings import SchedulerSettings
 
 TICK_S = 0.1
+GC_THRESHOLD = 20_000  # allocations between young collections; an admission makes about a hundred
 _LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unread
 
 
@@ -67,6 +69,7 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
                 streams = group.create_task(keep_streams(js, subjects, settings.nats_replicas, settings.stream_sizes))
                 await ready.wait()
                 await server.start()
+                gc.set_threshold(GC_THRESHOLD)
                 try:
                     yield {"grpc": f"{settings.advertised_host}:{server.port}"}
                 finally:

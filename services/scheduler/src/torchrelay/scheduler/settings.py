@@ -42,6 +42,13 @@ class SchedulerSettings(ServiceSettings):
         1024, ge=1, description="Maximum waiting requests per model; further ones are refused with Retry-After."
     )
     queue_limit_total: int = Field(8192, ge=1, description="Maximum waiting requests in total.")
+    interactive_ttft_s: float = Field(
+        0.5, gt=0, description="Objective for the time to the first token of requests with service_tier priority."
+    )
+    standard_ttft_s: float = Field(2.0, gt=0, description="The same for requests that name no service_tier.")
+    batch_ttft_s: float = Field(
+        600.0, gt=0, description="The same with service_tier flex: until 30 s before, they yield to all others."
+    )
     requests_per_instance: int = Field(16, ge=1, description="This many waiting requests justify one more instance.")
     max_open_per_instance: int = Field(64, ge=1, description="Maximum concurrent requests on one decode instance.")
     queue_target_s: float = Field(2.0, gt=0, description="Longer queues justify more instances.")

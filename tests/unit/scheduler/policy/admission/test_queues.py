@@ -32,7 +32,7 @@ def order_of(queues: AdmissionQueues, now: float = NOW) -> list[str]:
     """Takes everything."""
     found = []
     while (admission := queues.next(MODEL.version_id, now)) is not None:
-        queues.take(admission)
+        queues.take(admission.key, NOW)
         found.append(admission.key.request_id)
     return found
 
@@ -54,7 +54,7 @@ def test_who_comes_late_has_nothing_saved_up() -> None:
     for _ in range(10):
         admission = queues.next(MODEL.version_id, NOW)
         assert admission is not None
-        queues.take(admission)
+        queues.take(admission.key, NOW)
     for number in range(10):
         queues.push(of("late", f"l{number}"))
     assert Counter(request_id[0] for request_id in order_of(queues)[:10])["l"] in (5, 6)
@@ -65,19 +65,84 @@ def test_of_one_tenant_the_earliest_deadline_goes_first() -> None:
     assert order_of(queues) == ["urgent", "patient"]
 
 
+def batch_of(tenant: str, request_id: str, ttft_target_s: float, **changes: object) -> Admission:
+    return of(tenant, request_id, service_class=ServiceClass.BATCH, ttft_target_s=ttft_target_s, **changes)
+
+
 def test_batch_work_yields_until_its_own_deadline_is_near() -> None:
-    batch = of("b", "batch", service_class=ServiceClass.BATCH, ttft_target_s=600.0)
-    chat = of("t", "chat", ttft_target_s=1.0)
-    assert order_of(queues_with(batch, chat)) == ["chat", "batch"]
-    assert order_of(queues_with(batch, chat), now=NOW + 580.0) == ["batch", "chat"]
+    admissions = (batch_of("b", "batch", 600.0), of("t", "chat"), of("t", "another"))
+    assert order_of(queues_with(*admissions)) == ["chat", "another", "batch"]
+    assert order_of(queues_with(*admissions), now=NOW + 580.0) == ["chat", "batch", "another"]
 
 
-def test_what_left_or_is_skipped_is_not_next() -> None:
+def test_batch_work_near_its_deadline_takes_turns_with_timely_work() -> None:
+    chats = [of("chats", f"c{n}", ttft_target_s=0.5) for n in range(5)]
+    batches = [batch_of("batches", f"b{n}", 20.0) for n in range(5)]
+    assert "".join(request_id[0] for request_id in order_of(queues_with(*batches, *chats))) == "cb" * 5
+
+
+def test_batch_work_near_its_deadline_counts_whatever_its_tenant_got() -> None:
+    queues = queues_with(batch_of("late", "first", 600.0), batch_of("late", "second", 700.0))
+    assert queues.next(MODEL.version_id, NOW) is not None
+    queues.take(AttemptKey("first", 1), NOW)
+    queues.push(batch_of("patient", "patient", 3600.0))
+    queues.push(of("chats", "chat"))
+    assert order_of(queues, now=NOW + 680.0) == ["chat", "second", "patient"]
+
+
+def test_a_newcomer_does_not_pay_for_what_batch_work_got() -> None:
+    queues = queues_with(*(of("chats", f"c{n}") for n in range(20)))
+    for number in range(20):
+        queues.push(batch_of("batches", f"b{number}", 10.0, num_prompt_tokens=100_000))
+    for _ in range(10):
+        admission = queues.next(MODEL.version_id, NOW)
+        assert admission is not None
+        queues.take(admission.key, NOW)
+    queues.push(of("new", "newcomer"))
+    assert "newcomer" in order_of(queues)[:2]
+
+
+def test_what_a_tenant_got_in_time_is_not_charged_to_its_batch_work() -> None:
+    queues = queues_with(of("a", "chat"), batch_of("a", "a", 3600.0), batch_of("b", "b", 3600.0))
+    assert order_of(queues) == ["chat", "a", "b"]
+
+
+def test_what_left_or_is_parked_is_not_next() -> None:
     queues = queues_with(of("t", "a"), of("t", "b"), of("t", "c"))
-    queues.remove(AttemptKey("a", 1))
-    following = queues.next(MODEL.version_id, NOW, frozenset({AttemptKey("b", 1)}))
+    queues.remove(AttemptKey("a", 1), NOW)
+    queues.park(AttemptKey("b", 1))
+    following = queues.next(MODEL.version_id, NOW)
     assert following is not None and following.key.request_id == "c"
+    assert queues.num_waiting(MODEL.version_id) == 2
+    queues.unpark(AttemptKey("b", 1))
     assert order_of(queues) == ["b", "c"] and len(queues) == 0 and queues.versions == ()
+
+
+def test_what_is_parked_may_leave() -> None:
+    queues = queues_with(of("t", "a"))
+    queues.park(AttemptKey("a", 1))
+    assert queues.remove(AttemptKey("a", 1), NOW) is not None
+    queues.unpark(AttemptKey("a", 1))
+    assert len(queues) == 0 and queues.next(MODEL.version_id, NOW) is None
+
+
+def test_requests_that_left_are_not_kept_behind_one_that_stays() -> None:
+    queues = queues_with(of("t", "stays"))
+    for number in range(500):
+        left = of("t", f"left-{number}")
+        queues.push(left)
+        queues.remove(left.key, NOW)
+        assert queues.next(MODEL.version_id, NOW) is not left
+        queues.check_integrity()
+
+
+def test_a_request_that_is_parked_again_and_again_is_kept_once() -> None:
+    queues = queues_with(of("t", "stays"), of("t", "again"))
+    for _ in range(500):
+        queues.park(AttemptKey("again", 1))
+        queues.unpark(AttemptKey("again", 1))
+        queues.check_integrity()
+    assert order_of(queues) == ["stays", "again"]
 
 
 def test_a_full_queue_refuses_the_tenant_that_has_most_of_it() -> None:
@@ -116,6 +181,6 @@ def test_everything_comes_once_and_nobody_is_far_behind(found: list[tuple[str, i
             # Start-time fair queueing: two tenants that both wait are never apart by more than a request of each.
             assert served[admission.tenant] <= min(served[tenant] for tenant in timely) + 2 * 5000
             served[admission.tenant] += admission.num_prefill_tokens
-        queues.take(admission)
+        queues.take(admission.key, NOW)
         taken.append(admission.key)
     assert sorted(taken) == sorted(each.key for each in admissions) and len(queues) == 0

@@ -36,6 +36,14 @@ def test_a_report_corrects_what_was_predicted() -> None:
     assert lane.ahead_s(20.25) == pytest.approx(0.25), "a new prompt begins at once on an idle instance"
 
 
+def test_a_prompt_that_leaves_behind_the_first_does_not_begin_the_first_anew() -> None:
+    lane = PrefillLane()
+    lane.bind(A, 1.0, now=0.0)
+    lane.bind(B, 0.1, now=0.0)
+    lane.leave(B, now=0.9)
+    assert lane.ahead_s(0.9) == pytest.approx(0.1)
+
+
 def test_on_an_instance_that_loads_nothing_has_begun() -> None:
     lane = PrefillLane()
     lane.bind(A, 1.0, now=10.0)

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
-from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker, two_workers_one_host
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import (
+    MB,
+    PaperCluster,
+    a_model,
+    a_store,
+    a_worker,
+    an_admission,
+    two_hosts,
+    two_workers_one_host,
+)
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.policy import state
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import AttemptKey
+from torchrelay.scheduler.policy.core import AttemptKey, ServiceClass
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, Waiting
-from torchrelay.scheduler.policy.inputs import GatewayConnected, GatewayDisconnected, Withdraw
+from torchrelay.scheduler.policy.inputs import (
+    Admit,
+    FirstToken,
+    GatewayConnected,
+    GatewayDisconnected,
+    Tick,
+    Withdraw,
+)
 
 MODEL = a_model()
 
@@ -39,6 +65,20 @@ def test_first_come_first_served_as_kv_becomes_free() -> None:
     scene.check()
 
 
+def test_requests_without_a_target_have_that_of_their_class() -> None:
+    scene = PaperCluster().settle(a_worker("w", kv_pool_bytes=MB))
+    classes = {"batch": ServiceClass.BATCH, "plain": ServiceClass.STANDARD, "soon": ServiceClass.INTERACTIVE}
+    for name, service_class in classes.items():
+        scene.admit(MODEL, name, num_prompt_tokens=800, service_class=service_class)
+    scene.now += 1.0
+    scene.admit(MODEL, "aimed", num_prompt_tokens=800, service_class=ServiceClass.INTERACTIVE, ttft_target_s=0.9)
+    scene.settle(a_store("s1", "host-1"))
+    scene.finish_loads()
+    for name in ("soon", "aimed", "plain", "batch"):
+        assert [placed.key.request_id for placed in scene.opened][-1] == name
+        scene.release(name)
+
+
 def test_the_same_key_again_is_answered_again_and_runs_once() -> None:
     scene = two_workers_one_host()
     scene.admit(MODEL, "r1")
@@ -50,6 +90,25 @@ def test_the_same_key_again_is_answered_again_and_runs_once() -> None:
     assert len([answer for answer in scene.answers if isinstance(answer, Placed)]) == 2
     scene.admit(MODEL, "r1", attempt=2)  # another attempt is another admission
     assert len(scene.policy.state.attempts) == 2
+
+
+def test_a_first_token_whose_message_was_lost_counts_when_the_gateway_asks_again() -> None:
+    scene = two_hosts()
+    scene.admit(MODEL, "cold")
+    scene.finish_loads()
+    admission = scene.admit(MODEL, "r1")
+    placement = scene.placement("r1")
+    assert placement is not None and not placement.cold
+    bound = scene.policy.state.attempts.at(placement.prefill.instance_id)
+    assert admission.key in bound.prefills
+    scene.apply(GatewayDisconnected("gateway-1"))
+    scene.apply(GatewayConnected("gateway-1"))
+    scene.now += 5.0
+    scene.apply(Admit(admission, MODEL, placement, is_computed=True))
+    assert admission.key not in bound.prefills
+    assert scene.policy.state.corrections.of(placement.prefill.instance_id, scene.now) == 1.0, (
+        "when it came is not known"
+    )
 
 
 def test_a_withdrawn_request_leaves_its_place() -> None:
@@ -88,14 +147,121 @@ def test_requests_of_an_absent_gateway_keep_their_turn_and_end_with_its_grace() 
     assert len(scene.policy.state.attempts) == 1
 
 
+def num_calls(act: Callable[[], object]) -> int:
+    """How many Python functions it calls: its cost, whatever the machine does meanwhile."""
+    num = 0
+
+    def note(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal num
+        num += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(before)
+    return num
+
+
+def calls_of_an_admission(num_waiting: int, max_tokens: int, *, is_gateway_away: bool) -> int:
+    """Of another request for the model, which is placed, though all others cannot be."""
+    no_store = a_worker("large", "host-2", kv_pool_bytes=1024 * MB)  # so nothing is loaded there
+    scene = PaperCluster(PolicyConfig(queue_limit=1024)).settle(no_store)
+    scene.apply(GatewayConnected("gateway-2"))
+    for number in range(num_waiting):
+        scene.admit(MODEL, f"r{number}", max_tokens=max_tokens)
+    if is_gateway_away:
+        scene.apply(GatewayDisconnected("gateway-1"))
+    scene.settle(a_store("s1", "host-1"), a_worker("w"))
+    scene.finish_loads()
+    admission = an_admission(MODEL, "another", now=scene.now, gateway_id="gateway-2")
+    num = num_calls(lambda: scene.apply(Admit(admission, MODEL)))
+    assert scene.placement("another") is not None and len(scene.policy.state.queues) == num_waiting
+    return num
+
+
+@pytest.mark.parametrize(("max_tokens", "is_gateway_away"), [(50, True), (100_000, False)])
+def test_requests_that_cannot_be_placed_cost_others_little(max_tokens: int, is_gateway_away: bool) -> None:
+    few, many = (calls_of_an_admission(num, max_tokens, is_gateway_away=is_gateway_away) for num in (50, 400))
+    assert many <= few * 8
+
+
+LATENCY = LatencyModel(StepCost(0.005, 1 / 15000, 0.0, 1000), StepCost(0.01, 1e-4, 0.0, 1000), token_budget=2048)
+
+
+def test_prompts_with_a_cached_beginning_do_not_make_an_instance_look_full() -> None:
+    """Workers report whole prompts; what is bound here is predicted without the part that is cached."""
+    model = a_model(routing_block_tokens=64, idle_timeout_s=600.0)
+    worker = a_worker("w", latency=LATENCY, has_prefix_cache=True, kv_pool_bytes=1024 * MB)
+    scene = PaperCluster().settle(a_store("s1", "host-1"), worker)
+    prompt: dict[str, Any] = {"num_prompt_tokens": 4000, "block_hashes": tuple(bytes([number]) for number in range(60))}
+    scene.admit(model, "first", **prompt)
+    scene.finish_loads()
+    scene.apply(FirstToken(AttemptKey("first", 1)))
+    scene.release("first")
+    scene.pass_time(60.0, step_s=1.0)
+    bound = 0
+    while not (waiting := len(scene.policy.state.queues)):
+        scene.admit(model, f"r{bound}", **prompt)
+        bound += 1
+    due = scene.policy.next_due()
+    assert bound > 4 and waiting == 1 and due - scene.now < 0.1
+    scene.workers["w"] = replace(scene.workers["w"], queued_prefill_s=4 * LATENCY.prefill_s(4000))
+    scene.report("w")
+    scene.apply(Tick())
+    assert scene.policy.next_due() == pytest.approx(due)
+
+
+def test_a_scheduler_started_anew_counts_the_prompts_that_workers_report() -> None:
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    scene.admit(MODEL, "first")
+    scene.finish_loads()
+    scene.workers["w"] = replace(scene.workers["w"], queued_prefill_s=3.0)
+    scene.report("w")
+    scene.admit(MODEL, "second")
+    assert scene.placement("second") is None and scene.policy.next_due() > scene.now + 2.0
+
+
+def test_a_model_that_was_just_asked_for_is_known_though_all_others_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "_MAX_MODELS", 2)
+    scene = PaperCluster().settle()
+    for number in range(3):
+        scene.admit(a_model(f"acme/m{number}"), f"r{number}")
+    assert len(scene.policy.state.queues) == len(scene.policy.state.models) == 3
+    scene.apply(Withdraw(AttemptKey("r1", 1)))
+    scene.admit(MODEL, "last")
+    assert a_model("acme/m1").version_id not in scene.policy.state.models
+
+
+def test_the_queue_of_two_tenants_is_not_counted_for_each_decision() -> None:
+    def calls_of_an_admission(num_waiting: int) -> int:
+        scene = PaperCluster(PolicyConfig(queue_limit=1024)).settle()
+        for number in range(num_waiting):
+            scene.admit(replace(MODEL, name=f"tenant-{number % 2}/tiny"), f"r{number}")
+        return num_calls(lambda: scene.admit(MODEL, "another"))
+
+    assert calls_of_an_admission(200) <= 1.5 * calls_of_an_admission(20)
+
+
+def test_a_withdrawal_looks_at_its_own_version_only() -> None:
+    def calls_of_a_withdrawal(num_others: int) -> int:
+        scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w"))
+        for number in range(num_others):
+            scene.admit(a_model(f"acme/other-{number}"), f"r{number}")
+        admission = scene.admit(MODEL, "withdrawn")
+        return num_calls(lambda: scene.apply(Withdraw(admission.key)))
+
+    assert calls_of_a_withdrawal(40) <= 1.5 * calls_of_a_withdrawal(10)
+
+
 def test_gateways_remember_only_what_is_open() -> None:
     gateways = GatewaySessions(grace_s=10.0)
     key = AttemptKey("r1", 1)
     gateways.connected("g", now=0.0)
     gateways.confirm("g", key)
-    assert gateways.is_confirmed(key) and gateways.overdue(100.0) == ()
-    gateways.disconnected("g", now=100.0)
-    assert not gateways.is_confirmed(key) and gateways.overdue(109.0) == ()
+    assert gateways.overdue(100.0) == ()
+    assert gateways.disconnected("g", now=100.0) == (key,) and gateways.overdue(109.0) == ()
     assert gateways.overdue(110.0) == (key,)
     gateways.forget(key)
     assert gateways.overdue(111.0) == () and len(gateways) == 0

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import struct
 
 MIN_KEY_BYTES = 16
+_LENGTH = struct.Struct(">Q")
+
+
+def framed(*parts: bytes) -> bytes:
+    """``parts``, each with its length before it: no two sequences of parts give the same bytes."""
+    return b"".join([_LENGTH.pack(len(part)) + part for part in parts])
 
 
 def framed_mac(key: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA256 over ``parts``, each with its length: no two sequences of parts give the same input."""
-    framed = b"".join(struct.pack(">Q", len(part)) + part for part in parts)
-    return hmac.digest(key, framed, hashlib.sha256)
+    """HMAC-SHA256 over ``framed`` parts."""
+    return hmac.digest(key, framed(*parts), "sha256")
 
 
 def derive_node_key(cluster_key: bytes, node_id: str) -> bytes:

@@ -17,14 +17,20 @@ import hmac
 import secrets
 import struct
 
+from cachetools import FIFOCache
+
 from torchrelay.common.identity.keys import derive_node_key as derive_node_key
-from torchrelay.common.identity.keys import framed_mac
+from torchrelay.common.identity.keys import framed, framed_mac
 from torchrelay.control.v1.types_pb2 import Ticket as Ticket
 from torchrelay.transfer.errors import TicketExpired, TicketRefused, WrongHolder
 
 NONCE_BYTES = 16
+_MAX_NODES = 4096  # whose keys an issuer keeps
 CHALLENGE_BYTES = 32
 PROOF_BYTES = SESSION_BYTES = 32
+
+
+_SESSION, _SEAL, _TICKET = framed(b"torchrelay session"), framed(b"torchrelay seal"), framed(b"torchrelay ticket")
 
 
 class TicketIssuer:
@@ -32,6 +38,7 @@ class TicketIssuer:
 
     def __init__(self, cluster_key: bytes) -> None:
         self._cluster_key = cluster_key
+        self._node_keys: FIFOCache[str, bytes] = FIFOCache(_MAX_NODES)
 
     def issue(
         self, buffer_id: str, holder_id: str, receiver_id: str, expires_unix_ms: int, begin: int = 0, end: int = 0
@@ -46,11 +53,17 @@ class TicketIssuer:
             expires_unix_ms=expires_unix_ms,
             nonce=secrets.token_bytes(NONCE_BYTES),
         )
-        holder_key = derive_node_key(self._cluster_key, holder_id)
-        receiver_key = derive_node_key(self._cluster_key, receiver_id)
-        ticket.sealed_session = _xor(_session(ticket, holder_key), _pad(ticket, receiver_key))
-        ticket.mac = _ticket_mac(ticket, holder_key)
+        holder_key, receiver_key = self._node_key(holder_id), self._node_key(receiver_id)
+        fields = _fields(ticket)
+        ticket.sealed_session = _xor(_session(fields, holder_key), _pad(fields, receiver_key))
+        ticket.mac = _ticket_mac(fields, ticket.sealed_session, holder_key)
         return ticket
+
+    def _node_key(self, node_id: str) -> bytes:
+        key = self._node_keys.get(node_id)
+        if key is None:
+            key = self._node_keys[node_id] = derive_node_key(self._cluster_key, node_id)
+        return key
 
 
 def verify_ticket(ticket: Ticket, holder_id: str, holder_key: bytes, now_unix_ms: int) -> bytes:
@@ -60,10 +73,10 @@ def verify_ticket(ticket: Ticket, holder_id: str, holder_key: bytes, now_unix_ms
     """
     if ticket.holder_id != holder_id:
         raise WrongHolder(f"the ticket is for holder {ticket.holder_id!r}, this is {holder_id!r}")
-    if not hmac.compare_digest(ticket.mac, _ticket_mac(ticket, holder_key)):
+    if not hmac.compare_digest(ticket.mac, _ticket_mac(_fields(ticket), ticket.sealed_session, holder_key)):
         raise TicketRefused("the ticket's MAC does not match")
     check_expiry(ticket, now_unix_ms)
-    return _session(ticket, holder_key)
+    return _session(_fields(ticket), holder_key)
 
 
 def check_expiry(ticket: Ticket, now_unix_ms: int, grace_ms: int = 0) -> None:
@@ -76,7 +89,7 @@ def unseal_session(ticket: Ticket, receiver_key: bytes) -> bytes:
     """The receiver's side: the session key; with any other node's key, 32 meaningless bytes."""
     if len(ticket.sealed_session) != SESSION_BYTES:
         raise TicketRefused("the ticket has no sealed session key")
-    return _xor(ticket.sealed_session, _pad(ticket, receiver_key))
+    return _xor(ticket.sealed_session, _pad(_fields(ticket), receiver_key))
 
 
 def prove_session(session: bytes, side: bytes, challenge: bytes) -> bytes:
@@ -84,20 +97,20 @@ def prove_session(session: bytes, side: bytes, challenge: bytes) -> bytes:
     return framed_mac(session, b"torchrelay proof", side, challenge)
 
 
-def _session(ticket: Ticket, holder_key: bytes) -> bytes:
-    return framed_mac(holder_key, b"torchrelay session", *_fields(ticket))
+def _session(fields: bytes, holder_key: bytes) -> bytes:
+    return hmac.digest(holder_key, _SESSION + fields, "sha256")
 
 
-def _pad(ticket: Ticket, receiver_key: bytes) -> bytes:
-    return framed_mac(receiver_key, b"torchrelay seal", *_fields(ticket))
+def _pad(fields: bytes, receiver_key: bytes) -> bytes:
+    return hmac.digest(receiver_key, _SEAL + fields, "sha256")
 
 
-def _ticket_mac(ticket: Ticket, holder_key: bytes) -> bytes:
-    return framed_mac(holder_key, b"torchrelay ticket", *_fields(ticket), ticket.sealed_session)
+def _ticket_mac(fields: bytes, sealed_session: bytes, holder_key: bytes) -> bytes:
+    return hmac.digest(holder_key, _TICKET + fields + framed(sealed_session), "sha256")
 
 
-def _fields(ticket: Ticket) -> tuple[bytes, ...]:
-    return (
+def _fields(ticket: Ticket) -> bytes:
+    return framed(
         ticket.buffer_id.encode(),
         ticket.holder_id.encode(),
         ticket.receiver_id.encode(),
@@ -107,4 +120,5 @@ def _fields(ticket: Ticket) -> tuple[bytes, ...]:
 
 
 def _xor(left: bytes, right: bytes) -> bytes:
-    return bytes(a ^ b for a, b in zip(left, right, strict=True))
+    assert len(left) == len(right)
+    return (int.from_bytes(left) ^ int.from_bytes(right)).to_bytes(len(left))

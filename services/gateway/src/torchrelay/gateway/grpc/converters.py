@@ -13,6 +13,7 @@ from torchrelay.gateway.inference.parameter_ranges import (
     check_num_messages,
     check_ranges,
     check_role,
+    check_service_tier,
     check_stop_tokens,
     check_stops,
     check_top_logprobs,
@@ -56,6 +57,7 @@ def params_of_request(request: pb.GenerateRequest) -> GenerateParams:
         stop=check_stops(request.stop),
         stop_token_ids=check_stop_tokens(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
+        service_class=check_service_tier(request.service_tier or "auto"),
         **fields,
     )
 

@@ -15,6 +15,7 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import DeadlineExceeded, InvalidRequest
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.errors import status_of
+from torchrelay.common.net.rpc.server import show_key
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.grpc.converters import choice_deltas, params_of_request, usage_message
 from torchrelay.gateway.inference.core import ClientDisconnected
@@ -139,7 +140,8 @@ class GatewayServicer:
         return message
 
     async def _authenticate(self, context: Context) -> Principal:
-        for name, value in context.invocation_metadata() or ():
-            if name == "authorization":
-                return await self._keys.authenticate(value if isinstance(value, str) else value.decode("latin-1"))
-        return await self._keys.authenticate(None)
+        metadata = context.invocation_metadata() or ()
+        key = next((value for name, value in metadata if name == "authorization"), None)
+        principal = await self._keys.authenticate(key.decode("latin-1") if isinstance(key, bytes) else key)
+        show_key()
+        return principal

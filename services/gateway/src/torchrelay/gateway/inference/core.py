@@ -9,7 +9,7 @@ import msgspec
 
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.control.v1 import generation_pb2, scheduler_pb2
-from torchrelay.gateway.core import FinishCause, Principal, PublishedModel
+from torchrelay.gateway.core import FinishCause, Principal, PublishedModel, ServiceClass
 
 ChatMessage: TypeAlias = dict[str, str]  # "role", "content" and optionally "name", as a chat template sees it
 
@@ -37,6 +37,7 @@ class GenerateParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own
     ignore_eos: bool = False
+    service_class: ServiceClass = ServiceClass.STANDARD
 
     @property
     def prompt_field(self) -> str:
@@ -57,6 +58,7 @@ class ResolvedRequest:
     arrived_unix_us: int  # when the server began handling it
     deadline_unix_us: int = 0  # 0: none
     is_callers_deadline: bool = False  # not the operator's, for which nobody is billed before the first token
+    service_class: ServiceClass = ServiceClass.STANDARD
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.core import ServiceClass
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_MESSAGES: Final = 32_768  # each costs microseconds on the event loop
@@ -26,6 +27,13 @@ RANGES: Final = {
     "frequency_penalty": (-2.0, 2.0),
 }
 _BIAS: Final = (-100.0, 100.0)
+_SERVICE_CLASSES: Final = {
+    "auto": ServiceClass.STANDARD,
+    "default": ServiceClass.STANDARD,
+    "flex": ServiceClass.BATCH,
+    "priority": ServiceClass.INTERACTIVE,
+    "scale": ServiceClass.STANDARD,  # capacity bought in advance, which nobody has here
+}
 
 
 def check_num_messages(count: int) -> None:
@@ -95,6 +103,15 @@ def check_stop_tokens(tokens: Collection[int]) -> tuple[int, ...]:
         message = f"stop_token_ids has {len(tokens)} tokens; at most {MAX_STOP_TOKENS} are allowed"
         raise InvalidRequest(message, field="stop_token_ids")
     return tuple(dict.fromkeys(tokens))
+
+
+def check_service_tier(tier: str) -> ServiceClass:
+    """The class that OpenAI's ``service_tier`` names."""
+    service_class = _SERVICE_CLASSES.get(tier)
+    if service_class is None:
+        message = f"service_tier must be one of {', '.join(_SERVICE_CLASSES)}, not {tier[:40]!r}"
+        raise InvalidRequest(message, field="service_tier")
+    return service_class
 
 
 def check_vocabulary(tokens: Iterable[int], vocab_size: int, field: str) -> None:

@@ -150,6 +150,7 @@ class RequestPipeline:
                 arrived_unix_us,
                 deadline_unix_us,
                 is_callers_deadline,
+                params.service_class,
             ),
             self._upstreams,
             self._ledger_writer,

@@ -21,6 +21,7 @@ from torchrelay.gateway.inference.parameter_ranges import (
     check_num_messages,
     check_ranges,
     check_role,
+    check_service_tier,
     check_stop_tokens,
     check_stops,
     check_top_logprobs,
@@ -66,6 +67,7 @@ class BaseBody(msgspec.Struct, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    service_tier: str | None = None
     # Fields of other servers; rejected unless they have no effect.
     repetition_penalty: float | None = None
     min_tokens: int | None = None
@@ -168,6 +170,7 @@ def _params(body: BaseBody, **fields: Any) -> GenerateParams:
         stop=check_stops([body.stop] if isinstance(body.stop, str) else body.stop or []),
         stop_token_ids=check_stop_tokens(body.stop_token_ids or []),
         ignore_eos=bool(body.ignore_eos),
+        service_class=check_service_tier("auto" if body.service_tier is None else body.service_tier),
         **fields,
     )
 

@@ -16,6 +16,11 @@ class PolicyConfig:
     queue_limit_total: int = 8192
     max_open_per_instance: int = 64  # attempts placed on one instance at once, per role
 
+    # Time from a request's arrival to its first token, where it names none: the earliest deadline goes first
+    interactive_ttft_s: float = 0.5
+    standard_ttft_s: float = 2.0
+    batch_ttft_s: float = 600.0
+
     # Scaling
     idle_timeout_s: float = 60.0  # for models without a setting of their own
     max_instances: int = 8  # per model and role, for models without a setting of their own

@@ -290,7 +290,7 @@ class Admission:
     block_hashes: tuple[bytes, ...] = ()  # chained, one per whole routing block of the prompt
     model: str = ""  # the tenant's name for the version; others may have uploaded the same files
     service_class: ServiceClass = ServiceClass.STANDARD
-    ttft_target_s: float = 0.0  # from ``admitted_at`` on
+    ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0: that of the class
     weight: float = 1.0  # of its tenant
 
     @property

@@ -36,7 +36,7 @@ def unix_us(at: float) -> int:
 class _RequestTimeline:
     model: str = ""
     phases: list[TimedPhase] = field(default_factory=list)
-    places: list[SchedulerEvent] = field(default_factory=list)
+    places: list[AttemptPlaced | SchedulerEvent] = field(default_factory=list)  # few are ever put into words
     cold_instances: list[str] = field(default_factory=list)
 
     def add(self, phases: Iterable[TimedPhase]) -> None:
@@ -87,7 +87,7 @@ class ExplainLog:
         begin_us, end_us = unix_us(opened.admitted_at), unix_us(opened.placed_at)
         timeline.add([TimedPhase("queue", begin_us, end_us, "scheduler", attempt)])
         if len(timeline.places) < _MAX_PHASES:
-            timeline.places.append(_placement_event(opened))
+            timeline.places.append(opened)
         if where.cold:
             timeline.cold_instances += where.prefill.instance_id, where.decode.instance_id
 
@@ -131,7 +131,8 @@ class ExplainLog:
         # Decisions carry our own times: compared with the queue's, which is ours too.
         begin_us = min((phase.begin_us for phase in timeline.phases if phase.name == "queue"), default=0)
         decisions = [event for event in self._decisions.get(timeline.model, ()) if unix_us(event.at) >= begin_us]
-        return phases, sorted([*decisions, *timeline.places], key=lambda event: event.at)
+        places = [_placement_event(one) if isinstance(one, AttemptPlaced) else one for one in timeline.places]
+        return phases, sorted([*decisions, *places], key=lambda event: event.at)
 
     def model(self, name: str) -> list[SchedulerEvent]:
         """The model's last decisions, newest last."""

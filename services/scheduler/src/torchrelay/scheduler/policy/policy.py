@@ -39,15 +39,14 @@ class Policy:
                 self._admit(input_, now)
             case inputs.Withdraw(key):
                 admissions.withdraw(state, key, now)
-                admissions.place_waiting(state, now)
             case inputs.FirstToken(key):
                 admissions.first_token(state, key, now)
             case inputs.Release():
                 self._release(input_, now)
             case inputs.GatewayConnected(gateway_id):
-                state.gateways.connected(gateway_id, now)
+                admissions.park(state, state.gateways.connected(gateway_id, now))
             case inputs.GatewayDisconnected(gateway_id):
-                state.gateways.disconnected(gateway_id, now)
+                admissions.park(state, state.gateways.disconnected(gateway_id, now))
             case inputs.WorkerReported(worker, streamed):
                 self._observe_worker(worker, streamed, now)
             case inputs.WorkerBeat(worker_id, incarnation, progress):
@@ -116,9 +115,10 @@ class Policy:
         state, admission, model = self.state, input_.admission, input_.model
         state.replication_state.recent_packs.note(model, now)
         if admissions.admit(state, admission, model, input_.current, input_.is_computed, now):
-            admissions.refuse_if_infeasible(state, admission, now)
             admissions.place_waiting(state, now, (model.version_id,))
             opened = state.attempts.get(admission.key)
+            if opened is None:
+                admissions.refuse_if_infeasible(state, admission, now)
             if opened is None or opened.placement.cold:
                 scaling.scale(state, now, (model.version_id,))
             admissions.send_waiting(state, admission, now)
@@ -209,6 +209,7 @@ class Policy:
             state.effects.commands.append(DisconnectCommand(store.grpc_address))
         for key in state.gateways.overdue(now):
             admissions.release(state, key, now)
+        state.queues.forget_debts(now)
         scaling.retry_unloads(state, now)
         state.load_failures.prune(now)
         for instance, reason in loads.stalled(state, now):
@@ -246,6 +247,7 @@ class Policy:
         state, instance = self.state, change.instance
         if change.gone:
             state.prefix_index.forget(instance.instance_id)
+            state.corrections.forget(instance.instance_id)
         fields = scaling.event_fields(instance)
         if change.before is not None:
             fields["in_state_s"] = now - change.before.since

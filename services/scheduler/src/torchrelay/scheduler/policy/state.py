@@ -87,10 +87,13 @@ class State:
         self.models.pop(model.version_id, None)
         self.models[model.version_id] = model
         if len(self.models) > _MAX_MODELS:
-            used = {instance.version_id for instance in self.instances} | set(self.queues.versions)
-            unused = next((version_id for version_id in self.models if version_id not in used), None)
+            others = (version_id for version_id in self.models if version_id != model.version_id)
+            unused = next((version_id for version_id in others if not self._is_used(version_id)), None)
             if unused is not None:
                 del self.models[unused]
+
+    def _is_used(self, version_id: str) -> bool:
+        return self.queues.num_waiting(version_id) > 0 or len(self.instances.of_version(version_id)) > 0
 
     def idle_timeout_s(self, version_id: str, now: float) -> float:
         """After which an idle instance of the version is drained: the longest that any of its users asked for."""

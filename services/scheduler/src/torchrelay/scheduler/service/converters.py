@@ -14,6 +14,8 @@ from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
 _ROLES = frozenset(core.Role)
+_SERVICE_CLASSES = {one.value: one for one in core.ServiceClass}
+_WEIGHTS = (1e-3, 1e3)
 _PHASES = {
     reports_pb2.SlotState.STATE_UNSPECIFIED: core.InstancePhase.FREE,
     reports_pb2.SlotState.STATE_FREE: core.InstancePhase.FREE,
@@ -164,7 +166,15 @@ def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, n
         traceparent=request.traceparent,
         block_hashes=tuple(request.block_hashes),
         model=request.version.model,
+        service_class=_SERVICE_CLASSES.get(request.service_class, core.ServiceClass.STANDARD),
+        ttft_target_s=request.ttft_target_ms / 1000,
+        weight=_weight_from_proto(request.weight),
     )
+
+
+def _weight_from_proto(weight: float) -> float:
+    """What is served is divided by it. A request is not refused for it: its gateway would only send it again."""
+    return min(max(weight, _WEIGHTS[0]), _WEIGHTS[1]) if weight > 0 else 1.0
 
 
 def placement_from_proto(placement: scheduler_pb2.Placement, key: core.AttemptKey) -> core.Placement:

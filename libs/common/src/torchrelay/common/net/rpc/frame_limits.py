@@ -1,7 +1,8 @@
 """Limits of a client's HTTP/2 frames, which grpcio does not have. Pure: looks at frame headers and skips payloads.
 
-A frame that carries little costs the server as much as any other. Each is paid from an allowance that grows with time
-and with what the server answers: clients measure the bandwidth and widen windows as they receive.
+A frame that carries little costs the server as much as any other, and one of headers even more. Each is paid from an
+allowance that grows with time and with what the server answers: calls are answered, and clients measure the bandwidth
+and widen windows as they receive.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class FrameLimits:
     allowance_per_s: float = 100.0
     answer_bytes: int = 8  # earn one
     price: int = 1  # of a small frame
+    headers_price: int = 2  # of a frame of headers; above what is earned by the 13 bytes of a reset
     answered_price: int = 4  # of a ping or settings; above what is earned by the 17 bytes that the server answers with
 
 
@@ -88,11 +90,18 @@ class FrameCounter:
                 return f"the headers of a call are longer than {limits.header_block_bytes:,} bytes"
             if head[4] & _END_HEADERS:
                 self._block_bytes = 0
-        elif kind != _DATA or size < limits.small_data_bytes:
-            earned = (now - self._counted_at) * limits.allowance_per_s + self._answered_bytes / limits.answer_bytes
-            price = limits.answered_price if kind in (_SETTINGS, _PING) else limits.price
-            self._allowance = min(self._allowance + earned, limits.allowance) - price
-            self._counted_at, self._answered_bytes = now, 0
-            if self._allowance < 0:
-                return "there are too many frames that carry nothing"
+            return self._pay(limits.headers_price, now)
+        if kind in (_SETTINGS, _PING):
+            return self._pay(limits.answered_price, now)
+        if kind != _DATA or size < limits.small_data_bytes:
+            return self._pay(limits.price, now)
+        return None
+
+    def _pay(self, price: int, now: float) -> str | None:
+        limits = self._limits
+        earned = (now - self._counted_at) * limits.allowance_per_s + self._answered_bytes / limits.answer_bytes
+        self._allowance = min(self._allowance + earned, limits.allowance) - price
+        self._counted_at, self._answered_bytes = now, 0
+        if self._allowance < 0:
+            return "there are too many frames that carry nothing"
         return None

@@ -28,6 +28,7 @@ class PublicLimits:
     message_bytes: int
     head_s: float  # for a connection's first frames
     idle_s: float  # a connection without a call is closed
+    silence_s: float  # one that takes nothing of what is sent is closed
 
     @property
     def options(self) -> list[tuple[str, int]]:

@@ -1,25 +1,32 @@
 """The port of a gRPC server that strangers reach: counts the frames of each client, and forwards the bytes to grpcio.
 
 grpcio has no setting that bounds a flood of frames, and serves all that it has read before it sees to another client.
-It listens on an abstract Unix address instead; this accepts the connections, on the event loop, with two sockets each.
+It listens on a Unix socket instead; this accepts the connections, on the event loop, with two sockets each.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
+import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack
+from itertools import count
+from pathlib import Path
 from typing import Final
 
 from torchrelay.common.net.rpc.frame_limits import FrameCounter, FrameLimits, go_away
 from torchrelay.common.net.rpc.options import PublicLimits
+from torchrelay.common.net.rpc.public_connections import PublicConnections
 
 _BACKLOG: Final = 1024
 _BUFFER: Final = memoryview(bytearray(16 << 10))  # of all connections: what is read is copied before the next read
 _MAX_UNSENT_BYTES: Final = 16 << 10  # to one side; beyond that, the other side is not read
-_SMALL_FRAMES, _SMALL_FRAMES_OF_A_CALL = 500, 4  # at once; grpcio's client sends two or three for a call
+# At once. grpcio's client sends headers, which count twice, and two or three small frames for a call.
+_SMALL_FRAMES, _SMALL_FRAMES_OF_A_CALL = 500, 6
 _RETRY_S: Final = 0.01
 _FLUSH_S: Final = 10.0  # for one side to take the rest, once the other has closed
 _STOP_S: Final = 1.0  # the same, when the server has stopped
@@ -61,20 +68,35 @@ class _Side(asyncio.BufferedProtocol):
 class _Client(_Side):
     """Made after the side of grpcio, which may have spoken, or closed, by then."""
 
-    def __init__(self, connections: set[_Client], limits: FrameLimits) -> None:
+    def __init__(self, limits: FrameLimits, silence_s: float, forget: Callable[[], None]) -> None:
         self.counter = FrameCounter(time.monotonic(), limits)
         self.closed = asyncio.get_running_loop().create_future()
-        self._connections = connections
+        self._silence_s = silence_s
+        self._forget = forget
+        self._stalled: asyncio.TimerHandle | None = None
         self._is_made = False
         self._early = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._is_made = True
-        self._connections.add(self)
         self.send(self._early)
         if self.other.transport.is_closing():
             self.end()
+
+    def pause_writing(self) -> None:
+        """From now on grpcio is not read, nor seen to close."""
+        super().pause_writing()
+        self._stalled = asyncio.get_running_loop().call_later(self._silence_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unset_stalled()
+
+    def _unset_stalled(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def send(self, data: bytes) -> None:
         if self._is_made:
@@ -92,7 +114,8 @@ class _Client(_Side):
             self.other.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.discard(self)
+        self._unset_stalled()
+        self._forget()
         self.closed.set_result(None)
         super().connection_lost(exc)
 
@@ -112,24 +135,49 @@ class _Upstream(_Side):
 
 
 class PublicPort:
-    """Listens at once, accepts from ``start`` on. Raises ``OSError`` if it cannot listen.
+    """Accepts from ``listening``, which it owns, from ``start`` on. grpcio must listen on ``address`` before."""
 
-    Connections beyond the limit are closed. ``address`` is what grpcio must listen on.
-    """
-
-    def __init__(self, host: str, port: int, limits: PublicLimits) -> None:
-        self._listening = socket.create_server((host, port), backlog=_BACKLOG)
+    def __init__(self, listening: socket.socket, limits: PublicLimits) -> None:
+        self._listening = listening
+        self._listening.listen(_BACKLOG)
         self._listening.setblocking(False)
         self.port: int = self._listening.getsockname()[1]
-        self._name = f"torchrelay-{secrets.token_hex(16)}"  # abstract: nothing is left behind by a killed process
-        self.address = f"unix-abstract:{self._name}"
-        self._max_connections = limits.connections
+        self._folder = tempfile.TemporaryDirectory(prefix="torchrelay-grpc-")  # of mode 0700: nobody passes by the port
+        self._path = Path(self._folder.name, "socket")
+        self.address = f"unix:{self._path}"
+        self._inner = -1  # grpcio's socket, once it has no name any more
+        self._secret = secrets.token_hex(16)  # so that nobody has a client's name
+        self._numbers = count()
+        self._silence_s = limits.silence_s
         self._frame_limits = FrameLimits(_SMALL_FRAMES + _SMALL_FRAMES_OF_A_CALL * limits.streams)
-        self._connections: set[_Client] = set()
+        self._connections = PublicConnections(limits.connections)
+        self._clients: dict[str, _Client] = {}
         self._accepting: asyncio.Task[None] | None = None
+        self._owned = AsyncExitStack()  # the descriptor, and the task that accepts
 
-    def start(self) -> None:
-        self._accepting = asyncio.create_task(self._accept(), name="grpc-accept")
+    def hide_address(self) -> None:
+        """Takes the name of grpcio's socket away, so that a killed process leaves nothing behind."""
+        self._inner = os.open(self._path, os.O_PATH)
+        self._owned.callback(os.close, self._inner)
+        self._folder.cleanup()
+
+    def dispose(self) -> None:
+        """In place of ``start``."""
+        self._listening.close()
+        self._folder.cleanup()
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._clients)
+
+    def show_key(self, peer: str) -> None:
+        """A call of ``peer``, as gRPC names it, has shown a valid key: its connection makes no room for others."""
+        self._connections.show_key(peer)
+
+    async def start(self) -> None:
+        """Whoever starts it is cancelled if it accepts no more, and gets the error of ``close``."""
+        tasks = await self._owned.enter_async_context(asyncio.TaskGroup())
+        self._accepting = tasks.create_task(self._accept(), name="grpc-accept")
 
     async def stop_accepting(self) -> None:
         if self._accepting is not None:
@@ -139,34 +187,48 @@ class PublicPort:
 
     async def close(self) -> None:
         """Ends what is still open once the server has stopped; clients get a moment to take the rest."""
-        if clients := list(self._connections):
+        if clients := list(self._clients.values()):
             await asyncio.wait([client.closed for client in clients], timeout=_STOP_S)
             for client in clients:
                 client.transport.abort()
+        self._folder.cleanup()
+        await self._owned.aclose()
 
     async def _accept(self) -> None:
         """One after the other, so that a flood of connections leaves turns to everything else on the loop."""
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(self._listening)
-                await self._connect(sock)
+                sock, (address, *_) = await loop.sock_accept(self._listening)
+                await self._connect(sock, address)
             except OSError:  # no descriptor is left, or grpcio's queue is full
                 await asyncio.sleep(_RETRY_S)
 
-    async def _connect(self, sock: socket.socket) -> None:
+    async def _connect(self, sock: socket.socket, address: str) -> None:
         loop = asyncio.get_running_loop()
         with ExitStack() as undo:
             undo.callback(sock.close)
-            if len(self._connections) >= self._max_connections:
-                return
+            name = f"torchrelay-{self._secret}-{next(self._numbers)}"
+            peer = f"unix-abstract:{name}"
+            if (victim := self._connections.add(peer, address)) is not None:
+                if victim == peer:
+                    return
+                self._clients[victim].transport.abort()
+            undo.callback(self._forget, peer)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             inner = undo.enter_context(socket.socket(socket.AF_UNIX))
             inner.setblocking(False)
-            inner.connect(f"\0{self._name}")
-            client, upstream = _Client(self._connections, self._frame_limits), _Upstream()
+            inner.bind(f"\0{name}")
+            inner.connect(f"/proc/self/fd/{self._inner}")
+            upstream = _Upstream()
+            client = _Client(self._frame_limits, self._silence_s, lambda: self._forget(peer))
             client.other, upstream.other = upstream, client
+            self._clients[peer] = client
             await loop.create_unix_connection(lambda: upstream, sock=inner)
             undo.callback(upstream.transport.abort)
             await loop.connect_accepted_socket(lambda: client, sock)
             undo.pop_all()
+
+    def _forget(self, peer: str) -> None:
+        self._connections.remove(peer)
+        self._clients.pop(peer, None)

@@ -6,14 +6,17 @@ A server with a ``CallCheck`` serves each method to those alone who may call it;
 from __future__ import annotations
 
 import inspect
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from torchrelay.common.errors import Conflict, TorchrelayError
+from torchrelay.common.errors import Conflict, TorchrelayError, Unavailable
 from torchrelay.common.identity.callers import CallCheck, MethodCallers
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.rpc.channels import TOKEN
@@ -26,8 +29,9 @@ from torchrelay.common.net.rpc.public_port import PublicPort
 class _CallWrapper(grpc.aio.ServerInterceptor):
     """Checks the caller, and turns a ``TorchrelayError`` raised by any servicer into its status and metadata."""
 
-    def __init__(self, call_check: CallCheck | None) -> None:
+    def __init__(self, call_check: CallCheck | None, public: PublicPort | None) -> None:
         self._call_check = call_check
+        self._public = public
 
     async def intercept_service(
         self,
@@ -40,9 +44,11 @@ class _CallWrapper(grpc.aio.ServerInterceptor):
         kinds = ("unary_unary", "stream_unary", "unary_stream", "stream_stream")
         kind = next(kind for kind in kinds if getattr(handler, kind))
         method = handler_call_details.method
-        check = None
+        check: _Check | None = None
         if self._call_check is not None and not method.startswith(HEALTH_PREFIX):
             check = partial(_check_caller, self._call_check, method)
+        elif self._public is not None:
+            check = partial(_note_connection, self._public)
         mapped = (_mapped_stream if handler.response_streaming else _mapped)(getattr(handler, kind), check)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(mapped, handler.request_deserializer, handler.response_serializer)
@@ -52,6 +58,20 @@ def _check_caller(call_check: CallCheck, method: str, context: grpc.aio.Servicer
     token = next((value for key, value in context.invocation_metadata() or () if key == TOKEN), "")
     names = context.auth_context().get("x509_subject_alternative_name", ())
     call_check.check(method, text_of(token) or "", [name.decode(errors="replace") for name in names])
+
+
+_connection: ContextVar[tuple[PublicPort, grpc.aio.ServicerContext[Any, Any]]] = ContextVar("connection")
+
+
+def _note_connection(public: PublicPort, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    _connection.set((public, context))
+
+
+def show_key() -> None:
+    """The current call has shown a valid key: its connection makes no room for those of strangers."""
+    if (noted := _connection.get(None)) is not None:
+        public, context = noted
+        public.show_key(context.peer())
 
 
 _Check: TypeAlias = Callable[[grpc.aio.ServicerContext[Any, Any]], None]
@@ -89,6 +109,18 @@ def _mapped_stream(call: Callable[..., Any], check: _Check | None) -> Callable[.
     return mapped
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        raise _cannot_listen(f"{host}:{port}") from error
+
+
+def _cannot_listen(address: str) -> Conflict:
+    message = f"cannot listen on {address}: another process does, or it is not an address of this machine"
+    return Conflict(message, field="port")
+
+
 class RpcServer:
     """A gRPC server with health checks. With ``tls`` it serves only peers of the same cluster.
 
@@ -108,31 +140,38 @@ class RpcServer:
         fault: Faults = no_fault,
     ) -> None:
         self._call_check = None if node_key is None else CallCheck(node_key, is_tls=tls is not None)
-        options = OPTIONS if limits is None else [*OPTIONS, *limits.options]
-        self.server = grpc.aio.server(interceptors=(_CallWrapper(self._call_check),), options=options)
         self._health = HealthServicer(fault)
-        if limits is None:
-            health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        else:
-            self.server.add_generic_rpc_handlers((public_health(self._health),))
         self._public: PublicPort | None = None
-        try:
-            if limits is None:
+        with ExitStack() as undo:
+            if limits is not None:
+                self._public = PublicPort(_listen(host, port), limits)
+                undo.callback(self._public.dispose)
+            options = OPTIONS if limits is None else [*OPTIONS, *limits.options]
+            wrapper = _CallWrapper(self._call_check, self._public)
+            self.server = grpc.aio.server(interceptors=(wrapper,), options=options)
+            if self._public is None:
+                health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
                 self.port = self._bind(f"{host}:{port}", tls)
             else:
-                self._public = PublicPort(host, port, limits)
+                self.server.add_generic_rpc_handlers((public_health(self._health),))
                 self.port = self._public.port
-                self.server.add_insecure_port(self._public.address)
-        except (OSError, RuntimeError) as error:  # gRPC's RuntimeError does not say why
-            raise Conflict(
-                f"cannot listen on {host}:{port}: another process does, or it is not an address of this machine",
-                field="port",
-            ) from error
+                self._bind_inner(self._public)
+            undo.pop_all()
 
     def _bind(self, address: str, tls: Tls | None) -> int:
-        if tls is None:
-            return self.server.add_insecure_port(address)
-        return self.server.add_secure_port(address, tls.server_credentials())
+        try:
+            if tls is None:
+                return self.server.add_insecure_port(address)
+            return self.server.add_secure_port(address, tls.server_credentials())
+        except RuntimeError as error:  # which does not say why
+            raise _cannot_listen(address) from error
+
+    def _bind_inner(self, public: PublicPort) -> None:
+        try:
+            self.server.add_insecure_port(public.address)
+        except RuntimeError as error:
+            raise Unavailable(f"gRPC cannot listen on {public.address}, where its public port reaches it") from error
+        public.hide_address()
 
     def allow(self, methods: MethodCallers) -> None:
         """Lets these callers call these methods; without it, a node that checks serves nobody."""
@@ -144,7 +183,7 @@ class RpcServer:
         await self.server.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         if self._public is not None:
-            self._public.start()
+            await self._public.start()
 
     async def stop(self, grace_s: float = 1.0) -> None:
         """Reports not serving, lets running calls finish within ``grace_s``, then closes."""
@@ -153,4 +192,4 @@ class RpcServer:
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
         if self._public is not None:
-            await self._public.close()
+            await self._public.close()  # raises why it accepts no more, if it does not

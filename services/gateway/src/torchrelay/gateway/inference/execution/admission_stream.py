@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 import grpc
@@ -32,6 +33,7 @@ log = get_logger(__name__)
 Listener: TypeAlias = Callable[[RequestEvent], None]
 AttemptId: TypeAlias = tuple[str, int]
 
+MAX_BATCH = 64  # commands in one message
 MAX_UNSENT = 100_000  # beyond one command per open attempt; the scheduler drops whatever is not admitted again
 STABLE_S = 1.0  # a stream that ends sooner served no request: a standby scheduler closes it at once
 RETRY_S = (0.05, 0.1, 0.2, 0.5)
@@ -154,13 +156,15 @@ class AdmissionStream:
         try:
             async with asyncio.timeout(SILENT_S):
                 await call.wait_for_connection()
-            await call.write(pb.AdmitCommand(hello=pb.AdmitHello(gateway_id=self._gateway_id, beat_every_s=BEAT_S)))
+            hello = pb.AdmitHello(gateway_id=self._gateway_id, beat_every_s=BEAT_S)
+            await call.write(pb.AdmitCommands(commands=[pb.AdmitCommand(hello=hello)]))
             self._admit_again()
             beside = [asyncio.ensure_future(self._write(call)), asyncio.ensure_future(self._break_if_hung(call))]
             try:
-                async for event in call:
+                async for batch in call:
                     self._heard.num_messages += 1
-                    self._route(event)
+                    for event in batch.events:
+                        self._route(event)
             finally:
                 for task in beside:
                     task.cancel()
@@ -189,10 +193,11 @@ class AdmissionStream:
                 await self._filled.wait()
                 self._filled.clear()
                 while self._unsent:
-                    command = self._unsent[0]
-                    await call.write(command)
-                    if self._unsent[0] is command:  # not cleared meanwhile
-                        self._unsent.popleft()
+                    batch = [*islice(self._unsent, MAX_BATCH)]
+                    await call.write(pb.AdmitCommands(commands=batch))
+                    if self._unsent[0] is batch[0]:  # not cleared meanwhile
+                        for _ in batch:
+                            self._unsent.popleft()
                 self._emptied.set()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             call.cancel()  # also ends the reader; run() reconnects

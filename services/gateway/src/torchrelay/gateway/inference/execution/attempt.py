@@ -57,6 +57,7 @@ def admit_request(
         block_hashes=routing_hashes(resolved.principal.tenant_id, resolved.prompt) if has_routing_keys else (),
         lost_workers=lost_workers,
         traceparent=traceparent,
+        service_class=scheduler_pb2.ServiceClass.ValueType(resolved.service_class),
     )
 
 

@@ -30,21 +30,26 @@ class GatewaySessions:
     def __len__(self) -> int:
         return len(self._of)
 
-    def connected(self, gateway_id: str, now: float) -> None:
+    def connected(self, gateway_id: str, now: float) -> tuple[AttemptKey, ...]:
+        """Returns the admissions that are unconfirmed from now on: nobody can be told of their placement."""
         session = self._of.setdefault(gateway_id, _Session())
         session.connected = True
-        self._unconfirm(session, now)
+        return self._unconfirm(session, now)
 
-    def disconnected(self, gateway_id: str, now: float) -> None:
+    def disconnected(self, gateway_id: str, now: float) -> tuple[AttemptKey, ...]:
+        """Returns the admissions that are unconfirmed from now on."""
         session = self._of.get(gateway_id)
-        if session is not None:
-            session.connected = False
-            self._unconfirm(session, now)
+        if session is None:
+            return ()
+        session.connected = False
+        return self._unconfirm(session, now)
 
-    def _unconfirm(self, session: _Session, now: float) -> None:
+    def _unconfirm(self, session: _Session, now: float) -> tuple[AttemptKey, ...]:
+        keys = tuple(session.confirmed)
         session.unconfirmed |= session.confirmed
         session.confirmed.clear()
         session.deadline = now + self._grace_s
+        return keys
 
     def confirm(self, gateway_id: str, key: AttemptKey) -> None:
         """The gateway sent this admission, for the first time or again."""
@@ -58,11 +63,6 @@ class GatewaySessions:
             session = self._of[gateway_id]
             session.confirmed.pop(key, None)
             session.unconfirmed.pop(key, None)
-
-    def is_confirmed(self, key: AttemptKey) -> bool:
-        """Whether its gateway is connected and asks for it: only then is it placed."""
-        gateway_id = self._owner.get(key)
-        return gateway_id is not None and key in self._of[gateway_id].confirmed
 
     def overdue(self, now: float) -> tuple[AttemptKey, ...]:
         """Admissions whose grace time is over. Gateways without admissions are removed."""

@@ -1,50 +1,62 @@
 """Requests that wait for a placement, by model version: who is next, and who must leave when a queue is full.
 
-Who is next: first those whose deadline counts, and batch work only where none of these waits or its own deadline is
-near. Among these the tenant that got the least, by its weight (start-time fair queueing: Goyal, Vin and Cheng, 1996);
-of its requests the one with the earliest deadline. A full queue refuses the tenant that has most of it.
+Who is next: of those whose deadline counts the tenant that got the least, by its weight; of its requests the one with
+the earliest deadline. Batch work is next where none of these waits; once its own deadline is near, it is one of these.
+What cannot be placed now is *parked*: it waits like the others and keeps its position, but is not next. A full queue
+refuses the tenant that has most of it.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
+from torchrelay.scheduler.policy.admission.fair_queue import FairQueue
 from torchrelay.scheduler.policy.core import Admission, AttemptKey, ServiceClass
-
-_Entry = tuple[float, int, Admission]  # by deadline, then by arrival
 
 
 @dataclass(slots=True)
-class _TenantQueue:
-    """``served``: what the tenant got so far, in weighted prompt tokens."""
+class _Waiting:
+    admission: Admission
+    sequence: int
+    fair_queue: FairQueue | None = None  # where it waits for its turn; None: it is parked
 
-    served: float = 0.0
-    waiting: list[_Entry] = field(default_factory=list)
+    def join(self, fair_queue: FairQueue) -> None:
+        self.leave()
+        fair_queue.push(self.admission, self.sequence)
+        self.fair_queue = fair_queue
+
+    def leave(self) -> None:
+        if self.fair_queue is not None:
+            self.fair_queue.remove(self.admission)
+            self.fair_queue = None
 
 
 @dataclass(slots=True)
 class _VersionQueue:
-    """``keys``: in order of arrival. A heap may still hold what has left the queue."""
+    """``waiting``: in order of arrival."""
 
-    keys: dict[AttemptKey, Admission] = field(default_factory=dict)
-    timely: dict[str, _TenantQueue] = field(default_factory=dict)  # by tenant
-    batch: dict[str, _TenantQueue] = field(default_factory=dict)
+    waiting: dict[AttemptKey, _Waiting] = field(default_factory=dict)
+    timely: FairQueue = field(default_factory=FairQueue)
+    batch: FairQueue = field(default_factory=FairQueue)
     num_of: dict[str, int] = field(default_factory=dict)  # waiting requests, by tenant
     num_prefill_tokens: int = 0
-    served: float = 0.0  # of the tenant that was served last: a newcomer begins there
+
+    def enter(self, one: _Waiting) -> None:
+        one.join(self.batch if one.admission.service_class is ServiceClass.BATCH else self.timely)
 
 
 class AdmissionQueues:
     """``limit``: per version; ``limit_total``: of all; ``batch_lead_s``: so long before its deadline, batch work is no
-    longer batch work.
+    longer batch work; ``debt_s``: for so long a version's empty queue remembers which tenants got more than others.
     """
 
-    def __init__(self, limit: int, limit_total: int, batch_lead_s: float = 30.0) -> None:
-        self._limit, self._limit_total, self._batch_lead_s = limit, limit_total, batch_lead_s
-        self._queues: dict[str, _VersionQueue] = {}
+    def __init__(self, limit: int, limit_total: int, batch_lead_s: float = 30.0, debt_s: float = 30.0) -> None:
+        self._limit, self._limit_total = limit, limit_total
+        self._batch_lead_s, self._debt_s = batch_lead_s, debt_s
+        self._queues: dict[str, _VersionQueue] = {}  # those that are not empty
+        self._emptied: dict[str, tuple[float, _VersionQueue]] = {}  # those with debts, in the order of these times
         self._version_of: dict[AttemptKey, str] = {}
         self._sequence = count()
 
@@ -56,7 +68,8 @@ class AdmissionQueues:
 
     def __iter__(self) -> Iterator[Admission]:
         for queue in self._queues.values():
-            yield from queue.keys.values()
+            for one in queue.waiting.values():
+                yield one.admission
 
     def displaced_by(self, admission: Admission) -> Admission | None:
         """Who must leave so that this one can wait: nobody, a request of the tenant with most, or the newcomer."""
@@ -70,86 +83,94 @@ class AdmissionQueues:
         if tenant == admission.tenant or most <= own + 1:
             return admission
         # One that has given tokens is a stream that somebody reads: it is not cut off for a newcomer.
-        fresh = (one for one in reversed(queue.keys.values()) if one.tenant == tenant and not one.num_forced_tokens)
-        return next(fresh, admission)
+        latest = (one.admission for one in reversed(queue.waiting.values()) if one.admission.tenant == tenant)
+        return next((one for one in latest if not one.num_forced_tokens), admission)
 
     def push(self, admission: Admission) -> None:
         """Adds a request. The caller has made room as ``displaced_by`` says."""
         assert admission.key not in self._version_of
-        queue = self._queues.setdefault(admission.version_id, _VersionQueue())
-        tenants = queue.batch if admission.service_class is ServiceClass.BATCH else queue.timely
-        tenant = tenants.setdefault(admission.tenant, _TenantQueue())
-        if not tenant.waiting:
-            tenant.served = max(tenant.served, queue.served)
-        heapq.heappush(tenant.waiting, (admission.deadline, next(self._sequence), admission))
-        queue.keys[admission.key] = admission
+        queue = self._queues.get(admission.version_id)
+        if queue is None:
+            _, queue = self._emptied.pop(admission.version_id, (0.0, _VersionQueue()))
+            self._queues[admission.version_id] = queue
+        queue.waiting[admission.key] = one = _Waiting(admission, next(self._sequence))
+        queue.enter(one)
         queue.num_of[admission.tenant] = queue.num_of.get(admission.tenant, 0) + 1
         queue.num_prefill_tokens += admission.num_prefill_tokens
         self._version_of[admission.key] = admission.version_id
 
-    def remove(self, key: AttemptKey) -> Admission | None:
-        version_id = self._version_of.pop(key, None)
-        if version_id is None:
+    def remove(self, key: AttemptKey, now: float) -> Admission | None:
+        if key not in self._version_of:
             return None
+        self.park(key)
+        return self._forget(key, now)
+
+    def take(self, key: AttemptKey, now: float) -> None:
+        """The request is placed: its tenant has been served. It is not parked."""
+        one = self._queues[self._version_of[key]].waiting[key]
+        assert one.fair_queue is not None
+        one.fair_queue.take(one.admission)
+        self._forget(key, now)
+
+    def _forget(self, key: AttemptKey, now: float) -> Admission:
+        """It is in no fair queue any more."""
+        version_id = self._version_of.pop(key)
         queue = self._queues[version_id]
-        admission = queue.keys.pop(key)
+        admission = queue.waiting.pop(key).admission
         queue.num_of[admission.tenant] -= 1
         queue.num_prefill_tokens -= admission.num_prefill_tokens
         if not queue.num_of[admission.tenant]:
             del queue.num_of[admission.tenant]
-        if not queue.keys:
+        if not queue.waiting:
             del self._queues[version_id]
+            if queue.timely.has_debts or queue.batch.has_debts:
+                self._emptied[version_id] = (now, queue)
         return admission
 
-    def take(self, admission: Admission) -> None:
-        """The request is placed: its tenant has been served."""
-        queue = self._queues[admission.version_id]
-        for tenants in (queue.timely, queue.batch):
-            if (tenant := tenants.get(admission.tenant)) is not None and tenant.waiting:
-                queue.served = max(queue.served, tenant.served)
-                tenant.served += admission.num_prefill_tokens / admission.weight
-        self.remove(admission.key)
+    def park(self, key: AttemptKey) -> None:
+        """Until ``unpark``, the request is not next. Nothing happens if it does not wait, or is parked."""
+        if (version_id := self._version_of.get(key)) is None:
+            return
+        self._queues[version_id].waiting[key].leave()
 
-    def next(self, version_id: str, now: float, skipped: frozenset[AttemptKey] = frozenset()) -> Admission | None:
-        """Who is to be placed next, but for those skipped."""
+    def unpark(self, key: AttemptKey) -> None:
+        """The request is where it was. Nothing happens if it does not wait, or is not parked."""
+        if (version_id := self._version_of.get(key)) is None:
+            return
+        queue = self._queues[version_id]
+        if (one := queue.waiting[key]).fair_queue is None:
+            queue.enter(one)
+
+    def forget_debts(self, now: float) -> None:
+        """Those of versions that nobody has waited for in a while."""
+        for version_id, (emptied_at, _) in list(self._emptied.items()):
+            if now - emptied_at < self._debt_s:
+                break
+            del self._emptied[version_id]
+
+    @property
+    def num_remembered(self) -> int:
+        """Empty queues with debts."""
+        return len(self._emptied)
+
+    def next(self, version_id: str, now: float) -> Admission | None:
+        """Who is to be placed next."""
         queue = self._queues.get(version_id)
         if queue is None:
             return None
-        overdue = self._head(queue, queue.batch, skipped)
-        if overdue is not None and overdue.deadline - now <= self._batch_lead_s:
-            return overdue
-        return self._head(queue, queue.timely, skipped) or overdue
-
-    def _head(
-        self, queue: _VersionQueue, tenants: dict[str, _TenantQueue], skipped: frozenset[AttemptKey]
-    ) -> Admission | None:
-        best: tuple[float, float, int] | None = None
-        found = None
-        for name, tenant in list(tenants.items()):
-            waiting = tenant.waiting
-            while waiting and waiting[0][2] is not queue.keys.get(waiting[0][2].key):
-                heapq.heappop(waiting)
-            if not waiting:
-                del tenants[name]
-                continue
-            entry = waiting[0] if waiting[0][2].key not in skipped else self._first(queue, waiting, skipped)
-            if entry is not None and (best is None or (tenant.served, *entry[:2]) < best):
-                best, found = (tenant.served, *entry[:2]), entry[2]
-        return found
-
-    @staticmethod
-    def _first(queue: _VersionQueue, waiting: list[_Entry], skipped: frozenset[AttemptKey]) -> _Entry | None:
-        staying = (one for one in waiting if one[2].key not in skipped and one[2] is queue.keys.get(one[2].key))
-        return min(staying, default=None, key=lambda one: one[:2])
+        while (earliest := queue.batch.earliest()) is not None and earliest[0] - now <= self._batch_lead_s:
+            queue.waiting[earliest[2]].join(queue.timely)
+        first = queue.timely.first() or queue.batch.first()
+        return queue.waiting[first].admission if first is not None else None
 
     def waiting(self, version_id: str) -> tuple[Admission, ...]:
         """The version's queue, in order of arrival."""
         queue = self._queues.get(version_id)
-        return tuple(queue.keys.values()) if queue is not None else ()
+        return tuple(one.admission for one in queue.waiting.values()) if queue is not None else ()
 
     def num_waiting(self, version_id: str) -> int:
         queue = self._queues.get(version_id)
-        return len(queue.keys) if queue is not None else 0
+        return len(queue.waiting) if queue is not None else 0
 
     def num_of_tenant(self, version_id: str, tenant: str) -> int:
         queue = self._queues.get(version_id)
@@ -162,9 +183,17 @@ class AdmissionQueues:
 
     def oldest_wait_s(self, version_id: str, now: float) -> float:
         queue = self._queues.get(version_id)
-        return now - next(iter(queue.keys.values())).admitted_at if queue is not None else 0.0
+        return now - next(iter(queue.waiting.values())).admission.admitted_at if queue is not None else 0.0
 
     @property
     def versions(self) -> tuple[str, ...]:
         """Versions with waiting admissions."""
         return tuple(self._queues)
+
+    def check_integrity(self) -> None:
+        """Raises ``AssertionError``."""
+        assert sum(len(queue.waiting) for queue in self._queues.values()) == len(self._version_of)
+        for queue in (*self._queues.values(), *(queue for _, queue in self._emptied.values())):
+            assert sum(queue.num_of.values()) == len(queue.waiting)
+            queue.timely.check_integrity()
+            queue.batch.check_integrity()

@@ -21,8 +21,8 @@ class OpenAttempt:
     placement: Placement
     placed_at: float
     kv_bytes: int
-    num_attended: int = 0  # positions that a step for it is expected to attend to, all choices together
     is_computed: bool = False  # its first token is there: the prefill instance is rid of it
+    num_attended: int = 0  # positions that a step for it is expected to attend to, all choices together
 
     @property
     def instance_ids(self) -> tuple[str, ...]:
@@ -78,8 +78,8 @@ class OpenAttempts:
         key, placement = attempt.admission.key, attempt.placement
         assert key not in self._open
         self._open[key] = attempt
-        prefill = self._bound.setdefault(placement.prefill.instance_id, BoundWork())
         if not attempt.is_computed:
+            prefill = self._bound.setdefault(placement.prefill.instance_id, BoundWork())
             prefill.prefills[key] = attempt
             prefill.lane.bind(key, placement.predicted.prefill_s, now)
         decode = self._bound.setdefault(placement.decode.instance_id, BoundWork())

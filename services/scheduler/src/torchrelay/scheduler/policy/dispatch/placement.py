@@ -10,10 +10,10 @@ wins; one worker that plays both roles saves the KV transfer, but prompts interr
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -27,8 +27,7 @@ _MIN_WAIT_S = 0.001  # a late prompt is looked for again after this time
 _MAX_PENALIZED_TOKENS = 256  # few requests run to their maximum
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """An instance of the roster with what is bound of it, as one attempt sees it."""
 
     entry: RosterEntry
@@ -52,22 +51,20 @@ class NoPlacement:
     is_own: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefill:
+# Tuples of plain values: each admission makes some for every candidate, and they are compared in the order of fields.
+class _Prefill(NamedTuple):
+    ttft_s: float
+    instance_id: str
+    prefill_s: float
     candidate: Candidate
-    predicted: Prediction
 
 
-@dataclass(frozen=True, slots=True)
-class _Decode:
-    candidate: Candidate
-    tbt_s: float
+class _Decode(NamedTuple):
     cost_s: float  # of all tokens after the first, without load and KV transfer
+    instance_id: str
+    tbt_s: float
     load_left_s: float
-
-    @property
-    def instance_id(self) -> str:
-        return self.candidate.entry.instance_id
+    candidate: Candidate
 
 
 def place(
@@ -101,7 +98,7 @@ def place(
         prefill=first.worker_ref,
         decode=second.worker_ref,
         cold=core.InstancePhase.LOADING in (first.phase, second.phase),
-        predicted=replace(prefill.predicted, tbt_s=decode.tbt_s),
+        predicted=Prediction(prefill.ttft_s, prefill.prefill_s, decode.tbt_s, prefill.candidate.num_cached_tokens),
     )
 
 
@@ -109,35 +106,30 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
     """The best few for the prompt, by predicted time to its first token; none while it is sooner computed by an
     instance that has a full step ahead of it yet.
     """
-    due, soonest_s, found = math.inf, math.inf, []
+    num_contexts, num_tokens = admission.num_contexts, admission.num_context_tokens
+    due = soonest_s = math.inf
+    found: list[_Prefill] = []
     for candidate in candidates:
-        entry = candidate.entry
+        entry, work, num_cached, correction = candidate
         if not entry.plays_prefill:
             continue
-        ahead_s = entry.ahead_s(candidate.work.lane, now)
-        predicted = _first_token(admission, candidate, ahead_s, now)
+        num_decoding, num_attended = (work.num_choices, work.num_attended) if entry.plays_decode else (0, 0)
+        prefill_s = num_contexts * entry.latency.prefill_s(num_tokens, num_cached, num_decoding, num_attended)
+        prefill_s *= correction
+        ahead_s = entry.ahead_s(work.lane, now)
+        ttft_s = entry.load_left_s(now) + ahead_s + prefill_s
         if ahead_s < entry.full_step_s:
-            found.append(_Prefill(candidate, predicted))
+            found.append(_Prefill(ttft_s, entry.worker_ref.instance_id, prefill_s, candidate))
         else:
-            soonest_s = min(soonest_s, predicted.ttft_s)
-            due = min(due, max(entry.bindable_at(candidate.work.lane), now + _MIN_WAIT_S))
-    best = heapq.nsmallest(MAX_SCORED, found, key=lambda one: (one.predicted.ttft_s, one.candidate.entry.instance_id))
-    if best and best[0].predicted.ttft_s <= soonest_s:
-        return best
+            soonest_s = min(soonest_s, ttft_s)
+            due = min(due, max(entry.bindable_at(work.lane), now + _MIN_WAIT_S))
+    if found:
+        found.sort()
+        if found[0].ttft_s <= soonest_s:
+            return found[:MAX_SCORED]
     if math.isinf(soonest_s):
         return NoPlacement("no instance plays prefill")
     return NoPlacement("a step of prompts is ahead of it on the instance that will have it soonest", due)
-
-
-def _first_token(admission: core.Admission, candidate: Candidate, ahead_s: float, now: float) -> Prediction:
-    entry, work = candidate.entry, candidate.work
-    num_decoding, num_attended = (work.num_choices, work.num_attended) if entry.plays_decode else (0, 0)
-    prefill_s = admission.num_contexts * entry.latency.prefill_s(
-        admission.num_context_tokens, candidate.num_cached_tokens, num_decoding, num_attended
-    )
-    prefill_s *= candidate.correction
-    ttft_s = entry.load_left_s(now) + ahead_s + prefill_s
-    return Prediction(ttft_s, prefill_s, num_cached_tokens=candidate.num_cached_tokens)
 
 
 def _decodes(
@@ -149,25 +141,30 @@ def _decodes(
     now: float,
 ) -> list[_Decode] | NoPlacement:
     """The best few that have room for the whole answer, by what they delay its later tokens."""
-    kv_bytes = admission.kv_bytes(model)
+    kv_bytes, num_choices = admission.kv_bytes(model), admission.num_choices
     num_attended = admission.num_attended(num_answer_tokens)
     num_tokens = min(num_answer_tokens, _MAX_PENALIZED_TOKENS)
-    most_bytes, largest_pool, found = -1, -1, []
+    most_bytes = largest_pool = -1
+    found: list[_Decode] = []
     for candidate in candidates:
         entry, work = candidate.entry, candidate.work
         if not entry.plays_decode:
             continue
-        most_bytes = max(most_bytes, candidate.kv_unreserved_bytes)
-        largest_pool = max(largest_pool, entry.kv_pool_bytes)
-        if candidate.kv_unreserved_bytes < kv_bytes or len(work.decodes) >= config.max_open_per_instance:
+        unreserved = entry.kv_pool_bytes - work.kv_bytes
+        most_bytes, largest_pool = max(most_bytes, unreserved), max(largest_pool, entry.kv_pool_bytes)
+        if unreserved < kv_bytes or len(work.decodes) >= config.max_open_per_instance:
             continue
-        tbt_s = entry.latency.tbt_s(work.num_choices + admission.num_choices, work.num_attended + num_attended)
+        tbt_s = entry.latency.tbt_s(work.num_choices + num_choices, work.num_attended + num_attended)
         cost_s = tbt_s + max(tbt_s - config.tbt_target_s, 0.0) * num_tokens
         if entry.plays_prefill:  # a prompt interrupts decoding by one step at a time
             cost_s += min(entry.ahead_s(work.lane, now), entry.full_step_s)
-        found.append(_Decode(candidate, tbt_s, cost_s, entry.load_left_s(now)))
+        found.append(_Decode(cost_s, entry.worker_ref.instance_id, tbt_s, entry.load_left_s(now), candidate))
     if found:
-        return heapq.nsmallest(MAX_SCORED, found, key=lambda one: (one.load_left_s + one.cost_s, one.instance_id))
+        if len(found) > MAX_SCORED:
+            found.sort(key=lambda one: (one.load_left_s + one.cost_s, one.instance_id))
+            del found[MAX_SCORED:]
+        found.sort()
+        return found
     if most_bytes < 0:
         return NoPlacement("no instance plays decode")
     reason = f"needs {kv_bytes:,} bytes of KV, at most {most_bytes:,} are unreserved on any decode instance"
@@ -182,17 +179,20 @@ def _best_pair(
     """The least time to the second token plus all later delays beyond the objective, by branch and bound: both lists
     are sorted, and a transfer never takes less than nothing.
     """
-    decodes = sorted(decodes, key=lambda decode: decode.cost_s)
-    best: tuple[tuple[float, int, str, str], _Prefill, _Decode] | None = None
+    best: tuple[float, int, str, str] = (math.inf, 0, "", "")
+    pair = prefills[0], decodes[0]
     for prefill in prefills:
-        ttft_s, first = prefill.predicted.ttft_s, prefill.candidate.entry
+        ttft_s, first = prefill.ttft_s, prefill.candidate.entry
         for decode in decodes:
-            if best is not None and ttft_s + decode.cost_s > best[0][0]:
+            if ttft_s + decode.cost_s > best[0]:
                 break
             second = decode.candidate.entry
             cost_s = ttft_s + max(decode.load_left_s - ttft_s, 0.0) + decode.cost_s + transfer_s(first, second)
-            rank = (cost_s, -decode.candidate.kv_unreserved_bytes, first.instance_id, second.instance_id)
-            if best is None or rank < best[0]:
-                best = (rank, prefill, decode)
-    assert best is not None, "there is a candidate for each role"
-    return best[1], best[2]
+            if cost_s > best[0]:
+                continue
+            rank = (cost_s, -decode.candidate.kv_unreserved_bytes, prefill.instance_id, decode.instance_id)
+            if rank < best:
+                best, pair = rank, (prefill, decode)
+        if ttft_s + decodes[0].cost_s > best[0]:
+            break  # and with every later prefill instance
+    return pair

@@ -29,10 +29,11 @@ class PrefillLane:
 
     def leave(self, key: AttemptKey, now: float) -> None:
         """The prompt is computed, or its attempt is over."""
-        prefill_s = self._bound.pop(key, None)
-        if prefill_s is not None:
-            self._work_s -= prefill_s
+        if key not in self._bound:
+            return
+        if key == next(iter(self._bound)):
             self._head_since = now
+        self._work_s -= self._bound.pop(key)
 
     def resume(self, now: float) -> None:
         """The instance was still loading: its first prompt begins now."""

@@ -9,22 +9,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from cachetools import FIFOCache
-
-_MAX_INSTANCES = 1024
-
 
 class PrefixIndex:
     """Block hashes by instance, in LRU order. A hash stands for the prompt up to the end of its block."""
 
     def __init__(self) -> None:
-        self._of: FIFOCache[str, OrderedDict[bytes, None]] = FIFOCache(_MAX_INSTANCES)
+        self._of: dict[str, OrderedDict[bytes, None]] = {}  # of instances that there are
 
     def note(self, instance_id: str, block_hashes: Sequence[bytes], max_blocks: int) -> None:
         """A prompt was placed there; the KV pool has room for ``max_blocks`` blocks."""
         if not block_hashes:
             return
-        known = self._of[instance_id] = self._of.get(instance_id) or OrderedDict()
+        known = self._of.setdefault(instance_id, OrderedDict())
         for block_hash in reversed(block_hashes):  # a prompt is evicted from its end
             known[block_hash] = None
             known.move_to_end(block_hash)
@@ -34,7 +30,7 @@ class PrefixIndex:
     def num_blocks(self, instance_id: str, block_hashes: Sequence[bytes]) -> int:
         """Leading blocks of the prompt that the instance probably has."""
         known = self._of.get(instance_id)
-        if not known:
+        if not known or not block_hashes or block_hashes[0] not in known:
             return 0
         return next((n for n, block_hash in enumerate(block_hashes) if block_hash not in known), len(block_hashes))
 

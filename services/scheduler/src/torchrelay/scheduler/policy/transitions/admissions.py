@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.storage_tiers import is_held_by_any, tier_of
+from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import (
     BOTH,
     Admission,
@@ -17,7 +20,9 @@ from torchrelay.scheduler.policy.core import (
     Model,
     Placement,
     Role,
+    ServiceClass,
     WorkerRef,
+    WorkerStatus,
 )
 from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
@@ -27,6 +32,7 @@ from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
 
 _RETRY_AFTER_S = (1.0, 60.0)
+_EARLIER_PROMPTS_S = 60.0  # so long after a start, workers may have prompts that an earlier scheduler bound
 
 
 def admit(
@@ -38,15 +44,20 @@ def admit(
     state.note_model(model, now)
     _suspect_failed_workers(state, admission, now)
     if opened := state.attempts.get(key):
+        if is_computed:  # the message that told so may have been lost with its stream
+            first_token(state, key, now, is_measured=False)
         if current is None:
             state.effects.answers.append(effects.Placed(admission.gateway_id, opened.placement))
         return False
     if key in state.queues:
+        state.queues.unpark(key)
         return True
     if current is not None:
         # Placed by an earlier scheduler: it runs, and needs no answer.
         _open(state, admission, current, is_computed, now)
         return False
+    if not admission.ttft_target_s:
+        admission = replace(admission, ttft_target_s=_ttft_target_s(state.config, admission.service_class))
     displaced = state.queues.displaced_by(admission)
     if displaced is not None:
         _refuse_as_full(state, displaced, model, now)
@@ -56,11 +67,27 @@ def admit(
     return True
 
 
+def _ttft_target_s(config: PolicyConfig, service_class: ServiceClass) -> float:
+    match service_class:
+        case ServiceClass.INTERACTIVE:
+            return config.interactive_ttft_s
+        case ServiceClass.STANDARD:
+            return config.standard_ttft_s
+        case ServiceClass.BATCH:
+            return config.batch_ttft_s
+
+
 def _refuse_as_full(state: State, admission: Admission, model: Model, now: float) -> None:
     retry_s = min(max(predicted_wait_s(state, model, now), _RETRY_AFTER_S[0]), _RETRY_AFTER_S[1])
     num_own = state.queues.num_of_tenant(model.version_id, admission.tenant)
     message = f"The queue of {admission.model} is full (your requests in it: {num_own})."
     refuse(state, admission, effects.RefusalReason.QUEUE_FULL, message, now, retry_s)
+
+
+def park(state: State, keys: Iterable[AttemptKey]) -> None:
+    """Their gateway is away: those that wait keep their positions, and are not placed before it asks for them again."""
+    for key in keys:
+        state.queues.park(key)
 
 
 def _suspect_failed_workers(state: State, admission: Admission, now: float) -> None:
@@ -94,17 +121,22 @@ def send_waiting(state: State, admission: Admission, now: float) -> None:
 
 def withdraw(state: State, key: AttemptKey, now: float) -> None:
     """The client left. If a placement crossed the withdrawal, its resources are released."""
-    if admission := state.queues.remove(key):
+    admission = state.queues.remove(key, now)
+    if admission is not None:
         message = "The request was withdrawn."
         refusal = effects.AdmissionRefused(admission.gateway_id, key, effects.RefusalReason.WITHDRAWN, message)
         state.effects.answers.append(refusal)
-    release(state, key, now)
+    attempt = release(state, key, now)
+    if admission is None and attempt is not None:
+        admission = attempt.admission
+    if admission is not None:
+        _place_version(state, admission.version_id, now)
 
 
 def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     """The attempt is over, whether it waited or ran."""
     state.gateways.forget(key)
-    state.queues.remove(key)
+    state.queues.remove(key, now)
     attempt = state.attempts.close(key, now)
     if attempt is not None:
         state.aliases.used(attempt.admission.version_id, attempt.admission.model, now)
@@ -219,15 +251,12 @@ def _place_version(state: State, version_id: str, now: float) -> None:
     if model is None or not state.queues.num_waiting(version_id):
         return
     roster = state.rosters.of(version_id, lambda: _roster(state, model, now))
-    skipped: frozenset[AttemptKey] = frozenset()
-    while roster and (admission := state.queues.next(version_id, now, skipped)) is not None:
-        if not state.gateways.is_confirmed(admission.key):
-            skipped |= {admission.key}  # its gateway is away; it keeps its position
-            continue
+    too_large: list[AttemptKey] = []
+    while roster and (admission := state.queues.next(version_id, now)) is not None:
         found = place(
             admission,
             model,
-            _candidates(state, admission, model, roster),
+            _candidates(state, admission, model, roster, now),
             state.kv_transfer_times,
             state.config,
             now,
@@ -235,18 +264,21 @@ def _place_version(state: State, version_id: str, now: float) -> None:
         )
         if isinstance(found, NoPlacement):
             if found.is_own:
-                skipped |= {admission.key}  # too large for every instance there is; others need not wait for it
+                state.queues.park(admission.key)  # for every instance there is; others need not wait for it
+                too_large.append(admission.key)
                 continue
             if not math.isinf(found.due):
                 state.due[version_id] = found.due
-            return
-        state.queues.take(admission)
+            break
+        state.queues.take(admission.key, now)
         _open(state, admission, found, False, now)
         state.effects.answers.append(effects.Placed(admission.gateway_id, found))
         placed = effects.AttemptPlaced(
             admission.key, admission.model, admission.admitted_at, now, found, admission.traceparent
         )
         state.effects.opened.append(placed)
+    for key in too_large:
+        state.queues.unpark(key)
 
 
 def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
@@ -256,8 +288,6 @@ def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
         if not instance.placeable or worker is None or state.membership.is_suspect(worker.worker_id):
             continue
         latency = state.latency_models.of(worker, model.pack_id, state.config)
-        reported_s = worker.queued_prefill_s or latency.queued_s(worker.num_queued_prefill_tokens)
-        bound_s = state.attempts.at(instance.instance_id).lane.work_s()
         entry = RosterEntry(
             worker_ref=WorkerRef(worker.worker_id, worker.grpc_address, instance.instance_id),
             host_id=instance.host_id,
@@ -268,13 +298,27 @@ def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
             latency=latency,
             kv_pool_bytes=worker.kv_pool_bytes,
             full_step_s=latency.queued_s(latency.token_budget),
-            excess_until=worker.seen_at + max(reported_s - bound_s, 0.0),
+            excess_until=worker.seen_at + _excess_s(state, worker, instance, latency, now),
         )
         found.append(entry)
     return found
 
 
-def _candidates(state: State, admission: Admission, model: Model, roster: Sequence[RosterEntry]) -> list[Candidate]:
+def _excess_s(state: State, worker: WorkerStatus, instance: Instance, latency: LatencyModel, now: float) -> float:
+    """Prompts that the worker reports beyond those bound to it.
+
+    Only after a start: later all are bound here, and more accurately. A report counts prompts whole, also if their
+    beginnings are cached.
+    """
+    if now - state.started_at > _EARLIER_PROMPTS_S:
+        return 0.0
+    reported_s = worker.queued_prefill_s or latency.queued_s(worker.num_queued_prefill_tokens)
+    return max(reported_s - state.attempts.at(instance.instance_id).lane.work_s(), 0.0)
+
+
+def _candidates(
+    state: State, admission: Admission, model: Model, roster: Sequence[RosterEntry], now: float
+) -> list[Candidate]:
     """The roster as the attempt sees it."""
     hashes, index = admission.block_hashes, state.prefix_index
     return [
@@ -282,7 +326,7 @@ def _candidates(state: State, admission: Admission, model: Model, roster: Sequen
             entry,
             state.attempts.at(entry.instance_id),
             index.num_blocks(entry.instance_id, hashes) * model.routing_block_tokens if hashes else 0,
-            state.corrections.of(entry.worker_ref.worker_id),
+            state.corrections.of(entry.instance_id, now),
         )
         for entry in roster
     ]
@@ -291,22 +335,25 @@ def _candidates(state: State, admission: Admission, model: Model, roster: Sequen
 def _open(state: State, admission: Admission, placement: Placement, is_computed: bool, now: float) -> None:
     model = state.models[admission.version_id]
     num_attended = admission.num_attended(state.answer_lengths.expected(model.version_id, admission.max_tokens))
-    attempt = OpenAttempt(admission, placement, now, admission.kv_bytes(model), num_attended, is_computed)
+    attempt = OpenAttempt(admission, placement, now, admission.kv_bytes(model), is_computed, num_attended)
     state.attempts.open(attempt, now)
     for worker_ref in (placement.prefill, placement.decode):
         state.instances.touch(worker_ref.instance_id, now)
 
 
-def first_token(state: State, key: AttemptKey, now: float) -> None:
-    """The prompt is computed: the instance has room for another, and its prefix in its cache."""
+def first_token(state: State, key: AttemptKey, now: float, *, is_measured: bool = True) -> None:
+    """The prompt is computed: the instance has room for another, and its prefix in its cache.
+
+    ``is_measured``: it was just now.
+    """
     attempt = state.attempts.computed(key, now)
     if attempt is None:
         return
     placement, admission = attempt.placement, attempt.admission
     state.instances.touch(placement.prefill.instance_id, now)
-    if not placement.cold:
+    if is_measured and not placement.cold and state.instances.get(placement.prefill.instance_id):
         predicted_s = placement.predicted.ttft_s
-        state.corrections.observe(placement.prefill.worker_id, predicted_s, now - attempt.placed_at)
+        state.corrections.observe(placement.prefill.instance_id, predicted_s, now - attempt.placed_at, now)
     model, worker = state.models.get(admission.version_id), state.membership.workers.get(placement.prefill.worker_id)
     if model is not None and worker is not None and worker.has_prefix_cache and model.routing_block_tokens:
         block_bytes = max(model.routing_block_tokens * model.kv_bytes_per_token, 1)

@@ -144,9 +144,8 @@ def _of_tenants(state: State, version_id: str, cold: Iterable[OpenAttempt]) -> d
     tenants = sorted({tenant_of(name) for name in state.aliases.of(version_id)})
     if len(tenants) < 2:
         return {}
-    num_waiting = Counter(tenant_of(admission.model) for admission in state.queues.waiting(version_id))
     num_cold = Counter(tenant_of(attempt.admission.model) for attempt in cold)
-    return {tenant: (num_waiting[tenant], num_cold[tenant]) for tenant in tenants}
+    return {tenant: (state.queues.num_of_tenant(version_id, tenant), num_cold[tenant]) for tenant in tenants}
 
 
 def _wake(state: State, action: Wake, now: float) -> None:

@@ -1,0 +1,120 @@
+"""Start-time fair queueing between tenants (Goyal, Vin and Cheng, 1996); of one tenant the earliest deadline is first.
+
+A tenant's *tag* is the service it got, in prompt tokens divided by its weight. The least tag is next. Virtual time is
+the tag of whoever was served last; a tenant that returns starts there, or at its own tag if that is ahead: absence
+neither saves up turns nor sheds a debt.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from torchrelay.scheduler.policy.core import Admission, AttemptKey
+
+Entry = tuple[float, int, AttemptKey]  # by deadline, then by arrival
+
+_MIN_DEBTS_SWEPT = 64
+_MAX_LEFT = 64  # entries of a heap whose requests have left, more than there are others
+
+
+class DeadlineHeap:
+    """Requests by deadline. Those that leave early are dropped when they come to the top, or when they are many."""
+
+    def __init__(self) -> None:
+        self._heap: list[Entry] = []
+        self._entries: dict[AttemptKey, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def push(self, entry: Entry) -> None:
+        heapq.heappush(self._heap, entry)
+        self._entries[entry[2]] = entry
+        self._drop_left()
+
+    def remove(self, key: AttemptKey) -> None:
+        del self._entries[key]
+        self._drop_left()
+
+    def _drop_left(self) -> None:
+        if len(self._heap) > 2 * len(self._entries) + _MAX_LEFT:
+            self._heap = list(self._entries.values())
+            heapq.heapify(self._heap)
+
+    def first(self) -> Entry:
+        """Of at least one."""
+        while self._heap[0][2] not in self._entries:
+            heapq.heappop(self._heap)
+        return self._heap[0]
+
+    def check_integrity(self) -> None:
+        """Raises ``AssertionError``."""
+        assert set(self._entries.values()) <= set(self._heap)
+        assert len(self._heap) <= 2 * len(self._entries) + _MAX_LEFT, "what has left is kept"
+
+
+@dataclass(slots=True)
+class _Tenant:
+    tag: float
+    waiting: DeadlineHeap = field(default_factory=DeadlineHeap)
+
+
+class FairQueue:
+    """Requests whose tenants take turns. Its owner holds the admissions."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _Tenant] = {}  # those with requests
+        self._debts: dict[str, float] = {}  # tags ahead of virtual time, of tenants without requests
+        self._max_debts = _MIN_DEBTS_SWEPT  # then those that time has passed are looked for
+        self._now = 0.0  # virtual time
+
+    @property
+    def has_debts(self) -> bool:
+        return any(tag > self._now for tag in self._debts.values())
+
+    def push(self, admission: Admission, sequence: int) -> None:
+        tenant = self._tenants.get(admission.tenant)
+        if tenant is None:
+            tag = max(self._debts.pop(admission.tenant, 0.0), self._now)
+            tenant = self._tenants[admission.tenant] = _Tenant(tag)
+        tenant.waiting.push((admission.deadline, sequence, admission.key))
+
+    def remove(self, admission: Admission) -> None:
+        tenant = self._tenants[admission.tenant]
+        tenant.waiting.remove(admission.key)
+        if len(tenant.waiting):
+            return
+        del self._tenants[admission.tenant]
+        if tenant.tag > self._now:
+            self._debts[admission.tenant] = tenant.tag
+            if len(self._debts) > self._max_debts:
+                self._debts = {name: tag for name, tag in self._debts.items() if tag > self._now}
+                self._max_debts = max(2 * len(self._debts), _MIN_DEBTS_SWEPT)
+
+    def take(self, admission: Admission) -> None:
+        """Removes a request that is served now: its tenant is charged."""
+        tenant = self._tenants[admission.tenant]
+        self._now = max(self._now, tenant.tag)
+        tenant.tag += admission.num_prefill_tokens / admission.weight
+        self.remove(admission)
+
+    def first(self) -> AttemptKey | None:
+        """The request whose turn it is."""
+        best: tuple[float, Entry] | None = None
+        for tenant in self._tenants.values():
+            head = tenant.waiting.first()
+            if best is None or (tenant.tag, head) < best:
+                best = (tenant.tag, head)
+        return best[1][2] if best is not None else None
+
+    def earliest(self) -> Entry | None:
+        """The request with the earliest deadline, whoever's turn it is."""
+        return min((tenant.waiting.first() for tenant in self._tenants.values()), default=None)
+
+    def check_integrity(self) -> None:
+        """Raises ``AssertionError``."""
+        assert not self._tenants.keys() & self._debts.keys()
+        for tenant in self._tenants.values():
+            assert len(tenant.waiting)
+            tenant.waiting.check_integrity()

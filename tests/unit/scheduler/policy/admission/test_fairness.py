@@ -1,0 +1,143 @@
+"""Tenants that wait for the same version get equal service by their weights, whenever their requests come and go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations, count
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.unit.scheduler.policy.paper_cluster import a_model
+from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
+from torchrelay.scheduler.policy.core import Admission, AttemptKey
+
+VERSION_ID = a_model().version_id
+WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 0.5}
+
+
+def of(tenant: str, number: int, num_tokens: int) -> Admission:
+    key = AttemptKey(f"{tenant}{number}", 1)
+    model, weight = f"{tenant}/tiny", WEIGHTS[tenant]
+    return Admission(key, "gateway-1", VERSION_ID, num_tokens, 0, 10, 1, float(number), model=model, weight=weight)
+
+
+def take_next(queues: AdmissionQueues) -> Admission:
+    admission = queues.next(VERSION_ID, 0.0)
+    assert admission is not None
+    queues.take(admission.key, 0.0)
+    return admission
+
+
+def test_a_tenant_with_one_request_at_a_time_gets_no_more_than_its_share() -> None:
+    queues = AdmissionQueues(1000, 1000)
+    for number in range(500):
+        queues.push(of("a", number, 1000))
+    served: Counter[str] = Counter()
+    for number in range(60):
+        if not queues.num_of_tenant(VERSION_ID, "b"):
+            queues.push(of("b", number, 8000))
+        admission = take_next(queues)
+        served[admission.tenant] += admission.num_prefill_tokens
+        queues.next(VERSION_ID, 0.0)
+    assert abs(served["a"] - served["b"]) <= 1000 + 8000, served
+
+
+def test_a_queue_that_is_empty_for_an_instant_forgets_no_debt() -> None:
+    queues = AdmissionQueues(1000, 1000)
+    queues.push(of("b", 0, 8000))
+    take_next(queues)
+    for number in range(1, 5):
+        queues.push(of("b", number, 8000))
+        queues.push(of("a", number, 1000))
+    assert [take_next(queues).tenant for _ in range(4)] == ["a"] * 4
+
+
+def test_debts_of_a_version_that_nobody_waits_for_are_forgotten_after_a_while() -> None:
+    queues = AdmissionQueues(1000, 1000, debt_s=30.0)
+    queues.push(of("b", 0, 8000))
+    take_next(queues)
+    queues.forget_debts(29.0)
+    assert queues.num_remembered == 1
+    queues.forget_debts(30.0)
+    assert queues.num_remembered == 0
+
+
+class Serving(RuleBasedStateMachine):
+    """Over any sequence of services at each of which two tenants wait, what they got by weight differs by no more than
+    one request of each (Goyal et al., theorem 1).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queues = AdmissionQueues(1000, 1000)
+        self.numbers = count()
+        self.waiting: dict[AttemptKey, Admission] = {}
+        self.parked: dict[AttemptKey, Admission] = {}
+        self.largest = dict.fromkeys(WEIGHTS, 0.0)  # request of a tenant, by its weight
+        self.ahead = {pair: 0.0 for pair in combinations(WEIGHTS, 2)}  # the first of two while both wait
+        self.least = dict(self.ahead)
+        self.most = dict(self.ahead)
+
+    @rule(tenant=st.sampled_from(sorted(WEIGHTS)), num_tokens=st.sampled_from([1, 100, 3000]), num=st.integers(1, 3))
+    def some_come(self, tenant: str, num_tokens: int, num: int) -> None:
+        for _ in range(num):
+            admission = of(tenant, next(self.numbers), num_tokens)
+            self.queues.push(admission)
+            self.waiting[admission.key] = admission
+        self.largest[tenant] = max(self.largest[tenant], num_tokens / WEIGHTS[tenant])
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def one_leaves(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(list(self.waiting)))
+        assert self.queues.remove(key, 0.0) is self.waiting.pop(key)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def one_is_parked(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(list(self.waiting)))
+        self.queues.park(key)
+        self.parked[key] = self.waiting.pop(key)
+
+    @rule()
+    def all_are_unparked(self) -> None:
+        for key in self.parked:
+            self.queues.unpark(key)
+        self.waiting |= self.parked
+        self.parked.clear()
+
+    @precondition(lambda self: self.waiting)
+    @rule(sends_another=st.booleans())
+    def one_is_served(self, sends_another: bool) -> None:
+        tenants = {admission.tenant for admission in self.waiting.values()}
+        admission = take_next(self.queues)
+        assert self.waiting.pop(admission.key) is admission
+        self.queues.next(VERSION_ID, 0.0)
+        for pair in self.ahead:
+            if not tenants.issuperset(pair):
+                self.ahead[pair] = self.least[pair] = self.most[pair] = 0.0
+            elif admission.tenant in pair:
+                service = admission.num_prefill_tokens / admission.weight
+                self.ahead[pair] += service if admission.tenant == pair[0] else -service
+                self.least[pair] = min(self.least[pair], self.ahead[pair])
+                self.most[pair] = max(self.most[pair], self.ahead[pair])
+        if sends_another:
+            self.some_come(admission.tenant, admission.num_prefill_tokens, 1)
+
+    @invariant()
+    def nobody_who_waits_is_far_behind(self) -> None:
+        for one, other in self.ahead:
+            bound = self.largest[one] + self.largest[other]
+            assert self.most[one, other] - self.least[one, other] <= bound + 1e-6, (one, other)
+
+    @invariant()
+    def everybody_who_waits_is_there(self) -> None:
+        self.queues.check_integrity()
+        assert {admission.key for admission in self.queues} == {*self.waiting, *self.parked}
+        assert (self.queues.next(VERSION_ID, 0.0) is None) == (not self.waiting)
+
+
+TestServing = Serving.TestCase
+TestServing.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -1,0 +1,47 @@
+"""What predicted times to the first token are multiplied by."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import a_model, two_hosts
+from torchrelay.scheduler.policy.core import AttemptKey
+from torchrelay.scheduler.policy.dispatch.correction import Corrections
+from torchrelay.scheduler.policy.inputs import FirstToken
+
+
+def test_an_instance_that_is_slower_than_predicted_is_corrected_within_bounds() -> None:
+    corrections = Corrections()
+    assert corrections.of("i", now=0.0) == 1.0
+    corrections.observe("i", 1.0, 2.0, now=0.0)
+    assert corrections.of("i", now=0.0) == pytest.approx(2.0**0.15)
+    for _ in range(200):
+        corrections.observe("i", 1.0, 100.0, now=0.0)
+    assert corrections.of("i", now=0.0) == 8.0
+    assert corrections.of("other", now=0.0) == 1.0
+
+
+def test_an_instance_that_was_left_is_tried_again_in_a_while() -> None:
+    corrections = Corrections()
+    for _ in range(200):
+        corrections.observe("i", 1.0, 100.0, now=0.0)
+    found = [corrections.of("i", now) for now in (0.0, 120.0, 240.0, 3600.0)]
+    assert found == pytest.approx([8.0, 8.0**0.5, 8.0**0.25, 1.0], rel=1e-3)
+
+
+def test_a_correction_ends_with_the_instance_it_was_measured_on() -> None:
+    scene = two_hosts()
+    scene.admit(a_model(), "cold")
+    scene.finish_loads()
+    for request_id in ("cold", "slow"):
+        if request_id == "slow":
+            scene.admit(a_model(), request_id)
+            scene.now += 5.0
+        scene.apply(FirstToken(AttemptKey(request_id, 1)))
+        scene.release(request_id)
+    placement = scene.placement("slow")
+    assert placement is not None
+    corrections, instance_id = scene.policy.state.corrections, placement.prefill.instance_id
+    assert corrections.of(instance_id, scene.now) > 1.0
+    scene.kill(placement.prefill.worker_id)
+    assert corrections.of(instance_id, scene.now) == 1.0

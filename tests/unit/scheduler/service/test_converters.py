@@ -1,0 +1,39 @@
+"""What a gateway asks for, as the policy sees it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.unit.scheduler.service.scripted_cluster import a_request
+from torchrelay.control.v1 import scheduler_pb2
+from torchrelay.scheduler.policy.core import Admission, ServiceClass
+from torchrelay.scheduler.service.converters import admission_from_proto
+
+
+def admission(**fields: Any) -> Admission:
+    return admission_from_proto(a_request("r1", **fields), "gateway-1", now=100.0)
+
+
+def test_class_target_and_weight_are_those_of_the_request() -> None:
+    given = admission(service_class=scheduler_pb2.SERVICE_CLASS_BATCH, ttft_target_ms=1500, weight=2.0)
+    assert (given.service_class, given.ttft_target_s, given.weight) == (ServiceClass.BATCH, 1.5, 2.0)
+    default = admission()
+    assert (default.service_class, default.ttft_target_s, default.weight) == (ServiceClass.STANDARD, 0.0, 1.0)
+
+
+def test_the_numbers_of_classes_are_those_of_the_protocol() -> None:
+    assert {f"SERVICE_CLASS_{one.name}": one.value for one in ServiceClass} == dict(scheduler_pb2.ServiceClass.items())
+
+
+def test_a_class_of_a_later_gateway_is_served_as_standard() -> None:
+    assert admission(service_class=99).service_class is ServiceClass.STANDARD
+
+
+@pytest.mark.parametrize(
+    ("given", "weight"), [(0.0, 1.0), (math.nan, 1.0), (-1.0, 1.0), (math.inf, 1e3), (1e-300, 1e-3), (5.0, 5.0)]
+)
+def test_no_weight_breaks_the_queues(given: float, weight: float) -> None:
+    assert admission(weight=given).weight == weight
