@@ -60,7 +60,7 @@ def admit(
         admission = replace(admission, ttft_target_s=_ttft_target_s(state.config, admission.service_class))
     displaced = state.queues.displaced_by(admission)
     if displaced is not None:
-        _refuse_as_full(state, displaced, model, now)
+        _refuse_as_full(state, displaced, state.models[displaced.version_id], now)
     if displaced is admission:
         return False
     state.queues.push(admission)
