@@ -16,7 +16,7 @@ from cachetools import FIFOCache
 
 from torchrelay.common.liveness import EngineProgress, Liveness
 from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSizes
-from torchrelay.scheduler.policy.core import BOTH, Role, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.core import BOTH, Role, Roles, StoreStatus, WorkerStatus
 
 _SUSPICION_S = 0.25  # reports sent before a fault may still arrive within this time
 _MAX_FENCED = 1024
@@ -71,6 +71,11 @@ class Membership:
         self.sizes.worker(worker)
         self._end_suspicion(worker.worker_id)
         return worker
+
+    def set_roles(self, worker_id: str, roles: Roles) -> None:
+        """The worker has told so itself: its slot has these roles before its stream says it."""
+        if worker := self.workers.get(worker_id):
+            self.workers[worker_id] = replace(worker, slot=replace(worker.slot, roles=roles))
 
     def accept_store(self, store: StoreStatus) -> StoreStatus | None:
         if self._is_fenced(store.incarnation, store.seen_at):
