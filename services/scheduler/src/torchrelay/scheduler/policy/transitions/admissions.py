@@ -349,17 +349,21 @@ def first_token(state: State, key: AttemptKey, now: float, *, is_measured: bool 
     attempt = state.attempts.computed(key, now)
     if attempt is None:
         return
+    if state.instances.get(attempt.placement.prefill.instance_id):
+        _learn_from_first_token(state, attempt, now, is_measured=is_measured)
+    _place_version(state, attempt.admission.version_id, now)
+
+
+def _learn_from_first_token(state: State, attempt: OpenAttempt, now: float, *, is_measured: bool) -> None:
     placement, admission = attempt.placement, attempt.admission
-    state.instances.touch(placement.prefill.instance_id, now)
-    if is_measured and not placement.cold and state.instances.get(placement.prefill.instance_id):
-        predicted_s = placement.predicted.ttft_s
-        state.corrections.observe(placement.prefill.instance_id, predicted_s, now - attempt.placed_at, now)
-    model, worker = state.models.get(admission.version_id), state.membership.workers.get(placement.prefill.worker_id)
+    instance_id, worker_id = placement.prefill.instance_id, placement.prefill.worker_id
+    state.instances.touch(instance_id, now)
+    if is_measured and not placement.cold:
+        state.corrections.observe(instance_id, placement.predicted.ttft_s, now - attempt.placed_at, now)
+    model, worker = state.models.get(admission.version_id), state.membership.workers.get(worker_id)
     if model is not None and worker is not None and worker.has_prefix_cache and model.routing_block_tokens:
         block_bytes = max(model.routing_block_tokens * model.kv_bytes_per_token, 1)
-        max_blocks = worker.kv_pool_bytes // block_bytes
-        state.prefix_index.note(placement.prefill.instance_id, admission.block_hashes, max_blocks)
-    _place_version(state, admission.version_id, now)
+        state.prefix_index.note(instance_id, admission.block_hashes, worker.kv_pool_bytes // block_bytes)
 
 
 def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> float:
