@@ -32,6 +32,7 @@ from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
 
 _RETRY_AFTER_S = (1.0, 60.0)
+_SWEEP_S = 10.0  # for so long after a reason to refuse requests that wait, they are looked at: ticks may be late
 _EARLIER_PROMPTS_S = 60.0  # so long after a start, workers may have prompts that an earlier scheduler bound
 
 
@@ -175,7 +176,12 @@ def refuse(
 
 
 def refuse_infeasible(state: State, now: float) -> None:
-    """Refuses all waiting requests that no slot can ever serve."""
+    """Refuses the waiting requests that no slot can serve any more; those that none could are refused at once."""
+    config = state.config
+    since_start_s, absent_s = now - state.started_at, max(config.unserved_s, config.unserved_resumed_s)
+    is_settling = since_start_s < config.refusal_settle_s + _SWEEP_S
+    if not is_settling and not state.membership.sizes.has_lost_any(now - absent_s - _SWEEP_S):
+        return
     for admission in list(state.queues):
         refuse_if_infeasible(state, admission, now)
 

@@ -87,9 +87,15 @@ def _instance_load(state: State, instance: Instance, tenants: frozenset[str], no
     last_active = state.instances.last_active(instance.instance_id)
     if now - last_active > state.config.drain_s:
         num_reported = 0  # of requests that nobody has: it would keep its slot for ever
+    return InstanceLoad(instance, num_open, num_reported, last_active, _reload_s(state, instance), tenants)
+
+
+def _reload_s(state: State, instance: Instance) -> float:
+    """From host memory, where its weights stay: no longer than it took to load, wherever they came from."""
     model = state.models.get(instance.version_id)
-    reload_s = load_s(model.pack_bytes, Tier.HOST, state.config) if model is not None else 0.0
-    return InstanceLoad(instance, num_open, num_reported, last_active, reload_s, tenants)
+    if model is None or instance.phase is not InstancePhase.READY:
+        return 0.0
+    return min(load_s(model.pack_bytes, Tier.HOST, state.config), instance.since - instance.created_at)
 
 
 def _demand(state: State, model: Model, now: float) -> Demand:
