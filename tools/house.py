@@ -25,6 +25,7 @@ FOLDERS = {
     "bench": "every figure of speed and memory that is claimed, as a program",
     "bench/data_plane": "parts of bench/relay.py: chains, faults and KV streams, on the lab's links and on loopback",
     "bench/device": "parts of bench/gpu.py",
+    "bench/scheduling": "parts of bench/scheduler.py: fleets, peers that obey and compute nothing, a gateway's stream",
     "bench/planning": "parts of bench/planner.py: random networks, a simulation, rival plans",
     "bench/serving": "parts of bench/engine.py: models, peers, the memory's limit",
     "bench/streaming": "load on a gateway, and echo servers behind it",

@@ -50,6 +50,7 @@ async def test_whose_key_it_was_last_is_known_without_a_question(parts: Accounti
     await parts.keys.revoke(info.key_id, None)
     with pytest.raises(Unauthenticated):
         await parts.keys.authenticate(f"Bearer {token}")
+    assert parts.keys.last_known(f"Bearer {token}") is None
 
 
 async def test_a_well_formed_key_of_another_install_is_refused(parts: AccountingRig) -> None:

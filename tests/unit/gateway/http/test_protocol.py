@@ -288,6 +288,29 @@ async def test_a_known_caller_waits_for_none_of_a_crowd_of_strangers() -> None:
             assert (await stranger.answer()).status == 200
 
 
+async def test_what_waits_for_its_turn_when_the_server_stops_is_answered() -> None:
+    begun = asyncio.Event()
+
+    def work() -> None:
+        time.sleep(0.005)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.set()
+        work()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, 5))
+        strangers = [await stack.enter_async_context(raw_connection(server.port)) for _ in range(60)]
+        for stranger in strangers:
+            await stranger.send(head())
+        await begun.wait()
+        server.stop_accepting()
+        for stranger in strangers:
+            assert (await stranger.answer()).status == 200
+
+
 async def test_a_connection_that_cannot_linger_leaves_the_table(
     connected: Connected, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from functools import partial
+from itertools import pairwise
 
-from torchrelay.gateway.http.turns import MAX_PAUSE_S, Lane, Turns
+import pytest
+
+from torchrelay.gateway.http.turns import ROUND_S, Lane, Turns
 
 ACME, UMBRELLA = Lane("ten-acme", is_of_strangers=False), Lane("ten-umbrella", is_of_strangers=False)
+TIMER_S = 0.001  # uvloop keeps milliseconds
 STRANGERS = Lane("10.0.0.1", is_of_strangers=True)
 
 
@@ -31,34 +36,33 @@ async def taken(turns: Turns, wanted: list[tuple[Lane, str]]) -> list[str]:
 
 async def test_a_tenants_turns_are_in_order_and_tenants_alternate() -> None:
     wanted = [(ACME, "a1"), (ACME, "a2"), (ACME, "a3"), (ACME, "a4"), (UMBRELLA, "u1"), (UMBRELLA, "u2")]
-    assert await taken(Turns(at_once=1), wanted) == ["a1", "a2", "u1", "a3", "u2", "a4"]
+    assert await taken(Turns(max_at_once=1), wanted) == ["a1", "a2", "u1", "a3", "u2", "a4"]
 
 
 async def test_of_strangers_the_last_one_goes_first() -> None:
     wanted = [(STRANGERS, "s1"), (STRANGERS, "s2"), (STRANGERS, "s3"), (ACME, "a1")]
-    assert await taken(Turns(at_once=1), wanted) == ["s1", "s3", "a1", "s2"]
+    assert await taken(Turns(max_at_once=1), wanted) == ["s1", "s3", "a1", "s2"]
 
 
-async def test_a_few_are_called_at_once_and_the_rest_after_a_pause_as_long() -> None:
-    turns, called_at = Turns(at_once=2), list[float]()
+async def test_a_pause_is_twice_as_long_as_the_calls_before_it() -> None:
+    turns, begun_at = Turns(), list[float]()
     all_called = asyncio.Event()
 
     def call() -> None:
-        time.sleep(0.01)  # the work
-        called_at.append(time.perf_counter())
-        if len(called_at) == 5:
+        begun_at.append(time.perf_counter())
+        time.sleep(2 * ROUND_S)  # so one at once
+        if len(begun_at) == 4:
             all_called.set()
 
-    turns.take(ACME, call=lambda: called_at.append(time.perf_counter()))
     for _ in range(4):
         turns.take(ACME, partial(call))
     await all_called.wait()
-    first, second, third = called_at[1:4]
-    assert third - second >= min(MAX_PAUSE_S, second - first), "no pause after the second"
+    for before, after in pairwise(begun_at):
+        assert after - before >= 6 * ROUND_S - TIMER_S
 
 
 async def test_a_call_that_is_given_up_is_not_called_and_keeps_nobody_waiting() -> None:
-    turns, called = Turns(at_once=1), list[int]()
+    turns, called = Turns(max_at_once=1), list[int]()
     done = asyncio.Event()
     calls = [partial(called.append, index) for index in range(5)]
     for call in calls:
@@ -69,3 +73,37 @@ async def test_a_call_that_is_given_up_is_not_called_and_keeps_nobody_waiting() 
     await done.wait()
     turns.give_up(STRANGERS, calls[0])
     assert called == [0]
+
+
+async def test_a_call_that_raises_ends_no_turns_of_others() -> None:
+    turns, done = Turns(max_at_once=1), asyncio.Event()
+
+    def call() -> None:
+        raise RuntimeError("a fault")
+
+    with pytest.raises(RuntimeError):
+        turns.take(ACME, call)
+    turns.take(UMBRELLA, done.set)
+    async with asyncio.timeout(10):
+        await done.wait()
+
+
+async def test_many_cheap_calls_are_called_at_once_and_few_dear_ones() -> None:
+    assert await most_at_once(0.0, 200) > 4
+    assert await most_at_once(ROUND_S, 20) == 1
+
+
+async def most_at_once(work_s: float, num_calls: int) -> int:
+    """Calls in one round of the loop, of the second half of ``num_calls``."""
+    turns, round_of, num_rounds = Turns(), list[int](), 0
+
+    def call() -> None:
+        time.sleep(work_s)
+        round_of.append(num_rounds)
+
+    for _ in range(num_calls):
+        turns.take(ACME, partial(call))
+    while len(round_of) < num_calls:
+        await asyncio.sleep(0)
+        num_rounds += 1
+    return max(Counter(round_of[num_calls // 2 :]).values())

@@ -128,6 +128,20 @@ async def test_more_than_can_be_kept_unsent_breaks_the_stream_and_what_is_open_i
         assert [(one.key, one.HasField("current")) for one in there.admits[6:]] == [(key("f"), True)]
 
 
+async def test_long_prompts_that_are_open_together_are_admitted_again_in_messages_that_fit() -> None:
+    """Their hashes alone take ten megabytes; a message may have eight."""
+    heard: list[RequestEvent] = []
+    async with scheduler() as there, admissions_to(there.address) as admissions:
+        for number in range(8):
+            hashes = [bytes(16)] * 70_000
+            admissions.admit(pb.AdmitRequest(key=key(f"r{number}"), block_hashes=hashes), heard.append)
+        await until(lambda: len(heard) == 8)
+        await there.kill()
+        await there.revive()
+        await until(lambda: len(there.admits) == 16)
+        assert len(there.hellos) == 2
+
+
 async def test_each_hears_of_its_own() -> None:
     heard: dict[str, list[RequestEvent]] = {name: [] for name in "abcdef"}
     async with scheduler() as there, admissions_to(there.address) as admissions:

@@ -108,6 +108,7 @@ class ApiKeys:
         async with self._database.read() as connection:
             row = (await connection.execute(query)).one_or_none()
         if row is None:
+            self._cache.forget(key_id)
             return None
         principal = Principal(
             tenant_id=row.tenant_id,

@@ -27,6 +27,7 @@ class Connection(asyncio.BufferedProtocol):
         self._make_protocol: Callable[[], BoundedProtocol] = partial(BoundedProtocol, door, **uvicorns)
         self._protocol: BoundedProtocol | None = None  # from the first byte on
         self._first = b""
+        self._is_ending = False  # the server stops
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
@@ -42,7 +43,7 @@ class Connection(asyncio.BufferedProtocol):
             self._protocol.connection_lost(exc)
         else:
             self._connections.discard(self)
-            self._door.turns.give_up(self._lane, self._begin)
+            self._door.first_reads.give_up(self._lane, self._begin)
         self._door.table.remove(self._transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -56,7 +57,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._first = bytes(_BUFFER[:nbytes])
         self._transport.pause_reading()
-        self._door.turns.take(self._lane, self._begin)
+        self._door.first_reads.take(self._lane, self._begin)
 
     def _begin(self) -> None:
         if self._transport.is_closing():
@@ -67,6 +68,8 @@ class Connection(asyncio.BufferedProtocol):
         self._protocol.connection_made(self._transport)
         self._transport.resume_reading()
         self._protocol.data_received(first)
+        if self._is_ending:
+            self._protocol.shutdown()
 
     def pause_writing(self) -> None:
         assert self._protocol is not None
@@ -77,10 +80,16 @@ class Connection(asyncio.BufferedProtocol):
         self._protocol.resume_writing()
 
     def shutdown(self) -> None:
-        """The server stops: nothing has been asked yet."""
-        self._transport.close()
+        """The server stops: what has been asked is still answered."""
+        if self._first:
+            self._is_ending = True
+        else:
+            self._transport.close()
 
     def check(self, now: float) -> None:
-        """Ends a connection on which nothing comes."""
-        if not self._first and now - self._made_at >= self._door.limits.head_s:
+        """Ends a connection on which nothing comes, and one that waited for its turn as long again: in a crowd without
+        end the oldest have given up, which is not seen before they are read from.
+        """
+        limit_s = self._door.limits.head_s * (2 if self._first else 1)
+        if now - self._made_at >= limit_s:
             self._transport.close()

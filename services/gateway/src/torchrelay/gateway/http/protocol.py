@@ -47,7 +47,8 @@ class Door:
     limits: ReadLimits
     stall_s: float
     lane_of: LaneOf
-    turns: Turns
+    first_reads: Turns
+    requests: Turns
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -81,7 +82,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         if self._turn is not None:
-            self._door.turns.give_up(*self._turn)
+            self._door.requests.give_up(*self._turn)
             self._turn = None
         if self._is_lingering and exc is None:
             has_key = self._door.table.has_key(self.transport)
@@ -164,7 +165,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super()._start_asgi_task(cycle, app)
         else:
             self._turn = lane, partial(super()._start_asgi_task, cycle, app)
-            self._door.turns.take(*self._turn)
+            self._door.requests.take(*self._turn)
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)

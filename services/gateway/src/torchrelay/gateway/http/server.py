@@ -22,7 +22,6 @@ from torchrelay.gateway.http.read_limits import ReadLimits
 from torchrelay.gateway.http.turns import Turns
 
 CHECK_INTERVAL_S = 0.5
-TURNS_AT_ONCE = 8  # of first reads and of requests outside of the token path: less than 1 ms each
 BACKLOG = 1024  # what is accepted in one go must be less than max_keyless_connections
 
 
@@ -72,7 +71,7 @@ async def http_server(
     listening.setblocking(False)
     lingering = LingeringSockets()
     table: ConnectionTable[asyncio.Transport] = ConnectionTable(limits.connections)
-    door = Door(table, lingering, limits.read, limits.stall_s, lane_of, Turns(TURNS_AT_ONCE))
+    door = Door(table, lingering, limits.read, limits.stall_s, lane_of, Turns(), Turns())
 
     config = uvicorn.Config(
         app,

@@ -8,7 +8,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
+ROUND_S = 0.001
+MAX_AT_ONCE = 16
 MAX_PAUSE_S = 0.05
+_WEIGHT = 0.25  # of the newest measurement
 
 
 class Lane(NamedTuple):
@@ -23,15 +26,22 @@ class Lane(NamedTuple):
 
 
 class Turns:
-    """Calls that take half of the loop's time at most: a few at once, then a pause as long as they took, and again."""
+    """Calls of one kind that take a third of the loop's time at most: some at once, for about ``ROUND_S``, then a pause
+    twice as long as they took, and again.
 
-    def __init__(self, at_once: int) -> None:
-        self._at_once = at_once
+    What they took is their own time and that of the first steps of the tasks that they begin, whatever else the loop
+    does meanwhile.
+    """
+
+    def __init__(self, max_at_once: int = MAX_AT_ONCE) -> None:
+        self._max_at_once = max_at_once
+        self._call_s = ROUND_S  # what a call took of late
         self._lanes: dict[Lane, OrderedDict[Callable[[], None], None]] = {}  # the next one first; none is empty
         self._is_paused = False  # or at work
+        self._steps_begin_at = 0.0
 
     def take(self, lane: Lane, call: Callable[[], None]) -> None:
-        """Calls at once if nobody waits, and later otherwise. ``call`` must raise nothing; it may begin a task."""
+        """Calls at once if nobody waits, and later otherwise."""
         self._lanes.setdefault(lane, OrderedDict())[call] = None
         if not self._is_paused:
             self._begin()
@@ -48,16 +58,24 @@ class Turns:
         self._is_paused = bool(self._lanes)
         if not self._is_paused:
             return
-        began_at = time.perf_counter()
-        for _ in range(self._at_once):
-            if self._lanes:
+        loop, begin_at, num_calls = asyncio.get_running_loop(), time.perf_counter(), 0
+        loop.call_soon(
+            self._begin_steps
+        )  # called just before the tasks that the calls begin, and ``_pause`` after them
+        try:
+            while self._lanes and num_calls < max(1, min(self._max_at_once, int(ROUND_S / self._call_s))):
+                num_calls += 1
                 self._next()()
-        # After the first steps of the tasks that were begun, and after the read events of resumed connections.
-        asyncio.get_running_loop().call_soon(self._pause, began_at)
+        finally:
+            loop.call_soon(self._pause, num_calls, time.perf_counter() - begin_at)
 
-    def _pause(self, began_at: float) -> None:
-        pause_s = min(MAX_PAUSE_S, time.perf_counter() - began_at)
-        asyncio.get_running_loop().call_later(pause_s, self._begin)
+    def _begin_steps(self) -> None:
+        self._steps_begin_at = time.perf_counter()
+
+    def _pause(self, num_calls: int, calls_s: float) -> None:
+        took_s = calls_s + time.perf_counter() - self._steps_begin_at
+        self._call_s += _WEIGHT * (took_s / num_calls - self._call_s)
+        asyncio.get_running_loop().call_later(min(MAX_PAUSE_S, 2 * took_s), self._begin)
 
     def _next(self) -> Callable[[], None]:
         lane = next(iter(self._lanes))

@@ -27,6 +27,9 @@ class VersionedCache(Generic[K, V]):
         entry = self._entries.get(key)
         return None if entry is None else entry[1]
 
+    def forget(self, key: K) -> None:
+        self._entries.pop(key, None)
+
     def put(self, key: K, version: int, value: V) -> None:
         """``version`` must be confirmed before ``value`` is read, so that an entry is never older than its version."""
         self._entries[key] = (version, value)

@@ -264,6 +264,11 @@ class Instance:
     def staying(self) -> bool:
         return self.phase in (InstancePhase.LOADING, InstancePhase.READY)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it serves, and no command to its worker is under way."""
+        return self.phase is InstancePhase.READY and self.accepted and self.pending_roles is None
+
     def takes_roles(self, now: float) -> bool:
         """Whether it may be ordered to play others."""
         return self.placeable and self.pending_roles is None and now >= self.roles_retry_at

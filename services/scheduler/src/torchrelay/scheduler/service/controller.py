@@ -158,6 +158,16 @@ class Controller:
         self._explain_load(report.worker_id)
         self._notify_watchers()
 
+    def worker_repeated(self, worker_id: str) -> bool:
+        """The worker's last report came again: a sign of life, and all that there is to it unless its slot is about to
+        change. False: it must be looked at whole.
+        """
+        report, instance = self.worker_reports.get(worker_id), self.policy.state.instances.on_worker(worker_id)
+        if report is None or (instance is not None and not instance.is_settled):
+            return False
+        self.apply(WorkerBeat(worker_id, report.incarnation, converters.progress_from_proto(report.engine)))
+        return True
+
     def store_reported(self, report: reports_pb2.StoreReport) -> None:
         """Raises ``StaleEpoch`` when most peers, and the store among them, obey a newer scheduler."""
         now = self.clock.now()
@@ -168,9 +178,8 @@ class Controller:
         self._apply(StoreReported(converters.store_from_proto(report, now)), now)
         if report.store_id in self.policy.state.membership.stores:
             self.store_reports[report.store_id] = report
-        for instance in self.policy.state.instances:
-            if instance.host_id == report.host_id:
-                self._explain_load(instance.worker_id)
+        for instance in self.policy.state.instances.on_host(report.host_id):
+            self._explain_load(instance.worker_id)
         self._notify_watchers()
 
     def _check_epoch(self, epoch: int, node_id: str, now: float) -> None:

@@ -31,7 +31,8 @@ from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.scheduler.policy.inputs import StoreGone, WorkerGone, WorkerStopped, WorkerStreamClosed
 from torchrelay.scheduler.service.controller import Clock, Controller
 from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
-from torchrelay.scheduler.service.report_check import ReportCheck
+from torchrelay.scheduler.service.repeats import Repeats
+from torchrelay.scheduler.service.report_check import ReportCheck, node_id
 
 log = get_logger(__name__)
 
@@ -67,6 +68,7 @@ class Discovery:
         self._report_check = report_check
         self._tasks = tasks
         self._stopped = False
+        self._repeats = Repeats()
         self._watches: dict[str, _Watch] = {}  # by "worker <id>" or "store <id>"
 
     async def start(self) -> None:
@@ -78,6 +80,8 @@ class Discovery:
         self._stopped = True
 
     async def _on_worker(self, message: Msg) -> None:
+        if not self._stopped and self._repeats.is_one(message) and self._controller.worker_repeated(node_id(message)):
+            return
         report = self._apply(WorkerReport, message, partial(self._controller.worker_reported, streamed=False))
         if report is not None and report.worker_id in self._controller.policy.state.membership.workers:
             self._watch(f"worker {report.worker_id}", report.incarnation, lambda: self._watch_worker(report))
@@ -91,6 +95,7 @@ class Discovery:
         """The report of a message, once applied; None if it cannot be read or is another's, or reports are ignored."""
         if self._stopped or not self._report_check.is_signed(message):
             return None
+        self._repeats.note(message)
         try:
             report = kind.FromString(message.data)
         except DecodeError as error:

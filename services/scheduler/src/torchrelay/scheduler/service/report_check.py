@@ -25,14 +25,14 @@ class ReportCheck:
         mac = (message.headers or {}).get(MAC_HEADER, "")
         if not mac:
             return self._refused(message, "it is not signed")
-        node_key = derive_node_key(self._cluster_key, _node_id(message))
+        node_key = derive_node_key(self._cluster_key, node_id(message))
         if not is_report_mac(mac, node_key, message.subject, message.data):
             return self._refused(message, "its signature is not that of the node in its subject")
         return True
 
     def names_its_node(self, message: Msg, claimed_id: str) -> bool:
         """Whether the report in the message is about the node in its subject."""
-        return claimed_id == _node_id(message) or self._refused(message, "it is about another node than its subject")
+        return claimed_id == node_id(message) or self._refused(message, "it is about another node than its subject")
 
     def _refused(self, message: Msg, why: str) -> bool:
         if (message.subject, why) not in self._logged:
@@ -41,5 +41,6 @@ class ReportCheck:
         return False
 
 
-def _node_id(message: Msg) -> str:
+def node_id(message: Msg) -> str:
+    """Of the worker or store in the message's subject."""
     return message.subject.rpartition(".")[2]

@@ -20,6 +20,7 @@ import grpc
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.liveness import BEAT_S, SILENT_S
 from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.common.net.rpc.options import MAX_MESSAGE_BYTES
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import scheduler_pb2 as pb
 from torchrelay.control.v1 import types_pb2
@@ -34,6 +35,7 @@ Listener: TypeAlias = Callable[[RequestEvent], None]
 AttemptId: TypeAlias = tuple[str, int]
 
 MAX_BATCH = 64  # commands in one message
+MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 4  # a long prompt's hashes alone may be a megabyte
 MAX_UNSENT = 100_000  # beyond one command per open attempt; the scheduler drops whatever is not admitted again
 STABLE_S = 1.0  # a stream that ends sooner served no request: a standby scheduler closes it at once
 RETRY_S = (0.05, 0.1, 0.2, 0.5)
@@ -193,7 +195,7 @@ class AdmissionStream:
                 await self._filled.wait()
                 self._filled.clear()
                 while self._unsent:
-                    batch = [*islice(self._unsent, MAX_BATCH)]
+                    batch = self._next_batch()
                     await call.write(pb.AdmitCommands(commands=batch))
                     if self._unsent[0] is batch[0]:  # not cleared meanwhile
                         for _ in batch:
@@ -201,6 +203,16 @@ class AdmissionStream:
                 self._emptied.set()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             call.cancel()  # also ends the reader; run() reconnects
+
+    def _next_batch(self) -> list[pb.AdmitCommand]:
+        """The first of what is unsent: a few, and no more bytes than a message may have."""
+        batch, num_bytes = [self._unsent[0]], self._unsent[0].ByteSize()
+        for command in islice(self._unsent, 1, MAX_BATCH):
+            num_bytes += command.ByteSize()
+            if num_bytes > MAX_BATCH_BYTES:
+                break
+            batch.append(command)
+        return batch
 
     def _send(self, command: pb.AdmitCommand) -> None:
         if len(self._unsent) >= self._max_unsent + len(self._open):

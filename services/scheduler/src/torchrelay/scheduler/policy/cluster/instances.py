@@ -55,6 +55,7 @@ class Instances:
         self._by_id: dict[str, Instance] = {}
         self._on_worker: dict[str, str] = {}
         self._of_version: dict[str, dict[str, Instance]] = {}
+        self._on_host: dict[str, dict[str, None]] = {}  # instance ids
         self._last_active: dict[str, float] = {}
         self._loading: dict[str, str] = {}  # version ids, by instance
 
@@ -80,6 +81,9 @@ class Instances:
     def of_version(self, version_id: str) -> tuple[Instance, ...]:
         return tuple(self._of_version.get(version_id, {}).values())
 
+    def on_host(self, host_id: str) -> tuple[Instance, ...]:
+        return tuple(self._by_id[instance_id] for instance_id in self._on_host.get(host_id, ()))
+
     def last_active(self, instance_id: str) -> float:
         """When an attempt was last placed there, or released."""
         return self._last_active[instance_id]
@@ -90,6 +94,7 @@ class Instances:
         self._by_id[instance.instance_id] = instance
         self._on_worker[instance.worker_id] = instance.instance_id
         self._of_version.setdefault(instance.version_id, {})[instance.instance_id] = instance
+        self._on_host.setdefault(instance.host_id, {})[instance.instance_id] = None
         self._last_active.setdefault(instance.instance_id, instance.created_at)
         if instance.phase is InstancePhase.LOADING:
             self._loading[instance.instance_id] = instance.version_id
@@ -102,9 +107,10 @@ class Instances:
         if instance is not None:
             del self._on_worker[instance.worker_id], self._last_active[instance_id]
             self._loading.pop(instance_id, None)
-            del self._of_version[instance.version_id][instance_id]
-            if not self._of_version[instance.version_id]:
-                del self._of_version[instance.version_id]
+            for index, name in ((self._of_version, instance.version_id), (self._on_host, instance.host_id)):
+                del index[name][instance_id]
+                if not index[name]:
+                    del index[name]
             self._on_change(instance.version_id)
         return instance
 

@@ -33,7 +33,9 @@ class LatencyModels:
         """How fast the worker is, or will be, with a pack; with defaults where nothing is known."""
         shared = self._learned.get((pack_id, worker.device), _UNKNOWN)
         own = worker.latency if worker.latency is not None and worker.slot.pack_id == pack_id else _UNKNOWN
-        return _merged(_merged(own, shared), _default_model(worker, config))
+        found = _merged(own, shared)
+        is_whole = found.prefill.known and found.decode.known
+        return found if is_whole else _merged(found, _default_model(worker, config))
 
 
 def _merged(first: LatencyModel, second: LatencyModel) -> LatencyModel:

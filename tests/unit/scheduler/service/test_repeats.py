@@ -1,0 +1,41 @@
+"""Which reports are repeats of one that was checked."""
+
+from __future__ import annotations
+
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from torchrelay.common.net.load_reports import MAC_HEADER
+from torchrelay.scheduler.service.repeats import WHOLE_EVERY, Repeats
+
+
+def message(data: bytes = b"report", mac: str = "aa", subject: str = "relay.load.worker.w1") -> Msg:
+    return Msg(Client(), subject=subject, data=data, headers={MAC_HEADER: mac})
+
+
+def test_from_the_second_repeat_on_a_report_says_nothing_new_but_now_and_then_it_is_looked_at() -> None:
+    repeats, found = Repeats(), []
+    assert not repeats.is_one(message())
+    repeats.note(message())
+    for _ in range(2 * WHOLE_EVERY):
+        found.append(repeats.is_one(message()))
+        if not found[-1]:
+            repeats.note(message())
+    assert not found[0] and all(found[1 : WHOLE_EVERY - 1])
+    assert found.count(False) == 3
+
+
+@pytest.mark.parametrize(
+    "other", [message(data=b"rep0rt"), message(mac="ab"), message(subject="relay.load.worker.w2"), message(mac="")]
+)
+def test_what_differs_in_anything_is_none(other: Msg) -> None:
+    repeats = Repeats()
+    repeats.note(message())
+    repeats.is_one(message())
+    assert not any(repeats.is_one(other) for _ in range(3))
+
+
+def test_what_nobody_has_checked_is_none_however_often_it_comes() -> None:
+    repeats = Repeats()
+    assert not any(repeats.is_one(message(mac="forged")) for _ in range(5))
