@@ -152,7 +152,7 @@ def test_a_prompt_cancelled_before_its_step_costs_the_batch_nothing() -> None:
     step_s = LATENCY.tbt_s(1, 100)
 
     def ended_at(cancels: bool) -> float:
-        events, ended = EventQueue(), list[float]()
+        events, ended, counted = EventQueue(), list[float](), list[int]()
         engine = SimulatedEngine(events, LATENCY)
         going = Decoding(100, 20, lambda: ended.append(events.now))
         engine.decode(going)
@@ -160,7 +160,7 @@ def test_a_prompt_cancelled_before_its_step_costs_the_batch_nothing() -> None:
         if cancels:
             events.at(2.1 * step_s, lambda: engine.prefill(prompt))
             events.at(2.2 * step_s, lambda: engine.cancel(prompt))
-            events.at(3.5 * step_s, lambda: engine.num_tokens_done(going))
+            events.at(3.5 * step_s, lambda: counted.append(engine.num_tokens_done(going)))
         events.run()
         return ended[0]
 

@@ -323,6 +323,7 @@ class Plant:
             ttft_s=attempt.computed_at - attempt.placed_at,
             tbt_s=decode_s / num_steps if num_steps > 0 else None,
             ended_at=now,
+            num_output_tokens=attempt.outcome.request.num_output_tokens - attempt.num_forced,
         )
         self._soon(inputs.Release(attempt.key, True, outcome))
 

@@ -18,7 +18,7 @@ from tests.unit.scheduler.policy.paper_cluster import (
 )
 from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, SlotStatus
 from torchrelay.scheduler.policy.effects import RefusalReason, SetRolesCommand, UnloadCommand
-from torchrelay.scheduler.policy.inputs import FirstToken, LoadUnanswered, RolesFailed
+from torchrelay.scheduler.policy.inputs import FirstToken, LoadUnanswered, RolesFailed, RolesSet, WorkerReported
 
 MODEL = a_model(idle_timeout_s=5.0)
 
@@ -177,6 +177,26 @@ def test_a_refused_change_of_roles_is_no_failed_load_and_is_not_asked_for_ten_ti
     assert 2 <= len(asked) <= 7, "about once a second"
     refusal = scene.refusal("r2")
     assert refusal is None or refusal.reason is not RefusalReason.LOAD_FAILED
+
+
+def test_roles_that_were_set_are_not_undone_by_the_slot_of_an_earlier_report() -> None:
+    """P15: until its stream said so too, each of the broker's reports was given the slot with the old roles, and the
+    roles were ordered anew.
+    """
+    scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
+    prefill = frozenset((Role.PREFILL,))
+    scene.admit(MODEL, "r1")
+    order = scene.wakes()[0].hops[0].loads[0]
+    scene.load(order.instance_id, "w", prefill, MODEL)
+    scene.set_slot("w", phase=InstancePhase.READY, roles=prefill, num_layers_ready=4)
+    scene.report("w")
+    scene.admit(MODEL, "r2")
+    scene.pass_time(0.1)
+    scene.apply(RolesSet(order.instance_id))
+    scene.apply(WorkerReported(replace(scene.workers["w"], seen_at=scene.now), streamed=False))
+    instance = scene.policy.state.instances.get(order.instance_id)
+    assert instance is not None and instance.roles == BOTH
+    assert len([command for command in scene.commands if isinstance(command, SetRolesCommand)]) == 1
 
 
 def test_a_worker_that_goes_on_reporting_requests_that_nobody_has_gives_its_slot_back() -> None:

@@ -19,7 +19,8 @@ from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.decode.kv_receiver import KvReceiver
-from torchrelay.engine.core import GroupSpec, KvPoolFull, NewToken
+from torchrelay.decode.page_queue import PageQueue
+from torchrelay.engine.core import GroupSpec, NewToken
 from torchrelay.engine.kv.kv_import import KvImport
 from torchrelay.engine.kv.layout import KvLayout, KvSequence
 from torchrelay.worker.attempts.attempt import Attempt, group_id_of
@@ -41,7 +42,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
     def __init__(self, worker: RoleContext) -> None:
         super().__init__(worker)
         self._kv_receivers: dict[str, KvReceiver] = {}
-        self._waiting_for_pages: set[asyncio.Event] = set()
+        self._page_queue = PageQueue()
         self._threads = ThreadPoolExecutor(worker.settings.max_incoming, thread_name_prefix="kv")
 
     @property
@@ -90,7 +91,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
     async def _reserve_pages(
         self, attempt: Attempt, group: GroupSpec, offer: decode_pb2.KvOffer
     ) -> tuple[KvImport, KvLayout]:
-        """Reserves the attempt's pages, waiting for others to free theirs while there are too few."""
+        """Reserves the attempt's pages, waiting in turn for others to free theirs while there are too few."""
         sequences = tuple(KvSequence(tuple(s.choices), s.num_context_tokens) for s in offer.sequences)
         reserved: list[KvImport] = []
 
@@ -102,20 +103,15 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
             reserved.append(instance.import_kv(group, layout))
             return reserved[0], layout
 
-        freed = asyncio.Event()
-        self._waiting_for_pages.add(freed)
         try:
-            while self.is_running(attempt):
-                freed.clear()
-                try:
-                    return await self.worker.engine.call(reserve)
-                except KvPoolFull:
-                    await freed.wait()
+            found = await self._page_queue.reserve(
+                lambda: self.worker.engine.call(reserve), lambda: self.is_running(attempt)
+            )
         except asyncio.CancelledError:  # the prefill worker left, but the engine may still reserve
             self._release_reserved(reserved)
             raise
-        finally:
-            self._waiting_for_pages.discard(freed)
+        if found is not None:
+            return found
         raise Conflict("the attempt was cancelled")
 
     def _release_reserved(self, reserved: list[KvImport]) -> None:
@@ -129,8 +125,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         self.worker.pages_freed()
 
     def pages_freed(self) -> None:
-        for freed in self._waiting_for_pages:
-            freed.set()
+        self._page_queue.pages_freed()
 
     async def _receive_kv(self, attempt: Attempt, kv_receiver: KvReceiver) -> None:
         """Receives the KV, then starts decoding."""
@@ -188,5 +183,5 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         if kv_receiver is not None:
             kv_receiver.stop()
             self._release_reserved([kv_receiver.kv_import])
-        self.pages_freed()  # its own offer may be waiting
+        self._page_queue.attempt_ended()  # its own offer may be waiting
         record_span("decode.run", attempt.start.traceparent, attempt.began_us * 1000, now_unix_us() * 1000)

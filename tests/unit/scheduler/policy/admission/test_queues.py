@@ -163,6 +163,24 @@ def test_a_full_queue_refuses_no_request_that_has_given_tokens() -> None:
     assert queues_with(*begun, limit=2).displaced_by(newcomer) is newcomer
 
 
+def test_when_all_queues_are_full_the_tenant_that_has_most_of_them_gives_way() -> None:
+    """P17: a tenant with many models filled the total, and everybody else's newcomers were refused."""
+    queues = AdmissionQueues(limit=100, limit_total=9)
+    for number in range(8):
+        queues.push(of("crowd", f"c{number}", version_id="short" if number < 3 else "long"))
+    queues.push(of("other", "o"))
+    displaced = queues.displaced_by(of("alone", "a", version_id="new"))
+    assert displaced is not None and displaced.key.request_id == "c7", "the last of its longest queue"
+    another = of("crowd", "c8", version_id="new")
+    assert queues.displaced_by(another) is another
+    for number in range(3, 8):
+        queues.remove(AttemptKey(f"c{number}", 1), NOW)
+        queues.push(of("crowd", f"begun {number}", version_id="long", num_forced_tokens=5))
+    displaced = queues.displaced_by(of("alone", "a", version_id="new"))
+    assert displaced is not None and displaced.key.request_id == "c2", "nobody reads this one yet"
+    queues.check_integrity()
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5000), st.booleans()), max_size=40))
 def test_everything_comes_once_and_nobody_is_far_behind(found: list[tuple[str, int, bool]]) -> None:
     batch = {"service_class": ServiceClass.BATCH, "ttft_target_s": 3600.0}

@@ -225,6 +225,39 @@ def test_assignments_never_load_half_a_pair_or_a_slot_twice(can: list[Roles], pr
         assert cover_both_roles(an_instance(a_model(), worker, one.roles) for one in chosen)
 
 
+def cost_of_pair(pair: tuple[FreeSlot, FreeSlot]) -> tuple[object, ...]:
+    prefill, decode = pair
+    misfits = (prefill.preferred_role is Role.DECODE) + (decode.preferred_role is Role.PREFILL)
+    avoided, apart = prefill.avoided or decode.avoided, prefill.host_id != decode.host_id
+    return (avoided, apart, max(prefill.tier, decode.tier), misfits, prefill.cost, decode.cost)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([PREFILL, DECODE, BOTH]),
+            st.integers(0, 3),
+            st.booleans(),
+            st.sampled_from([None, *Role]),
+        ),
+        max_size=14,
+    ),
+    st.lists(st.sampled_from([Tier.HOST, Tier.PEER, Tier.REMOTE]), min_size=4, max_size=4),
+)
+def test_a_pair_is_the_best_of_all(found: list[tuple[Roles, int, bool, Role | None]], tiers: list[Tier]) -> None:
+    """Not all pairs are looked at: of slots of a host that are alike, two are enough."""
+    slots = [
+        FreeSlot(f"w{n:02}", f"h{host}", roles, tiers[host], avoided, preferred)
+        for n, (roles, host, avoided, preferred) in enumerate(found)
+    ]
+    prefills = [slot for slot in slots if Role.PREFILL in slot.playable_roles]
+    decodes = [slot for slot in slots if Role.DECODE in slot.playable_roles]
+    pairs = [(one, other) for one in prefills for other in decodes if one is not other]
+    chosen = assign(slots, 1, 1)
+    if pairs:
+        assert tuple(one.worker_id for one in chosen) == tuple(one.worker_id for one in min(pairs, key=cost_of_pair))
+
+
 def test_no_model_grows_into_slots_that_a_model_without_any_waits_for() -> None:
     crowded, waiting = a_model("acme/crowded"), a_model("acme/waiting")
     w1, w2, w3 = (

@@ -122,6 +122,20 @@ def test_what_was_used_a_moment_ago_is_evicted_only_for_who_waited_as_long_as_it
         assert drained(replace(situation, instance_loads=Loads.listed([load]))) == evicted
 
 
+def test_a_reload_is_expected_to_take_no_longer_than_the_load_did() -> None:
+    """By the default rate 40 GB take ten seconds, for which a waiting model was kept from an idle one's slot."""
+    arena = 100_000 * MB
+    scene = PaperCluster().settle(a_store("store-1", "host-1", arena_bytes=arena), a_worker("w-a"))
+    first, second = (a_model(f"acme/{name}", pack_bytes=40_000 * MB) for name in ("first", "second"))
+    scene.admit(first, "r1")
+    scene.pass_time(0.5)
+    scene.finish_loads()
+    scene.release("r1")
+    scene.admit(second, "r2")
+    scene.pass_time(1.0)
+    assert scene.placement("r2") is not None
+
+
 def test_of_idle_models_the_one_whose_slot_costs_least_goes() -> None:
     instances = [an_instance(number, a_model(f"acme/{number}")) for number in range(2)]
     loads = [

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from tests.unit.scheduler.policy.paper_cluster import MB, a_copy, a_model, a_store, a_worker
-from torchrelay.common.liveness import EngineProgress
+from torchrelay.common.liveness import EngineProgress, Liveness
 from torchrelay.scheduler.policy.cluster.membership import LostPeers, Membership
 from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, SlotStatus
 
@@ -43,6 +46,32 @@ def test_silence_loses_and_a_report_brings_back() -> None:
     lost = membership.expire(now=4.1, stale_s=3.0)
     assert [one.worker.worker_id for one in lost.workers] == ["w"] and lost.stores == ()
     assert membership.accept_worker(replace(worker, seen_at=4.2), streamed=False) is not None
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0.1, 0.4, 2.0]), st.integers(0, 2), st.booleans(), st.booleans()), max_size=60)
+)
+def test_who_hangs_is_lost_at_the_first_look_after_his_time(
+    beats: list[tuple[float, int, bool, bool]],
+) -> None:
+    """Not at every look is everybody looked at."""
+    membership, now = Membership(fence_s=2.0), 10.0
+    expected: dict[str, Liveness] = {}
+    num_advances = 0
+    for passed_s, number, advances, has_work in beats:
+        now += passed_s
+        name = f"w{number}"
+        num_advances += advances
+        progress = EngineProgress(num_advances, has_work)
+        if name in membership.workers:
+            membership.beat_worker(name, f"{name} first", progress, now)
+            expected[name].observe(progress, now)
+        elif membership.accept_worker(a_worker(name, seen_at=now, progress=progress), streamed=False) is not None:
+            expected[name] = Liveness(now)
+            expected[name].observe(progress, now)
+        lost = {one.worker.worker_id for one in membership.expire(now, stale_s=3.0).workers}
+        assert lost == {key for key, liveness in expected.items() if liveness.fault(now, 3.0)}
+        expected = {key: liveness for key, liveness in expected.items() if key not in lost}
 
 
 def test_suspicion_ends_with_a_report_made_after_it() -> None:

@@ -62,6 +62,7 @@ def test_a_shared_instance_that_makes_room_names_nobody() -> None:
     for request_id in ("r1", "r2"):
         scene.release(request_id)
     scene.admit(a_model("acme/other"), "r3")
+    scene.pass_time(0.5)
     evicted = [one.reason for one in scene.events if one.kind == "evict"]
     assert evicted == ["idle, and a model of another tenant waits for a slot"]
 

@@ -58,7 +58,7 @@ def a_candidate(
         full_step_s=latency.queued_s(512),
         excess_until=NOW + queued / tokens_per_s,
     )
-    work = BoundWork(kv_bytes=seen * MODEL.kv_bytes_per_token, num_choices=num_decoding)
+    work = BoundWork(kv_bytes=seen * MODEL.kv_bytes_per_token, num_choices=num_decoding, num_attended=seen)
     for number in range(num_decoding if num_attempts is None else num_attempts):
         key, placement = (
             AttemptKey(f"other {number}", 1),
@@ -162,7 +162,9 @@ def test_what_is_predicted_goes_with_the_placement() -> None:
     beside_s = 0.01 / 8 + 0.01 * 800 / 8000
     assert predicted.prefill_s == pytest.approx(0.1 + beside_s)
     assert predicted.ttft_s == pytest.approx(0.2 + predicted.prefill_s)
-    assert predicted.tbt_s == pytest.approx(0.01 * (1 + 2 / 8 + 1000 / 8000))
+    assert predicted.tbt_s == pytest.approx(
+        0.01 * (1 + 2 / 8 + (800 + 164 + 36 / 2) / 8000)
+    )  # in the middle of its answer
     assert predicted.num_cached_tokens == 64
 
 

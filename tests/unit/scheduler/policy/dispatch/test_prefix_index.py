@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.unit.scheduler.policy.paper_cluster import a_model, two_hosts
+from torchrelay.scheduler.policy.core import SlotStatus
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.inputs import FirstToken
 
@@ -36,3 +39,18 @@ def test_of_prefixes_the_longest_unused_blocks_go_first_and_ends_before_beginnin
     assert prefix_index.num_blocks("i", (b"1", b"x")) == 2
     assert prefix_index.num_blocks("i", (b"2",)) == 1 and prefix_index.num_blocks("i", ()) == 0
     assert prefix_index.num_blocks("another", (b"1",)) == 0
+
+
+def test_nothing_is_noted_of_an_instance_that_is_gone() -> None:
+    """Its entry would stay for ever: it is forgotten when the instance goes."""
+    scene, model = two_hosts(), a_model(routing_block_tokens=64)
+    admission = scene.admit(model, "r1", num_prompt_tokens=200, block_hashes=(b"1", b"2"))
+    scene.finish_loads()
+    placement = scene.placement("r1")
+    assert placement is not None
+    worker_id = placement.prefill.worker_id
+    scene.workers[worker_id] = replace(scene.workers[worker_id], slot=SlotStatus())
+    scene.report(worker_id)
+    assert scene.policy.state.instances.get(placement.prefill.instance_id) is None
+    scene.apply(FirstToken(admission.key))  # was on its way
+    assert scene.policy.state.prefix_index.num_blocks(placement.prefill.instance_id, (b"1",)) == 0

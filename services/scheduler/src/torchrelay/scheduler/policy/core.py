@@ -322,6 +322,11 @@ class Admission:
         """An upper bound on the positions that prefill computes."""
         return self.num_context_tokens * self.num_contexts
 
+    def num_attended(self, num_answer_tokens: int) -> int:
+        """Positions that a decode step for it attends to, on average over an answer of so many tokens per choice."""
+        num_left = max(num_answer_tokens - self.num_forced_tokens, 0)
+        return max(self.num_choices, 1) * (self.num_context_tokens + num_left // 2)
+
     def kv_bytes(self, model: Model) -> int:
         """An upper bound on the KV for decode: every choice to its last token, in whole pages, sharing nothing."""
         pages = -(-(self.num_prompt_tokens + self.max_tokens) // KV_PAGE_TOKENS)

@@ -78,6 +78,7 @@ class Policy:
             case inputs.RolesSet(instance_id):
                 instance = state.instances.get(instance_id)
                 if instance is not None and instance.pending_roles is not None:
+                    state.membership.set_roles(instance.worker_id, instance.pending_roles)
                     state.instances.put(replace(instance, roles=instance.pending_roles, pending_roles=None))
                     self._react(now)
             case inputs.RolesFailed(instance_id, cause):

@@ -30,6 +30,7 @@ class Outcome:
     tbt_s: float | None = None  # mean
     kv_transfer_s: float | None = None  # from the end of prefill until the decode worker has the KV
     ended_at: float = 0.0  # when its last token arrived; 0: none did
+    num_output_tokens: int = 0  # of all choices
 
 
 def outcome_of(phases: Iterable[TimedPhase], num_output_tokens: int, num_choices: int) -> Outcome:
@@ -44,4 +45,5 @@ def outcome_of(phases: Iterable[TimedPhase], num_output_tokens: int, num_choices
         # Two hosts' clocks: only what each measured alone can be compared. KV is offered as prefill begins.
         kv_transfer_s=max(kv.duration_s - prefill.duration_s, 0.0) if prefill and kv else None,
         ended_at=decode.end_us / 1e6 if decode else 0.0,
+        num_output_tokens=num_output_tokens,
     )

@@ -16,6 +16,7 @@ from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Instance, Model
+from torchrelay.scheduler.policy.dispatch.answer_lengths import AnswerLengths
 from torchrelay.scheduler.policy.dispatch.correction import Corrections
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.latency import LatencyModels
@@ -48,6 +49,7 @@ class State:
     attempts: OpenAttempts = field(default_factory=OpenAttempts)
     rosters: Rosters = field(default_factory=Rosters)
     corrections: Corrections = field(default_factory=Corrections)
+    answer_lengths: AnswerLengths = field(default_factory=AnswerLengths)
     due: dict[str, float] = field(default_factory=dict)  # by version: when a waiting prompt may be bound
     links: Links = field(default_factory=Links)
     latency_models: LatencyModels = field(default_factory=LatencyModels)

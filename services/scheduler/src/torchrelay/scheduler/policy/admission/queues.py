@@ -8,7 +8,8 @@ refuses the tenant that has most of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -46,6 +47,17 @@ class _VersionQueue:
     def enter(self, one: _Waiting) -> None:
         one.join(self.batch if one.admission.service_class is ServiceClass.BATCH else self.timely)
 
+    def last_without_token(self, tenant: str) -> Admission | None:
+        """One that has given tokens is a stream that somebody reads: it is not cut off for a newcomer."""
+        latest = (one.admission for one in reversed(self.waiting.values()) if one.admission.tenant == tenant)
+        return next((one for one in latest if not one.num_forced_tokens), None)
+
+
+def _crowd(num_of: Mapping[str, int], newcomer: str) -> str | None:
+    """The tenant that has most, if that is at least two more than the newcomer's."""
+    tenant, most = max(num_of.items(), key=lambda one: (one[1], one[0]))
+    return tenant if tenant != newcomer and most > num_of.get(newcomer, 0) + 1 else None
+
 
 class AdmissionQueues:
     """``limit``: per version; ``limit_total``: of all; ``batch_lead_s``: so long before its deadline, batch work is no
@@ -58,6 +70,7 @@ class AdmissionQueues:
         self._queues: dict[str, _VersionQueue] = {}  # those that are not empty
         self._emptied: dict[str, tuple[float, _VersionQueue]] = {}  # those with debts, in the order of these times
         self._version_of: dict[AttemptKey, str] = {}
+        self._num_of: Counter[str] = Counter()  # waiting requests, by tenant
         self._sequence = count()
 
     def __len__(self) -> int:
@@ -73,18 +86,20 @@ class AdmissionQueues:
 
     def displaced_by(self, admission: Admission) -> Admission | None:
         """Who must leave so that this one can wait: nobody, a request of the tenant with most, or the newcomer."""
-        if len(self._version_of) < self._limit_total and self.num_waiting(admission.version_id) < self._limit:
+        version_id, tenant = admission.version_id, admission.tenant
+        if self.num_waiting(version_id) >= self._limit:
+            queue = self._queues[version_id]
+            if (crowd := _crowd(queue.num_of, tenant)) is None:
+                return admission
+            return queue.last_without_token(crowd) or admission
+        if len(self._version_of) < self._limit_total:
             return None
-        queue = self._queues.get(admission.version_id)
-        if queue is None:
-            return admission  # other models fill all queues: theirs is not ours to give
-        own = queue.num_of.get(admission.tenant, 0)
-        tenant, most = max(queue.num_of.items(), key=lambda one: (one[1], one[0]))
-        if tenant == admission.tenant or most <= own + 1:
+        if (crowd := _crowd(self._num_of, tenant)) is None:
             return admission
-        # One that has given tokens is a stream that somebody reads: it is not cut off for a newcomer.
-        latest = (one.admission for one in reversed(queue.waiting.values()) if one.admission.tenant == tenant)
-        return next((one for one in latest if not one.num_forced_tokens), admission)
+        queues = (queue for queue in self._queues.values() if crowd in queue.num_of)
+        longest_first = sorted(queues, key=lambda queue: -queue.num_of[crowd])
+        found = (queue.last_without_token(crowd) for queue in longest_first)
+        return next((one for one in found if one is not None), admission)
 
     def push(self, admission: Admission) -> None:
         """Adds a request. The caller has made room as ``displaced_by`` says."""
@@ -98,6 +113,7 @@ class AdmissionQueues:
         queue.num_of[admission.tenant] = queue.num_of.get(admission.tenant, 0) + 1
         queue.num_prefill_tokens += admission.num_prefill_tokens
         self._version_of[admission.key] = admission.version_id
+        self._num_of[admission.tenant] += 1
 
     def remove(self, key: AttemptKey, now: float) -> Admission | None:
         if key not in self._version_of:
@@ -121,6 +137,9 @@ class AdmissionQueues:
         queue.num_prefill_tokens -= admission.num_prefill_tokens
         if not queue.num_of[admission.tenant]:
             del queue.num_of[admission.tenant]
+        self._num_of[admission.tenant] -= 1
+        if not self._num_of[admission.tenant]:
+            del self._num_of[admission.tenant]
         if not queue.waiting:
             del self._queues[version_id]
             if queue.timely.has_debts or queue.batch.has_debts:
@@ -193,6 +212,7 @@ class AdmissionQueues:
     def check_integrity(self) -> None:
         """Raises ``AssertionError``."""
         assert sum(len(queue.waiting) for queue in self._queues.values()) == len(self._version_of)
+        assert self._num_of == sum((Counter(queue.num_of) for queue in self._queues.values()), Counter[str]())
         for queue in (*self._queues.values(), *(queue for _, queue in self._emptied.values())):
             assert sum(queue.num_of.values()) == len(queue.waiting)
             queue.timely.check_integrity()

@@ -127,6 +127,8 @@ def _growth(
     demand: Demand, autoscaler_input: AutoscalerInput, granted: Sequence[Roles], config: PolicyConfig
 ) -> tuple[int, Counter[Role]]:
     """How many instances per role a model wants that can already serve, and how many more these are."""
+    if not demand.num_waiting and not demand.num_cold and demand.backlog_s <= config.queue_target_s:
+        return 0, Counter()
     own = autoscaler_input.of(demand.model)
     roles = [*(load.instance.target_roles for load in own), *granted]
     if not frozenset().union(*roles) >= BOTH or autoscaler_input.now < demand.not_before:

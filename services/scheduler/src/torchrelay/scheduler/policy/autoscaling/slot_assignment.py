@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, is_held_by_any, tier_of
 from torchrelay.scheduler.policy.core import BOTH, Model, Role, Roles, StoreStatus, WorkerStatus
 
 
@@ -43,12 +44,13 @@ def free_slots(
     """The slots of ``workers`` (all free) whose host has a store with room for the pack; ``stores``: by host. With a
     pool of less than ``kv_bytes`` they do not decode.
     """
+    is_held = is_held_by_any(model.pack_id, stores.values())
     return [
         FreeSlot(
             worker.worker_id,
             worker.host_id,
             roles,
-            tier_of(model.pack_id, store, stores.values()),
+            tier_of(model.pack_id, store, is_held),
             worker.worker_id in avoid,
             worker.preferred_role,
         )
@@ -88,13 +90,32 @@ def _single(left: list[FreeSlot], role: Role) -> list[tuple[FreeSlot, Roles]]:
 
 
 def _pair(left: list[FreeSlot]) -> list[tuple[FreeSlot, Roles]]:
-    prefills = [slot for slot in left if Role.PREFILL in slot.playable_roles]
-    decodes = [slot for slot in left if Role.DECODE in slot.playable_roles]
-    pairs = [(prefill, decode) for prefill, decode in product(prefills, decodes) if prefill is not decode]
+    on_host = defaultdict[str, list[FreeSlot]](list)
+    for slot in left:
+        on_host[slot.host_id].append(slot)
+    pairs = [pair for slots in (left, *on_host.values()) for pair in _pairs(_first_two_alike(slots))]
     if pairs:
         best = min(pairs, key=lambda pair: (*_pair_cost(*pair), pair[0].cost, pair[1].cost))
         return [(best[0], frozenset((Role.PREFILL,))), (best[1], frozenset((Role.DECODE,)))]
     return next(([(slot, BOTH)] for slot in left if slot.playable_roles >= BOTH), [])
+
+
+def _pairs(slots: Sequence[FreeSlot]) -> Iterator[tuple[FreeSlot, FreeSlot]]:
+    prefills = [slot for slot in slots if Role.PREFILL in slot.playable_roles]
+    decodes = [slot for slot in slots if Role.DECODE in slot.playable_roles]
+    return ((prefill, decode) for prefill, decode in product(prefills, decodes) if prefill is not decode)
+
+
+def _first_two_alike(slots: Iterable[FreeSlot]) -> list[FreeSlot]:
+    """No pair of others is better: they differ by name alone, or by host, and that does not count here."""
+    numbers: Counter[tuple[object, ...]] = Counter()
+    found = []
+    for slot in slots:
+        alike = (slot.avoided, slot.tier, slot.playable_roles, slot.preferred_role)
+        numbers[alike] += 1
+        if numbers[alike] <= 2:
+            found.append(slot)
+    return found
 
 
 def _pair_cost(prefill: FreeSlot, decode: FreeSlot) -> tuple[bool, bool, int, int]:

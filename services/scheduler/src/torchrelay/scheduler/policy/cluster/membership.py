@@ -16,7 +16,7 @@ from cachetools import FIFOCache
 
 from torchrelay.common.liveness import EngineProgress, Liveness
 from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSizes
-from torchrelay.scheduler.policy.core import BOTH, Role, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.core import BOTH, Role, Roles, StoreStatus, WorkerStatus
 
 _SUSPICION_S = 0.25  # reports sent before a fault may still arrive within this time
 _MAX_FENCED = 1024
@@ -50,6 +50,7 @@ class Membership:
         self._suspect_since: dict[str, float] = {}
         self._liveness: dict[str, Liveness] = {}  # by worker id
         self._store_liveness: dict[str, Liveness] = {}
+        self._look_at = 0.0  # nobody is lost before
         self._stalled: FIFOCache[str, EngineProgress] = FIFOCache(_MAX_FENCED)  # incarnation -> where its engine stands
         self.sizes = SlotSizes()
 
@@ -70,6 +71,11 @@ class Membership:
         self.sizes.worker(worker)
         self._end_suspicion(worker.worker_id)
         return worker
+
+    def set_roles(self, worker_id: str, roles: Roles) -> None:
+        """The worker has told so itself: its slot has these roles before its stream says it."""
+        if worker := self.workers.get(worker_id):
+            self.workers[worker_id] = replace(worker, slot=replace(worker.slot, roles=roles))
 
     def accept_store(self, store: StoreStatus) -> StoreStatus | None:
         if self._is_fenced(store.incarnation, store.seen_at):
@@ -155,6 +161,8 @@ class Membership:
 
         ``listening_since``: nobody listened before; silence counts from then.
         """
+        if now < self._look_at:
+            return LostPeers((), ())
         for liveness in (*self._liveness.values(), *self._store_liveness.values()):
             liveness.listening_since(listening_since)
         workers = tuple(filter(None, (self._lost(worker, now, stale_s) for worker in self.workers.values())))
@@ -165,6 +173,10 @@ class Membership:
             self.drop_worker(lost.worker.worker_id, now, gone=False)
         for store in stores:
             self.drop_store(store.store_id, now, gone=False)
+        # Whoever is heard from now on is lost later than any that is known.
+        heard = (each.heard_at for each in (*self._liveness.values(), *self._store_liveness.values()))
+        advanced = (each.advanced_at for each in self._liveness.values() if each.progress.has_work)
+        self._look_at = min((now, *heard, *advanced)) + stale_s
         return LostPeers(workers, stores)
 
     def _lost(self, worker: WorkerStatus, now: float, stale_s: float) -> LostWorker | None:

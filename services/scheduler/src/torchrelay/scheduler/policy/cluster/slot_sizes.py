@@ -89,6 +89,10 @@ class SlotSizes:
         gone = (size for size, until in self._gone.items() if until >= begin and size.num_devices == num_devices)
         return [*self.present(num_devices), *gone]
 
+    def has_lost_any(self, begin: float) -> bool:
+        """Whether there were slots of a size after ``begin`` of which there is none now."""
+        return any(until >= begin for until in self._gone.values())
+
     @property
     def largest_weights_bytes(self) -> int:
         """0: no slot is there."""

@@ -17,10 +17,15 @@ class Tier(enum.IntEnum):
     REMOTE = 3
 
 
-def tier_of(pack_id: str, host: StoreStatus, stores: Iterable[StoreStatus]) -> Tier:
-    """The nearest place from which the host can get the pack."""
+def tier_of(pack_id: str, host: StoreStatus, is_held: bool) -> Tier:
+    """The nearest place from which the host can get the pack. ``is_held``: by any host."""
     copy = host.copies.get(pack_id)
     if copy is not None and not copy.error:
         return Tier.HOST if copy.complete else Tier.FILLING
+    return Tier.PEER if is_held else Tier.REMOTE
+
+
+def is_held_by_any(pack_id: str, stores: Iterable[StoreStatus]) -> bool:
+    """Whether a host has the pack, or receives it."""
     copies = (store.copies.get(pack_id) for store in stores)
-    return Tier.PEER if any(other is not None and not other.error for other in copies) else Tier.REMOTE
+    return any(copy is not None and not copy.error for copy in copies)

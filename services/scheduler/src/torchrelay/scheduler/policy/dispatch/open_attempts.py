@@ -22,6 +22,7 @@ class OpenAttempt:
     placed_at: float
     kv_bytes: int
     is_computed: bool = False  # its first token is there: the prefill instance is rid of it
+    num_attended: int = 0  # positions that a step for it is expected to attend to, all choices together
 
     @property
     def instance_ids(self) -> tuple[str, ...]:
@@ -38,6 +39,7 @@ class BoundWork:
     decodes: dict[AttemptKey, OpenAttempt] = field(default_factory=dict)
     kv_bytes: int = 0
     num_choices: int = 0  # that decode: the most rows that a step has
+    num_attended: int = 0  # by such a step
 
     @property
     def num_open(self) -> int:
@@ -84,6 +86,7 @@ class OpenAttempts:
         decode.decodes[key] = attempt
         decode.kv_bytes += attempt.kv_bytes
         decode.num_choices += attempt.admission.num_choices
+        decode.num_attended += attempt.num_attended
 
     def computed(self, key: AttemptKey, now: float) -> OpenAttempt | None:
         """The first token is there. Returns the attempt, the first time."""
@@ -104,6 +107,7 @@ class OpenAttempts:
         del decode.decodes[key]
         decode.kv_bytes -= attempt.kv_bytes
         decode.num_choices -= attempt.admission.num_choices
+        decode.num_attended -= attempt.num_attended
         if decode.is_idle:
             del self._bound[instance_id]
         return attempt

@@ -74,12 +74,14 @@ def place(
     kv_transfer_times: KvTransferTimes,
     config: PolicyConfig,
     now: float,
+    num_answer_tokens: int | None = None,
 ) -> core.Placement | NoPlacement:
-    """The best pair of instances, or why there is none."""
-    prefills = _prefills(admission, model, candidates, now)
+    """The best pair of instances, or why there is none. ``num_answer_tokens``: expected per choice; None: the most."""
+    prefills = _prefills(admission, candidates, now)
     if isinstance(prefills, NoPlacement):
         return prefills
-    decodes = _decodes(admission, model, candidates, config, now)
+    num_tokens = admission.max_tokens if num_answer_tokens is None else num_answer_tokens
+    decodes = _decodes(admission, model, num_tokens, candidates, config, now)
     if isinstance(decodes, NoPlacement):
         return decodes
     prompt_bytes = admission.num_prefill_tokens * model.kv_bytes_per_token
@@ -100,9 +102,7 @@ def place(
     )
 
 
-def _prefills(
-    admission: core.Admission, model: core.Model, candidates: Sequence[Candidate], now: float
-) -> list[_Prefill] | NoPlacement:
+def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: float) -> list[_Prefill] | NoPlacement:
     """The best few for the prompt, by predicted time to its first token; none while it is sooner computed by an
     instance that has a full step ahead of it yet.
     """
@@ -113,7 +113,7 @@ def _prefills(
         entry, work, num_cached, correction = candidate
         if not entry.plays_prefill:
             continue
-        num_decoding, num_attended = _batch(work, model) if entry.plays_decode else (0, 0)
+        num_decoding, num_attended = (work.num_choices, work.num_attended) if entry.plays_decode else (0, 0)
         prefill_s = num_contexts * entry.latency.prefill_s(num_tokens, num_cached, num_decoding, num_attended)
         prefill_s *= correction
         ahead_s = entry.ahead_s(work.lane, now)
@@ -132,18 +132,18 @@ def _prefills(
     return NoPlacement("a step of prompts is ahead of it on the instance that will have it soonest", due)
 
 
-def _batch(work: BoundWork, model: core.Model) -> tuple[int, int]:
-    """Rows of a decode step, and the positions they attend to at their last tokens."""
-    return work.num_choices, work.kv_bytes // max(model.kv_bytes_per_token, 1)
-
-
 def _decodes(
-    admission: core.Admission, model: core.Model, candidates: Iterable[Candidate], config: PolicyConfig, now: float
+    admission: core.Admission,
+    model: core.Model,
+    num_answer_tokens: int,
+    candidates: Iterable[Candidate],
+    config: PolicyConfig,
+    now: float,
 ) -> list[_Decode] | NoPlacement:
     """The best few that have room for the whole answer, by what they delay its later tokens."""
     kv_bytes, num_choices = admission.kv_bytes(model), admission.num_choices
-    num_attended = num_choices * (admission.num_prompt_tokens + admission.max_tokens)
-    num_tokens = min(admission.max_tokens, _MAX_PENALIZED_TOKENS)
+    num_attended = admission.num_attended(num_answer_tokens)
+    num_tokens = min(num_answer_tokens, _MAX_PENALIZED_TOKENS)
     most_bytes = largest_pool = -1
     found: list[_Decode] = []
     for candidate in candidates:
@@ -154,8 +154,7 @@ def _decodes(
         most_bytes, largest_pool = max(most_bytes, unreserved), max(largest_pool, entry.kv_pool_bytes)
         if unreserved < kv_bytes or len(work.decodes) >= config.max_open_per_instance:
             continue
-        num_decoding, num_decode_attended = _batch(work, model)
-        tbt_s = entry.latency.tbt_s(num_decoding + num_choices, num_decode_attended + num_attended)
+        tbt_s = entry.latency.tbt_s(work.num_choices + num_choices, work.num_attended + num_attended)
         cost_s = tbt_s + max(tbt_s - config.tbt_target_s, 0.0) * num_tokens
         if entry.plays_prefill:  # a prompt interrupts decoding by one step at a time
             cost_s += min(entry.ahead_s(work.lane, now), entry.full_step_s)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
-from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
+from torchrelay.scheduler.policy.cluster.storage_tiers import is_held_by_any, tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import (
     BOTH,
@@ -32,6 +32,7 @@ from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
 
 _RETRY_AFTER_S = (1.0, 60.0)
+_SWEEP_S = 10.0  # for so long after a reason to refuse requests that wait, they are looked at: ticks may be late
 _EARLIER_PROMPTS_S = 60.0  # so long after a start, workers may have prompts that an earlier scheduler bound
 
 
@@ -60,7 +61,7 @@ def admit(
         admission = replace(admission, ttft_target_s=_ttft_target_s(state.config, admission.service_class))
     displaced = state.queues.displaced_by(admission)
     if displaced is not None:
-        _refuse_as_full(state, displaced, model, now)
+        _refuse_as_full(state, displaced, state.models[displaced.version_id], now)
     if displaced is admission:
         return False
     state.queues.push(admission)
@@ -146,7 +147,10 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
 
 
 def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome) -> None:
-    """Learns from the KV transfer time; workers learn their step times themselves."""
+    """Learns from the KV transfer time and the length of the answer; workers learn their step times themselves."""
+    if outcome.num_output_tokens and not attempt.admission.num_forced_tokens:
+        num_tokens = outcome.num_output_tokens / max(attempt.admission.num_choices, 1)
+        state.answer_lengths.observe(attempt.admission.version_id, num_tokens)
     model, admission = state.models.get(attempt.admission.version_id), attempt.admission
     workers = state.membership.workers
     prefill = workers.get(attempt.placement.prefill.worker_id)
@@ -172,7 +176,12 @@ def refuse(
 
 
 def refuse_infeasible(state: State, now: float) -> None:
-    """Refuses all waiting requests that no slot can ever serve."""
+    """Refuses the waiting requests that no slot can serve any more; those that none could are refused at once."""
+    config = state.config
+    since_start_s, absent_s = now - state.started_at, max(config.unserved_s, config.unserved_resumed_s)
+    is_settling = since_start_s < config.refusal_settle_s + _SWEEP_S
+    if not is_settling and not state.membership.sizes.has_lost_any(now - absent_s - _SWEEP_S):
+        return
     for admission in list(state.queues):
         refuse_if_infeasible(state, admission, now)
 
@@ -257,6 +266,7 @@ def _place_version(state: State, version_id: str, now: float) -> None:
             state.kv_transfer_times,
             state.config,
             now,
+            state.answer_lengths.expected(version_id, admission.max_tokens),
         )
         if isinstance(found, NoPlacement):
             if found.is_own:
@@ -330,7 +340,9 @@ def _candidates(
 
 def _open(state: State, admission: Admission, placement: Placement, is_computed: bool, now: float) -> None:
     model = state.models[admission.version_id]
-    state.attempts.open(OpenAttempt(admission, placement, now, admission.kv_bytes(model), is_computed), now)
+    num_attended = admission.num_attended(state.answer_lengths.expected(model.version_id, admission.max_tokens))
+    attempt = OpenAttempt(admission, placement, now, admission.kv_bytes(model), is_computed, num_attended)
+    state.attempts.open(attempt, now)
     for worker_ref in (placement.prefill, placement.decode):
         state.instances.touch(worker_ref.instance_id, now)
 
@@ -343,17 +355,21 @@ def first_token(state: State, key: AttemptKey, now: float, *, is_measured: bool 
     attempt = state.attempts.computed(key, now)
     if attempt is None:
         return
+    if state.instances.get(attempt.placement.prefill.instance_id):
+        _learn_from_first_token(state, attempt, now, is_measured=is_measured)
+    _place_version(state, attempt.admission.version_id, now)
+
+
+def _learn_from_first_token(state: State, attempt: OpenAttempt, now: float, *, is_measured: bool) -> None:
     placement, admission = attempt.placement, attempt.admission
-    state.instances.touch(placement.prefill.instance_id, now)
-    if is_measured and not placement.cold and state.instances.get(placement.prefill.instance_id):
-        predicted_s = placement.predicted.ttft_s
-        state.corrections.observe(placement.prefill.instance_id, predicted_s, now - attempt.placed_at, now)
-    model, worker = state.models.get(admission.version_id), state.membership.workers.get(placement.prefill.worker_id)
+    instance_id, worker_id = placement.prefill.instance_id, placement.prefill.worker_id
+    state.instances.touch(instance_id, now)
+    if is_measured and not placement.cold:
+        state.corrections.observe(instance_id, placement.predicted.ttft_s, now - attempt.placed_at, now)
+    model, worker = state.models.get(admission.version_id), state.membership.workers.get(worker_id)
     if model is not None and worker is not None and worker.has_prefix_cache and model.routing_block_tokens:
         block_bytes = max(model.routing_block_tokens * model.kv_bytes_per_token, 1)
-        max_blocks = worker.kv_pool_bytes // block_bytes
-        state.prefix_index.note(placement.prefill.instance_id, admission.block_hashes, max_blocks)
-    _place_version(state, admission.version_id, now)
+        state.prefix_index.note(instance_id, admission.block_hashes, worker.kv_pool_bytes // block_bytes)
 
 
 def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> float:
@@ -361,7 +377,7 @@ def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> 
         return 0.0
     expected_s = state.config.slot_setup_s
     if store := state.membership.store_of(instance.host_id):
-        tier = tier_of(model.pack_id, store, state.membership.stores.values())
+        tier = tier_of(model.pack_id, store, is_held_by_any(model.pack_id, state.membership.stores.values()))
         expected_s = load_s(model.pack_bytes, tier, state.config)
     return load_left_s(instance, expected_s, now)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     AutoscalerInput,
@@ -52,11 +53,21 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         version_ids = sorted(staying.union(state.queues.versions))
     models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
 
+    @cache
+    def tenants(version_id: str, model: str) -> frozenset[str]:
+        return frozenset(map(tenant_of, state.aliases.of(version_id) or (model,)))
+
+    @cache
+    def load(instance_id: str) -> InstanceLoad:
+        instance = state.instances.get(instance_id)
+        assert instance is not None
+        return _instance_load(state, instance, tenants(instance.version_id, instance.model), now)
+
     def of_version(version_id: str) -> tuple[InstanceLoad, ...]:
-        return tuple(_instance_load(state, one, now) for one in state.instances.of_version(version_id))
+        return tuple(load(one.instance_id) for one in state.instances.of_version(version_id))
 
     def of_all() -> tuple[InstanceLoad, ...]:
-        return tuple(_instance_load(state, instance, now) for instance in state.instances)
+        return tuple(load(one.instance_id) for one in state.instances)
 
     return AutoscalerInput(
         now=now,
@@ -70,16 +81,21 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
     )
 
 
-def _instance_load(state: State, instance: Instance, now: float) -> InstanceLoad:
+def _instance_load(state: State, instance: Instance, tenants: frozenset[str], now: float) -> InstanceLoad:
     worker = state.membership.workers.get(instance.worker_id)
     num_open, num_reported = state.attempts.at(instance.instance_id).num_open, worker.num_running if worker else 0
-    names = state.aliases.of(instance.version_id) or (instance.model,)
     last_active = state.instances.last_active(instance.instance_id)
     if now - last_active > state.config.drain_s:
         num_reported = 0  # of requests that nobody has: it would keep its slot for ever
+    return InstanceLoad(instance, num_open, num_reported, last_active, _reload_s(state, instance), tenants)
+
+
+def _reload_s(state: State, instance: Instance) -> float:
+    """From host memory, where its weights stay: no longer than it took to load, wherever they came from."""
     model = state.models.get(instance.version_id)
-    reload_s = load_s(model.pack_bytes, Tier.HOST, state.config) if model is not None else 0.0
-    return InstanceLoad(instance, num_open, num_reported, last_active, reload_s, frozenset(map(tenant_of, names)))
+    if model is None or instance.phase is not InstancePhase.READY:
+        return 0.0
+    return min(load_s(model.pack_bytes, Tier.HOST, state.config), instance.since - instance.created_at)
 
 
 def _demand(state: State, model: Model, now: float) -> Demand:

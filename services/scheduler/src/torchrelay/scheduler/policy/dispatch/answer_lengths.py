@@ -1,0 +1,37 @@
+"""How long the answers of a model are: seldom as long as their requests allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cachetools import LRUCache
+
+_MIN_ANSWERS = 8  # fewer say little
+_WINDOW = 64  # answers that weigh as much as all before
+_MAX_VERSIONS = 16384
+
+
+@dataclass(slots=True)
+class _Mean:
+    number: int = 0
+    num_tokens: float = 0.0
+
+
+class AnswerLengths:
+    """The mean of late, by version."""
+
+    def __init__(self) -> None:
+        self._means: LRUCache[str, _Mean] = LRUCache(_MAX_VERSIONS)
+
+    def observe(self, version_id: str, num_tokens: float) -> None:
+        """An answer ended, after so many tokens per choice."""
+        mean = self._means.setdefault(version_id, _Mean())
+        mean.number += 1
+        mean.num_tokens += (num_tokens - mean.num_tokens) / min(mean.number, _WINDOW)
+
+    def expected(self, version_id: str, max_tokens: int) -> int:
+        """Tokens of an answer that may have ``max_tokens``."""
+        mean = self._means.get(version_id)
+        if mean is None or mean.number < _MIN_ANSWERS:
+            return max_tokens
+        return min(round(mean.num_tokens), max_tokens)
