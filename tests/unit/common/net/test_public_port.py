@@ -313,13 +313,30 @@ async def test_a_client_that_reads_on_in_time_may_stay() -> None:
 
 
 async def test_no_other_user_reaches_the_inner_address(port: PublicPort) -> None:
-    path = Path(port.address.removeprefix("unix:"))
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    folder = Path(port.address.removeprefix("unix:")).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     async with await listen(port, send_without_end):
-        assert not path.parent.exists()  # so that nothing is left behind by a killed process
+        assert not folder.exists()  # so that nothing is left behind by a killed process
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
         assert await reader.readexactly(MAX_FRAME_BYTES)
         writer.close()
+
+
+async def test_the_name_of_a_client_tells_nothing_of_the_next(port: PublicPort) -> None:
+    """All of this machine can read it, and nobody may take the next name before it is needed."""
+    names: list[bytes] = []
+
+    async def note_name(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        names.append(writer.get_extra_info("peername").removeprefix(b"\0torchrelay-"))
+        writer.close()
+
+    async with await listen(port, note_name):
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+            assert await asyncio.wait_for(reader.read(), 20) == b""
+            writer.close()
+    assert all(len(name) >= 32 for name in names)
+    assert names[0][:16] != names[1][:16]
 
 
 async def test_whoever_runs_the_port_learns_that_it_accepts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

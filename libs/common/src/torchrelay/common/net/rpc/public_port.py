@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
-from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -146,8 +145,6 @@ class PublicPort:
         self._path = Path(self._folder.name, "socket")
         self.address = f"unix:{self._path}"
         self._inner = -1  # grpcio's socket, once it has no name any more
-        self._secret = secrets.token_hex(16)  # so that nobody has a client's name
-        self._numbers = count()
         self._silence_s = limits.silence_s
         self._frame_limits = FrameLimits(_SMALL_FRAMES + _SMALL_FRAMES_OF_A_CALL * limits.streams)
         self._connections = PublicConnections(limits.connections)
@@ -208,7 +205,8 @@ class PublicPort:
         loop = asyncio.get_running_loop()
         with ExitStack() as undo:
             undo.callback(sock.close)
-            name = f"torchrelay-{self._secret}-{next(self._numbers)}"
+            # All of this machine can read it while it is in use: nobody may guess, and take, another one from it.
+            name = f"torchrelay-{secrets.token_hex(16)}"
             peer = f"unix-abstract:{name}"
             if (victim := self._connections.add(peer, address)) is not None:
                 if victim == peer:
