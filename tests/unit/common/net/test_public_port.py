@@ -6,6 +6,7 @@ import asyncio
 import socket
 import stat
 import struct
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.http2_client import GOAWAY, PING, PREFACE, SETTINGS, frame, http2_client
 from torchrelay.common.net.rpc.channels import open_channel
@@ -313,7 +315,7 @@ async def test_a_client_that_reads_on_in_time_may_stay() -> None:
 
 
 async def test_no_other_user_reaches_the_inner_address(port: PublicPort) -> None:
-    folder = Path(port.address.removeprefix("unix:")).parent
+    folder = Path(port.address.removeprefix("unix:")).parent.resolve()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     async with await listen(port, send_without_end):
         assert not folder.exists()  # so that nothing is left behind by a killed process
@@ -337,6 +339,23 @@ async def test_the_name_of_a_client_tells_nothing_of_the_next(port: PublicPort) 
             writer.close()
     assert all(len(name) >= 32 for name in names)
     assert names[0][:16] != names[1][:16]
+
+
+async def test_a_long_path_of_temporary_files_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address of a Unix socket has 107 bytes at most."""
+    folder = tmp_path / ("x" * 200)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    server = RpcServer("127.0.0.1", limits=LIMITS)
+    await server.start()
+    try:
+        async with open_channel(f"127.0.0.1:{server.port}") as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        await server.stop(0)
+    assert list(folder.iterdir()) == []
 
 
 async def test_whoever_runs_the_port_learns_that_it_accepts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
