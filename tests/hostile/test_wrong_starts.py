@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -136,26 +137,30 @@ def test_a_service_names_a_taken_port(tmp_path: Path, nats_url: str) -> None:
         assert status == 1 and "ddress already in use" in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize(
-    ("program", "args", "message"),
-    [
-        ("scheduler", ("--cluster-key", KEY), "nats_url (TORCHRELAY_NATS_URL): NATS at nats://127.0.0.1:"),
-        ("worker", ("--worker-id", "w", *KEYED), "nats_url (TORCHRELAY_NATS_URL): NATS at nats://127.0.0.1:"),
-        ("gateway", ("--database-url", "postgresql://ann:hunter2@HUNG/ledger"), "database"),
-    ],
-)
-def test_a_service_that_cannot_start_without_a_server_that_hangs_says_so_in_time(
-    tmp_path: Path, program: str, args: tuple[str, ...], message: str
-) -> None:
-    with hung_server() as address:
+HANGING = [
+    ("scheduler", ("--cluster-key", KEY), "nats_url (TORCHRELAY_NATS_URL): NATS at nats://127.0.0.1:"),
+    ("worker", ("--worker-id", "w", *KEYED), "nats_url (TORCHRELAY_NATS_URL): NATS at nats://127.0.0.1:"),
+    ("gateway", ("--database-url", "postgresql://ann:hunter2@HUNG/ledger"), "database"),
+]
+
+
+def test_services_that_cannot_start_without_a_server_that_hangs_say_so_in_time(tmp_path: Path) -> None:
+    """All at once, as each waits for its server."""
+
+    def timed(program: str, args: tuple[str, ...], address: str) -> tuple[int, str, float]:
         given = [each.replace("HUNG", address) for each in args]
         began = time.monotonic()
         status, said = ended(f"torchrelay-{program}", *given, "--nats-url", f"nats://{address}", cwd=tmp_path)
-        took_s = time.monotonic() - began
-    lines = [line for line in said.splitlines() if not line.startswith("{")]
-    assert status == 1 and len(lines) == 1, said
-    assert lines[0].startswith(f"torchrelay-{program}: ") and message in lines[0] and "does not answer" in lines[0]
-    assert took_s < 40 and "hunter2" not in said
+        return status, said, time.monotonic() - began
+
+    with hung_server() as address, ThreadPoolExecutor() as threads:
+        runs = [threads.submit(timed, program, args, address) for program, args, _ in HANGING]
+    for (program, _, message), run in zip(HANGING, runs, strict=True):
+        status, said, took_s = run.result()
+        lines = [line for line in said.splitlines() if not line.startswith("{")]
+        assert status == 1 and len(lines) == 1, said
+        assert lines[0].startswith(f"torchrelay-{program}: ") and message in lines[0] and "does not answer" in lines[0]
+        assert took_s < 40 and "hunter2" not in said
 
 
 @pytest.mark.parametrize(

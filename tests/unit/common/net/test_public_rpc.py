@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import tempfile
 from collections.abc import AsyncIterator
@@ -128,13 +129,30 @@ async def test_who_has_shown_a_key_makes_no_room_for_strangers() -> None:
 async def test_whatever_another_process_takes_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(Conflict, match="another process"):
         RpcServer("127.0.0.1", taken.getsockname()[1], limits=LIMITS)
-    long = tmp_path / ("x" * 100)  # more than the address of a Unix socket may have
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(Unavailable, match=f"{long.name}.*"):
+
+    class TakenFolder(tempfile.TemporaryDirectory[str]):
+        def __enter__(self) -> str:
+            path = super().__enter__()
+            Path(path, "socket").mkdir()
+            return path
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", TakenFolder)
+    descriptors = os.listdir("/proc/self/fd")
+    with pytest.raises(Unavailable, match=r"cannot listen on unix:.*"):
         RpcServer("127.0.0.1", port, limits=LIMITS)
-    assert not list(long.iterdir())
+    assert os.listdir("/proc/self/fd") == descriptors
+    assert os.listdir(tmp_path) == []
     with socket.create_server(("127.0.0.1", port)):  # nobody listens there any more
         pass
+
+
+def test_where_no_folder_can_be_made_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    monkeypatch.setattr(tempfile, "tempdir", str(absent))
+    descriptors = os.listdir("/proc/self/fd")
+    with pytest.raises(Unavailable, match=f"No such file or directory: '{absent}"):
+        RpcServer("127.0.0.1", limits=LIMITS)
+    assert os.listdir("/proc/self/fd") == descriptors

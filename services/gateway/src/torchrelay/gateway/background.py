@@ -1,4 +1,4 @@
-"""Tasks that run alongside a block and end with it."""
+"""Tasks that run alongside a block and end with it, or that are awaited together."""
 
 from __future__ import annotations
 
@@ -18,3 +18,10 @@ async def background(*jobs: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         finally:
             for task in tasks:
                 task.cancel()
+
+
+async def all_ended(*jobs: Coroutine[Any, Any, None]) -> None:
+    """Runs ``jobs`` side by side until each has ended; only then raises the errors of those that failed."""
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    if errors := [result for result in results if result is not None]:
+        raise BaseExceptionGroup("jobs failed", errors)

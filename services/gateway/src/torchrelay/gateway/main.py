@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -26,7 +25,7 @@ from torchrelay.common.process.settings import load_settings
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.auth.api_keys import ApiKeys, load_pepper
 from torchrelay.gateway.auth.tenants import Tenants
-from torchrelay.gateway.background import background
+from torchrelay.gateway.background import all_ended, background
 from torchrelay.gateway.billing.heartbeat import Heartbeat
 from torchrelay.gateway.billing.ledger import Ledger
 from torchrelay.gateway.billing.orphan_sweep import OrphanSweep
@@ -121,7 +120,7 @@ async def _servers(
             yield {"http": f"http://{host}:{http.port}", "grpc": f"{host}:{rpc.port}"}
         finally:
             http.stop_accepting()
-            await asyncio.gather(rpc.stop(drain_s), token_path.pipeline.drain(settings.drain_s, ERROR_DRAIN_S))
+            await all_ended(rpc.stop(drain_s), token_path.pipeline.drain(settings.drain_s, ERROR_DRAIN_S))
 
 
 def door_limits(settings: GatewaySettings, num_descriptors: int) -> tuple[HttpLimits, PublicLimits]:

@@ -14,10 +14,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack
-from itertools import count
-from pathlib import Path
 from typing import Final
 
+from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.rpc.frame_limits import FrameCounter, FrameLimits, go_away
 from torchrelay.common.net.rpc.options import PublicLimits
 from torchrelay.common.net.rpc.public_connections import PublicConnections
@@ -134,20 +133,31 @@ class _Upstream(_Side):
         self.other.send(bytes(_BUFFER[:nbytes]))
 
 
+def _make_folder(stack: ExitStack) -> str:
+    """Lasts as long as ``stack``. Its path is a short one, wherever it lies: the address of a socket has 107 bytes."""
+    try:
+        # Of mode 0700: nobody passes by the port.
+        path = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrelay-grpc-"))
+        descriptor = os.open(path, os.O_PATH)
+    except OSError as error:
+        raise Unavailable(f"gRPC finds no folder for its socket: {error}") from error
+    stack.callback(os.close, descriptor)
+    return f"/proc/self/fd/{descriptor}"
+
+
 class PublicPort:
-    """Accepts from ``listening``, which it owns, from ``start`` on. grpcio must listen on ``address`` before."""
+    """Accepts from ``listening``, which it owns from ``start`` on. grpcio must listen on ``address`` before."""
 
     def __init__(self, listening: socket.socket, limits: PublicLimits) -> None:
         self._listening = listening
         self._listening.listen(_BACKLOG)
         self._listening.setblocking(False)
         self.port: int = self._listening.getsockname()[1]
-        self._folder = tempfile.TemporaryDirectory(prefix="torchrelay-grpc-")  # of mode 0700: nobody passes by the port
-        self._path = Path(self._folder.name, "socket")
+        with ExitStack() as folder:
+            self._path = _make_folder(folder) + "/socket"
+            self._folder = folder.pop_all()
         self.address = f"unix:{self._path}"
         self._inner = -1  # grpcio's socket, once it has no name any more
-        self._secret = secrets.token_hex(16)  # so that nobody has a client's name
-        self._numbers = count()
         self._silence_s = limits.silence_s
         self._frame_limits = FrameLimits(_SMALL_FRAMES + _SMALL_FRAMES_OF_A_CALL * limits.streams)
         self._connections = PublicConnections(limits.connections)
@@ -159,12 +169,11 @@ class PublicPort:
         """Takes the name of grpcio's socket away, so that a killed process leaves nothing behind."""
         self._inner = os.open(self._path, os.O_PATH)
         self._owned.callback(os.close, self._inner)
-        self._folder.cleanup()
+        self._folder.close()
 
     def dispose(self) -> None:
         """In place of ``start``."""
-        self._listening.close()
-        self._folder.cleanup()
+        self._folder.close()
 
     @property
     def num_connections(self) -> int:
@@ -191,7 +200,7 @@ class PublicPort:
             await asyncio.wait([client.closed for client in clients], timeout=_STOP_S)
             for client in clients:
                 client.transport.abort()
-        self._folder.cleanup()
+        self._folder.close()
         await self._owned.aclose()
 
     async def _accept(self) -> None:
@@ -208,7 +217,8 @@ class PublicPort:
         loop = asyncio.get_running_loop()
         with ExitStack() as undo:
             undo.callback(sock.close)
-            name = f"torchrelay-{self._secret}-{next(self._numbers)}"
+            # All of this machine can read it while it is in use: nobody may guess, and take, another one from it.
+            name = f"torchrelay-{secrets.token_hex(16)}"
             peer = f"unix-abstract:{name}"
             if (victim := self._connections.add(peer, address)) is not None:
                 if victim == peer:

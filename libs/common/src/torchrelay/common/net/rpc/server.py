@@ -144,7 +144,7 @@ class RpcServer:
         self._public: PublicPort | None = None
         with ExitStack() as undo:
             if limits is not None:
-                self._public = PublicPort(_listen(host, port), limits)
+                self._public = PublicPort(undo.enter_context(_listen(host, port)), limits)
                 undo.callback(self._public.dispose)
             options = OPTIONS if limits is None else [*OPTIONS, *limits.options]
             wrapper = _CallWrapper(self._call_check, self._public)

@@ -1,0 +1,30 @@
+"""Tasks that run alongside a block, and those that end together."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from torchrelay.gateway.background import all_ended
+
+
+async def test_who_fails_does_not_leave_the_others_behind() -> None:
+    ended: list[str] = []
+
+    async def fail(name: str) -> None:
+        raise ValueError(name)
+
+    async def end_later() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        ended.append("later")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await all_ended(fail("first"), end_later(), fail("last"))
+    assert ended == ["later"]
+    assert [str(error) for error in caught.value.exceptions] == ["first", "last"]
+
+
+async def test_nothing_is_raised_when_all_end_well() -> None:
+    await all_ended(asyncio.sleep(0), asyncio.sleep(0))
