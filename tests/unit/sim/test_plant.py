@@ -152,7 +152,7 @@ def test_the_same_requests_give_the_same_run() -> None:
 
 
 def test_tenants_with_the_same_files_share_an_instance_and_its_time() -> None:
-    many = [replace(one, tenant="a", request_id=f"a{n}") for n, one in enumerate(requests("t/small", 300, 0.001, 8000))]
+    many = [replace(one, tenant="a", request_id=f"a{n}") for n, one in enumerate(requests("t/small", 100, 0.001, 8000))]
     few = [replace(one, tenant="b", request_id=f"b{n}") for n, one in enumerate(requests("t/small", 3, 1.0, 8000))]
     plant, outcomes = run(many + few, max_instances=1)
     of = {tenant: [each.ttft_s for each in outcomes if each.request.tenant == tenant] for tenant in "ab"}

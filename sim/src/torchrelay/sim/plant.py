@@ -44,22 +44,24 @@ class Plant:
         self._workers = SimulatedWorkers(self.events, fleet, self.served, self._meter, self._scheduler, self._stores.of)
         self._gateway = SimulatedGateway(self.events, fleet, self.served, self.models, self._scheduler, self._workers)
         self.workers, self.outcomes = self._workers.of, self._gateway.outcomes
-        self.at_last_arrival = Spent()
+        self.at_last_arrival = Spent()  # from the first request on
         for number, pack_ids in (held or {}).items():
             self._stores.hold(self._stores.of[f"store-{number}"], pack_ids)
 
     def run(self, requests: Sequence[Request], settle_s: float = 5.0) -> list[RequestOutcome]:
-        """Everything from the cluster's start until the last request has ended and all slots are free again."""
+        """Everything from the cluster's start until the last request has ended. Requests begin after ``settle_s``, and
+        what is spent counts from there on.
+        """
         self._gateway.connect()
         self._report_all()
         self._scheduler.tick()
         self.events.run(self.events.now + settle_s)
-        begin = self.events.now
+        begin, spent = self.events.now, self.spent_now()
         for request in requests:
             self.events.at(begin + request.arrives_at, partial(self._gateway.arrive, request))
         last = begin + max((request.arrives_at for request in requests), default=0.0)
         self.events.run(last)
-        self.at_last_arrival = self.spent_now()
+        self.at_last_arrival = self.spent_now().since(spent)
         while self._gateway.is_busy and self.events.now <= last + _GIVEN_UP_S:
             self.events.run(self.events.now + 1.0)
         return self.outcomes

@@ -15,6 +15,11 @@ class Spent:
     ram_byte_s: float = 0.0
     num_loads: int = 0
 
+    def since(self, begin: Spent) -> Spent:
+        return Spent(
+            self.device_s - begin.device_s, self.ram_byte_s - begin.ram_byte_s, self.num_loads - begin.num_loads
+        )
+
 
 @dataclass
 class Meter:

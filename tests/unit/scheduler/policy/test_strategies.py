@@ -34,7 +34,7 @@ def test_another_decision_loads_nothing() -> None:
 
 
 def test_another_placement_places_nothing() -> None:
-    scene = deciding_by(two_workers_one_host(), Strategies(place=never_placed))
+    scene = deciding_by(two_workers_one_host(), Strategies(place=never_placed))  # type: ignore[arg-type]
     scene.admit(a_model(), "r1")
     scene.pass_time(5)
     assert scene.wakes() and scene.placement("r1") is None
