@@ -157,8 +157,10 @@ def compare(case: Case, tuned: Sequence[Tuned]) -> list[Comparison]:
         others = [one for one in tuned if one.system in RIVALS[rival]]
         both_attain = min(best_attainment(ours), best_attainment(others))
         mine, other = scored(cheapest(ours, both_attain)), scored(cheapest(others, both_attain))
-        text = f"{where}: attained {mine.attainment:.3f} and {other.attainment:.3f}"
-        found.append(Comparison(f"gpu_over_{rival}", _ratio(mine.device_s, other.device_s), text))
+        ratio = _ratio(mine.device_s, other.device_s)
+        text = f"{where}: {ratio:.3f}, attained {mine.attainment:.3f} and {other.attainment:.3f}"
+        is_equal = mine.attainment >= EQUAL * other.attainment  # else it is no price of the same
+        found.append(Comparison(f"gpu_over_{rival}", ratio if is_equal else math.nan, text))
     for rival in P95_BOUNDS:
         others = [one for one in tuned if one.system in RIVALS[rival]]
         chosen = min(others, key=lambda one: (one.summary.ttft_p95_s, one.summary.device_s))
