@@ -72,6 +72,7 @@ def a_situation(
         {w.worker_id: w for w in seated},
         {s.host_id: s for s in stores},
         idle_timeouts_s={},
+        free_workers={w.worker_id: w for w in seated if w.slot.phase is InstancePhase.FREE},
         waited_for=frozenset(demand.model.version_id for demand in demands if demand.num_waiting),
     )
 

@@ -44,6 +44,7 @@ def a_full_host(
         workers,
         {store.host_id: store for store in stores},
         idle_timeouts_s={one.version_id: 1e6 for one in instances},
+        free_workers={},
         waited_for=frozenset(demand.model.version_id for demand in demands),
     )
 

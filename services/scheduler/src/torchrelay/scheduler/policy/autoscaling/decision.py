@@ -80,8 +80,8 @@ def _free_workers(autoscaler_input: AutoscalerInput) -> dict[str, WorkerStatus]:
     occupied, suspects = autoscaler_input.instance_loads.occupied, autoscaler_input.suspects
     return {
         worker_id: worker
-        for worker_id, worker in autoscaler_input.workers.items()
-        if worker.slot.phase is InstancePhase.FREE and worker_id not in occupied and worker_id not in suspects
+        for worker_id, worker in autoscaler_input.free_workers.items()
+        if worker_id not in occupied and worker_id not in suspects
     }
 
 
