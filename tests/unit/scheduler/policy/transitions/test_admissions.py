@@ -54,7 +54,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
 
 def test_each_refused_client_is_told_when_its_own_place_will_be_free() -> None:
     scene = PaperCluster(PolicyConfig(queue_limit=4)).settle(a_store("s1", "host-1"), a_worker("w", kv_pool_bytes=MB))
-    size = {"num_prompt_tokens": 500, "max_tokens": 100}  # one has room at a time
+    size: dict[str, Any] = {"num_prompt_tokens": 500, "max_tokens": 100}  # one has room at a time
     scene.admit(MODEL, "r0", **size)
     scene.finish_loads()
     for number in range(1, 5):
