@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torchrelay.common.latency.latency_model import LatencyModel
+from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.storage_tiers import is_held_by_any, tier_of
@@ -83,7 +84,8 @@ def _refuse_as_full(state: State, admission: Admission, model: Model, now: float
         model.version_id, _places_per_s(state, model, now), _first_load_left_s(state, model, now), now
     )
     num_own = state.queues.num_of_tenant(model.version_id, admission.tenant)
-    message = f"The queue of {admission.model} is full (your requests in it: {num_own})."
+    own = f"your requests in it: {num_own}"
+    message = f"The queue of {admission.model} is full ({own}); a place is due in {format_duration(retry_s)}."
     refuse(state, admission, effects.RefusalReason.QUEUE_FULL, message, now, retry_s)
 
 
