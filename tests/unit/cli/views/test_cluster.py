@@ -43,7 +43,11 @@ def view(bytes_received: int = 0, *, is_cold: bool = False) -> scheduler_pb2.Clu
     made = scheduler_pb2.ClusterView(epoch=7, workers=[worker], stores=[store])
     if not is_cold:
         instance = scheduler_pb2.InstanceView(
-            instance_id="inst-1", model="acme/[red]tiny", pack_id="feed" * 16, worker_id="prefill-0", state="loading"
+            instance_id="inst-njqw24sn06qb3e1mmcv9-000007",
+            model="acme/[red]tiny",
+            pack_id="feed" * 16,
+            worker_id="prefill-0",
+            state="loading",
         )
         made.instances.append(instance)
         made.demand.append(scheduler_pb2.ModelDemand(model="acme/[red]tiny", num_waiting=2))
@@ -53,7 +57,7 @@ def view(bytes_received: int = 0, *, is_cold: bool = False) -> scheduler_pb2.Clu
 
 def test_the_screen_shows_workers_copies_instances_and_demand() -> None:
     shown = drawn(cluster_screen(view(), {"store-a.b.in": 2.5e9}, "127.0.0.1:1"))
-    for part in ("prefill-0", "loading", "7/24", "25%", "583 MB", "128/256", "store-b", "2.5 GB"):
+    for part in ("prefill-0", "loading", "7/24", "25%", "583 MB", "128/256", "store-b", "2.5 GB", "inst-njqw24-000007"):
         assert part in shown
     assert "████░░░░" in shown
     assert "acme/[red]tiny" in shown  # names are no markup

@@ -251,9 +251,9 @@ def longest_hold_s(encoded: bytes) -> float:
 
 @pytest.mark.parametrize("name", ["large", *HOSTILE])
 def test_loading_lets_other_threads_run(name: str) -> None:
-    """An event loop waits for them. The best of three: the machine may keep a thread waiting as well."""
+    """An event loop waits for them. The best of up to three: the machine may keep a thread waiting as well."""
     encoded = HOSTILE.get(name, large_tokenizer)()
-    assert min(longest_hold_s(encoded) for _ in range(3)) < 0.05
+    assert any(longest_hold_s(encoded) < 0.05 for _ in range(3))
 
 
 def test_no_pattern_is_compiled() -> None:

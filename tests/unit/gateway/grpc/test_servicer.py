@@ -13,9 +13,18 @@ import pytest
 from tests.support.gateway_ports import KEY
 from tests.support.http2_client import http2_client
 from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig, until
-from torchrelay.common.errors import InvalidRequest, NotFound, Overloaded, TorchrelayError, Unauthenticated
+from torchrelay.common.errors import (
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    QueueFull,
+    TorchrelayError,
+    Unauthenticated,
+    Unavailable,
+)
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.gateway.core import FinishCause, ServiceClass
 from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.inference.v1 import inference_pb2 as pb
@@ -102,6 +111,18 @@ async def test_errors_keep_class_and_field(rig: TokenPathRig, stub: Any) -> None
         error = await error_of(made)
         assert isinstance(error, InvalidRequest), (made, error)
         assert error.field == field
+
+
+async def test_refusals_of_the_scheduler_say_when_to_come_back(rig: TokenPathRig, stub: Any) -> None:
+    for reason, kind in (
+        (scheduler_pb2.Refusal.REASON_QUEUE_FULL, QueueFull),
+        (scheduler_pb2.Refusal.REASON_LOAD_FAILED, Unavailable),
+    ):
+        rig.scheduler.refusals.append(scheduler_pb2.Refusal(reason=reason, message="not now", retry_after_s=4.2))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(stub.Generate(request(), metadata=METADATA)))
+        error = error_from_rpc(caught.value)
+        assert isinstance(error, kind) and error.retry_after_s == 4.2
 
 
 async def test_a_client_that_cancels_frees_the_worker(rig: TokenPathRig, stub: Any) -> None:

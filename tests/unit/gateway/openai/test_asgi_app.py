@@ -262,6 +262,17 @@ async def test_other_refusals_have_their_status(rig: TokenPathRig) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_a_model_that_could_not_be_loaded_is_503_with_retry_after(rig: TokenPathRig, stream: bool) -> None:
+    reason = scheduler_pb2.Refusal.REASON_LOAD_FAILED
+    rig.scheduler.refusals.append(scheduler_pb2.Refusal(reason=reason, message="no load", retry_after_s=4.2))
+    body = {"model": "echo", "prompt": "hi", "stream": stream}
+    reply = await rig.http.post("/v1/completions", json=body)
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
+    assert reply.json()["error"]["code"] == "unavailable"
+    await until(lambda: not rig.ports.reserved)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_full_queue_is_429_with_retry_after(rig: TokenPathRig, stream: bool) -> None:
     reason = scheduler_pb2.Refusal.REASON_QUEUE_FULL
     rig.scheduler.refusals.append(scheduler_pb2.Refusal(reason=reason, message="50 wait already", retry_after_s=3))

@@ -9,6 +9,7 @@ from torchrelay.common.errors import (
     QueueFull,
     TorchrelayError,
     Unauthenticated,
+    Unavailable,
     UploadRefused,
 )
 from torchrelay.gateway.openai.errors import error_body, error_headers
@@ -32,5 +33,7 @@ def test_every_error_has_openais_shape(error: TorchrelayError, kind: str, code: 
 def test_headers_say_when_and_how() -> None:
     assert error_headers(QueueFull("no", retry_after_s=1.2)) == {"retry-after": "2"}
     assert error_headers(QueueFull("no", retry_after_s=0)) == {"retry-after": "1"}
+    assert error_headers(Unavailable("no", retry_after_s=9.5)) == {"retry-after": "10"}
+    assert error_headers(Unavailable("no")) == {}
     assert error_headers(Unauthenticated("no")) == {"www-authenticate": "Bearer"}
     assert error_headers(NotFound("no")) == {}

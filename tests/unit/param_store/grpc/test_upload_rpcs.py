@@ -430,6 +430,7 @@ async def test_a_commit_does_not_wait_for_a_publication_that_hangs(
         return publish(versions, *args)
 
     monkeypatch.setattr(Versions, "publish", hung)
+    monkeypatch.setattr(upload_rpcs, "_REPEAT_S", 0.1)
     async with running_store(tmp_path, commit_stall_s=5.0) as store:
         try:
             await send(store, folder, "u1")

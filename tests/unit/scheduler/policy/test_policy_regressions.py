@@ -281,4 +281,6 @@ def test_a_layer_that_arrives_is_no_reason_to_decide_about_other_models() -> Non
             scene.report(worker_id)
     assert unloaded(scene) == []
     scene.finish_loads()
-    assert len(unloaded(scene)) == 2, "what becomes ready is one"
+    assert unloaded(scene) == [], "nor is what becomes ready"
+    scene.pass_time(scene.config.whole_scale_every_s)
+    assert len(unloaded(scene)) == 2, "time is one"

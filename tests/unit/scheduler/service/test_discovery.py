@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 
+import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.scheduler.service.scripted_cluster import GatewayClient, a_version, cluster, house
 from tests.unit.scheduler.service.scripted_peers import MB
 from torchrelay.common.liveness import BEAT_S
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
+from torchrelay.scheduler.settings import SchedulerSettings
 
 
 async def test_who_says_goodbye_was_stopped_and_who_does_not_is_lost(nats_url: str) -> None:
@@ -75,9 +78,12 @@ async def test_a_worker_that_only_beats_and_makes_no_step_is_lost(nats_url: str)
             await cluster(address, lambda view: len(view.workers) == 2)
 
 
-async def test_a_command_to_a_store_that_hangs_ends_when_the_store_is_lost(nats_url: str) -> None:
+async def test_a_command_to_a_store_that_hangs_ends_when_the_store_is_lost(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The relay of a large pack has minutes; whoever waits for it is not kept that long."""
     async with house(nats_url) as it:
+        monkeypatch.setattr(SchedulerSettings, "config", replace(it.settings().config, unserved_s=0.5))
         store, *_ = await it.host(1)
         async with it.scheduler(2) as address, GatewayClient(address) as door:
             await cluster(address, lambda view: len(view.stores) == 1)

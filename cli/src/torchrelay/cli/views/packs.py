@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from torchrelay.cli.views.console import ResultTable
+from torchrelay.cli.views.console import ResultTable, shorten_ids
 from torchrelay.cli.views.relays import progress_bar
 from torchrelay.common.quantities import format_bytes
 from torchrelay.control.v1 import reports_pb2, types_pb2
@@ -104,7 +104,7 @@ def models_table(view: ClusterView, packs: PackIndex, is_small: bool = False) ->
         served.update(models)
         table.add_line(
             Text(join_names(models)),
-            instance.instance_id[:12],
+            shorten_ids(instance.instance_id),
             instance.worker_id,
             roles_text(instance.roles),
             Text(instance.state, style=STATE_STYLES.get(instance.state, "")),

@@ -16,12 +16,13 @@
     |   |-- QueueFull
     |   |-- RateLimited
     |   `-- AtCapacity            all callers together; not the fault of this one
-    |-- Unavailable               a part of the platform is down; try again
+    |-- Unavailable               a part of the platform is down; try again; may say when
     |   `-- DiskFull              a disk of the platform is full; names the folder
     |-- DeadlineExceeded          the deadline passed first
     `-- DataCorrupted             bytes did not match their digest
 
-``message`` is one sentence for the user, ``field`` the JSON field, setting or file at fault. ``code`` is the stable
+``message`` is one sentence for the user, ``field`` the JSON field, setting or file at fault. ``retry_after_s``: when to
+try again, where that is known. ``code`` is the stable
 name used over gRPC (trailing metadata) and REST (OpenAI's error shape).
 """
 
@@ -37,10 +38,11 @@ class TorchrelayError(Exception):
     http_status: ClassVar[int] = 500
     grpc_status: ClassVar[str] = "INTERNAL"  # name in grpc.StatusCode; gRPC may not be installed
 
-    def __init__(self, message: str, *, field: str | None = None) -> None:
+    def __init__(self, message: str, *, field: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
+        self.retry_after_s = retry_after_s
 
 
 class InvalidRequest(TorchrelayError):
@@ -114,10 +116,10 @@ class Overloaded(TorchrelayError):
     code = "overloaded"
     http_status = 429
     grpc_status = "RESOURCE_EXHAUSTED"
+    retry_after_s: float
 
     def __init__(self, message: str, *, field: str | None = None, retry_after_s: float = 1.0) -> None:
-        super().__init__(message, field=field)
-        self.retry_after_s = retry_after_s
+        super().__init__(message, field=field, retry_after_s=retry_after_s)
 
 
 class QueueFull(Overloaded):

@@ -20,7 +20,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment, free_slots
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Model, WorkerStatus
+from torchrelay.scheduler.policy.core import BOTH, Model, WorkerStatus
 from torchrelay.scheduler.policy.reasons import Reason
 
 
@@ -126,9 +126,5 @@ def _evictions(starving: Sequence[Model], autoscaler_input: AutoscalerInput) -> 
 
 
 def free_workers(autoscaler_input: AutoscalerInput) -> dict[str, WorkerStatus]:
-    occupied = autoscaler_input.instance_loads.occupied
-    return {
-        worker_id: worker
-        for worker_id, worker in autoscaler_input.workers.items()
-        if worker.slot.phase is InstancePhase.FREE and worker_id not in occupied
-    }
+    occupied, free = autoscaler_input.instance_loads.occupied, autoscaler_input.free_workers
+    return {worker_id: worker for worker_id, worker in free.items() if worker_id not in occupied}

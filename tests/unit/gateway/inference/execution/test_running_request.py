@@ -254,7 +254,11 @@ def test_errors_of_scheduler_and_worker_have_their_class() -> None:
     reasons = scheduler_pb2.Refusal
     full = refusal_error(reasons(reason=reasons.REASON_QUEUE_FULL, message="m", retry_after_s=2))
     assert isinstance(full, QueueFull) and full.retry_after_s == 2
-    assert isinstance(refusal_error(reasons(reason=reasons.REASON_NO_CAPACITY)), Unavailable)
+    for reason, field in ((reasons.REASON_NO_CAPACITY, "model"), (reasons.REASON_LOAD_FAILED, None)):
+        told = refusal_error(reasons(reason=reason, message="m", retry_after_s=9))
+        assert isinstance(told, Unavailable) and (told.field, told.retry_after_s) == (field, 9)
+        untold = refusal_error(reasons(reason=reason, message="m"))
+        assert isinstance(untold, Unavailable) and untold.retry_after_s is None
     assert type(run_error(pb.RunError(code=pb.RunError.CODE_INTERNAL))) is TorchrelayError
     assert isinstance(run_error(pb.RunError(code=pb.RunError.CODE_DEADLINE)), DeadlineExceeded)
 

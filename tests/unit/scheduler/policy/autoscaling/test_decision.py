@@ -72,6 +72,7 @@ def a_situation(
         {w.worker_id: w for w in seated},
         {s.host_id: s for s in stores},
         idle_timeouts_s={},
+        free_workers={w.worker_id: w for w in seated if w.slot.phase is InstancePhase.FREE},
         waited_for=frozenset(demand.model.version_id for demand in demands if demand.num_waiting),
     )
 
@@ -90,13 +91,38 @@ def test_how_many_are_wanted() -> None:
     assert wanted_instances(a_demand(model, 0, backlog_s=7.0), 1, 0, RULES) == 4
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_waiting": 5, "oldest_wait_s": 2.3}, "2 per role wanted, a wait of 2.3 s (target 2 s), 5 waiting"),
+        ({"num_waiting": 1, "backlog_s": 3.5}, "2 per role wanted, a queue of 3.5 s (target 2 s), 1 waiting"),
+        ({"num_waiting": 17, "oldest_wait_s": 1.0}, "2 per role wanted, one for each 16 requests, 17 waiting"),
+    ],
+)
+def test_growth_says_what_exceeds_its_bound(changes: dict[str, float], told: str) -> None:
+    model = a_model(max_instances=5)
+    first, second = a_worker("w-a"), a_worker("w-b")
+    load = InstanceLoad(an_instance(model, first), 0, 0)
+    demand = replace(a_demand(model), **changes)  # type: ignore[arg-type]
+    (wake,) = decide(a_situation([demand], [load], [first, second], [a_store("store-1", "host-1")]), RULES)
+    assert isinstance(wake, Wake) and wake.reason.text == told
+
+
+def test_an_idle_instance_says_for_how_long() -> None:
+    model, worker = a_model(), a_worker("w-a")
+    load = InstanceLoad(an_instance(model, worker), 0, 0, last_active=28.5)
+    (drain,) = decide(a_situation([], [load], [worker], [a_store("store-1", "host-1")]), RULES)
+    assert isinstance(drain, Drain) and drain.reason.text == "idle for 71.5 s (limit 60 s)"
+    assert drain.reason.figures == {"idle_s": 71.5, "idle_timeout_s": 60.0}
+
+
 def test_tenants_of_one_model_read_nothing_that_counts_the_others() -> None:
     model = a_model(max_instances=5)
     first, second = a_worker("w-a"), a_worker("w-b")
     load = InstanceLoad(an_instance(model, first), 0, 0)
     demand = a_demand(model, 32, by_tenant={"acme": (30, 0), "birch": (2, 1)})
     (wake,) = decide(a_situation([demand], [load], [first, second], [a_store("store-1", "host-1")]), RULES)
-    assert isinstance(wake, Wake) and wake.reason.text == "3 per role wanted, 32 waiting"
+    assert isinstance(wake, Wake) and wake.reason.text == "3 per role wanted, one for each 16 requests, 32 waiting"
     assert wake.reason.by_tenant == {
         "acme": "growth, 30 waiting",
         "birch": "growth, 2 waiting, 1 placed on loading instances",

@@ -44,6 +44,7 @@ def a_full_host(
         workers,
         {store.host_id: store for store in stores},
         idle_timeouts_s={one.version_id: 1e6 for one in instances},
+        free_workers={},
         waited_for=frozenset(demand.model.version_id for demand in demands),
     )
 
@@ -194,6 +195,31 @@ def test_what_a_model_gave_up_for_one_is_not_asked_of_it_again_in_the_same_decis
     actions = decide(situation, RULES)
     assert [action.instance_id for action in actions if isinstance(action, Drain)] == ["i0"]
     assert [action.instance_id for action in actions if isinstance(action, SetRoles)] == ["i1"]
+
+
+def test_who_gives_a_slot_up_reads_what_was_compared() -> None:
+    def told(situation: AutoscalerInput) -> list[str]:
+        return [action.reason.text for action in decide(situation, RULES) if isinstance(action, Drain)]
+
+    stores, idle = [a_store("s", "host-1")], an_instance(0, a_model("acme/idle"))
+    load = replace(a_full_host([idle], [waiting("acme/new")], stores), instance_loads=Loads.listed([]))
+    unused = [InstanceLoad(idle, 0, 0, NOW - 12.0, reload_s=4.0, tenants=frozenset(("acme",)))]
+    assert told(replace(load, instance_loads=Loads.listed(unused))) == [
+        "idle for 12 s, and acme/new has waited 100 ms for a slot; to load it again takes 4 s"
+    ]
+    crowded = Demand(a_model("acme/crowded"), 0, 0, 0.0, backlog_s=7.0)
+    grows = a_full_host([idle, an_instance(1, crowded.model)], [crowded], stores)
+    loads = [*unused, InstanceLoad(an_instance(1, crowded.model), 9, 0)]
+    assert told(replace(grows, instance_loads=Loads.listed(loads))) == [
+        "idle for 12 s, and acme/crowded waits 5 s longer than its target; to load it again takes 4 s"
+    ]
+    busy = a_model("birch/busy")
+    shares = a_full_host([an_instance(0, busy), an_instance(1, busy)], [waiting("acme/new", 1.25)], stores, busy=2)
+    assert told(shares) == ["a model of another tenant has waited 1.25 s for a slot, and this model can do without one"]
+    turns = a_full_host([an_instance(0, busy, since=NOW - 30.0)], [waiting("acme/new", 11.5)], stores, busy=1)
+    assert told(turns) == [
+        "a model of another tenant has waited 11.5 s, and no slot can be spared; this one was held for 30 s"
+    ]
 
 
 def report_pins(scene: PaperCluster, store_id: str) -> None:

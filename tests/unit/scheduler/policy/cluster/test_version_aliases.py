@@ -64,7 +64,9 @@ def test_a_shared_instance_that_makes_room_names_nobody() -> None:
     scene.admit(a_model("acme/other"), "r3")
     scene.pass_time(0.5)
     evicted = [one.reason for one in scene.events if one.kind == "evict"]
-    assert evicted == ["idle, and a model of another tenant waits for a slot"]
+    assert evicted == [
+        "idle for 0 ms, and a model of another tenant has waited 0 ms for a slot; to load it again takes 0 ms"
+    ]
 
 
 def test_a_requests_timeline_is_of_the_model_it_named() -> None:

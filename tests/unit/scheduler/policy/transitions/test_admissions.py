@@ -52,6 +52,30 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     assert positions == [0, 1, 0]
 
 
+def test_each_refused_client_is_told_when_its_own_place_will_be_free() -> None:
+    scene = PaperCluster(PolicyConfig(queue_limit=4)).settle(a_store("s1", "host-1"), a_worker("w", kv_pool_bytes=MB))
+    size: dict[str, Any] = {"num_prompt_tokens": 500, "max_tokens": 100}  # one has room at a time
+    scene.admit(MODEL, "r0", **size)
+    scene.finish_loads()
+    for number in range(1, 5):
+        scene.admit(MODEL, f"r{number}", **size)
+    for number in range(4):
+        scene.pass_time(3.0)
+        scene.release(f"r{number}")
+        scene.admit(MODEL, f"r{number + 5}", **size)
+    told = []
+    for name in ("x", "y", "z"):
+        scene.admit(MODEL, name, **size)
+        refusal = scene.refusal(name)
+        assert refusal is not None
+        told.append(refusal.retry_after_s)
+    assert told == pytest.approx([3.0, 6.0, 9.0])
+    scene.pass_time(7.0)  # two are due to come back, and nothing became free meanwhile
+    scene.admit(MODEL, "again", **size)
+    refusal = scene.refusal("again")
+    assert refusal is not None and refusal.retry_after_s == pytest.approx(2 * (9.0 + 7.0) / 3)
+
+
 def test_first_come_first_served_as_kv_becomes_free() -> None:
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", kv_pool_bytes=MB))
     for number in range(3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TypedDict
 
-from torchrelay.common.errors import Overloaded, TorchrelayError, Unauthenticated
+from torchrelay.common.errors import TorchrelayError, Unauthenticated
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _TYPES |= dict.fromkeys((405, 408, 413, 414, 422, 431), "invalid_request_error")
@@ -35,7 +35,7 @@ def body(status: int, message: str, *, param: str | None = None, code: str | Non
 
 def error_headers(error: TorchrelayError) -> dict[str, str]:
     """Headers of the error: Retry-After, WWW-Authenticate."""
-    if isinstance(error, Overloaded):
+    if error.retry_after_s is not None:
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}

@@ -155,7 +155,9 @@ class Policy:
         for change in changes:
             self._record_transition(change, now)
         if is_new or was_suspect or not all(change.is_progress for change in changes):
-            self._react(now)
+            admissions.place_waiting(state, now)
+            # Whoever waits may get this slot; of the others only its own models are concerned.
+            scaling.scale(state, now, sorted({*state.queues.versions, *(one.instance.version_id for one in changes)}))
         elif changes:
             admissions.place_waiting(state, now, [change.instance.version_id for change in changes])
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from cachetools import FIFOCache
 
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
+from torchrelay.scheduler.policy.admission.promises import Promises
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
@@ -47,6 +48,7 @@ class State:
     gateways: GatewaySessions
     membership: Membership
     strategies: Strategies = field(default_factory=Strategies)
+    promises: Promises = field(default_factory=Promises)
     instances: Instances = field(default_factory=Instances)
     attempts: OpenAttempts = field(default_factory=OpenAttempts)
     rosters: Rosters = field(default_factory=Rosters)

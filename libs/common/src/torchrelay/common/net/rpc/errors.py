@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import grpc
 
-from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, error_class
+from torchrelay.common.errors import TorchrelayError, Unavailable, error_class
 
 _CODE, _FIELD, _RETRY = "torchrelay-code", "torchrelay-field", "torchrelay-retry-after-s"
 _BINARY_FIELD = "torchrelay-field-bin"  # of a field that is not ASCII; gRPC carries binary metadata under such names
@@ -26,8 +26,8 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
     if code is None:
         return Unavailable(message) if error.code() == grpc.StatusCode.UNAVAILABLE else TorchrelayError(message)
     kind = error_class(str(code))
-    if issubclass(kind, Overloaded):
-        return kind(message, field=text_of(field), retry_after_s=float(str(trailing.get(_RETRY, "1"))))
+    if (retry_after_s := trailing.get(_RETRY)) is not None:
+        return kind(message, field=text_of(field), retry_after_s=float(str(retry_after_s)))
     return kind(message, field=text_of(field))
 
 
@@ -44,6 +44,6 @@ def status_of(error: TorchrelayError) -> Status:
         field = error.field.encode(errors="replace")[:_MAX_FIELD_BYTES]
         is_plain = error.field.isascii() and error.field.isprintable()
         trailing.append((_FIELD, field.decode()) if is_plain else (_BINARY_FIELD, field))
-    if isinstance(error, Overloaded):
+    if error.retry_after_s is not None:
         trailing.append((_RETRY, str(error.retry_after_s)))
     return grpc.StatusCode[error.grpc_status], error.message[:_MAX_MESSAGE_CHARS], tuple(trailing)

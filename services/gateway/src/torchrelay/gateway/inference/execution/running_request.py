@@ -54,14 +54,14 @@ def retry_delay_s(num_attempts: int) -> float:
 
 def refusal_error(refusal: scheduler_pb2.Refusal) -> TorchrelayError:
     """The user's error for a refusal by the scheduler."""
-    message = refusal.message or "the request was refused"
+    message, retry_after_s = refusal.message or "the request was refused", refusal.retry_after_s or None
     match refusal.reason:
         case scheduler_pb2.Refusal.REASON_QUEUE_FULL:
-            return QueueFull(message, retry_after_s=refusal.retry_after_s or 1.0)
+            return QueueFull(message, retry_after_s=retry_after_s or 1.0)
         case scheduler_pb2.Refusal.REASON_NO_CAPACITY:
-            return Unavailable(message, field="model")
+            return Unavailable(message, field="model", retry_after_s=retry_after_s)
         case _:
-            return Unavailable(message)
+            return Unavailable(message, retry_after_s=retry_after_s)
 
 
 def run_error(error: pb.RunError) -> TorchrelayError:

@@ -13,8 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
+from cachetools import LRUCache
+
 from torchrelay.scheduler.policy.admission.fair_queue import FairQueue
+from torchrelay.scheduler.policy.admission.place_rate import PlaceRate
 from torchrelay.scheduler.policy.core import Admission, AttemptKey, ServiceClass
+
+_MAX_RATES = 4096
 
 
 @dataclass(slots=True)
@@ -71,6 +76,7 @@ class AdmissionQueues:
         self._emptied: dict[str, tuple[float, _VersionQueue]] = {}  # those with debts, in the order of these times
         self._version_of: dict[AttemptKey, str] = {}
         self._num_of: Counter[str] = Counter()  # waiting requests, by tenant
+        self._place_rates: LRUCache[str, PlaceRate] = LRUCache(_MAX_RATES)  # by version
         self._sequence = count()
 
     def __len__(self) -> int:
@@ -123,9 +129,11 @@ class AdmissionQueues:
 
     def take(self, key: AttemptKey, now: float) -> None:
         """The request is placed: its tenant has been served. It is not parked."""
-        one = self._queues[self._version_of[key]].waiting[key]
+        queue = self._queues[version_id := self._version_of[key]]
+        one = queue.waiting[key]
         assert one.fair_queue is not None
         one.fair_queue.take(one.admission)
+        self._place_rates.setdefault(version_id, PlaceRate()).take(now, is_last=len(queue.waiting) == 1)
         self._forget(key, now)
 
     def _forget(self, key: AttemptKey, now: float) -> Admission:
@@ -142,6 +150,8 @@ class AdmissionQueues:
             del self._num_of[admission.tenant]
         if not queue.waiting:
             del self._queues[version_id]
+            if (rate := self._place_rates.get(version_id)) is not None:
+                rate.emptied()
             if queue.timely.has_debts or queue.batch.has_debts:
                 self._emptied[version_id] = (now, queue)
         return admission
@@ -199,6 +209,11 @@ class AdmissionQueues:
         """Of all that wait for the version."""
         queue = self._queues.get(version_id)
         return queue.num_prefill_tokens if queue is not None else 0
+
+    def places_per_s(self, version_id: str, now: float) -> float | None:
+        """At which the version's queue, which is not empty, gives places free. None: not known of late."""
+        rate = self._place_rates.get(version_id)
+        return rate.per_s(now) if rate is not None else None
 
     def oldest_wait_s(self, version_id: str, now: float) -> float:
         queue = self._queues.get(version_id)

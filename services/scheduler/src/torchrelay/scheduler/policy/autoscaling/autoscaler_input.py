@@ -90,6 +90,7 @@ class AutoscalerInput:
     workers: Mapping[str, WorkerStatus]
     stores: Mapping[str, StoreStatus]  # by host
     idle_timeouts_s: Mapping[str, float]  # by version; absent: the default
+    free_workers: Mapping[str, WorkerStatus]  # those that say that their slot is free
     waited_for: frozenset[str] = frozenset()  # versions that requests wait for
     suspects: frozenset[str] = frozenset()  # workers on which nothing is placed
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
+from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Action,
     AutoscalerInput,
@@ -65,7 +66,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         wanted, missing = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), config)
         if not missing:
             continue
-        grown = _scale_up(demand, wanted, missing, autoscaler_input, free)
+        grown = _scale_up(demand, wanted, missing, autoscaler_input, free, config)
         _mark_taken(grown, free, granted)
         actions += grown
         missing.subtract(role for wake in grown for assignment in wake.assignments for role in assignment.roles)
@@ -80,8 +81,8 @@ def _free_workers(autoscaler_input: AutoscalerInput) -> dict[str, WorkerStatus]:
     occupied, suspects = autoscaler_input.instance_loads.occupied, autoscaler_input.suspects
     return {
         worker_id: worker
-        for worker_id, worker in autoscaler_input.workers.items()
-        if worker.slot.phase is InstancePhase.FREE and worker_id not in occupied and worker_id not in suspects
+        for worker_id, worker in autoscaler_input.free_workers.items()
+        if worker_id not in occupied and worker_id not in suspects
     }
 
 
@@ -146,25 +147,39 @@ def _scale_up(
     missing: Counter[Role],
     autoscaler_input: AutoscalerInput,
     free: Mapping[str, WorkerStatus],
+    config: PolicyConfig,
 ) -> list[Wake]:
     """More instances, as far as there are free slots."""
     stores, kv_bytes = autoscaler_input.stores, demand.least_kv_bytes
     slots = free_slots(demand.model, free.values(), stores, demand.avoid, kv_bytes)
     assignments = assign(slots, missing[Role.PREFILL], missing[Role.DECODE])
-    reason = _wake_reason(demand, "growth", f"{wanted} per role wanted", num_wanted=wanted)
-    return [Wake(demand.model, assignments, reason)] if assignments else []
+    return [Wake(demand.model, assignments, _growth_reason(demand, wanted, config))] if assignments else []
 
 
-def _wake_reason(demand: Demand, cause: str, why: str = "", **figures: int) -> Reason:
+def _growth_reason(demand: Demand, wanted: int, config: PolicyConfig) -> Reason:
+    """What of the demand exceeds its bound."""
+    target = f"(target {format_duration(config.queue_target_s)})"
+    exceeded = [f"{wanted} per role wanted"]
+    if demand.num_waiting + demand.num_cold >= config.requests_per_instance:
+        exceeded.append(f"one for each {config.requests_per_instance} requests")
+    if demand.backlog_s > config.queue_target_s:
+        exceeded.append(f"a queue of {format_duration(demand.backlog_s)} {target}")
+    if demand.oldest_wait_s > config.queue_target_s:
+        exceeded.append(f"a wait of {format_duration(demand.oldest_wait_s)} {target}")
+    figures = {"num_wanted": wanted, "backlog_s": demand.backlog_s, "oldest_wait_s": demand.oldest_wait_s}
+    return _wake_reason(demand, "growth", ", ".join(exceeded), figures)
+
+
+def _wake_reason(demand: Demand, cause: str, why: str = "", figures: Mapping[str, int | float] | None = None) -> Reason:
     """``why`` may count the requests of all tenants: where several share the model, they see ``cause`` instead."""
 
     def text(why: str, num_waiting: int, num_cold: int) -> str:
         return f"{why}, {num_waiting} waiting" + (f", {num_cold} placed on loading instances" if num_cold else "")
 
     plain = cause.replace("_", " ")
-    waiting = {"num_waiting": demand.num_waiting, "num_cold": demand.num_cold}
+    counts = {"num_waiting": demand.num_waiting, "num_cold": demand.num_cold, **(figures or {})}
     by_tenant = {tenant: text(plain, *numbers) for tenant, numbers in demand.by_tenant.items()}
-    return Reason(cause, text(why or plain, demand.num_waiting, demand.num_cold), waiting | figures, by_tenant)
+    return Reason(cause, text(why or plain, demand.num_waiting, demand.num_cold), counts, by_tenant)
 
 
 def _assign_both_roles(
@@ -202,9 +217,12 @@ def _scale_down(
             actions += [Drain(load.instance.instance_id, cancelled) for load in loads]
             continue
         idle = [load for load in loads if load.is_idle_since(autoscaler_input.now - timeout_s)]
-        reason = Reason("idle", f"idle for {timeout_s:g} s", {"idle_timeout_s": timeout_s})
+        reasons = {
+            load.instance.instance_id: _idle_reason(autoscaler_input.now - load.unused_since, timeout_s)
+            for load in idle
+        }
         if len(idle) == len(loads):
-            actions += [Drain(load.instance.instance_id, reason) for load in idle]
+            actions += [Drain(instance_id, reason) for instance_id, reason in reasons.items()]
             continue
         for load in idle:
             if load.instance.phase is InstancePhase.LOADING and version_id in placed_cold:
@@ -212,6 +230,12 @@ def _scale_down(
             rest = [other for other in loads if other is not load]
             if cover_both_roles(other.instance for other in rest):
                 loads = rest
+                reason = reasons[load.instance.instance_id]
                 spared = replace(reason, text=f"{reason.text}; others of the model remain")
                 actions.append(Drain(load.instance.instance_id, spared))
     return actions
+
+
+def _idle_reason(idle_s: float, timeout_s: float) -> Reason:
+    text = f"idle for {format_duration(idle_s)} (limit {format_duration(timeout_s)})"
+    return Reason("idle", text, {"idle_s": idle_s, "idle_timeout_s": timeout_s})

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     AutoscalerInput,
     Demand,
@@ -19,7 +20,7 @@ from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots, 
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Model, Role, Roles
-from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.reasons import Figures, Reason
 
 
 def evict(
@@ -39,13 +40,13 @@ def evict(
 def _drains(
     demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, freeing: FreeingSlots, config: PolicyConfig
 ) -> list[SetRoles | Drain]:
-    model = demand.model
     # Its next request may come as soon as it is gone: who has waited less than its reload takes would gain less.
     idle = [
         load for load in freeing.idle if load.reload_s <= max(_idle_s(load, autoscaler_input), demand.oldest_wait_s)
     ]
     if victims := _enough_of(idle, demand, missing, freeing):
-        return [_drain(load, "evict", "idle, and {} waits for a slot", model) for load in victims]
+        waited = f"and {{}} has waited {format_duration(demand.oldest_wait_s)} for a slot"
+        return [_evict(load, waited, demand, autoscaler_input) for load in victims]
     # Who waited longer comes first: two that wait for each other would swap slots.
     if demand.oldest_wait_s < config.share_after_s or not autoscaler_input.has_all_waiting:
         return []
@@ -76,7 +77,8 @@ def evict_to_grow(
             and load.reload_s <= min(_idle_s(load, autoscaler_input), lost_s)
         ]
         victims = _enough_of(idle, demand, rest, freeing) if rest else []
-        evicted = [_drain(load, "evict", "idle, and {} has a long queue", demand.model) for load in victims]
+        too_long = f"and {{}} waits {format_duration(lost_s)} longer than its target"
+        evicted = [_evict(load, too_long, demand, autoscaler_input) for load in victims]
         freeing.add(evicted)
         drains += evicted
     return drains
@@ -109,6 +111,7 @@ def _share_slots(
     The prefill instance goes first: its work ends soon, and decoding goes on undisturbed.
     """
     model = demand.model
+    waited = f"{{}} has waited {format_duration(demand.oldest_wait_s)} for a slot, and this model can do without one"
     found: list[tuple[tuple[bool, bool, int, str], list[SetRoles | Drain]]] = []
     for version_id, loads in autoscaler_input.staying.items():
         if version_id == model.version_id or version_id in freeing.versions:
@@ -119,7 +122,7 @@ def _share_slots(
                 continue
             if not freeing.roles(demand, instance.worker_id, without=[victim]) >= missing:
                 continue
-            drain = _drain(victim, "share", "{} waits for a slot, and this model can do without one", model)
+            drain = _drain(victim, "share", waited, model)
             kept = _role_takeover(loads, victim, autoscaler_input, drain.reason)
             if kept is not None:
                 cost = (bool(kept), instance.plays(Role.DECODE), victim.num_open, instance.instance_id)
@@ -155,14 +158,25 @@ def _end_turn(
             if _enough(slots, missing):
                 victims = group
                 break
-    waited = f"{{}} has waited {demand.oldest_wait_s:.0f} s, and no slot can be spared"
-    return [_drain(load, "turn", waited, model) for load in victims]
+    waited = (
+        f"{{}} has waited {format_duration(demand.oldest_wait_s)}, and no slot can be spared; this one was held for"
+    )
+    return [
+        _drain(load, "turn", f"{waited} {format_duration(autoscaler_input.now - load.instance.since)}", model)
+        for load in victims
+    ]
 
 
-def _drain(victim: InstanceLoad, cause: str, text: str, waiting: Model) -> Drain:
+def _evict(victim: InstanceLoad, why: str, demand: Demand, autoscaler_input: AutoscalerInput) -> Drain:
+    idle_s, reload_s = _idle_s(victim, autoscaler_input), victim.reload_s
+    text = f"idle for {format_duration(idle_s)}, {why}; to load it again takes {format_duration(reload_s)}"
+    return _drain(victim, "evict", text, demand.model, {"idle_s": idle_s, "reload_s": reload_s})
+
+
+def _drain(victim: InstanceLoad, cause: str, text: str, waiting: Model, figures: Figures | None = None) -> Drain:
     """``text`` names the waiting model as the victim's tenants may know it: they see why their own was drained."""
     name = waiting.name if victim.tenants == {tenant_of(waiting.name)} else "a model of another tenant"
-    return Drain(victim.instance.instance_id, Reason(cause, text.format(name)))
+    return Drain(victim.instance.instance_id, Reason(cause, text.format(name), figures or {}))
 
 
 def _role_takeover(

@@ -16,7 +16,7 @@ from cachetools import FIFOCache
 
 from torchrelay.common.liveness import EngineProgress, Liveness
 from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSizes
-from torchrelay.scheduler.policy.core import BOTH, Role, Roles, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles, StoreStatus, WorkerStatus
 
 _SUSPICION_S = 0.25  # reports sent before a fault may still arrive within this time
 _MAX_FENCED = 1024
@@ -43,6 +43,7 @@ class Membership:
     def __init__(self, fence_s: float) -> None:
         self._fence_s = fence_s
         self.workers: dict[str, WorkerStatus] = {}
+        self.free_workers: dict[str, WorkerStatus] = {}  # of these, those that say that their slot is free
         self.stores: dict[str, StoreStatus] = {}
         self.stores_by_host: dict[str, StoreStatus] = {}
         self._streaming: dict[str, str] = {}  # worker id -> incarnation whose stream is open
@@ -67,7 +68,7 @@ class Membership:
             self._streaming[worker.worker_id] = worker.incarnation
         elif old is not None and self._streaming.get(worker.worker_id) == worker.incarnation == old.incarnation:
             worker = replace(worker, slot=old.slot)
-        self.workers[worker.worker_id] = worker
+        self._put_worker(worker)
         self.sizes.worker(worker)
         self._end_suspicion(worker.worker_id)
         return worker
@@ -75,7 +76,7 @@ class Membership:
     def set_roles(self, worker_id: str, roles: Roles) -> None:
         """The worker has told so itself: its slot has these roles before its stream says it."""
         if worker := self.workers.get(worker_id):
-            self.workers[worker_id] = replace(worker, slot=replace(worker.slot, roles=roles))
+            self._put_worker(replace(worker, slot=replace(worker.slot, roles=roles)))
 
     def accept_store(self, store: StoreStatus) -> StoreStatus | None:
         if self._is_fenced(store.incarnation, store.seen_at):
@@ -84,6 +85,13 @@ class Membership:
         self.stores[store.store_id] = self.stores_by_host[store.host_id] = store
         self._store_liveness.setdefault(store.store_id, Liveness(store.seen_at)).heard(store.seen_at)
         return store
+
+    def _put_worker(self, worker: WorkerStatus) -> None:
+        self.workers[worker.worker_id] = worker
+        if worker.slot.phase is InstancePhase.FREE:
+            self.free_workers[worker.worker_id] = worker
+        else:
+            self.free_workers.pop(worker.worker_id, None)
 
     def beat_worker(self, worker_id: str, incarnation: str, progress: EngineProgress, now: float) -> bool:
         """A sign of life; it says nothing of the worker's load. Ignored if the worker is not present. True if it ends a
@@ -138,6 +146,7 @@ class Membership:
         self._suspect_since.pop(worker_id, None)
         self._liveness.pop(worker_id, None)
         worker = self.workers.pop(worker_id, None)
+        self.free_workers.pop(worker_id, None)
         self.sizes.worker_gone(worker_id, now)
         if worker is not None and gone:
             self._fence(worker.incarnation, now)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torchrelay.common.latency.latency_model import LatencyModel
+from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.storage_tiers import is_held_by_any, tier_of
@@ -31,7 +32,7 @@ from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
 
-_RETRY_AFTER_S = (1.0, 60.0)
+_LEAST_AHEAD_S = 1e-3  # of a queue that is full
 _SWEEP_S = 10.0  # for so long after a reason to refuse requests that wait, they are looked at: ticks may be late
 _EARLIER_PROMPTS_S = 60.0  # so long after a start, workers may have prompts that an earlier scheduler bound
 
@@ -79,10 +80,21 @@ def _ttft_target_s(config: PolicyConfig, service_class: ServiceClass) -> float:
 
 
 def _refuse_as_full(state: State, admission: Admission, model: Model, now: float) -> None:
-    retry_s = min(max(predicted_wait_s(state, model, now), _RETRY_AFTER_S[0]), _RETRY_AFTER_S[1])
+    retry_s = state.promises.promise_s(
+        model.version_id, _places_per_s(state, model, now), _first_load_left_s(state, model, now), now
+    )
     num_own = state.queues.num_of_tenant(model.version_id, admission.tenant)
-    message = f"The queue of {admission.model} is full (your requests in it: {num_own})."
+    own = f"your requests in it: {num_own}"
+    message = f"The queue of {admission.model} is full ({own}); a place is due in {format_duration(retry_s)}."
     refuse(state, admission, effects.RefusalReason.QUEUE_FULL, message, now, retry_s)
+
+
+def _places_per_s(state: State, model: Model, now: float) -> float:
+    """As measured of late, or else as predicted."""
+    measured = state.queues.places_per_s(model.version_id, now)
+    if measured is not None:
+        return measured
+    return max(state.queues.num_waiting(model.version_id), 1) / max(_prompts_ahead_s(state, model, now), _LEAST_AHEAD_S)
 
 
 def park(state: State, keys: Iterable[AttemptKey]) -> None:
@@ -386,8 +398,7 @@ def backlog_s(state: State, model: Model, now: float, num_left_out: int = 0) -> 
     """All prompts that wait for the version, here (but for so many tokens) and at its instances, in seconds of one of
     these; 0 without any.
     """
-    roster = state.rosters.of(model.version_id, lambda: _roster(state, model, now))
-    prefills = [entry for entry in roster if entry.plays_prefill]
+    prefills = _prefills(state, model, now)
     if not prefills:
         return 0.0
     bound_s = sum(entry.ahead_s(state.attempts.at(entry.instance_id).lane, now) for entry in prefills)
@@ -396,9 +407,24 @@ def backlog_s(state: State, model: Model, now: float, num_left_out: int = 0) -> 
 
 def predicted_wait_s(state: State, model: Model, now: float) -> float:
     """Until a request that arrives now gets its first token: load left, and the prompts ahead."""
-    roster = state.rosters.of(model.version_id, lambda: _roster(state, model, now))
-    prefills = [entry for entry in roster if entry.plays_prefill]
+    return _first_load_left_s(state, model, now) + _prompts_ahead_s(state, model, now)
+
+
+def _first_load_left_s(state: State, model: Model, now: float) -> float:
+    """Until an instance of the model can compute prompts."""
+    prefills = _prefills(state, model, now)
     if not prefills:
-        ahead_s = state.queues.num_prefill_tokens(model.version_id) / state.config.default_prefill_tokens_per_s
-        return state.config.slot_setup_s + model.pack_bytes / state.config.relay_bytes_per_s + ahead_s
-    return min(entry.load_left_s(now) for entry in prefills) + backlog_s(state, model, now) / len(prefills)
+        return state.config.slot_setup_s + model.pack_bytes / state.config.relay_bytes_per_s
+    return min(entry.load_left_s(now) for entry in prefills)
+
+
+def _prompts_ahead_s(state: State, model: Model, now: float) -> float:
+    prefills = _prefills(state, model, now)
+    if not prefills:
+        return state.queues.num_prefill_tokens(model.version_id) / state.config.default_prefill_tokens_per_s
+    return backlog_s(state, model, now) / len(prefills)
+
+
+def _prefills(state: State, model: Model, now: float) -> list[RosterEntry]:
+    roster = state.rosters.of(model.version_id, lambda: _roster(state, model, now))
+    return [entry for entry in roster if entry.plays_prefill]

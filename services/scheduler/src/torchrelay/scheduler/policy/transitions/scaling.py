@@ -74,6 +74,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         demands=tuple(_demand(state, model, now) for model in models) if settled else (),
         instance_loads=Loads(of_version, of_all, state.instances.workers),
         workers=membership.workers,
+        free_workers=membership.free_workers,
         stores=membership.stores_by_host,
         idle_timeouts_s={model.version_id: state.idle_timeout_s(model.version_id, now) for model in models},
         waited_for=frozenset(state.queues.versions) if settled else frozenset(),

@@ -1,0 +1,43 @@
+"""How quickly a queue that somebody waits in gives places free: measured between placements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_WINDOW_S = 10.0  # what is older counts half, and half again
+_MIN_PLACES = 16  # fewer say little, however long ago they were
+_LATE_S = 60.0  # after so long without a placement, others serve the queue
+
+
+@dataclass(slots=True)
+class PlaceRate:
+    """Counts only time in which somebody waits: an empty queue is as quick as its clients, not as its instances."""
+
+    _num_freed: float = 0.0
+    _during_s: float = 0.0
+    _last_at: float = 0.0  # of the last placement
+    _began_at: float | None = None  # the placement since which somebody has always waited
+
+    def take(self, now: float, *, is_last: bool) -> None:
+        """One is placed. ``is_last``: then nobody waits."""
+        if self._began_at is None:
+            self._began_at = now
+        elif now > self._began_at:  # those of the first instant had waited for an instance, or for nothing
+            if now > self._last_at and self._during_s > _WINDOW_S and self._num_freed > _MIN_PLACES:
+                self._during_s /= 2
+                self._num_freed /= 2
+            self._during_s += now - self._last_at
+            self._num_freed += 1
+        self._last_at = now
+        if is_last:
+            self._began_at = None
+
+    def emptied(self) -> None:
+        """Nobody waits any more."""
+        self._began_at = None
+
+    def per_s(self, now: float) -> float | None:
+        """Places per second, of a queue that is not empty. None: not known of late."""
+        if not self._num_freed or (self._began_at is None and now - self._last_at > _LATE_S):
+            return None
+        return self._num_freed / (self._during_s + (now - self._last_at if self._began_at is not None else 0.0))

@@ -1,0 +1,49 @@
+"""When refused clients may come back: each is promised a place of its own, after those that were refused before it."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from cachetools import LRUCache
+
+MIN_S, MAX_S = 1.0, 60.0
+_STEP_S = 0.1  # promises within it are counted together, so that their number bounds nothing but a count
+_MAX_VERSIONS = 4096
+
+
+@dataclass(slots=True)
+class _Promised:
+    """Those whose time has not come."""
+
+    num: int = 0
+    steps: list[int] = field(default_factory=list)  # a heap
+    num_at: Counter[int] = field(default_factory=Counter)  # by step
+
+    def add(self, at: float) -> None:
+        step = math.ceil(at / _STEP_S)
+        if step not in self.num_at:
+            heapq.heappush(self.steps, step)
+        self.num_at[step] += 1
+        self.num += 1
+
+    def expire(self, now: float) -> None:
+        while self.steps and self.steps[0] * _STEP_S <= now:
+            self.num -= self.num_at.pop(heapq.heappop(self.steps))
+
+
+class Promises:
+    """Of each version's queue."""
+
+    def __init__(self) -> None:
+        self._of: LRUCache[str, _Promised] = LRUCache(_MAX_VERSIONS)
+
+    def promise_s(self, version_id: str, places_per_s: float, load_left_s: float, now: float) -> float:
+        """After how many seconds the client refused now may come back. ``load_left_s``: until anything is served."""
+        promised = self._of.setdefault(version_id, _Promised())
+        promised.expire(now)
+        after_s = min(max(load_left_s + (promised.num + 1) / places_per_s, MIN_S), MAX_S)
+        promised.add(now + after_s)
+        return after_s
