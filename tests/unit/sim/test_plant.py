@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
 
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Role
+from torchrelay.scheduler.policy.core import Role, ServiceClass
 from torchrelay.scheduler.policy.effects import Effects, UnloadCommand
 from torchrelay.scheduler.policy.inputs import Admit, Due, FirstToken, Input, Tick
 from torchrelay.scheduler.policy.policy import Policy
@@ -148,3 +149,24 @@ def test_one_event_stands_for_what_is_due() -> None:
 def test_the_same_requests_give_the_same_run() -> None:
     found = requests("t/small", 50, 0.07)
     assert [each.ended_at for each in run(found)[1]] == [each.ended_at for each in run(found)[1]]
+
+
+def test_tenants_with_the_same_files_share_an_instance_and_its_time() -> None:
+    many = [replace(one, tenant="a", request_id=f"a{n}") for n, one in enumerate(requests("t/small", 100, 0.001, 8000))]
+    few = [replace(one, tenant="b", request_id=f"b{n}") for n, one in enumerate(requests("t/small", 3, 1.0, 8000))]
+    plant, outcomes = run(many + few, max_instances=1)
+    of = {tenant: [each.ttft_s for each in outcomes if each.request.tenant == tenant] for tenant in "ab"}
+    assert plant.spent.num_loads == 2, "prefill and decode, for both"
+    assert max(of["b"]) < max(of["a"]) / 4
+
+
+def test_batch_work_waits_for_the_others() -> None:
+    batch = [
+        replace(one, request_id=f"b{n}", service_class=ServiceClass.BATCH)
+        for n, one in enumerate(requests("t/small", 40, 0.001, 8000))
+    ]
+    others = [replace(one, arrives_at=0.1 + one.arrives_at) for one in requests("t/small", 10, 0.001, 8000)]
+    _, outcomes = run(batch + others, max_instances=1)
+    first = {each.request.request_id: each.first_token_at for each in outcomes}
+    last = max(first[one.request_id] for one in others)
+    assert sum(first[one.request_id] > last for one in batch) > 30

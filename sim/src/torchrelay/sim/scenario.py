@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrelay.common.latency.latency_model import LatencyModel
+from torchrelay.scheduler.policy.core import ServiceClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,9 @@ class Request:
     model: str
     num_prompt_tokens: int
     num_output_tokens: int
-    tenant: str = "tenant"
+    tenant: str = ""  # who uploaded the same files; none: the model's own
+    service_class: ServiceClass = ServiceClass.STANDARD
+    weight: float = 1.0  # of its tenant
 
     @property
     def max_tokens(self) -> int:

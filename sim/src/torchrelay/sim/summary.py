@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchrelay.sim.plant import Spent
 from torchrelay.sim.scenario import RequestOutcome, ServedModel
+from torchrelay.sim.spent import Spent
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from torchrelay.scheduler.policy.core import Instance, InstancePhase, StoreStatu
 from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects, RefusalReason
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.transitions import admissions, loads, relays, replication, scaling
 
 _GONE = Reason("worker_gone", "its worker's process is gone")
@@ -26,10 +27,12 @@ _STOPPED = Reason("worker_stopped", "its worker shut down")
 
 
 class Policy:
-    """``new_id`` makes instance ids."""
+    """``new_id`` makes instance ids; ``strategies``: the scheduler's own, unless it is to decide as another system."""
 
-    def __init__(self, config: PolicyConfig, new_id: Callable[[], str], now: float) -> None:
-        self.state = State.fresh(config, new_id, now)
+    def __init__(
+        self, config: PolicyConfig, new_id: Callable[[], str], now: float, strategies: Strategies | None = None
+    ) -> None:
+        self.state = State.fresh(config, new_id, now, strategies or Strategies())
 
     def apply(self, input_: inputs.Input, now: float) -> Effects:
         """Applies one input at ``now``; returns everything that has to be done."""

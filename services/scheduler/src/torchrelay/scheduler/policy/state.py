@@ -29,6 +29,7 @@ from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.links import Links
 from torchrelay.scheduler.policy.relay.transfers import Transfers
 from torchrelay.scheduler.policy.replication.replication_state import ReplicationState
+from torchrelay.scheduler.policy.strategies import Strategies
 
 _MAX_MODELS = 4096
 _MAX_REQUESTS_WITHOUT_TOKEN = 4096
@@ -46,6 +47,7 @@ class State:
     load_progress: LoadProgress
     gateways: GatewaySessions
     membership: Membership
+    strategies: Strategies = field(default_factory=Strategies)
     promises: Promises = field(default_factory=Promises)
     instances: Instances = field(default_factory=Instances)
     attempts: OpenAttempts = field(default_factory=OpenAttempts)
@@ -69,12 +71,12 @@ class State:
     unserved_since: float | None = None  # since when no model can be loaded; None: one can
 
     @classmethod
-    def fresh(cls, config: PolicyConfig, new_id: Callable[[], str], now: float) -> State:
+    def fresh(cls, config: PolicyConfig, new_id: Callable[[], str], now: float, strategies: Strategies) -> State:
         queues = AdmissionQueues(config.queue_limit, config.queue_limit_total)
         gateways, membership = GatewaySessions(config.gateway_grace_s), Membership(config.fence_s)
         links = Links(config.link_cap_bytes_per_s)
         failures, progress = LoadFailures(config), LoadProgress()
-        state = cls(config, new_id, now, queues, failures, progress, gateways, membership, links=links)
+        state = cls(config, new_id, now, queues, failures, progress, gateways, membership, strategies, links=links)
         state.instances = Instances(on_change=state.rosters.forget)
         return state
 

@@ -27,7 +27,7 @@ from torchrelay.scheduler.policy.core import (
 )
 from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
-from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
+from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
@@ -271,7 +271,7 @@ def _place_version(state: State, version_id: str, now: float) -> None:
     roster = state.rosters.of(version_id, lambda: _roster(state, model, now))
     too_large: list[AttemptKey] = []
     while roster and (admission := state.queues.next(version_id, now)) is not None:
-        found = place(
+        found = state.strategies.place(
             admission,
             model,
             _candidates(state, admission, model, roster, now),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchrelay.scheduler.planning import TransferEdge, plan
+from torchrelay.scheduler.planning import TransferEdge
 from torchrelay.scheduler.policy.core import REMOTE, CopyCause, PackCopy, StoreStatus
 from torchrelay.scheduler.policy.effects import Hop, RerouteCommand
 from torchrelay.scheduler.policy.reasons import NO_REASON, Reason
@@ -33,7 +33,7 @@ def plan_relay(
     """
     stores = state.membership.stores
     whole = state.membership.whole_holders(pack_id)
-    edges = plan(
+    edges = state.strategies.plan(
         whole,
         _receiving(state, pack_id, whole),
         store_ids,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchrelay.scheduler.policy.core import Instance, Model, StoreStatus
 from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand
 from torchrelay.scheduler.policy.reasons import Reason
-from torchrelay.scheduler.policy.replication.repair import CopyOrder, PackDemand, ReplicationInput, repair
+from torchrelay.scheduler.policy.replication.repair import CopyOrder, PackDemand, ReplicationInput
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import relays
 from torchrelay.scheduler.policy.transitions.transfer_outcomes import record_copy_event
@@ -20,7 +20,7 @@ def replicate(state: State, now: float) -> None:
     for instance in state.instances:
         if instance.staying and (model := _model_of(state, instance)):
             replication_state.recent_packs.note(model, now)
-    plan = repair(_replication_input(state, now), config)
+    plan = state.strategies.repair(_replication_input(state, now), config)
     recent = {use.model.pack_id for use in replication_state.recent_packs if use.last_used >= now - config.recent_s}
     replication_state.settled = (replication_state.settled & recent) | plan.settled
     replication_state.num_short = plan.num_short

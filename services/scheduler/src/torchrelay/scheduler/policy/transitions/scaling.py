@@ -16,7 +16,6 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     SetRoles,
     Wake,
 )
-from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
@@ -36,6 +35,7 @@ _SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict", "share": "s
 def scale(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
     """Turns decisions into commands: on the whole cluster, or on what these versions need."""
     is_complete = version_ids is None
+    decide = state.strategies.decide
     for action in decide(autoscaler_input(state, now, version_ids), state.config, is_complete=is_complete):
         match action:
             case Wake():

@@ -1,0 +1,250 @@
+"""The scheduler against ServerlessLLM, BlitzScale, DistServe, AllCache and a clairvoyant, in virtual time.
+
+Each half of a trace is brought to half of the cluster's capacity, its arrivals divided among twelve models by a Zipf
+law. Each system is tuned by the same grid on one half and scored on the other. The systems' docstrings
+(sim/src/torchrelay/sim/policies) say what is modelled of each.
+
+Without ``--tune`` and ``--score``, each trace of ``--traces`` is split in halves; where that folder is missing, a trace
+is generated from the seed, and ``conditions`` say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.report import Check, finish, progress
+from torchrelay.sim.fleets import CLUSTER_A, CLUSTER_B, twelve_models
+from torchrelay.sim.policies.setup import Knobs
+from torchrelay.sim.policies.systems import SYSTEMS
+from torchrelay.sim.scenario import Fleet, Request
+from torchrelay.sim.summary import Summary, summarize
+from torchrelay.sim.traces import Arrival, halves, read_trace, requests_of
+
+TRACES = Path(__file__).parents[2] / "shared" / "traces"
+FLEETS: Mapping[str, Fleet] = {"A": CLUSTER_A, "B": CLUSTER_B}
+MODELS = twelve_models()
+ZIPF, SEED = 1.0, 1
+SETTLE_S = 30.0  # for what is loaded at the start
+EQUAL = 0.99  # so much of an attainment or a price is as much
+GRID = [Knobs(idle_s, number) for idle_s in (10.0, 40.0, 160.0) for number in (4, 16)]
+QUICK_GRID = [Knobs(10.0, 4), Knobs(60.0, 16)]
+RIVALS = {
+    "oracle": ["clairvoyant"],
+    "serverlessllm": ["serverlessllm"],
+    "blitz": ["blitzscale_min0", "blitzscale_min1"],
+    "distserve": ["distserve_mean", "distserve_peak"],
+    "allcache": ["all_cache"],
+}
+GPU_BOUNDS = {"oracle": 1.3, "serverlessllm": 0.8, "blitz": 0.9, "distserve": 0.7}
+P95_BOUNDS = {"serverlessllm": 0.5, "allcache": 1.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trace on a cluster: the requests to tune on, and those to score on."""
+
+    trace: str
+    fleet: str
+    tune: Sequence[Request]
+    score: Sequence[Request]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One setting of a system, and what it made of the half that systems are tuned on."""
+
+    system: str
+    knobs: Knobs
+    summary: Summary
+
+
+@dataclass(frozen=True)
+class Comparison:
+    name: str
+    ratio: float
+    text: str
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a minute of each half of one trace, and a grid of two")
+    parser.add_argument("--traces", type=Path, default=TRACES, help="a folder of CSV files (%(default)s)")
+    parser.add_argument("--tune", type=Path, help="a trace to tune on, with --score")
+    parser.add_argument("--score", type=Path, help="a trace to score on, with --tune")
+    parser.add_argument("--seconds", type=float, help="of each half (300; quick: 60)")
+    parser.add_argument("--out", type=Path, help="a folder for the table of all runs and the tuned parameters")
+    found = parser.parse_args()
+    if (found.tune is None) != (found.score is None):
+        parser.error("--tune and --score go together")
+    return found
+
+
+def traces(options: argparse.Namespace) -> dict[str, tuple[list[Arrival], list[Arrival]]]:
+    if options.tune:
+        return {f"{options.tune.stem}, {options.score.stem}": (read_trace(options.tune), read_trace(options.score))}
+    files = sorted(options.traces.glob("*.csv"))
+    if files:
+        return {file.stem: halves(read_trace(file)) for file in files}
+    return {"generated": halves(generated(SEED))}
+
+
+def generated(seed: int) -> list[Arrival]:
+    """Bursts of ten seconds, one or two in a minute, over a steady trickle."""
+    random_ = random.Random(seed)
+    arrivals, at = [], 0.0
+    while at < 1200.0:
+        at += random_.expovariate(8.0 if at % 45.0 < 10.0 else 1.0)
+        num_prompt, num_output = random_.lognormvariate(6.9, 1.0), random_.lognormvariate(4.5, 0.8)
+        arrivals.append(Arrival(at, min(int(num_prompt) + 1, 8000), min(int(num_output) + 1, 1000)))
+    return arrivals
+
+
+def requests(arrivals: Sequence[Arrival], fleet: Fleet, seconds: float, seed: int) -> list[Request]:
+    """As many as take half of the slots of the size that is scarcest, by the time that prompts and answers compute."""
+    begin = arrivals[0].at
+    part = [replace(one, at=one.at - begin) for one in arrivals if one.at < begin + seconds]
+    weights = [1 / rank**ZIPF for rank in range(1, len(MODELS) + 1)]
+    batch = 16
+    taken_s: dict[int, float] = {}
+    for model, weight in zip(MODELS, weights, strict=True):
+        token_s = model.latency.tbt_s(batch, 1000 * batch) / batch
+        work_s = sum(
+            one.num_prompt_tokens / model.prefill_tokens_per_s + one.num_output_tokens * token_s for one in part
+        )
+        taken_s[model.num_devices] = taken_s.get(model.num_devices, 0.0) + weight / sum(weights) * work_s
+    copies = min(
+        0.5 * seconds * fleet.num_hosts * fleet.groups.count(size) / work_s for size, work_s in taken_s.items()
+    )
+    return requests_of(part, MODELS, copies, ZIPF, seed)
+
+
+def run(case: Case, system: str, knobs: Knobs, is_score: bool) -> Summary:
+    setup = SYSTEMS[system](FLEETS[case.fleet], MODELS, knobs, case.tune)
+    plant = setup.plant(MODELS)
+    outcomes = plant.run(case.score if is_score else case.tune, SETTLE_S)
+    return summarize(outcomes, plant.served, plant.at_last_arrival)
+
+
+def cheapest(settings: Sequence[Tuned], attainment: float) -> Tuned:
+    enough = [one for one in settings if one.summary.attainment >= EQUAL * attainment]
+    return min(enough, key=lambda one: one.summary.device_s)
+
+
+def best_attainment(settings: Sequence[Tuned]) -> float:
+    return max(one.summary.attainment for one in settings)
+
+
+def compare(case: Case, tuned: Sequence[Tuned]) -> list[Comparison]:
+    @cache
+    def scored(one: Tuned) -> Summary:
+        return run(case, one.system, one.knobs, True)
+
+    where = f"{case.trace} on {case.fleet}"
+    ours = [one for one in tuned if one.system == "ours"]
+    found = []
+    for rival in GPU_BOUNDS:
+        others = [one for one in tuned if one.system in RIVALS[rival]]
+        both_attain = min(best_attainment(ours), best_attainment(others))
+        mine, other = scored(cheapest(ours, both_attain)), scored(cheapest(others, both_attain))
+        ratio = _ratio(mine.device_s, other.device_s)
+        text = f"{where}: {ratio:.3f}, attained {mine.attainment:.3f} and {other.attainment:.3f}"
+        is_equal = mine.attainment >= EQUAL * other.attainment  # else it is no price of the same
+        found.append(Comparison(f"gpu_over_{rival}", ratio if is_equal else math.nan, text))
+    for rival in P95_BOUNDS:
+        others = [one for one in tuned if one.system in RIVALS[rival]]
+        chosen = min(others, key=lambda one: (one.summary.ttft_p95_s, one.summary.device_s))
+        affordable = [one for one in ours if one.summary.device_s * EQUAL <= chosen.summary.device_s]
+        other = scored(chosen)
+        if not affordable:
+            least = min(one.summary.device_s for one in ours)
+            text = (
+                f"{where}: no setting of ours takes so little, {least:.0f} over {chosen.summary.device_s:.0f} device s"
+            )
+            found.append(Comparison(f"p95_over_{rival}", math.nan, text))
+            continue
+        mine = scored(min(affordable, key=lambda one: one.summary.ttft_p95_s))
+        text = f"{where}: {mine.ttft_p95_s:.2f} s and {other.ttft_p95_s:.2f} s"
+        found.append(Comparison(f"p95_over_{rival}", _ratio(mine.ttft_p95_s, other.ttft_p95_s), text))
+    existing = [one for one in tuned if one.system != "clairvoyant"]
+    best = cheapest(existing, best_attainment(existing))
+    mine, other = scored(cheapest(ours, best_attainment(ours))), scored(best)
+    text = f"{where}: {mine.attainment:.3f}, {best.system} {other.attainment:.3f}"
+    found.append(Comparison("attainment_over_best", _ratio(mine.attainment, other.attainment), text))
+    return found
+
+
+def _ratio(mine: float, other: float) -> float:
+    return mine / other if math.isfinite(mine) and math.isfinite(other) and other else math.nan
+
+
+def solve(case: Case, grid: Sequence[Knobs]) -> tuple[Case, list[Tuned], list[Comparison]]:
+    tuned = [Tuned(system, knobs, run(case, system, knobs, False)) for system in SYSTEMS for knobs in grid]
+    return case, tuned, compare(case, tuned)
+
+
+def worst(name: str, found: Sequence[Comparison], key: Callable[[Sequence[float]], float]) -> tuple[float, str]:
+    of_name = [one for one in found if one.name == name]
+    if unknown := [one for one in of_name if math.isnan(one.ratio)]:
+        return math.nan, unknown[0].text
+    value = key([one.ratio for one in of_name])
+    return value, next(one.text for one in of_name if one.ratio == value)
+
+
+def main() -> None:
+    options = arguments()
+    seconds = options.seconds or (60.0 if options.quick else 300.0)
+    grid = QUICK_GRID if options.quick else GRID
+    cases = [
+        Case(
+            name, fleet, requests(tune, FLEETS[fleet], seconds, SEED), requests(score, FLEETS[fleet], seconds, SEED + 1)
+        )
+        for name, (tune, score) in list(traces(options).items())[-1 if options.quick else None :]
+        for fleet in FLEETS
+    ]
+    found: list[Comparison] = []
+    rows = []
+    with ProcessPoolExecutor() as pool:
+        for case, tuned, comparisons in pool.map(solve, cases, [grid] * len(cases)):
+            progress(
+                f"{case.trace} on {case.fleet}: {len(case.tune)} requests to tune on, {len(case.score)} to score on"
+            )
+            for one in tuned:
+                knobs, summary = one.knobs, one.summary
+                progress(
+                    f"  {one.system:<16} {knobs.idle_timeout_s:>5g} s, {knobs.requests_per_instance:>2} each: attained "
+                    f"{summary.attainment:.3f}, P95 {summary.ttft_p95_s:7.2f} s, {summary.device_s:6.0f} device s"
+                )
+                rows.append({"trace": case.trace, "fleet": case.fleet, **asdict(one)})
+            for comparison in comparisons:
+                progress(f"  {comparison.name:<24} {comparison.ratio:6.3f}  {comparison.text}")
+            found += comparisons
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        table = {"seed": SEED, "zipf": ZIPF, "tuned": rows, "scored": [asdict(one) for one in found]}
+        (options.out / "simulate.json").write_text(json.dumps(table, indent=1))
+    checks = []
+    for rival, bound in GPU_BOUNDS.items():
+        value, text = worst(f"gpu_over_{rival}", found, max)
+        checks.append(Check(f"gpu_over_{rival}", value, "", bound, text))
+    for rival, bound in P95_BOUNDS.items():
+        value, text = worst(f"p95_over_{rival}", found, max)
+        checks.append(Check(f"p95_over_{rival}", value, "", bound, text))
+    value, text = worst("attainment_over_best", found, min)
+    checks.append(Check("attainment_over_best", value, "", EQUAL, text, at_least=True))
+    names = sorted({case.trace for case in cases})
+    finish("simulate", {"quick": options.quick, "seconds": seconds, "seed": SEED, "traces": names}, checks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The simulated gateway: requests of tenants, and the attempts at them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torchrelay.scheduler.policy import effects, inputs
+from torchrelay.scheduler.policy.core import Admission, AttemptKey, Model, Placement, ServiceClass
+from torchrelay.scheduler.policy.prediction import Outcome
+from torchrelay.sim.engine import Decoding, Prompt
+from torchrelay.sim.events import Event, EventQueue
+from torchrelay.sim.scenario import Fleet, Request, RequestOutcome, ServedModel
+from torchrelay.sim.scheduler import RPC_S, SimulatedScheduler
+from torchrelay.sim.workers import SimulatedWorkers
+
+_GATEWAY = "gateway"
+_KV_FIXED_S = 0.002  # offer, reservation and the last layer's KV
+_KV_LEFT = 0.05  # of the KV is still to be sent when the prompt is computed: layers stream while later ones are
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """One attempt at a request, from its placement on."""
+
+    outcome: RequestOutcome
+    key: AttemptKey
+    placement: Placement
+    placed_at: float
+    num_forced: int = 0  # tokens that earlier attempts have given
+    job: Prompt | Decoding | None = None  # what runs now
+    kv_event: Event | None = None
+    computed_at: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.placement.needs_kv_transfer
+
+
+class SimulatedGateway:
+    def __init__(
+        self,
+        events: EventQueue,
+        fleet: Fleet,
+        served: Mapping[str, ServedModel],
+        models: Mapping[str, Model],
+        scheduler: SimulatedScheduler,
+        workers: SimulatedWorkers,
+    ) -> None:
+        self._events, self._fleet, self._served, self._models = events, fleet, served, models
+        self._scheduler, self._workers = scheduler, workers
+        self.outcomes: list[RequestOutcome] = []
+        self._open: dict[AttemptKey, RequestOutcome] = {}
+        self._forced: dict[AttemptKey, int] = {}
+        self._running: dict[AttemptKey, _Attempt] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._open or self._running)
+
+    def connect(self) -> None:
+        self._scheduler.apply(inputs.GatewayConnected(_GATEWAY))
+
+    def arrive(self, request: Request) -> None:
+        outcome = RequestOutcome(replace(request, arrives_at=self._events.now))
+        self.outcomes.append(outcome)
+        self._admit(outcome, AttemptKey(request.request_id, 1), 0)
+
+    def _admit(self, outcome: RequestOutcome, key: AttemptKey, num_forced: int) -> None:
+        request, model = outcome.request, self._models[outcome.request.model]
+        name = f"{request.tenant}/{model.name.partition('/')[2]}" if request.tenant else model.name
+        is_batch = request.service_class is ServiceClass.BATCH
+        served = self._served[model.name]
+        admission = Admission(
+            key=key,
+            gateway_id=_GATEWAY,
+            version_id=model.version_id,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_forced_tokens=num_forced,
+            max_tokens=request.max_tokens,
+            num_choices=1,
+            admitted_at=self._events.now,
+            model=name,
+            service_class=request.service_class,
+            ttft_target_s=0.0 if is_batch else served.ttft_target_s(request.num_prompt_tokens),
+            weight=request.weight,
+        )
+        self._open[key], self._forced[key] = outcome, num_forced
+        self._scheduler.apply(inputs.Admit(admission, replace(model, name=name)))
+
+    def answered(self, answer: effects.Answer) -> None:
+        match answer:
+            case effects.Placed():
+                self._events.after(RPC_S, partial(self._start, answer.placement))
+            case effects.AdmissionRefused():
+                if (outcome := self._open.pop(answer.key, None)) is not None:
+                    outcome.is_refused = True
+            case effects.Waiting():
+                pass
+
+    def _start(self, placement: Placement) -> None:
+        """Opens the attempt at both workers."""
+        key = placement.key
+        outcome = self._open.pop(key, None)
+        if outcome is None:
+            return
+        now = self._events.now
+        attempt = _Attempt(outcome, key, placement, now, self._forced.pop(key))
+        outcome.placed_at = outcome.placed_at or now
+        outcome.was_cold = outcome.was_cold or placement.cold
+        outcome.predicted_ttft_s = outcome.predicted_ttft_s or placement.predicted.ttft_s
+        self._running[key] = attempt
+        refs = (placement.prefill, placement.decode)
+        if not all(self._workers.of[ref.worker_id].takes(ref.instance_id) for ref in refs):
+            self._fail(attempt)
+            return
+        for ref in refs:
+            self._workers.of[ref.worker_id].attempts[key] = partial(self._fail, attempt)
+        prefill = self._workers.of[placement.prefill.worker_id]
+        assert prefill.engine is not None
+        num_tokens = outcome.request.num_prompt_tokens + attempt.num_forced
+        attempt.job = Prompt(max(num_tokens, 1), partial(self._computed, attempt))
+        prefill.engine.prefill(attempt.job)
+
+    def _computed(self, attempt: _Attempt) -> None:
+        """The prompt's first token is there."""
+        outcome, now = attempt.outcome, self._events.now
+        outcome.first_token_at = outcome.first_token_at or now + RPC_S
+        attempt.job, attempt.computed_at = None, now
+        self._scheduler.soon(inputs.FirstToken(attempt.key))
+        if outcome.request.num_output_tokens - attempt.num_forced <= 1:
+            self._end(attempt)
+            return
+        if attempt.is_whole:
+            self._decode(attempt)
+            return
+        num_tokens = outcome.request.num_prompt_tokens + attempt.num_forced
+        kv_bytes = num_tokens * self._served[outcome.request.model].kv_bytes_per_token
+        source = self._workers.of[attempt.placement.prefill.worker_id].store
+        target = self._workers.of[attempt.placement.decode.worker_id].store
+        rate = self._fleet.device_bytes_per_s if source is target else self._fleet.nic_bytes_per_s
+        attempt.kv_event = self._events.after(_KV_FIXED_S + _KV_LEFT * kv_bytes / rate, partial(self._decode, attempt))
+
+    def _decode(self, attempt: _Attempt) -> None:
+        attempt.kv_event = None
+        request, worker = attempt.outcome.request, self._workers.of[attempt.placement.decode.worker_id]
+        if not attempt.is_whole:
+            self._workers.leave(attempt.placement.prefill.worker_id, attempt.key)
+        assert worker.engine is not None
+        left = request.num_output_tokens - attempt.num_forced - 1
+        attempt.job = Decoding(request.num_prompt_tokens + attempt.num_forced + 1, left, partial(self._end, attempt))
+        worker.engine.decode(attempt.job)
+
+    def _end(self, attempt: _Attempt) -> None:
+        now, placement = self._events.now, attempt.placement
+        attempt.outcome.ended_at = now + RPC_S
+        self._running.pop(attempt.key, None)
+        for ref in (placement.prefill, placement.decode):
+            self._workers.leave(ref.worker_id, attempt.key)
+        num_steps = attempt.outcome.request.num_output_tokens - attempt.num_forced - 1
+        decode_s = now - attempt.computed_at
+        outcome = Outcome(
+            ttft_s=attempt.computed_at - attempt.placed_at,
+            tbt_s=decode_s / num_steps if num_steps > 0 else None,
+            ended_at=now,
+            num_output_tokens=attempt.outcome.request.num_output_tokens - attempt.num_forced,
+        )
+        self._scheduler.soon(inputs.Release(attempt.key, True, outcome))
+
+    def _fail(self, attempt: _Attempt) -> None:
+        """The attempt is over without its end: another one is asked for, which continues it."""
+        self._running.pop(attempt.key, None)
+        given = attempt.num_forced + (attempt.computed_at > 0)
+        if attempt.kv_event is not None:
+            attempt.kv_event.cancel()
+        for ref in (attempt.placement.prefill, attempt.placement.decode):
+            worker = self._workers.of[ref.worker_id]
+            if attempt.key in worker.attempts and worker.engine is not None and attempt.job is not None:
+                if isinstance(attempt.job, Decoding) and ref is attempt.placement.decode:
+                    given += worker.engine.num_tokens_done(attempt.job)
+                worker.engine.cancel(attempt.job)
+            self._workers.leave(ref.worker_id, attempt.key)
+        self._scheduler.apply(inputs.Release(attempt.key, given > attempt.num_forced))
+        attempt.outcome.num_attempts += 1
+        key = AttemptKey(attempt.key.request_id, attempt.key.attempt + 1)
+        self._admit(attempt.outcome, key, min(given, attempt.outcome.request.num_output_tokens - 1))

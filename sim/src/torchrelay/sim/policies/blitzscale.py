@@ -1,0 +1,33 @@
+"""Like BlitzScale (Zhang et al., OSDI 2025), with at least one instance of each model, or none.
+
+Modelled: its variant in which one instance computes prompts and decodes; instances by the number of requests, up at
+once; weights by serial chains of hosts over the network; one copy of each model is kept in the RAM of the cluster. Not
+modelled: live scaling, in which a loading instance computes its first layers for one that is overloaded, multicast
+between the devices of a host, and its variant with prefill and decode apart, which takes slots that these clusters do
+not have. Requests are placed and bound by our own prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.sim.plant import policy_model
+from torchrelay.sim.policies.count_scaling import CountScaling
+from torchrelay.sim.policies.relay_plans import by_chain
+from torchrelay.sim.policies.setup import Knobs, Setup, one_copy_each
+from torchrelay.sim.scenario import Fleet, Request, ServedModel
+
+
+def blitzscale_min1(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:
+    return _setup(fleet, models, knobs, CountScaling([policy_model(model) for model in models]))
+
+
+def blitzscale_min0(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:
+    return _setup(fleet, models, knobs, CountScaling())
+
+
+def _setup(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, decide: CountScaling) -> Setup:
+    config = replace(knobs.config(), recent_copies=1)
+    return Setup(config, fleet, Strategies(decide=decide, plan=by_chain), one_copy_each(fleet, models))

@@ -1,0 +1,106 @@
+"""Like DistServe (Zhong et al., OSDI 2024): prefill and decode apart, in numbers that are fixed beforehand.
+
+Modelled: for each model as many prefill and decode instances as the requests it is tuned on need, on average or in
+their busiest ten seconds; all are loaded at the start and stay. Hosts are added until each has its slots: its price is
+the devices that it holds, and its RAM is not counted as it would be. Not modelled: its search over parallelism (groups
+of devices are given), and placement that keeps KV within a host. Requests are placed and bound by our own prediction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput, Wake
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import Model, Role
+from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.sim.plant import policy_model
+from torchrelay.sim.policies.count_scaling import free_workers
+from torchrelay.sim.policies.relay_plans import from_disk, no_copies
+from torchrelay.sim.policies.setup import Knobs, Setup, all_everywhere
+from torchrelay.sim.scenario import Fleet, Request, ServedModel
+
+_WINDOW_S = 10.0
+_USE = 0.7  # of an instance's time, so that prompts wait little
+
+
+@dataclass(frozen=True)
+class StaticInstances:
+    """``numbers``: of prefill and of decode instances; ``num_workers``: before all are there, nothing is loaded."""
+
+    numbers: Sequence[tuple[Model, int, int]]
+    num_workers: int
+
+    def __call__(
+        self, autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True
+    ) -> tuple[Action, ...]:
+        if not is_complete or len(autoscaler_input.workers) < self.num_workers:
+            return ()
+        free = free_workers(autoscaler_input)
+        actions: list[Action] = []
+        for model, num_prefill, num_decode in self.numbers:
+            own = autoscaler_input.of(model)
+            have = Counter(role for load in own for role in load.instance.target_roles)
+            missing = [max(num_prefill - have[Role.PREFILL], 0), max(num_decode - have[Role.DECODE], 0)]
+            if any(missing):
+                chosen = assign(free_slots(model, free.values(), autoscaler_input.stores, frozenset()), *missing)
+                for one in chosen:
+                    del free[one.worker_id]
+                actions += [Wake(model, chosen, Reason("growth", "as planned"))] if chosen else []
+        return tuple(actions)
+
+
+def distserve_mean(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:
+    return _setup(fleet, models, knobs, _rates(tuned_on, is_peak=False))
+
+
+def distserve_peak(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:
+    return _setup(fleet, models, knobs, _rates(tuned_on, is_peak=True))
+
+
+def _setup(
+    fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, rates: Mapping[str, tuple[float, float]]
+) -> Setup:
+    numbers = {model: _numbers(model, *rates.get(model.name, (0.0, 0.0)), knobs) for model in models}
+    needed = Counter[int]()
+    for model, (num_prefill, num_decode) in numbers.items():
+        needed[model.num_devices] += num_prefill + num_decode
+    of_host = Counter(fleet.groups)
+    num_hosts = max(fleet.num_hosts, *(math.ceil(number / of_host[size]) for size, number in needed.items()))
+    of_models = [(policy_model(model), *both) for model, both in numbers.items()]
+    decide = StaticInstances(of_models, num_hosts * len(fleet.groups))
+    enlarged = replace(
+        fleet, num_hosts=num_hosts, arena_bytes=max(fleet.arena_bytes, sum(m.pack_bytes for m in models))
+    )
+    held = all_everywhere(enlarged, models)  # so that the start does not wait for disks
+    return Setup(knobs.config(), enlarged, Strategies(decide=decide, plan=from_disk, repair=no_copies), held)
+
+
+def _numbers(model: ServedModel, prompt_rate: float, answer_rate: float, knobs: Knobs) -> tuple[int, int]:
+    """``prompt_rate``, ``answer_rate``: tokens per second. An instance decodes so many requests at once."""
+    batch = knobs.requests_per_instance
+    decode_s = model.latency.tbt_s(batch, 1000 * batch) / batch
+    num_prefill = math.ceil(prompt_rate / model.prefill_tokens_per_s / _USE)
+    return max(num_prefill, 1), max(math.ceil(answer_rate * decode_s / _USE), 1)
+
+
+def _rates(requests: Sequence[Request], *, is_peak: bool) -> dict[str, tuple[float, float]]:
+    """By model: tokens of prompts and of answers per second, in the window with most, or over the whole time."""
+    if not requests:
+        return {}
+    end = max(request.arrives_at for request in requests)
+    width = _WINDOW_S if is_peak else max(end, _WINDOW_S)
+    tokens: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
+    for request in requests:
+        of_window = tokens[request.model][min(int(request.arrives_at / width), int(end / width) if is_peak else 0)]
+        of_window[0] += request.num_prompt_tokens
+        of_window[1] += request.num_output_tokens
+    return {
+        model: (max(one[0] for one in windows.values()) / width, max(one[1] for one in windows.values()) / width)
+        for model, windows in tokens.items()
+    }

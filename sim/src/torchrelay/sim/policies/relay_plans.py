@@ -1,0 +1,54 @@
+"""How packs get to hosts elsewhere: from the disk of each, or by a chain. They predict no rates."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torchrelay.scheduler.planning import REMOTE, Node, ReceiveProgress, TransferEdge
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan
+
+
+def from_disk(
+    whole: Sequence[str],
+    receiving: Sequence[str],
+    targets: Sequence[str],
+    *,
+    nodes: Mapping[str, Node] | None = None,
+    arriving: Mapping[str, ReceiveProgress] | None = None,
+    live: Collection[str] = (),
+    num_bytes: float = 0.0,
+) -> tuple[TransferEdge, ...]:
+    """Each host from its own RAM, else from its own disk: nothing is relayed."""
+    return tuple(_edge(target, REMOTE, whole, receiving) for target in dict.fromkeys(targets))
+
+
+def by_chain(
+    whole: Sequence[str],
+    receiving: Sequence[str],
+    targets: Sequence[str],
+    *,
+    nodes: Mapping[str, Node] | None = None,
+    arriving: Mapping[str, ReceiveProgress] | None = None,
+    live: Collection[str] = (),
+    num_bytes: float = 0.0,
+) -> tuple[TransferEdge, ...]:
+    """One serial chain: each host follows the one that began before it, the first one a whole copy or its disk."""
+    tail = (*receiving[-1:], *whole[:1], REMOTE)[0]
+    edges = []
+    for target in dict.fromkeys(targets):
+        edge = _edge(target, tail, whole, receiving)
+        tail = tail if edge.already_there else target
+        edges.append(edge)
+    return tuple(edges)
+
+
+def _edge(target: str, source: str, whole: Sequence[str], receiving: Sequence[str]) -> TransferEdge:
+    sources = (REMOTE,) if source in (REMOTE, target) else (source, REMOTE)
+    is_whole = target in whole
+    return TransferEdge(target, sources, already_there=is_whole or target in receiving, whole=is_whole)
+
+
+def no_copies(replication_input: ReplicationInput, config: PolicyConfig) -> ReplicationPlan:
+    """Packs are in RAM where instances were loaded, until their room is needed."""
+    return ReplicationPlan((), {}, frozenset(), 0)

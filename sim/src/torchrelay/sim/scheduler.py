@@ -1,0 +1,53 @@
+"""The policy in virtual time: its inputs, and the call that it asked for by ``next_due``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from torchrelay.scheduler.policy import effects, inputs
+from torchrelay.sim.events import Event, EventQueue
+
+RPC_S = 0.001  # one way: a call, an answer, a report
+_TICK_S = 0.1
+
+
+class SimulatedPolicy(Protocol):
+    def apply(self, input_: inputs.Input, now: float) -> effects.Effects: ...
+    def next_due(self) -> float: ...
+
+
+class SimulatedScheduler:
+    """``carry_out`` gets all effects."""
+
+    def __init__(
+        self, policy: SimulatedPolicy, events: EventQueue, carry_out: Callable[[effects.Effects], None]
+    ) -> None:
+        self.policy = policy
+        self._events, self._carry_out = events, carry_out
+        self._due_at = math.inf
+        self._due_event: Event | None = None
+
+    def apply(self, input_: inputs.Input) -> None:
+        self._carry_out(self.policy.apply(input_, self._events.now))
+        due = self.policy.next_due()
+        if due < self._due_at:
+            if self._due_event is not None:
+                self._due_event.cancel()
+            self._due_at = due
+            self._due_event = self._events.at(due, self._due)
+
+    def soon(self, input_: inputs.Input) -> None:
+        """The input arrives after one call's time."""
+        self._events.after(RPC_S, partial(self.apply, input_))
+
+    def tick(self) -> None:
+        """Now, and from now on."""
+        self.apply(inputs.Tick())
+        self._events.after(_TICK_S, self.tick)
+
+    def _due(self) -> None:
+        self._due_at = math.inf
+        self.apply(inputs.Due())

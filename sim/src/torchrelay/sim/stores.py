@@ -1,0 +1,193 @@
+"""Simulated stores: the arena of a host, and relays into it over shared links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from torchrelay.scheduler.policy import effects, inputs
+from torchrelay.scheduler.policy.core import REMOTE, Model, PackCopy, SourceShare, StoreStatus
+from torchrelay.sim.events import EventQueue
+from torchrelay.sim.flows import FluidNetwork, Link, Stream, Transfer
+from torchrelay.sim.scenario import Fleet, ServedModel
+from torchrelay.sim.scheduler import SimulatedScheduler
+from torchrelay.sim.spent import Meter
+
+NUM_CHUNKS = 256
+
+
+@dataclass(eq=False)
+class SimulatedStore:
+    """Of one host."""
+
+    host_id: str
+    store_id: str
+    copies: dict[str, Transfer | None] = field(default_factory=dict)  # by pack, the longest unused first; None: whole
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # followed at once, by pack
+    retained: tuple[str, ...] = ()
+    pins: dict[str, str] = field(default_factory=dict)  # packs in the slots of its host's workers, by worker
+    _waiting: dict[str, dict[str, Callable[[], None]]] = field(default_factory=dict)  # by pack and worker
+
+    def when_whole(self, pack_id: str, worker_id: str, call: Callable[[], None]) -> None:
+        """Calls at once if the pack is there, else when it is."""
+        if self.copies.get(pack_id) is None:
+            call()
+        else:
+            self._waiting.setdefault(pack_id, {})[worker_id] = call
+
+    def cancel_wait(self, pack_id: str, worker_id: str) -> None:
+        self._waiting.get(pack_id, {}).pop(worker_id, None)
+
+    def now_whole(self, pack_id: str) -> None:
+        self.copies[pack_id] = None
+        for call in list(self._waiting.pop(pack_id, {}).values()):
+            call()
+
+    def pinned(self) -> set[str]:
+        return set(self.pins.values())
+
+
+class SimulatedStores:
+    """All stores: a relay needs those it follows."""
+
+    def __init__(
+        self,
+        events: EventQueue,
+        fleet: Fleet,
+        served: Mapping[str, ServedModel],
+        meter: Meter,
+        scheduler: SimulatedScheduler,
+    ) -> None:
+        self._events, self._fleet, self._served = events, fleet, served
+        self._meter, self._scheduler = meter, scheduler
+        self.of = {f"store-{n}": SimulatedStore(f"host-{n}", f"store-{n}") for n in range(fleet.num_hosts)}
+        capacity: dict[Link, float] = {}
+        for store_id in self.of:
+            capacity |= {
+                ("out", store_id): fleet.nic_bytes_per_s,
+                ("in", store_id): fleet.nic_bytes_per_s,
+                ("disk", store_id): fleet.disk_bytes_per_s,
+            }
+        self.network = FluidNetwork(events, capacity)
+
+    def hold(self, store: SimulatedStore, pack_ids: Iterable[str]) -> None:
+        """Puts whole copies there."""
+        for pack_id in pack_ids:
+            self._meter.change_ram(self._pack_bytes(pack_id))
+            store.copies[pack_id] = None
+
+    # What they are told
+
+    def copy(self, command: effects.CopyCommand) -> None:
+        store = self.of[command.hop.store_id]
+        is_held = command.model.pack_id in store.copies
+        if not is_held and command.keep_retained and not self._has_room(store, command.model):
+            self._scheduler.apply(inputs.CopyFailed(command.model.pack_id, store.store_id, "no room"))
+            return
+        self.relay(command.model, command.hop)
+        self._scheduler.apply(inputs.CopyAccepted(command.model.pack_id, store.store_id))
+
+    def reroute(self, command: effects.RerouteCommand) -> None:
+        store, pack_id = self.of[command.hop.store_id], command.model.pack_id
+        transfer = store.copies.get(pack_id)
+        if transfer is not None and not transfer.is_complete:
+            sources = self._sources(store, pack_id, command.hop)
+            store.sources[pack_id] = sources
+            self.network.redirect(transfer, self._streams(store, pack_id, sources))
+
+    def retain(self, command: effects.RetainCommand) -> None:
+        self.of[command.store_id].retained = command.pack_ids
+
+    def relay(self, model: Model, hop: effects.Hop) -> None:
+        store, pack_id = self.of[hop.store_id], model.pack_id
+        if pack_id in store.copies:
+            store.copies[pack_id] = store.copies.pop(pack_id)  # now the one used last
+            return
+        self._make_room(store, model)
+        self._meter.change_ram(model.pack_bytes)
+        sources = self._sources(store, pack_id, hop)
+        store.sources[pack_id] = sources
+        streams = self._streams(store, pack_id, sources)
+        store.copies[pack_id] = self.network.begin(model.pack_bytes, streams, partial(self._arrived, store, pack_id))
+        self._report(store)
+
+    # How a pack gets there
+
+    def _sources(self, store: SimulatedStore, pack_id: str, hop: effects.Hop) -> tuple[str, ...]:
+        """Those followed at once that have the pack or receive it; without any, the disk."""
+        having = [
+            source
+            for source in hop.sources
+            if source != REMOTE and source != store.store_id and pack_id in self.of[source].copies
+        ]
+        return tuple(having[: max(hop.num_striped, 1)]) or (REMOTE,)
+
+    def _streams(self, store: SimulatedStore, pack_id: str, sources: Sequence[str]) -> list[Stream]:
+        into = ("in", store.store_id)
+        return [
+            Stream((("disk", store.store_id),))
+            if source == REMOTE
+            else Stream((("out", source), into), self.of[source].copies[pack_id])
+            for source in sources
+        ]
+
+    def _arrived(self, store: SimulatedStore, pack_id: str) -> None:
+        store.now_whole(pack_id)
+        self._report(store)
+
+    # Room
+
+    def _has_room(self, store: SimulatedStore, model: Model) -> bool:
+        kept = store.pinned() | set(store.retained)
+        used = sum(self._pack_bytes(pack_id) for pack_id in store.copies if pack_id in kept)
+        return used + model.pack_bytes <= self._fleet.arena_bytes
+
+    def _make_room(self, store: SimulatedStore, model: Model) -> None:
+        """Evicts unpinned packs: those that are not retained first, the longest unused first."""
+        used = sum(map(self._pack_bytes, store.copies))
+        pinned = store.pinned()
+        for pack_id in sorted(store.copies, key=lambda pack_id: pack_id in store.retained):
+            if used + model.pack_bytes <= self._fleet.arena_bytes:
+                return
+            if pack_id not in pinned and store.copies[pack_id] is None:
+                self._meter.change_ram(-self._pack_bytes(pack_id))
+                del store.copies[pack_id]
+                used -= self._pack_bytes(pack_id)
+
+    def _pack_bytes(self, pack_id: str) -> int:
+        return self._served[pack_id].pack_bytes
+
+    # Reports
+
+    def report_all(self) -> None:
+        for store in self.of.values():
+            self._scheduler.apply(inputs.StoreReported(self._status(store)))
+
+    def _report(self, store: SimulatedStore) -> None:
+        self._scheduler.soon(inputs.StoreReported(self._status(store)))
+
+    def _status(self, store: SimulatedStore) -> StoreStatus:
+        pinned = store.pinned()
+        return StoreStatus(
+            store_id=store.store_id,
+            incarnation=store.store_id,
+            host_id=store.host_id,
+            grpc_address=store.store_id,
+            data_address=store.store_id,
+            seen_at=self._events.now,
+            arena_target_bytes=self._fleet.arena_bytes,
+            copies={pack_id: self._copy_status(store, pack_id, pack_id in pinned) for pack_id in store.copies},
+            failure_domain=store.host_id,
+        )
+
+    def _copy_status(self, store: SimulatedStore, pack_id: str, is_pinned: bool) -> PackCopy:
+        transfer, size = store.copies[pack_id], self._pack_bytes(pack_id)
+        if transfer is None:
+            return PackCopy(pack_id, size, NUM_CHUNKS, NUM_CHUNKS, int(is_pinned), retained=pack_id in store.retained)
+        verified = int(self.network.received(transfer) / size * NUM_CHUNKS)
+        shares = tuple(
+            SourceShare(source, 0, stream.bytes_per_s, following=True)
+            for source, stream in zip(store.sources[pack_id], transfer.streams, strict=True)
+        )
+        return PackCopy(pack_id, size, NUM_CHUNKS, verified, 1, source=store.sources[pack_id][0], shares=shares)

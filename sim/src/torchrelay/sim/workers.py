@@ -1,0 +1,184 @@
+"""Simulated workers: slots that load packs from their host's store, compute, and drain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from torchrelay.scheduler.policy import effects, inputs
+from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, Model, SlotStatus, WorkerStatus
+from torchrelay.sim.engine import SimulatedEngine
+from torchrelay.sim.events import Event, EventQueue
+from torchrelay.sim.scenario import Fleet, ServedModel
+from torchrelay.sim.scheduler import SimulatedScheduler
+from torchrelay.sim.spent import Meter
+from torchrelay.sim.stores import NUM_CHUNKS, SimulatedStore
+
+
+@dataclass(eq=False)
+class SimulatedWorker:
+    """One slot."""
+
+    worker_id: str
+    store: SimulatedStore
+    num_devices: int
+    engine: SimulatedEngine | None = None
+    slot: SlotStatus = field(default_factory=SlotStatus)
+    attempts: dict[AttemptKey, Callable[[], None]] = field(default_factory=dict)  # what to call when it is cut off
+    loaded: Event | None = None
+    begun_at: float = 0.0  # since when the slot is not free
+
+    def takes(self, instance_id: str) -> bool:
+        """Whether it has this instance and takes requests for it."""
+        return self.slot.instance_id == instance_id and self.slot.phase is not InstancePhase.DRAINING
+
+
+class SimulatedWorkers:
+    def __init__(
+        self,
+        events: EventQueue,
+        fleet: Fleet,
+        served: Mapping[str, ServedModel],
+        meter: Meter,
+        scheduler: SimulatedScheduler,
+        stores: Mapping[str, SimulatedStore],
+    ) -> None:
+        self._events, self._fleet, self._served = events, fleet, served
+        self._meter, self._scheduler = meter, scheduler
+        self.of: dict[str, SimulatedWorker] = {}
+        for number, store in enumerate(stores.values()):
+            for place, num_devices in enumerate(fleet.groups):
+                worker = SimulatedWorker(f"worker-{number}-{place}", store, num_devices)
+                self.of[worker.worker_id] = worker
+        self._kv_pool_bytes = {
+            size: max(int(0.9 * size * fleet.device_memory_bytes) - self._largest_pack_bytes(size), 1 << 30)
+            for size in set(fleet.groups)
+        }
+
+    def _largest_pack_bytes(self, num_devices: int) -> int:
+        return max((each.pack_bytes for each in self._served.values() if each.num_devices == num_devices), default=0)
+
+    @property
+    def held_device_s(self) -> float:
+        """Of slots that are not free, until now."""
+        now = self._events.now
+        return sum((now - worker.begun_at) * worker.num_devices for worker in self.of.values() if worker.begun_at)
+
+    # What they are told
+
+    def load(self, model: Model, order: effects.LoadOrder) -> None:
+        worker, served = self.of[order.worker_id], self._served[model.pack_id]
+        if worker.slot.phase is not InstancePhase.FREE:
+            self._scheduler.soon(inputs.LoadRefused(order.instance_id, "the slot is taken"))
+            return
+        worker.slot = SlotStatus(
+            InstancePhase.LOADING,
+            order.instance_id,
+            model.name,
+            model.version_id,
+            model.pack_id,
+            order.roles,
+            0,
+            served.num_layers,
+        )
+        worker.begun_at = self._events.now
+        worker.store.pins[worker.worker_id] = model.pack_id
+        self._meter.count_load()
+        worker.engine = SimulatedEngine(self._events, served.latency, ready_at=math.inf)
+        worker.store.when_whole(model.pack_id, worker.worker_id, partial(self._pack_is_there, worker))
+        self._scheduler.soon(inputs.LoadAccepted(order.instance_id))
+        self._report(worker)
+
+    def set_roles(self, command: effects.SetRolesCommand) -> None:
+        worker = self.of[command.worker_id]
+        if worker.slot.instance_id != command.instance_id:
+            self._scheduler.soon(inputs.RolesFailed(command.instance_id, "the instance is gone"))
+            return
+        worker.slot = replace(worker.slot, roles=command.roles)
+        self._scheduler.soon(inputs.RolesSet(command.instance_id))
+        self._report(worker)
+
+    def unload(self, command: effects.UnloadCommand) -> None:
+        worker = self.of[command.worker_id]
+        if worker.slot.instance_id != command.instance_id:
+            return
+        worker.slot = replace(worker.slot, phase=InstancePhase.DRAINING)
+        if not worker.attempts:
+            self._free(worker)
+            return
+        self._report(worker)
+        self._events.after(command.drain_s, partial(self._end_drain, worker, command.instance_id))
+
+    def leave(self, worker_id: str, key: AttemptKey) -> None:
+        """The attempt has ended there."""
+        worker = self.of[worker_id]
+        worker.attempts.pop(key, None)
+        if worker.slot.phase is InstancePhase.DRAINING and not worker.attempts:
+            self._free(worker)
+
+    # The slot's life
+
+    def _pack_is_there(self, worker: SimulatedWorker) -> None:
+        """In host memory, whole. What arrived over the network went on into the device as it came."""
+        served = self._served[worker.slot.pack_id]
+        copy_s = served.pack_bytes / (self._fleet.device_bytes_per_s * worker.num_devices)
+        end = max(worker.begun_at + copy_s, self._events.now + copy_s / NUM_CHUNKS)
+        assert worker.engine is not None
+        worker.engine.now_ready_at(end)
+        worker.loaded = self._events.at(end, partial(self._loaded, worker))
+
+    def _loaded(self, worker: SimulatedWorker) -> None:
+        worker.loaded = None
+        if worker.slot.phase is InstancePhase.LOADING:
+            worker.slot = replace(worker.slot, phase=InstancePhase.READY, num_layers_ready=worker.slot.num_layers)
+            self._report(worker)
+
+    def _end_drain(self, worker: SimulatedWorker, instance_id: str) -> None:
+        if worker.slot.instance_id == instance_id:
+            for cut_off in list(worker.attempts.values()):
+                cut_off()
+            if worker.slot.instance_id == instance_id:
+                self._free(worker)
+
+    def _free(self, worker: SimulatedWorker) -> None:
+        if worker.loaded is not None:
+            worker.loaded.cancel()
+            worker.loaded = None
+        worker.store.cancel_wait(worker.slot.pack_id, worker.worker_id)
+        worker.store.pins.pop(worker.worker_id, None)
+        self._meter.hold_devices((self._events.now - worker.begun_at) * worker.num_devices)
+        worker.slot, worker.engine, worker.begun_at = SlotStatus(), None, 0.0
+        self._report(worker)
+
+    # Reports
+
+    def report_all(self) -> None:
+        for worker in self.of.values():
+            self._scheduler.apply(inputs.WorkerReported(self._status(worker), True))
+
+    def _report(self, worker: SimulatedWorker) -> None:
+        self._scheduler.soon(inputs.WorkerReported(self._status(worker), True))
+
+    def _status(self, worker: SimulatedWorker) -> WorkerStatus:
+        engine, slot = worker.engine, worker.slot
+        latency = self._served[slot.pack_id].latency if slot.pack_id else None
+        queued = engine.num_queued_tokens if engine is not None else 0
+        return WorkerStatus(
+            worker_id=worker.worker_id,
+            incarnation=worker.worker_id,
+            host_id=worker.store.host_id,
+            grpc_address=worker.worker_id,
+            playable_roles=BOTH,
+            seen_at=self._events.now,
+            slot=slot,
+            kv_pool_bytes=self._kv_pool_bytes[worker.num_devices],
+            num_running=engine.num_running if engine is not None else 0,
+            num_queued_prefill_tokens=queued,
+            prefill_tokens_per_s=self._served[slot.pack_id].prefill_tokens_per_s if slot.pack_id else 0.0,
+            device=f"{worker.num_devices} devices",
+            latency=latency,
+            queued_prefill_s=latency.queued_s(queued) if latency is not None else 0.0,
+            num_devices=worker.num_devices,
+        )

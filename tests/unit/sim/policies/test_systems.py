@@ -1,0 +1,93 @@
+"""What is compared with: each system does what its docstring says, on the same cluster."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrelay.scheduler.planning import REMOTE
+from torchrelay.sim.fleets import served_model
+from torchrelay.sim.plant import Plant
+from torchrelay.sim.policies.relay_plans import by_chain, from_disk
+from torchrelay.sim.policies.setup import Knobs, one_copy_each
+from torchrelay.sim.policies.systems import SYSTEMS
+from torchrelay.sim.scenario import Fleet, Request, RequestOutcome
+from torchrelay.sim.summary import summarize
+
+FIRST = served_model("t/first", 1, 8, 32, 131072, 0.45, 15e3, 0.1)
+SECOND = served_model("t/second", 1, 8, 32, 131072, 0.45, 15e3, 0.1)
+FLEET = Fleet(2, (1, 1), 12.5e9, 25e9, 2.5e9, 480 * 10**9)
+COPY_S = FIRST.pack_bytes / FLEET.device_bytes_per_s
+KNOBS = Knobs(idle_timeout_s=5.0, requests_per_instance=8)
+
+
+def requests(model: str, number: int, every_s: float) -> list[Request]:
+    return [Request(f"{model} {n}", n * every_s, model, 1000, 20) for n in range(number)]
+
+
+def run(system: str, found: list[Request], fleet: Fleet = FLEET) -> tuple[Plant, list[RequestOutcome]]:
+    plant = SYSTEMS[system](fleet, [FIRST, SECOND], KNOBS, found).plant([FIRST, SECOND])
+    return plant, plant.run(sorted(found, key=lambda one: one.arrives_at), settle_s=10.0)
+
+
+def devices_held(plant: Plant, after_s: float) -> int:
+    plant.events.run(plant.events.now + after_s)
+    return sum(worker.num_devices for worker in plant.workers.values() if worker.slot.instance_id)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system_answers_every_request_and_the_same_way_again(system: str) -> None:
+    found = requests("t/first", 30, 0.1) + requests("t/second", 10, 0.3)
+    (plant, outcomes), (_, again) = run(system, found), run(system, found)
+    summary = summarize(outcomes, plant.served, plant.at_last_arrival)
+    assert summary.num_requests == 40 and not summary.num_refused and summary.device_s > 0
+    assert all(one.ended_at for one in outcomes)
+    assert [one.ended_at for one in again] == [one.ended_at for one in outcomes]
+
+
+@pytest.mark.parametrize(("system", "held"), [("serverlessllm", 0), ("blitzscale_min0", 0), ("blitzscale_min1", 2)])
+def test_what_is_held_when_nobody_asks(system: str, held: int) -> None:
+    plant, _ = run(system, requests("t/first", 3, 0.1))
+    assert devices_held(plant, 20.0) == held
+
+
+def test_a_keep_alive_time_saves_the_second_load_and_costs_devices() -> None:
+    twice = [Request("a", 0.0, "t/first", 1000, 20), Request("b", 4.0, "t/first", 1000, 20)]
+    later = [twice[0], Request("b", 20.0, "t/first", 1000, 20)]
+    kept, loaded_again = run("serverlessllm", twice)[0], run("serverlessllm", later)[0]
+    assert kept.spent.num_loads == 1 and loaded_again.spent.num_loads == 2
+
+
+def test_where_every_host_has_it_a_load_takes_the_copy_to_the_device() -> None:
+    _, (first,) = run("all_cache", requests("t/first", 1, 1.0))
+    assert COPY_S < first.ttft_s < COPY_S + 0.2
+
+
+def test_zero_load_time_is_no_wait_and_nothing_is_held_for_what_may_come() -> None:
+    plant, (first,) = run("clairvoyant", requests("t/first", 1, 1.0))
+    assert first.ttft_s < 0.2
+    assert devices_held(plant, 1.0) == 0
+
+
+@pytest.mark.parametrize("system", ["distserve_mean", "distserve_peak"])
+def test_static_instances_are_there_at_the_start_and_stay(system: str) -> None:
+    plant, outcomes = run(system, requests("t/first", 3, 0.1), FLEET)
+    assert all(one.ttft_s < 0.3 for one in outcomes), "no load"
+    assert plant.at_last_arrival.num_loads == 0
+    assert devices_held(plant, 60.0) == 4, "prefill and decode of both models"
+
+
+def test_hosts_are_added_for_static_instances() -> None:
+    found = SYSTEMS["distserve_mean"](Fleet(1, (1,), 1e9, 1e9, 1e9, 10**9), [FIRST, SECOND], KNOBS, [])
+    assert found.fleet.num_hosts == 4
+
+
+def test_a_chain_and_a_disk() -> None:
+    chain = by_chain(["s0"], [], ["s1", "s2", "s0"])
+    assert [(edge.target, edge.upstream) for edge in chain] == [("s1", "s0"), ("s2", "s1"), ("s0", "s2")]
+    assert [edge.already_there for edge in chain] == [False, False, True]
+    assert {edge.upstream for edge in from_disk(["s0"], [], ["s1", "s2"])} == {REMOTE}
+
+
+def test_one_copy_of_each_where_there_is_room() -> None:
+    assert one_copy_each(FLEET, [FIRST, SECOND]) == {0: ["t/first"], 1: ["t/second"]}
+    assert one_copy_each(Fleet(1, (1,), 1.0, 1.0, 1.0, FIRST.pack_bytes), [FIRST, SECOND]) == {0: ["t/first"]}
