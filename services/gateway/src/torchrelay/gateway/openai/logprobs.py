@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from torchrelay.gateway.inference.core import TokenLogprobs
 from torchrelay.gateway.inference.text.token_bytes import TokenBytes
+
+_MAX_ENTRIES: Final = 2048  # kept of one request
 
 
 class LogprobEntry(NamedTuple):
@@ -18,26 +22,41 @@ class LogprobEntry(NamedTuple):
 
 
 class LogprobFormatter:
-    """The ``logprobs`` of a choice or chunk, in the format of its path."""
+    """The ``logprobs`` of a choice or chunk, in the format of its path. One per request.
+
+    A token of a chat comes with up to 20 others, and most of them come again: what does not change of a token's entry
+    is encoded once.
+    """
 
     def __init__(self, tokens: TokenBytes, is_chat: bool) -> None:
         self._tokens = tokens
         self._is_chat = is_chat
+        self._entries: dict[int, bytes] = {}  # by token id: a chat's entry without its logprob
 
-    def of(self, entries: Sequence[LogprobEntry]) -> dict[str, Any]:
-        return self._chat(entries) if self._is_chat else self._completion(entries)
+    def of(self, entries: Sequence[LogprobEntry]) -> msgspec.Raw | dict[str, Any]:
+        return msgspec.Raw(self._chat(entries)) if self._is_chat else self._completion(entries)
 
-    def _chat(self, entries: Sequence[LogprobEntry]) -> dict[str, Any]:
+    def _chat(self, entries: Sequence[LogprobEntry]) -> bytes:
         content = [
-            self._entry(entry.token_id, entry.logprobs.chosen)
-            | {"top_logprobs": [self._entry(token, value) for token, value in entry.logprobs.top]}
+            b'%s,"top_logprobs":[%s]}'
+            % (
+                self._entry(entry.token_id, entry.logprobs.chosen),
+                b",".join([self._entry(token_id, value) + b"}" for token_id, value in entry.logprobs.top]),
+            )
             for entry in entries
         ]
-        return {"content": content, "refusal": None}
+        return b'{"content":[%s],"refusal":null}' % b",".join(content)
 
-    def _entry(self, token_id: int, value: float) -> dict[str, Any]:
-        token = self._tokens.of(token_id)
-        return {"token": _text(token), "logprob": value, "bytes": list(token)}
+    def _entry(self, token_id: int, value: float) -> bytes:
+        """Without its closing brace."""
+        found = self._entries.get(token_id)
+        if found is None:
+            if len(self._entries) >= _MAX_ENTRIES:
+                self._entries.clear()
+            token = self._tokens.of(token_id)
+            encoded = msgspec.json.encode({"token": _text(token), "bytes": list(token)})
+            found = self._entries[token_id] = encoded[:-1] + b',"logprob":'
+        return found + msgspec.json.encode(value)
 
     def _completion(self, entries: Sequence[LogprobEntry]) -> dict[str, Any]:
         return {
