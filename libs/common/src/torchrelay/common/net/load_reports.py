@@ -1,4 +1,4 @@
-"""Load reports of a process on NATS: ten times a second while it is active, else once, so that idling is cheap.
+"""Load reports of a process on NATS: ten times a second while it is active, else twice, so that idling is cheap.
 
 Each is signed with the node's key. The scheduler derives the same key, and so knows who reports, whoever may publish.
 """
@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 MAC_HEADER: Final = "Torchrelay-Mac"
 POLL_EVERY_S: Final = 0.1
-IDLE_EVERY_S: Final = 1.0
+IDLE_EVERY_S: Final = 0.5
 
 
 class Cadence:

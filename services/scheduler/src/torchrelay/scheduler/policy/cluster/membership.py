@@ -1,6 +1,6 @@
 """The cluster as its workers and stores report it.
 
-Reports arrive in two ways: through the broker (load; within a tenth of a second of a change, else once a second) and
+Reports arrive in two ways: through the broker (load; within a tenth of a second of a change, else twice a second) and
 on a Watch stream to each peer (slots and copies, at once; beats between them). They may overtake each other, so while a
 worker's stream is open its slot is taken from the stream only, which keeps order.
 
