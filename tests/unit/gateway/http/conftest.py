@@ -108,7 +108,9 @@ async def rig(parts: AccountingRig) -> AsyncIterator[RestRig]:
         rest = make_app(services)
         pages = public_pages(rest, services.health)
         app = AsgiRouter(_tokens, pages, rest, parts.keys, shares, settings.max_body_bytes)
-        http = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, drain_s=1, lane_of=app.lane_of))
+        http = await stack.enter_async_context(
+            http_server(app, "127.0.0.1", 0, drain_s=1, lane_of=app.lane_of, lane_of_key=app.lane_of_key)
+        )
         url = f"http://127.0.0.1:{http.port}"
         _, token = await parts.keys.create("acme", parts.acme.tenant_id, "first")
         admin = await stack.enter_async_context(client(url, "tra-test"))

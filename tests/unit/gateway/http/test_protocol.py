@@ -288,6 +288,28 @@ async def test_a_known_caller_waits_for_none_of_a_crowd_of_strangers() -> None:
             assert (await stranger.answer()).status == 200
 
 
+async def test_the_first_request_of_a_known_key_waits_for_no_stranger_who_came_before_or_after() -> None:
+    begun: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    def lane_of_key(authorization: str) -> Lane | None:
+        return Lane("ten-acme", is_of_strangers=False) if authorization == "Bearer tr-acme" else None
+
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, 1, lane_of_key=lane_of_key))
+        everybody = [await stack.enter_async_context(raw_connection(server.port)) for _ in range(201)]
+        for number, one in enumerate(everybody):
+            known = {"authorization": "Bearer tr-acme"} if number == 100 else {}
+            await one.send(head(path="/known" if known else "/stranger", **known))
+        for one in everybody:
+            assert (await one.answer()).status == 200
+    assert begun.index("/known") < 40
+
+
 async def test_what_waits_for_its_turn_when_the_server_stops_is_answered() -> None:
     begun = asyncio.Event()
 

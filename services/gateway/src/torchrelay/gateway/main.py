@@ -111,7 +111,9 @@ async def _servers(
     app = AsgiRouter(token_path.asgi, pages, rest, services.keys, shares, settings.max_body_bytes)
     http_limits, grpc_limits = door_limits(settings, raise_descriptor_limit())
     drain_s = settings.drain_s + ERROR_DRAIN_S
-    async with http_server(app, settings.host, settings.http_port, drain_s, http_limits, app.lane_of) as http:
+    async with http_server(
+        app, settings.host, settings.http_port, drain_s, http_limits, app.lane_of, app.lane_of_key
+    ) as http:
         rpc = RpcServer(settings.host, settings.grpc_port, limits=grpc_limits, fault=services.health.fault)
         token_path.servicer.add_to(rpc.server)
         await rpc.start()

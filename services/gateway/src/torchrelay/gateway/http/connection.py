@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from torchrelay.gateway.http.protocol import BoundedProtocol, Door
 from torchrelay.gateway.http.turns import Lane
 
 _FIRST_READ_BYTES, _HEAD_READ_BYTES, _BODY_READ_BYTES = 4 << 10, 16 << 10, 64 << 10
+_AUTHORIZATION = re.compile(rb"\r\nauthorization:[ \t]*([^\r\n]{1,512})\r\n", re.IGNORECASE)
 _BUFFER = memoryview(bytearray(_BODY_READ_BYTES))  # of all connections: what is read is parsed before the next read
 
 
@@ -57,6 +59,10 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._first = bytes(_BUFFER[:nbytes])
         self._transport.pause_reading()
+        # Whoever has a key waits for its own tenant's connections only, and not for a crowd of strangers.
+        found = _AUTHORIZATION.search(self._first)
+        if found is not None and (lane := self._door.lane_of_key(found[1].decode("latin-1"))) is not None:
+            self._lane = lane
         self._door.first_reads.take(self._lane, self._begin)
 
     def _begin(self) -> None:

@@ -32,6 +32,7 @@ class _Refused(Exception):
 
 
 LaneOf = Callable[[Mapping[str, Any]], Lane | None]
+LaneOfKey = Callable[[str], Lane | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Door:
     """What the connections of one server share.
 
     ``stall_s``: of a client that takes nothing of its answer. ``lane_of``: who takes the turn of a request; None: it
-    needs none.
+    needs none. ``lane_of_key``: whose an Authorization header is, as far as that is known.
     """
 
     table: ConnectionTable[asyncio.Transport]
@@ -47,6 +48,7 @@ class Door:
     limits: ReadLimits
     stall_s: float
     lane_of: LaneOf
+    lane_of_key: LaneOfKey
     first_reads: Turns
     requests: Turns
 

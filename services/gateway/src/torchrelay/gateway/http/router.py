@@ -76,11 +76,16 @@ class AsgiRouter:
     def lane_of(self, scope: Mapping[str, Any]) -> Lane | None:
         """Who takes the turn of a request; None: a known caller's on the token path, which waits for nobody."""
         authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        caller = self._keys.last_known(authorization.decode("latin-1"))
-        if caller is None:
+        lane = self.lane_of_key(authorization.decode("latin-1"))
+        if lane is None:
             client = scope["client"]
             return Lane(client[0] if client else "", is_of_strangers=True)
-        return None if scope["path"] in PATHS else Lane(caller.tenant_id, is_of_strangers=False)
+        return None if scope["path"] in PATHS else lane
+
+    def lane_of_key(self, authorization: str) -> Lane | None:
+        """The tenant's whose key it was when it was last asked about."""
+        caller = self._keys.last_known(authorization)
+        return None if caller is None else Lane(caller.tenant_id, is_of_strangers=False)
 
     async def _with_body(self, request: HttpRequest, tenant_id: str, scope: Scope, send: Send) -> None:
         with self._shares.body_bytes.account(tenant_id) as body_bytes:

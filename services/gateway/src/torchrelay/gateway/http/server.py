@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from torchrelay.gateway.http.connection import Connection
 from torchrelay.gateway.http.connections import ConnectionLimits, ConnectionTable
 from torchrelay.gateway.http.lingering_close import LingeringSockets
-from torchrelay.gateway.http.protocol import BoundedProtocol, Door, LaneOf
+from torchrelay.gateway.http.protocol import BoundedProtocol, Door, LaneOf, LaneOfKey
 from torchrelay.gateway.http.read_limits import ReadLimits
 from torchrelay.gateway.http.turns import Turns
 
@@ -61,9 +61,10 @@ async def http_server(
     drain_s: float,
     limits: HttpLimits = DEFAULT_LIMITS,
     lane_of: LaneOf = lambda scope: None,
+    lane_of_key: LaneOfKey = lambda authorization: None,
 ) -> AsyncIterator[HttpServer]:
     """Serves ``app`` inside the block. Leaving it stops accepting, waits ``drain_s`` for running responses, and cancels
-    the rest. ``lane_of``: as ``Door``.
+    the rest. ``lane_of``, ``lane_of_key``: as ``Door``.
     """
     listening = socket.create_server((host, port), backlog=BACKLOG)
     if sys.platform == "linux":  # inherited by connections; enforced by the kernel, so free per token
@@ -71,7 +72,7 @@ async def http_server(
     listening.setblocking(False)
     lingering = LingeringSockets()
     table: ConnectionTable[asyncio.Transport] = ConnectionTable(limits.connections)
-    door = Door(table, lingering, limits.read, limits.stall_s, lane_of, Turns(), Turns())
+    door = Door(table, lingering, limits.read, limits.stall_s, lane_of, lane_of_key, Turns(), Turns())
 
     config = uvicorn.Config(
         app,
