@@ -38,8 +38,7 @@ from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 ROOT = Path(__file__).resolve().parents[1]
 DENSE = Fleet(num_workers=64, num_models=4, num_prefill=8, num_decode=8)
 WIDE = Fleet(num_workers=1000, num_models=300, num_prefill=2, num_decode=1)
-WAKES = Fleet(num_workers=256, num_models=300, num_prefill=0, num_decode=0, idle_timeout_s=0.5)
-WAKES_HOSTS = 64
+WAKES = Fleet(num_workers=256, num_models=300, num_prefill=0, num_decode=0, idle_timeout_s=0.5, workers_per_host=4)
 WAKES_PER_S = 200
 SETTLE_S = 3.0  # in which a new scheduler wakes nothing
 START_S = 120.0

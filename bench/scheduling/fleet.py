@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torchrelay.control.v1 import types_pb2
 
 CLUSTER_KEY = "00112233445566778899aabbccddeeff"
-WORKERS_PER_HOST = 8
 NUM_LAYERS = 32
 BLOCK_TOKENS = 64
 PACK_BYTES = 16 << 30
@@ -19,7 +18,7 @@ BOTH = (PREFILL, DECODE)
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Hosts of eight workers each. The first workers serve, so many of each role per model; the others are free.
+    """The first workers serve, so many of each role per model; the others are free.
 
     ``num_prefill`` of 0: instances play both roles.
     """
@@ -29,10 +28,11 @@ class Fleet:
     num_prefill: int
     num_decode: int
     idle_timeout_s: float = 3600.0
+    workers_per_host: int = 8
 
     @property
     def num_hosts(self) -> int:
-        return -(-self.num_workers // WORKERS_PER_HOST)
+        return -(-self.num_workers // self.workers_per_host)
 
     def versions(self) -> list[types_pb2.ModelVersion]:
         return [self.version(number) for number in range(self.num_models)]

@@ -22,7 +22,7 @@ import uvloop
 from google.protobuf.message import Message
 from nats.aio.client import Client
 
-from bench.scheduling.fleet import BOTH, CLUSTER_KEY, KV_POOL_BYTES, NUM_LAYERS, PACK_BYTES, WORKERS_PER_HOST, Fleet
+from bench.scheduling.fleet import BOTH, CLUSTER_KEY, KV_POOL_BYTES, NUM_LAYERS, PACK_BYTES, Fleet
 from torchrelay.common.identity.callers import Caller, call_token
 from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.net.load_reports import publish_reports
@@ -58,7 +58,7 @@ class Peers(worker_pb2_grpc.WorkerServicer, param_store_pb2_grpc.ParamStoreServi
     """All of them behind one server, told apart by the token that only each of them accepts."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self.workers = [_worker(number) for number in range(fleet.num_workers)]
+        self.workers = [_worker(number, fleet.workers_per_host) for number in range(fleet.num_workers)]
         self.stores = [_store(number) for number in range(fleet.num_hosts)]
         versions = fleet.versions()
         for worker, (model, roles) in zip(self.workers, fleet.served(), strict=False):
@@ -129,11 +129,11 @@ class Peers(worker_pb2_grpc.WorkerServicer, param_store_pb2_grpc.ParamStoreServi
         return store_pb.RetainReply()
 
 
-def _worker(number: int) -> Peer:
+def _worker(number: int, workers_per_host: int) -> Peer:
     report = reports_pb2.WorkerReport(
         worker_id=f"worker-{number}",
         incarnation="run-1",
-        host_id=f"host-{number // WORKERS_PER_HOST}",
+        host_id=f"host-{number // workers_per_host}",
         data_address="127.0.0.1:9",
         roles=BOTH,
         slot=reports_pb2.SlotState(state=FREE),
