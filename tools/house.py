@@ -27,6 +27,7 @@ FOLDERS = {
     "bench/device": "parts of bench/gpu.py",
     "bench/scheduling": "parts of bench/scheduler.py: fleets, peers that obey and compute nothing, a gateway's stream",
     "bench/planning": "parts of bench/planner.py: random networks, a simulation, rival plans",
+    "bench/simulation": "parts of bench/simulate.py: large clusters in virtual time",
     "bench/serving": "parts of bench/engine.py: models, peers, the memory's limit",
     "bench/streaming": "load on a gateway, and echo servers behind it",
     "deploy": "a compose file, and the program that makes its environment",

@@ -54,17 +54,24 @@ class SimulatedGateway:
         self._open: dict[AttemptKey, RequestOutcome] = {}
         self._forced: dict[AttemptKey, int] = {}
         self._running: dict[AttemptKey, _Attempt] = {}
+        self.num_waiting = 0  # requests without a first token, wherever they wait for it
 
     @property
     def is_busy(self) -> bool:
         return bool(self._open or self._running)
 
+    @property
+    def num_decoding(self) -> int:
+        """Requests that have their first token and not their last."""
+        return len(self._open) + len(self._running) - self.num_waiting
+
     def connect(self) -> None:
         self._scheduler.apply(inputs.GatewayConnected(_GATEWAY))
 
     def arrive(self, request: Request) -> None:
-        outcome = RequestOutcome(replace(request, arrives_at=self._events.now))
+        outcome = RequestOutcome(request, self._events.now)
         self.outcomes.append(outcome)
+        self.num_waiting += 1
         self._admit(outcome, AttemptKey(request.request_id, 1), 0)
 
     def _admit(self, outcome: RequestOutcome, key: AttemptKey, num_forced: int) -> None:
@@ -96,6 +103,7 @@ class SimulatedGateway:
             case effects.AdmissionRefused():
                 if (outcome := self._open.pop(answer.key, None)) is not None:
                     outcome.is_refused = True
+                    self.num_waiting -= not outcome.first_token_at
             case effects.Waiting():
                 pass
 
@@ -126,7 +134,9 @@ class SimulatedGateway:
     def _computed(self, attempt: _Attempt) -> None:
         """The prompt's first token is there."""
         outcome, now = attempt.outcome, self._events.now
-        outcome.first_token_at = outcome.first_token_at or now + RPC_S
+        if not outcome.first_token_at:
+            outcome.first_token_at = now + RPC_S
+            self.num_waiting -= 1
         attempt.job, attempt.computed_at = None, now
         self._scheduler.soon(inputs.FirstToken(attempt.key))
         if outcome.request.num_output_tokens - attempt.num_forced <= 1:
