@@ -158,11 +158,16 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     return attempt
 
 
-def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome) -> None:
-    """Learns from the KV transfer time and the length of the answer; workers learn their step times themselves."""
+def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome, now: float) -> None:
+    """Learns from the KV transfer time, the time between tokens and the length of the answer; workers learn their step
+    times themselves.
+    """
     if outcome.num_output_tokens and not attempt.admission.num_forced_tokens:
         num_tokens = outcome.num_output_tokens / max(attempt.admission.num_choices, 1)
         state.answer_lengths.observe(attempt.admission.version_id, num_tokens)
+    placement = attempt.placement
+    if outcome.tbt_s is not None and not placement.cold and state.instances.get(placement.decode.instance_id):
+        state.token_times.observe(placement.decode.instance_id, placement.predicted.tbt_s, outcome.tbt_s, now)
     model, admission = state.models.get(attempt.admission.version_id), attempt.admission
     workers = state.membership.workers
     prefill = workers.get(attempt.placement.prefill.worker_id)
@@ -290,6 +295,7 @@ def _place_version(state: State, version_id: str, now: float) -> None:
             break
         state.queues.take(admission.key, now)
         _open(state, admission, found, False, now)
+        state.token_times.placed(found.decode.instance_id, found.predicted.step_s, now)
         state.effects.answers.append(effects.Placed(admission.gateway_id, found))
         placed = effects.AttemptPlaced(
             admission.key, admission.model, admission.admitted_at, now, found, admission.traceparent
@@ -345,6 +351,7 @@ def _candidates(
             state.attempts.at(entry.instance_id),
             index.num_blocks(entry.instance_id, hashes) * model.routing_block_tokens if hashes else 0,
             state.corrections.of(entry.instance_id, now),
+            state.token_times.of(entry.instance_id, now),
         )
         for entry in roster
     ]
