@@ -149,6 +149,8 @@ class Policy:
             return
         state.links.observe_worker(accepted, now)
         state.latency_models.observe(accepted)
+        if is_new:
+            admissions.note_earlier_prompts(state, accepted, now)
         if instance := state.instances.on_worker(accepted.worker_id):
             state.rosters.forget(instance.version_id)
         changes = state.instances.observe(accepted, now)

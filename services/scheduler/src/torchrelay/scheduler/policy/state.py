@@ -57,6 +57,7 @@ class State:
     token_times: TokenTimes = field(default_factory=TokenTimes)
     answer_lengths: AnswerLengths = field(default_factory=AnswerLengths)
     due: dict[str, float] = field(default_factory=dict)  # by version: when a waiting prompt may be bound
+    earlier_prompts_until: dict[str, float] = field(default_factory=dict)  # by worker; see note_earlier_prompts
     links: Links = field(default_factory=Links)
     latency_models: LatencyModels = field(default_factory=LatencyModels)
     kv_transfer_times: KvTransferTimes = field(default_factory=KvTransferTimes)

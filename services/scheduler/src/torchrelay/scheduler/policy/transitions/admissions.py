@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
@@ -34,7 +33,6 @@ from torchrelay.scheduler.policy.state import State
 
 _LEAST_AHEAD_S = 1e-3  # of a queue that is full
 _SWEEP_S = 10.0  # for so long after a reason to refuse requests that wait, they are looked at: ticks may be late
-_EARLIER_PROMPTS_S = 60.0  # so long after a start, workers may have prompts that an earlier scheduler bound
 
 
 def admit(
@@ -295,7 +293,8 @@ def _place_version(state: State, version_id: str, now: float) -> None:
             break
         state.queues.take(admission.key, now)
         _open(state, admission, found, False, now)
-        state.token_times.placed(found.decode.instance_id, found.predicted.step_s, now)
+        if not found.cold:
+            state.token_times.placed(found.decode.instance_id, found.predicted.step_s, now)
         state.effects.answers.append(effects.Placed(admission.gateway_id, found))
         placed = effects.AttemptPlaced(
             admission.key, admission.model, admission.admitted_at, now, found, admission.traceparent
@@ -303,6 +302,21 @@ def _place_version(state: State, version_id: str, now: float) -> None:
         state.effects.opened.append(placed)
     for key in too_large:
         state.queues.unpark(key)
+
+
+def note_earlier_prompts(state: State, worker: WorkerStatus, now: float) -> None:
+    """A worker reports for the first time: the prompts that it has were bound by an earlier scheduler.
+
+    Later reports are not used: what is bound here is known more accurately, and a report may come before the first
+    token of a prompt that it counts.
+    """
+    reported_s = worker.queued_prefill_s
+    if not reported_s and worker.num_queued_prefill_tokens:
+        latency = state.latency_models.of(worker, worker.slot.pack_id, state.config)
+        reported_s = latency.queued_s(worker.num_queued_prefill_tokens)
+    if reported_s:
+        earlier = {worker_id: until for worker_id, until in state.earlier_prompts_until.items() if until > now}
+        state.earlier_prompts_until = {**earlier, worker.worker_id: now + reported_s}
 
 
 def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
@@ -322,22 +336,10 @@ def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
             latency=latency,
             kv_pool_bytes=worker.kv_pool_bytes,
             full_step_s=latency.queued_s(latency.token_budget),
-            excess_until=worker.seen_at + _excess_s(state, worker, instance, latency, now),
+            excess_until=state.earlier_prompts_until.get(worker.worker_id, 0.0),
         )
         found.append(entry)
     return found
-
-
-def _excess_s(state: State, worker: WorkerStatus, instance: Instance, latency: LatencyModel, now: float) -> float:
-    """Prompts that the worker reports beyond those bound to it.
-
-    Only after a start: later all are bound here, and more accurately. A report counts prompts whole, also if their
-    beginnings are cached.
-    """
-    if now - state.started_at > _EARLIER_PROMPTS_S:
-        return 0.0
-    reported_s = worker.queued_prefill_s or latency.queued_s(worker.num_queued_prefill_tokens)
-    return max(reported_s - state.attempts.at(instance.instance_id).lane.work_s(), 0.0)
 
 
 def _candidates(
