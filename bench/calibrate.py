@@ -23,11 +23,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
+from bench.calibration.padding import PADDED_WORKER, padding
 from bench.report import Check, finish, progress
 from tests.lab import Lab
 from tests.lab.child import Child
@@ -42,11 +40,11 @@ from torchrelay.sim.plant import START_S, Plant
 from torchrelay.sim.scenario import Fleet, Request, RequestOutcome, ServedModel
 from torchrelay.sim.summary import percentile
 
+ROOT = Path(__file__).resolve().parents[1]
 RATE_MBIT = 400
 SHAPE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 8, "max_position_embeddings": 1024}
 KV_BYTES_PER_TOKEN = 2 * 8 * 2 * 16 * 4
-TOKEN_BUDGET = 512
-LATENCY = LatencyModel(StepCost(0.02, 4e-4, 0.0, 1000), StepCost(0.02, 1e-3, 0.0, 1000), TOKEN_BUDGET)
+LATENCY = LatencyModel(StepCost(0.02, 4e-4, 0.0, 1000), StepCost(0.02, 1e-3, 0.0, 1000), 512)
 PROMPT_TOKENS, OUTPUT_TOKENS = (32, 384), (8, 48)
 PER_S = (1.0, 8.0)  # from the first second of a seed to its last
 SEED_S = 12.0
@@ -60,9 +58,12 @@ class PaddedCluster(Cluster):
 
     def _worker(self, host: Host) -> Child:
         child = super()._worker(host)
-        child.command = ["python", str(ROOT / "bench/calibration/padded_worker.py")]
-        latency = msgspec.json.encode(LATENCY).decode()
-        child.env = {**child.env, "BENCH_LATENCY": latency, "TORCHRELAY_TOKEN_BUDGET": str(TOKEN_BUDGET)}
+        child.command = ["python", str(PADDED_WORKER)]
+        child.env = {
+            **child.env,
+            "BENCH_LATENCY": padding(LATENCY),
+            "TORCHRELAY_TOKEN_BUDGET": str(LATENCY.token_budget),
+        }
         return child
 
 

@@ -1,11 +1,14 @@
 """What the scheduler predicts of requests and tells those that it refuses, against what was measured then.
 
-    python bench/prediction.py [--quick] [--record PATH]
+    python bench/prediction.py [--quick] [--computed] [--record PATH]
 
-`torchrelay up` with a prefill and a decode worker of one thread each, whose scheduler records its inputs. Requests of
-many lengths come at random times, at 30, 60 and 80% of the rate at which a burst of them is answered; then one and a
-half times as many as can be answered, from clients that come back when `Retry-After` tells them to. Each prediction is
-what the scheduler gave the request when it placed it; each measurement is the gateway's, from there on.
+`torchrelay up` with a prefill and a decode worker, whose scheduler records its inputs. Requests of many lengths come at
+random times, at 30, 60 and 80% of the rate at which a burst of them gets first tokens; then two and a half times as
+many as that, from clients that come back when `Retry-After` tells them to. Each prediction is what the scheduler gave
+the request when it placed it; each measurement is the gateway's, from there on.
+
+Layers take fixed times (`calibration/padded_worker.py`): on two cores, two workers, the services and their clients slow
+each other down at random. With --computed they take the time that they take, with one thread for each worker.
 """
 
 from __future__ import annotations
@@ -25,23 +28,23 @@ from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.calibration.padding import padded_workers
 from bench.report import Check, finish, progress
 from bench.scheduling.record import MeasuredAttempt, Record, read_record
 from bench.scheduling.refusals import Refusal, refusals_of
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.platform import Platform, running_platform
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPE: dict[str, Any] = {  # 33 MB: some milliseconds a step
+COMPUTED: dict[str, Any] = {  # 33 MB: some milliseconds a step
     "hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 704, "num_attention_heads": 8,
     "num_key_value_heads": 4, "max_position_embeddings": 2048,
 }  # fmt: skip
+PADDED: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 8, "max_position_embeddings": 2048}
+LATENCY = LatencyModel(StepCost(0.02, 4e-4, 1e-7, 1000), StepCost(0.02, 5e-4, 1e-6, 1000), token_budget=512)
 LOADS = (0.3, 0.6, 0.8)
-OVERLOAD = 1.5
-LAYOUTS = {
-    "apart": ("--prefill-workers", "1", "--decode-workers", "1"),
-    "both": ("--prefill-workers", "0", "--decode-workers", "0", "--both-workers", "1"),
-}
+OVERLOAD = 2.5
 QUEUE_LIMIT = 16
 MIN_S = 0.02  # shorter requests do not count
 PROMPT_TOKENS, OUTPUT_TOKENS = (64, 512), (16, 96)
@@ -58,7 +61,7 @@ class Form:
     overload_s: float
 
 
-FULL, QUICK = Form(60.0, 60.0), Form(6.0, 8.0)
+FULL, QUICK = Form(60.0, 60.0), Form(5.0, 6.0)
 
 
 class Client:
@@ -129,7 +132,7 @@ def measure(client: Client, form: Form) -> Measured:
     client.send([0.0])  # loads the model
     client.send([0.1 * number for number in range(NUM_WARM)])
     burst = client.send([0.0] * NUM_BURST)
-    took_s = max(tries[-1]["ended_at"] for tries in burst) - min(tries[0]["sent_at"] for tries in burst)
+    took_s = max(tries[-1]["first_at"] for tries in burst) - min(tries[0]["sent_at"] for tries in burst)
     per_s, by_load = NUM_BURST / took_s, {}
     for load in LOADS:
         progress(f"{load:.0%} of {per_s:.1f} requests/s")
@@ -199,6 +202,9 @@ def checks_of(record: Record, measured: Measured) -> list[Check]:
                 f"{len(each)} requests, P90 {percentile(each, 90):.2f}; measured over predicted: {median(signed):.2f}"
             )
             checks.append(Check(f"{name}_error_{load * 100:.0f}", median(each), "ratio", None, note))
+    for role, each in record.step_errors.items():
+        note = "mean of the last steps, measured over what their own worker had learned"
+        checks.append(Check(f"{role}_step_error", each, "ratio", None, note))
     return [*checks, *retry_checks(refusals_of(measured.overloaded, record.num_free))]
 
 
@@ -221,29 +227,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="shorter loads, under 50 s")
     parser.add_argument("--record", type=Path, help="keep the scheduler's inputs in this file")
-    parser.add_argument("--layout", choices=LAYOUTS, default="both")
+    parser.add_argument("--computed", action="store_true", help="layers take the time that computing them takes")
     arguments = parser.parse_args()
     form = QUICK if arguments.quick else FULL
     with tempfile.TemporaryDirectory(prefix="torchrelay-bench-") as folder:
         root = Path(folder)
         path = arguments.record or root / "record.json"
-        checkpoint = make_checkpoint(root / "model", "llama", **SHAPE)
-        options = (
-            *LAYOUTS[arguments.layout],
-            "--arena-mb",
-            "256",
-            "--threads",
-            "1",
-            "--idle-timeout-s",
-            "600",
-            "--quiet",
-        )
+        checkpoint = make_checkpoint(root / "model", "llama", **(COMPUTED if arguments.computed else PADDED))
+        options = ("--arena-mb", "256", "--threads", "1", "--idle-timeout-s", "600", "--quiet")
         env = {"TORCHRELAY_RECORD": str(path), "TORCHRELAY_QUEUE_LIMIT": str(QUEUE_LIMIT)}
+        if not arguments.computed:
+            env |= padded_workers(root, LATENCY)
         with running_platform(root / "home", options, env) as platform:
             key = platform.tenant("bench")
             measured = measure(Client(platform, key, platform.upload(key, checkpoint, "model")), form)
         checks = checks_of(read_record(path), measured)
-    conditions = {"requests_per_s": round(measured.per_s, 2), "load_s": form.load_s, "overload_s": form.overload_s}
+    conditions = {
+        "computed": arguments.computed,
+        "requests_per_s": round(measured.per_s, 2),
+        "load_s": form.load_s,
+        "overload_s": form.overload_s,
+    }
     finish("prediction", conditions, checks)
 
 

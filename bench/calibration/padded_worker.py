@@ -16,10 +16,12 @@ import msgspec
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.engine.execution.model_runner import ModelRunner
 from torchrelay.engine.model.decoder import Decoder
-from torchrelay.worker.main import main
-
 
 _LAYERS_SHARE = 0.9  # of a step; the rest is for the head, and for choosing tokens
+
+
+def pad_by_environment() -> None:
+    pad(msgspec.json.decode(os.environ["BENCH_LATENCY"], type=LatencyModel))
 
 
 def pad(latency: LatencyModel) -> None:
@@ -48,5 +50,7 @@ def _sleep_until(at_s: float) -> None:
 
 
 if __name__ == "__main__":
-    pad(msgspec.json.decode(os.environ["BENCH_LATENCY"], type=LatencyModel))
+    from torchrelay.worker.main import main
+
+    pad_by_environment()
     main()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchrelay.scheduler.policy.core import AttemptKey
 from torchrelay.scheduler.policy.effects import AttemptPlaced
-from torchrelay.scheduler.policy.inputs import Admit, Release
+from torchrelay.scheduler.policy.inputs import Admit, Release, WorkerReported
 from torchrelay.scheduler.policy.prediction import Outcome, Prediction
 from torchrelay.scheduler.service.input_log import steps
 
@@ -28,10 +28,13 @@ class MeasuredAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """``num_free``: places of the queue that nobody has, after each input, with its time."""
+    """``num_free``: places of the queue that nobody has, after each input, with its time. ``step_errors``: by role, how
+    far single steps were off from what their own worker had learned of such steps.
+    """
 
     attempts: list[MeasuredAttempt] = field(default_factory=list)  # by their end
     num_free: list[tuple[float, int]] = field(default_factory=list)
+    step_errors: dict[str, float] = field(default_factory=dict)
 
 
 def read_record(path: Path) -> Record:
@@ -48,6 +51,9 @@ def read_record(path: Path) -> Record:
                 versions.add(admission.version_id)
             case Release(key, _, outcome) if key in open_ and outcome is not None:
                 record.attempts.append(_measured(open_.pop(key), outcome, lengths[key], step.now))
+            case WorkerReported(worker) if worker.latency is not None:
+                costs = {"prefill": worker.latency.prefill, "decode": worker.latency.decode}
+                record.step_errors.update({role: cost.error for role, cost in costs.items() if cost.known})
         record.num_free.append((step.now, state.config.queue_limit - len(state.queues)))
     if len(versions) > 1:
         raise ValueError(f"{len(versions)} versions were asked")
