@@ -102,7 +102,7 @@ class Real:
         """Raises ``RuntimeError`` unless all were answered whole."""
         rng = random.Random(seed)
         self.operator.await_zero()
-        requests = [{"at": at, "body": self._body(lengths, rng)} for at, lengths in found]
+        requests: list[dict[str, Any]] = [{"at": at, "body": self._body(lengths, rng)} for at, lengths in found]
         answers = self._send(requests)
         for request, answer in zip(requests, answers, strict=True):
             if answer["status"] != 200 or answer["num_events"] < request["body"]["max_tokens"]:

@@ -61,7 +61,7 @@ class Form:
     overload_s: float
 
 
-FULL, QUICK = Form(60.0, 60.0), Form(5.0, 6.0)
+FULL, QUICK = Form(60.0, 60.0), Form(4.5, 4.0)
 
 
 class Client:
@@ -202,9 +202,9 @@ def checks_of(record: Record, measured: Measured) -> list[Check]:
                 f"{len(each)} requests, P90 {percentile(each, 90):.2f}; measured over predicted: {median(signed):.2f}"
             )
             checks.append(Check(f"{name}_error_{load * 100:.0f}", median(each), "ratio", None, note))
-    for role, each in record.step_errors.items():
+    for role, error in record.step_errors.items():
         note = "mean of the last steps, measured over what their own worker had learned"
-        checks.append(Check(f"{role}_step_error", each, "ratio", None, note))
+        checks.append(Check(f"{role}_step_error", error, "ratio", None, note))
     return [*checks, *retry_checks(refusals_of(measured.overloaded, record.num_free))]
 
 
