@@ -26,7 +26,7 @@ FOLDERS = {
     "bench/calibration": "workers whose layers take fixed times, for bench/calibrate.py and bench/prediction.py",
     "bench/data_plane": "parts of bench/relay.py: chains, faults and KV streams, on the lab's links and on loopback",
     "bench/device": "parts of bench/gpu.py",
-    "bench/scheduling": "parts of bench/scheduler.py and bench/prediction.py: fleets, peers that compute nothing, records of a scheduler",
+    "bench/scheduling": "parts of bench/scheduler.py and prediction.py: fleets, peers, a gateway's stream, records",
     "bench/planning": "parts of bench/planner.py: random networks, a simulation, rival plans",
     "bench/serving": "parts of bench/engine.py: models, peers, the memory's limit",
     "bench/streaming": "load on a gateway, and echo servers behind it",
