@@ -133,7 +133,7 @@ class Policy:
         if attempt is None:
             return
         if input_.outcome is not None:
-            admissions.observe_outcome(state, attempt, input_.outcome)
+            admissions.observe_outcome(state, attempt, input_.outcome, now)
         if not input_.delivered:
             state.note_no_token(input_.key.request_id, attempt.instance_ids)
         admissions.place_waiting(state, now, (attempt.admission.version_id,))
@@ -149,6 +149,8 @@ class Policy:
             return
         state.links.observe_worker(accepted, now)
         state.latency_models.observe(accepted)
+        if is_new:
+            admissions.note_earlier_prompts(state, accepted, now)
         if instance := state.instances.on_worker(accepted.worker_id):
             state.rosters.forget(instance.version_id)
         changes = state.instances.observe(accepted, now)
@@ -254,6 +256,7 @@ class Policy:
         if change.gone:
             state.prefix_index.forget(instance.instance_id)
             state.corrections.forget(instance.instance_id)
+            state.token_times.forget(instance.instance_id)
         fields = scaling.event_fields(instance)
         if change.before is not None:
             fields["in_state_s"] = now - change.before.since

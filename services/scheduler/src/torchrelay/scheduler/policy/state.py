@@ -18,12 +18,13 @@ from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Instance, Model
 from torchrelay.scheduler.policy.dispatch.answer_lengths import AnswerLengths
-from torchrelay.scheduler.policy.dispatch.correction import Corrections
+from torchrelay.scheduler.policy.dispatch.correction import TTFT_WEIGHT, Corrections
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.latency import LatencyModels
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.roster import Rosters
+from torchrelay.scheduler.policy.dispatch.token_time import TokenTimes
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.links import Links
@@ -52,9 +53,11 @@ class State:
     instances: Instances = field(default_factory=Instances)
     attempts: OpenAttempts = field(default_factory=OpenAttempts)
     rosters: Rosters = field(default_factory=Rosters)
-    corrections: Corrections = field(default_factory=Corrections)
+    corrections: Corrections = field(default_factory=lambda: Corrections(TTFT_WEIGHT))  # of times to the first token
+    token_times: TokenTimes = field(default_factory=TokenTimes)
     answer_lengths: AnswerLengths = field(default_factory=AnswerLengths)
     due: dict[str, float] = field(default_factory=dict)  # by version: when a waiting prompt may be bound
+    earlier_prompts_until: dict[str, float] = field(default_factory=dict)  # by worker; see note_earlier_prompts
     links: Links = field(default_factory=Links)
     latency_models: LatencyModels = field(default_factory=LatencyModels)
     kv_transfer_times: KvTransferTimes = field(default_factory=KvTransferTimes)

@@ -20,6 +20,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, BoundWork
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN, TokenTime
 from torchrelay.scheduler.policy.prediction import Prediction
 
 MAX_SCORED = 8  # candidates per role
@@ -34,6 +35,7 @@ class Candidate(NamedTuple):
     work: BoundWork = NOTHING_BOUND
     num_cached_tokens: int = 0  # of this attempt's prompt
     correction: float = 1.0  # measured over predicted times to the first token there
+    token_time: TokenTime = UNKNOWN
 
     @property
     def kv_unreserved_bytes(self) -> int:
@@ -63,6 +65,7 @@ class _Decode(NamedTuple):
     cost_s: float  # of all tokens after the first, without load and KV transfer
     instance_id: str
     tbt_s: float
+    step_s: float
     load_left_s: float
     candidate: Candidate
 
@@ -98,7 +101,9 @@ def place(
         prefill=first.worker_ref,
         decode=second.worker_ref,
         cold=core.InstancePhase.LOADING in (first.phase, second.phase),
-        predicted=Prediction(prefill.ttft_s, prefill.prefill_s, decode.tbt_s, prefill.candidate.num_cached_tokens),
+        predicted=Prediction(
+            prefill.ttft_s, prefill.prefill_s, decode.tbt_s, decode.step_s, prefill.candidate.num_cached_tokens
+        ),
     )
 
 
@@ -110,7 +115,7 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
     due = soonest_s = math.inf
     found: list[_Prefill] = []
     for candidate in candidates:
-        entry, work, num_cached, correction = candidate
+        entry, work, num_cached, correction, _ = candidate
         if not entry.plays_prefill:
             continue
         num_decoding, num_attended = (work.num_choices, work.num_attended) if entry.plays_decode else (0, 0)
@@ -154,11 +159,12 @@ def _decodes(
         most_bytes, largest_pool = max(most_bytes, unreserved), max(largest_pool, entry.kv_pool_bytes)
         if unreserved < kv_bytes or len(work.decodes) >= config.max_open_per_instance:
             continue
-        tbt_s = entry.latency.tbt_s(work.num_choices + num_choices, work.num_attended + num_attended)
+        step_s = entry.latency.tbt_s(work.num_choices + num_choices, work.num_attended + num_attended)
+        tbt_s = candidate.token_time.mean_s(step_s)
         cost_s = tbt_s + max(tbt_s - config.tbt_target_s, 0.0) * num_tokens
         if entry.plays_prefill:  # a prompt interrupts decoding by one step at a time
             cost_s += min(entry.ahead_s(work.lane, now), entry.full_step_s)
-        found.append(_Decode(cost_s, entry.worker_ref.instance_id, tbt_s, entry.load_left_s(now), candidate))
+        found.append(_Decode(cost_s, entry.worker_ref.instance_id, tbt_s, step_s, entry.load_left_s(now), candidate))
     if found:
         if len(found) > MAX_SCORED:
             found.sort(key=lambda one: (one.load_left_s + one.cost_s, one.instance_id))

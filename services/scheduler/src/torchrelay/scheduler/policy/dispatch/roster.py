@@ -26,7 +26,7 @@ class RosterEntry:
     latency: LatencyModel
     kv_pool_bytes: int
     full_step_s: float  # of a step full of prompts: more than that is not bound ahead
-    excess_until: float = 0.0  # its worker reported more prompts than are bound to it: until then they run
+    excess_until: float = 0.0  # until then its worker computes prompts that an earlier scheduler bound
 
     @property
     def instance_id(self) -> str:

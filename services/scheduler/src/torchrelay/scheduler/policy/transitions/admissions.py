@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
@@ -34,7 +33,6 @@ from torchrelay.scheduler.policy.state import State
 
 _LEAST_AHEAD_S = 1e-3  # of a queue that is full
 _SWEEP_S = 10.0  # for so long after a reason to refuse requests that wait, they are looked at: ticks may be late
-_EARLIER_PROMPTS_S = 60.0  # so long after a start, workers may have prompts that an earlier scheduler bound
 
 
 def admit(
@@ -158,11 +156,16 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     return attempt
 
 
-def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome) -> None:
-    """Learns from the KV transfer time and the length of the answer; workers learn their step times themselves."""
+def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome, now: float) -> None:
+    """Learns from the KV transfer time, the time between tokens and the length of the answer; workers learn their step
+    times themselves.
+    """
     if outcome.num_output_tokens and not attempt.admission.num_forced_tokens:
         num_tokens = outcome.num_output_tokens / max(attempt.admission.num_choices, 1)
         state.answer_lengths.observe(attempt.admission.version_id, num_tokens)
+    placement = attempt.placement
+    if outcome.tbt_s is not None and not placement.cold and state.instances.get(placement.decode.instance_id):
+        state.token_times.observe(placement.decode.instance_id, placement.predicted.tbt_s, outcome.tbt_s, now)
     model, admission = state.models.get(attempt.admission.version_id), attempt.admission
     workers = state.membership.workers
     prefill = workers.get(attempt.placement.prefill.worker_id)
@@ -290,6 +293,8 @@ def _place_version(state: State, version_id: str, now: float) -> None:
             break
         state.queues.take(admission.key, now)
         _open(state, admission, found, False, now)
+        if not found.cold:
+            state.token_times.placed(found.decode.instance_id, found.predicted.step_s, now)
         state.effects.answers.append(effects.Placed(admission.gateway_id, found))
         placed = effects.AttemptPlaced(
             admission.key, admission.model, admission.admitted_at, now, found, admission.traceparent
@@ -297,6 +302,21 @@ def _place_version(state: State, version_id: str, now: float) -> None:
         state.effects.opened.append(placed)
     for key in too_large:
         state.queues.unpark(key)
+
+
+def note_earlier_prompts(state: State, worker: WorkerStatus, now: float) -> None:
+    """A worker reports for the first time: the prompts that it has were bound by an earlier scheduler.
+
+    Later reports are not used: what is bound here is known more accurately, and a report may come before the first
+    token of a prompt that it counts.
+    """
+    reported_s = worker.queued_prefill_s
+    if not reported_s and worker.num_queued_prefill_tokens:
+        latency = state.latency_models.of(worker, worker.slot.pack_id, state.config)
+        reported_s = latency.queued_s(worker.num_queued_prefill_tokens)
+    if reported_s:
+        earlier = {worker_id: until for worker_id, until in state.earlier_prompts_until.items() if until > now}
+        state.earlier_prompts_until = {**earlier, worker.worker_id: now + reported_s}
 
 
 def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
@@ -316,22 +336,10 @@ def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
             latency=latency,
             kv_pool_bytes=worker.kv_pool_bytes,
             full_step_s=latency.queued_s(latency.token_budget),
-            excess_until=worker.seen_at + _excess_s(state, worker, instance, latency, now),
+            excess_until=state.earlier_prompts_until.get(worker.worker_id, 0.0),
         )
         found.append(entry)
     return found
-
-
-def _excess_s(state: State, worker: WorkerStatus, instance: Instance, latency: LatencyModel, now: float) -> float:
-    """Prompts that the worker reports beyond those bound to it.
-
-    Only after a start: later all are bound here, and more accurately. A report counts prompts whole, also if their
-    beginnings are cached.
-    """
-    if now - state.started_at > _EARLIER_PROMPTS_S:
-        return 0.0
-    reported_s = worker.queued_prefill_s or latency.queued_s(worker.num_queued_prefill_tokens)
-    return max(reported_s - state.attempts.at(instance.instance_id).lane.work_s(), 0.0)
 
 
 def _candidates(
@@ -345,6 +353,7 @@ def _candidates(
             state.attempts.at(entry.instance_id),
             index.num_blocks(entry.instance_id, hashes) * model.routing_block_tokens if hashes else 0,
             state.corrections.of(entry.instance_id, now),
+            state.token_times.of(entry.instance_id, now),
         )
         for entry in roster
     ]
