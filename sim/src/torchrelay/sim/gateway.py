@@ -106,6 +106,8 @@ class SimulatedGateway:
                     self.num_waiting -= not outcome.first_token_at
             case effects.Waiting():
                 pass
+            case effects.TakeBack():
+                self._events.after(RPC_S, partial(self._take_back, answer.key))
 
     def _start(self, placement: Placement) -> None:
         """Opens the attempt at both workers."""
@@ -178,7 +180,13 @@ class SimulatedGateway:
         )
         self._scheduler.soon(inputs.Release(attempt.key, True, outcome))
 
-    def _fail(self, attempt: _Attempt) -> None:
+    def _take_back(self, key: AttemptKey) -> None:
+        """An attempt that has not begun is asked for anew."""
+        attempt = self._running.get(key)
+        if attempt is not None and isinstance(attempt.job, Prompt) and not attempt.job.num_done:
+            self._fail(attempt, is_taken_back=True)
+
+    def _fail(self, attempt: _Attempt, *, is_taken_back: bool = False) -> None:
         """The attempt is over without its end: another one is asked for, which continues it."""
         self._running.pop(attempt.key, None)
         given = attempt.num_forced + (attempt.computed_at > 0)
@@ -191,7 +199,7 @@ class SimulatedGateway:
                     given += worker.engine.num_tokens_done(attempt.job)
                 worker.engine.cancel(attempt.job)
             self._workers.leave(ref.worker_id, attempt.key)
-        self._scheduler.apply(inputs.Release(attempt.key, given > attempt.num_forced))
+        self._scheduler.apply(inputs.Release(attempt.key, given > attempt.num_forced, is_taken_back=is_taken_back))
         attempt.outcome.num_attempts += 1
         key = AttemptKey(attempt.key.request_id, attempt.key.attempt + 1)
         self._admit(attempt.outcome, key, min(given, attempt.outcome.request.num_output_tokens - 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cachetools import FIFOCache
 
@@ -34,6 +34,7 @@ from torchrelay.scheduler.policy.strategies import Strategies
 
 _MAX_MODELS = 4096
 _MAX_REQUESTS_WITHOUT_TOKEN = 4096
+_MAX_TAKEN_BACK = 4096
 
 
 @dataclass
@@ -70,6 +71,10 @@ class State:
     instances_without_token: FIFOCache[str, tuple[str, ...]] = field(  # by request id; see note_no_token
         default_factory=lambda: FIFOCache(_MAX_REQUESTS_WITHOUT_TOKEN)
     )
+    taken_back: FIFOCache[str, float] = field(  # by request id: when it was first admitted, until it comes again
+        default_factory=lambda: FIFOCache(_MAX_TAKEN_BACK)
+    )
+    slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     whole_scale_due: float = 0.0  # next look at models that nobody waits for
     unserved_since: float | None = None  # since when no model can be loaded; None: one can
 
@@ -90,9 +95,10 @@ class State:
     def note_model(self, model: Model, now: float) -> None:
         """Remembers the newest settings of a version; bounded, unused versions are evicted first."""
         timeout_s = model.idle_timeout_s or self.config.idle_timeout_s
-        self.aliases.note(model.version_id, model.pack_id, model.name, timeout_s, now)
+        self.aliases.note(model.version_id, model.pack_id, model.name, timeout_s, now, model.max_instances)
+        max_instances = self.aliases.max_instances(model.version_id, now, self.config.max_instances)
         self.models.pop(model.version_id, None)
-        self.models[model.version_id] = model
+        self.models[model.version_id] = replace(model, max_instances=max_instances)
         if len(self.models) > _MAX_MODELS:
             others = (version_id for version_id in self.models if version_id != model.version_id)
             unused = next((version_id for version_id in others if not self._is_used(version_id)), None)

@@ -16,7 +16,15 @@ from opentelemetry import metrics
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
-from torchrelay.scheduler.policy.effects import AdmissionRefused, Answer, AttemptPlaced, Command, Effects, Placed
+from torchrelay.scheduler.policy.effects import (
+    AdmissionRefused,
+    Answer,
+    AttemptPlaced,
+    Command,
+    Effects,
+    Placed,
+    TakeBack,
+)
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import (
     Admit,
@@ -142,7 +150,7 @@ class Controller:
             outcome = outcome_of(phases, release.num_output_tokens, attempt.admission.num_choices)
             self.explain.record_accuracy(key, attempt.placement, outcome)
             self._metrics.record_accuracy(attempt.placement, outcome)
-        self.apply(Release(key, release.ttft_s > 0, outcome))
+        self.apply(Release(key, release.ttft_s > 0, outcome, release.is_taken_back))
 
     def worker_reported(self, report: reports_pb2.WorkerReport, streamed: bool) -> None:
         """Raises ``StaleEpoch`` when most peers, and the worker among them, obey a newer scheduler."""
@@ -239,6 +247,9 @@ class Controller:
             kind, event = "placed", AdmitEvent(placement=placement)
         elif isinstance(answer, AdmissionRefused):
             kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
+        elif isinstance(answer, TakeBack):
+            message = scheduler_pb2.TakeBack(key=converters.key_to_proto(answer.key))
+            kind, event = "taken_back", AdmitEvent(take_back=message)
         else:
             kind, event = "waiting", AdmitEvent(waiting=converters.waiting_to_proto(answer))
         self._metrics.answered(kind)

@@ -121,9 +121,9 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
         num_decoding, num_attended = (work.num_choices, work.num_attended) if entry.plays_decode else (0, 0)
         prefill_s = num_contexts * entry.latency.prefill_s(num_tokens, num_cached, num_decoding, num_attended)
         prefill_s *= correction
-        ahead_s = entry.ahead_s(work.lane, now)
-        ttft_s = entry.load_left_s(now) + ahead_s + prefill_s
-        if entry.takes_prompts(work.lane, ahead_s):
+        queued_s = entry.queued_s(work.lane, now)
+        ttft_s = entry.load_left_s(now) + queued_s + entry.overdue_s(work.lane, now) + prefill_s
+        if entry.takes_prompts(work.lane, queued_s):
             found.append(_Prefill(ttft_s, entry.worker_ref.instance_id, prefill_s, candidate))
         else:
             soonest_s = min(soonest_s, ttft_s)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.storage_tiers import is_held_by_any, tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -56,8 +57,14 @@ def admit(
         # Placed by an earlier scheduler: it runs, and needs no answer.
         _open(state, admission, current, is_computed, now)
         return False
+    if key.attempt > 1 and not admission.num_forced_tokens and refuse_if_given_up(state, admission, now):
+        return False  # it was placed on a load that failed, and has had its tries
     if not admission.ttft_target_s:
         admission = replace(admission, ttft_target_s=_ttft_target_s(state.config, admission.service_class))
+    admitted_at = state.taken_back.pop(key.request_id, None)
+    if admitted_at is not None:  # it had a place, and leaves to no newcomer the one that it waits for now
+        state.queues.push(replace(admission, admitted_at=admitted_at, was_taken_back=True))
+        return True
     displaced = state.queues.displaced_by(admission)
     if displaced is not None:
         _refuse_as_full(state, displaced, state.models[displaced.version_id], now)
@@ -188,6 +195,16 @@ def refuse(
     refusal = effects.AdmissionRefused(admission.gateway_id, admission.key, reason, message, retry_after_s)
     state.effects.answers.append(refusal)
     state.effects.events.append(effects.SchedulerEvent(now, "refuse", admission.model, admission.model, message))
+
+
+def refuse_if_given_up(state: State, admission: Admission, now: float) -> bool:
+    """Refuses a request whose model is not loaded for a while, after its last try, unless instances serve it."""
+    cause = state.load_failures.given_up_for(admission.version_id, now)
+    if not cause or cover_both_roles(one for one in state.instances.of_version(admission.version_id) if one.placeable):
+        return False
+    message = f"{admission.model} could not be loaded: {cause}"
+    refuse(state, admission, effects.RefusalReason.LOAD_FAILED, message, now, state.config.load_backoff_max_s)
+    return True
 
 
 def refuse_infeasible(state: State, now: float) -> None:
@@ -407,11 +424,11 @@ def backlog_s(state: State, model: Model, now: float, num_left_out: int = 0) -> 
     """All prompts that wait for the version, here (but for so many tokens) and at its instances, in seconds of one of
     these; 0 without any.
     """
-    prefills = _prefills(state, model, now)
-    if not prefills:
+    entries = prefills(state, model, now)
+    if not entries:
         return 0.0
-    bound_s = sum(entry.ahead_s(state.attempts.at(entry.instance_id).lane, now) for entry in prefills)
-    return bound_s + prefills[0].latency.queued_s(state.queues.num_prefill_tokens(model.version_id) - num_left_out)
+    bound_s = sum(entry.queued_s(state.attempts.at(entry.instance_id).lane, now) for entry in entries)
+    return bound_s + entries[0].latency.queued_s(state.queues.num_prefill_tokens(model.version_id) - num_left_out)
 
 
 def predicted_wait_s(state: State, model: Model, now: float) -> float:
@@ -421,19 +438,19 @@ def predicted_wait_s(state: State, model: Model, now: float) -> float:
 
 def _first_load_left_s(state: State, model: Model, now: float) -> float:
     """Until an instance of the model can compute prompts."""
-    prefills = _prefills(state, model, now)
-    if not prefills:
+    entries = prefills(state, model, now)
+    if not entries:
         return state.config.slot_setup_s + model.pack_bytes / state.config.relay_bytes_per_s
-    return min(entry.load_left_s(now) for entry in prefills)
+    return min(entry.load_left_s(now) for entry in entries)
 
 
 def _prompts_ahead_s(state: State, model: Model, now: float) -> float:
-    prefills = _prefills(state, model, now)
-    if not prefills:
+    entries = prefills(state, model, now)
+    if not entries:
         return state.queues.num_prefill_tokens(model.version_id) / state.config.default_prefill_tokens_per_s
-    return backlog_s(state, model, now) / len(prefills)
+    return backlog_s(state, model, now) / len(entries)
 
 
-def _prefills(state: State, model: Model, now: float) -> list[RosterEntry]:
+def prefills(state: State, model: Model, now: float) -> list[RosterEntry]:
     roster = state.rosters.of(model.version_id, lambda: _roster(state, model, now))
     return [entry for entry in roster if entry.plays_prefill]
