@@ -13,46 +13,54 @@ from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.decode_shares import MAX_SLOWDOWN, DecodeShares
 from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.batching.prefix_cache import PrefixCache
-from torchrelay.engine.batching.sequences import SequenceGroup
+from torchrelay.engine.batching.sequences import DecodeSequence, SequenceGroup
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, NewToken, SamplingParams
-
-PROMPT = (1, 2, 3, 4)
 
 
 def latency_of(base_s: float, per_position_s: float, per_attended_s: float = 0.0) -> LatencyModel:
     return LatencyModel(decode=StepCost(base_s, per_position_s, per_attended_s, num_steps=1))
 
 
-def decoding(latency: LatencyModel | None, num_choices: dict[str, int], weights: dict[str, float]) -> BatchScheduler:
+def decoding(
+    latency: LatencyModel | None,
+    num_choices: dict[str, int],
+    weights: dict[str, float] | None = None,
+    num_prompt_tokens: dict[str, int] | None = None,
+) -> BatchScheduler:
     """A scheduler whose groups have all computed their prompts: one of each tenant."""
-    pages = PageTables(512, page_tokens=16)
+    pages = PageTables(2048, page_tokens=16)
     scheduler = BatchScheduler(
         pages,
         PrefixCache(pages.allocator, 16),
-        token_budget=4096,
-        max_context_tokens=64,
+        token_budget=8192,
+        max_context_tokens=1024,
         copy_page=lambda source, target: None,
         decode_shares=DecodeShares(lambda: latency),
     )
     for tenant, count in num_choices.items():
-        choices = tuple(map(ChoiceSpec, range(count)))
-        sampling = SamplingParams(max_tokens=32)
-        group = SequenceGroup.of(
-            GroupSpec(tenant, PROMPT, len(PROMPT), sampling, choices, tenant, weights.get(tenant, 1.0))
-        )
-        scheduler.submit(group)
+        add(scheduler, tenant, count, (weights or {}).get(tenant, 1.0), (num_prompt_tokens or {}).get(tenant, 4))
     step(scheduler)
     return scheduler
 
 
+def add(scheduler: BatchScheduler, tenant: str, num_choices: int, weight: float, num_prompt_tokens: int) -> None:
+    choices, prompt = tuple(map(ChoiceSpec, range(num_choices))), tuple(range(num_prompt_tokens))
+    group = GroupSpec(tenant, prompt, len(prompt), SamplingParams(max_tokens=32), choices, tenant, weight)
+    scheduler.submit(SequenceGroup.of(group))
+
+
 def step(scheduler: BatchScheduler) -> Counter[str]:
     """The choices of each tenant that the next step decodes."""
+    return Counter(each.spec.tenant_id for each in run_step(scheduler))
+
+
+def run_step(scheduler: BatchScheduler) -> tuple[DecodeSequence, ...]:
     (plan,) = scheduler.plan()
     rows = [(each.spec, each.choice, each.next_position) for each in plan.decoding]
     rows += [(chunk.context.group.spec, choice, 0) for chunk in plan.chunks for choice in chunk.context.choices]
     scheduler.commit(plan, [NewToken(spec.group_id, choice, position, 7) for spec, choice, position in rows])
     scheduler.check_integrity()
-    return Counter(each.spec.tenant_id for each in plan.decoding)
+    return plan.decoding
 
 
 @pytest.mark.parametrize(
@@ -66,11 +74,11 @@ def step(scheduler: BatchScheduler) -> Counter[str]:
     ],
 )
 def test_everybody_computes(latency: LatencyModel | None, num_choices: dict[str, int]) -> None:
-    assert step(decoding(latency, num_choices, {})) == num_choices
+    assert step(decoding(latency, num_choices)) == num_choices
 
 
 def test_who_has_many_is_held_back_and_its_choices_take_turns() -> None:
-    scheduler = decoding(latency_of(1, 0.1), {"many": 20, "one": 1}, {})
+    scheduler = decoding(latency_of(1, 0.1), {"many": 20, "one": 1})
     steps = [step(scheduler) for _ in range(10)]
     assert steps == [{"many": 5, "one": 1}] * 10, "1.6 <= 1.5 * 1.1 < 1.7"
     group = scheduler.get("many")
@@ -79,37 +87,66 @@ def test_who_has_many_is_held_back_and_its_choices_take_turns() -> None:
     assert lengths == {3: 10, 4: 10}, "50 steps among 20"
 
 
-def test_a_heavier_tenant_computes_more() -> None:
-    rows = step(decoding(latency_of(1, 0.1), {"light": 20, "heavy": 20, "one": 1}, {"heavy": 3.0}))
-    assert rows["one"] == 1 and rows["heavy"] == 3 * rows["light"] < 20
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+def test_a_heavier_tenant_computes_more(scale: float) -> None:
+    weights = {"light": scale, "heavy": 3.0 * scale, "one": scale}
+    rows = step(decoding(latency_of(1, 0.1), {"light": 20, "heavy": 20, "one": 1}, weights))
+    assert rows == {"one": 1, "light": 5, "heavy": 17}, "3.3 <= 3 * 1.1"
+
+
+def test_a_long_context_takes_no_turns_from_others() -> None:
+    """What it costs cannot be helped by holding back those who cost little."""
+    costs = latency_of(1.0, 0.003, 0.001)
+    num_choices, num_prompt_tokens = {"long": 1, "short": 20}, {"long": 900, "short": 4}
+    assert step(decoding(costs, num_choices, num_prompt_tokens=num_prompt_tokens)) == num_choices
+
+
+def test_beside_a_long_prompt_all_choices_compute() -> None:
+    latency = LatencyModel(StepCost(1.0, 0.05, 0.0, num_steps=1), StepCost(1.0, 0.1, 0.0, num_steps=1))
+    scheduler = decoding(latency, {"many": 20, "one": 1})
+    assert step(scheduler)["many"] == 5
+    add(scheduler, "another", 1, 1.0, 900)
+    assert step(scheduler)["many"] == 20, "2.1 s of 46 s"
+    assert step(scheduler)["many"] < 20
 
 
 @given(
     num_choices=st.dictionaries(st.sampled_from("abcde"), st.integers(1, 24), min_size=2),
     weights=st.dictionaries(st.sampled_from("abcde"), st.sampled_from([0.5, 1.0, 2.5])),
+    num_prompt_tokens=st.dictionaries(st.sampled_from("abcde"), st.sampled_from([1, 40, 600])),
     costs=st.tuples(*(st.floats(1e-5, 1.0) for _ in range(2)), st.floats(0, 0.01)),
 )
 def test_no_step_is_longer_than_stated(
-    num_choices: dict[str, int], weights: dict[str, float], costs: tuple[float, float, float]
+    num_choices: dict[str, int],
+    weights: dict[str, float],
+    num_prompt_tokens: dict[str, int],
+    costs: tuple[float, float, float],
 ) -> None:
     latency = latency_of(*costs)
-    scheduler = decoding(latency, num_choices, weights)
+    scheduler = decoding(latency, num_choices, weights, num_prompt_tokens)
+
+    def time_of(rows: list[int]) -> float:
+        return latency.tbt_s(len(rows), sum(rows)) - latency.decode.base_s
+
     for _ in range(3):
-        contexts = {
-            each.spec.tenant_id: [one.num_computed for one in each.decodings] for each in scheduler.groups
-        }  # before the step
-        rows = step(scheduler)
-        assert set(rows) == set(num_choices)
-        least = max(1, int(min(count / weights.get(tenant, 1.0) for tenant, count in num_choices.items())))
-        equal = {
-            tenant: min(count, max(1, int(least * weights.get(tenant, 1.0)))) for tenant, count in num_choices.items()
-        }
-        assert rows >= Counter(equal)
-        if rows in (equal, num_choices):
-            continue
-        took_s = latency.tbt_s(rows.total(), 0)  # at least
-        total = sum(weights.get(tenant, 1.0) for tenant in num_choices)
-        for tenant, computed in contexts.items():
-            alone_s = latency.tbt_s(len(computed), sum(each + 1 for each in computed))
-            others = total / weights.get(tenant, 1.0) - 1
-            assert took_s <= (1 + MAX_SLOWDOWN * others) * alone_s * (1 + 1e-9)
+        wanted = {each.spec.tenant_id: [row.num_computed + 1 for row in each.decodings] for each in scheduler.groups}
+        weight = {tenant: weights.get(tenant, 1.0) for tenant in wanted}
+        computed: dict[str, list[int]] = {}
+        for row in run_step(scheduler):
+            computed.setdefault(row.spec.tenant_id, []).append(row.num_computed)  # one more by now
+        assert computed.keys() == wanted.keys()
+        took_s = latency.decode.base_s + sum(map(time_of, computed.values()))
+        limit_s = min(
+            (1 + MAX_SLOWDOWN * (sum(weight.values()) / weight[tenant] - 1)) * (costs[0] + time_of(rows))
+            for tenant, rows in wanted.items()
+        )
+        share_s = {tenant: time_of(rows) / weight[tenant] for tenant, rows in wanted.items()}
+        assert len(computed[min(share_s, key=share_s.__getitem__)]) == len(
+            wanted[min(share_s, key=share_s.__getitem__)]
+        )
+        if took_s > limit_s * (1 + 1e-6):  # then nobody has more than it must have
+            least_s = max(
+                min(share_s.values()), max(time_of(rows[:1]) / weight[tenant] for tenant, rows in wanted.items())
+            )
+            most_s = max(time_of(rows) / weight[tenant] for tenant, rows in computed.items())
+            assert most_s <= least_s * (1 + 1e-6) + 1e-12

@@ -41,7 +41,14 @@ async def test_a_tenants_turns_are_in_order_and_tenants_alternate() -> None:
 
 async def test_of_strangers_the_last_one_goes_first() -> None:
     wanted = [(STRANGERS, "s1"), (STRANGERS, "s2"), (STRANGERS, "s3"), (ACME, "a1")]
-    assert await taken(Turns(max_at_once=1), wanted) == ["s1", "s3", "a1", "s2"]
+    assert await taken(Turns(max_at_once=1), wanted) == ["s1", "a1", "s3", "s2"]
+
+
+async def test_strangers_of_many_addresses_have_every_second_turn_at_most() -> None:
+    crowd = [(Lane(f"10.0.0.{number}", is_of_strangers=True), f"s{number}") for number in range(20)]
+    wanted = [*crowd, (ACME, "a1"), (ACME, "a2"), (UMBRELLA, "u1")]
+    order = await taken(Turns(max_at_once=1), wanted)
+    assert order[:7] == ["s0", "a1", "s1", "u1", "s2", "a2", "s3"]
 
 
 async def test_a_pause_is_twice_as_long_as_the_calls_before_it() -> None:

@@ -125,9 +125,10 @@ class BatchScheduler:
         Chunks that continue from a layer boundary get a batch of their own.
         """
         self.admit()
-        decoding = self._next_decoding()
+        next_chunks = self._next_chunks()
+        decoding = self._next_decoding(sum(chunk.num_tokens for chunk in next_chunks))
         chunks: dict[int, list[PrefillChunk]] = {0: []}
-        for chunk in self._next_chunks(len(decoding)):
+        for chunk in next_chunks:
             chunks.setdefault(chunk.context.group.layer, []).append(chunk)
         first = BatchPlan(decoding, tuple(chunks.pop(0)))
         rest = (BatchPlan((), tuple(of_layer), layer) for layer, of_layer in sorted(chunks.items()))
@@ -238,18 +239,18 @@ class BatchScheduler:
 
     # Internals
 
-    def _next_decoding(self) -> tuple[DecodeSequence, ...]:
+    def _next_decoding(self, num_prompt_tokens: int) -> tuple[DecodeSequence, ...]:
         """The shortest first. If some are held back, those chosen go last the next time."""
-        chosen = self._decode_shares.choose(self._decoding)
+        chosen = self._decode_shares.choose(self._decoding, num_prompt_tokens)
         if len(chosen) < len(self._decoding):
             for each in chosen:
                 del self._decoding[each]
                 self._decoding[each] = None
         return tuple(sorted(chosen, key=lambda each: each.num_computed))
 
-    def _next_chunks(self, num_decoding: int) -> list[PrefillChunk]:
+    def _next_chunks(self) -> list[PrefillChunk]:
         # However many choices decode, prefill advances by at least a page.
-        room = max(self._token_budget - num_decoding, self._pages.page_tokens)
+        room = max(self._token_budget - len(self._decoding), self._pages.page_tokens)
         chunks: list[PrefillChunk] = []
         while room and (context := self._prefilling.head()) is not None:
             spec = context.group.spec

@@ -12,7 +12,7 @@ from torchrelay.gateway.http.protocol import BoundedProtocol, Door
 from torchrelay.gateway.http.turns import Lane
 
 _FIRST_READ_BYTES, _HEAD_READ_BYTES, _BODY_READ_BYTES = 4 << 10, 16 << 10, 64 << 10
-_AUTHORIZATION = re.compile(rb"\r\nauthorization:[ \t]*([^\r\n]{1,512})\r\n", re.IGNORECASE)
+_AUTHORIZATION = re.compile(rb"\r\nauthorization:([^\r\n]{1,512})\r\n", re.IGNORECASE)  # one way to match: linear time
 _BUFFER = memoryview(bytearray(_BODY_READ_BYTES))  # of all connections: what is read is parsed before the next read
 
 
@@ -59,11 +59,12 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._first = bytes(_BUFFER[:nbytes])
         self._transport.pause_reading()
-        # Whoever has a key waits for its own tenant's connections only, and not for a crowd of strangers.
-        found = _AUTHORIZATION.search(self._first)
-        if found is not None and (lane := self._door.lane_of_key(found[1].decode("latin-1"))) is not None:
-            self._lane = lane
-        self._door.first_reads.take(self._lane, self._begin)
+        turns = self._door.first_reads
+        if not turns.is_free:  # in a crowd, whoever has a key does not wait for all of it
+            found = _AUTHORIZATION.search(self._first)
+            if found is not None and (lane := self._door.lane_of_key(found[1].decode("latin-1").strip())) is not None:
+                self._lane = lane
+        turns.take(self._lane, self._begin)
 
     def _begin(self) -> None:
         if self._transport.is_closing():

@@ -15,10 +15,9 @@ _WEIGHT = 0.25  # of the newest measurement
 
 
 class Lane(NamedTuple):
-    """Who takes turns: a tenant, or the strangers of one address, of whom the last one to come goes first.
-
-    So a client who comes in the midst of a crowd, and is about to show a key, waits for none of it; and whoever has
-    waited longest is the likeliest to have given up.
+    """Who takes turns: a tenant, or the strangers of one address, of whom the last one to come goes first: whoever has
+    waited longest is the likeliest to have given up. From however many addresses strangers come, every second turn is
+    a tenant's.
     """
 
     name: str
@@ -36,26 +35,42 @@ class Turns:
     def __init__(self, max_at_once: int = MAX_AT_ONCE) -> None:
         self._max_at_once = max_at_once
         self._call_s = ROUND_S  # what a call took of late
-        self._lanes: dict[Lane, OrderedDict[Callable[[], None], None]] = {}  # the next one first; none is empty
+        # The next lane first; none is empty.
+        self._tenants: dict[Lane, OrderedDict[Callable[[], None], None]] = {}
+        self._strangers: dict[Lane, OrderedDict[Callable[[], None], None]] = {}
+        self._is_turn_of_tenants = True
         self._is_paused = False  # or at work
         self._steps_begin_at = 0.0
 
     def take(self, lane: Lane, call: Callable[[], None]) -> None:
         """Calls at once if nobody waits, and later otherwise."""
-        self._lanes.setdefault(lane, OrderedDict())[call] = None
+        self._lanes_like(lane).setdefault(lane, OrderedDict())[call] = None
         if not self._is_paused:
             self._begin()
 
     def give_up(self, lane: Lane, call: Callable[[], None]) -> None:
         """Ends the wait of ``call``, if it waits."""
-        waiting = self._lanes.get(lane)
+        lanes = self._lanes_like(lane)
+        waiting = lanes.get(lane)
         if waiting is not None and call in waiting:
             del waiting[call]
             if not waiting:
-                del self._lanes[lane]
+                del lanes[lane]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a call would be made at once."""
+        return not self._is_paused
+
+    def _lanes_like(self, lane: Lane) -> dict[Lane, OrderedDict[Callable[[], None], None]]:
+        return self._strangers if lane.is_of_strangers else self._tenants
+
+    @property
+    def _has_calls(self) -> bool:
+        return bool(self._tenants or self._strangers)
 
     def _begin(self) -> None:
-        self._is_paused = bool(self._lanes)
+        self._is_paused = self._has_calls
         if not self._is_paused:
             return
         loop, begin_at, num_calls = asyncio.get_running_loop(), time.perf_counter(), 0
@@ -63,7 +78,7 @@ class Turns:
             self._begin_steps
         )  # called just before the tasks that the calls begin, and ``_pause`` after them
         try:
-            while self._lanes and num_calls < max(1, min(self._max_at_once, int(ROUND_S / self._call_s))):
+            while self._has_calls and num_calls < max(1, min(self._max_at_once, int(ROUND_S / self._call_s))):
                 num_calls += 1
                 self._next()()
         finally:
@@ -78,9 +93,13 @@ class Turns:
         asyncio.get_running_loop().call_later(min(MAX_PAUSE_S, 2 * took_s), self._begin)
 
     def _next(self) -> Callable[[], None]:
-        lane = next(iter(self._lanes))
-        waiting = self._lanes.pop(lane)
+        lanes = (
+            self._tenants if self._tenants and (self._is_turn_of_tenants or not self._strangers) else self._strangers
+        )
+        self._is_turn_of_tenants = lanes is self._strangers
+        lane = next(iter(lanes))
+        waiting = lanes.pop(lane)
         call, _ = waiting.popitem(last=lane.is_of_strangers)
         if waiting:
-            self._lanes[lane] = waiting  # behind the others
+            lanes[lane] = waiting  # behind the others
         return call

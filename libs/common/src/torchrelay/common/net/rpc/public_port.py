@@ -24,7 +24,7 @@ from torchrelay.common.net.rpc.options import PublicLimits
 from torchrelay.common.net.rpc.public_connections import PublicConnections
 
 _BACKLOG: Final = 1024
-_BUFFER: Final = memoryview(bytearray(64 << 10))  # of all connections: what is read is copied before the next read
+_BUFFER: Final = memoryview(bytearray(32 << 10))  # of all connections: what is read is copied before the next read
 _MAX_UNSENT_BYTES: Final = 16 << 10  # to one side; beyond that, the other side is not read
 # At once. grpcio's client sends headers, which count twice, and two or three small frames for a call.
 _SMALL_FRAMES, _SMALL_FRAMES_OF_A_CALL = 500, 6
@@ -175,7 +175,9 @@ class PublicPort:
         self._frame_limits = FrameLimits(_SMALL_FRAMES + _SMALL_FRAMES_OF_A_CALL * limits.streams)
         self._connections = PublicConnections(limits.connections)
         self._clients: dict[str, _Client] = {}
+        self._spoken: asyncio.Queue[tuple[str, _Client]] = asyncio.Queue()  # each connection comes once
         self._accepting: asyncio.Task[None] | None = None
+        self._connecting: asyncio.Task[None] | None = None
         self._owned = AsyncExitStack()  # the descriptor, and the task that accepts
 
     def hide_address(self) -> None:
@@ -198,8 +200,9 @@ class PublicPort:
 
     async def start(self) -> None:
         """Whoever starts it is cancelled if it accepts no more, and gets the error of ``close``."""
-        self._tasks = await self._owned.enter_async_context(asyncio.TaskGroup())
-        self._accepting = self._tasks.create_task(self._accept(), name="grpc-accept")
+        tasks = await self._owned.enter_async_context(asyncio.TaskGroup())
+        self._accepting = tasks.create_task(self._accept(), name="grpc-accept")
+        self._connecting = tasks.create_task(self._connect_spoken(), name="grpc-connect")
 
     async def stop_accepting(self) -> None:
         if self._accepting is not None:
@@ -213,6 +216,8 @@ class PublicPort:
             await asyncio.wait([client.closed for client in clients], timeout=_STOP_S)
             for client in clients:
                 client.transport.abort()
+        if self._connecting is not None:
+            self._connecting.cancel()
         self._folder.close()
         await self._owned.aclose()
 
@@ -239,27 +244,33 @@ class PublicPort:
                 self._clients[victim].transport.abort()
             undo.callback(self._forget, peer)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            begin = partial(self._begin, name)
+            begin = partial(self._speak, name)
             client = _Client(self._limits, self._frame_limits, begin, partial(self._forget, peer))
             self._clients[peer] = client
             await loop.connect_accepted_socket(lambda: client, sock)
             undo.pop_all()
 
-    def _begin(self, name: str, client: _Client) -> None:
-        self._tasks.create_task(self._connect_upstream(name, client), name="grpc-connect")
+    def _speak(self, name: str, client: _Client) -> None:
+        self._spoken.put_nowait((name, client))
+
+    async def _connect_spoken(self) -> None:
+        """One after the other, as ``_accept`` does."""
+        while True:
+            name, client = await self._spoken.get()
+            await self._connect_upstream(name, client)
 
     async def _connect_upstream(self, name: str, client: _Client) -> None:
-        with ExitStack() as undo:
+        # No descriptor is left, grpcio's queue is full, or it has ended: this client has to come again.
+        with suppress(OSError), ExitStack() as undo:
             undo.callback(client.transport.abort)
             inner = undo.enter_context(socket.socket(socket.AF_UNIX))
             inner.setblocking(False)
             inner.bind(f"\0{name}")
-            with suppress(OSError):  # grpcio's queue is full, or it has ended
-                inner.connect(f"/proc/self/fd/{self._inner}")
-                upstream = _Upstream(client)
-                await asyncio.get_running_loop().create_unix_connection(lambda: upstream, sock=inner)
-                client.meet(upstream)
-                undo.pop_all()
+            inner.connect(f"/proc/self/fd/{self._inner}")
+            upstream = _Upstream(client)
+            await asyncio.get_running_loop().create_unix_connection(lambda: upstream, sock=inner)
+            client.meet(upstream)
+            undo.pop_all()
 
     def _forget(self, peer: str) -> None:
         self._connections.remove(peer)

@@ -10,8 +10,6 @@ from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy.core import InstancePhase, WorkerRef
 from torchrelay.scheduler.policy.dispatch.prefill_lane import PrefillLane
 
-MAX_PROMPTS_AHEAD = 8  # a worker takes some milliseconds to begin and hand over each, however short
-
 
 @dataclass(frozen=True, slots=True)
 class RosterEntry:
@@ -50,13 +48,9 @@ class RosterEntry:
         """The time that these will take."""
         return self.queued_s(lane, now) + self.overdue_s(lane, now)
 
-    def takes_prompts(self, lane: PrefillLane, queued_s: float) -> bool:
-        """Whether less is ahead than it should have; ``queued_s`` as given above."""
-        return queued_s < self.full_step_s and len(lane) < MAX_PROMPTS_AHEAD
-
     def bindable_at(self, lane: PrefillLane) -> float:
-        """When it takes prompts again, by the passing of time alone."""
-        if self.phase is InstancePhase.LOADING or len(lane) >= MAX_PROMPTS_AHEAD:
+        """When less than a full step will be ahead, by the passing of time alone."""
+        if self.phase is InstancePhase.LOADING:
             return math.inf
         return max(lane.less_ahead_at(self.full_step_s), self.excess_until - max(self.full_step_s - lane.work_s(), 0.0))
 
