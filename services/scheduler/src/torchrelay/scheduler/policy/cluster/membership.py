@@ -205,6 +205,8 @@ class Membership:
         playable: set[Role] = set()
         for worker in self.workers.values():
             playable |= worker.playable_roles if worker.host_id in hosts else frozenset()
+            if playable >= BOTH:
+                return ""
         if not playable:
             silent = sorted({worker.host_id for worker in self.workers.values()} - hosts)
             return f"the param-store of host {' and '.join(silent[:3])} does not answer"

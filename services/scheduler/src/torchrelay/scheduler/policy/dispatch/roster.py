@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchrelay.common.latency.latency_model import LatencyModel
-from torchrelay.scheduler.policy.core import InstancePhase, WorkerRef
+from torchrelay.scheduler.policy.core import InstancePhase, WorkerRef, WorkerStatus
 from torchrelay.scheduler.policy.dispatch.prefill_lane import PrefillLane
 
 
@@ -43,6 +43,17 @@ class RosterEntry:
         if self.phase is InstancePhase.LOADING:
             return math.inf
         return max(lane.less_ahead_at(self.full_step_s), self.excess_until - max(self.full_step_s - lane.work_s(), 0.0))
+
+
+def computes_alike(before: WorkerStatus, after: WorkerStatus) -> bool:
+    """Whether the entry of a worker's instance is as before its last report. That of one that loads changes with time."""
+    return (
+        (before.incarnation, before.grpc_address, before.device)
+        == (after.incarnation, after.grpc_address, after.device)
+        and before.kv_pool_bytes == after.kv_pool_bytes
+        and (before.step_s, before.prefill_tokens_per_s) == (after.step_s, after.prefill_tokens_per_s)
+        and (before.latency is after.latency or before.latency == after.latency)
+    )
 
 
 class Rosters:

@@ -28,7 +28,7 @@ from torchrelay.scheduler.policy.core import (
 from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement
-from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.dispatch.roster import RosterEntry, computes_alike
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
 
@@ -332,6 +332,20 @@ def _excess_s(state: State, worker: WorkerStatus, instance: Instance, latency: L
         return 0.0
     reported_s = worker.queued_prefill_s or latency.queued_s(worker.num_queued_prefill_tokens)
     return max(reported_s - state.attempts.at(instance.instance_id).lane.work_s(), 0.0)
+
+
+def forget_roster(
+    state: State, before: WorkerStatus | None, worker: WorkerStatus, instance: Instance, now: float
+) -> None:
+    """If the worker's report, after the one ``before``, says anything new about what its instance can take."""
+    is_excess_known = now - state.started_at > _EARLIER_PROMPTS_S or not (_has_prompts(before) or _has_prompts(worker))
+    is_loading = instance.version_id in state.instances.loading_versions
+    if before is None or not is_excess_known or is_loading or not computes_alike(before, worker):
+        state.rosters.forget(instance.version_id)
+
+
+def _has_prompts(worker: WorkerStatus | None) -> bool:
+    return worker is not None and (worker.queued_prefill_s > 0 or worker.num_queued_prefill_tokens > 0)
 
 
 def _candidates(
