@@ -55,7 +55,7 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
     js = history_nats.jetstream()
     try:
         await try_streams(js, subjects, settings.nats_replicas, settings.stream_sizes)
-        event_publisher = EventPublisher(js, subjects)
+        event_publisher = EventPublisher(history_nats, subjects)
         with _controller(settings, clock, event_publisher) as controller:
             servicer = SchedulerServicer(controller, EventReader(js, subjects))
             scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)

@@ -19,7 +19,7 @@ async def test_history_drops_the_oldest_while_the_stream_is_away_and_keeps_order
     nats = await connect(nats_url, "test")
     try:
         js = nats.jetstream()
-        history = EventPublisher(js, subjects, max_queued=3)
+        history = EventPublisher(nats, subjects, max_queued=3)
         history.note(SchedulerEvent(1.0, "place", "m", "i", "not published"))
         for number in range(5):
             history.note(

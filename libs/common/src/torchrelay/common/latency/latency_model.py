@@ -82,7 +82,9 @@ class LatencyModel:
         """
         num_left = max(num_tokens - num_cached, 1)
         room = max(self.token_budget - num_decoding, 1)
-        beside_s = self.decode.marginal_s(num_decoding, num_decode_attended)
+        beside_s = (
+            self.decode.marginal_s(num_decoding, num_decode_attended) if num_decoding or num_decode_attended else 0.0
+        )
         own_s = self.prefill.marginal_s(num_left, attended_positions(num_tokens - num_left, num_tokens))
         return -(-num_left // room) * (self.prefill.base_s + beside_s) + own_s
 

@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from cachetools import FIFOCache
-
 from torchrelay.common.quantities import format_bytes
+from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import AttemptKey, Instance, PackCopy, Placement, SlotStatus
 from torchrelay.scheduler.policy.effects import AttemptPlaced, SchedulerEvent
@@ -66,9 +65,9 @@ class ExplainLog:
     """Keeps the last ``max_requests`` timelines and the last decisions of each model."""
 
     def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
-        self._requests: FIFOCache[str, _RequestTimeline] = FIFOCache(max_requests)
-        self._decisions: FIFOCache[str, deque[SchedulerEvent]] = FIFOCache(_MAX_MODELS)
-        self._instances: FIFOCache[str, _LoadTimeline] = FIFOCache(_MAX_INSTANCES)
+        self._requests: Recent[str, _RequestTimeline] = Recent(max_requests)
+        self._decisions: Recent[str, deque[SchedulerEvent]] = Recent(_MAX_MODELS)
+        self._instances: Recent[str, _LoadTimeline] = Recent(_MAX_INSTANCES)
 
     def note(self, event: SchedulerEvent) -> None:
         """Files the event under each model that it concerns, by its own name: tenants know nothing of each other."""

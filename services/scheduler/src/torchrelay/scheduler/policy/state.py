@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cachetools import FIFOCache
-
+from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.admission.promises import Promises
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
@@ -64,8 +63,8 @@ class State:
     aliases: VersionAliases = field(default_factory=VersionAliases)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
     effects: Effects = field(default_factory=Effects)
-    instances_without_token: FIFOCache[str, tuple[str, ...]] = field(  # by request id; see note_no_token
-        default_factory=lambda: FIFOCache(_MAX_REQUESTS_WITHOUT_TOKEN)
+    instances_without_token: Recent[str, tuple[str, ...]] = field(  # by request id; see note_no_token
+        default_factory=lambda: Recent(_MAX_REQUESTS_WITHOUT_TOKEN)
     )
     whole_scale_due: float = 0.0  # next look at models that nobody waits for
     unserved_since: float | None = None  # since when no model can be loaded; None: one can

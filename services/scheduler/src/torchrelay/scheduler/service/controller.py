@@ -10,10 +10,10 @@ import math
 import time
 from typing import Protocol
 
-from cachetools import FIFOCache
 from opentelemetry import metrics
 
 from torchrelay.common.process.telemetry import get_logger, record_span
+from torchrelay.common.recent import Recent
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Answer, AttemptPlaced, Command, Effects, Placed
@@ -89,7 +89,7 @@ class Controller:
         self._recorder = recorder
         self._due_at = math.inf  # for which the timer runs
         self._due_timer: asyncio.TimerHandle | None = None
-        self._versions: FIFOCache[str, types_pb2.ModelVersion] = FIFOCache(_MAX_VERSIONS)
+        self._versions: Recent[str, types_pb2.ModelVersion] = Recent(_MAX_VERSIONS)
         self._event_publisher = event_publisher
         self._watchers: set[asyncio.Event] = set()
         meter, state = metrics.get_meter("torchrelay.scheduler"), policy.state

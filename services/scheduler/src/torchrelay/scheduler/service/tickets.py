@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 
-from cachetools import FIFOCache
-
 from torchrelay.common.identity.callers import Caller, call_token
 from torchrelay.common.identity.keys import derive_node_key
+from torchrelay.common.recent import Recent
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.control.v1.types_pb2 import Source, Ticket
 from torchrelay.scheduler.policy.core import REMOTE, Placement, StoreStatus
@@ -29,7 +28,7 @@ class ClusterTickets:
     def __init__(self, cluster_key: bytes) -> None:
         self._cluster_key = cluster_key
         self._issuer = TicketIssuer(cluster_key)
-        self._call_tokens: FIFOCache[str, tuple[str, str]] = FIFOCache(_MAX_WORKERS)
+        self._call_tokens: Recent[str, tuple[str, str]] = Recent(_MAX_WORKERS)
 
     def add_call_tokens(self, placement: scheduler_pb2.Placement) -> None:
         """Lets the gateway call both workers, and the prefill worker the decode worker."""

@@ -17,7 +17,10 @@ class Corrections:
         self._measured: dict[str, tuple[float, float]] = {}  # the factor, and when it was measured
 
     def of(self, instance_id: str, now: float) -> float:
-        factor, at = self._measured.get(instance_id, (1.0, now))
+        measured = self._measured.get(instance_id)
+        if measured is None:
+            return 1.0
+        factor, at = measured
         return float(factor**0.5 ** ((now - at) / _HALF_LIFE_S))
 
     def observe(self, instance_id: str, predicted_s: float, measured_s: float, now: float) -> None:

@@ -46,7 +46,7 @@ class RosterEntry:
 
 
 def computes_alike(before: WorkerStatus, after: WorkerStatus) -> bool:
-    """Whether the entry of a worker's instance is as before its last report. That of one that loads changes with time."""
+    """Whether the entry of a worker's instance is as before its last report, unless it loads."""
     return (
         (before.incarnation, before.grpc_address, before.device)
         == (after.incarnation, after.grpc_address, after.device)

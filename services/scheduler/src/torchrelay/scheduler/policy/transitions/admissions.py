@@ -352,16 +352,21 @@ def _candidates(
     state: State, admission: Admission, model: Model, roster: Sequence[RosterEntry], now: float
 ) -> list[Candidate]:
     """The roster as the attempt sees it."""
-    hashes, index = admission.block_hashes, state.prefix_index
-    return [
-        Candidate(
-            entry,
-            state.attempts.at(entry.instance_id),
-            index.num_blocks(entry.instance_id, hashes) * model.routing_block_tokens if hashes else 0,
-            state.corrections.of(entry.instance_id, now),
-        )
-        for entry in roster
-    ]
+    hashes, index, bound, block_tokens = (
+        admission.block_hashes,
+        state.prefix_index,
+        state.attempts.at,
+        model.routing_block_tokens,
+    )
+    found = []
+    for entry in roster:
+        instance_id = entry.worker_ref.instance_id
+        if entry.plays_prefill:
+            num_cached = index.num_blocks(instance_id, hashes) * block_tokens if hashes else 0
+            found.append(Candidate(entry, bound(instance_id), num_cached, state.corrections.of(instance_id, now)))
+        else:
+            found.append(Candidate(entry, bound(instance_id)))
+    return found
 
 
 def _open(state: State, admission: Admission, placement: Placement, is_computed: bool, now: float) -> None:
