@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from torchrelay.common.latency.latency_model import LatencyModel
@@ -301,7 +302,7 @@ class Admission:
     ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0: that of the class
     weight: float = 1.0  # of its tenant
 
-    @property
+    @cached_property
     def tenant(self) -> str:
         """``acme`` of ``acme/glossary``."""
         return self.model.partition("/")[0]

@@ -75,16 +75,15 @@ class ExplainLog:
             subject = name if event.subject == event.model else event.subject
             reason = event.by_tenant.get(tenant_of(name), event.reason)
             ring = self._decisions.get(name) or deque(maxlen=_MAX_DECISIONS_PER_MODEL)
-            ring.append(replace(event, model=name, subject=subject, reason=reason, aliases=(), by_tenant={}))
+            is_own = name == event.model and reason == event.reason
+            ring.append(event if is_own else replace(event, model=name, subject=subject, reason=reason))
             self._decisions[name] = ring
 
     def placed(self, opened: AttemptPlaced) -> None:
         """A request was placed."""
         timeline = self._timeline(opened.key)
         timeline.model = opened.model
-        where, attempt = opened.placement, f"attempt {opened.key.attempt}"
-        begin_us, end_us = unix_us(opened.admitted_at), unix_us(opened.placed_at)
-        timeline.add([TimedPhase("queue", begin_us, end_us, "scheduler", attempt)])
+        where = opened.placement
         if len(timeline.places) < _MAX_PHASES:
             timeline.places.append(opened)
         if where.cold:
@@ -122,13 +121,13 @@ class ExplainLog:
         timeline = self._requests.get(request_id)
         if timeline is None:
             return None
-        phases = list(timeline.phases)
+        phases = [*(_queue_phase(one) for one in timeline.places if isinstance(one, AttemptPlaced)), *timeline.phases]
         for instance_id in dict.fromkeys(timeline.cold_instances):
             if times := self._instances.get(instance_id):
                 phases += [phase for phase in times.phases() if phase not in phases]
         phases.sort(key=lambda phase: (phase.begin_us, phase.end_us))
         # Decisions carry our own times: compared with the queue's, which is ours too.
-        begin_us = min((phase.begin_us for phase in timeline.phases if phase.name == "queue"), default=0)
+        begin_us = min((phase.begin_us for phase in phases if phase.name == "queue"), default=0)
         decisions = [event for event in self._decisions.get(timeline.model, ()) if unix_us(event.at) >= begin_us]
         places = [_placement_event(one) if isinstance(one, AttemptPlaced) else one for one in timeline.places]
         return phases, sorted([*decisions, *places], key=lambda event: event.at)
@@ -136,6 +135,11 @@ class ExplainLog:
     def model(self, name: str) -> list[SchedulerEvent]:
         """The model's last decisions, newest last."""
         return list(self._decisions.get(name, ()))
+
+
+def _queue_phase(opened: AttemptPlaced) -> TimedPhase:
+    begin_us, end_us = unix_us(opened.admitted_at), unix_us(opened.placed_at)
+    return TimedPhase("queue", begin_us, end_us, "scheduler", f"attempt {opened.key.attempt}")
 
 
 def _placement_event(opened: AttemptPlaced) -> SchedulerEvent:

@@ -16,6 +16,7 @@ from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.common.recent import Recent
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
+from torchrelay.scheduler.policy.core import Model
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Answer, AttemptPlaced, Command, Effects, Placed
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import (
@@ -89,7 +90,7 @@ class Controller:
         self._recorder = recorder
         self._due_at = math.inf  # for which the timer runs
         self._due_timer: asyncio.TimerHandle | None = None
-        self._versions: Recent[str, types_pb2.ModelVersion] = Recent(_MAX_VERSIONS)
+        self._versions: Recent[str, tuple[types_pb2.ModelVersion, Model]] = Recent(_MAX_VERSIONS)
         self._event_publisher = event_publisher
         self._watchers: set[asyncio.Event] = set()
         meter, state = metrics.get_meter("torchrelay.scheduler"), policy.state
@@ -128,9 +129,16 @@ class Controller:
         current = None
         if request.HasField("current"):
             current = converters.placement_from_proto(request.current, admission.key)
-        self._versions[request.version.version_id] = request.version
-        model = converters.model_from_proto(request.version)
+        model = self._note_version(request.version)
         self._apply(Admit(admission, model, current, request.is_computed), now)
+
+    def _note_version(self, version: types_pb2.ModelVersion) -> Model:
+        """Most requests name a version just as the last one did."""
+        known = self._versions.get(version.version_id)
+        if known is None or known[0] != version:
+            known = version, converters.model_from_proto(version)
+        self._versions[version.version_id] = known
+        return known[1]
 
     def release(self, release: scheduler_pb2.Release) -> None:
         key = converters.key_from_proto(release.key)
@@ -208,7 +216,7 @@ class Controller:
 
     def version(self, version_id: str) -> types_pb2.ModelVersion:
         """A version as its last admission named it."""
-        return self._versions[version_id]
+        return self._versions[version_id][0]
 
     # Effects
 
@@ -234,9 +242,8 @@ class Controller:
     def _send(self, answer: Answer) -> None:
         if isinstance(answer, Placed):
             ticket = self.cluster_tickets.kv(answer.placement)
-            placement = converters.placement_to_proto(answer.placement, ticket)
-            self.cluster_tickets.add_call_tokens(placement)
-            kind, event = "placed", AdmitEvent(placement=placement)
+            kind = "placed"
+            event = converters.placed_to_proto(answer.placement, ticket, self.cluster_tickets.call_tokens)
         elif isinstance(answer, AdmissionRefused):
             kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
         else:

@@ -35,8 +35,8 @@ class RosterEntry:
 
     def ahead_s(self, lane: PrefillLane, now: float) -> float:
         """Prompts ahead of a new one, in seconds of work; an instance that loads has begun none."""
-        excess_s = max(self.excess_until - now, 0.0)
-        return excess_s + (lane.work_s() if self.phase is InstancePhase.LOADING else lane.ahead_s(now))
+        bound_s = lane.work_s() if self.phase is InstancePhase.LOADING else lane.ahead_s(now)
+        return bound_s + (self.excess_until - now) if self.excess_until > now else bound_s
 
     def bindable_at(self, lane: PrefillLane) -> float:
         """When less than a full step will be ahead, by the passing of time alone."""

@@ -26,7 +26,7 @@ from torchrelay.scheduler.policy.core import (
     WorkerStatus,
 )
 from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
-from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
+from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry, computes_alike
 from torchrelay.scheduler.policy.prediction import Outcome
@@ -352,20 +352,16 @@ def _candidates(
     state: State, admission: Admission, model: Model, roster: Sequence[RosterEntry], now: float
 ) -> list[Candidate]:
     """The roster as the attempt sees it."""
-    hashes, index, bound, block_tokens = (
-        admission.block_hashes,
-        state.prefix_index,
-        state.attempts.at,
-        model.routing_block_tokens,
-    )
-    found = []
+    hashes, index, block_tokens = admission.block_hashes, state.prefix_index, model.routing_block_tokens
+    bound, corrections, found = state.attempts.bound, state.corrections, []
     for entry in roster:
         instance_id = entry.worker_ref.instance_id
         if entry.plays_prefill:
             num_cached = index.num_blocks(instance_id, hashes) * block_tokens if hashes else 0
-            found.append(Candidate(entry, bound(instance_id), num_cached, state.corrections.of(instance_id, now)))
+            correction = corrections.of(instance_id, now)
+            found.append(Candidate(entry, bound.get(instance_id, NOTHING_BOUND), num_cached, correction))
         else:
-            found.append(Candidate(entry, bound(instance_id)))
+            found.append(Candidate(entry, bound.get(instance_id, NOTHING_BOUND)))
     return found
 
 
