@@ -121,7 +121,8 @@ class ExplainLog:
         timeline = self._requests.get(request_id)
         if timeline is None:
             return None
-        phases = [*(_queue_phase(one) for one in timeline.places if isinstance(one, AttemptPlaced)), *timeline.phases]
+        queued = [_queue_phase(one) for one in timeline.places if isinstance(one, AttemptPlaced)]
+        phases = [*queued, *timeline.phases][:_MAX_PHASES]
         for instance_id in dict.fromkeys(timeline.cold_instances):
             if times := self._instances.get(instance_id):
                 phases += [phase for phase in times.phases() if phase not in phases]

@@ -87,6 +87,7 @@ class Controller:
         self.actuator: CommandExecutor | None = None  # set once, before anything is admitted
         self.worker_reports: dict[str, reports_pb2.WorkerReport] = {}
         self.store_reports: dict[str, reports_pb2.StoreReport] = {}
+        self._streamed: dict[str, reports_pb2.WorkerReport] = {}  # the last, until one comes by the broker
         self._recorder = recorder
         self._due_at = math.inf  # for which the timer runs
         self._due_timer: asyncio.TimerHandle | None = None
@@ -160,6 +161,10 @@ class Controller:
             progress = converters.progress_from_proto(report.engine)
             self._apply(WorkerBeat(report.worker_id, report.incarnation, progress), now)
             return
+        if streamed:
+            self._streamed[report.worker_id] = report
+        elif report == self._streamed.pop(report.worker_id, None) and self.worker_repeated(report.worker_id):
+            return
         self._apply(WorkerReported(converters.worker_from_proto(report, now), streamed), now)
         if report.worker_id in self.policy.state.membership.workers:
             self.worker_reports[report.worker_id] = report
@@ -174,6 +179,16 @@ class Controller:
         if report is None or (instance is not None and not instance.is_settled):
             return False
         self.apply(WorkerBeat(worker_id, report.incarnation, converters.progress_from_proto(report.engine)))
+        return True
+
+    def store_repeated(self, store_id: str) -> bool:
+        """The same of a store, unless a copy is on its way to it, or an instance of its host about to change."""
+        report, state = self.store_reports.get(store_id), self.policy.state
+        if report is None or state.transfers.into(store_id):
+            return False
+        if not all(instance.is_settled for instance in state.instances.on_host(report.host_id)):
+            return False
+        self.apply(StoreBeat(store_id, report.incarnation))
         return True
 
     def store_reported(self, report: reports_pb2.StoreReport) -> None:
@@ -210,6 +225,7 @@ class Controller:
         membership = self.policy.state.membership
         for worker_id in self.worker_reports.keys() - membership.workers.keys():
             del self.worker_reports[worker_id]
+            self._streamed.pop(worker_id, None)
         for store_id in self.store_reports.keys() - membership.stores.keys():
             del self.store_reports[store_id]
         self.epoch.keep(membership.workers.keys() | membership.stores.keys())

@@ -87,6 +87,8 @@ class Discovery:
             self._watch(f"worker {report.worker_id}", report.incarnation, lambda: self._watch_worker(report))
 
     async def _on_store(self, message: Msg) -> None:
+        if not self._stopped and self._repeats.is_one(message) and self._controller.store_repeated(node_id(message)):
+            return
         report = self._apply(StoreReport, message, self._controller.store_reported)
         if report is not None and report.store_id in self._controller.policy.state.membership.stores:
             self._watch(f"store {report.store_id}", report.incarnation, lambda: self._watch_store(report))

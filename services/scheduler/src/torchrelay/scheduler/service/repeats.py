@@ -10,7 +10,7 @@ from torchrelay.common.net.load_reports import MAC_HEADER
 from torchrelay.common.recent import Recent
 
 _MAX_SUBJECTS = 16_384
-WHOLE_EVERY = 10  # repeats: what time alone changes is looked at now and then
+WHOLE_EVERY = 40  # repeats: what time alone changes is looked at now and then
 
 
 class Repeats:
