@@ -6,12 +6,14 @@ law. Each system is tuned by the same grid on one half and scored on the other. 
 
 Without ``--tune`` and ``--score``, each trace of ``--traces`` is split in halves; where that folder is missing, a trace
 is generated from the seed, and ``conditions`` say so.
+
+``--size`` measures the simulation itself: the CPU time of an hour of 1,000 devices and of ten minutes of 10,000, and
+what a request costs by the size of the cluster.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import sys
@@ -24,7 +26,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.report import Check, finish, progress
+from bench.simulation.results import draw, write_json, write_table
+from bench.simulation.size import size_figures
 from torchrelay.sim.fleets import CLUSTER_A, CLUSTER_B, twelve_models
+from torchrelay.sim.plots import plot_runs
+from torchrelay.sim.policies.runs import SETTLE_S, Run, run_system
 from torchrelay.sim.policies.setup import Knobs
 from torchrelay.sim.policies.systems import SYSTEMS
 from torchrelay.sim.scenario import Fleet, Request
@@ -35,7 +41,6 @@ TRACES = Path(__file__).parents[2] / "shared" / "traces"
 FLEETS: Mapping[str, Fleet] = {"A": CLUSTER_A, "B": CLUSTER_B}
 MODELS = twelve_models()
 ZIPF, SEED = 1.0, 1
-SETTLE_S = 30.0  # for what is loaded at the start
 EQUAL = 0.99  # so much of an attainment or a price is as much
 GRID = [Knobs(idle_s, number) for idle_s in (10.0, 40.0, 160.0) for number in (4, 16)]
 QUICK_GRID = [Knobs(10.0, 4), Knobs(60.0, 16)]
@@ -82,8 +87,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, default=TRACES, help="a folder of CSV files (%(default)s)")
     parser.add_argument("--tune", type=Path, help="a trace to tune on, with --score")
     parser.add_argument("--score", type=Path, help="a trace to score on, with --tune")
-    parser.add_argument("--seconds", type=float, help="of each half (300; quick: 60)")
-    parser.add_argument("--out", type=Path, help="a folder for the table of all runs and the tuned parameters")
+    parser.add_argument(
+        "--seconds", type=float, help="of each half (300; quick: 60); with --size: at most, of each size"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="a folder for the tables, the plots, the seeds and the tuned parameters"
+    )
+    parser.add_argument("--size", action="store_true", help="large clusters instead: what simulating them costs")
     found = parser.parse_args()
     if (found.tune is None) != (found.score is None):
         parser.error("--tune and --score go together")
@@ -193,6 +203,29 @@ def solve(case: Case, grid: Sequence[Knobs]) -> tuple[Case, list[Tuned], list[Co
     return case, tuned, compare(case, tuned)
 
 
+def scored_run(case: Case, one: Tuned) -> Run:
+    """The setting on the half that is scored, over time."""
+    return run_system(one.system, FLEETS[case.fleet], MODELS, one.knobs, case.score, case.tune)
+
+
+def write_case(folder: Path, case: Case, tuned: Sequence[Tuned], pool: ProcessPoolExecutor) -> None:
+    """The cheapest setting of each system that attains what it can: its figures on both halves, and the plots."""
+    chosen = []
+    for system in SYSTEMS:
+        of_system = [one for one in tuned if one.system == system]
+        chosen.append(cheapest(of_system, best_attainment(of_system)))
+    runs = list(pool.map(scored_run, [case] * len(chosen), chosen))
+    name = f"{case.trace}-{case.fleet}".replace(", ", "-")
+    rows = [
+        {"system": run.system, **asdict(one.knobs), "half": half, **asdict(summary)}
+        for one, run in zip(chosen, runs, strict=True)
+        for half, summary in (("tuned on", one.summary), ("scored", run.summary))
+    ]
+    write_table(folder / f"{name}.csv", rows)
+    title = f"{case.trace} on {case.fleet}: {len(case.score):,} requests"
+    draw(plot_runs, folder / f"{name}.png", runs, title)
+
+
 def worst(name: str, found: Sequence[Comparison], key: Callable[[Sequence[float]], float]) -> tuple[float, str]:
     of_name = [one for one in found if one.name == name]
     if unknown := [one for one in of_name if math.isnan(one.ratio)]:
@@ -203,6 +236,11 @@ def worst(name: str, found: Sequence[Comparison], key: Callable[[Sequence[float]
 
 def main() -> None:
     options = arguments()
+    if options.size:
+        name, halved = next(reversed(traces(options).items()))
+        conditions = {"quick": options.quick, "seconds": options.seconds, "seed": SEED, "trace": name}
+        figures = size_figures(halved[0], is_quick=options.quick, most_seconds=options.seconds, out=options.out)
+        finish("simulate_size", conditions, figures)
     seconds = options.seconds or (60.0 if options.quick else 300.0)
     grid = QUICK_GRID if options.quick else GRID
     cases = [
@@ -229,10 +267,11 @@ def main() -> None:
             for comparison in comparisons:
                 progress(f"  {comparison.name:<24} {comparison.ratio:6.3f}  {comparison.text}")
             found += comparisons
+            if options.out:
+                write_case(options.out, case, tuned, pool)
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
         table = {"seed": SEED, "zipf": ZIPF, "tuned": rows, "scored": [asdict(one) for one in found]}
-        (options.out / "simulate.json").write_text(json.dumps(table, indent=1))
+        write_json(options.out / "simulate.json", table)
     checks = []
     for rival, bound in GPU_BOUNDS.items():
         value, text = worst(f"gpu_over_{rival}", found, max)

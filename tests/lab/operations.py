@@ -49,11 +49,11 @@ class Operator:
         self._cluster, self._tickets = cluster, TicketIssuer(cluster.cluster_key)
         with cluster.control.inside(), GatewayClient(cluster.http, cluster.admin_key) as admin:
             admin.call("POST", "/v1/tenants", json={"name": "acme"})
-            self._key: str = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "lab"})["key"]
+            self.key: str = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "lab"})["key"]
 
     def publish(self, folder: Path) -> Published:
         """Uploads a checkpoint through the gateway; its pack is then in the remote store of ``source``."""
-        with self._cluster.control.inside(), GatewayClient(self._cluster.http, self._key) as client:
+        with self._cluster.control.inside(), GatewayClient(self._cluster.http, self.key) as client:
             model = ModelUpload(client, folder, folder.name, lambda *_: None).run({})
         with self._store("source") as store:
             version = store.Describe(pb.DescribeRequest(version_id=model["version"]), timeout=_WAIT_S).version
@@ -67,7 +67,7 @@ class Operator:
             response = httpx.post(
                 f"{self._cluster.http}/v1/completions",
                 json={**body, **options},
-                headers={"Authorization": f"Bearer {self._key}"},
+                headers={"Authorization": f"Bearer {self.key}"},
                 timeout=_WAIT_S,
             )
         assert response.status_code == 200, response.text

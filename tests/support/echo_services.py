@@ -10,6 +10,7 @@ from tests.support.partial_service import serve
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.control.v1 import param_store_pb2 as store_pb
 from torchrelay.control.v1 import scheduler_pb2 as admit_pb
+from torchrelay.control.v1 import types_pb2
 
 
 class EchoScheduler:
@@ -27,6 +28,7 @@ class EchoScheduler:
         self.admits: list[admit_pb.AdmitRequest] = []
         self.releases: list[admit_pb.Release] = []
         self.withdrawals: list[admit_pb.Withdraw] = []
+        self._streams: list[asyncio.Queue[admit_pb.AdmitEvent]] = []
         self._server = self._new_server(0)
         self.port = self._server.port
 
@@ -58,6 +60,7 @@ class EchoScheduler:
         self, batches: AsyncIterator[admit_pb.AdmitCommands], context: object
     ) -> AsyncIterator[admit_pb.AdmitEvents]:
         events: asyncio.Queue[admit_pb.AdmitEvent] = asyncio.Queue(10_000)
+        self._streams.append(events)
         reader = asyncio.ensure_future(self._read(batches, events))
         try:
             while True:
@@ -65,8 +68,14 @@ class EchoScheduler:
                 await self.answers.wait()
                 yield admit_pb.AdmitEvents(events=[event])
         finally:
+            self._streams.remove(events)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
+
+    async def take_back(self, key: types_pb2.AttemptKey) -> None:
+        """Says so to every gateway."""
+        for events in self._streams:
+            await events.put(admit_pb.AdmitEvent(take_back=admit_pb.TakeBack(key=key)))
 
     async def _read(
         self, batches: AsyncIterator[admit_pb.AdmitCommands], events: asyncio.Queue[admit_pb.AdmitEvent]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.sim.events import EventQueue
+from torchrelay.sim.events import Event, EventQueue
 from torchrelay.sim.flows import FluidNetwork, Stream, Transfer, fair_rates
 
 NUM_CHUNKS = 256
@@ -90,3 +92,35 @@ def test_other_sources_and_an_abort_share_the_links_anew() -> None:
     events.run()
     assert "one" not in ends
     assert ends["two"] == pytest.approx(6.0 + (1000 - 200 - 2 * 150) / 200)
+
+
+def test_paces_that_differ_by_little_change_rates_seldom() -> None:
+    """Each change of a rate let others fall a little behind and catch up again, and each of that was a change: hardly
+    an end where dozens share links.
+    """
+    num_hosts, num_packs, random_ = 16, 8, random.Random(0)
+    num_made, ends = 0, list[float]()
+
+    class CountedEvents(EventQueue):
+        def at(self, at: float, call: Callable[[], None]) -> Event:
+            def made() -> None:
+                nonlocal num_made
+                num_made += 1
+                assert num_made <= 600
+                call()
+
+            return super().at(at, made)
+
+    events = CountedEvents()
+    links = [(direction, host) for direction in ("in", "out") for host in range(num_hosts)]
+    network = FluidNetwork(events, dict.fromkeys(links, 100.0))
+    copies: list[dict[int, Transfer | None]] = [{pack: None} for pack in range(num_packs)]
+    for _ in range(60):
+        events.run(until=events.now + random_.random() / 2)
+        held = random_.choice(copies)
+        target = random_.choice([host for host in range(num_hosts) if host not in held])
+        sources = random_.sample(sorted(held), min(2, len(held)))
+        streams = [Stream((("out", source), ("in", target)), held[source]) for source in sources]
+        held[target] = network.begin(1000.0, streams, lambda: ends.append(events.now))
+    events.run()
+    assert len(ends) == 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import count
 
@@ -9,7 +10,7 @@ import pytest
 
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Role, ServiceClass
-from torchrelay.scheduler.policy.effects import Effects, UnloadCommand
+from torchrelay.scheduler.policy.effects import Effects, TakeBack, UnloadCommand
 from torchrelay.scheduler.policy.inputs import Admit, Due, FirstToken, Input, Tick
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.sim.fleets import served_model
@@ -44,6 +45,38 @@ def test_every_request_ends_and_nothing_stays_bound() -> None:
     assert isinstance(policy, Policy)
     assert len(policy.state.attempts) == 0 and len(policy.state.queues) == 0
     policy.state.attempts.check_integrity({})
+
+
+def test_prompts_behind_a_worker_that_has_become_slow_are_taken_back_and_begin_elsewhere() -> None:
+    class CountingPolicy(Policy):
+        num_taken_back = 0
+
+        def apply(self, input_: Input, now: float) -> Effects:
+            caused = super().apply(input_, now)
+            self.num_taken_back += sum(isinstance(answer, TakeBack) for answer in caused.answers)
+            return caused
+
+    def run_with(gain_s: float) -> tuple[CountingPolicy, list[RequestOutcome]]:
+        ids = count()
+        config = PolicyConfig(requests_per_instance=2, take_back_gain_s=gain_s)
+        policy = CountingPolicy(config, lambda: f"i{next(ids)}", 1000.0)
+        plant = Plant(policy, FLEET, [SMALL])
+
+        def slow_down() -> None:
+            engines = [worker.engine for worker in plant.workers.values() if Role.PREFILL in worker.slot.roles]
+            assert len(engines) > 1 and engines[0] is not None
+            engines[0].latency = replace(SMALL.latency, prefill=replace(SMALL.latency.prefill, base_s=3.0))
+
+        plant.events.at(1000.0 + 5.0 + 20.0, slow_down)
+        return policy, plant.run(requests("t/small", 1200, 0.03, 600, 4))
+
+    policy, outcomes = run_with(0.5)
+    assert all(each.ended_at and not each.is_refused for each in outcomes)
+    assert 0 < policy.num_taken_back <= 20
+    never, as_bound = run_with(math.inf)
+    assert never.num_taken_back == 0
+    late = [sum(each.ttft_s > 2.0 for each in found[700:]) for found in (outcomes, as_bound)]
+    assert late[0] < late[1]
 
 
 def test_a_cold_start_takes_what_the_disk_takes_and_a_second_copy_what_the_network_takes() -> None:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from dataclasses import MISSING, fields
+from itertools import cycle, islice
+from pathlib import Path
+
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.sim.scenario import Fleet, ServedModel
 
@@ -42,10 +48,47 @@ def served_model(
     )
 
 
+_ORDER = ("8b", "24b", "8b", "72b", "8b", "24b", "8b", "24b", "8b", "72b", "24b", "8b")
+
+
+def published_models(number: int) -> tuple[ServedModel, ...]:
+    """Of twelve, six of 8B, four of 24B on two devices, two of 72B on four; the order is that of their popularity."""
+    seen: Counter[str] = Counter()
+    found = []
+    for size in islice(cycle(_ORDER), number):
+        name = f"t/{size}-{seen[size]}"
+        seen[size] += 1
+        match size:
+            case "8b":
+                found.append(served_model(name, 1, 8, 32, 131072, 0.45, 15e3, 0.10))
+            case "24b":
+                found.append(served_model(name, 2, 24, 40, 163840, 0.7, 12e3, 0.15))
+            case _:
+                found.append(served_model(name, 4, 72, 80, 327680, 1.25, 5.3e3, 0.20))
+    return tuple(found)
+
+
 def twelve_models() -> tuple[ServedModel, ...]:
-    """Six of 8B, four of 24B on two devices, two of 72B on four; the order is that of their popularity."""
-    small = [served_model(f"t/8b-{n}", 1, 8, 32, 131072, 0.45, 15e3, 0.10) for n in range(6)]
-    middle = [served_model(f"t/24b-{n}", 2, 24, 40, 163840, 0.7, 12e3, 0.15) for n in range(4)]
-    large = [served_model(f"t/72b-{n}", 4, 72, 80, 327680, 1.25, 5.3e3, 0.20) for n in range(2)]
-    order = [small[0], middle[0], small[1], large[0], small[2], middle[1], small[3], middle[2], small[4], large[1]]
-    return (*order, middle[3], small[5])
+    return published_models(12)
+
+
+def read_fleet(path: Path) -> Fleet:
+    """A JSON object with the fields of ``Fleet``. Raises ``ValueError`` that names the field at fault."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no JSON file: {error}") from error
+    names = {each.name: each.default is MISSING for each in fields(Fleet)}
+    if not isinstance(found, dict) or (unknown := sorted(found.keys() - names.keys())):
+        raise ValueError(
+            f"{path}: expected an object with {', '.join(names)}" + (f"; not {unknown[0]}" if found else "")
+        )
+    if missing := [name for name, is_needed in names.items() if is_needed and name not in found]:
+        raise ValueError(f"{path}: {missing[0]} is missing")
+    groups = found.pop("groups")
+    if not isinstance(groups, list) or not groups or not all(isinstance(one, int) and one > 0 for one in groups):
+        raise ValueError(f"{path}: groups must be a list with the devices of each slot of a host, as [4, 2, 1, 1]")
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ValueError(f"{path}: {name} must be a number above 0")
+    return Fleet(groups=tuple(groups), **found)

@@ -2,14 +2,17 @@
 
 A transfer has one stream per source that it follows at once. A source that is itself still receiving passes on what it
 has: a follower that has caught up with it (but for one chunk) receives no faster than it does. Rates change only when a
-transfer begins, ends, gets other sources or catches up.
+transfer begins, ends, gets other sources or catches up; and only of those that share a link with it, or follow each
+other, directly or through others.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 from torchrelay.sim.events import Event, EventQueue
@@ -26,6 +29,7 @@ class Stream:
     links: tuple[Link, ...]
     upstream: Transfer | None = None
     bytes_per_s: float = 0.0
+    is_behind: bool = False  # it has caught up with a source that is still receiving, and keeps its pace
 
 
 @dataclass(eq=False, slots=True)
@@ -33,7 +37,9 @@ class Transfer:
     num_bytes: float
     streams: Sequence[Stream]
     on_end: Callable[[], None]
-    num_received: float = 0.0
+    num_received: float = 0.0  # at ``at``
+    at: float = 0.0
+    change: Event | None = None  # it ends then, or catches up with a source
 
     @property
     def bytes_per_s(self) -> float:
@@ -43,44 +49,97 @@ class Transfer:
     def is_complete(self) -> bool:
         return self.num_received >= self.num_bytes * (1 - _SLACK)
 
+    def advance(self, now: float) -> None:
+        """Counts what has arrived by now."""
+        if now > self.at:
+            self.num_received = min(self.num_received + self.bytes_per_s * (now - self.at), self.num_bytes)
+            self.at = now
+
     def lag_bytes(self, stream: Stream) -> float:
         """How far the transfer is behind the stream's source."""
         return math.inf if stream.upstream is None else stream.upstream.num_received - self.num_received
 
     def follows(self, stream: Stream) -> bool:
-        """Whether it has caught up with a source that is still receiving."""
+        """Whether it has caught up with a source that is still receiving, and has not fallen two chunks behind since:
+        paces that differ by little would else take turns at every change of any rate.
+        """
         upstream = stream.upstream
         if upstream is None or upstream.is_complete:
             return False
-        return self.lag_bytes(stream) <= self.num_bytes / _NUM_CHUNKS * (1 + _SLACK)
+        num_chunks = 2 if stream.is_behind else 1
+        stream.is_behind = self.lag_bytes(stream) <= self._chunk_bytes * num_chunks * (1 + _SLACK)
+        return stream.is_behind
+
+    @property
+    def leader(self) -> Transfer | None:
+        """The source that has most, if it has caught up with all of them: as a whole it goes no faster than that."""
+        if not all(map(self.follows, self.streams)):
+            return None
+        sources = (stream.upstream for stream in self.streams if stream.upstream is not None)
+        return max(sources, key=lambda source: source.num_received, default=None)
+
+    @property
+    def _chunk_bytes(self) -> float:
+        return self.num_bytes / _NUM_CHUNKS
+
+    def change_s(self) -> float:
+        """Until it ends, catches up with a source, or falls behind one."""
+        rate = self.bytes_per_s
+        wait_s = (self.num_bytes - self.num_received) / rate if rate else math.inf
+        for stream in self.streams:
+            upstream = stream.upstream
+            if upstream is None or upstream.is_complete:
+                continue
+            lag_bytes, gain = self.lag_bytes(stream), rate - upstream.bytes_per_s
+            if gain > 0 and not stream.is_behind:
+                wait_s = min(wait_s, max(lag_bytes - self._chunk_bytes, 0.0) / gain)
+            elif gain < 0 and stream.is_behind:
+                wait_s = min(wait_s, max(2 * self._chunk_bytes * (1 + 2 * _SLACK) - lag_bytes, 0.0) / -gain)
+        return max(wait_s, 1e-9)
 
 
 def fair_rates(demands: Sequence[tuple[tuple[Link, ...], float]], capacity: Mapping[Link, float]) -> list[float]:
-    """Max-min fair rates of streams, each with its links and its own cap, by progressive filling (Bertsekas and
-    Gallager, *Data Networks*, 6.5.2).
+    """Max-min fair rates of streams, each with its links and its own cap (Bertsekas and Gallager, *Data Networks*,
+    6.5.2): a common level rises; it is the rate of the streams of a link when their equal shares fill it, and of a
+    stream when it is its cap.
     """
-    rates = [0.0] * len(demands)
-    left = {link: capacity[link] for links, _ in demands for link in links}
-    active = {number for number, (_, cap) in enumerate(demands) if cap > 0}
-    while active:
-        users: dict[Link, int] = {}
-        for number in active:
-            for link in demands[number][0]:
-                users[link] = users.get(link, 0) + 1
-        step = min((left[link] / num for link, num in users.items()), default=math.inf)
-        step = max(min(step, min(demands[number][1] - rates[number] for number in active)), 0.0)
-        if math.isinf(step):
+    rates = [math.inf] * len(demands)
+    users: dict[Link, list[int]] = {}
+    caps: list[tuple[float, int]] = []
+    for number, (links, cap) in enumerate(demands):
+        if cap < math.inf:
+            caps.append((cap, number))
+        elif not links:
             raise ValueError("a stream without a link must have a cap")
-        for number in active:
-            rates[number] += step
-        for link, num in users.items():
-            left[link] -= step * num
-        full = {link for link in users if left[link] <= _SLACK * capacity[link]}
-        active -= {
-            number
-            for number in active
-            if rates[number] >= demands[number][1] * (1 - _SLACK) or not full.isdisjoint(demands[number][0])
-        }
+        for link in links:
+            users.setdefault(link, []).append(number)
+    caps.sort(reverse=True)
+    left = {link: capacity[link] for link in users}
+    num_active = {link: len(numbers) for link, numbers in users.items()}
+    shares = [(left[link] / num, order, link) for order, (link, num) in enumerate(num_active.items())]
+    heapq.heapify(shares)
+    level = 0.0
+    while shares or caps:
+        if caps and (not shares or caps[-1][0] <= shares[0][0]):
+            level = max(level, caps[-1][0])
+            filled = [caps.pop()[1]]
+        else:
+            _, order, link = shares[0]
+            num = num_active[link]
+            share = left[link] / num if num else 0.0
+            if num and share > shares[0][0] * (1 + _SLACK):  # others of its streams got less: more is left
+                heapq.heapreplace(shares, (share, order, link))
+                continue
+            heapq.heappop(shares)
+            level = max(level, share)
+            filled = users[link] if num else []
+        for number in filled:
+            if rates[number] < math.inf:
+                continue
+            rates[number] = min(level, demands[number][1])
+            for link in demands[number][0]:
+                left[link] = max(left[link] - rates[number], 0.0)
+                num_active[link] -= 1
     return rates
 
 
@@ -90,93 +149,139 @@ class FluidNetwork:
 
     events: EventQueue
     capacity: dict[Link, float]
-    _transfers: dict[Transfer, None] = field(default_factory=dict)
-    _at: float = 0.0
-    _next: Event | None = None
+    _users: dict[Link, dict[Transfer, None]] = field(default_factory=dict)
+    _followers: dict[Transfer, dict[Transfer, None]] = field(default_factory=dict)
 
     def begin(self, num_bytes: float, streams: Sequence[Stream], on_end: Callable[[], None]) -> Transfer:
-        transfer = Transfer(num_bytes, streams, on_end)
-        self._advance()
-        self._transfers[transfer] = None
-        self._settle()
+        transfer = Transfer(num_bytes, streams, on_end, at=self.events.now)
+        self._enter(transfer)
+        self._settle([transfer])
         return transfer
 
     def redirect(self, transfer: Transfer, streams: Sequence[Stream]) -> None:
         """The transfer keeps what it has, and follows others."""
-        self._advance()
+        touched = self._leave(transfer)
         transfer.streams = streams
-        self._settle()
+        self._enter(transfer)
+        self._settle([transfer, *touched])
 
     def abort(self, transfer: Transfer) -> None:
-        self._advance()
-        self._transfers.pop(transfer, None)
-        self._settle()
+        self._settle(self._leave(transfer))
 
     def set(self, link: Link, bytes_per_s: float) -> None:
         """The link's capacity changes."""
-        self._advance()
         self.capacity[link] = bytes_per_s
-        self._settle()
+        self._settle(self._users.get(link, ()))
 
     def received(self, transfer: Transfer) -> float:
         """Bytes that have arrived by now."""
-        self._advance()
+        transfer.advance(self.events.now)
         return transfer.num_received
 
-    def _advance(self) -> None:
-        passed_s, self._at = self.events.now - self._at, self.events.now
-        if passed_s > 0:
-            for transfer in self._transfers:
-                transfer.num_received = min(transfer.num_received + transfer.bytes_per_s * passed_s, transfer.num_bytes)
+    def _enter(self, transfer: Transfer) -> None:
+        for stream in transfer.streams:
+            for link in stream.links:
+                self._users.setdefault(link, {})[transfer] = None
+            if stream.upstream is not None and not stream.upstream.is_complete:
+                self._followers.setdefault(stream.upstream, {})[transfer] = None
 
-    def _settle(self) -> None:
-        """Ends what is complete, shares the links anew, and waits for the next change."""
-        ended = [transfer for transfer in self._transfers if transfer.is_complete]
+    def _leave(self, transfer: Transfer) -> list[Transfer]:
+        """From its links and sources, as of now. Returns those whose rates may change by it."""
+        transfer.advance(self.events.now)
+        if transfer.change is not None:
+            transfer.change.cancel()
+            transfer.change = None
+        touched: dict[Transfer, None] = dict(self._followers.get(transfer, ()))
+        for stream in transfer.streams:
+            stream.bytes_per_s = 0.0
+            for link in stream.links:
+                if users := self._users.get(link):
+                    users.pop(transfer, None)
+                    touched |= users
+                    if not users:
+                        del self._users[link]
+            if stream.upstream is not None and (followers := self._followers.get(stream.upstream)):
+                followers.pop(transfer, None)
+        return list(touched)
+
+    def _settle(self, changed: Iterable[Transfer]) -> None:
+        """Ends what is complete, shares anew the links of all that these concern, and waits for the next changes."""
+        concerned = self._concerned(changed)
+        ended = [transfer for transfer in concerned if transfer.is_complete]
         for transfer in ended:
-            del self._transfers[transfer]
-        self._share()
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None
-        if self._transfers:
-            wait_s = min(self._change_s(transfer) for transfer in self._transfers)
-            if not math.isinf(wait_s):
-                self._next = self.events.after(wait_s, self._changed)
-        for transfer in ended:
+            self._leave(transfer)
+            self._followers.pop(transfer, None)
             transfer.num_received = transfer.num_bytes
+        self._share([transfer for transfer in concerned if not transfer.is_complete])
+        waiting = dict(concerned)
+        for transfer in concerned:
+            waiting |= self._followers.get(transfer, {})  # they catch up at another time
+        for transfer in waiting:
+            if not transfer.is_complete:
+                self._await_change(transfer)
+        for transfer in ended:
             transfer.on_end()
 
-    def _changed(self) -> None:
-        self._next = None
-        self._advance()
-        self._settle()
+    def _concerned(self, changed: Iterable[Transfer]) -> dict[Transfer, None]:
+        """These, and all whose rates depend on theirs; as of now."""
+        now = self.events.now
+        found: dict[Transfer, None] = dict.fromkeys(changed)
+        stack = list(found)
+        links: set[Link] = set()
+        while stack:
+            transfer = stack.pop()
+            transfer.advance(now)
+            others: dict[Transfer, None] = {}
+            for stream in transfer.streams:
+                for link in stream.links:
+                    if link not in links:
+                        links.add(link)
+                        others |= self._users.get(link, {})
+                upstream = stream.upstream
+                if upstream is not None and not upstream.is_complete:
+                    upstream.advance(now)
+                    if transfer.follows(stream):
+                        others[upstream] = None
+            for follower in self._followers.get(transfer, ()):
+                follower.advance(now)
+                if any(stream.upstream is transfer and follower.follows(stream) for stream in follower.streams):
+                    others[follower] = None
+            new = [other for other in others if other not in found]
+            found |= dict.fromkeys(new)
+            stack += new
+        return found
 
-    def _share(self) -> None:
-        """Max-min rates; then again with what follows capped at the rate of what it follows, until nothing changes."""
-        streams = [(transfer, stream) for transfer in self._transfers for stream in transfer.streams]
-        caps = [math.inf] * len(streams)
-        for _ in range(len(self._transfers) + 1):
-            rates = fair_rates([(s.links, cap) for (_, s), cap in zip(streams, caps, strict=True)], self.capacity)
-            for (_, stream), rate in zip(streams, rates, strict=True):
-                stream.bytes_per_s = rate
-            limits = [
-                s.upstream.bytes_per_s / len(t.streams) if s.upstream is not None and t.follows(s) else math.inf
-                for t, s in streams
-            ]
-            if all(limit >= rate * (1 - 1e-6) for limit, rate in zip(limits, rates, strict=True)):
+    def _await_change(self, transfer: Transfer) -> None:
+        transfer.advance(self.events.now)
+        at = self.events.now + transfer.change_s()
+        if transfer.change is not None:
+            if abs(transfer.change.at - at) <= _SLACK:
                 return
-            caps = [min(cap, limit) for cap, limit in zip(caps, limits, strict=True)]
+            transfer.change.cancel()
+        transfer.change = None if math.isinf(at) else self.events.at(at, partial(self._changed, transfer))
 
-    def _change_s(self, transfer: Transfer) -> float:
-        """Until the transfer ends, or catches up with a source."""
-        rate = transfer.bytes_per_s
-        if not rate:
-            return math.inf
-        wait_s = (transfer.num_bytes - transfer.num_received) / rate
-        for stream in transfer.streams:
-            upstream = stream.upstream
-            if upstream is None or upstream.is_complete or transfer.follows(stream) or upstream.bytes_per_s >= rate:
-                continue
-            gap = transfer.lag_bytes(stream) - transfer.num_bytes / _NUM_CHUNKS
-            wait_s = min(wait_s, max(gap, 0.0) / (rate - upstream.bytes_per_s))
-        return max(wait_s, 1e-9)
+    def _changed(self, transfer: Transfer) -> None:
+        transfer.change = None
+        self._settle([transfer])
+
+    def _share(self, transfers: Sequence[Transfer]) -> None:
+        """Max-min rates; then again with what follows capped at the rate of what it follows, until nothing changes."""
+        streams = [stream for transfer in transfers for stream in transfer.streams]
+        caps = dict.fromkeys(streams, math.inf)
+        leaders = [(transfer, leader) for transfer in transfers if (leader := transfer.leader) is not None]
+        behind = [(stream, stream.upstream) for stream in streams if stream.upstream is not None and stream.is_behind]
+        for _ in range(len(transfers) + 1):
+            rates = fair_rates([(stream.links, caps[stream]) for stream in streams], self.capacity)
+            for stream, rate in zip(streams, rates, strict=True):
+                stream.bytes_per_s = rate
+            limits = {stream: upstream.bytes_per_s for stream, upstream in behind}
+            for transfer, leader in leaders:
+                total = transfer.bytes_per_s
+                for stream in transfer.streams:
+                    part = stream.bytes_per_s / total if total else 0.0
+                    limits[stream] = min(limits[stream], leader.bytes_per_s * part)
+            exceeded = [stream for stream, limit in limits.items() if stream.bytes_per_s * (1 - 1e-6) > limit]
+            if not exceeded:
+                return
+            for stream in exceeded:
+                caps[stream] = min(caps[stream], limits[stream])

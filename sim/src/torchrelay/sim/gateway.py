@@ -54,17 +54,24 @@ class SimulatedGateway:
         self._open: dict[AttemptKey, RequestOutcome] = {}
         self._forced: dict[AttemptKey, int] = {}
         self._running: dict[AttemptKey, _Attempt] = {}
+        self.num_waiting = 0  # requests without a first token, wherever they wait for it
 
     @property
     def is_busy(self) -> bool:
         return bool(self._open or self._running)
 
+    @property
+    def num_decoding(self) -> int:
+        """Requests that have their first token and not their last."""
+        return len(self._open) + len(self._running) - self.num_waiting
+
     def connect(self) -> None:
         self._scheduler.apply(inputs.GatewayConnected(_GATEWAY))
 
     def arrive(self, request: Request) -> None:
-        outcome = RequestOutcome(replace(request, arrives_at=self._events.now))
+        outcome = RequestOutcome(request, self._events.now)
         self.outcomes.append(outcome)
+        self.num_waiting += 1
         self._admit(outcome, AttemptKey(request.request_id, 1), 0)
 
     def _admit(self, outcome: RequestOutcome, key: AttemptKey, num_forced: int) -> None:
@@ -96,8 +103,11 @@ class SimulatedGateway:
             case effects.AdmissionRefused():
                 if (outcome := self._open.pop(answer.key, None)) is not None:
                     outcome.is_refused = True
+                    self.num_waiting -= not outcome.first_token_at
             case effects.Waiting():
                 pass
+            case effects.TakeBack():
+                self._events.after(RPC_S, partial(self._take_back, answer.key))
 
     def _start(self, placement: Placement) -> None:
         """Opens the attempt at both workers."""
@@ -126,7 +136,9 @@ class SimulatedGateway:
     def _computed(self, attempt: _Attempt) -> None:
         """The prompt's first token is there."""
         outcome, now = attempt.outcome, self._events.now
-        outcome.first_token_at = outcome.first_token_at or now + RPC_S
+        if not outcome.first_token_at:
+            outcome.first_token_at = now + RPC_S
+            self.num_waiting -= 1
         attempt.job, attempt.computed_at = None, now
         self._scheduler.soon(inputs.FirstToken(attempt.key))
         if outcome.request.num_output_tokens - attempt.num_forced <= 1:
@@ -168,7 +180,13 @@ class SimulatedGateway:
         )
         self._scheduler.soon(inputs.Release(attempt.key, True, outcome))
 
-    def _fail(self, attempt: _Attempt) -> None:
+    def _take_back(self, key: AttemptKey) -> None:
+        """An attempt that has not begun is asked for anew."""
+        attempt = self._running.get(key)
+        if attempt is not None and isinstance(attempt.job, Prompt) and not attempt.job.num_done:
+            self._fail(attempt, is_taken_back=True)
+
+    def _fail(self, attempt: _Attempt, *, is_taken_back: bool = False) -> None:
         """The attempt is over without its end: another one is asked for, which continues it."""
         self._running.pop(attempt.key, None)
         given = attempt.num_forced + (attempt.computed_at > 0)
@@ -181,7 +199,7 @@ class SimulatedGateway:
                     given += worker.engine.num_tokens_done(attempt.job)
                 worker.engine.cancel(attempt.job)
             self._workers.leave(ref.worker_id, attempt.key)
-        self._scheduler.apply(inputs.Release(attempt.key, given > attempt.num_forced))
+        self._scheduler.apply(inputs.Release(attempt.key, given > attempt.num_forced, is_taken_back=is_taken_back))
         attempt.outcome.num_attempts += 1
         key = AttemptKey(attempt.key.request_id, attempt.key.attempt + 1)
         self._admit(attempt.outcome, key, min(given, attempt.outcome.request.num_output_tokens - 1))

@@ -5,17 +5,19 @@ The policy is whatever takes inputs and gives effects: the scheduler's own, with
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from torchrelay.scheduler.policy import effects
-from torchrelay.scheduler.policy.core import Model
+from torchrelay.scheduler.policy.core import InstancePhase, Model
 from torchrelay.sim.events import EventQueue
 from torchrelay.sim.gateway import SimulatedGateway
 from torchrelay.sim.scenario import Fleet, Request, RequestOutcome, ServedModel
 from torchrelay.sim.scheduler import RPC_S, SimulatedPolicy, SimulatedScheduler
 from torchrelay.sim.spent import Meter, Spent
 from torchrelay.sim.stores import SimulatedStores
+from torchrelay.sim.timeline import Sample
 from torchrelay.sim.workers import SimulatedWorkers
 
 START_S = 1000.0  # when a simulation begins
@@ -45,22 +47,24 @@ class Plant:
         self._gateway = SimulatedGateway(self.events, fleet, self.served, self.models, self._scheduler, self._workers)
         self.workers, self.outcomes = self._workers.of, self._gateway.outcomes
         self.at_last_arrival = Spent()  # from the first request on
+        self.samples: list[Sample] = []  # one a second, from the first request on
+        self._begin = math.inf
         for number, pack_ids in (held or {}).items():
             self._stores.hold(self._stores.of[f"store-{number}"], pack_ids)
 
-    def run(self, requests: Sequence[Request], settle_s: float = 5.0) -> list[RequestOutcome]:
-        """Everything from the cluster's start until the last request has ended. Requests begin after ``settle_s``, and
-        what is spent counts from there on.
+    def run(self, requests: Iterable[Request], settle_s: float = 5.0) -> list[RequestOutcome]:
+        """Everything from the cluster's start until the last request has ended. Requests, in the order of their
+        arrival, begin after ``settle_s``, and what is spent counts from there on.
         """
         self._gateway.connect()
         self._report_all()
         self._scheduler.tick()
         self.events.run(self.events.now + settle_s)
-        begin, spent = self.events.now, self.spent_now()
+        self._begin, spent = self.events.now, self.spent_now()
         for request in requests:
-            self.events.at(begin + request.arrives_at, partial(self._gateway.arrive, request))
-        last = begin + max((request.arrives_at for request in requests), default=0.0)
-        self.events.run(last)
+            self.events.run(self._begin + request.arrives_at)
+            self._gateway.arrive(request)
+        last = self.events.now
         self.at_last_arrival = self.spent_now().since(spent)
         while self._gateway.is_busy and self.events.now <= last + _GIVEN_UP_S:
             self.events.run(self.events.now + 1.0)
@@ -104,7 +108,19 @@ class Plant:
     def _report_all(self) -> None:
         self._stores.report_all()
         self._workers.report_all()
+        if self.events.now >= self._begin:
+            self.samples.append(self._sample())
         self.events.after(_REPORT_EVERY_S, self._report_all)
+
+    def _sample(self) -> Sample:
+        return Sample(
+            self.events.now - self._begin,
+            self._workers.num_slots(InstancePhase.LOADING),
+            self._workers.num_slots(InstancePhase.READY),
+            self._workers.num_slots(InstancePhase.DRAINING),
+            self._gateway.num_waiting,
+            self._gateway.num_decoding,
+        )
 
 
 def policy_model(served: ServedModel, idle_timeout_s: float = 0.0) -> Model:

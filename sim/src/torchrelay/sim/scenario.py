@@ -21,10 +21,11 @@ class ServedModel:
     ttft_base_s: float  # of its objective; see ``ttft_target_s``
     prefill_tokens_per_s: float
     tpot_target_s: float
+    ttft_prompt_factor: float = 1.2
 
     def ttft_target_s(self, num_prompt_tokens: int) -> float:
-        """Base + 1.2 times the time to compute the prompt alone."""
-        return self.ttft_base_s + 1.2 * num_prompt_tokens / self.prefill_tokens_per_s
+        """Base + a multiple of the time to compute the prompt alone."""
+        return self.ttft_base_s + self.ttft_prompt_factor * num_prompt_tokens / self.prefill_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class RequestOutcome:
     """What became of a request. Times are of the simulation; 0: it did not get that far."""
 
     request: Request
+    arrived_at: float
     placed_at: float = 0.0
     first_token_at: float = 0.0
     ended_at: float = 0.0
@@ -79,7 +81,7 @@ class RequestOutcome:
 
     @property
     def ttft_s(self) -> float:
-        return self.first_token_at - self.request.arrives_at if self.first_token_at else float("inf")
+        return self.first_token_at - self.arrived_at if self.first_token_at else float("inf")
 
     @property
     def tpot_s(self) -> float:

@@ -10,6 +10,14 @@ from torchrelay.sim.spent import Spent
 
 
 @dataclass(frozen=True, slots=True)
+class Prices:
+    """Of an hour, in any currency. The defaults are about what rented machines cost in dollars."""
+
+    device_hour: float = 2.5
+    ram_gb_hour: float = 0.005
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """Of all requests; those refused or unfinished miss their objective and count as endless."""
 
@@ -23,6 +31,9 @@ class Summary:
     device_s: float  # from the order to load until the slot is free again, summed over devices
     ram_byte_s: float
     num_loads: int
+
+    def cost(self, prices: Prices) -> float:
+        return (self.device_s * prices.device_hour + self.ram_byte_s / 1e9 * prices.ram_gb_hour) / 3600
 
 
 def summarize(outcomes: Sequence[RequestOutcome], models: Mapping[str, ServedModel], spent: Spent) -> Summary:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import accumulate, chain, count, pairwise
 from pathlib import Path
 
 from torchrelay.sim.scenario import Request, ServedModel
@@ -53,19 +54,42 @@ def halves(arrivals: Sequence[Arrival]) -> tuple[list[Arrival], list[Arrival]]:
 def requests_of(
     arrivals: Sequence[Arrival], models: Sequence[ServedModel], copies: float, zipf: float, seed: int
 ) -> list[Request]:
+    """All of ``request_stream``, in order of time and id."""
+    found = request_stream(arrivals, models, copies, zipf, seed)
+    return sorted(found, key=lambda request: (request.arrives_at, request.request_id))
+
+
+def request_stream(
+    arrivals: Iterable[Arrival], models: Sequence[ServedModel], copies: float, zipf: float, seed: int
+) -> Iterator[Request]:
     """Each arrival ``copies`` times on average, each copy at a random moment of the gap to the next arrival; models by
-    a Zipf law over their order.
+    a Zipf law over their order. In order of time.
     """
     random_ = random.Random(seed)
-    weights = [1 / rank**zipf for rank in range(1, len(models) + 1)]
-    found = []
-    for number, arrival in enumerate(arrivals):
-        gap_s = arrivals[number + 1].at - arrival.at if number + 1 < len(arrivals) else 0.0
+    cumulated = list(accumulate(1 / rank**zipf for rank in range(1, len(models) + 1)))
+    for number, (arrival, following) in enumerate(pairwise(chain(arrivals, [None]))):
+        assert arrival is not None
+        gap_s = following.at - arrival.at if following is not None else 0.0
         num = int(copies) + (random_.random() < copies - int(copies))
+        found = []
         for copy in range(num):
             at = arrival.at + (random_.random() * gap_s if copy else 0.0)
-            model = random_.choices(models, weights)[0]
+            model = random_.choices(models, cum_weights=cumulated)[0]
             found.append(
                 Request(f"r{number}-{copy}", at, model.name, arrival.num_prompt_tokens, arrival.num_output_tokens)
             )
-    return sorted(found, key=lambda request: (request.arrives_at, request.request_id))
+        yield from sorted(found, key=lambda request: request.arrives_at)
+
+
+def repeated(arrivals: Sequence[Arrival], seconds: float) -> Iterator[Arrival]:
+    """The trace again and again, with its mean gap between, for so long."""
+    begin, length_s = arrivals[0].at, arrivals[-1].at - arrivals[0].at
+    period_s = length_s * len(arrivals) / max(len(arrivals) - 1, 1)
+    for number in count():
+        for one in arrivals:
+            at = one.at - begin + number * period_s
+            if at >= seconds:
+                return
+            yield replace(one, at=at)
+        if not period_s:
+            return

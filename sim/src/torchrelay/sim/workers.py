@@ -66,6 +66,9 @@ class SimulatedWorkers:
         now = self._events.now
         return sum((now - worker.begun_at) * worker.num_devices for worker in self.of.values() if worker.begun_at)
 
+    def num_slots(self, phase: InstancePhase) -> int:
+        return sum(worker.slot.phase is phase for worker in self.of.values())
+
     # What they are told
 
     def load(self, model: Model, order: effects.LoadOrder) -> None:

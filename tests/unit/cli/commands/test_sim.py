@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,14 @@ from torchrelay.cli.main import app
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:00:{second:02}.5000000,{500 + second},20\n" for second in range(0, 60, 2)
 )
+FLEET = {
+    "num_hosts": 2,
+    "groups": [4, 2, 1, 1],
+    "nic_bytes_per_s": 12.5e9,
+    "device_bytes_per_s": 25e9,
+    "disk_bytes_per_s": 2.5e9,
+    "arena_bytes": 480e9,
+}
 
 
 @pytest.fixture
@@ -23,16 +32,79 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_trace_is_simulated_and_the_same_command_says_the_same(trace: Path) -> None:
-    command = ["sim", "--trace", str(trace), "--copies", "2", "--json"]
+def test_policies_are_simulated_and_the_same_command_says_the_same(trace: Path) -> None:
+    command = ["sim", "--trace", str(trace), "--copies", "2", "--policy", "ours", "--policy", "all_cache", "--json"]
     first, again = (CliRunner().invoke(app, command) for _ in range(2))
     assert first.exit_code == 0, first.output
-    found = json.loads(first.stdout)
-    assert found["num_requests"] == 60 and found["num_refused"] == 0
-    assert 0 < found["attainment"] <= 1 and found["ttft_p50_s"] <= found["ttft_p99_s"] and found["device_s"] > 0
+    ours, cached = json.loads(first.stdout)["policies"]
+    assert (ours["policy"], cached["policy"]) == ("ours", "all_cache")
+    for found in (ours, cached):
+        assert found["num_requests"] == 60 and found["num_refused"] == 0
+        assert 0 < found["attainment"] <= 1 and found["ttft_p50_s"] <= found["ttft_p99_s"]
+        hours = found["device_s"] / 3600, found["ram_byte_s"] / 3600e9
+        assert found["cost"] == pytest.approx(2.5 * hours[0] + 0.005 * hours[1]) and min(hours) > 0
+    assert cached["ram_byte_s"] > ours["ram_byte_s"]
     assert again.stdout == first.stdout
     table = CliRunner().invoke(app, command[:-1])
-    assert "objectives attained" in table.stdout and "60" in table.stdout
+    assert "attained" in table.stdout and "60 requests" in table.stdout and "all_cache" in table.stdout
+
+
+def test_objectives_and_the_cluster_are_what_was_asked_for(trace: Path, tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.json"
+    fleet.write_text(json.dumps(FLEET))
+    found = []
+    for slo in ("1000,10", "0.0001,0.0001"):
+        command = ["sim", "--trace", str(trace), "--fleet", str(fleet), "--slo", slo, "--json"]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        found.append(json.loads(result.stdout)["policies"][0]["attainment"])
+    assert found == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--slo", "fast"], "fast is no pair of seconds"),
+        (["--slo", "0.5"], "0.5 is no pair of seconds"),
+        (["--policy", "magic"], "there is no magic"),
+        (["--fleet", "c"], "c is no JSON file"),
+    ],
+)
+def test_options_that_make_no_sense_are_named(trace: Path, options: list[str], why: str) -> None:
+    result = CliRunner().invoke(app, ["sim", "--trace", str(trace), *options])
+    assert isinstance(result.exception, CliError) and why in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"num_hosts": 0}, "num_hosts must be a number above 0"),
+        ({"groups": 4}, "groups must be a list"),
+        ({"hosts": 4}, "not hosts"),
+    ],
+)
+def test_a_fleet_names_the_field_at_fault(trace: Path, tmp_path: Path, change: dict[str, object], why: str) -> None:
+    fleet = tmp_path / "fleet.json"
+    fleet.write_text(json.dumps(FLEET | change))
+    result = CliRunner().invoke(app, ["sim", "--trace", str(trace), "--fleet", str(fleet)])
+    assert isinstance(result.exception, CliError) and why in str(result.exception)
+
+
+def test_plots_are_drawn(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "runs.png"
+    result = CliRunner().invoke(app, ["sim", "--trace", str(trace), "--plots", str(path)])
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_plots_are_refused_before_anything_runs(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = CliRunner().invoke(app, ["sim", "--trace", str(trace), "--plots", str(tmp_path / "runs.png")])
+    assert isinstance(result.exception, CliError) and "not installed" in str(result.exception)
+    assert "pip install matplotlib" in result.exception.hint
 
 
 @pytest.mark.parametrize(

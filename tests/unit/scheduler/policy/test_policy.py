@@ -179,7 +179,9 @@ def test_long_queues_at_measured_rates_justify_more_instances() -> None:
     placement = scene.placement("r1")
     assert placement is not None
     worker = scene.workers[placement.prefill.worker_id]
-    scene.workers[worker.worker_id] = replace(worker, prefill_tokens_per_s=100.0, num_queued_prefill_tokens=190)
+    scene.workers[worker.worker_id] = replace(worker, prefill_tokens_per_s=100.0)
+    scene.report(worker.worker_id)
+    scene.admit(model, "r2", num_prompt_tokens=190)
     scene.pass_time(0.2)
     assert len(scene.wakes()) == 2
 

@@ -8,8 +8,10 @@ import json
 
 from nats.aio.client import Client
 
-from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, eventually
+from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, a_request, a_version, eventually
 from torchrelay.common.net.nats_client import Subjects
+from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
+from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import GatewayConnected
@@ -51,6 +53,48 @@ async def test_times_that_are_due_ever_earlier_leave_one_timer() -> None:
         controller.apply(GatewayConnected("gateway-1"))
     await eventually(lambda: not due)
     assert 1 <= num_due(log) <= 10  # at most one for each time
+
+
+async def test_a_prompt_is_taken_back_through_its_gateways_stream() -> None:
+    controller, _ = recorded_controller()
+    stream = controller.streams.open()
+    controller.streams.connected(stream, "gateway-1")
+    for worker_id in ("w1", "w2"):
+        slot = reports_pb2.SlotState(
+            state=reports_pb2.SlotState.STATE_READY,
+            instance_id=f"i-{worker_id}",
+            model=a_version().model,
+            version_id=a_version().version_id,
+            pack_id=a_version().pack_id,
+            roles=[types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE],
+        )
+        if worker_id == "w2":  # comes when two prompts have been bound to the other, which computes nothing
+            for request_id in ("r1", "r2"):
+                controller.admit("gateway-1", a_request(request_id))
+        report = reports_pb2.WorkerReport(
+            worker_id=worker_id,
+            incarnation=worker_id,
+            host_id="h",
+            grpc_address=f"{worker_id}:1",
+            roles=slot.roles,
+            slot=slot,
+            kv_pool_bytes=1 << 40,
+        )
+        controller.worker_reported(report, streamed=True)
+    state, key = controller.policy.state, core.AttemptKey("r2", 1)
+    assert len(state.attempts) == 2
+
+    def is_asked_back() -> bool:
+        controller.tick(0.0)
+        attempt = state.attempts.get(key)
+        return attempt is not None and attempt.is_asked_back
+
+    await eventually(is_asked_back)
+    sent = (await anext(stream.events())).events
+    assert [event.take_back.key.request_id for event in sent if event.HasField("take_back")] == ["r2"]
+    message = scheduler_pb2.Release(key=types_pb2.AttemptKey(request_id="r2", attempt=1), is_taken_back=True)
+    controller.release(message)
+    assert list(state.taken_back) == ["r2"] and "r2" not in state.instances_without_token
 
 
 async def test_nothing_is_due_after_the_end() -> None:

@@ -1,12 +1,12 @@
-"""`torchrelay sim`: what the scheduler would make of a trace on a cluster, in virtual time."""
+"""`torchrelay sim`: what the scheduler, and other systems, would make of a trace on a cluster, in virtual time."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from enum import StrEnum
-from itertools import count
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,78 +15,149 @@ from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 
 if TYPE_CHECKING:
-    from torchrelay.sim.summary import Summary
+    from torchrelay.sim.policies.runs import Run
+    from torchrelay.sim.scenario import Fleet, ServedModel
+    from torchrelay.sim.summary import Prices
 
-EXAMPLE = "Example:  torchrelay sim --trace arrivals.csv --fleet a --copies 3"
-
-
-class FleetName(StrEnum):
-    """a: 4 hosts of 8 devices on NVLink; b: 2 hosts of 8 devices on PCIe; 100 Gbit/s between hosts."""
-
-    A = "a"
-    B = "b"
-
+EXAMPLE = "Example:  torchrelay sim --trace arrivals.csv --fleet a --slo 0.5,0.1 --policy ours --policy serverlessllm"
+_FLEET_HELP = (
+    "a: 4 hosts of 8 devices on NVLink; b: 2 hosts of 8 devices on PCIe; 100 Gbit/s between hosts. Or a JSON file with "
+    "num_hosts, groups, nic_bytes_per_s, device_bytes_per_s, disk_bytes_per_s, arena_bytes."
+)
+_SLO_HELP = "Seconds to the first token and per further token, as 0.5,0.1. Without it, each model has its own."
+_POLICY_HELP = "A system to simulate (ours), or all; may be given several times."
 
 TraceOption = Annotated[
     Path, typer.Option(help="A CSV file with TIMESTAMP, ContextTokens, GeneratedTokens.", exists=True, dir_okay=False)
 ]
-FleetOption = Annotated[FleetName, typer.Option(help=FleetName.__doc__)]
+FleetOption = Annotated[str, typer.Option(help=_FLEET_HELP, metavar="[a|b|FILE]")]
+SloOption = Annotated[str, typer.Option(help=_SLO_HELP, metavar="TTFT,TPOT")]
+PolicyOption = Annotated[list[str] | None, typer.Option(help=_POLICY_HELP, metavar="NAME")]
 CopiesOption = Annotated[float, typer.Option(min=0.01, help="How often each arrival happens, on average.")]
 ZipfOption = Annotated[float, typer.Option(min=0.0, help="How unequal the twelve models' shares are; 0: equal.")]
 SecondsOption = Annotated[float, typer.Option(min=1.0, help="Of the trace, from its beginning.")]
 SeedOption = Annotated[int, typer.Option(help="Of the models and of the moments of further copies.")]
+IdleOption = Annotated[float, typer.Option("--idle-timeout-s", min=0.1, help="For models without their own.")]
+EachOption = Annotated[
+    int, typer.Option("--requests-per-instance", min=1, help="So many waiting justify one more instance.")
+]
+DevicePriceOption = Annotated[float, typer.Option(min=0.0, help="Of an hour of a device.")]
+RamPriceOption = Annotated[float, typer.Option(min=0.0, help="Of an hour of a GB of RAM that holds weights.")]
+PlotsOption = Annotated[
+    Path | None,
+    typer.Option(help="A PNG file for instances, queue and time to first token over time; needs matplotlib."),
+]
 
 
 def sim(
     trace: TraceOption,
-    fleet: FleetOption = FleetName.A,
+    fleet: FleetOption = "a",
+    slo: SloOption = "",
+    policy: PolicyOption = None,
     copies: CopiesOption = 1.0,
     zipf: ZipfOption = 1.0,
     seconds: SecondsOption = 600.0,
     seed: SeedOption = 1,
+    idle_timeout_s: IdleOption = 60.0,
+    requests_per_instance: EachOption = 16,
+    device_price: DevicePriceOption = 2.5,
+    ram_price: RamPriceOption = 0.005,
+    plots: PlotsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Simulate the scheduler with twelve models of 8B to 72B on a cluster: objectives attained, latencies, cost."""
-    summary = _run(trace, fleet, copies, zipf, seconds, seed)
-    if as_json:
-        console.print_json(asdict(summary))
-        return
-    table = console.ResultTable("", "value", right=("value",))
-    for name, value in (
-        ("requests", f"{summary.num_requests:,}"),
-        ("refused", f"{summary.num_refused:,}"),
-        ("objectives attained", f"{summary.attainment:.2%}"),
-        ("time to first token, P50 / P95 / P99", _seconds(summary)),
-        ("time per output token, P50", f"{summary.tpot_p50_s * 1e3:.1f} ms"),
-        ("device seconds", f"{summary.device_s:,.0f}"),
-        ("packs in RAM", f"{summary.ram_byte_s / 3600e9:,.0f} GB h"),
-        ("loads", f"{summary.num_loads:,}"),
-    ):
-        table.add_row(name, value)
-    console.out().print(table)
-
-
-def _seconds(summary: Summary) -> str:
-    return " / ".join(f"{value:.2f}" for value in (summary.ttft_p50_s, summary.ttft_p95_s, summary.ttft_p99_s)) + " s"
-
-
-def _run(trace: Path, fleet: FleetName, copies: float, zipf: float, seconds: float, seed: int) -> Summary:
-    from torchrelay.scheduler.policy.config import PolicyConfig
-    from torchrelay.scheduler.policy.policy import Policy
-    from torchrelay.sim.fleets import CLUSTER_A, CLUSTER_B, twelve_models
-    from torchrelay.sim.plant import Plant
-    from torchrelay.sim.summary import summarize
+    from torchrelay.sim.fleets import twelve_models
+    from torchrelay.sim.plots import PlotsUnavailable, check_available, plot_runs
+    from torchrelay.sim.policies.runs import run_system
+    from torchrelay.sim.policies.setup import Knobs
+    from torchrelay.sim.summary import Prices
     from torchrelay.sim.traces import read_trace, requests_of
 
+    cluster, systems = _fleet(fleet), _systems(policy or ["ours"])
+    models = [_with_slo(model, slo) for model in twelve_models()]
+    if plots is not None:
+        try:
+            check_available()
+        except PlotsUnavailable as error:
+            raise CliError(f"{error}", "pip install matplotlib, or leave --plots out") from error
     try:
         arrivals = [arrival for arrival in read_trace(trace) if arrival.at < seconds]
     except ValueError as error:
         raise CliError(str(error)) from error
-    models, ids = twelve_models(), count()
     requests = requests_of(arrivals, models, copies, zipf, seed)
     if not requests:
         raise CliError(f"{trace} has no arrivals in its first {seconds:g} s", "take more with --seconds or --copies")
-    policy = Policy(PolicyConfig(), lambda: f"instance-{next(ids)}", now=1000.0)
-    plant = Plant(policy, CLUSTER_A if fleet is FleetName.A else CLUSTER_B, models)
-    outcomes = plant.run(requests)
-    return summarize(outcomes, plant.served, plant.at_last_arrival)
+    knobs = Knobs(idle_timeout_s, requests_per_instance)
+    runs = []
+    for system in systems:
+        if len(systems) > 1:
+            console.err().print(f"simulating {system}")
+        runs.append(run_system(system, cluster, models, knobs, requests, requests))
+    if plots is not None:
+        plot_runs(plots, runs, f"{trace.name}, {cluster.num_devices} devices, {len(requests):,} requests")
+    prices = Prices(device_price, ram_price)
+    if as_json:
+        console.print_json({"seed": seed, "policies": [_row(run, prices) for run in runs]})
+    else:
+        console.out().print(_table(runs, prices))
+
+
+def _fleet(text: str) -> Fleet:
+    from torchrelay.sim.fleets import CLUSTER_A, CLUSTER_B, read_fleet
+
+    if text in ("a", "b"):
+        return CLUSTER_A if text == "a" else CLUSTER_B
+    try:
+        return read_fleet(Path(text))
+    except ValueError as error:
+        raise CliError(f"--fleet: {error}", "a, b, or a JSON file: see torchrelay sim --help") from error
+
+
+def _systems(names: Sequence[str]) -> list[str]:
+    from torchrelay.sim.policies.systems import SYSTEMS
+
+    if unknown := [name for name in names if name not in (*SYSTEMS, "all")]:
+        raise CliError(f"--policy: there is no {unknown[0]}", f"one of {', '.join(SYSTEMS)}, all")
+    return list(SYSTEMS) if "all" in names else list(dict.fromkeys(names))
+
+
+def _with_slo(model: ServedModel, slo: str) -> ServedModel:
+    if not slo:
+        return model
+    try:
+        ttft_s, tpot_s = map(float, slo.split(","))
+        if not (0 < ttft_s < math.inf and 0 < tpot_s < math.inf):
+            raise ValueError("not above 0")
+    except ValueError as error:
+        hint = "two numbers above 0, as 0.5,0.1: to the first token, and per further token"
+        raise CliError(f"--slo: {slo} is no pair of seconds", hint) from error
+    return replace(model, ttft_base_s=ttft_s, ttft_prompt_factor=0.0, tpot_target_s=tpot_s)
+
+
+def _row(run: Run, prices: Prices) -> dict[str, Any]:
+    """Endless times as null."""
+    figures = {"policy": run.system, **asdict(run.summary), "cost": run.summary.cost(prices)}
+    return {name: None if isinstance(value, float) and math.isinf(value) else value for name, value in figures.items()}
+
+
+def _table(runs: Sequence[Run], prices: Prices) -> console.ResultTable:
+    """A row for each policy."""
+    figures = ("attained", "refused", "TTFT P50", "P95", "P99", "per token", "device s", "RAM GB h", "loads", "cost")
+    title = f"{runs[0].summary.num_requests:,} requests"
+    table = console.ResultTable("policy", *figures, right=figures, whole=("policy",), title=title)
+    for run in runs:
+        summary = run.summary
+        table.add_row(
+            run.system,
+            f"{summary.attainment:.2%}",
+            f"{summary.num_refused:,}",
+            f"{summary.ttft_p50_s:.2f} s",
+            f"{summary.ttft_p95_s:.2f} s",
+            f"{summary.ttft_p99_s:.2f} s",
+            f"{summary.tpot_p50_s * 1e3:.1f} ms",
+            f"{summary.device_s:,.0f}",
+            f"{summary.ram_byte_s / 3600e9:,.0f}",
+            f"{summary.num_loads:,}",
+            f"{summary.cost(prices):,.2f}",
+        )
+    return table

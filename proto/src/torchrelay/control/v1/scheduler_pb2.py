@@ -26,15 +26,15 @@ from torchrelay.control.v1 import reports_pb2 as torchrelay_dot_control_dot_v1_d
 from torchrelay.control.v1 import types_pb2 as torchrelay_dot_control_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%torchrelay/control/v1/scheduler.proto\x12\x15torchrelay.control.v1\x1a#torchrelay/control/v1/reports.proto\x1a!torchrelay/control/v1/types.proto\"F\n\rAdmitCommands\x12\x35\n\x08\x63ommands\x18\x01 \x03(\x0b\x32#.torchrelay.control.v1.AdmitCommand\"@\n\x0b\x41\x64mitEvents\x12\x31\n\x06\x65vents\x18\x01 \x03(\x0b\x32!.torchrelay.control.v1.AdmitEvent\"\xa5\x02\n\x0c\x41\x64mitCommand\x12\x32\n\x05hello\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AdmitHelloH\x00\x12\x34\n\x05\x61\x64mit\x18\x02 \x01(\x0b\x32#.torchrelay.control.v1.AdmitRequestH\x00\x12\x33\n\x08withdraw\x18\x03 \x01(\x0b\x32\x1f.torchrelay.control.v1.WithdrawH\x00\x12\x31\n\x07release\x18\x04 \x01(\x0b\x32\x1e.torchrelay.control.v1.ReleaseH\x00\x12\x38\n\x0b\x66irst_token\x18\x05 \x01(\x0b\x32!.torchrelay.control.v1.FirstTokenH\x00\x42\t\n\x07\x63ommand\"6\n\nAdmitHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62\x65\x61t_every_s\x18\x02 \x01(\x01\"\xc0\x03\n\x0c\x41\x64mitRequest\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x34\n\x07version\x18\x02 \x01(\x0b\x32#.torchrelay.control.v1.ModelVersion\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_forced_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x13\n\x0bnum_choices\x18\x06 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x07 \x03(\x0c\x12\x14\n\x0clost_workers\x18\t \x03(\t\x12\x31\n\x07\x63urrent\x18\n \x01(\x0b\x32 .torchrelay.control.v1.Placement\x12\x13\n\x0bis_computed\x18\x0c \x01(\x08\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12:\n\rservice_class\x18\r \x01(\x0e\x32#.torchrelay.control.v1.ServiceClass\x12\x16\n\x0ettft_target_ms\x18\x0e \x01(\r\x12\x0e\n\x06weight\x18\x0f \x01(\x01\"<\n\nFirstToken\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\":\n\x08Withdraw\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\"\x92\x01\n\x07Release\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x0e\n\x06ttft_s\x18\x03 \x01(\x01\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\r\x12,\n\x06phases\x18\x05 \x03(\x0b\x32\x1c.torchrelay.control.v1.Phase\"\xdf\x01\n\nAdmitEvent\x12\x35\n\tplacement\x18\x01 \x01(\x0b\x32 .torchrelay.control.v1.PlacementH\x00\x12\x31\n\x07refusal\x18\x02 \x01(\x0b\x32\x1e.torchrelay.control.v1.RefusalH\x00\x12\x31\n\x07waiting\x18\x03 \x01(\x0b\x32\x1e.torchrelay.control.v1.WaitingH\x00\x12+\n\x04\x62\x65\x61t\x18\x04 \x01(\x0b\x32\x1b.torchrelay.control.v1.BeatH\x00\x42\x07\n\x05\x65vent\"\x06\n\x04\x42\x65\x61t\"\xe0\x01\n\tPlacement\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x31\n\x07prefill\x18\x02 \x01(\x0b\x32 .torchrelay.control.v1.WorkerRef\x12\x30\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32 .torchrelay.control.v1.WorkerRef\x12\x30\n\tkv_ticket\x18\x04 \x01(\x0b\x32\x1d.torchrelay.control.v1.Ticket\x12\x0c\n\x04\x63old\x18\x05 \x01(\x08\"\x97\x02\n\x07Refusal\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x35\n\x06reason\x18\x02 \x01(\x0e\x32%.torchrelay.control.v1.Refusal.Reason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"}\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11REASON_QUEUE_FULL\x10\x01\x12\x16\n\x12REASON_NO_CAPACITY\x10\x02\x12\x16\n\x12REASON_LOAD_FAILED\x10\x03\x12\x14\n\x10REASON_WITHDRAWN\x10\x04\"z\n\x07Waiting\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x16\n\x0equeue_position\x18\x02 \x01(\r\x12\r\n\x05state\x18\x03 \x01(\t\x12\x18\n\x10predicted_wait_s\x18\x04 \x01(\x01\"3\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"p\n\x0c\x45xplainReply\x12,\n\x06phases\x18\x01 \x03(\x0b\x32\x1c.torchrelay.control.v1.Phase\x12\x32\n\tdecisions\x18\x02 \x03(\x0b\x32\x1f.torchrelay.control.v1.Decision\"M\n\x08\x44\x65\x63ision\x12\x12\n\nat_unix_us\x18\x01 \x01(\x03\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07subject\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x15\n\x13WatchClusterRequest\"\xf6\x02\n\x0b\x43lusterView\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x34\n\x07workers\x18\x02 \x03(\x0b\x32#.torchrelay.control.v1.WorkerReport\x12\x32\n\x06stores\x18\x03 \x03(\x0b\x32\".torchrelay.control.v1.StoreReport\x12\x36\n\tinstances\x18\x04 \x03(\x0b\x32#.torchrelay.control.v1.InstanceView\x12\x32\n\x06\x64\x65mand\x18\x05 \x03(\x0b\x32\".torchrelay.control.v1.ModelDemand\x12\x1a\n\x12largest_slot_bytes\x18\x06 \x01(\x04\x12\x30\n\x06relays\x18\x07 \x03(\x0b\x32 .torchrelay.control.v1.RelayView\x12\x34\n\x08versions\x18\x08 \x03(\x0b\x32\".torchrelay.control.v1.VersionView\"B\n\x0bVersionView\x12\x12\n\nversion_id\x18\x01 \x01(\t\x12\x0f\n\x07pack_id\x18\x02 \x01(\t\x12\x0e\n\x06models\x18\x03 \x03(\t\"\xde\x01\n\x0cInstanceView\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nversion_id\x18\x03 \x01(\t\x12\x0f\n\x07pack_id\x18\x04 \x01(\t\x12\x11\n\tworker_id\x18\x05 \x01(\t\x12*\n\x05roles\x18\x06 \x03(\x0e\x32\x1b.torchrelay.control.v1.Role\x12\r\n\x05state\x18\x07 \x01(\t\x12\x12\n\nin_state_s\x18\x08 \x01(\x01\x12\x13\n\x0bnum_running\x18\t \x01(\r\x12\x0e\n\x06idle_s\x18\n \x01(\x01\"F\n\x0bModelDemand\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\"\xa7\x04\n\tRelayView\x12\x0f\n\x07pack_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\t\x12\x35\n\x05state\x18\x04 \x01(\x0e\x32&.torchrelay.control.v1.RelayView.State\x12\x0e\n\x06urgent\x18\x05 \x01(\x08\x12\x33\n\x07sources\x18\x06 \x03(\x0b\x32\".torchrelay.control.v1.RelaySource\x12\x12\n\npack_bytes\x18\x07 \x01(\x04\x12\x12\n\nnum_chunks\x18\x08 \x01(\r\x12\x1b\n\x13num_chunks_verified\x18\t \x01(\r\x12\x1b\n\x13planned_bytes_per_s\x18\n \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x0b \x01(\x01\x12\x11\n\trunning_s\x18\x0c \x01(\x01\x12\x0e\n\x06left_s\x18\r \x01(\x01\x12\x0f\n\x07\x65nded_s\x18\x0e \x01(\x01\x12\x13\n\x0bnum_repairs\x18\x0f \x01(\r\x12\x13\n\x0bnum_replans\x18\x10 \x01(\r\x12\x0e\n\x06reason\x18\x11 \x01(\t\x12\r\n\x05\x65rror\x18\x12 \x01(\t\"z\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PLANNED\x10\x01\x12\x11\n\rSTATE_RUNNING\x10\x02\x12\x0e\n\nSTATE_SLOW\x10\x03\x12\x12\n\x0eSTATE_FINISHED\x10\x04\x12\x10\n\x0cSTATE_FAILED\x10\x05\"j\n\x0bRelaySource\x12\x11\n\tholder_id\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12\x11\n\tfollowing\x18\x04 \x01(\x08\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"b\n\x12WatchEventsRequest\x12\r\n\x05kinds\x18\x01 \x03(\t\x12\x15\n\rsince_unix_us\x18\x02 \x01(\x03\x12\x16\n\x0e\x61\x66ter_sequence\x18\x03 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\"o\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\nat_unix_us\x18\x02 \x01(\x03\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0b\x66ields_json\x18\x06 \x01(\t*b\n\x0cServiceClass\x12\x1a\n\x16SERVICE_CLASS_STANDARD\x10\x00\x12\x1d\n\x19SERVICE_CLASS_INTERACTIVE\x10\x01\x12\x17\n\x13SERVICE_CLASS_BATCH\x10\x02\x32\xf5\x02\n\tScheduler\x12U\n\x05\x41\x64mit\x12$.torchrelay.control.v1.AdmitCommands\x1a\".torchrelay.control.v1.AdmitEvents(\x01\x30\x01\x12U\n\x07\x45xplain\x12%.torchrelay.control.v1.ExplainRequest\x1a#.torchrelay.control.v1.ExplainReply\x12`\n\x0cWatchCluster\x12*.torchrelay.control.v1.WatchClusterRequest\x1a\".torchrelay.control.v1.ClusterView0\x01\x12X\n\x0bWatchEvents\x12).torchrelay.control.v1.WatchEventsRequest\x1a\x1c.torchrelay.control.v1.Event0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%torchrelay/control/v1/scheduler.proto\x12\x15torchrelay.control.v1\x1a#torchrelay/control/v1/reports.proto\x1a!torchrelay/control/v1/types.proto\"F\n\rAdmitCommands\x12\x35\n\x08\x63ommands\x18\x01 \x03(\x0b\x32#.torchrelay.control.v1.AdmitCommand\"@\n\x0b\x41\x64mitEvents\x12\x31\n\x06\x65vents\x18\x01 \x03(\x0b\x32!.torchrelay.control.v1.AdmitEvent\"\xa5\x02\n\x0c\x41\x64mitCommand\x12\x32\n\x05hello\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AdmitHelloH\x00\x12\x34\n\x05\x61\x64mit\x18\x02 \x01(\x0b\x32#.torchrelay.control.v1.AdmitRequestH\x00\x12\x33\n\x08withdraw\x18\x03 \x01(\x0b\x32\x1f.torchrelay.control.v1.WithdrawH\x00\x12\x31\n\x07release\x18\x04 \x01(\x0b\x32\x1e.torchrelay.control.v1.ReleaseH\x00\x12\x38\n\x0b\x66irst_token\x18\x05 \x01(\x0b\x32!.torchrelay.control.v1.FirstTokenH\x00\x42\t\n\x07\x63ommand\"6\n\nAdmitHello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x14\n\x0c\x62\x65\x61t_every_s\x18\x02 \x01(\x01\"\xc0\x03\n\x0c\x41\x64mitRequest\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x34\n\x07version\x18\x02 \x01(\x0b\x32#.torchrelay.control.v1.ModelVersion\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_forced_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x13\n\x0bnum_choices\x18\x06 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x07 \x03(\x0c\x12\x14\n\x0clost_workers\x18\t \x03(\t\x12\x31\n\x07\x63urrent\x18\n \x01(\x0b\x32 .torchrelay.control.v1.Placement\x12\x13\n\x0bis_computed\x18\x0c \x01(\x08\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12:\n\rservice_class\x18\r \x01(\x0e\x32#.torchrelay.control.v1.ServiceClass\x12\x16\n\x0ettft_target_ms\x18\x0e \x01(\r\x12\x0e\n\x06weight\x18\x0f \x01(\x01\"<\n\nFirstToken\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\":\n\x08Withdraw\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\"\xa9\x01\n\x07Release\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x0e\n\x06ttft_s\x18\x03 \x01(\x01\x12\x19\n\x11num_output_tokens\x18\x04 \x01(\r\x12,\n\x06phases\x18\x05 \x03(\x0b\x32\x1c.torchrelay.control.v1.Phase\x12\x15\n\ris_taken_back\x18\x06 \x01(\x08\"\x95\x02\n\nAdmitEvent\x12\x35\n\tplacement\x18\x01 \x01(\x0b\x32 .torchrelay.control.v1.PlacementH\x00\x12\x31\n\x07refusal\x18\x02 \x01(\x0b\x32\x1e.torchrelay.control.v1.RefusalH\x00\x12\x31\n\x07waiting\x18\x03 \x01(\x0b\x32\x1e.torchrelay.control.v1.WaitingH\x00\x12+\n\x04\x62\x65\x61t\x18\x04 \x01(\x0b\x32\x1b.torchrelay.control.v1.BeatH\x00\x12\x34\n\ttake_back\x18\x05 \x01(\x0b\x32\x1f.torchrelay.control.v1.TakeBackH\x00\x42\x07\n\x05\x65vent\":\n\x08TakeBack\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\"\x06\n\x04\x42\x65\x61t\"\xe0\x01\n\tPlacement\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x31\n\x07prefill\x18\x02 \x01(\x0b\x32 .torchrelay.control.v1.WorkerRef\x12\x30\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32 .torchrelay.control.v1.WorkerRef\x12\x30\n\tkv_ticket\x18\x04 \x01(\x0b\x32\x1d.torchrelay.control.v1.Ticket\x12\x0c\n\x04\x63old\x18\x05 \x01(\x08\"\x97\x02\n\x07Refusal\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x35\n\x06reason\x18\x02 \x01(\x0e\x32%.torchrelay.control.v1.Refusal.Reason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\"}\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11REASON_QUEUE_FULL\x10\x01\x12\x16\n\x12REASON_NO_CAPACITY\x10\x02\x12\x16\n\x12REASON_LOAD_FAILED\x10\x03\x12\x14\n\x10REASON_WITHDRAWN\x10\x04\"z\n\x07Waiting\x12.\n\x03key\x18\x01 \x01(\x0b\x32!.torchrelay.control.v1.AttemptKey\x12\x16\n\x0equeue_position\x18\x02 \x01(\r\x12\r\n\x05state\x18\x03 \x01(\t\x12\x18\n\x10predicted_wait_s\x18\x04 \x01(\x01\"3\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"p\n\x0c\x45xplainReply\x12,\n\x06phases\x18\x01 \x03(\x0b\x32\x1c.torchrelay.control.v1.Phase\x12\x32\n\tdecisions\x18\x02 \x03(\x0b\x32\x1f.torchrelay.control.v1.Decision\"M\n\x08\x44\x65\x63ision\x12\x12\n\nat_unix_us\x18\x01 \x01(\x03\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07subject\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x15\n\x13WatchClusterRequest\"\xf6\x02\n\x0b\x43lusterView\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x34\n\x07workers\x18\x02 \x03(\x0b\x32#.torchrelay.control.v1.WorkerReport\x12\x32\n\x06stores\x18\x03 \x03(\x0b\x32\".torchrelay.control.v1.StoreReport\x12\x36\n\tinstances\x18\x04 \x03(\x0b\x32#.torchrelay.control.v1.InstanceView\x12\x32\n\x06\x64\x65mand\x18\x05 \x03(\x0b\x32\".torchrelay.control.v1.ModelDemand\x12\x1a\n\x12largest_slot_bytes\x18\x06 \x01(\x04\x12\x30\n\x06relays\x18\x07 \x03(\x0b\x32 .torchrelay.control.v1.RelayView\x12\x34\n\x08versions\x18\x08 \x03(\x0b\x32\".torchrelay.control.v1.VersionView\"B\n\x0bVersionView\x12\x12\n\nversion_id\x18\x01 \x01(\t\x12\x0f\n\x07pack_id\x18\x02 \x01(\t\x12\x0e\n\x06models\x18\x03 \x03(\t\"\xde\x01\n\x0cInstanceView\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nversion_id\x18\x03 \x01(\t\x12\x0f\n\x07pack_id\x18\x04 \x01(\t\x12\x11\n\tworker_id\x18\x05 \x01(\t\x12*\n\x05roles\x18\x06 \x03(\x0e\x32\x1b.torchrelay.control.v1.Role\x12\r\n\x05state\x18\x07 \x01(\t\x12\x12\n\nin_state_s\x18\x08 \x01(\x01\x12\x13\n\x0bnum_running\x18\t \x01(\r\x12\x0e\n\x06idle_s\x18\n \x01(\x01\"F\n\x0bModelDemand\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\"\xa7\x04\n\tRelayView\x12\x0f\n\x07pack_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\t\x12\x35\n\x05state\x18\x04 \x01(\x0e\x32&.torchrelay.control.v1.RelayView.State\x12\x0e\n\x06urgent\x18\x05 \x01(\x08\x12\x33\n\x07sources\x18\x06 \x03(\x0b\x32\".torchrelay.control.v1.RelaySource\x12\x12\n\npack_bytes\x18\x07 \x01(\x04\x12\x12\n\nnum_chunks\x18\x08 \x01(\r\x12\x1b\n\x13num_chunks_verified\x18\t \x01(\r\x12\x1b\n\x13planned_bytes_per_s\x18\n \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x0b \x01(\x01\x12\x11\n\trunning_s\x18\x0c \x01(\x01\x12\x0e\n\x06left_s\x18\r \x01(\x01\x12\x0f\n\x07\x65nded_s\x18\x0e \x01(\x01\x12\x13\n\x0bnum_repairs\x18\x0f \x01(\r\x12\x13\n\x0bnum_replans\x18\x10 \x01(\r\x12\x0e\n\x06reason\x18\x11 \x01(\t\x12\r\n\x05\x65rror\x18\x12 \x01(\t\"z\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PLANNED\x10\x01\x12\x11\n\rSTATE_RUNNING\x10\x02\x12\x0e\n\nSTATE_SLOW\x10\x03\x12\x12\n\x0eSTATE_FINISHED\x10\x04\x12\x10\n\x0cSTATE_FAILED\x10\x05\"j\n\x0bRelaySource\x12\x11\n\tholder_id\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12\x11\n\tfollowing\x18\x04 \x01(\x08\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"b\n\x12WatchEventsRequest\x12\r\n\x05kinds\x18\x01 \x03(\t\x12\x15\n\rsince_unix_us\x18\x02 \x01(\x03\x12\x16\n\x0e\x61\x66ter_sequence\x18\x03 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\"o\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x12\n\nat_unix_us\x18\x02 \x01(\x03\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0b\x66ields_json\x18\x06 \x01(\t*b\n\x0cServiceClass\x12\x1a\n\x16SERVICE_CLASS_STANDARD\x10\x00\x12\x1d\n\x19SERVICE_CLASS_INTERACTIVE\x10\x01\x12\x17\n\x13SERVICE_CLASS_BATCH\x10\x02\x32\xf5\x02\n\tScheduler\x12U\n\x05\x41\x64mit\x12$.torchrelay.control.v1.AdmitCommands\x1a\".torchrelay.control.v1.AdmitEvents(\x01\x30\x01\x12U\n\x07\x45xplain\x12%.torchrelay.control.v1.ExplainRequest\x1a#.torchrelay.control.v1.ExplainReply\x12`\n\x0cWatchCluster\x12*.torchrelay.control.v1.WatchClusterRequest\x1a\".torchrelay.control.v1.ClusterView0\x01\x12X\n\x0bWatchEvents\x12).torchrelay.control.v1.WatchEventsRequest\x1a\x1c.torchrelay.control.v1.Event0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'torchrelay.control.v1.scheduler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SERVICECLASS']._serialized_start=4101
-  _globals['_SERVICECLASS']._serialized_end=4199
+  _globals['_SERVICECLASS']._serialized_start=4238
+  _globals['_SERVICECLASS']._serialized_end=4336
   _globals['_ADMITCOMMANDS']._serialized_start=136
   _globals['_ADMITCOMMANDS']._serialized_end=206
   _globals['_ADMITEVENTS']._serialized_start=208
@@ -50,45 +50,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WITHDRAW']._serialized_start=1139
   _globals['_WITHDRAW']._serialized_end=1197
   _globals['_RELEASE']._serialized_start=1200
-  _globals['_RELEASE']._serialized_end=1346
-  _globals['_ADMITEVENT']._serialized_start=1349
-  _globals['_ADMITEVENT']._serialized_end=1572
-  _globals['_BEAT']._serialized_start=1574
-  _globals['_BEAT']._serialized_end=1580
-  _globals['_PLACEMENT']._serialized_start=1583
-  _globals['_PLACEMENT']._serialized_end=1807
-  _globals['_REFUSAL']._serialized_start=1810
-  _globals['_REFUSAL']._serialized_end=2089
-  _globals['_REFUSAL_REASON']._serialized_start=1964
-  _globals['_REFUSAL_REASON']._serialized_end=2089
-  _globals['_WAITING']._serialized_start=2091
-  _globals['_WAITING']._serialized_end=2213
-  _globals['_EXPLAINREQUEST']._serialized_start=2215
-  _globals['_EXPLAINREQUEST']._serialized_end=2266
-  _globals['_EXPLAINREPLY']._serialized_start=2268
-  _globals['_EXPLAINREPLY']._serialized_end=2380
-  _globals['_DECISION']._serialized_start=2382
-  _globals['_DECISION']._serialized_end=2459
-  _globals['_WATCHCLUSTERREQUEST']._serialized_start=2461
-  _globals['_WATCHCLUSTERREQUEST']._serialized_end=2482
-  _globals['_CLUSTERVIEW']._serialized_start=2485
-  _globals['_CLUSTERVIEW']._serialized_end=2859
-  _globals['_VERSIONVIEW']._serialized_start=2861
-  _globals['_VERSIONVIEW']._serialized_end=2927
-  _globals['_INSTANCEVIEW']._serialized_start=2930
-  _globals['_INSTANCEVIEW']._serialized_end=3152
-  _globals['_MODELDEMAND']._serialized_start=3154
-  _globals['_MODELDEMAND']._serialized_end=3224
-  _globals['_RELAYVIEW']._serialized_start=3227
-  _globals['_RELAYVIEW']._serialized_end=3778
-  _globals['_RELAYVIEW_STATE']._serialized_start=3656
-  _globals['_RELAYVIEW_STATE']._serialized_end=3778
-  _globals['_RELAYSOURCE']._serialized_start=3780
-  _globals['_RELAYSOURCE']._serialized_end=3886
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=3888
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=3986
-  _globals['_EVENT']._serialized_start=3988
-  _globals['_EVENT']._serialized_end=4099
-  _globals['_SCHEDULER']._serialized_start=4202
-  _globals['_SCHEDULER']._serialized_end=4575
+  _globals['_RELEASE']._serialized_end=1369
+  _globals['_ADMITEVENT']._serialized_start=1372
+  _globals['_ADMITEVENT']._serialized_end=1649
+  _globals['_TAKEBACK']._serialized_start=1651
+  _globals['_TAKEBACK']._serialized_end=1709
+  _globals['_BEAT']._serialized_start=1711
+  _globals['_BEAT']._serialized_end=1717
+  _globals['_PLACEMENT']._serialized_start=1720
+  _globals['_PLACEMENT']._serialized_end=1944
+  _globals['_REFUSAL']._serialized_start=1947
+  _globals['_REFUSAL']._serialized_end=2226
+  _globals['_REFUSAL_REASON']._serialized_start=2101
+  _globals['_REFUSAL_REASON']._serialized_end=2226
+  _globals['_WAITING']._serialized_start=2228
+  _globals['_WAITING']._serialized_end=2350
+  _globals['_EXPLAINREQUEST']._serialized_start=2352
+  _globals['_EXPLAINREQUEST']._serialized_end=2403
+  _globals['_EXPLAINREPLY']._serialized_start=2405
+  _globals['_EXPLAINREPLY']._serialized_end=2517
+  _globals['_DECISION']._serialized_start=2519
+  _globals['_DECISION']._serialized_end=2596
+  _globals['_WATCHCLUSTERREQUEST']._serialized_start=2598
+  _globals['_WATCHCLUSTERREQUEST']._serialized_end=2619
+  _globals['_CLUSTERVIEW']._serialized_start=2622
+  _globals['_CLUSTERVIEW']._serialized_end=2996
+  _globals['_VERSIONVIEW']._serialized_start=2998
+  _globals['_VERSIONVIEW']._serialized_end=3064
+  _globals['_INSTANCEVIEW']._serialized_start=3067
+  _globals['_INSTANCEVIEW']._serialized_end=3289
+  _globals['_MODELDEMAND']._serialized_start=3291
+  _globals['_MODELDEMAND']._serialized_end=3361
+  _globals['_RELAYVIEW']._serialized_start=3364
+  _globals['_RELAYVIEW']._serialized_end=3915
+  _globals['_RELAYVIEW_STATE']._serialized_start=3793
+  _globals['_RELAYVIEW_STATE']._serialized_end=3915
+  _globals['_RELAYSOURCE']._serialized_start=3917
+  _globals['_RELAYSOURCE']._serialized_end=4023
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=4025
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=4123
+  _globals['_EVENT']._serialized_start=4125
+  _globals['_EVENT']._serialized_end=4236
+  _globals['_SCHEDULER']._serialized_start=4339
+  _globals['_SCHEDULER']._serialized_end=4712
 # @@protoc_insertion_point(module_scope)

@@ -275,9 +275,12 @@ class Release(_message.Message):
     TTFT_S_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
+    IS_TAKEN_BACK_FIELD_NUMBER: _builtins.int
     ttft_s: _builtins.float
     """0: no token was delivered"""
     num_output_tokens: _builtins.int
+    is_taken_back: _builtins.bool
+    """in answer to TakeBack: the next attempt keeps its place in the queue"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
@@ -291,10 +294,11 @@ class Release(_message.Message):
         ttft_s: _builtins.float = ...,
         num_output_tokens: _builtins.int = ...,
         phases: _abc.Iterable[_types_pb2.Phase] | None = ...,
+        is_taken_back: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "num_output_tokens", b"num_output_tokens", "phases", b"phases", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_taken_back", b"is_taken_back", "key", b"key", "num_output_tokens", b"num_output_tokens", "phases", b"phases", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -308,6 +312,7 @@ class AdmitEvent(_message.Message):
     REFUSAL_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
+    TAKE_BACK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def placement(self) -> Global___Placement: ...
     @_builtins.property
@@ -316,6 +321,8 @@ class AdmitEvent(_message.Message):
     def waiting(self) -> Global___Waiting: ...
     @_builtins.property
     def beat(self) -> Global___Beat: ...
+    @_builtins.property
+    def take_back(self) -> Global___TakeBack: ...
     def __init__(
         self,
         *,
@@ -323,16 +330,41 @@ class AdmitEvent(_message.Message):
         refusal: Global___Refusal | None = ...,
         waiting: Global___Waiting | None = ...,
         beat: Global___Beat | None = ...,
+        take_back: Global___TakeBack | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "placement", b"placement", "refusal", b"refusal", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "placement", b"placement", "refusal", b"refusal", "take_back", b"take_back", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "placement", b"placement", "refusal", b"refusal", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "placement", b"placement", "refusal", b"refusal", "take_back", b"take_back", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "refusal", "waiting", "beat"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "refusal", "waiting", "beat", "take_back"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___AdmitEvent: _TypeAlias = AdmitEvent  # noqa: Y015
+
+@_typing.final
+class TakeBack(_message.Message):
+    """Where the attempt was placed it has not begun, and elsewhere it would much sooner: the gateway ends it and admits
+    another, at once. An attempt that has begun goes on, and nothing is answered.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def key(self) -> _types_pb2.AttemptKey: ...
+    def __init__(
+        self,
+        *,
+        key: _types_pb2.AttemptKey | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeBack: _TypeAlias = TakeBack  # noqa: Y015
 
 @_typing.final
 class Beat(_message.Message):

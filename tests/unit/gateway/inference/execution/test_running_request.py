@@ -55,6 +55,34 @@ async def test_the_same_tokens_come_when_the_worker_dies(rig: TokenPathRig) -> N
     await until(lambda: len(rig.scheduler.releases) == 2)
 
 
+async def test_an_attempt_that_has_not_begun_runs_elsewhere_when_the_scheduler_takes_it_back(rig: TokenPathRig) -> None:
+    first, second = rig.workers
+    first.prefill_delay_s, first.pause_at = 60.0, 1
+    asking = asyncio.ensure_future(ask(rig, 25))
+    await until(lambda: len(first.starts) == 2)
+    rig.scheduler.prefill_workers = rig.scheduler.decode_workers = [second]
+    await rig.scheduler.take_back(first.starts[0][1].key)
+    assert await asking == [rig.echoed(PROMPT, 25)]
+    assert {start.key.attempt for _, start in second.starts} == {2}
+    assert second.starts[0][1].sampling.seed == first.starts[0][1].sampling.seed
+    assert list(rig.scheduler.admits[1].lost_workers) == []
+    await until(lambda: len(rig.scheduler.releases) == 2)
+    assert [(one.is_taken_back, one.ttft_s > 0) for one in rig.scheduler.releases] == [(True, False), (False, True)]
+
+
+async def test_an_attempt_that_has_begun_goes_on_when_the_scheduler_takes_it_back(rig: TokenPathRig) -> None:
+    first, _ = rig.workers
+    first.pause_at = 10
+    asking = asyncio.ensure_future(ask(rig, 25))
+    await until(lambda: rig.num_accepted() == [10])
+    await rig.scheduler.take_back(first.starts[0][1].key)
+    second = asyncio.ensure_future(ask(rig, 1))  # what comes after it on the stream
+    await second
+    first.resume()
+    assert await asking == [rig.echoed(PROMPT, 25)]
+    assert [one.key.attempt for one in rig.scheduler.admits] == [1, 1]
+
+
 @pytest.mark.parametrize("how", ["silent", "stalled"])
 async def test_the_same_tokens_come_when_the_worker_hangs(rig: TokenPathRig, how: str) -> None:
     first, second = rig.workers

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, two_workers_one_host
+from tests.unit.scheduler.policy.paper_cluster import (
+    PaperCluster,
+    a_model,
+    a_store,
+    a_worker,
+    hosts,
+    two_workers_one_host,
+)
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import InstancePhase
@@ -137,6 +144,15 @@ def test_who_has_not_called_for_its_own_timeout_keeps_nothing() -> None:
     assert not is_at_zero(scene)
     scene.pass_time(1.0)
     assert is_at_zero(scene)
+
+
+def test_nobodys_limit_of_instances_binds_another_tenant_that_uploaded_the_same_files() -> None:
+    """S6: the last to call set it for all."""
+    scene = hosts(3, requests_per_instance=1)
+    scene.admit(replace(ACME, max_instances=3), "a")
+    for number in range(3):
+        scene.admit(replace(BIRCH, max_instances=1), f"b{number}")
+    assert len({instance.host_id for instance in scene.policy.state.instances}) == 3
 
 
 def test_names_are_bounded() -> None:

@@ -35,7 +35,7 @@ def test_times_per_token_are_predicted_for_the_answers_that_come_and_kv_is_kept_
     scene.release("cold", delivered=False)
     attempts = scene.policy.state.attempts
 
-    def predicted_tbt_s(request_id: str) -> float:
+    def predicted_step_s(request_id: str) -> float:
         """For a request that may have a very long answer, and then has one of 20 tokens for each of its choices."""
         admission = scene.admit(MODEL, request_id, max_tokens=100_000, num_choices=2)
         scene.apply(FirstToken(admission.key))
@@ -43,9 +43,9 @@ def test_times_per_token_are_predicted_for_the_answers_that_come_and_kv_is_kept_
         assert placement is not None
         assert attempts.at(placement.decode.instance_id).kv_bytes == admission.kv_bytes(MODEL)
         scene.apply(Release(admission.key, True, Outcome(num_output_tokens=40)))
-        return placement.predicted.tbt_s
+        return placement.predicted.step_s
 
-    found = [predicted_tbt_s(f"r{number}") for number in range(9)]
+    found = [predicted_step_s(f"r{number}") for number in range(9)]
     assert found[:8] == pytest.approx([LATENCY.tbt_s(2, 2 * (100 + 50_000))] * 8)
     assert found[8] == pytest.approx(LATENCY.tbt_s(2, 2 * (100 + 10)))
     scene.check()

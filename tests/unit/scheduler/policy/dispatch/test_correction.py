@@ -1,4 +1,4 @@
-"""What predicted times to the first token are multiplied by."""
+"""What predicted times are multiplied by."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, two_hosts
 from torchrelay.scheduler.policy.core import AttemptKey
-from torchrelay.scheduler.policy.dispatch.correction import Corrections
+from torchrelay.scheduler.policy.dispatch.correction import TTFT_WEIGHT, Corrections
 from torchrelay.scheduler.policy.inputs import FirstToken
 
 
 def test_an_instance_that_is_slower_than_predicted_is_corrected_within_bounds() -> None:
-    corrections = Corrections()
+    corrections = Corrections(TTFT_WEIGHT)
     assert corrections.of("i", now=0.0) == 1.0
     corrections.observe("i", 1.0, 2.0, now=0.0)
     assert corrections.of("i", now=0.0) == pytest.approx(2.0**0.15)
@@ -22,7 +22,7 @@ def test_an_instance_that_is_slower_than_predicted_is_corrected_within_bounds() 
 
 
 def test_an_instance_that_was_left_is_tried_again_in_a_while() -> None:
-    corrections = Corrections()
+    corrections = Corrections(TTFT_WEIGHT)
     for _ in range(200):
         corrections.observe("i", 1.0, 100.0, now=0.0)
     found = [corrections.of("i", now) for now in (0.0, 120.0, 240.0, 3600.0)]

@@ -23,6 +23,22 @@ def test_work_shrinks_with_time_and_no_further_than_the_prompt_that_runs() -> No
     assert math.isinf(lane.less_ahead_at(2.0)), "time alone does not help"
 
 
+def test_a_prompt_that_is_overdue_is_expected_to_take_as_long_again() -> None:
+    lane = PrefillLane()
+    lane.bind(A, 1.0, now=10.0)
+    lane.bind(B, 0.5, now=10.0)
+    assert [lane.overdue_s(now) for now in (10.5, 11.25, 15.0)] == pytest.approx([0.0, 0.25, 4.0])
+
+
+def test_what_has_not_begun_is_all_but_the_first_and_on_an_instance_that_loads_all() -> None:
+    lane = PrefillLane()
+    for key, prefill_s in ((A, 1.0), (B, 2.0), (C, 0.5)):
+        lane.bind(key, prefill_s, now=10.0)
+    assert list(lane.not_begun(10.25, is_loading=False)) == [(B, 0.75), (C, 2.75)]
+    assert list(lane.not_begun(14.0, is_loading=False)) == [(B, 3.0), (C, 5.0)]
+    assert list(lane.not_begun(14.0, is_loading=True)) == [(A, 0.0), (B, 1.0), (C, 3.0)]
+
+
 def test_a_report_corrects_what_was_predicted() -> None:
     lane = PrefillLane()
     lane.bind(A, 1.0, now=10.0)

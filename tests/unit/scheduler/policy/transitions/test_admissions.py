@@ -238,13 +238,29 @@ def test_prompts_with_a_cached_beginning_do_not_make_an_instance_look_full() -> 
 
 
 def test_a_scheduler_started_anew_counts_the_prompts_that_workers_report() -> None:
-    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
-    scene.admit(MODEL, "first")
-    scene.finish_loads()
-    scene.workers["w"] = replace(scene.workers["w"], queued_prefill_s=3.0)
-    scene.report("w")
+    old = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    old.admit(MODEL, "first")
+    old.finish_loads()
+    scene = PaperCluster(now=old.now).settle(*old.stores.values(), replace(old.workers["w"], queued_prefill_s=30.0))
     scene.admit(MODEL, "second")
-    assert scene.placement("second") is None and scene.policy.next_due() > scene.now + 2.0
+    assert scene.placement("second") is None and scene.policy.next_due() > scene.now + 20.0
+
+
+def test_prompts_bound_here_do_not_count_again_because_a_report_came_before_their_first_token() -> None:
+    """In the first minute after a start, each report made some time of queue of what was computed since."""
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    scene.admit(MODEL, "cold")
+    scene.finish_loads()
+    scene.apply(FirstToken(AttemptKey("cold", 1)))
+    scene.admit(MODEL, "first", num_prompt_tokens=1500)
+    scene.workers["w"] = replace(scene.workers["w"], queued_prefill_s=LATENCY.prefill_s(1500))
+    scene.report("w")
+    scene.now += LATENCY.prefill_s(1500) / 2  # sooner than predicted
+    scene.apply(FirstToken(AttemptKey("first", 1)))
+    scene.admit(MODEL, "second")
+    placement = scene.placement("second")
+    assert placement is not None
+    assert placement.predicted.ttft_s == placement.predicted.prefill_s
 
 
 def test_a_model_that_was_just_asked_for_is_known_though_all_others_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,7 @@ RequestEvent: TypeAlias = (
     | scheduler_pb2.Placement
     | scheduler_pb2.Refusal
     | scheduler_pb2.Waiting
+    | scheduler_pb2.TakeBack
     | WorkerLost
     | AdmissionFailed
     | LedgerOpened

@@ -63,6 +63,9 @@ class PolicyConfig:
     # Relays
     link_cap_bytes_per_s: float = 0.0  # planned maximum per direction of a host's link; 0: as measured
 
+    # Prompts that are bound and have not begun
+    take_back_gain_s: float = 0.5  # one is taken back once, if it begins more than this sooner elsewhere
+
     # Latency
     tbt_target_s: float = 0.1  # a decode instance with longer steps is chosen only if the others are worse
 

@@ -301,6 +301,7 @@ class Admission:
     service_class: ServiceClass = ServiceClass.STANDARD
     ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0: that of the class
     weight: float = 1.0  # of its tenant
+    was_taken_back: bool = False  # it had a place, and has kept its time of arrival
 
     @cached_property
     def tenant(self) -> str:

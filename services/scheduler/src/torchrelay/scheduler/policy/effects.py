@@ -122,7 +122,15 @@ class AdmissionRefused:
     retry_after_s: float = 0.0
 
 
-Answer = Placed | Waiting | AdmissionRefused
+@dataclass(frozen=True)
+class TakeBack:
+    """The attempt is to be asked for anew, if it has not begun."""
+
+    gateway_id: str
+    key: AttemptKey
+
+
+Answer = Placed | Waiting | AdmissionRefused | TakeBack
 
 
 @dataclass(frozen=True)

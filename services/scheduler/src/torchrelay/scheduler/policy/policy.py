@@ -12,15 +12,14 @@ from typing import assert_never
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import inputs
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.cluster.instances import InstanceTransition, TransitionKind
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, StoreStatus, WorkerStatus
-from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects, RefusalReason
+from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import Strategies
-from torchrelay.scheduler.policy.transitions import admissions, loads, relays, replication, scaling
+from torchrelay.scheduler.policy.transitions import admissions, loads, relays, replication, scaling, take_backs
 
 _GONE = Reason("worker_gone", "its worker's process is gone")
 _STOPPED = Reason("worker_stopped", "its worker shut down")
@@ -133,8 +132,10 @@ class Policy:
         if attempt is None:
             return
         if input_.outcome is not None:
-            admissions.observe_outcome(state, attempt, input_.outcome)
-        if not input_.delivered:
+            admissions.observe_outcome(state, attempt, input_.outcome, now)
+        if input_.is_taken_back:
+            take_backs.taken_back(state, attempt)
+        elif not input_.delivered:
             state.note_no_token(input_.key.request_id, attempt.instance_ids)
         admissions.place_waiting(state, now, (attempt.admission.version_id,))
 
@@ -149,13 +150,16 @@ class Policy:
             return
         state.links.observe_worker(accepted, now)
         state.latency_models.observe(accepted)
+        if before is None:
+            admissions.note_earlier_prompts(state, accepted, now)
         if instance := state.instances.on_worker(accepted.worker_id):
-            admissions.forget_roster(state, None if was_suspect else before, accepted, instance, now)
+            admissions.forget_roster(state, None if was_suspect else before, accepted, instance)
         changes = state.instances.observe(accepted, now)
         for change in changes:
             self._record_transition(change, now)
         if before is None or was_suspect or not all(change.is_progress for change in changes):
             admissions.place_waiting(state, now)
+            take_backs.take_back(state, now, {change.instance.version_id for change in changes})
             # Whoever waits may get this slot; of the others only its own models are concerned.
             scaling.scale(state, now, sorted({*state.queues.versions, *(one.instance.version_id for one in changes)}))
         elif changes:
@@ -216,6 +220,8 @@ class Policy:
         for key in state.gateways.overdue(now):
             admissions.release(state, key, now)
         state.queues.forget_debts(now)
+        for version_id in state.slot_lost_at.keys() - set(state.queues.versions):
+            del state.slot_lost_at[version_id]
         scaling.retry_unloads(state, now)
         state.load_failures.prune(now)
         for instance, reason in loads.stalled(state, now):
@@ -225,6 +231,7 @@ class Policy:
         if now >= state.whole_scale_due:
             state.whole_scale_due = now + state.config.whole_scale_every_s
             self._react(now)
+            take_backs.take_back(state, now, state.attempts.versions_in_prefill)
         else:
             admissions.place_waiting(state, now)
             scaling.scale(state, now, sorted({*state.queues.versions, *state.instances.loading_versions}))
@@ -252,8 +259,11 @@ class Policy:
         """Records that an instance appeared, changed its phase, or is gone."""
         state, instance = self.state, change.instance
         if change.gone:
+            if state.queues.num_waiting(instance.version_id):
+                state.slot_lost_at[instance.version_id] = now
             state.prefix_index.forget(instance.instance_id)
             state.corrections.forget(instance.instance_id)
+            state.token_times.forget(instance.instance_id)
         fields = scaling.event_fields(instance)
         if change.before is not None:
             fields["in_state_s"] = now - change.before.since
@@ -261,7 +271,7 @@ class Policy:
             case TransitionKind.MOVED if change.before is not None and change.before.phase is not instance.phase:
                 reason = instance.reason
                 if instance.phase is InstancePhase.READY:
-                    state.load_failures.forget(instance.version_id)
+                    state.load_failures.succeeded(instance.version_id, instance.worker_id)
                     state.attempts.resumed(instance.instance_id, now)
                     reason = _ready_reason(instance, now - change.before.since)
                 phase = instance.phase.value
@@ -280,15 +290,9 @@ class Policy:
     def _count_failure(self, instance: Instance, cause: str, decided_at: float, now: float) -> None:
         """After the last try, refuses the waiting requests unless other instances serve them."""
         state = self.state
-        if not state.load_failures.add(instance.version_id, instance.worker_id, decided_at, now):
-            return
-        others = [other for other in state.instances.of_version(instance.version_id) if other.placeable]
-        if cover_both_roles(others):
-            return
-        for admission in state.queues.waiting(instance.version_id):
-            retry_s = state.config.load_backoff_max_s
-            message = f"{admission.model} could not be loaded: {cause}"
-            admissions.refuse(state, admission, RefusalReason.LOAD_FAILED, message, now, retry_s)
+        if state.load_failures.add(instance.version_id, instance.worker_id, cause, decided_at, now):
+            for admission in state.queues.waiting(instance.version_id):
+                admissions.refuse_if_given_up(state, admission, now)
 
 
 def _ready_reason(instance: Instance, took_s: float) -> Reason:

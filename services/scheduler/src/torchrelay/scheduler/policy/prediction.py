@@ -16,6 +16,7 @@ class Prediction:
     ttft_s: float = 0.0
     prefill_s: float = 0.0  # its part for the attempt's own prompt
     tbt_s: float = 0.0
+    step_s: float = 0.0  # of decoding, with the batch that there is then
     num_cached_tokens: int = 0  # of the prompt, expected to be cached
 
 

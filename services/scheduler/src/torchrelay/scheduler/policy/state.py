@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
@@ -17,12 +17,13 @@ from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Instance, Model
 from torchrelay.scheduler.policy.dispatch.answer_lengths import AnswerLengths
-from torchrelay.scheduler.policy.dispatch.correction import Corrections
+from torchrelay.scheduler.policy.dispatch.correction import TTFT_WEIGHT, Corrections
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.latency import LatencyModels
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.roster import Rosters
+from torchrelay.scheduler.policy.dispatch.token_time import TokenTimes
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.links import Links
@@ -32,6 +33,7 @@ from torchrelay.scheduler.policy.strategies import Strategies
 
 _MAX_MODELS = 4096
 _MAX_REQUESTS_WITHOUT_TOKEN = 4096
+_MAX_TAKEN_BACK = 4096
 
 
 @dataclass
@@ -51,9 +53,11 @@ class State:
     instances: Instances = field(default_factory=Instances)
     attempts: OpenAttempts = field(default_factory=OpenAttempts)
     rosters: Rosters = field(default_factory=Rosters)
-    corrections: Corrections = field(default_factory=Corrections)
+    corrections: Corrections = field(default_factory=lambda: Corrections(TTFT_WEIGHT))  # of times to the first token
+    token_times: TokenTimes = field(default_factory=TokenTimes)
     answer_lengths: AnswerLengths = field(default_factory=AnswerLengths)
     due: dict[str, float] = field(default_factory=dict)  # by version: when a waiting prompt may be bound
+    earlier_prompts_until: dict[str, float] = field(default_factory=dict)  # by worker; see note_earlier_prompts
     links: Links = field(default_factory=Links)
     latency_models: LatencyModels = field(default_factory=LatencyModels)
     kv_transfer_times: KvTransferTimes = field(default_factory=KvTransferTimes)
@@ -66,6 +70,10 @@ class State:
     instances_without_token: Recent[str, tuple[str, ...]] = field(  # by request id; see note_no_token
         default_factory=lambda: Recent(_MAX_REQUESTS_WITHOUT_TOKEN)
     )
+    taken_back: Recent[str, float] = field(  # by request id: when it was first admitted, until it comes again
+        default_factory=lambda: Recent(_MAX_TAKEN_BACK)
+    )
+    slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     whole_scale_due: float = 0.0  # next look at models that nobody waits for
     unserved_since: float | None = None  # since when no model can be loaded; None: one can
 
@@ -86,9 +94,10 @@ class State:
     def note_model(self, model: Model, now: float) -> None:
         """Remembers the newest settings of a version; bounded, unused versions are evicted first."""
         timeout_s = model.idle_timeout_s or self.config.idle_timeout_s
-        self.aliases.note(model.version_id, model.pack_id, model.name, timeout_s, now)
+        self.aliases.note(model.version_id, model.pack_id, model.name, timeout_s, now, model.max_instances)
+        max_instances = self.aliases.max_instances(model.version_id, now, self.config.max_instances)
         self.models.pop(model.version_id, None)
-        self.models[model.version_id] = model
+        self.models[model.version_id] = replace(model, max_instances=max_instances)
         if len(self.models) > _MAX_MODELS:
             others = (version_id for version_id in self.models if version_id != model.version_id)
             unused = next((version_id for version_id in others if not self._is_used(version_id)), None)

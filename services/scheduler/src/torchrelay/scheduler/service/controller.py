@@ -17,7 +17,15 @@ from torchrelay.common.recent import Recent
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
 from torchrelay.scheduler.policy.core import Model
-from torchrelay.scheduler.policy.effects import AdmissionRefused, Answer, AttemptPlaced, Command, Effects, Placed
+from torchrelay.scheduler.policy.effects import (
+    AdmissionRefused,
+    Answer,
+    AttemptPlaced,
+    Command,
+    Effects,
+    Placed,
+    TakeBack,
+)
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import (
     Admit,
@@ -151,7 +159,7 @@ class Controller:
             outcome = outcome_of(phases, release.num_output_tokens, attempt.admission.num_choices)
             self.explain.record_accuracy(key, attempt.placement, outcome)
             self._metrics.record_accuracy(attempt.placement, outcome)
-        self.apply(Release(key, release.ttft_s > 0, outcome))
+        self.apply(Release(key, release.ttft_s > 0, outcome, release.is_taken_back))
 
     def worker_reported(self, report: reports_pb2.WorkerReport, streamed: bool) -> None:
         """Raises ``StaleEpoch`` when most peers, and the worker among them, obey a newer scheduler."""
@@ -262,6 +270,9 @@ class Controller:
             event = converters.placed_to_proto(answer.placement, ticket, self.cluster_tickets.call_tokens)
         elif isinstance(answer, AdmissionRefused):
             kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
+        elif isinstance(answer, TakeBack):
+            message = scheduler_pb2.TakeBack(key=converters.key_to_proto(answer.key))
+            kind, event = "taken_back", AdmitEvent(take_back=message)
         else:
             kind, event = "waiting", AdmitEvent(waiting=converters.waiting_to_proto(answer))
         self._metrics.answered(kind)

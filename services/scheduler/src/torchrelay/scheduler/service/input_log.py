@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -53,17 +53,28 @@ class InputRecorder:
         self._log.write(_LOG_ENCODER.encode(line) + b"\n")
 
 
-def replay(path: Path) -> Iterator[bytes]:
-    """The effects of each logged input, as a line of JSON without its end.
+class Step(NamedTuple):
+    """An input of a log, applied once more; ``policy``: after it."""
 
-    Raises ``msgspec.DecodeError`` for a line that is not of a log.
-    """
+    policy: Policy
+    input: Input
+    now: float
+    effects: Effects
+
+
+def steps(path: Path) -> Iterator[Step]:
+    """Raises ``msgspec.DecodeError`` for a line that is not of a log."""
     entries = msgspec.json.Decoder(_Entry)
     with path.open("rb") as log:
         policy = msgspec.json.decode(log.readline(), type=PolicyStart).policy()
         for line in log:
             entry = entries.decode(line)
-            yield encode_effects(policy.apply(entry.input, entry.now))
+            yield Step(policy, entry.input, entry.now, policy.apply(entry.input, entry.now))
+
+
+def replay(path: Path) -> Iterator[bytes]:
+    """The effects of each logged input, as a line of JSON without its end; raises as ``steps`` does."""
+    return (encode_effects(step.effects) for step in steps(path))
 
 
 def encode_effects(effects: Effects) -> bytes:

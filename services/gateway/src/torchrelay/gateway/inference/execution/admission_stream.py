@@ -235,6 +235,8 @@ class AdmissionStream:
                 admission.listener(event.refusal)
         elif kind == "waiting" and (waiting := self._open.get(attempt_id_of(event.waiting.key))) is not None:
             waiting.listener(event.waiting)
+        elif kind == "take_back" and (placed := self._open.get(attempt_id_of(event.take_back.key))) is not None:
+            placed.listener(event.take_back)
 
     def _placed(self, placement: pb.Placement) -> None:
         admission = self._open.get(attempt_id_of(placement.key))

@@ -71,6 +71,7 @@ class Attempt:
     traceparent: str
     placement: scheduler_pb2.Placement | None = None
     has_left_prefill: bool = False  # the prefill worker sent all its tokens; it may still report a failed hand-over
+    is_prompt_begun: bool = False  # its worker tells how far a long prompt is
     admitted_unix_us: int = 0
     placed_unix_us: int = 0
     first_token_unix_us: int = 0
@@ -150,7 +151,12 @@ class Attempt:
             return False
         return worker_id == placement.prefill.worker_id != placement.decode.worker_id
 
-    def end(self, *, is_running: bool) -> None:
+    @property
+    def may_be_taken_back(self) -> bool:
+        """Whether it is placed and has not begun, as far as its workers have told."""
+        return self.placement is not None and not self.is_prompt_begun and not self.first_token_unix_us
+
+    def end(self, *, is_running: bool, is_taken_back: bool = False) -> None:
         """Leaves the workers, cancelling the attempt there if ``is_running``, and releases the placement."""
         for stream in self._streams.values():
             if is_running:
@@ -165,6 +171,7 @@ class Attempt:
                 ttft_s=(began - self.admitted_unix_us) / 1e6 if began else 0.0,
                 num_output_tokens=self.num_output_tokens,
                 phases=self.phases(),
+                is_taken_back=is_taken_back,
             )
         )
 

@@ -221,6 +221,8 @@ class RunningRequest:
                 attempt.place(event, self._on_event)
         elif isinstance(event, scheduler_pb2.Refusal):
             self._refused(event)
+        elif isinstance(event, scheduler_pb2.TakeBack):
+            self._take_back(event.key.attempt)
         elif isinstance(event, WorkerLost):
             attempt = self._attempts.get(event.attempt)
             if attempt is not None and not attempt.survives_loss_of(event.worker_id):
@@ -247,6 +249,7 @@ class RunningRequest:
             return
         delta = self._generation.accept(output)
         if delta is None:
+            attempt.is_prompt_begun = True
             self._generation.advance_prompt(output)
             return
         if self.ttft_s is None:
@@ -276,6 +279,18 @@ class RunningRequest:
         if attempt.placement is None:
             raise refusal_error(refusal)
         self._retry(refusal.key.attempt, refusal_error(refusal))  # the scheduler reports that its workers are gone
+
+    def _take_back(self, number: int) -> None:
+        """Elsewhere the attempt begins sooner. That is no failure: it does not count as one of the attempts."""
+        attempt = self._attempts.get(number)
+        if attempt is None or not attempt.may_be_taken_back:
+            return
+        del self._attempts[number]
+        attempt.end(is_running=True, is_taken_back=True)
+        self._max_attempts += 1
+        for plan in self._generation.resume(number):
+            log.info("request_taken_back", request_id=self.resolved.request_id, attempt=plan.attempt)
+            self._admit(plan)
 
     def _retry(self, number: int, error: TorchrelayError, lost_worker: str = "") -> None:
         attempt = self._attempts.pop(number, None)

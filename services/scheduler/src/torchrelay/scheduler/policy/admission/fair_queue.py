@@ -99,6 +99,14 @@ class FairQueue:
         tenant.tag += admission.num_prefill_tokens / admission.weight
         self.remove(admission)
 
+    def refund(self, admission: Admission) -> None:
+        """What was taken is given back: its tenant was not served."""
+        service = admission.num_prefill_tokens / admission.weight
+        if (tenant := self._tenants.get(admission.tenant)) is not None:
+            tenant.tag -= service
+        elif admission.tenant in self._debts:
+            self._debts[admission.tenant] -= service
+
     def first(self) -> AttemptKey | None:
         """The request whose turn it is."""
         best: tuple[float, Entry] | None = None

@@ -50,12 +50,17 @@ class _VersionQueue:
     num_prefill_tokens: int = 0
 
     def enter(self, one: _Waiting) -> None:
-        one.join(self.batch if one.admission.service_class is ServiceClass.BATCH else self.timely)
+        one.join(self.fair_queue_of(one.admission))
+
+    def fair_queue_of(self, admission: Admission) -> FairQueue:
+        return self.batch if admission.service_class is ServiceClass.BATCH else self.timely
 
     def last_without_token(self, tenant: str) -> Admission | None:
-        """One that has given tokens is a stream that somebody reads: it is not cut off for a newcomer."""
+        """One that has given tokens is a stream that somebody reads: it is not cut off for a newcomer. Nor is one that
+        had a place.
+        """
         latest = (one.admission for one in reversed(self.waiting.values()) if one.admission.tenant == tenant)
-        return next((one for one in latest if not one.num_forced_tokens), None)
+        return next((one for one in latest if not one.num_forced_tokens and not one.was_taken_back), None)
 
 
 def _crowd(num_of: Mapping[str, int], newcomer: str) -> str | None:
@@ -135,6 +140,12 @@ class AdmissionQueues:
         one.fair_queue.take(one.admission)
         self._place_rates.setdefault(version_id, PlaceRate()).take(now, is_last=len(queue.waiting) == 1)
         self._forget(key, now)
+
+    def refund(self, admission: Admission) -> None:
+        """A request that was taken comes back: its tenant has not been served."""
+        _, queue = self._emptied.get(admission.version_id, (0.0, self._queues.get(admission.version_id)))
+        if queue is not None:
+            queue.fair_queue_of(admission).refund(admission)
 
     def _forget(self, key: AttemptKey, now: float) -> Admission:
         """It is in no fair queue any more."""

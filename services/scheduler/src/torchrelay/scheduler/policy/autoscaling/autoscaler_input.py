@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,12 +31,18 @@ class Demand:
     num_waiting: int
     num_cold: int  # placed on instances that are still loading
     oldest_wait_s: float
+    slotless_s: float = math.inf  # since it lost its last slot; infinite: before anybody who waits came
     backlog_s: float = 0.0  # prompts queued at its instances, in seconds of one instance; 0 without a measured rate
     not_before: float = 0.0  # no load before then: one failed
     avoid: frozenset[str] = frozenset()
     most_kv_bytes: int = 0  # of one that waits; 0: every pool that there is holds each of them
     least_kv_bytes: int = 0
     by_tenant: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # (num_waiting, num_cold), if several
+
+    @property
+    def slot_wait_s(self) -> float:
+        """How long it has waited since it had a slot: whose turn has just ended is last, however old its queue."""
+        return min(self.oldest_wait_s, self.slotless_s)
 
 
 @dataclass(frozen=True)

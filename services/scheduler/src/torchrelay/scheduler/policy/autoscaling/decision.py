@@ -45,7 +45,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     free = _free_workers(autoscaler_input) if is_wanted else {}
     granted: dict[str, list[Roles]] = {}
     starving: list[Demand] = []
-    demands = sorted(autoscaler_input.demands, key=lambda demand: -demand.oldest_wait_s)
+    demands = sorted(autoscaler_input.demands, key=lambda demand: -demand.slot_wait_s)
     for demand in demands:
         if not demand.num_waiting or autoscaler_input.now < demand.not_before:
             continue

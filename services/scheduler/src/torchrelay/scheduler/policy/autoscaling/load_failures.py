@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torchrelay.scheduler.policy.config import PolicyConfig
 
@@ -12,51 +12,76 @@ class _FailureRecord:
     num_tries: int = 0
     counted_wake_at: float = -1.0
     not_before: float = 0.0
-    avoid: dict[str, float] = field(default_factory=dict)  # worker id -> until
+    given_up_for: str = ""  # the last cause, if that was the last try
+
+
+@dataclass
+class _AvoidedWorker:
+    """Loads failed there, of whatever models, and none has succeeded since."""
+
+    num_failures: int = 0
+    until: float = 0.0
+
+
+_MAX_AVOID_S = 300.0
 
 
 class LoadFailures:
-    """Failed loads by version; a successful load clears them."""
+    """Failed loads by version and by worker; a successful load clears them."""
 
     def __init__(self, config: PolicyConfig) -> None:
         self._config = config
         self._of: dict[str, _FailureRecord] = {}
+        self._avoided: dict[str, _AvoidedWorker] = {}
 
-    def add(self, version_id: str, worker_id: str, wake_at: float, now: float) -> bool:
+    def add(self, version_id: str, worker_id: str, cause: str, wake_at: float, now: float) -> bool:
         """Records a failed load, decided at ``wake_at``; loads decided together count as one try.
 
         True if that was the last try: waiting requests are refused. For later requests the tries start over, after the
         longest back-off.
         """
         record = self._of.setdefault(version_id, _FailureRecord())
-        record.avoid[worker_id] = now + self._config.load_backoff_max_s
+        avoided = self._avoided.setdefault(worker_id, _AvoidedWorker())
+        avoided.until = now + min(self._config.load_backoff_max_s * 2**avoided.num_failures, _MAX_AVOID_S)
+        avoided.num_failures = min(avoided.num_failures + 1, 16)
         if wake_at <= record.counted_wake_at:
             return False
         record.counted_wake_at = wake_at
         record.num_tries += 1
         if record.num_tries >= self._config.load_tries:
-            record.num_tries = 0
+            record.num_tries, record.given_up_for = 0, cause
             record.not_before = now + self._config.load_backoff_max_s
             return True
+        record.given_up_for = ""
         backoff_s = self._config.load_backoff_s * 2 ** (record.num_tries - 1)
         record.not_before = now + min(backoff_s, self._config.load_backoff_max_s)
         return False
 
-    def forget(self, version_id: str) -> None:
+    def given_up_for(self, version_id: str, now: float) -> str:
+        """Why the version is not loaded for a while, after its last try; empty: it is."""
+        record = self._of.get(version_id)
+        return record.given_up_for if record is not None and now < record.not_before else ""
+
+    def succeeded(self, version_id: str, worker_id: str) -> None:
+        """A load ended well."""
         self._of.pop(version_id, None)
+        self._avoided.pop(worker_id, None)
 
     def prune(self, now: float) -> None:
         """Drops records too old to matter, which bounds their number."""
         horizon_s = 10 * self._config.load_backoff_max_s
         for version_id in [key for key, record in self._of.items() if record.not_before + horizon_s < now]:
             del self._of[version_id]
+        for worker_id in [key for key, avoided in self._avoided.items() if avoided.until + _MAX_AVOID_S < now]:
+            del self._avoided[worker_id]
 
     def not_before(self, version_id: str) -> float:
         """The time before which no load of the version is ordered."""
         record = self._of.get(version_id)
         return record.not_before if record else 0.0
 
-    def avoid(self, version_id: str, now: float) -> frozenset[str]:
-        """Workers where it failed recently: used only if there is no other."""
-        record = self._of.get(version_id)
-        return frozenset(worker for worker, until in record.avoid.items() if until > now) if record else frozenset()
+    def avoid(self, now: float) -> frozenset[str]:
+        """Workers where loads failed, each longer the more did: used only if there is no other. A worker on which
+        nothing ever loads would be given a half of every model, while another model waits for the other half.
+        """
+        return frozenset(worker_id for worker_id, avoided in self._avoided.items() if avoided.until > now)

@@ -67,7 +67,7 @@ def assign(slots: Iterable[FreeSlot], num_prefill: int, num_decode: int) -> tupl
     """Assigns slots to as many of the missing prefill and decode instances as possible.
 
     If both are missing, in pairs: two slots of one host (one copy serves both), else two slots of different hosts, else
-    one slot that plays both roles. Half a pair is never loaded.
+    one slot that plays both roles: also where every pair has one at which loads fail. Half a pair is never loaded.
     """
     left = sorted(slots, key=lambda slot: slot.cost)
     chosen: list[SlotAssignment] = []
@@ -95,10 +95,12 @@ def _pair(left: list[FreeSlot]) -> list[tuple[FreeSlot, Roles]]:
     for slot in left:
         on_host[slot.host_id].append(slot)
     pairs = [pair for slots in (left, *on_host.values()) for pair in _pairs(_first_two_alike(slots))]
+    whole = next((slot for slot in left if slot.playable_roles >= BOTH), None)
     if pairs:
         best = min(pairs, key=lambda pair: (*_pair_cost(*pair), pair[0].cost, pair[1].cost))
-        return [(best[0], frozenset((Role.PREFILL,))), (best[1], frozenset((Role.DECODE,)))]
-    return next(([(slot, BOTH)] for slot in left if slot.playable_roles >= BOTH), [])
+        if whole is None or whole.avoided or not (best[0].avoided or best[1].avoided):
+            return [(best[0], frozenset((Role.PREFILL,))), (best[1], frozenset((Role.DECODE,)))]
+    return [(whole, BOTH)] if whole is not None else []
 
 
 def _pairs(slots: Sequence[FreeSlot]) -> Iterator[tuple[FreeSlot, FreeSlot]]:

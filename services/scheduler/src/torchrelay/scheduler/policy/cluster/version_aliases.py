@@ -22,6 +22,7 @@ def tenant_of(model: str) -> str:
 @dataclass
 class _AliasUse:
     idle_timeout_s: float
+    max_instances: int  # 0: the scheduler's default
     at: float  # of the last admission or release
 
 
@@ -43,11 +44,13 @@ class VersionAliases:
         for version_id, shared in self._versions.items():
             yield version_id, shared.pack_id, tuple(sorted(shared.uses))
 
-    def note(self, version_id: str, pack_id: str, name: str, idle_timeout_s: float, now: float) -> None:
-        """A request used this name for the version; ``idle_timeout_s``: the model's own setting."""
+    def note(
+        self, version_id: str, pack_id: str, name: str, idle_timeout_s: float, now: float, max_instances: int = 0
+    ) -> None:
+        """A request used this name for the version; ``idle_timeout_s``, ``max_instances``: the model's own settings."""
         shared = self._versions.get(version_id) or _Aliases(pack_id)
         self._versions[version_id] = shared
-        shared.uses[name], shared.last_used = _AliasUse(idle_timeout_s, now), name
+        shared.uses[name], shared.last_used = _AliasUse(idle_timeout_s, max_instances, now), name
 
     def of(self, version_id: str) -> tuple[str, ...]:
         """The models of a version; empty before the first request."""
@@ -68,5 +71,16 @@ class VersionAliases:
         shared = self._versions.get(version_id)
         if shared is None:
             return None
-        in_use = [use.idle_timeout_s for use in shared.uses.values() if now - use.at < use.idle_timeout_s]
-        return max(in_use, default=shared.uses[shared.last_used].idle_timeout_s)
+        return max(use.idle_timeout_s for use in _in_use(shared, now))
+
+    def max_instances(self, version_id: str, now: float, default: int) -> int:
+        """The most among the models in use: nobody's setting takes instances from another tenant. 0 for ``default``."""
+        shared = self._versions.get(version_id)
+        most = max(use.max_instances or default for use in _in_use(shared, now)) if shared is not None else default
+        return most if most != default else 0
+
+
+def _in_use(shared: _Aliases, now: float) -> list[_AliasUse]:
+    """At least the one that was called last."""
+    found = [use for use in shared.uses.values() if now - use.at < use.idle_timeout_s]
+    return found or [shared.uses[shared.last_used]]

@@ -23,6 +23,7 @@ class OpenAttempt:
     kv_bytes: int
     is_computed: bool = False  # its first token is there: the prefill instance is rid of it
     num_attended: int = 0  # positions that a step for it is expected to attend to, all choices together
+    is_asked_back: bool = False  # its gateway was told to ask for it anew, if it has not begun
 
     @property
     def instance_ids(self) -> tuple[str, ...]:
@@ -69,6 +70,11 @@ class OpenAttempts:
 
     def attempts(self) -> tuple[OpenAttempt, ...]:
         return tuple(self._open.values())
+
+    @property
+    def versions_in_prefill(self) -> set[str]:
+        """Versions of which prompts are bound and not computed."""
+        return {one.admission.version_id for work in self._bound.values() for one in work.prefills.values()}
 
     def at(self, instance_id: str) -> BoundWork:
         """What is bound of an instance; not to be changed."""

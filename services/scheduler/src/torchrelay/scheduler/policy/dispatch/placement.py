@@ -20,6 +20,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, BoundWork
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN, TokenTime
 from torchrelay.scheduler.policy.prediction import Prediction
 
 MAX_SCORED = 8  # candidates per role
@@ -34,6 +35,7 @@ class Candidate(NamedTuple):
     work: BoundWork = NOTHING_BOUND
     num_cached_tokens: int = 0  # of this attempt's prompt
     correction: float = 1.0  # measured over predicted times to the first token there
+    token_time: TokenTime = UNKNOWN
 
     @property
     def kv_unreserved_bytes(self) -> int:
@@ -53,7 +55,8 @@ class NoPlacement:
 
 # Plain tuples: each admission makes one for every candidate, and they are compared in the order of fields.
 _Prefill: TypeAlias = tuple[float, str, float, Candidate]  # TTFT, instance, seconds of the prompt itself
-_Decode: TypeAlias = tuple[float, str, float, float, Candidate]  # cost of later tokens, instance, TBT, load left
+# Cost of later tokens, instance, TBT, seconds of a step, load left.
+_Decode: TypeAlias = tuple[float, str, float, float, float, Candidate]
 
 
 def place(
@@ -80,14 +83,14 @@ def place(
             return 0.0
         return kv_transfer_times.predict_s(prefill.host_id, decode.host_id, prompt_bytes, config.kv_bytes_per_s)
 
-    (ttft_s, _, prefill_s, prefill), (_, _, tbt_s, _, decode) = _best_pair(prefills, decodes, transfer_s)
+    (ttft_s, _, prefill_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(prefills, decodes, transfer_s)
     first, second = prefill.entry, decode.entry
     return core.Placement(
         key=admission.key,
         prefill=first.worker_ref,
         decode=second.worker_ref,
         cold=core.InstancePhase.LOADING in (first.phase, second.phase),
-        predicted=Prediction(ttft_s, prefill_s, tbt_s, prefill.num_cached_tokens),
+        predicted=Prediction(ttft_s, prefill_s, tbt_s, step_s, prefill.num_cached_tokens),
     )
 
 
@@ -99,7 +102,7 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
     due = soonest_s = math.inf
     found: list[_Prefill] = []
     for candidate in candidates:
-        entry, work, num_cached, correction = candidate
+        entry, work, num_cached, correction, _ = candidate
         if not entry.plays_prefill:
             continue
         if entry.plays_decode:
@@ -107,9 +110,9 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
         else:
             one_s = entry.latency.prefill_s(num_tokens, num_cached)
         prefill_s = num_contexts * one_s * correction
-        ahead_s = entry.ahead_s(work.lane, now)
-        ttft_s = entry.load_left_s(now) + ahead_s + prefill_s
-        if entry.takes_prompts(work.lane, ahead_s):
+        queued_s = entry.queued_s(work.lane, now)
+        ttft_s = entry.load_left_s(now) + queued_s + entry.overdue_s(work.lane, now) + prefill_s
+        if entry.takes_prompts(work.lane, queued_s):
             found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, candidate))
         else:
             soonest_s = min(soonest_s, ttft_s)
@@ -146,14 +149,15 @@ def _decodes(
         if unreserved < kv_bytes or len(work.decodes) >= max_open:
             most_bytes, largest_pool = max(most_bytes, unreserved), max(largest_pool, entry.kv_pool_bytes)
             continue
-        tbt_s = entry.latency.tbt_s(work.num_choices + num_choices, work.num_attended + num_attended)
+        step_s = entry.latency.tbt_s(work.num_choices + num_choices, work.num_attended + num_attended)
+        tbt_s = candidate.token_time.mean_s(step_s)
         cost_s = tbt_s + (tbt_s - target_s) * num_tokens if tbt_s > target_s else tbt_s
         if entry.plays_prefill:  # a prompt interrupts decoding by one step at a time
             cost_s += min(entry.ahead_s(work.lane, now), entry.full_step_s)
-        found.append((cost_s, entry.worker_ref.instance_id, tbt_s, entry.load_left_s(now), candidate))
+        found.append((cost_s, entry.worker_ref.instance_id, tbt_s, step_s, entry.load_left_s(now), candidate))
     if found:
         if len(found) > MAX_SCORED:
-            found.sort(key=lambda one: (one[3] + one[0], one[1]))  # with what is left of their loads
+            found.sort(key=lambda one: (one[4] + one[0], one[1]))  # with what is left of their loads
             del found[MAX_SCORED:]
         found.sort()
         return found
@@ -176,7 +180,7 @@ def _best_pair(
     for prefill in prefills:
         ttft_s, prefill_id, _, first = prefill
         for decode in decodes:
-            later_s, decode_id, _, load_left_s, second = decode
+            later_s, decode_id, _, _, load_left_s, second = decode
             if ttft_s + later_s > best[0]:
                 break
             arrival_s = transfer_s(first.entry, second.entry)

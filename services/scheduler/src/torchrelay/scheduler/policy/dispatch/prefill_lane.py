@@ -7,6 +7,7 @@ when its first token is reported, so an error never lasts longer than the prompt
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torchrelay.scheduler.policy.core import AttemptKey
@@ -50,6 +51,18 @@ class PrefillLane:
         needed_s = self._work_s - limit_s
         return self._head_since + needed_s if needed_s < next(iter(self._bound.values())) else math.inf
 
+    def not_begun(self, now: float, *, is_loading: bool) -> Iterator[tuple[AttemptKey, float]]:
+        """The prompts behind the first, or all of an instance that loads, in their order, each with the predicted
+        seconds of those before it.
+        """
+        ahead_s, is_first = 0.0, not is_loading
+        for key, prefill_s in self._bound.items():
+            if is_first:
+                ahead_s, is_first = abs(prefill_s - max(now - self._head_since, 0.0)), False
+            else:
+                yield key, ahead_s
+                ahead_s += prefill_s
+
     def ahead_s(self, now: float) -> float:
         """Predicted time until all that is bound is computed; the first counts until it is reported."""
         if not self._bound:
@@ -57,3 +70,7 @@ class PrefillLane:
         first_s, since_s = next(iter(self._bound.values())), now - self._head_since
         left_s = self._work_s - (first_s if since_s > first_s else since_s if since_s > 0.0 else 0.0)
         return left_s if left_s > 0.0 else 0.0
+
+    def overdue_s(self, now: float) -> float:
+        """How long ago the first should have been computed: it is expected to take as long again."""
+        return max(now - self._head_since - next(iter(self._bound.values())), 0.0) if self._bound else 0.0

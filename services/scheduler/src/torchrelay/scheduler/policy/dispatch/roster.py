@@ -26,7 +26,7 @@ class RosterEntry:
     latency: LatencyModel
     kv_pool_bytes: int
     full_step_s: float  # of a step full of prompts: more than that is not bound ahead
-    excess_until: float = 0.0  # its worker reported more prompts than are bound to it: until then they run
+    excess_until: float = 0.0  # until then its worker computes prompts that an earlier scheduler bound
 
     @property
     def instance_id(self) -> str:
@@ -35,14 +35,24 @@ class RosterEntry:
     def load_left_s(self, now: float) -> float:
         return max(self.loaded_at - now, 0.0) if self.phase is InstancePhase.LOADING else 0.0
 
-    def ahead_s(self, lane: PrefillLane, now: float) -> float:
-        """Prompts ahead of a new one, in seconds of work; an instance that loads has begun none."""
+    def queued_s(self, lane: PrefillLane, now: float) -> float:
+        """Prompts bound there and not computed, in seconds of work; an instance that loads has begun none."""
         bound_s = lane.work_s() if self.phase is InstancePhase.LOADING else lane.ahead_s(now)
         return bound_s + (self.excess_until - now) if self.excess_until > now else bound_s
 
-    def takes_prompts(self, lane: PrefillLane, ahead_s: float) -> bool:
-        """Whether less is ahead than it should have; ``ahead_s`` as given above."""
-        return ahead_s < self.full_step_s and len(lane) < MAX_PROMPTS_AHEAD
+    def overdue_s(self, lane: PrefillLane, now: float) -> float:
+        """What these will take beyond that, as the first has: whatever an instance that computes nothing says of
+        itself, it gets nothing more where there is a choice.
+        """
+        return 0.0 if self.phase is InstancePhase.LOADING else lane.overdue_s(now)
+
+    def ahead_s(self, lane: PrefillLane, now: float) -> float:
+        """The time that these will take."""
+        return self.queued_s(lane, now) + self.overdue_s(lane, now)
+
+    def takes_prompts(self, lane: PrefillLane, queued_s: float) -> bool:
+        """Whether less is ahead than it should have; ``queued_s`` as given above."""
+        return queued_s < self.full_step_s and len(lane) < MAX_PROMPTS_AHEAD
 
     def bindable_at(self, lane: PrefillLane) -> float:
         """When it takes prompts again, by the passing of time alone."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.storage_tiers import is_held_by_any, tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -29,12 +29,12 @@ from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry, computes_alike
+from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
 
 _LEAST_AHEAD_S = 1e-3  # of a queue that is full
 _SWEEP_S = 10.0  # for so long after a reason to refuse requests that wait, they are looked at: ticks may be late
-_EARLIER_PROMPTS_S = 60.0  # so long after a start, workers may have prompts that an earlier scheduler bound
 
 
 def admit(
@@ -58,8 +58,14 @@ def admit(
         # Placed by an earlier scheduler: it runs, and needs no answer.
         _open(state, admission, current, is_computed, now)
         return False
+    if key.attempt > 1 and not admission.num_forced_tokens and refuse_if_given_up(state, admission, now):
+        return False  # it was placed on a load that failed, and has had its tries
     if not admission.ttft_target_s:
         admission = replace(admission, ttft_target_s=_ttft_target_s(state.config, admission.service_class))
+    admitted_at = state.taken_back.pop(key.request_id, None)
+    if admitted_at is not None:  # it had a place, and leaves to no newcomer the one that it waits for now
+        state.queues.push(replace(admission, admitted_at=admitted_at, was_taken_back=True))
+        return True
     displaced = state.queues.displaced_by(admission)
     if displaced is not None:
         _refuse_as_full(state, displaced, state.models[displaced.version_id], now)
@@ -158,11 +164,16 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     return attempt
 
 
-def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome) -> None:
-    """Learns from the KV transfer time and the length of the answer; workers learn their step times themselves."""
+def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome, now: float) -> None:
+    """Learns from the KV transfer time, the time between tokens and the length of the answer; workers learn their step
+    times themselves.
+    """
     if outcome.num_output_tokens and not attempt.admission.num_forced_tokens:
         num_tokens = outcome.num_output_tokens / max(attempt.admission.num_choices, 1)
         state.answer_lengths.observe(attempt.admission.version_id, num_tokens)
+    placement = attempt.placement
+    if outcome.tbt_s is not None and not placement.cold and state.instances.get(placement.decode.instance_id):
+        state.token_times.observe(placement.decode.instance_id, placement.predicted.tbt_s, outcome.tbt_s, now)
     model, admission = state.models.get(attempt.admission.version_id), attempt.admission
     workers = state.membership.workers
     prefill = workers.get(attempt.placement.prefill.worker_id)
@@ -185,6 +196,16 @@ def refuse(
     refusal = effects.AdmissionRefused(admission.gateway_id, admission.key, reason, message, retry_after_s)
     state.effects.answers.append(refusal)
     state.effects.events.append(effects.SchedulerEvent(now, "refuse", admission.model, admission.model, message))
+
+
+def refuse_if_given_up(state: State, admission: Admission, now: float) -> bool:
+    """Refuses a request whose model is not loaded for a while, after its last try, unless instances serve it."""
+    cause = state.load_failures.given_up_for(admission.version_id, now)
+    if not cause or cover_both_roles(one for one in state.instances.of_version(admission.version_id) if one.placeable):
+        return False
+    message = f"{admission.model} could not be loaded: {cause}"
+    refuse(state, admission, effects.RefusalReason.LOAD_FAILED, message, now, state.config.load_backoff_max_s)
+    return True
 
 
 def refuse_infeasible(state: State, now: float) -> None:
@@ -290,6 +311,8 @@ def _place_version(state: State, version_id: str, now: float) -> None:
             break
         state.queues.take(admission.key, now)
         _open(state, admission, found, False, now)
+        if not found.cold:
+            state.token_times.placed(found.decode.instance_id, found.predicted.step_s, now)
         state.effects.answers.append(effects.Placed(admission.gateway_id, found))
         placed = effects.AttemptPlaced(
             admission.key, admission.model, admission.admitted_at, now, found, admission.traceparent
@@ -297,6 +320,21 @@ def _place_version(state: State, version_id: str, now: float) -> None:
         state.effects.opened.append(placed)
     for key in too_large:
         state.queues.unpark(key)
+
+
+def note_earlier_prompts(state: State, worker: WorkerStatus, now: float) -> None:
+    """A worker reports for the first time: the prompts that it has were bound by an earlier scheduler.
+
+    Later reports are not used: what is bound here is known more accurately, and a report may come before the first
+    token of a prompt that it counts.
+    """
+    reported_s = worker.queued_prefill_s
+    if not reported_s and worker.num_queued_prefill_tokens:
+        latency = state.latency_models.of(worker, worker.slot.pack_id, state.config)
+        reported_s = latency.queued_s(worker.num_queued_prefill_tokens)
+    if reported_s:
+        earlier = {worker_id: until for worker_id, until in state.earlier_prompts_until.items() if until > now}
+        state.earlier_prompts_until = {**earlier, worker.worker_id: now + reported_s}
 
 
 def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
@@ -316,36 +354,17 @@ def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
             latency=latency,
             kv_pool_bytes=worker.kv_pool_bytes,
             full_step_s=latency.queued_s(latency.token_budget),
-            excess_until=worker.seen_at + _excess_s(state, worker, instance, latency, now),
+            excess_until=state.earlier_prompts_until.get(worker.worker_id, 0.0),
         )
         found.append(entry)
     return found
 
 
-def _excess_s(state: State, worker: WorkerStatus, instance: Instance, latency: LatencyModel, now: float) -> float:
-    """Prompts that the worker reports beyond those bound to it.
-
-    Only after a start: later all are bound here, and more accurately. A report counts prompts whole, also if their
-    beginnings are cached.
-    """
-    if now - state.started_at > _EARLIER_PROMPTS_S:
-        return 0.0
-    reported_s = worker.queued_prefill_s or latency.queued_s(worker.num_queued_prefill_tokens)
-    return max(reported_s - state.attempts.at(instance.instance_id).lane.work_s(), 0.0)
-
-
-def forget_roster(
-    state: State, before: WorkerStatus | None, worker: WorkerStatus, instance: Instance, now: float
-) -> None:
+def forget_roster(state: State, before: WorkerStatus | None, worker: WorkerStatus, instance: Instance) -> None:
     """If the worker's report, after the one ``before``, says anything new about what its instance can take."""
-    is_excess_known = now - state.started_at > _EARLIER_PROMPTS_S or not (_has_prompts(before) or _has_prompts(worker))
     is_loading = instance.version_id in state.instances.loading_versions
-    if before is None or not is_excess_known or is_loading or not computes_alike(before, worker):
+    if before is None or is_loading or not computes_alike(before, worker):
         state.rosters.forget(instance.version_id)
-
-
-def _has_prompts(worker: WorkerStatus | None) -> bool:
-    return worker is not None and (worker.queued_prefill_s > 0 or worker.num_queued_prefill_tokens > 0)
 
 
 def _candidates(
@@ -353,15 +372,15 @@ def _candidates(
 ) -> list[Candidate]:
     """The roster as the attempt sees it."""
     hashes, index, block_tokens = admission.block_hashes, state.prefix_index, model.routing_block_tokens
-    bound, corrections, found = state.attempts.bound, state.corrections, []
+    bound, corrections, token_times, found = state.attempts.bound, state.corrections, state.token_times, []
     for entry in roster:
-        instance_id = entry.worker_ref.instance_id
+        instance_id, num_cached, correction, token_time = entry.worker_ref.instance_id, 0, 1.0, UNKNOWN
         if entry.plays_prefill:
             num_cached = index.num_blocks(instance_id, hashes) * block_tokens if hashes else 0
             correction = corrections.of(instance_id, now)
-            found.append(Candidate(entry, bound.get(instance_id, NOTHING_BOUND), num_cached, correction))
-        else:
-            found.append(Candidate(entry, bound.get(instance_id, NOTHING_BOUND)))
+        if entry.plays_decode:
+            token_time = token_times.of(instance_id, now)
+        found.append(Candidate(entry, bound.get(instance_id, NOTHING_BOUND), num_cached, correction, token_time))
     return found
 
 
@@ -413,11 +432,11 @@ def backlog_s(state: State, model: Model, now: float, num_left_out: int = 0) -> 
     """All prompts that wait for the version, here (but for so many tokens) and at its instances, in seconds of one of
     these; 0 without any.
     """
-    prefills = _prefills(state, model, now)
-    if not prefills:
+    entries = prefills(state, model, now)
+    if not entries:
         return 0.0
-    bound_s = sum(entry.ahead_s(state.attempts.at(entry.instance_id).lane, now) for entry in prefills)
-    return bound_s + prefills[0].latency.queued_s(state.queues.num_prefill_tokens(model.version_id) - num_left_out)
+    bound_s = sum(entry.queued_s(state.attempts.at(entry.instance_id).lane, now) for entry in entries)
+    return bound_s + entries[0].latency.queued_s(state.queues.num_prefill_tokens(model.version_id) - num_left_out)
 
 
 def predicted_wait_s(state: State, model: Model, now: float) -> float:
@@ -427,19 +446,19 @@ def predicted_wait_s(state: State, model: Model, now: float) -> float:
 
 def _first_load_left_s(state: State, model: Model, now: float) -> float:
     """Until an instance of the model can compute prompts."""
-    prefills = _prefills(state, model, now)
-    if not prefills:
+    entries = prefills(state, model, now)
+    if not entries:
         return state.config.slot_setup_s + model.pack_bytes / state.config.relay_bytes_per_s
-    return min(entry.load_left_s(now) for entry in prefills)
+    return min(entry.load_left_s(now) for entry in entries)
 
 
 def _prompts_ahead_s(state: State, model: Model, now: float) -> float:
-    prefills = _prefills(state, model, now)
-    if not prefills:
+    entries = prefills(state, model, now)
+    if not entries:
         return state.queues.num_prefill_tokens(model.version_id) / state.config.default_prefill_tokens_per_s
-    return backlog_s(state, model, now) / len(prefills)
+    return backlog_s(state, model, now) / len(entries)
 
 
-def _prefills(state: State, model: Model, now: float) -> list[RosterEntry]:
+def prefills(state: State, model: Model, now: float) -> list[RosterEntry]:
     roster = state.rosters.of(model.version_id, lambda: _roster(state, model, now))
     return [entry for entry in roster if entry.plays_prefill]

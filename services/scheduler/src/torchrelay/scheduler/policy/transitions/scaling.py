@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -110,9 +111,10 @@ def _demand(state: State, model: Model, now: float) -> Demand:
         num_waiting=waiting.number,
         num_cold=len(cold),
         oldest_wait_s=waiting.oldest_s,
+        slotless_s=now - state.slot_lost_at[version_id] if version_id in state.slot_lost_at else math.inf,
         backlog_s=admissions.backlog_s(state, model, now, waiting.num_too_large_tokens),
         not_before=state.load_failures.not_before(version_id),
-        avoid=state.load_failures.avoid(version_id, now),
+        avoid=state.load_failures.avoid(now),
         most_kv_bytes=waiting.most_kv_bytes,
         least_kv_bytes=waiting.least_kv_bytes,
         by_tenant=_of_tenants(state, version_id, cold),

@@ -1,0 +1,33 @@
+"""Workers of `torchrelay up` whose layers take fixed times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from torchrelay.common.latency.latency_model import LatencyModel
+
+PADDED_WORKER = Path(__file__).with_name("padded_worker.py")
+_SITECUSTOMIZE = f"""
+import sys
+if any(each.endswith("torchrelay-worker") for each in sys.orig_argv):
+    sys.path.append({str(PADDED_WORKER.parent)!r})
+    import padded_worker
+    padded_worker.pad_by_environment()
+"""
+
+
+def padded_workers(folder: Path, latency: LatencyModel) -> dict[str, str]:
+    """The environment of `torchrelay up` in which its workers are such ones; writes a module into ``folder``.
+
+    `up` starts the worker that is installed beside it, whose Python imports `sitecustomize` first.
+    """
+    (folder / "python").mkdir()
+    (folder / "python" / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+    return {"PYTHONPATH": str(folder / "python"), "BENCH_LATENCY": padding(latency)}
+
+
+def padding(latency: LatencyModel) -> str:
+    """The value of BENCH_LATENCY."""
+    return msgspec.json.encode(latency).decode()

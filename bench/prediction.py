@@ -1,0 +1,255 @@
+"""What the scheduler predicts of requests and tells those that it refuses, against what was measured then.
+
+    python bench/prediction.py [--quick] [--computed] [--record PATH]
+
+`torchrelay up` with a prefill and a decode worker, whose scheduler records its inputs. Requests of many lengths come at
+random times, at 30, 60 and 80% of the rate at which a burst of them gets first tokens; then two and a half times as
+many as that, from clients that come back when `Retry-After` tells them to. Each prediction is what the scheduler gave
+the request when it placed it; each measurement is the gateway's, from there on.
+
+Layers take fixed times (`calibration/padded_worker.py`): on two cores, two workers, the services and their clients slow
+each other down at random. With --computed they take the time that they take, with one thread for each worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.parse import urlsplit
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.calibration.padding import padded_workers
+from bench.report import Check, finish, progress
+from bench.scheduling.record import MeasuredAttempt, Record, read_record
+from bench.scheduling.refusals import Refusal, refusals_of
+from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.support.platform import Platform, running_platform
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
+
+ROOT = Path(__file__).resolve().parents[1]
+COMPUTED: dict[str, Any] = {  # 33 MB: some milliseconds a step
+    "hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 704, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 2048,
+}  # fmt: skip
+PADDED: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 8, "max_position_embeddings": 2048}
+LATENCY = LatencyModel(StepCost(0.02, 4e-4, 1e-7, 1000), StepCost(0.02, 5e-4, 1e-6, 1000), token_budget=512)
+LOADS = (0.3, 0.6, 0.8)
+OVERLOAD = 2.5
+QUEUE_LIMIT = 16
+MIN_S = 0.02  # shorter requests do not count
+PROMPT_TOKENS, OUTPUT_TOKENS = (64, 512), (16, 96)
+SHARED_TOKENS, NUM_SHARED = 128, 4  # beginnings that several prompts have in common
+TIMEOUT_S = 300.0
+NUM_WARM, NUM_BURST = 8, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Seconds of each load, and of the overload."""
+
+    load_s: float
+    overload_s: float
+
+
+FULL, QUICK = Form(60.0, 60.0), Form(4.5, 4.0)
+
+
+class Client:
+    """A tenant's requests for one model, of random lengths."""
+
+    def __init__(self, platform: Platform, key: str, model: str) -> None:
+        self._place, self._key, self._model = urlsplit(platform.http), key, model
+        self._random = random.Random(0)
+        self._beginnings = [self._tokens(SHARED_TOKENS) for _ in range(NUM_SHARED)]
+
+    def send(self, times: Sequence[float], comes_back: bool = False) -> list[list[dict[str, Any]]]:
+        """A request at each time; the tries of each. Raises ``RuntimeError`` unless all got their tokens."""
+        requests: list[dict[str, Any]] = [{"at": at, "body": self._body()} for at in times]
+        job = {
+            "host": self._place.hostname,
+            "port": self._place.port,
+            "path": "/v1/completions",
+            "headers": {"Authorization": f"Bearer {self._key}"},
+            "requests": requests,
+            "comes_back": comes_back,
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "bench.streaming.open_load"],
+            input=json.dumps(job), capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT_S, check=True,
+        )  # fmt: skip
+        answers: list[list[dict[str, Any]]] = json.loads(done.stdout)
+        for request, tries in zip(requests, answers, strict=True):
+            last, expected = tries[-1], request["body"]["max_tokens"]
+            if last["status"] == 200 and last["num_events"] < expected:
+                raise RuntimeError(f"{last['num_events']} of {expected} tokens came: {last}")
+        return answers
+
+    def at_random(self, per_s: float, seconds: float) -> list[float]:
+        """Times of a Poisson process."""
+        times, at = list[float](), 0.0
+        while (at := at + self._random.expovariate(per_s)) < seconds:
+            times.append(at)
+        return times
+
+    def _body(self) -> dict[str, Any]:
+        low, high = PROMPT_TOKENS
+        num_tokens = round(low * (high / low) ** self._random.random())
+        beginning = self._random.choice(self._beginnings) if self._random.random() < 0.25 else []
+        return {
+            "model": self._model,
+            "prompt": (beginning + self._tokens(num_tokens))[:num_tokens],
+            "max_tokens": self._random.randint(*OUTPUT_TOKENS),
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+
+    def _tokens(self, number: int) -> list[int]:
+        return [self._random.randrange(VOCAB_SIZE - 64) for _ in range(number)]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What clients saw: the ids of the requests of each load, and the tries under overload."""
+
+    per_s: float
+    by_load: dict[float, set[str]]
+    overloaded: list[list[dict[str, Any]]]
+
+
+def measure(client: Client, form: Form) -> Measured:
+    client.send([0.0])  # loads the model
+    client.send([0.1 * number for number in range(NUM_WARM)])
+    burst = client.send([0.0] * NUM_BURST)
+    took_s = max(tries[-1]["first_at"] for tries in burst) - min(tries[0]["sent_at"] for tries in burst)
+    per_s, by_load = NUM_BURST / took_s, {}
+    for load in LOADS:
+        progress(f"{load:.0%} of {per_s:.1f} requests/s")
+        answers = client.send(client.at_random(load * per_s, form.load_s))
+        by_load[load] = {tries[0]["request_id"] for tries in answers}
+    progress(f"{OVERLOAD:.0%} of {per_s:.1f} requests/s")
+    return Measured(per_s, by_load, client.send(client.at_random(OVERLOAD * per_s, form.overload_s), comes_back=True))
+
+
+Figure = Callable[[MeasuredAttempt], tuple[float, float | None]]  # predicted and measured
+
+
+def ttft(attempt: MeasuredAttempt) -> tuple[float, float | None]:
+    return attempt.predicted.ttft_s, attempt.outcome.ttft_s
+
+
+def tbt(attempt: MeasuredAttempt) -> tuple[float, float | None]:
+    return attempt.predicted.tbt_s, attempt.outcome.tbt_s
+
+
+def errors(attempts: Sequence[MeasuredAttempt], figure: Figure) -> list[float]:
+    """|measured - predicted| / measured of each warm attempt of at least ``MIN_S``."""
+    found = []
+    for attempt in attempts:
+        predicted_s, measured_s = figure(attempt)
+        if measured_s and counts(attempt):
+            found.append(abs(measured_s - predicted_s) / measured_s)
+    return found
+
+
+def median_errors(attempts: Sequence[MeasuredAttempt], figure: Figure) -> list[float]:
+    """The same of a predictor that always says the median of what was measured before."""
+    found = []
+    for attempt in attempts:
+        measured_s, counted = figure(attempt)[1], [each for each in attempts if counts(each)]
+        before = [figure(each)[1] or 0.0 for each in counted if each.ended_at < attempt.placed_at]
+        if measured_s and before and counts(attempt):
+            found.append(abs(measured_s - median(before)) / measured_s)
+    return found
+
+
+def counts(attempt: MeasuredAttempt) -> bool:
+    return not attempt.is_cold and attempt.outcome.ended_at - attempt.placed_at >= MIN_S and has_ttft(attempt)
+
+
+def has_ttft(attempt: MeasuredAttempt) -> bool:
+    return (attempt.outcome.ttft_s or 0.0) >= MIN_S
+
+
+def checks_of(record: Record, measured: Measured) -> list[Check]:
+    checks = []
+    by_load = {
+        load: [attempt for attempt in record.attempts if attempt.request_id in ids]
+        for load, ids in measured.by_load.items()
+    }
+    for name, figure, bound in (("ttft", ttft, 0.15), ("tbt", tbt, 0.10)):
+        every = [attempt for attempts in by_load.values() for attempt in attempts]
+        against = f"always the running median: {median(median_errors(every, figure)):.3f}"
+        found = {load: errors(attempts, figure) for load, attempts in by_load.items()}
+        worst = max(median(each) for each in found.values())
+        checks.append(Check(f"{name}_error", worst, "ratio", bound, f"the worst of three loads; {against}"))
+        for load, each in found.items():
+            signed = [
+                (figure(a)[1] or 0.0) / max(figure(a)[0], 1e-6) for a in by_load[load] if counts(a) and figure(a)[1]
+            ]
+            note = (
+                f"{len(each)} requests, P90 {percentile(each, 90):.2f}; measured over predicted: {median(signed):.2f}"
+            )
+            checks.append(Check(f"{name}_error_{load * 100:.0f}", median(each), "ratio", None, note))
+    for role, error in record.step_errors.items():
+        note = "mean of the last steps, measured over what their own worker had learned"
+        checks.append(Check(f"{role}_step_error", error, "ratio", None, note))
+    return [*checks, *retry_checks(refusals_of(measured.overloaded, record.num_free))]
+
+
+def retry_checks(refusals: Sequence[Refusal]) -> list[Check]:
+    if not refusals:
+        return [Check("retry_after_factor", float("nan"), "ratio", 2, "nobody was refused")]
+    told = median(refusal.factor(refusal.told_s) for refusal in refusals)
+    always = median(refusal.actual_s for refusal in refusals)
+    blind = median(refusal.factor(max(always, 1.0)) for refusal in refusals)
+    against = f"{len(refusals)} refusals; always the median, known afterwards: {blind:.2f}"
+    return [Check("retry_after_factor", told, "ratio", 2, against)]
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    ordered = sorted(values)
+    return ordered[max(-(-len(ordered) * percent // 100) - 1, 0)] if ordered else float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="shorter loads, under 50 s")
+    parser.add_argument("--record", type=Path, help="keep the scheduler's inputs in this file")
+    parser.add_argument("--computed", action="store_true", help="layers take the time that computing them takes")
+    arguments = parser.parse_args()
+    form = QUICK if arguments.quick else FULL
+    with tempfile.TemporaryDirectory(prefix="torchrelay-bench-") as folder:
+        root = Path(folder)
+        path = arguments.record or root / "record.json"
+        checkpoint = make_checkpoint(root / "model", "llama", **(COMPUTED if arguments.computed else PADDED))
+        options = ("--arena-mb", "256", "--threads", "1", "--idle-timeout-s", "600", "--quiet")
+        env = {"TORCHRELAY_RECORD": str(path), "TORCHRELAY_QUEUE_LIMIT": str(QUEUE_LIMIT)}
+        if not arguments.computed:
+            env |= padded_workers(root, LATENCY)
+        with running_platform(root / "home", options, env) as platform:
+            key = platform.tenant("bench")
+            measured = measure(Client(platform, key, platform.upload(key, checkpoint, "model")), form)
+        checks = checks_of(read_record(path), measured)
+    conditions = {
+        "computed": arguments.computed,
+        "requests_per_s": round(measured.per_s, 2),
+        "load_s": form.load_s,
+        "overload_s": form.overload_s,
+    }
+    finish("prediction", conditions, checks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What bench/simulate.py writes to a folder."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import ParamSpec
+
+from bench.report import progress
+from torchrelay.sim.plots import PlotsUnavailable
+
+P = ParamSpec("P")
+
+
+def write_json(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1))
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """As CSV; all rows have the columns of the first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def draw(plot: Callable[P, None], *arguments: P.args, **options: P.kwargs) -> None:
+    """Draws, or says why not: figures do not depend on it."""
+    try:
+        plot(*arguments, **options)
+    except PlotsUnavailable as error:
+        progress(f"no plot: {error}")

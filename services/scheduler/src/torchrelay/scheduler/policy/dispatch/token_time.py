@@ -1,0 +1,57 @@
+"""Times between the tokens of an answer, by instance.
+
+A decode step is predicted for the batch that there is; until the answer ends, that batch becomes the usual one, and
+prompts come that interrupt it. The first is a mean over late placements, the second a correction by what was measured.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torchrelay.scheduler.policy.dispatch.correction import HALF_LIFE_S, TBT_WEIGHT, Corrections
+
+_USUAL_SHARE = 0.3  # of the usual step in the mean over an answer
+_WEIGHT = 0.05  # of the newest placement in the usual step
+
+
+class TokenTime(NamedTuple):
+    """Of one instance, at one time."""
+
+    correction: float = 1.0
+    usual_step_s: float = 0.0
+    usual_share: float = 0.0
+
+    def mean_s(self, step_s: float) -> float:
+        """Between tokens of an answer that begins with steps of ``step_s``."""
+        return self.correction * (step_s + self.usual_share * (self.usual_step_s - step_s))
+
+
+UNKNOWN = TokenTime()
+
+
+class TokenTimes:
+    def __init__(self) -> None:
+        self._corrections = Corrections(TBT_WEIGHT)
+        self._usual: dict[str, tuple[float, float]] = {}  # the step in seconds, and the last placement
+
+    def of(self, instance_id: str, now: float) -> TokenTime:
+        """What is usual counts the less, the longer ago it was."""
+        if (found := self._usual.get(instance_id)) is None:
+            return UNKNOWN
+        share = _USUAL_SHARE * 0.5 ** ((now - found[1]) / HALF_LIFE_S)
+        return TokenTime(self._corrections.of(instance_id, now), found[0], share)
+
+    def placed(self, instance_id: str, step_s: float, now: float) -> None:
+        """An attempt was placed there, with which a decode step takes ``step_s``."""
+        usual_s = self._usual.get(instance_id, (step_s, now))[0]
+        self._usual[instance_id] = usual_s + _WEIGHT * (step_s - usual_s), now
+
+    def observe(self, instance_id: str, predicted_s: float, measured_s: float, now: float) -> None:
+        """``predicted_s``: as ``mean_s`` gave it."""
+        if instance_id in self._usual:
+            self._corrections.observe(instance_id, predicted_s, measured_s, now)
+
+    def forget(self, instance_id: str) -> None:
+        """The instance is gone."""
+        self._usual.pop(instance_id, None)
+        self._corrections.forget(instance_id)

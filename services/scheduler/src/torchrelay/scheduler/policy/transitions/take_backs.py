@@ -1,0 +1,86 @@
+"""Prompts that are bound to one instance, have not begun, and would begin much sooner at another: a newcomer, or any
+beside a worker that has become slow. Their gateways end these attempts and ask anew, once per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torchrelay.common.quantities import format_duration
+from torchrelay.scheduler.policy import effects
+from torchrelay.scheduler.policy.core import InstancePhase
+from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
+from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.transitions import admissions
+
+
+def take_back(state: State, now: float, version_ids: Iterable[str]) -> None:
+    """Of each version the prompts that gain more than ``take_back_gain_s``, and more than they take themselves: that is
+    what one loses that has begun after all.
+
+    gain = (load left + ahead of it) here - (load left + ahead + waiting / instances + what it takes longer) there
+    """
+    for version_id in sorted(version_ids):
+        if (model := state.models.get(version_id)) is None:
+            continue
+        prefills = admissions.prefills(state, model, now)
+        if len(prefills) < 2:
+            continue
+        waiting_s = prefills[0].latency.queued_s(state.queues.num_prefill_tokens(version_id)) / len(prefills)
+        begin_s = {one.instance_id: one.load_left_s(now) + _ahead_s(state, one, now) + waiting_s for one in prefills}
+        for source in prefills:
+            others = [one for one in prefills if one is not source]
+            for attempt, here_s in _not_begun(state, source, now):
+                own_s = attempt.placement.predicted.prefill_s
+                target = min(others, key=lambda one: (begin_s[one.instance_id], one.instance_id))
+                there_s, takes_s = begin_s[target.instance_id], _prefill_s(state, target, attempt, now)
+                gain_s = here_s - there_s - max(takes_s - own_s, 0.0)
+                if gain_s > max(state.config.take_back_gain_s, own_s):
+                    begin_s[target.instance_id] += takes_s
+                    _ask_back(state, attempt, source, here_s, target, there_s, now)
+
+
+def _ahead_s(state: State, entry: RosterEntry, now: float) -> float:
+    return entry.ahead_s(state.attempts.at(entry.instance_id).lane, now)
+
+
+def _prefill_s(state: State, entry: RosterEntry, attempt: OpenAttempt, now: float) -> float:
+    admission = attempt.admission
+    prefill_s = admission.num_contexts * entry.latency.prefill_s(admission.num_context_tokens)
+    return prefill_s * state.corrections.of(entry.instance_id, now)
+
+
+def _not_begun(state: State, source: RosterEntry, now: float) -> list[tuple[OpenAttempt, float]]:
+    """Those that may be asked back, with the time until each begins, the last first: what is ahead of one stays."""
+    work, is_loading = state.attempts.at(source.instance_id), source.phase is InstancePhase.LOADING
+    load_left_s = source.load_left_s(now)
+    found = [
+        (work.prefills[key], load_left_s + ahead_s) for key, ahead_s in work.lane.not_begun(now, is_loading=is_loading)
+    ]
+    return [one for one in reversed(found) if not (one[0].is_asked_back or one[0].admission.was_taken_back)]
+
+
+def _ask_back(
+    state: State,
+    attempt: OpenAttempt,
+    source: RosterEntry,
+    here_s: float,
+    target: RosterEntry,
+    there_s: float,
+    now: float,
+) -> None:
+    admission = attempt.admission
+    attempt.is_asked_back = True
+    state.effects.answers.append(effects.TakeBack(admission.gateway_id, admission.key))
+    here, there = f"in {format_duration(here_s)} on {source.worker_ref.worker_id}", format_duration(there_s)
+    reason = f"attempt {admission.key.attempt} would begin {here}, in {there} on {target.worker_ref.worker_id}"
+    event = effects.SchedulerEvent(now, "take_back", admission.model, admission.key.request_id, reason)
+    state.effects.events.append(event)
+
+
+def taken_back(state: State, attempt: OpenAttempt) -> None:
+    """It has left its instances. Its request comes again, with its first time of arrival; its tenant was not served."""
+    admission = attempt.admission
+    state.queues.refund(admission)
+    state.taken_back[admission.key.request_id] = admission.admitted_at

@@ -1,0 +1,33 @@
+"""Times between tokens: the batch there is, the usual batch, and what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrelay.scheduler.policy.dispatch.token_time import TokenTimes
+
+
+def test_nothing_is_corrected_where_nothing_was_placed() -> None:
+    times = TokenTimes()
+    times.observe("i", 0.01, 0.02, now=0.0)
+    assert times.of("i", now=0.0).mean_s(0.01) == 0.01
+
+
+def test_a_batch_is_expected_to_become_the_usual_one_unless_that_was_long_ago() -> None:
+    times = TokenTimes()
+    times.placed("i", 0.01, now=0.0)
+    assert times.of("i", now=0.0).mean_s(0.02) == pytest.approx(0.017)
+    assert times.of("i", now=120.0).mean_s(0.02) == pytest.approx(0.0185)
+    assert times.of("i", now=3600.0).mean_s(0.02) == pytest.approx(0.02)
+    assert times.of("other", now=0.0).mean_s(0.02) == 0.02
+
+
+def test_a_worker_whose_tokens_take_thrice_as_long_is_known_after_some_answers_until_it_is_gone() -> None:
+    times = TokenTimes()
+    for _ in range(40):
+        times.placed("i", 0.01, now=0.0)
+        times.observe("i", times.of("i", now=0.0).mean_s(0.01), 0.03, now=0.0)
+    assert times.of("i", now=0.0).mean_s(0.01) == pytest.approx(0.03, rel=0.2)
+    assert times.of("i", now=3600.0).mean_s(0.01) == pytest.approx(0.01, rel=0.01)
+    times.forget("i")
+    assert times.of("i", now=0.0).mean_s(0.01) == 0.01

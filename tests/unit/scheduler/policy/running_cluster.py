@@ -1,0 +1,481 @@
+"""A cluster in virtual time whose workers compute prompts and answers, and whose gateway retries as the real one."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster
+from torchrelay.common.liveness import SILENT_S, EngineProgress
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import (
+    Admission,
+    AttemptKey,
+    InstancePhase,
+    Model,
+    Placement,
+    Roles,
+    SlotStatus,
+    WorkerStatus,
+)
+from torchrelay.scheduler.policy.effects import (
+    AdmissionRefused,
+    Command,
+    DisconnectCommand,
+    Placed,
+    TakeBack,
+    UnloadCommand,
+)
+from torchrelay.scheduler.policy.explain import ExplainLog
+from torchrelay.scheduler.policy.inputs import (
+    Admit,
+    Due,
+    FirstToken,
+    GatewayConnected,
+    GatewayDisconnected,
+    LoadAccepted,
+    LoadRefused,
+    Release,
+    Tick,
+    Withdraw,
+    WorkerGone,
+)
+
+TICK_S = 0.1
+REPORT_EVERY_S = 0.5
+CLIENT_DEADLINE_S = 60.0
+MAX_ATTEMPTS = 5  # of the gateway
+SERVED, LEFT = "served", "its client left"
+CONFIG = PolicyConfig(
+    queue_limit=12,
+    queue_limit_total=24,
+    max_open_per_instance=8,
+    requests_per_instance=4,
+    max_instances=2,
+    idle_timeout_s=5.0,
+    turn_s=3.0,
+    drain_s=3.0,
+    drain_grace_s=1.0,
+    load_stall_s=4.0,
+    replicate=False,
+)
+
+
+class Fault(enum.Enum):
+    """What is wrong with a worker, until it is healed or restarted."""
+
+    NEVER_LOADS = "it takes loads, and no layer arrives"
+    REFUSES_LOADS = "it refuses loads"
+    LOADS_BREAK = "its loads end with an error"
+    NEVER_DRAINS = "it does not free its slot"
+    SLOW = "it computes twenty times slower than it says"
+    IDLE_LIAR = "it computes nothing, and its engine says that it has no work"
+    HUNG = "its engine has work, and does not advance"
+
+
+@dataclass(eq=False, repr=False)
+class Call:
+    """A client's request. ``end``: how it ended; empty: not yet."""
+
+    name: str
+    model: Model
+    num_tokens: int
+    decode_s: float
+    arrived_at: float
+    changes: dict[str, object] = field(default_factory=dict)
+    attempt: int = 1
+    num_attempts: int = 1
+    num_taken_back: int = 0
+    has_token: bool = False
+    placement: Placement | None = None
+    tokens_left: float = 0.0
+    decoded_at: float = math.inf
+    first_placed_at: float | None = None
+    first_token_at: float | None = None
+    admit_at: float | None = None  # of the next attempt
+    lost_workers: tuple[str, ...] = ()
+    prefill_workers: list[str] = field(default_factory=list)  # of all attempts
+    end: str = ""
+    ended_at: float = 0.0
+
+    @property
+    def key(self) -> AttemptKey:
+        return AttemptKey(self.name, self.attempt)
+
+    @property
+    def first_token_s(self) -> float:
+        """After its arrival; infinite: there is none."""
+        return self.first_token_at - self.arrived_at if self.first_token_at is not None else math.inf
+
+    def was_at(self, worker_id: str) -> bool:
+        """Whether any attempt was to be prefilled there."""
+        return worker_id in self.prefill_workers
+
+    def __repr__(self) -> str:
+        where = self.placement and (self.placement.prefill.worker_id, self.placement.decode.worker_id)
+        from_ = f"attempt {self.attempt}, from {self.arrived_at:.1f}"
+        return f"{self.name} of {self.model.name}, {from_}, at {where}, {self.end!r}"
+
+
+@dataclass
+class RunningCluster(PaperCluster):
+    """``step`` lets a tick pass. Answers reach the gateway, and its words the scheduler, at the end of a tick."""
+
+    config: PolicyConfig = field(default_factory=lambda: CONFIG)
+    calls: dict[str, Call] = field(default_factory=dict)
+    faults: dict[str, Fault] = field(default_factory=dict)
+    load_s: float = 1.0
+    tokens_per_s: float = 2000.0
+    explain: ExplainLog = field(default_factory=ExplainLog)
+    is_gateway_here: bool = True
+    _lanes: dict[str, deque[Call]] = field(default_factory=dict)  # by instance
+    _loads: dict[str, float] = field(default_factory=dict)  # when they began, by instance
+    _drains: dict[str, float] = field(default_factory=dict)  # when they must be over, by instance
+    _unsent: list[Release | FirstToken | Withdraw] = field(default_factory=list)
+    _hung_since: dict[str, float] = field(default_factory=dict)  # by worker
+    _num_read: int = 0  # answers
+    _num_noted: int = 0  # events
+    _reported_at: float = 0.0
+
+    # Clients
+
+    def call(self, name: str, model: Model, num_tokens: int = 100, decode_s: float = 0.5, **changes: object) -> Call:
+        self.models[model.version_id] = model
+        one = self.calls[name] = Call(name, model, num_tokens, decode_s, self.now, changes)
+        self._ask(one)
+        return one
+
+    def leave(self, call: Call) -> None:
+        """The client hangs up."""
+        self._end(call, LEFT)
+        self._leave_workers(call)
+        if call.placement is None:
+            self.tell(Withdraw(call.key))
+        else:
+            self.tell(Release(call.key, call.has_token))
+
+    def disconnect(self) -> None:
+        self.is_gateway_here = False
+        self.apply(GatewayDisconnected("gateway-1"))
+
+    def reconnect(self) -> None:
+        """Everything open is asked for again."""
+        self.is_gateway_here = True
+        self.apply(GatewayConnected("gateway-1"))
+        for call in self.open_calls:
+            if call.admit_at is None:
+                self.apply(Admit(self._admission(call), call.model, call.placement, call.first_token_at is not None))
+        unsent, self._unsent = self._unsent, []
+        for word in unsent:
+            self.apply(word)
+
+    def tell(self, word: Release | FirstToken | Withdraw) -> None:
+        if self.is_gateway_here:
+            self.apply(word)
+        else:
+            self._unsent.append(word)
+
+    @property
+    def open_calls(self) -> list[Call]:
+        return [call for call in self.calls.values() if not call.end]
+
+    def _ask(self, call: Call) -> None:
+        call.admit_at = None
+        if self.is_gateway_here:
+            self.apply(Admit(self._admission(call), call.model))
+
+    def _admission(self, call: Call) -> Admission:
+        admission = Admission(
+            call.key,
+            "gateway-1",
+            call.model.version_id,
+            call.num_tokens,
+            int(call.has_token),
+            50,
+            1,
+            self.now,
+            model=call.model.name,
+            lost_workers=call.lost_workers,
+        )
+        return replace(admission, **call.changes)  # type: ignore[arg-type]
+
+    def _end(self, call: Call, why: str) -> None:
+        call.end, call.ended_at = why, self.now
+
+    def _retry(self, call: Call, lost_worker: str = "", *, is_taken_back: bool = False) -> None:
+        """The attempt is over without its end."""
+        self._leave_workers(call)
+        self.tell(Release(call.key, call.first_token_at is not None, is_taken_back=is_taken_back))
+        if lost_worker:
+            call.lost_workers = (*call.lost_workers, lost_worker)
+        call.has_token = call.has_token or call.first_token_at is not None
+        call.placement, call.first_token_at, call.decoded_at = None, None, math.inf
+        call.attempt += 1
+        call.num_attempts += not is_taken_back
+        if call.num_attempts > MAX_ATTEMPTS:
+            self._end(call, "ATTEMPTS: its workers failed it again and again")
+            return
+        delay_s = 0.0 if call.num_attempts <= 2 else min(0.1 * 4 ** (call.num_attempts - 3), 2.0)
+        call.admit_at = self.now + delay_s
+
+    def _leave_workers(self, call: Call) -> None:
+        if call.placement is not None:
+            lane = self._lanes.get(call.placement.prefill.instance_id)
+            if lane is not None and call in lane:
+                lane.remove(call)
+
+    # Time
+
+    def pass_time(self, seconds: float, step_s: float = TICK_S) -> None:
+        end = self.now + seconds - 1e-9
+        while self.now < end:
+            self.step(step_s)
+
+    def step(self, step_s: float = TICK_S) -> None:
+        self.now += step_s
+        self._load()
+        self._compute(step_s)
+        self._drain()
+        if self.now >= self._reported_at + REPORT_EVERY_S:
+            self._reported_at = self.now
+            self.report_all()
+        if self.policy.next_due() <= self.now:
+            self.apply(Due())
+        self.apply(Tick())
+        self._watch()
+        self.hear()
+
+    def _watch(self) -> None:
+        """The gateway leaves a worker whose engine has work and does not advance, and who waits too long gives up."""
+        for call in self.open_calls:
+            if self.now - call.arrived_at > CLIENT_DEADLINE_S:
+                self._end(call, "DEADLINE: the request exceeded its deadline")
+                self._leave_workers(call)
+                self.tell(Release(call.key, call.has_token) if call.placement else Withdraw(call.key))
+        for worker_id in list(self.workers):
+            is_hung = self.faults.get(worker_id) is Fault.HUNG
+            running = self._running_at(self.workers[worker_id].slot.instance_id) if is_hung else []
+            if not running:
+                self._hung_since.pop(worker_id, None)
+            elif self.now - self._hung_since.setdefault(worker_id, self.now) > SILENT_S:
+                for call in running:
+                    self._retry(call, worker_id)
+
+    def hear(self) -> None:
+        """The gateway reads its answers."""
+        for call in self.open_calls:
+            if call.admit_at is not None and call.admit_at <= self.now and self.is_gateway_here:
+                self._ask(call)
+        while self._num_read < len(self.answers):
+            answer = self.answers[self._num_read]
+            self._num_read += 1
+            if isinstance(answer, Placed):
+                self._start(answer.placement)
+            elif isinstance(answer, AdmissionRefused):
+                self._refused(answer)
+            elif isinstance(answer, TakeBack):
+                self._take_back(answer.key)
+        while self._num_noted < len(self.events):
+            self.explain.note(self.events[self._num_noted])
+            self._num_noted += 1
+
+    def _call_of(self, key: AttemptKey) -> Call | None:
+        call = self.calls.get(key.request_id)
+        return call if call is not None and not call.end and call.key == key else None
+
+    def _refused(self, refusal: AdmissionRefused) -> None:
+        call = self._call_of(refusal.key)
+        if call is None or not self.is_gateway_here:
+            return
+        if call.placement is not None:
+            self._retry(call)
+        else:
+            self._end(call, f"{refusal.reason.name}: {refusal.message}")
+
+    def _take_back(self, key: AttemptKey) -> None:
+        call = self._call_of(key)
+        if call is None or call.placement is None or call.first_token_at is not None or not self.is_gateway_here:
+            return
+        call.num_taken_back += 1
+        self._retry(call, is_taken_back=True)
+
+    def _start(self, placement: Placement) -> None:
+        call = self._call_of(placement.key)
+        if not self.is_gateway_here:
+            return  # it asks again
+        if call is None:
+            self.tell(Release(placement.key, False))
+            return
+        if call.placement is not None:
+            return
+        call.placement = placement
+        call.prefill_workers.append(placement.prefill.worker_id)
+        if call.first_placed_at is None:
+            call.first_placed_at = self.now
+        for ref in (placement.prefill, placement.decode):
+            worker = self.workers.get(ref.worker_id)
+            if worker is None:
+                self._retry(call, ref.worker_id)
+                return
+            if worker.slot.instance_id != ref.instance_id or worker.slot.phase is InstancePhase.DRAINING:
+                self._retry(call)
+                return
+        call.tokens_left = float(call.num_tokens)
+        self._lanes.setdefault(placement.prefill.instance_id, deque()).append(call)
+
+    # Workers
+
+    def _running_at(self, instance_id: str) -> list[Call]:
+        return [
+            call
+            for call in self.open_calls
+            if call.placement is not None
+            and (
+                call.placement.decode.instance_id == instance_id
+                or (call.placement.prefill.instance_id == instance_id and call.first_token_at is None)
+            )
+        ]
+
+    def _compute(self, step_s: float) -> None:
+        for worker in list(self.workers.values()):
+            fault, slot = self.faults.get(worker.worker_id), worker.slot
+            if slot.num_layers_ready < 4 or fault in (Fault.IDLE_LIAR, Fault.HUNG):
+                continue
+            left = step_s * self.tokens_per_s / (20.0 if fault is Fault.SLOW else 1.0)
+            lane = self._lanes.get(slot.instance_id, deque())
+            while lane and left > 0:
+                done = min(left, lane[0].tokens_left)
+                left -= done
+                lane[0].tokens_left -= done
+                if lane[0].tokens_left <= 0:
+                    call = lane.popleft()
+                    call.first_token_at = self.now
+                    call.decoded_at = self.now + call.decode_s
+                    self.tell(FirstToken(call.key))
+        for call in self.open_calls:
+            if call.placement is None or call.first_token_at is None or call.decoded_at > self.now:
+                continue
+            if self.faults.get(call.placement.decode.worker_id) in (Fault.IDLE_LIAR, Fault.HUNG):
+                continue
+            self._end(call, SERVED)
+            self.tell(Release(call.key, True))
+
+    def load(self, instance_id: str, worker_id: str, roles: Roles, model: Model) -> None:
+        if worker_id not in self.workers or self.faults.get(worker_id) is Fault.REFUSES_LOADS:
+            self.apply(LoadRefused(instance_id, f"{worker_id} is broken"))
+            return
+        if self.workers[worker_id].slot.phase is not InstancePhase.FREE:
+            self.apply(LoadRefused(instance_id, f"the slot of {worker_id} is taken"))
+            return
+        slot = SlotStatus(InstancePhase.LOADING, instance_id, model.name, model.version_id, model.pack_id, roles, 0, 4)
+        self.workers[worker_id] = replace(self.workers[worker_id], slot=slot)
+        self._loads[instance_id] = self.now
+        self.apply(LoadAccepted(instance_id))
+        self.report(worker_id)
+
+    def _load(self) -> None:
+        for worker in list(self.workers.values()):
+            slot, fault = worker.slot, self.faults.get(worker.worker_id)
+            if slot.phase is not InstancePhase.LOADING or fault is Fault.NEVER_LOADS:
+                continue
+            part = (self.now - self._loads[slot.instance_id]) / self.load_s
+            if fault is Fault.LOADS_BREAK and part >= 0.5:
+                self._free(worker.worker_id, error="bytes were lost")
+                continue
+            num_layers = min(int(part * 4), 4)
+            if num_layers == 4:
+                self.set_slot(worker.worker_id, phase=InstancePhase.READY, num_layers_ready=4)
+            elif num_layers != slot.num_layers_ready:
+                self.set_slot(worker.worker_id, num_layers_ready=num_layers)
+            else:
+                continue
+            self.report(worker.worker_id)
+
+    def obey(self, command: Command) -> None:
+        if isinstance(command, UnloadCommand) and (worker := self.workers.get(command.worker_id)):
+            if worker.slot.instance_id != command.instance_id:
+                return
+            if self.faults.get(worker.worker_id) is not Fault.NEVER_DRAINS:
+                self._drains.setdefault(command.instance_id, self.now + command.drain_s)
+                self.set_slot(command.worker_id, phase=InstancePhase.DRAINING)
+                self.report(command.worker_id)
+        elif isinstance(command, DisconnectCommand):
+            pass
+        else:
+            super().obey(command)
+
+    def _drain(self) -> None:
+        for worker in list(self.workers.values()):
+            instance_id = worker.slot.instance_id
+            if instance_id not in self._drains:
+                continue
+            running = self._running_at(instance_id)
+            if not running or self.now >= self._drains[instance_id]:
+                self._free(worker.worker_id)
+
+    def _free(self, worker_id: str, error: str = "") -> None:
+        worker = self.workers[worker_id]
+        running = self._running_at(worker.slot.instance_id)
+        self._drains.pop(worker.slot.instance_id, None)
+        self.workers[worker_id] = replace(worker, slot=SlotStatus(error=error))
+        self._lanes.pop(worker.slot.instance_id, None)
+        for call in running:
+            self._retry(call)
+        self.report(worker_id)
+
+    def report(self, worker_id: str) -> None:
+        worker, instance_id = self.workers[worker_id], self.workers[worker_id].slot.instance_id
+        fault, running = self.faults.get(worker_id), self._running_at(instance_id) if instance_id else []
+        queued = sum(call.tokens_left for call in self._lanes.get(instance_id, ()))
+        progress = EngineProgress(worker.progress.num_advances + 1, bool(running))
+        if fault is Fault.HUNG:
+            progress = EngineProgress(worker.progress.num_advances, bool(running))
+        if fault is Fault.IDLE_LIAR:
+            progress, queued, running = EngineProgress(worker.progress.num_advances + 1, False), 0.0, []
+        self.workers[worker_id] = replace(
+            worker,
+            num_running=len(running),
+            num_queued_prefill_tokens=int(queued),
+            prefill_tokens_per_s=self.tokens_per_s,
+            progress=progress,
+        )
+        super().report(worker_id)
+
+    def kill(self, worker_id: str) -> None:
+        worker = self.workers.pop(worker_id)
+        for call in self._running_at(worker.slot.instance_id) if worker.slot.instance_id else []:
+            self._retry(call, worker_id)
+        self._lanes.pop(worker.slot.instance_id, None)
+        self.faults.pop(worker_id, None)
+        self.apply(WorkerGone(worker_id))
+
+    def restart(self, worker: WorkerStatus, number: int) -> None:
+        self.workers[worker.worker_id] = replace(worker, incarnation=f"{worker.worker_id} {number}")
+        self.report(worker.worker_id)
+
+    # What must hold
+
+    def check_calls(self) -> None:
+        """Nobody is lost, and what has ended says why."""
+        self.check()
+        state = self.policy.state
+        waiting = {admission.key for admission in state.queues}
+        opened = {attempt.admission.key for attempt in state.attempts.attempts()}
+        assert not waiting & opened
+        if not self.is_gateway_here:
+            return
+        for call in self.open_calls:
+            if call.placement is not None:
+                assert call.key in opened, call
+            elif call.admit_at is None:
+                assert call.key in waiting | opened, call
+        assert waiting | opened <= {call.key for call in self.open_calls} | self._unread(), "somebody left, and is kept"
+        for call in self.calls.values():
+            if call.end not in ("", SERVED, LEFT):
+                assert call.end.partition(": ")[2], call
+
+    def _unread(self) -> set[AttemptKey]:
+        unread = self.answers[self._num_read :]
+        return {answer.placement.key for answer in unread if isinstance(answer, Placed)}

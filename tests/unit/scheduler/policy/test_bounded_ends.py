@@ -1,0 +1,176 @@
+"""Models and workers that misbehave, each alone: how it ends, after how long, and what is told of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import a_model, a_store, a_worker
+from tests.unit.scheduler.policy.running_cluster import CONFIG, SERVED, Call, Fault, RunningCluster
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import InstancePhase, Model, Role
+
+
+def a_cluster(num_workers: int, config: PolicyConfig = CONFIG, load_s: float = 1.0) -> RunningCluster:
+    """Slots of one host that play both roles."""
+    cluster = RunningCluster(config, load_s=load_s)
+    cluster.settle(a_store("s", "host-0"), *(a_worker(f"w{n}", "host-0") for n in range(num_workers)))
+    return cluster
+
+
+def pass_until_all_have_ended(cluster: RunningCluster, within_s: float) -> None:
+    end = cluster.now + within_s
+    while cluster.open_calls and cluster.now < end:
+        cluster.step()
+    cluster.check_calls()
+    assert not cluster.open_calls, cluster.open_calls
+
+
+def told(cluster: RunningCluster, model: Model) -> str:
+    """What ``torchrelay explain MODEL`` has to say."""
+    return "\n".join(f"{event.kind}: {event.reason}" for event in cluster.explain.model(model.name))
+
+
+def turns_of(cluster: RunningCluster) -> list[str]:
+    """Which models became ready, in order."""
+    return [event.model for event in cluster.events if event.kind == "ready"]
+
+
+def test_a_slot_that_is_freed_for_a_model_is_not_taken_by_the_one_whose_turn_has_ended() -> None:
+    """Whose oldest request had waited longest got it: the model with the long queue was loaded again at once, for
+    nothing, until all of its requests that were older had been served.
+    """
+    cluster = a_cluster(1)
+    crowded, other = a_model("acme/crowded"), a_model("acme/other")
+    for number in range(12):
+        cluster.call(f"c{number}", crowded, num_tokens=1500)
+    one = cluster.call("one", other)
+    pass_until_all_have_ended(cluster, 40.0)
+    assert turns_of(cluster)[:3] == [crowded.name, other.name, crowded.name]
+    assert one.end == SERVED and one.ended_at - one.arrived_at < 2 * (CONFIG.turn_s + CONFIG.drain_s)
+    assert "acme/other has waited" in told(cluster, crowded)
+
+
+def test_models_with_long_queues_get_the_slot_in_the_order_in_which_they_lost_it() -> None:
+    cluster = a_cluster(1)
+    models = [a_model(f"acme/m{number}") for number in range(3)]
+    for number in range(24):
+        cluster.call(f"r{number}", models[number % 3], num_tokens=1500, decode_s=0.2)
+    pass_until_all_have_ended(cluster, 59.0)
+    turns = turns_of(cluster)
+    assert all(sorted(turns[first : first + 3]) == sorted(set(turns)) for first in range(0, len(turns) - 4)), turns
+
+
+def test_two_models_that_are_called_in_turns_cost_each_call_no_more_than_two_reloads() -> None:
+    """The hysteresis of a slot: nobody is evicted who was used, for one who has waited, less long than a reload."""
+    cluster = a_cluster(1, replace(CONFIG, map_bytes_per_s=32e6))  # a reload takes about as long as a load
+    models = [a_model("acme/one"), a_model("acme/other")]
+    for number in range(40):
+        cluster.call(f"r{number}", models[number % 2], decode_s=0.1)
+        cluster.pass_time(0.7)
+    pass_until_all_have_ended(cluster, 20.0)
+    assert max(call.first_token_s for call in cluster.calls.values()) < 4 * cluster.load_s
+    assert len(turns_of(cluster)) <= len(cluster.calls) / 2
+    assert "to load it again takes" in told(cluster, models[0])
+
+
+def test_a_model_that_never_loads_is_refused_with_the_cause_after_its_tries() -> None:
+    cluster = a_cluster(2)
+    cluster.faults = {"w0": Fault.NEVER_LOADS, "w1": Fault.NEVER_LOADS}
+    model = a_model()
+    call = cluster.call("r", model)
+    pass_until_all_have_ended(cluster, CONFIG.load_tries * (CONFIG.load_stall_s + 2.0) + CONFIG.load_backoff_max_s)
+    assert call.end.startswith("LOAD_FAILED: acme/tiny could not be loaded: ") and "for 4 s" in call.end
+    assert told(cluster, model).count("scale_up: ") == CONFIG.load_tries
+    assert "drain: nothing of its pack arrived for 4 s" in told(cluster, model)
+
+
+def test_a_model_that_loads_nowhere_takes_no_slot_from_another_for_good() -> None:
+    cluster = a_cluster(1)
+    cluster.faults = {"w0": Fault.LOADS_BREAK}
+    broken, well = a_model("acme/broken"), a_model("acme/well")
+    ends: list[Call] = []
+    for number in range(10):
+        ends.append(cluster.call(f"b{number}", broken))
+        cluster.pass_time(1.0)
+    cluster.faults.clear()
+    one = cluster.call("one", well)
+    pass_until_all_have_ended(cluster, 20.0)
+    assert one.end == SERVED
+    assert all(call.end == SERVED or "bytes were lost" in call.end for call in ends)
+
+
+def test_a_worker_on_which_nothing_loads_takes_no_half_of_each_model_for_ever() -> None:
+    """Prefill was loaded there, and decode beside it: before that was given up, the other model's turn had come, and so
+    on. Nobody was ever served, although one slot could play both roles.
+    """
+    cluster = RunningCluster(load_s=0.5, tokens_per_s=8000.0)
+    cluster.settle(a_store("s", "h"), a_worker("bad", "h", frozenset((Role.PREFILL,))), a_worker("well", "h"))
+    cluster.faults["bad"] = Fault.NEVER_LOADS
+    models = [a_model("acme/one"), a_model("acme/other")]
+    for number in range(24):
+        cluster.call(f"r{number}", models[number % 2], decode_s=0.3)
+    pass_until_all_have_ended(cluster, 59.0)
+    assert all(call.end == SERVED for call in cluster.calls.values()), list(cluster.calls.values())
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_tokens", "num_at_once"),
+    [(Fault.SLOW, 200, 1), (Fault.IDLE_LIAR, 200, 1), (Fault.IDLE_LIAR, 10, 4)],
+)
+def test_a_worker_that_lies_is_left_within_twenty_requests(fault: Fault, num_tokens: int, num_at_once: int) -> None:
+    """One that computes slower than it says, or nothing: short prompts fill no step, and were bound to it by dozens."""
+    config = replace(CONFIG, requests_per_instance=1)
+    cluster = a_cluster(4, config)
+    model = a_model()
+    for number in range(4):
+        cluster.call(f"warm{number}", model)
+    cluster.pass_time(3.0)
+    ready = [one for one in cluster.workers.values() if one.slot.phase is InstancePhase.READY]
+    prefills = [one.worker_id for one in ready if 1 in one.slot.roles]
+    assert len(prefills) == 2
+    liar = prefills[0]
+    cluster.faults[liar] = fault
+    for number in range(200):
+        cluster.call(f"r{number}", model, num_tokens=num_tokens, decode_s=0.3)
+        if number % num_at_once == 0:
+            cluster.pass_time(0.2)
+    pass_until_all_have_ended(cluster, 61.0)
+    cluster.pass_time(1.0)
+    calls = [call for call in cluster.calls.values() if call.name.startswith("r")]
+    at_liar = [call for call in calls if call.was_at(liar)]
+    assert len(at_liar) <= 20, len(at_liar)
+    ends = Counter(call.end.partition(":")[0] for call in calls)
+    assert ends[SERVED] >= 180, ends
+    slow = [call for call in calls if call.end == SERVED and call.first_token_s > 4.0]
+    assert len(slow) <= 5, slow
+
+
+def test_two_hundred_wakes_in_a_second_share_the_slots_and_each_ends() -> None:
+    config = replace(CONFIG, queue_limit_total=1000, turn_s=10.0)
+    cluster = a_cluster(50, config, load_s=0.2)
+    models = [a_model(f"acme/m{number:03}") for number in range(200)]
+    for number in range(10):
+        for model in models[20 * number : 20 * number + 20]:
+            cluster.call(f"r of {model.name}", model, num_tokens=10, decode_s=0.0)
+        cluster.step()
+    pass_until_all_have_ended(cluster, 30.0)
+    assert all(call.end == SERVED for call in cluster.calls.values())
+    assert len(turns_of(cluster)) <= 2 * 200, "no model is loaded again and again"
+    assert all("waiting" in told(cluster, model) for model in models)
+
+
+def test_where_no_slot_is_free_each_model_gets_its_turn_and_its_wait_is_explained() -> None:
+    cluster = a_cluster(2)
+    busy = [a_model("acme/busy0"), a_model("acme/busy1")]
+    for number in range(8):
+        cluster.call(f"b{number}", busy[number % 2], decode_s=20.0)
+    cluster.pass_time(5.0)
+    others = [a_model(f"acme/other{number}") for number in range(4)]
+    calls = [cluster.call(f"o{number}", model) for number, model in enumerate(others)]
+    pass_until_all_have_ended(cluster, 59.0)
+    bound_s = len(others) * (CONFIG.turn_s + CONFIG.drain_s + cluster.load_s)
+    assert all(call.end == SERVED and call.ended_at - call.arrived_at < bound_s for call in calls)
+    assert all("has waited" in told(cluster, model) for model in busy)

@@ -1,0 +1,139 @@
+"""Whatever clients, workers and loads do, each request ends within a bound: served, or refused with a cause."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.unit.scheduler.policy.paper_cluster import MB, a_model, a_store, a_worker
+from tests.unit.scheduler.policy.running_cluster import CONFIG, Fault, RunningCluster
+from torchrelay.scheduler.policy.core import Model, Role, ServiceClass
+
+VERSIONS = [a_model(f"acme/m{number}") for number in range(3)]
+MODELS = [*VERSIONS, a_model("beta/m0", version_id=VERSIONS[0].version_id, pack_id=VERSIONS[0].pack_id)]
+PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
+
+
+class Running(RuleBasedStateMachine):
+    """One worker that plays both roles stays well; anything may happen to the others."""
+
+    @initialize(num_others=st.integers(0, 4), roles_apart=st.booleans())
+    def start(self, num_others: int, roles_apart: bool) -> None:
+        self.scene = RunningCluster(tokens_per_s=8000.0, load_s=0.5)
+        self.numbers = 0
+        self.had_liar = False
+        others = [
+            a_worker(
+                f"w{number}",
+                f"host-{number % 2}",
+                (PREFILL, DECODE)[number % 2] if roles_apart else frozenset(Role),
+                kv_pool_bytes=4 * MB,
+            )
+            for number in range(num_others)
+        ]
+        self.others = {worker.worker_id: worker for worker in others}
+        self.scene.settle(
+            a_store("store-0", "host-0"),
+            a_store("store-1", "host-1"),
+            a_worker("well", "host-0", kv_pool_bytes=4 * MB),
+            *others,
+        )
+
+    @rule(
+        model=st.sampled_from(MODELS),
+        num_tokens=st.sampled_from([1, 100, 1500]),
+        decode_s=st.sampled_from([0.0, 0.3, 6.0]),
+        service_class=st.sampled_from(ServiceClass),
+        num_calls=st.sampled_from([1, 1, 3, CONFIG.queue_limit + 2]),
+    )
+    def some_come(
+        self, model: Model, num_tokens: int, decode_s: float, service_class: ServiceClass, num_calls: int
+    ) -> None:
+        for _ in range(num_calls):
+            self.numbers += 1
+            self.scene.call(f"r{self.numbers}", model, num_tokens, decode_s, service_class=service_class)
+
+    @rule(data=st.data())
+    def one_leaves(self, data: st.DataObject) -> None:
+        if self.scene.is_gateway_here and (calls := self.scene.open_calls):
+            self.scene.leave(calls[data.draw(st.integers(0, len(calls) - 1))])
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 6.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.scene.pass_time(seconds)
+
+    @precondition(lambda self: self.others)
+    @rule(data=st.data(), fault=st.sampled_from([None, *Fault]))
+    def one_changes(self, data: st.DataObject, fault: Fault | None) -> None:
+        worker_id = data.draw(st.sampled_from(sorted(self.others)))
+        self.scene.faults.pop(worker_id, None)
+        self.had_liar = self.had_liar or fault is Fault.IDLE_LIAR
+        if fault is not None:
+            self.scene.faults[worker_id] = fault
+
+    @precondition(lambda self: self.others)
+    @rule(data=st.data())
+    def one_dies_or_returns(self, data: st.DataObject) -> None:
+        worker_id = data.draw(st.sampled_from(sorted(self.others)))
+        self.numbers += 1
+        if worker_id in self.scene.workers:
+            self.scene.kill(worker_id)
+        else:
+            self.scene.restart(self.others[worker_id], self.numbers)
+
+    @rule()
+    def gateway_comes_or_goes(self) -> None:
+        if self.scene.is_gateway_here:
+            self.scene.disconnect()
+        else:
+            self.scene.reconnect()
+
+    @invariant()
+    def limits_hold(self) -> None:
+        scene = self.scene
+        scene.hear()
+        scene.check_calls()
+        queues, instances = scene.policy.state.queues, scene.policy.state.instances
+        assert len(queues) <= CONFIG.queue_limit_total
+        assert all(queues.num_waiting(model.version_id) <= CONFIG.queue_limit for model in VERSIONS)
+        staying = Counter((i.version_id, role) for i in instances if i.staying for role in i.target_roles)
+        assert all(number <= CONFIG.max_instances for number in staying.values()), staying
+        assert all(call.num_taken_back <= 1 for call in scene.calls.values())
+        for instance in instances:
+            work = scene.policy.state.attempts.at(instance.instance_id)
+            assert len(work.decodes) <= CONFIG.max_open_per_instance
+
+    def teardown(self) -> None:
+        """One worker is well, the others stay as they are: everybody is served, or told why not."""
+        if not hasattr(self, "scene"):
+            return
+        scene = self.scene
+        if not scene.is_gateway_here:
+            scene.reconnect()
+        last = scene.now
+        while scene.open_calls:
+            scene.pass_time(1.0)
+            scene.check_calls()
+            assert scene.now < last + 65.0, (scene.faults, scene.open_calls)
+        late = [call for call in scene.calls.values() if call.end.startswith("DEADLINE")]
+        assert not late or self.had_liar, (scene.faults, late)
+        scene.pass_time(15.0)
+        state = scene.policy.state
+        stuck = {worker_id for worker_id, fault in scene.faults.items() if fault is Fault.NEVER_DRAINS}
+        assert {instance.worker_id for instance in state.instances} <= stuck
+        assert not len(state.queues) and not len(state.attempts)
+
+
+TestRunning = Running.TestCase
+TestRunning.settings = settings(
+    max_examples=int(os.environ.get("N", "10")),
+    stateful_step_count=15,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate] if "N" in os.environ else list(Phase),
+    database=None,
+)
