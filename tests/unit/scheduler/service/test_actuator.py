@@ -93,3 +93,20 @@ async def test_a_store_that_hangs_delays_no_other_host_of_its_wake(nats_url: str
             for store, *_ in hosts:
                 store.answers.set()
             await door.placement()
+
+
+async def test_a_load_from_a_whole_copy_waits_for_no_answer_of_its_store(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        store, *workers = await it.host(1)
+        store.copies[PACK] = reports_pb2.PackCopy(
+            pack_id=PACK, pack_bytes=a_version().pack_bytes, num_chunks=8, num_chunks_verified=8
+        )
+        await store.touch()
+        async with it.scheduler(2, replicate=False) as address, GatewayClient(address) as door:
+            await cluster(address, lambda view: len(view.stores) == 1 and len(view.stores[0].copies) == 1)
+            store.answers.clear()
+            await asyncio.sleep(0.5)  # the settling time of a start
+            await door.admit("r1")
+            await door.placement()
+            assert all(worker.loads for worker in workers) and len(store.relays) <= 1
+            store.answers.set()

@@ -34,7 +34,7 @@ def recorded_controller() -> tuple[Controller, io.BytesIO]:
         AdmitStreams(16),
         ClusterTickets(bytes.fromhex(CLUSTER_KEY)),
         ExplainLog(),
-        EventPublisher(Client().jetstream(), Subjects("t")),
+        EventPublisher(Client(), Subjects("t")),
         InputRecorder(log, start),
     )
     return controller, log

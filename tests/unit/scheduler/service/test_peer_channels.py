@@ -37,18 +37,15 @@ async def test_each_node_at_an_address_gets_its_own_token(monkeypatch: MonkeyPat
     monkeypatch.setattr(peer_channels, "open_channel", note_token)
     channels = PeerChannels(CLUSTER_KEY)
     first, second = (
-        channels.channel(ADDRESS, "worker-1", Caller.WORKER),
-        channels.channel(ADDRESS, "worker-2", Caller.WORKER),
+        channels.worker(ADDRESS, "worker-1"),
+        channels.worker(ADDRESS, "worker-2"),
     )
-    assert first is not second and channels.channel(ADDRESS, "worker-1", Caller.WORKER) is first
+    assert first is not second and channels.worker(ADDRESS, "worker-1") is first
     assert tokens == [
         call_token(derive_node_key(CLUSTER_KEY, each), Caller.SCHEDULER) for each in ("worker-1", "worker-2")
     ]
-    other = channels.channel("127.0.0.1:2", "worker-1", Caller.WORKER)
+    other = channels.worker("127.0.0.1:2", "worker-1")
     await channels.forget(ADDRESS)
-    assert channels.channel("127.0.0.1:2", "worker-1", Caller.WORKER) is other
-    assert (
-        channels.channel(ADDRESS, "worker-1", Caller.WORKER) is not first
-        and channels.channel(ADDRESS, "worker-2", Caller.WORKER) is not second
-    )
+    assert channels.worker("127.0.0.1:2", "worker-1") is other
+    assert channels.worker(ADDRESS, "worker-1") is not first and channels.worker(ADDRESS, "worker-2") is not second
     await channels.close()

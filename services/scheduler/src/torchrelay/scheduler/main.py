@@ -37,7 +37,9 @@ from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.scheduler.settings import SchedulerSettings
 
 TICK_S = 0.1
-GC_THRESHOLD = 20_000  # allocations between young collections; an admission makes about a hundred
+# Allocations between young collections, of which an admission makes over a hundred; young ones between middle ones, and
+# middle ones between full ones: of a large fleet's state, these take a tenth of a second.
+GC_THRESHOLDS = (2_000, 10, 500)
 _LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unread
 
 
@@ -55,7 +57,7 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
     js = history_nats.jetstream()
     try:
         await try_streams(js, subjects, settings.nats_replicas, settings.stream_sizes)
-        event_publisher = EventPublisher(js, subjects)
+        event_publisher = EventPublisher(history_nats, subjects)
         with _controller(settings, clock, event_publisher) as controller:
             servicer = SchedulerServicer(controller, EventReader(js, subjects))
             scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
@@ -69,7 +71,7 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
                 streams = group.create_task(keep_streams(js, subjects, settings.nats_replicas, settings.stream_sizes))
                 await ready.wait()
                 await server.start()
-                gc.set_threshold(GC_THRESHOLD)
+                gc.set_threshold(*GC_THRESHOLDS)
                 try:
                     yield {"grpc": f"{settings.advertised_host}:{server.port}"}
                 finally:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from tests.unit.scheduler.policy.paper_cluster import a_model, two_hosts
 from torchrelay.scheduler.policy.core import SlotStatus
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
@@ -54,3 +57,16 @@ def test_nothing_is_noted_of_an_instance_that_is_gone() -> None:
     assert scene.policy.state.instances.get(placement.prefill.instance_id) is None
     scene.apply(FirstToken(admission.key))  # was on its way
     assert scene.policy.state.prefix_index.num_blocks(placement.prefill.instance_id, (b"1",)) == 0
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 8)), max_size=30))
+def test_the_blocks_of_a_prompt_are_counted_as_one_by_one(notes: list[tuple[list[int], int]]) -> None:
+    """Hashes are chained: each names its block and all before it."""
+    prefix_index = PrefixIndex()
+    for blocks, max_blocks in notes:
+        hashes = tuple(bytes(blocks[: end + 1]) for end in range(len(blocks)))
+        prefix_index.note("i", hashes, max_blocks)
+        for other, _ in notes:
+            chained = [bytes(other[: end + 1]) for end in range(len(other))]
+            alone = [prefix_index.num_blocks("i", (block,)) for block in chained]
+            assert prefix_index.num_blocks("i", chained) == [*alone, 0].index(0)

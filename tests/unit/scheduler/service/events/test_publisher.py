@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import pytest
+from nats.js.api import StreamConfig
 from nats.js.errors import NoStreamResponseError
 
 from torchrelay.common.ids import new_id
@@ -19,7 +20,7 @@ async def test_history_drops_the_oldest_while_the_stream_is_away_and_keeps_order
     nats = await connect(nats_url, "test")
     try:
         js = nats.jetstream()
-        history = EventPublisher(js, subjects, max_queued=3)
+        history = EventPublisher(nats, subjects, max_queued=3)
         history.note(SchedulerEvent(1.0, "place", "m", "i", "not published"))
         for number in range(5):
             history.note(
@@ -33,6 +34,32 @@ async def test_history_drops_the_oldest_while_the_stream_is_away_and_keeps_order
         subscription = await js.subscribe(subjects.event(">"), stream=subjects.history_stream)
         numbers = [json.loads((await subscription.next_msg(timeout=5)).data)["n"] for _ in range(3)]
         assert numbers == [2, 3, 4]
+        publishing.cancel()
+        await asyncio.wait((publishing,))
+    finally:
+        await nats.close()
+
+
+async def test_what_a_stream_did_not_take_in_the_middle_of_a_batch_is_sent_again(nats_url: str) -> None:
+    """Only the first and the last event of a batch are acknowledged."""
+    subjects = Subjects(new_id("t"))
+    nats = await connect(nats_url, "test")
+    try:
+        js = nats.jetstream()
+        some = StreamConfig(name=subjects.history_stream, subjects=[subjects.event("instance.*")])
+        await js.add_stream(some)
+        history = EventPublisher(nats, subjects)
+        for number, topic in enumerate(("instance.a", "scale.up", "scale.down", "instance.b")):
+            history.note(SchedulerEvent(float(number), "kind", "m", "i", "", topic, {"n": number}))
+        publishing = asyncio.create_task(history.run())
+        async with asyncio.timeout(10):
+            while (await js.stream_info(subjects.history_stream)).state.messages < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            await js.update_stream(some.evolve(subjects=[subjects.event(">")]))
+            subscription = await js.subscribe(subjects.event(">"), stream=subjects.history_stream)
+            numbers = [json.loads((await subscription.next_msg(timeout=5)).data)["n"] for _ in range(4)]
+        assert sorted(numbers) == [0, 1, 2, 3], "each once"
+        assert history.num_dropped == 0
         publishing.cancel()
         await asyncio.wait((publishing,))
     finally:

@@ -26,7 +26,7 @@ class Kept:
 
     def __init__(self, nats: Client, max_readers: int) -> None:
         self.nats, self.subjects, self.js = nats, Subjects(new_id("t")), nats.jetstream()
-        self._history = EventPublisher(self.js, self.subjects)
+        self._history = EventPublisher(nats, self.subjects)
         self.past = EventReader(self.js, self.subjects, max_readers)
         self._num_written = 0
 

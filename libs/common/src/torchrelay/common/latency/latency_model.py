@@ -80,11 +80,16 @@ class LatencyModel:
 
         ``num_decoding`` choices keep decoding and take their share of each step and its budget.
         """
-        num_left = max(num_tokens - num_cached, 1)
-        room = max(self.token_budget - num_decoding, 1)
-        beside_s = self.decode.marginal_s(num_decoding, num_decode_attended)
-        own_s = self.prefill.marginal_s(num_left, attended_positions(num_tokens - num_left, num_tokens))
-        return -(-num_left // room) * (self.prefill.base_s + beside_s) + own_s
+        # Called for each candidate of each request: no calls where arithmetic will do.
+        num_left = num_tokens - num_cached if num_cached < num_tokens else 1
+        prefill, room, fixed_s = self.prefill, self.token_budget, self.prefill.base_s
+        if num_decoding or num_decode_attended:
+            room = max(room - num_decoding, 1)
+            fixed_s += self.decode.marginal_s(num_decoding, num_decode_attended)
+        begin = num_tokens - num_left
+        num_attended = (num_tokens * (num_tokens + 1) - begin * (begin + 1)) // 2
+        own_s = prefill.per_position_s * num_left + prefill.per_attended_s * num_attended
+        return -(-num_left // room) * fixed_s + own_s
 
     def step_s(self, work: StepWork) -> float | None:
         """Time of one step; None if no such step has been observed."""
@@ -104,7 +109,8 @@ class LatencyModel:
 
     def tbt_s(self, num_decoding: int, num_decode_attended: int) -> float:
         """Time between tokens of a choice in a batch of ``num_decoding``, without concurrent prefill."""
-        return self.decode.step_s(num_decoding, num_decode_attended)
+        cost = self.decode
+        return cost.base_s + (cost.per_position_s * num_decoding + cost.per_attended_s * num_decode_attended)
 
 
 class LatencyFit:

@@ -17,10 +17,9 @@ import hmac
 import secrets
 import struct
 
-from cachetools import FIFOCache
-
 from torchrelay.common.identity.keys import derive_node_key as derive_node_key
 from torchrelay.common.identity.keys import framed, framed_mac
+from torchrelay.common.recent import Recent
 from torchrelay.control.v1.types_pb2 import Ticket as Ticket
 from torchrelay.transfer.errors import TicketExpired, TicketRefused, WrongHolder
 
@@ -28,6 +27,7 @@ NONCE_BYTES = 16
 _MAX_NODES = 4096  # whose keys an issuer keeps
 CHALLENGE_BYTES = 32
 PROOF_BYTES = SESSION_BYTES = 32
+_RANGE = struct.Struct(">QQq")  # begin, end, expiry
 
 
 _SESSION, _SEAL, _TICKET = framed(b"torchrelay session"), framed(b"torchrelay seal"), framed(b"torchrelay ticket")
@@ -38,26 +38,27 @@ class TicketIssuer:
 
     def __init__(self, cluster_key: bytes) -> None:
         self._cluster_key = cluster_key
-        self._node_keys: FIFOCache[str, bytes] = FIFOCache(_MAX_NODES)
+        self._node_keys: Recent[str, bytes] = Recent(_MAX_NODES)
 
     def issue(
         self, buffer_id: str, holder_id: str, receiver_id: str, expires_unix_ms: int, begin: int = 0, end: int = 0
     ) -> Ticket:
         """A ticket for the bytes [begin, end) of a buffer; ``end`` 0: to its end."""
-        ticket = Ticket(
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        fields = _framed_fields(buffer_id, holder_id, receiver_id, begin, end, expires_unix_ms, nonce)
+        holder_key, receiver_key = self._node_key(holder_id), self._node_key(receiver_id)
+        sealed_session = _xor(_session(fields, holder_key), _pad(fields, receiver_key))
+        return Ticket(
             buffer_id=buffer_id,
             begin=begin,
             end=end,
             holder_id=holder_id,
             receiver_id=receiver_id,
             expires_unix_ms=expires_unix_ms,
-            nonce=secrets.token_bytes(NONCE_BYTES),
+            nonce=nonce,
+            sealed_session=sealed_session,
+            mac=_ticket_mac(fields, sealed_session, holder_key),
         )
-        holder_key, receiver_key = self._node_key(holder_id), self._node_key(receiver_id)
-        fields = _fields(ticket)
-        ticket.sealed_session = _xor(_session(fields, holder_key), _pad(fields, receiver_key))
-        ticket.mac = _ticket_mac(fields, ticket.sealed_session, holder_key)
-        return ticket
 
     def _node_key(self, node_id: str) -> bytes:
         key = self._node_keys.get(node_id)
@@ -110,13 +111,22 @@ def _ticket_mac(fields: bytes, sealed_session: bytes, holder_key: bytes) -> byte
 
 
 def _fields(ticket: Ticket) -> bytes:
-    return framed(
-        ticket.buffer_id.encode(),
-        ticket.holder_id.encode(),
-        ticket.receiver_id.encode(),
-        struct.pack(">QQq", ticket.begin, ticket.end, ticket.expires_unix_ms),
+    return _framed_fields(
+        ticket.buffer_id,
+        ticket.holder_id,
+        ticket.receiver_id,
+        ticket.begin,
+        ticket.end,
+        ticket.expires_unix_ms,
         ticket.nonce,
     )
+
+
+def _framed_fields(
+    buffer_id: str, holder_id: str, receiver_id: str, begin: int, end: int, expires_unix_ms: int, nonce: bytes
+) -> bytes:
+    numbers = _RANGE.pack(begin, end, expires_unix_ms)
+    return framed(buffer_id.encode(), holder_id.encode(), receiver_id.encode(), numbers, nonce)
 
 
 def _xor(left: bytes, right: bytes) -> bytes:

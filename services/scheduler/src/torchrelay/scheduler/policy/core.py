@@ -6,8 +6,9 @@ Times are seconds since the Unix epoch by the scheduler's clock, passed in as ``
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from torchrelay.common.latency.latency_model import LatencyModel
@@ -216,10 +217,13 @@ class StoreStatus:
         """The failure domain; at least the host itself."""
         return self.failure_domain or self.host_id
 
-    def room_for(self, pack_id: str, pack_bytes: int) -> bool:
-        """Whether the arena has the pack, or can make room for it by evicting unpinned packs."""
-        pinned = sum(copy.pack_bytes for copy in self.copies.values() if copy.num_pins)
-        return pack_id in self.copies or pinned + pack_bytes <= self.arena_target_bytes
+    def room_for(self, pack_id: str, pack_bytes: int, unpinned: Container[str] = ()) -> bool:
+        """Whether the arena has the pack, or has room for it without unpinned packs, and those that will be."""
+        if pack_id in self.copies:
+            return True
+        copies = self.copies.values()
+        pinned = sum(copy.pack_bytes for copy in copies if copy.num_pins and copy.pack_id not in unpinned)
+        return pinned + pack_bytes <= self.arena_target_bytes
 
 
 @dataclass(frozen=True)
@@ -299,7 +303,7 @@ class Admission:
     weight: float = 1.0  # of its tenant
     was_taken_back: bool = False  # it had a place, and has kept its time of arrival
 
-    @property
+    @cached_property
     def tenant(self) -> str:
         """``acme`` of ``acme/glossary``."""
         return self.model.partition("/")[0]

@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from cachetools import FIFOCache
-
 from torchrelay.common.quantities import format_bytes
+from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import AttemptKey, Instance, PackCopy, Placement, SlotStatus
 from torchrelay.scheduler.policy.effects import AttemptPlaced, SchedulerEvent
@@ -66,9 +65,9 @@ class ExplainLog:
     """Keeps the last ``max_requests`` timelines and the last decisions of each model."""
 
     def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
-        self._requests: FIFOCache[str, _RequestTimeline] = FIFOCache(max_requests)
-        self._decisions: FIFOCache[str, deque[SchedulerEvent]] = FIFOCache(_MAX_MODELS)
-        self._instances: FIFOCache[str, _LoadTimeline] = FIFOCache(_MAX_INSTANCES)
+        self._requests: Recent[str, _RequestTimeline] = Recent(max_requests)
+        self._decisions: Recent[str, deque[SchedulerEvent]] = Recent(_MAX_MODELS)
+        self._instances: Recent[str, _LoadTimeline] = Recent(_MAX_INSTANCES)
 
     def note(self, event: SchedulerEvent) -> None:
         """Files the event under each model that it concerns, by its own name: tenants know nothing of each other."""
@@ -76,16 +75,15 @@ class ExplainLog:
             subject = name if event.subject == event.model else event.subject
             reason = event.by_tenant.get(tenant_of(name), event.reason)
             ring = self._decisions.get(name) or deque(maxlen=_MAX_DECISIONS_PER_MODEL)
-            ring.append(replace(event, model=name, subject=subject, reason=reason, aliases=(), by_tenant={}))
+            is_own = name == event.model and reason == event.reason
+            ring.append(event if is_own else replace(event, model=name, subject=subject, reason=reason))
             self._decisions[name] = ring
 
     def placed(self, opened: AttemptPlaced) -> None:
         """A request was placed."""
         timeline = self._timeline(opened.key)
         timeline.model = opened.model
-        where, attempt = opened.placement, f"attempt {opened.key.attempt}"
-        begin_us, end_us = unix_us(opened.admitted_at), unix_us(opened.placed_at)
-        timeline.add([TimedPhase("queue", begin_us, end_us, "scheduler", attempt)])
+        where = opened.placement
         if len(timeline.places) < _MAX_PHASES:
             timeline.places.append(opened)
         if where.cold:
@@ -123,13 +121,14 @@ class ExplainLog:
         timeline = self._requests.get(request_id)
         if timeline is None:
             return None
-        phases = list(timeline.phases)
+        queued = [_queue_phase(one) for one in timeline.places if isinstance(one, AttemptPlaced)]
+        phases = [*queued, *timeline.phases][:_MAX_PHASES]
         for instance_id in dict.fromkeys(timeline.cold_instances):
             if times := self._instances.get(instance_id):
                 phases += [phase for phase in times.phases() if phase not in phases]
         phases.sort(key=lambda phase: (phase.begin_us, phase.end_us))
         # Decisions carry our own times: compared with the queue's, which is ours too.
-        begin_us = min((phase.begin_us for phase in timeline.phases if phase.name == "queue"), default=0)
+        begin_us = min((phase.begin_us for phase in phases if phase.name == "queue"), default=0)
         decisions = [event for event in self._decisions.get(timeline.model, ()) if unix_us(event.at) >= begin_us]
         places = [_placement_event(one) if isinstance(one, AttemptPlaced) else one for one in timeline.places]
         return phases, sorted([*decisions, *places], key=lambda event: event.at)
@@ -137,6 +136,11 @@ class ExplainLog:
     def model(self, name: str) -> list[SchedulerEvent]:
         """The model's last decisions, newest last."""
         return list(self._decisions.get(name, ()))
+
+
+def _queue_phase(opened: AttemptPlaced) -> TimedPhase:
+    begin_us, end_us = unix_us(opened.admitted_at), unix_us(opened.placed_at)
+    return TimedPhase("queue", begin_us, end_us, "scheduler", f"attempt {opened.key.attempt}")
 
 
 def _placement_event(opened: AttemptPlaced) -> SchedulerEvent:

@@ -143,21 +143,21 @@ class Policy:
 
     def _observe_worker(self, worker: WorkerStatus, streamed: bool, now: float) -> None:
         state = self.state
-        is_new = worker.worker_id not in state.membership.workers
+        before = state.membership.workers.get(worker.worker_id)
         was_suspect = state.membership.is_suspect(worker.worker_id)
         accepted = state.membership.accept_worker(worker, streamed)
         if accepted is None:
             return
         state.links.observe_worker(accepted, now)
         state.latency_models.observe(accepted)
-        if is_new:
+        if before is None:
             admissions.note_earlier_prompts(state, accepted, now)
         if instance := state.instances.on_worker(accepted.worker_id):
-            state.rosters.forget(instance.version_id)
+            admissions.forget_roster(state, None if was_suspect else before, accepted, instance)
         changes = state.instances.observe(accepted, now)
         for change in changes:
             self._record_transition(change, now)
-        if is_new or was_suspect or not all(change.is_progress for change in changes):
+        if before is None or was_suspect or not all(change.is_progress for change in changes):
             admissions.place_waiting(state, now)
             take_backs.take_back(state, now, {change.instance.version_id for change in changes})
             # Whoever waits may get this slot; of the others only its own models are concerned.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from cachetools import FIFOCache
-
+from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.admission.promises import Promises
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
@@ -68,11 +67,11 @@ class State:
     aliases: VersionAliases = field(default_factory=VersionAliases)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
     effects: Effects = field(default_factory=Effects)
-    instances_without_token: FIFOCache[str, tuple[str, ...]] = field(  # by request id; see note_no_token
-        default_factory=lambda: FIFOCache(_MAX_REQUESTS_WITHOUT_TOKEN)
+    instances_without_token: Recent[str, tuple[str, ...]] = field(  # by request id; see note_no_token
+        default_factory=lambda: Recent(_MAX_REQUESTS_WITHOUT_TOKEN)
     )
-    taken_back: FIFOCache[str, float] = field(  # by request id: when it was first admitted, until it comes again
-        default_factory=lambda: FIFOCache(_MAX_TAKEN_BACK)
+    taken_back: Recent[str, float] = field(  # by request id: when it was first admitted, until it comes again
+        default_factory=lambda: Recent(_MAX_TAKEN_BACK)
     )
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     whole_scale_due: float = 0.0  # next look at models that nobody waits for

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import grpc
-import stamina
 from google.protobuf.message import Message
 
 from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
-from torchrelay.common.identity.callers import Caller
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
+from torchrelay.control.v1 import param_store_pb2, worker_pb2
 from torchrelay.control.v1.param_store_pb2 import RELAY_URGENCY_IDLE, RELAY_URGENCY_URGENT
 from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.service import converters
@@ -32,8 +31,7 @@ log = get_logger(__name__)
 _TIMEOUT_S = 5.0  # Load and SetRoles return at once, and Relay where memory is faulted in
 _FAULTING_BYTES_PER_S = 0.25e9  # a store may have to fault its arena in before it can reserve a range
 _UPSTREAM_S = 1.0  # how long a store may wait for those that it follows to be told
-_MAX_ATTEMPTS = 2  # of a call that did not reach the peer
-_RETRY_S = 0.05
+_RETRY_S = 0.05  # before the second attempt of a call that did not reach the peer
 
 
 class _Unanswered(Unavailable):
@@ -76,6 +74,9 @@ class Actuator:
         """All hosts at once, but each after those of this wake that it follows: a store that hangs delays its followers
         alone, for ``_UPSTREAM_S``, as they have other sources. Loads start once the store has accepted the relay.
         """
+        if len(command.hops) == 1:
+            await self._wake_host(command, command.hops[0], (), asyncio.Event())
+            return
         told = {hop.store_id: asyncio.Event() for hop in command.hops}
         async with asyncio.TaskGroup() as hosts:
             for hop in command.hops:
@@ -85,10 +86,15 @@ class Actuator:
     async def _wake_host(
         self, command: effects.WakeCommand, hop: effects.Hop, upstream: Sequence[asyncio.Event], told: asyncio.Event
     ) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_UPSTREAM_S):
-                for one in upstream:
-                    await one.wait()
+        if self._has_whole(hop.store_id, command.model.pack_id):
+            told.set()
+            await self._load_whole(command, hop)
+            return
+        if upstream:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_UPSTREAM_S):
+                    for one in upstream:
+                        await one.wait()
         try:
             await self._relay(command, hop)
         except TorchrelayError as error:
@@ -101,6 +107,25 @@ class Actuator:
         async with asyncio.TaskGroup() as loads:
             for order in hop.loads:
                 loads.create_task(self._load(command, order))
+
+    async def _load_whole(self, command: effects.WakeCommand, hop: effects.Hop) -> None:
+        """The host has the pack: loads wait for nothing. The relay is for the case that it is evicted just now."""
+        async with asyncio.TaskGroup() as calls:
+            calls.create_task(self._keep(command, hop))
+            for order in hop.loads:
+                calls.create_task(self._load(command, order))
+
+    async def _keep(self, command: effects.WakeCommand, hop: effects.Hop) -> None:
+        """If the store cannot be reached, the loads say why they fail."""
+        try:
+            await self._relay(command, replace(hop, sources=hop.sources[:1], num_striped=1))
+        except TorchrelayError as error:
+            log.info("relay_refused", store_id=hop.store_id, error=error.message)
+
+    def _has_whole(self, store_id: str, pack_id: str) -> bool:
+        store = self._controller.policy.state.membership.stores.get(store_id)
+        copy = store.copies.get(pack_id) if store is not None else None
+        return copy is not None and copy.complete
 
     async def _relay(
         self, command: effects.WakeCommand | effects.CopyCommand | effects.RerouteCommand, hop: effects.Hop
@@ -155,7 +180,7 @@ class Actuator:
         store = self._controller.policy.state.membership.stores.get(store_id)
         if store is None:
             raise Unavailable("the store is gone")
-        return param_store_pb2_grpc.ParamStoreStub(self._channels.channel(store.grpc_address, store_id, Caller.STORE))
+        return self._channels.store(store.grpc_address, store_id)
 
     async def _load(self, command: effects.WakeCommand, order: effects.LoadOrder) -> None:
         request = worker_pb2.LoadRequest(
@@ -202,7 +227,7 @@ class Actuator:
         worker = self._controller.policy.state.membership.workers.get(worker_id)
         if worker is None:
             raise Unavailable("the worker is gone")
-        return worker_pb2_grpc.WorkerStub(self._channels.channel(worker.grpc_address, worker_id, Caller.WORKER))
+        return self._channels.worker(worker.grpc_address, worker_id)
 
     async def _call(
         self, rpc: Callable[..., Awaitable[object]], request: Message, timeout_s: float = _TIMEOUT_S
@@ -212,11 +237,13 @@ class Actuator:
         A ``StaleEpoch`` fails it like any error: a newer scheduler shows by the reports of all, not by one's word.
         """
         try:
-            async for attempt in stamina.retry_context(
-                _is_unreached, attempts=_MAX_ATTEMPTS, wait_initial=_RETRY_S, wait_jitter=0
-            ):
-                with attempt:
-                    await rpc(request, timeout=timeout_s)
+            try:
+                await rpc(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.UNAVAILABLE:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+                await rpc(request, timeout=timeout_s)
         except asyncio.CancelledError:
             # Either we are cancelled, or the peer was lost and its channel closed under the call.
             if (task := asyncio.current_task()) is None or task.cancelling():
@@ -228,7 +255,3 @@ class Actuator:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise _Unanswered(f"there was no answer within {timeout_s:g} s") from error
             raise error_from_rpc(error) from error
-
-
-def _is_unreached(error: Exception) -> bool:
-    return isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.UNAVAILABLE

@@ -10,12 +10,13 @@ import math
 import time
 from typing import Protocol
 
-from cachetools import FIFOCache
 from opentelemetry import metrics
 
 from torchrelay.common.process.telemetry import get_logger, record_span
+from torchrelay.common.recent import Recent
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
+from torchrelay.scheduler.policy.core import Model
 from torchrelay.scheduler.policy.effects import (
     AdmissionRefused,
     Answer,
@@ -94,10 +95,11 @@ class Controller:
         self.actuator: CommandExecutor | None = None  # set once, before anything is admitted
         self.worker_reports: dict[str, reports_pb2.WorkerReport] = {}
         self.store_reports: dict[str, reports_pb2.StoreReport] = {}
+        self._streamed: dict[str, reports_pb2.WorkerReport] = {}  # the last, until one comes by the broker
         self._recorder = recorder
         self._due_at = math.inf  # for which the timer runs
         self._due_timer: asyncio.TimerHandle | None = None
-        self._versions: FIFOCache[str, types_pb2.ModelVersion] = FIFOCache(_MAX_VERSIONS)
+        self._versions: Recent[str, tuple[types_pb2.ModelVersion, Model]] = Recent(_MAX_VERSIONS)
         self._event_publisher = event_publisher
         self._watchers: set[asyncio.Event] = set()
         meter, state = metrics.get_meter("torchrelay.scheduler"), policy.state
@@ -136,9 +138,16 @@ class Controller:
         current = None
         if request.HasField("current"):
             current = converters.placement_from_proto(request.current, admission.key)
-        self._versions[request.version.version_id] = request.version
-        model = converters.model_from_proto(request.version)
+        model = self._note_version(request.version)
         self._apply(Admit(admission, model, current, request.is_computed), now)
+
+    def _note_version(self, version: types_pb2.ModelVersion) -> Model:
+        """Most requests name a version just as the last one did."""
+        known = self._versions.get(version.version_id)
+        if known is None or known[0] != version:
+            known = version, converters.model_from_proto(version)
+        self._versions[version.version_id] = known
+        return known[1]
 
     def release(self, release: scheduler_pb2.Release) -> None:
         key = converters.key_from_proto(release.key)
@@ -160,6 +169,10 @@ class Controller:
             progress = converters.progress_from_proto(report.engine)
             self._apply(WorkerBeat(report.worker_id, report.incarnation, progress), now)
             return
+        if streamed:
+            self._streamed[report.worker_id] = report
+        elif report == self._streamed.pop(report.worker_id, None) and self.worker_repeated(report.worker_id):
+            return
         self._apply(WorkerReported(converters.worker_from_proto(report, now), streamed), now)
         if report.worker_id in self.policy.state.membership.workers:
             self.worker_reports[report.worker_id] = report
@@ -174,6 +187,16 @@ class Controller:
         if report is None or (instance is not None and not instance.is_settled):
             return False
         self.apply(WorkerBeat(worker_id, report.incarnation, converters.progress_from_proto(report.engine)))
+        return True
+
+    def store_repeated(self, store_id: str) -> bool:
+        """The same of a store, unless a copy is on its way to it, or an instance of its host about to change."""
+        report, state = self.store_reports.get(store_id), self.policy.state
+        if report is None or state.transfers.into(store_id):
+            return False
+        if not all(instance.is_settled for instance in state.instances.on_host(report.host_id)):
+            return False
+        self.apply(StoreBeat(store_id, report.incarnation))
         return True
 
     def store_reported(self, report: reports_pb2.StoreReport) -> None:
@@ -210,13 +233,14 @@ class Controller:
         membership = self.policy.state.membership
         for worker_id in self.worker_reports.keys() - membership.workers.keys():
             del self.worker_reports[worker_id]
+            self._streamed.pop(worker_id, None)
         for store_id in self.store_reports.keys() - membership.stores.keys():
             del self.store_reports[store_id]
         self.epoch.keep(membership.workers.keys() | membership.stores.keys())
 
     def version(self, version_id: str) -> types_pb2.ModelVersion:
         """A version as its last admission named it."""
-        return self._versions[version_id]
+        return self._versions[version_id][0]
 
     # Effects
 
@@ -242,9 +266,8 @@ class Controller:
     def _send(self, answer: Answer) -> None:
         if isinstance(answer, Placed):
             ticket = self.cluster_tickets.kv(answer.placement)
-            placement = converters.placement_to_proto(answer.placement, ticket)
-            self.cluster_tickets.add_call_tokens(placement)
-            kind, event = "placed", AdmitEvent(placement=placement)
+            kind = "placed"
+            event = converters.placed_to_proto(answer.placement, ticket, self.cluster_tickets.call_tokens)
         elif isinstance(answer, AdmissionRefused):
             kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
         elif isinstance(answer, TakeBack):

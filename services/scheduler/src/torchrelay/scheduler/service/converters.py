@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
@@ -13,6 +14,7 @@ from torchrelay.scheduler.policy.effects import AdmissionRefused, SchedulerEvent
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
+CallTokens: TypeAlias = tuple[str, str]  # the gateway's, and the other worker's
 _ROLES = frozenset(core.Role)
 _SERVICE_CLASSES = {one.value: one for one in core.ServiceClass}
 _WEIGHTS = (1e-3, 1e3)
@@ -188,20 +190,30 @@ def _worker_ref_from_proto(ref: types_pb2.WorkerRef) -> core.WorkerRef:
     return core.WorkerRef(ref.worker_id, ref.grpc_address, ref.instance_id)
 
 
-def placement_to_proto(placement: core.Placement, ticket: types_pb2.Ticket | None) -> scheduler_pb2.Placement:
-    return scheduler_pb2.Placement(
-        key=key_to_proto(placement.key),
-        prefill=_worker_ref_to_proto(placement.prefill),
-        decode=_worker_ref_to_proto(placement.decode),
-        kv_ticket=ticket,
-        cold=placement.cold,
-    )
+def placed_to_proto(
+    placement: core.Placement, ticket: types_pb2.Ticket | None, call_tokens: Callable[[str], CallTokens]
+) -> scheduler_pb2.AdmitEvent:
+    """``call_tokens``: those that a worker accepts. Parts as dictionaries are filled in place, and never copied."""
+    placed: dict[str, Any] = {
+        "key": {"request_id": placement.key.request_id, "attempt": placement.key.attempt},
+        "prefill": _worker_ref_fields(placement.prefill, call_tokens),
+        "decode": _worker_ref_fields(placement.decode, call_tokens),
+        "cold": placement.cold,
+    }
+    if ticket is not None:
+        placed["kv_ticket"] = ticket
+    return scheduler_pb2.AdmitEvent(placement=placed)  # type: ignore[arg-type]  # not in the stubs
 
 
-def _worker_ref_to_proto(worker_ref: core.WorkerRef) -> types_pb2.WorkerRef:
-    return types_pb2.WorkerRef(
-        worker_id=worker_ref.worker_id, grpc_address=worker_ref.grpc_address, instance_id=worker_ref.instance_id
-    )
+def _worker_ref_fields(worker_ref: core.WorkerRef, call_tokens: Callable[[str], CallTokens]) -> dict[str, str]:
+    gateway_token, worker_token = call_tokens(worker_ref.worker_id)
+    return {
+        "worker_id": worker_ref.worker_id,
+        "grpc_address": worker_ref.grpc_address,
+        "instance_id": worker_ref.instance_id,
+        "gateway_token": gateway_token,
+        "worker_token": worker_token,
+    }
 
 
 def phases_from_proto(phases: Iterable[types_pb2.Phase]) -> list[TimedPhase]:

@@ -22,11 +22,10 @@ from grpc.aio import UnaryStreamCall
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from torchrelay.common.identity.callers import Caller
 from torchrelay.common.liveness import SILENT_S
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
+from torchrelay.control.v1 import param_store_pb2, worker_pb2
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.scheduler.policy.inputs import StoreGone, WorkerGone, WorkerStopped, WorkerStreamClosed
 from torchrelay.scheduler.service.controller import Clock, Controller
@@ -88,6 +87,8 @@ class Discovery:
             self._watch(f"worker {report.worker_id}", report.incarnation, lambda: self._watch_worker(report))
 
     async def _on_store(self, message: Msg) -> None:
+        if not self._stopped and self._repeats.is_one(message) and self._controller.store_repeated(node_id(message)):
+            return
         report = self._apply(StoreReport, message, self._controller.store_reported)
         if report is not None and report.store_id in self._controller.policy.state.membership.stores:
             self._watch(f"store {report.store_id}", report.incarnation, lambda: self._watch_store(report))
@@ -125,7 +126,7 @@ class Discovery:
         patience = _Patience(self._controller.clock)
         while patience.lasts(worker_id in membership.workers):
             request = worker_pb2.WatchSlotRequest(beat_every_s=_BEAT_S, epoch=self._controller.epoch.value)
-            stub = worker_pb2_grpc.WorkerStub(self._channels.channel(address, worker_id, Caller.WORKER))
+            stub = self._channels.worker(address, worker_id)
             stream = _ReportStream(partial(stub.WatchSlot, request), worker_id, patience)
             async with aclosing(stream.reports()) as reports:
                 async for report in reports:
@@ -146,7 +147,7 @@ class Discovery:
         patience = _Patience(self._controller.clock)
         while patience.lasts(store_id in membership.stores):
             request = param_store_pb2.WatchCopiesRequest(beat_every_s=_BEAT_S, epoch=self._controller.epoch.value)
-            stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(address, store_id, Caller.STORE))
+            stub = self._channels.store(address, store_id)
             stream = _ReportStream(partial(stub.WatchCopies, request), store_id, patience)
             async with aclosing(stream.reports()) as reports:
                 async for report in reports:

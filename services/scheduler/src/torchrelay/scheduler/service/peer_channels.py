@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 
@@ -10,6 +11,13 @@ from torchrelay.common.identity.callers import Caller, call_token
 from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.control.v1 import param_store_pb2_grpc, worker_pb2_grpc
+
+if TYPE_CHECKING:
+    from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub
+    from torchrelay.control.v1.worker_pb2_grpc import WorkerAsyncStub  # exists in the stubs only
+
+_Key: TypeAlias = tuple[str, str]  # address and node: a token is one node's
 
 
 class PeerChannels:
@@ -17,9 +25,25 @@ class PeerChannels:
 
     def __init__(self, cluster_key: bytes, tls: Tls | None = None) -> None:
         self._cluster_key, self._tls = cluster_key, tls
-        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}  # by address and node: a token is one node's
+        self._channels: dict[_Key, grpc.aio.Channel] = {}
+        self._workers: dict[_Key, WorkerAsyncStub] = {}  # to make a stub costs as much as a call
+        self._stores: dict[_Key, ParamStoreAsyncStub] = {}
 
-    def channel(self, address: str, node_id: str, callee: Caller) -> grpc.aio.Channel:
+    def worker(self, address: str, worker_id: str) -> WorkerAsyncStub:
+        stub = self._workers.get((address, worker_id))
+        if stub is None:
+            channel = self._channel(address, worker_id, Caller.WORKER)
+            stub = self._workers[address, worker_id] = worker_pb2_grpc.WorkerStub(channel)
+        return stub
+
+    def store(self, address: str, store_id: str) -> ParamStoreAsyncStub:
+        stub = self._stores.get((address, store_id))
+        if stub is None:
+            channel = self._channel(address, store_id, Caller.STORE)
+            stub = self._stores[address, store_id] = param_store_pb2_grpc.ParamStoreStub(channel)
+        return stub
+
+    def _channel(self, address: str, node_id: str, callee: Caller) -> grpc.aio.Channel:
         key = address, node_id
         if key not in self._channels:
             token = call_token(derive_node_key(self._cluster_key, node_id), Caller.SCHEDULER)
@@ -28,10 +52,14 @@ class PeerChannels:
 
     async def forget(self, address: str) -> None:
         """Closes the channels to an address whose process is gone; running calls fail."""
-        for channel in [self._channels.pop(key) for key in [*self._channels] if key[0] == address]:
-            await channel.close()
+        for key in [key for key in self._channels if key[0] == address]:
+            self._workers.pop(key, None)
+            self._stores.pop(key, None)
+            await self._channels.pop(key).close()
 
     async def close(self) -> None:
+        self._workers.clear()
+        self._stores.clear()
         while self._channels:
             await self._channels.popitem()[1].close()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cachetools import FIFOCache
 from nats.aio.msg import Msg
 
 from torchrelay.common.net.load_reports import MAC_HEADER
+from torchrelay.common.recent import Recent
 
 _MAX_SUBJECTS = 16_384
-WHOLE_EVERY = 10  # repeats: what time alone changes is looked at now and then
+WHOLE_EVERY = 40  # repeats: what time alone changes is looked at now and then
 
 
 class Repeats:
@@ -21,7 +21,7 @@ class Repeats:
     """
 
     def __init__(self) -> None:
-        self._last: FIFOCache[str, _Last] = FIFOCache(_MAX_SUBJECTS)
+        self._last: Recent[str, _Last] = Recent(_MAX_SUBJECTS)
 
     def is_one(self, message: Msg) -> bool:
         last = self._last.get(message.subject)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cachetools import FIFOCache
 from nats.aio.msg import Msg
 
 from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.net.load_reports import MAC_HEADER, is_report_mac
 from torchrelay.common.process.telemetry import get_logger
+from torchrelay.common.recent import Recent
 
 log = get_logger(__name__)
 _MAX_NAMED = 1024
@@ -18,7 +18,7 @@ class ReportCheck:
 
     def __init__(self, cluster_key: bytes) -> None:
         self._cluster_key = cluster_key
-        self._logged: FIFOCache[tuple[str, str], bool] = FIFOCache(_MAX_NAMED)
+        self._logged: Recent[tuple[str, str], bool] = Recent(_MAX_NAMED)
 
     def is_signed(self, message: Msg) -> bool:
         """Whether the node in the message's subject sent it. The broker may serve others; nobody else has its key."""

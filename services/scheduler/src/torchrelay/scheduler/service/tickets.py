@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 
-from cachetools import FIFOCache
-
 from torchrelay.common.identity.callers import Caller, call_token
 from torchrelay.common.identity.keys import derive_node_key
-from torchrelay.control.v1 import scheduler_pb2
+from torchrelay.common.recent import Recent
 from torchrelay.control.v1.types_pb2 import Source, Ticket
 from torchrelay.scheduler.policy.core import REMOTE, Placement, StoreStatus
+from torchrelay.scheduler.service.converters import CallTokens
 from torchrelay.transfer.protocol.tickets import TicketIssuer
 
 _MAX_WORKERS = 4096
@@ -29,17 +28,16 @@ class ClusterTickets:
     def __init__(self, cluster_key: bytes) -> None:
         self._cluster_key = cluster_key
         self._issuer = TicketIssuer(cluster_key)
-        self._call_tokens: FIFOCache[str, tuple[str, str]] = FIFOCache(_MAX_WORKERS)
+        self._call_tokens: Recent[str, CallTokens] = Recent(_MAX_WORKERS)
 
-    def add_call_tokens(self, placement: scheduler_pb2.Placement) -> None:
-        """Lets the gateway call both workers, and the prefill worker the decode worker."""
-        for worker in (placement.prefill, placement.decode):
-            tokens = self._call_tokens.get(worker.worker_id)
-            if tokens is None:
-                node_key = derive_node_key(self._cluster_key, worker.worker_id)
-                tokens = call_token(node_key, Caller.GATEWAY), call_token(node_key, Caller.WORKER)
-                self._call_tokens[worker.worker_id] = tokens
-            worker.gateway_token, worker.worker_token = tokens
+    def call_tokens(self, worker_id: str) -> CallTokens:
+        """Lets the gateway call the worker, and a prefill worker the decode worker."""
+        tokens = self._call_tokens.get(worker_id)
+        if tokens is None:
+            node_key = derive_node_key(self._cluster_key, worker_id)
+            tokens = call_token(node_key, Caller.GATEWAY), call_token(node_key, Caller.WORKER)
+            self._call_tokens[worker_id] = tokens
+        return tokens
 
     def kv(self, placement: Placement) -> Ticket | None:
         """Lets the decode worker follow the prefill worker's KV buffer; None if they are the same worker."""

@@ -41,7 +41,8 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     into slots for which a model without any still waits: not at all, unless every model that waits is decided on.
     """
     actions: list[Action] = []
-    free = _free_workers(autoscaler_input)
+    is_wanted = any(one.num_waiting or one.num_cold or one.backlog_s for one in autoscaler_input.demands)
+    free = _free_workers(autoscaler_input) if is_wanted else {}
     granted: dict[str, list[Roles]] = {}
     starving: list[Demand] = []
     demands = sorted(autoscaler_input.demands, key=lambda demand: -demand.slot_wait_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Action,
@@ -15,7 +14,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Wake,
 )
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Roles, StoreStatus
+from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Roles
 
 
 class FreeingSlots:
@@ -90,7 +89,7 @@ class FreeingSlots:
         gone = {load.instance.instance_id: load.instance.pack_id for load in without}
         held = {pack_id for instance_id, pack_id in self._held[host_id].items() if instance_id not in gone}
         unpinned = self._leaving[host_id].union(gone.values()) - held
-        return _unpinned(store, unpinned).room_for(model.pack_id, model.pack_bytes)
+        return store.room_for(model.pack_id, model.pack_bytes, unpinned)
 
 
 def fewest(slots: Mapping[str, Roles], missing: Roles) -> list[str]:
@@ -114,8 +113,3 @@ def _idle(autoscaler_input: AutoscalerInput) -> list[InstanceLoad]:
         and load.is_idle_since(autoscaler_input.now)
     ]
     return sorted(idle, key=lambda load: (load.last_active, load.instance.instance_id))
-
-
-def _unpinned(store: StoreStatus, packs: set[str]) -> StoreStatus:
-    unpinned = {pack_id: replace(store.copies[pack_id], num_pins=0) for pack_id in packs & store.copies.keys()}
-    return replace(store, copies={**store.copies, **unpinned})

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
+from typing import NamedTuple
 
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, is_held_by_any, tier_of
 from torchrelay.scheduler.policy.core import BOTH, Model, Role, Roles, StoreStatus, WorkerStatus
 
 
-@dataclass(frozen=True)
-class FreeSlot:
+class FreeSlot(NamedTuple):
     """A free slot, as seen by one model."""
 
     worker_id: str
@@ -45,20 +46,20 @@ def free_slots(
     pool of less than ``kv_bytes`` they do not decode.
     """
     is_held = is_held_by_any(model.pack_id, stores.values())
+
+    @cache
+    def tier(host_id: str) -> Tier | None:
+        store = stores.get(host_id)
+        if store is None or not store.room_for(model.pack_id, model.pack_bytes):
+            return None
+        return tier_of(model.pack_id, store, is_held)
+
     return [
-        FreeSlot(
-            worker.worker_id,
-            worker.host_id,
-            roles,
-            tier_of(model.pack_id, store, is_held),
-            worker.worker_id in avoid,
-            worker.preferred_role,
-        )
+        FreeSlot(worker.worker_id, worker.host_id, roles, nearest, worker.worker_id in avoid, worker.preferred_role)
         for worker in workers
         if worker.num_devices == model.num_devices
         and (roles := worker.roles_for(kv_bytes))
-        and (store := stores.get(worker.host_id))
-        and store.room_for(model.pack_id, model.pack_bytes)
+        and (nearest := tier(worker.host_id)) is not None
     ]
 
 

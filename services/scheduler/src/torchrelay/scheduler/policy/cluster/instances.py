@@ -58,6 +58,7 @@ class Instances:
         self._on_host: dict[str, dict[str, None]] = {}  # instance ids
         self._last_active: dict[str, float] = {}
         self._loading: dict[str, str] = {}  # version ids, by instance
+        self._draining: dict[str, None] = {}
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._by_id.values())
@@ -73,6 +74,14 @@ class Instances:
     def workers(self) -> Container[str]:
         """Those that have one."""
         return self._on_worker.keys()
+
+    @property
+    def loading(self) -> tuple[Instance, ...]:
+        return tuple(self._by_id[instance_id] for instance_id in self._loading)
+
+    @property
+    def draining(self) -> tuple[Instance, ...]:
+        return tuple(self._by_id[instance_id] for instance_id in self._draining)
 
     @property
     def loading_versions(self) -> frozenset[str]:
@@ -100,6 +109,10 @@ class Instances:
             self._loading[instance.instance_id] = instance.version_id
         else:
             self._loading.pop(instance.instance_id, None)
+        if instance.phase is InstancePhase.DRAINING:
+            self._draining[instance.instance_id] = None
+        else:
+            self._draining.pop(instance.instance_id, None)
         self._on_change(instance.version_id)
 
     def remove(self, instance_id: str) -> Instance | None:
@@ -107,6 +120,7 @@ class Instances:
         if instance is not None:
             del self._on_worker[instance.worker_id], self._last_active[instance_id]
             self._loading.pop(instance_id, None)
+            self._draining.pop(instance_id, None)
             for index, name in ((self._of_version, instance.version_id), (self._on_host, instance.host_id)):
                 del index[name][instance_id]
                 if not index[name]:
@@ -127,8 +141,10 @@ class Instances:
             if change is None:
                 return []
             if not change.gone:
+                if change.before == change.instance:
+                    return []
                 self.put(change.instance)
-                return [change] if change.before != change.instance else []
+                return [change]
             self.remove(known.instance_id)
             changes.append(change)
         if worker.slot.phase is not InstancePhase.FREE:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cachetools import FIFOCache
-
 from torchrelay.common.liveness import EngineProgress, Liveness
+from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSizes
 from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles, StoreStatus, WorkerStatus
 
@@ -47,12 +46,12 @@ class Membership:
         self.stores: dict[str, StoreStatus] = {}
         self.stores_by_host: dict[str, StoreStatus] = {}
         self._streaming: dict[str, str] = {}  # worker id -> incarnation whose stream is open
-        self._fenced: FIFOCache[str, float] = FIFOCache(_MAX_FENCED)  # incarnation -> ignored until
+        self._fenced: Recent[str, float] = Recent(_MAX_FENCED)  # incarnation -> ignored until
         self._suspect_since: dict[str, float] = {}
         self._liveness: dict[str, Liveness] = {}  # by worker id
         self._store_liveness: dict[str, Liveness] = {}
         self._look_at = 0.0  # nobody is lost before
-        self._stalled: FIFOCache[str, EngineProgress] = FIFOCache(_MAX_FENCED)  # incarnation -> where its engine stands
+        self._stalled: Recent[str, EngineProgress] = Recent(_MAX_FENCED)  # incarnation -> where its engine stands
         self.sizes = SlotSizes()
 
     def accept_worker(self, worker: WorkerStatus, streamed: bool) -> WorkerStatus | None:
@@ -205,6 +204,8 @@ class Membership:
         playable: set[Role] = set()
         for worker in self.workers.values():
             playable |= worker.playable_roles if worker.host_id in hosts else frozenset()
+            if playable >= BOTH:
+                return ""
         if not playable:
             silent = sorted({worker.host_id for worker in self.workers.values()} - hosts)
             return f"the param-store of host {' and '.join(silent[:3])} does not answer"

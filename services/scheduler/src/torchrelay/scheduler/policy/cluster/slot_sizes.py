@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from torchrelay.scheduler.policy.core import Role, StoreStatus, WorkerStatus
@@ -49,6 +49,10 @@ class SlotSizes:
             self._remove(self._size(slot), now)
             if not self._on_host[slot.host_id]:
                 del self._on_host[slot.host_id]
+
+    def on_host(self, host_id: str) -> Collection[str]:
+        """The workers there."""
+        return self._on_host.get(host_id, ())
 
     def store(self, store: StoreStatus) -> None:
         self._set_arena(store.host_id, store.arena_target_bytes, store.seen_at)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from cachetools import FIFOCache
+from torchrelay.common.recent import Recent
 
 _MAX_VERSIONS = 4096
 _MAX_NAMES = 64  # of one version
@@ -29,7 +29,7 @@ class _AliasUse:
 @dataclass
 class _Aliases:
     pack_id: str
-    uses: FIFOCache[str, _AliasUse] = field(default_factory=lambda: FIFOCache(_MAX_NAMES))
+    uses: Recent[str, _AliasUse] = field(default_factory=lambda: Recent(_MAX_NAMES))
     last_used: str = ""
 
 
@@ -37,7 +37,7 @@ class VersionAliases:
     """The models that were requested, by version; the longest unused are evicted first."""
 
     def __init__(self) -> None:
-        self._versions: FIFOCache[str, _Aliases] = FIFOCache(_MAX_VERSIONS)
+        self._versions: Recent[str, _Aliases] = Recent(_MAX_VERSIONS)
 
     def __iter__(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """(version, pack, names)."""

@@ -6,9 +6,8 @@ finished requests.
 
 from __future__ import annotations
 
-from cachetools import FIFOCache
-
 from torchrelay.common.latency.online_fit import OnlineFit
+from torchrelay.common.recent import Recent
 
 _FIXED_S = 0.002  # offer, reservation and the last layer's KV
 _REMAINING_SHARE = 0.05  # of the KV, still to be sent when prefill ends
@@ -21,7 +20,7 @@ class KvTransferTimes:
     """Learned fixed time and time per byte, by (prefill host, decode host)."""
 
     def __init__(self) -> None:
-        self._fits: FIFOCache[tuple[str, str], OnlineFit] = FIFOCache(_MAX_PAIRS)
+        self._fits: Recent[tuple[str, str], OnlineFit] = Recent(_MAX_PAIRS)
 
     def observe(self, prefill_host: str, decode_host: str, kv_bytes: int, measured_s: float) -> None:
         """``measured_s``: from the end of prefill until the decode worker had the KV."""

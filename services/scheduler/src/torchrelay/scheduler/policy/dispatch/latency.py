@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from cachetools import FIFOCache
-
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
+from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, WorkerStatus
@@ -19,7 +18,7 @@ class LatencyModels:
     """The latest model of any worker for each (pack, kind of device), for workers that are new to a pack."""
 
     def __init__(self) -> None:
-        self._learned: FIFOCache[tuple[str, str], LatencyModel] = FIFOCache(_MAX_LEARNED)
+        self._learned: Recent[tuple[str, str], LatencyModel] = Recent(_MAX_LEARNED)
 
     def observe(self, worker: WorkerStatus) -> None:
         """Learns from a report."""

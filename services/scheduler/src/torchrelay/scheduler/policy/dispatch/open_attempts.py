@@ -80,6 +80,11 @@ class OpenAttempts:
         """What is bound of an instance; not to be changed."""
         return self._bound.get(instance_id, NOTHING_BOUND)
 
+    @property
+    def bound(self) -> Mapping[str, BoundWork]:
+        """By instance, of those that have any."""
+        return self._bound
+
     def open(self, attempt: OpenAttempt, now: float) -> None:
         key, placement = attempt.admission.key, attempt.placement
         assert key not in self._open

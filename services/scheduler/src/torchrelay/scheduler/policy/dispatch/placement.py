@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -53,21 +53,10 @@ class NoPlacement:
     is_own: bool = False
 
 
-# Tuples of plain values: each admission makes some for every candidate, and they are compared in the order of fields.
-class _Prefill(NamedTuple):
-    ttft_s: float
-    instance_id: str
-    prefill_s: float
-    candidate: Candidate
-
-
-class _Decode(NamedTuple):
-    cost_s: float  # of all tokens after the first, without load and KV transfer
-    instance_id: str
-    tbt_s: float
-    step_s: float
-    load_left_s: float
-    candidate: Candidate
+# Plain tuples: each admission makes one for every candidate, and they are compared in the order of fields.
+_Prefill: TypeAlias = tuple[float, str, float, Candidate]  # TTFT, instance, seconds of the prompt itself
+# Cost of later tokens, instance, TBT, seconds of a step, load left.
+_Decode: TypeAlias = tuple[float, str, float, float, float, Candidate]
 
 
 def place(
@@ -94,16 +83,14 @@ def place(
             return 0.0
         return kv_transfer_times.predict_s(prefill.host_id, decode.host_id, prompt_bytes, config.kv_bytes_per_s)
 
-    prefill, decode = _best_pair(prefills, decodes, transfer_s)
-    first, second = prefill.candidate.entry, decode.candidate.entry
+    (ttft_s, _, prefill_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(prefills, decodes, transfer_s)
+    first, second = prefill.entry, decode.entry
     return core.Placement(
         key=admission.key,
         prefill=first.worker_ref,
         decode=second.worker_ref,
         cold=core.InstancePhase.LOADING in (first.phase, second.phase),
-        predicted=Prediction(
-            prefill.ttft_s, prefill.prefill_s, decode.tbt_s, decode.step_s, prefill.candidate.num_cached_tokens
-        ),
+        predicted=Prediction(ttft_s, prefill_s, tbt_s, step_s, prefill.num_cached_tokens),
     )
 
 
@@ -118,19 +105,21 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
         entry, work, num_cached, correction, _ = candidate
         if not entry.plays_prefill:
             continue
-        num_decoding, num_attended = (work.num_choices, work.num_attended) if entry.plays_decode else (0, 0)
-        prefill_s = num_contexts * entry.latency.prefill_s(num_tokens, num_cached, num_decoding, num_attended)
-        prefill_s *= correction
+        if entry.plays_decode:
+            one_s = entry.latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
+        else:
+            one_s = entry.latency.prefill_s(num_tokens, num_cached)
+        prefill_s = num_contexts * one_s * correction
         queued_s = entry.queued_s(work.lane, now)
         ttft_s = entry.load_left_s(now) + queued_s + entry.overdue_s(work.lane, now) + prefill_s
         if queued_s < entry.full_step_s:
-            found.append(_Prefill(ttft_s, entry.worker_ref.instance_id, prefill_s, candidate))
+            found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, candidate))
         else:
             soonest_s = min(soonest_s, ttft_s)
             due = min(due, max(entry.bindable_at(work.lane), now + _MIN_WAIT_S))
     if found:
         found.sort()
-        if found[0].ttft_s <= soonest_s:
+        if found[0][0] <= soonest_s:
             return found[:MAX_SCORED]
     if math.isinf(soonest_s):
         return NoPlacement("no instance plays prefill")
@@ -149,6 +138,7 @@ def _decodes(
     kv_bytes, num_choices = admission.kv_bytes(model), admission.num_choices
     num_attended = admission.num_attended(num_answer_tokens)
     num_tokens = min(num_answer_tokens, _MAX_PENALIZED_TOKENS)
+    target_s, max_open = config.tbt_target_s, config.max_open_per_instance
     most_bytes = largest_pool = -1
     found: list[_Decode] = []
     for candidate in candidates:
@@ -156,18 +146,18 @@ def _decodes(
         if not entry.plays_decode:
             continue
         unreserved = entry.kv_pool_bytes - work.kv_bytes
-        most_bytes, largest_pool = max(most_bytes, unreserved), max(largest_pool, entry.kv_pool_bytes)
-        if unreserved < kv_bytes or len(work.decodes) >= config.max_open_per_instance:
+        if unreserved < kv_bytes or len(work.decodes) >= max_open:
+            most_bytes, largest_pool = max(most_bytes, unreserved), max(largest_pool, entry.kv_pool_bytes)
             continue
         step_s = entry.latency.tbt_s(work.num_choices + num_choices, work.num_attended + num_attended)
         tbt_s = candidate.token_time.mean_s(step_s)
-        cost_s = tbt_s + max(tbt_s - config.tbt_target_s, 0.0) * num_tokens
+        cost_s = tbt_s + (tbt_s - target_s) * num_tokens if tbt_s > target_s else tbt_s
         if entry.plays_prefill:  # a prompt interrupts decoding by one step at a time
             cost_s += min(entry.ahead_s(work.lane, now), entry.full_step_s)
-        found.append(_Decode(cost_s, entry.worker_ref.instance_id, tbt_s, step_s, entry.load_left_s(now), candidate))
+        found.append((cost_s, entry.worker_ref.instance_id, tbt_s, step_s, entry.load_left_s(now), candidate))
     if found:
         if len(found) > MAX_SCORED:
-            found.sort(key=lambda one: (one.load_left_s + one.cost_s, one.instance_id))
+            found.sort(key=lambda one: (one[4] + one[0], one[1]))  # with what is left of their loads
             del found[MAX_SCORED:]
         found.sort()
         return found
@@ -188,17 +178,18 @@ def _best_pair(
     best: tuple[float, int, str, str] = (math.inf, 0, "", "")
     pair = prefills[0], decodes[0]
     for prefill in prefills:
-        ttft_s, first = prefill.ttft_s, prefill.candidate.entry
+        ttft_s, prefill_id, _, first = prefill
         for decode in decodes:
-            if ttft_s + decode.cost_s > best[0]:
+            later_s, decode_id, _, _, load_left_s, second = decode
+            if ttft_s + later_s > best[0]:
                 break
-            second = decode.candidate.entry
-            cost_s = ttft_s + max(decode.load_left_s - ttft_s, 0.0) + decode.cost_s + transfer_s(first, second)
+            arrival_s = transfer_s(first.entry, second.entry)
+            cost_s = ttft_s + max(load_left_s - ttft_s, 0.0) + later_s + arrival_s
             if cost_s > best[0]:
                 continue
-            rank = (cost_s, -decode.candidate.kv_unreserved_bytes, prefill.instance_id, decode.instance_id)
+            rank = (cost_s, -second.kv_unreserved_bytes, prefill_id, decode_id)
             if rank < best:
                 best, pair = rank, (prefill, decode)
-        if ttft_s + decodes[0].cost_s > best[0]:
+        if ttft_s + decodes[0][0] > best[0]:
             break  # and with every later prefill instance
     return pair

@@ -67,8 +67,9 @@ class PrefillLane:
         """Predicted time until all that is bound is computed; the first counts until it is reported."""
         if not self._bound:
             return 0.0
-        first_s = next(iter(self._bound.values()))
-        return max(self._work_s - min(max(now - self._head_since, 0.0), first_s), 0.0)
+        first_s, since_s = next(iter(self._bound.values())), now - self._head_since
+        left_s = self._work_s - (first_s if since_s > first_s else since_s if since_s > 0.0 else 0.0)
+        return left_s if left_s > 0.0 else 0.0
 
     def overdue_s(self, now: float) -> float:
         """How long ago the first should have been computed: it is expected to take as long again."""

@@ -32,7 +32,14 @@ class PrefixIndex:
         known = self._of.get(instance_id)
         if not known or not block_hashes or block_hashes[0] not in known:
             return 0
-        return next((n for n, block_hash in enumerate(block_hashes) if block_hash not in known), len(block_hashes))
+        low, high = 1, len(block_hashes)
+        while low < high:  # what is before a known block was noted with it, as more recent
+            middle = (low + high + 1) // 2
+            if block_hashes[middle - 1] in known:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def forget(self, instance_id: str) -> None:
         """The instance is gone."""

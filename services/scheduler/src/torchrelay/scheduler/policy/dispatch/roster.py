@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchrelay.common.latency.latency_model import LatencyModel
-from torchrelay.scheduler.policy.core import InstancePhase, WorkerRef
+from torchrelay.scheduler.policy.core import InstancePhase, WorkerRef, WorkerStatus
 from torchrelay.scheduler.policy.dispatch.prefill_lane import PrefillLane
 
 
@@ -35,8 +35,8 @@ class RosterEntry:
 
     def queued_s(self, lane: PrefillLane, now: float) -> float:
         """Prompts bound there and not computed, in seconds of work; an instance that loads has begun none."""
-        excess_s = max(self.excess_until - now, 0.0)
-        return excess_s + (lane.work_s() if self.phase is InstancePhase.LOADING else lane.ahead_s(now))
+        bound_s = lane.work_s() if self.phase is InstancePhase.LOADING else lane.ahead_s(now)
+        return bound_s + (self.excess_until - now) if self.excess_until > now else bound_s
 
     def overdue_s(self, lane: PrefillLane, now: float) -> float:
         """What these will take beyond that, as the first has: whatever an instance that computes nothing says of
@@ -53,6 +53,17 @@ class RosterEntry:
         if self.phase is InstancePhase.LOADING:
             return math.inf
         return max(lane.less_ahead_at(self.full_step_s), self.excess_until - max(self.full_step_s - lane.work_s(), 0.0))
+
+
+def computes_alike(before: WorkerStatus, after: WorkerStatus) -> bool:
+    """Whether the entry of a worker's instance is as before its last report, unless it loads."""
+    return (
+        (before.incarnation, before.grpc_address, before.device)
+        == (after.incarnation, after.grpc_address, after.device)
+        and before.kv_pool_bytes == after.kv_pool_bytes
+        and (before.step_s, before.prefill_tokens_per_s) == (after.step_s, after.prefill_tokens_per_s)
+        and (before.latency is after.latency or before.latency == after.latency)
+    )
 
 
 class Rosters:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S, Node
@@ -71,7 +72,7 @@ class LinkDirection:
     _ceiling_until: float = 0.0
 
     def background(self, now: float) -> float:
-        kv = sum(meter.bytes_per_s(now) for meter in self.kv.values())
+        kv = sum([meter.bytes_per_s(now) for meter in self.kv.values()])
         return max(kv, self.all_traffic.bytes_per_s(now) - self.relayed.bytes_per_s(now), 0.0)
 
     def observe_kv(self, worker_id: str, value: int, now: float) -> None:
@@ -84,6 +85,8 @@ class LinkDirection:
             self._peak, self._peak_at_s = bytes_per_s, measured_s
 
     def peak(self, measured_s: float) -> float:
+        if not self._peak:
+            return 0.0
         return float(self._peak * 0.5 ** ((measured_s - self._peak_at_s) / _HALF_LIFE_S))
 
     def fell_short(self, bytes_per_s: float, now: float) -> None:
@@ -188,8 +191,8 @@ class Links:
         """Another source did not help: what the store takes in now is all it can."""
         self._links[store.host_id].into.fell_short(sum(self._incoming.get(store.host_id, {}).values()), now)
 
-    def nodes(self, stores: list[StoreStatus], running: list[Transfer], now: float) -> dict[str, Node]:
-        """What ``running`` transfers leave of each store's links, and of the remote store's."""
+    def nodes(self, stores: Iterable[StoreStatus], running: Iterable[Transfer], now: float) -> dict[str, Node]:
+        """What ``running`` transfers leave of the links of each of ``stores``, and of the remote store's."""
         hosts = (link for host_id, link in self._links.items() if host_id != REMOTE)
         directions = (direction for link in hosts for direction in (link.out, link.into))
         best = max((direction.peak(self._measured_s) for direction in directions), default=0.0)
@@ -207,13 +210,13 @@ class Links:
 
     def _node(self, host_id: str, leaf: str, best: float, out: _Rates, into: _Rates, now: float) -> Node:
         link = self._links.get(host_id) or _Link()
-        capacity_out = min(link.out.capacity(best, now), self._cap)
+        capacity_out, background_out = min(link.out.capacity(best, now), self._cap), link.out.background(now)
         capacity_in = min(link.into.capacity(best, now), self._cap)
         return Node(
-            residual_out=_residual_bytes_per_s(capacity_out, link.out.background(now), out[host_id]),
+            residual_out=_residual_bytes_per_s(capacity_out, background_out, out[host_id]),
             residual_in=_residual_bytes_per_s(capacity_in, link.into.background(now), into[host_id]),
             host=host_id,
-            busy_out=bool(out[host_id]) or link.out.background(now) > _BUSY_SHARE * capacity_out,
+            busy_out=bool(out[host_id]) or background_out > _BUSY_SHARE * capacity_out,
             leaf=leaf,
         )
 

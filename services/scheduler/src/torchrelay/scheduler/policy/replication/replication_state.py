@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
-from cachetools import FIFOCache
-
+from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import CopyCause, Model, StoreStatus
 
@@ -33,7 +32,7 @@ class RecentPacks:
 
     def __init__(self, max_packs: int = _MAX_PACKS) -> None:
         # Setting a key moves it to the end of the queue and reading does not, so the first in is the longest unused.
-        self._uses: FIFOCache[str, PackUse] = FIFOCache(max_packs)
+        self._uses: Recent[str, PackUse] = Recent(max_packs)
 
     def __contains__(self, pack_id: str) -> bool:
         return pack_id in self._uses

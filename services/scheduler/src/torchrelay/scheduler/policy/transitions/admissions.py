@@ -26,9 +26,10 @@ from torchrelay.scheduler.policy.core import (
     WorkerStatus,
 )
 from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
-from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
+from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement
-from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.dispatch.roster import RosterEntry, computes_alike
+from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
 
@@ -359,21 +360,28 @@ def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
     return found
 
 
+def forget_roster(state: State, before: WorkerStatus | None, worker: WorkerStatus, instance: Instance) -> None:
+    """If the worker's report, after the one ``before``, says anything new about what its instance can take."""
+    is_loading = instance.version_id in state.instances.loading_versions
+    if before is None or is_loading or not computes_alike(before, worker):
+        state.rosters.forget(instance.version_id)
+
+
 def _candidates(
     state: State, admission: Admission, model: Model, roster: Sequence[RosterEntry], now: float
 ) -> list[Candidate]:
     """The roster as the attempt sees it."""
-    hashes, index = admission.block_hashes, state.prefix_index
-    return [
-        Candidate(
-            entry,
-            state.attempts.at(entry.instance_id),
-            index.num_blocks(entry.instance_id, hashes) * model.routing_block_tokens if hashes else 0,
-            state.corrections.of(entry.instance_id, now),
-            state.token_times.of(entry.instance_id, now),
-        )
-        for entry in roster
-    ]
+    hashes, index, block_tokens = admission.block_hashes, state.prefix_index, model.routing_block_tokens
+    bound, corrections, token_times, found = state.attempts.bound, state.corrections, state.token_times, []
+    for entry in roster:
+        instance_id, num_cached, correction, token_time = entry.worker_ref.instance_id, 0, 1.0, UNKNOWN
+        if entry.plays_prefill:
+            num_cached = index.num_blocks(instance_id, hashes) * block_tokens if hashes else 0
+            correction = corrections.of(instance_id, now)
+        if entry.plays_decode:
+            token_time = token_times.of(instance_id, now)
+        found.append(Candidate(entry, bound.get(instance_id, NOTHING_BOUND), num_cached, correction, token_time))
+    return found
 
 
 def _open(state: State, admission: Admission, placement: Placement, is_computed: bool, now: float) -> None:

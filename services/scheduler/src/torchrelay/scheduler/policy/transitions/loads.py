@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadMark
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
-from torchrelay.scheduler.policy.core import Instance, InstancePhase
+from torchrelay.scheduler.policy.core import Instance
 from torchrelay.scheduler.policy.dispatch.latency import load_s
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
@@ -17,7 +17,7 @@ _UNANSWERED_S = 1.0  # after its call ended without an answer, a load that was t
 
 def stalled(state: State, now: float) -> list[tuple[Instance, Reason]]:
     """The loading instances to give up, and why."""
-    loading = [instance for instance in state.instances if instance.phase is InstancePhase.LOADING]
+    loading = state.instances.loading
     state.load_progress.keep({instance.instance_id for instance in loading})
     found = []
     for instance in loading:

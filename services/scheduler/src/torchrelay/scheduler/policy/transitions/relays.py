@@ -33,11 +33,13 @@ def plan_relay(
     """
     stores = state.membership.stores
     whole = state.membership.whole_holders(pack_id)
+    receiving = _receiving(state, pack_id, whole)
+    concerned = [stores[store_id] for store_id in dict.fromkeys((*whole, *receiving, *store_ids)) if store_id in stores]
     edges = state.strategies.plan(
         whole,
-        _receiving(state, pack_id, whole),
+        receiving,
         store_ids,
-        nodes=state.links.nodes(list(stores.values()), state.transfers.with_rates(), now),
+        nodes=state.links.nodes(concerned, state.transfers.with_rates(), now),
         arriving=state.transfers.progress(pack_id, stores.values()),
         live=_busy_stores(state, store_ids),
         num_bytes=pack_bytes,
@@ -65,9 +67,12 @@ def _receiving(state: State, pack_id: str, whole: Sequence[str]) -> list[str]:
 
 def _busy_stores(state: State, store_ids: Sequence[str]) -> frozenset[str]:
     """Stores on whose hosts requests run: their links are filled last."""
-    busy = {worker.host_id for worker in state.membership.workers.values() if worker.num_running}
-    stores = state.membership.stores
-    return frozenset(store_id for store_id in store_ids if store_id in stores and stores[store_id].host_id in busy)
+    stores, workers, sizes = state.membership.stores, state.membership.workers, state.membership.sizes
+
+    def is_busy(host_id: str) -> bool:
+        return any(workers[worker_id].num_running for worker_id in sizes.on_host(host_id))
+
+    return frozenset(store_id for store_id in store_ids if store_id in stores and is_busy(stores[store_id].host_id))
 
 
 def store_reported(state: State, store: StoreStatus, before: StoreStatus | None, now: float) -> None:

@@ -134,6 +134,8 @@ class _Waiting:
 
 def _waiting(state: State, model: Model, now: float) -> _Waiting:
     version_id, sizes = model.version_id, state.membership.sizes
+    if not state.queues.num_waiting(version_id):
+        return _Waiting()
     slots = sizes.since(now - state.config.unserved_resumed_s, model.num_devices)
     pools = {slot.kv_pool_bytes for slot in slots if slot.kv_pool_bytes}
     if len(pools) <= 1:  # as usual: the slots that hold any request hold each
@@ -236,7 +238,7 @@ def unload_failed(state: State, instance_id: str, now: float) -> None:
 
 def retry_unloads(state: State, now: float) -> None:
     """Of workers that did not respond, and of those whose slot should be free by now."""
-    for instance in list(state.instances):
+    for instance in state.instances.draining:
         if instance.unload_retry_at is not None and instance.unload_retry_at <= now:
             state.instances.put(replace(instance, unload_retry_at=now + state.config.longest_drain_s))
             _unload(state, instance, now)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import nats.errors
-from nats.js import JetStreamContext
+from nats.aio.client import Client
 
 from torchrelay.common.cancellation import cancellable
 from torchrelay.common.ids import new_id
@@ -20,6 +21,8 @@ from torchrelay.scheduler.policy.explain import unix_us
 log = get_logger(__name__)
 
 _RETRY_S = 0.2
+_TIMEOUT_S = 2.0
+_MAX_BATCH = 64  # events of which only the first and the last are acknowledged
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,16 @@ class _QueuedEvent:
     payload: bytes
     message_id: str  # the stream drops duplicates
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Nats-Msg-Id": self.message_id}
+
 
 class EventPublisher:
     """A bounded queue before the stream; while the broker is away, the oldest events are dropped and counted."""
 
-    def __init__(self, js: JetStreamContext, subjects: Subjects, max_queued: int = 4096) -> None:
-        self._js = js
+    def __init__(self, nats: Client, subjects: Subjects, max_queued: int = 4096) -> None:
+        self._nats, self._js = nats, nats.jetstream()
         self._subjects = subjects
         self._queue: deque[_QueuedEvent] = deque()
         self._max_queued = max_queued
@@ -61,16 +68,31 @@ class EventPublisher:
             await self._filled.wait()
             self._filled.clear()
             while self._queue:
-                event = self._queue.popleft()
-                if not await self._publish(event):
-                    self._queue.appendleft(event)
+                batch = [self._queue.popleft() for _ in range(min(len(self._queue), _MAX_BATCH))]
+                try:
+                    await cancellable(self._publish(batch))
+                except (nats.errors.Error, TimeoutError) as error:
+                    log.warning("history_publish_failed", num=len(batch), error=str(error), dropped=self.num_dropped)
+                    num_free = max(self._max_queued - len(self._queue), 0)
+                    self.num_dropped += max(len(batch) - num_free, 0)
+                    self._queue.extendleft(reversed(batch[max(len(batch) - num_free, 0) :]))
                     await asyncio.sleep(_RETRY_S)
 
-    async def _publish(self, event: _QueuedEvent) -> bool:
-        try:
-            message_id = {"Nats-Msg-Id": event.message_id}
-            await cancellable(self._js.publish(event.subject, event.payload, timeout=2, headers=message_id))
-        except (nats.errors.Error, TimeoutError) as error:
-            log.warning("history_publish_failed", subject=event.subject, error=str(error), dropped=self.num_dropped)
-            return False
-        return True
+    async def _publish(self, batch: Sequence[_QueuedEvent]) -> None:
+        """An acknowledgement of each costs more than all the rest. The stream numbers what it stores: where the first
+        and the last are as far apart as they should be, it has all that is between them.
+        """
+        first, *between = batch
+        begin = await self._store(first)
+        if not between:
+            return
+        for event in between[:-1]:
+            await self._nats.publish(event.subject, event.payload, headers=event.headers)
+        if await self._store(between[-1]) - begin < len(between):
+            for event in between:
+                await self._store(event)
+
+    async def _store(self, event: _QueuedEvent) -> int:
+        """Returns the event's number in the stream; it has one only, however often it is sent."""
+        stored = await self._js.publish(event.subject, event.payload, timeout=_TIMEOUT_S, headers=event.headers)
+        return stored.seq
