@@ -32,18 +32,18 @@ class PeerChannels:
     def worker(self, address: str, worker_id: str) -> WorkerAsyncStub:
         stub = self._workers.get((address, worker_id))
         if stub is None:
-            channel = self._channel(address, worker_id, Caller.WORKER)
+            channel = self.channel(address, worker_id, Caller.WORKER)
             stub = self._workers[address, worker_id] = worker_pb2_grpc.WorkerStub(channel)
         return stub
 
     def store(self, address: str, store_id: str) -> ParamStoreAsyncStub:
         stub = self._stores.get((address, store_id))
         if stub is None:
-            channel = self._channel(address, store_id, Caller.STORE)
+            channel = self.channel(address, store_id, Caller.STORE)
             stub = self._stores[address, store_id] = param_store_pb2_grpc.ParamStoreStub(channel)
         return stub
 
-    def _channel(self, address: str, node_id: str, callee: Caller) -> grpc.aio.Channel:
+    def channel(self, address: str, node_id: str, callee: Caller) -> grpc.aio.Channel:
         key = address, node_id
         if key not in self._channels:
             token = call_token(derive_node_key(self._cluster_key, node_id), Caller.SCHEDULER)
