@@ -208,13 +208,14 @@ def test_ten_thousand_idle_connections(watch: Watch, rest: Address) -> None:
     [
         b"GET / HTTP/1.1\r\nx: " + b"a" * 15_000,
         b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 99,
+        b"GET / HTTP/1.1\r\nauthorization:" + b" " * 4000,
         b"GET /" + b"a" * 8000,
         head("POST", TOKENS, content_length=HUGE) + b"x" * 200_000,
         head("POST", KEYS, transfer_encoding="chunked") + b"ffffff\r\n" + b"x" * 200_000,
         head("GET", "/health") * 2000,
         head("GET", "/openapi.json") * 500,
     ],
-    ids=["long headers", "many headers", "long URLs", "bodies", "chunks", "requests ahead", "answers unread"],
+    ids=["long headers", "many headers", "blanks", "long URLs", "bodies", "chunks", "requests ahead", "answers unread"],
 )
 def test_a_thousand_connections_that_send_and_wait(sent: bytes, watch: Watch, rest: Address) -> None:
     with crowd(rest, 1000) as sockets:

@@ -16,7 +16,7 @@ from torchrelay.common.liveness import EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Role, SlotStatus
 from torchrelay.scheduler.policy.effects import DisconnectCommand, RefusalReason, SetRolesCommand, UnloadCommand
-from torchrelay.scheduler.policy.inputs import LoadUnanswered, Tick, WorkerStopped
+from torchrelay.scheduler.policy.inputs import LoadRefused, LoadUnanswered, Tick, WorkerStopped
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
@@ -232,6 +232,23 @@ def test_a_load_whose_store_hangs_before_it_took_the_order_fails() -> None:
     failed = [one for one in scene.events if one.topic == "instance.failed"]
     assert {one.fields["cause"] for one in failed} == {"load_stalled"}
     assert not list(scene.policy.state.instances)
+
+
+def test_who_was_placed_on_loads_that_failed_for_their_store_waits_until_it_is_back() -> None:
+    scene = two_workers_one_host()
+    scene.obedient = False
+    model = a_model()
+    scene.admit(model, "r1")
+    for attempt in range(2, 5):
+        for instance in list(scene.policy.state.instances):
+            scene.apply(LoadRefused(instance.instance_id, "connection refused", "store-1"))
+        scene.admit(model, "r1", attempt=attempt)
+        scene.pass_time(1.0)
+    assert scene.policy.state.load_failures.given_up_for(model.version_id, scene.now), "the last try has failed"
+    assert scene.refusal("r1", attempt=4) is None
+    scene.obedient = True
+    scene.pass_time(10.0)
+    assert scene.placement("r1", attempt=4) is not None
 
 
 def test_a_store_that_is_replaced_in_time_serves_those_who_wait() -> None:

@@ -200,7 +200,8 @@ class Policy:
         state.instances.remove(instance.instance_id)
         if input_.failed_store:
             relays.relay_refused(state, instance.pack_id, input_.failed_store, cause, now)
-        reason = Reason("load_refused", cause, {"error": cause})
+        figures = {"error": cause} | ({"store": input_.failed_store} if input_.failed_store else {})
+        reason = Reason("load_refused", cause, figures)
         self._record_transition(InstanceTransition(TransitionKind.FAILED, instance, instance, reason), now)
         self._react(now)
 
@@ -240,7 +241,7 @@ class Policy:
     def _give_up_load(self, instance: Instance, reason: Reason, now: float) -> None:
         if instance.accepted:
             scaling.drain(self.state, instance, reason, now)
-            self._count_failure(instance, reason.text, instance.created_at, now)
+            self._count_failure(instance, reason, now)
         else:
             self.state.instances.remove(instance.instance_id)
             self._record_transition(InstanceTransition(TransitionKind.FAILED, instance, instance, reason), now)
@@ -285,12 +286,19 @@ class Policy:
                 state.happened(now, kind, instance, change.reason, f"instance.{kind}", fields)
             case TransitionKind.FAILED:
                 state.happened(now, "load_failed", instance, change.reason, "instance.failed", fields)
-                self._count_failure(instance, change.reason.text, instance.created_at, now)
+                self._count_failure(instance, change.reason, now)
 
-    def _count_failure(self, instance: Instance, cause: str, decided_at: float, now: float) -> None:
+    def _count_failure(self, instance: Instance, reason: Reason, now: float) -> None:
         """After the last try, refuses the waiting requests unless other instances serve them."""
         state = self.state
-        if state.load_failures.add(instance.version_id, instance.worker_id, cause, decided_at, now):
+        if state.load_failures.add(
+            instance.version_id,
+            instance.worker_id,
+            reason.text,
+            instance.created_at,
+            now,
+            is_of_store="store" in reason.figures,
+        ):
             for admission in state.queues.waiting(instance.version_id):
                 admissions.refuse_if_given_up(state, admission, now)
 

@@ -13,6 +13,7 @@ class _FailureRecord:
     counted_wake_at: float = -1.0
     not_before: float = 0.0
     given_up_for: str = ""  # the last cause, if that was the last try
+    is_of_store: bool = False  # the last one: it says nothing of the model or the worker
 
 
 @dataclass
@@ -34,13 +35,16 @@ class LoadFailures:
         self._of: dict[str, _FailureRecord] = {}
         self._avoided: dict[str, _AvoidedWorker] = {}
 
-    def add(self, version_id: str, worker_id: str, cause: str, wake_at: float, now: float) -> bool:
+    def add(
+        self, version_id: str, worker_id: str, cause: str, wake_at: float, now: float, *, is_of_store: bool = False
+    ) -> bool:
         """Records a failed load, decided at ``wake_at``; loads decided together count as one try.
 
         True if that was the last try: waiting requests are refused. For later requests the tries start over, after the
         longest back-off.
         """
         record = self._of.setdefault(version_id, _FailureRecord())
+        record.is_of_store = is_of_store
         avoided = self._avoided.setdefault(worker_id, _AvoidedWorker())
         avoided.until = now + min(self._config.load_backoff_max_s * 2**avoided.num_failures, _MAX_AVOID_S)
         avoided.num_failures = min(avoided.num_failures + 1, 16)
@@ -61,6 +65,11 @@ class LoadFailures:
         """Why the version is not loaded for a while, after its last try; empty: it is."""
         record = self._of.get(version_id)
         return record.given_up_for if record is not None and now < record.not_before else ""
+
+    def is_of_store(self, version_id: str) -> bool:
+        """Whether the last load failed because its store could not be reached, or refused it."""
+        record = self._of.get(version_id)
+        return record is not None and record.is_of_store
 
     def succeeded(self, version_id: str, worker_id: str) -> None:
         """A load ended well."""

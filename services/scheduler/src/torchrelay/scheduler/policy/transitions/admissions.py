@@ -58,8 +58,14 @@ def admit(
         # Placed by an earlier scheduler: it runs, and needs no answer.
         _open(state, admission, current, is_computed, now)
         return False
-    if key.attempt > 1 and not admission.num_forced_tokens and refuse_if_given_up(state, admission, now):
-        return False  # it was placed on a load that failed, and has had its tries
+    # Placed on a load that failed, it has had its tries; but a store may be back in a moment.
+    has_had_tries = key.attempt > 1 and not admission.num_forced_tokens
+    if (
+        has_had_tries
+        and not state.load_failures.is_of_store(admission.version_id)
+        and refuse_if_given_up(state, admission, now)
+    ):
+        return False
     if not admission.ttft_target_s:
         admission = replace(admission, ttft_target_s=_ttft_target_s(state.config, admission.service_class))
     admitted_at = state.taken_back.pop(key.request_id, None)
