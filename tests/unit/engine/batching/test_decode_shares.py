@@ -26,13 +26,14 @@ def decoding(
     num_choices: dict[str, int],
     weights: dict[str, float] | None = None,
     num_prompt_tokens: dict[str, int] | None = None,
+    token_budget: int = 8192,
 ) -> BatchScheduler:
     """A scheduler whose groups have all computed their prompts: one of each tenant."""
     pages = PageTables(2048, page_tokens=16)
     scheduler = BatchScheduler(
         pages,
         PrefixCache(pages.allocator, 16),
-        token_budget=8192,
+        token_budget=token_budget,
         max_context_tokens=1024,
         copy_page=lambda source, target: None,
         decode_shares=DecodeShares(lambda: latency),
@@ -108,6 +109,13 @@ def test_beside_a_long_prompt_all_choices_compute() -> None:
     add(scheduler, "another", 1, 1.0, 900)
     assert step(scheduler)["many"] == 20, "2.1 s of 46 s"
     assert step(scheduler)["many"] < 20
+
+
+def test_choices_that_are_held_back_take_no_room_from_prompts() -> None:
+    scheduler = decoding(latency_of(1, 0.1), {"many": 60, "one": 1}, token_budget=64)
+    add(scheduler, "another", 1, 1.0, 300)
+    (plan,) = scheduler.plan()
+    assert len(plan.decoding) < 20 and sum(chunk.num_tokens for chunk in plan.chunks) == 64 - len(plan.decoding)
 
 
 @given(

@@ -305,3 +305,22 @@ def test_gateways_remember_only_what_is_open() -> None:
     assert gateways.overdue(110.0) == (key,)
     gateways.forget(key)
     assert gateways.overdue(111.0) == () and len(gateways) == 0
+
+
+@pytest.mark.parametrize("other", ["", "birch/tiny"])
+def test_beside_another_tenant_few_prompts_are_bound_ahead_however_short(other: str) -> None:
+    model = a_model(idle_timeout_s=600.0)
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))
+    scene.admit(model, "first")
+    scene.finish_loads()
+    scene.apply(FirstToken(AttemptKey("first", 1)))
+    scene.release("first")
+    scene.pass_time(10.0, step_s=1.0)
+    if other:
+        scene.admit(replace(model, name=other), "other", num_prompt_tokens=1)
+        scene.release("other")
+    for number in range(20):
+        scene.admit(model, f"r{number}", num_prompt_tokens=1)
+    assert sum(scene.placement(f"r{number}") is not None for number in range(20)) == (8 if other else 20)
+    scene.apply(FirstToken(AttemptKey("r0", 1)))
+    assert scene.placement("r8") is not None

@@ -125,10 +125,11 @@ class BatchScheduler:
         Chunks that continue from a layer boundary get a batch of their own.
         """
         self.admit()
-        next_chunks = self._next_chunks()
-        decoding = self._next_decoding(sum(chunk.num_tokens for chunk in next_chunks))
+        head = self._prefilling.head()
+        num_left = 0 if head is None else min(self._token_budget, head.num_tokens - head.num_computed)
+        decoding = self._next_decoding(num_left)
         chunks: dict[int, list[PrefillChunk]] = {0: []}
-        for chunk in next_chunks:
+        for chunk in self._next_chunks(len(decoding)):
             chunks.setdefault(chunk.context.group.layer, []).append(chunk)
         first = BatchPlan(decoding, tuple(chunks.pop(0)))
         rest = (BatchPlan((), tuple(of_layer), layer) for layer, of_layer in sorted(chunks.items()))
@@ -248,9 +249,9 @@ class BatchScheduler:
                 self._decoding[each] = None
         return tuple(sorted(chosen, key=lambda each: each.num_computed))
 
-    def _next_chunks(self) -> list[PrefillChunk]:
+    def _next_chunks(self, num_decoding: int) -> list[PrefillChunk]:
         # However many choices decode, prefill advances by at least a page.
-        room = max(self._token_budget - len(self._decoding), self._pages.page_tokens)
+        room = max(self._token_budget - num_decoding, self._pages.page_tokens)
         chunks: list[PrefillChunk] = []
         while room and (context := self._prefilling.head()) is not None:
             spec = context.group.spec

@@ -137,7 +137,8 @@ class Policy:
             take_backs.taken_back(state, attempt)
         elif not input_.delivered:
             state.note_no_token(input_.key.request_id, attempt.instance_ids)
-        admissions.place_waiting(state, now, (attempt.admission.version_id,))
+        if not input_.is_taken_back:  # else it comes again at once, and others wait for its place
+            admissions.place_waiting(state, now, (attempt.admission.version_id,))
 
     # The cluster
 
@@ -291,16 +292,14 @@ class Policy:
     def _count_failure(self, instance: Instance, reason: Reason, now: float) -> None:
         """After the last try, refuses the waiting requests unless other instances serve them."""
         state = self.state
+        version_id, is_of_store = instance.version_id, "store" in reason.figures
+        decided_at = instance.created_at
         if state.load_failures.add(
-            instance.version_id,
-            instance.worker_id,
-            reason.text,
-            instance.created_at,
-            now,
-            is_of_store="store" in reason.figures,
+            version_id, instance.worker_id, reason.text, decided_at, now, is_of_store=is_of_store
         ):
-            for admission in state.queues.waiting(instance.version_id):
-                admissions.refuse_if_given_up(state, admission, now)
+            for admission in state.queues.waiting(version_id):
+                if not is_of_store or now - admission.admitted_at > state.config.load_backoff_max_s:
+                    admissions.refuse_if_given_up(state, admission, now)
 
 
 def _ready_reason(instance: Instance, took_s: float) -> Reason:

@@ -23,6 +23,7 @@ from torchrelay.scheduler.policy.dispatch.latency import LatencyModels
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.roster import Rosters
+from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions
 from torchrelay.scheduler.policy.dispatch.token_time import TokenTimes
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
 from torchrelay.scheduler.policy.reasons import Reason
@@ -62,6 +63,7 @@ class State:
     latency_models: LatencyModels = field(default_factory=LatencyModels)
     kv_transfer_times: KvTransferTimes = field(default_factory=KvTransferTimes)
     prefix_index: PrefixIndex = field(default_factory=PrefixIndex)
+    shared_versions: SharedVersions = field(default_factory=SharedVersions)
     transfers: Transfers = field(default_factory=Transfers)
     replication_state: ReplicationState = field(default_factory=ReplicationState)
     aliases: VersionAliases = field(default_factory=VersionAliases)

@@ -30,6 +30,7 @@ log = get_logger(__name__)
 
 _TIMEOUT_S = 5.0  # Load and SetRoles return at once, and Relay where memory is faulted in
 _FAULTING_BYTES_PER_S = 0.25e9  # a store may have to fault its arena in before it can reserve a range
+_WHOLE_S = 0.05
 _UPSTREAM_S = 1.0  # how long a store may wait for those that it follows to be told
 _RETRY_S = 0.05  # before the second attempt of a call that did not reach the peer
 
@@ -109,18 +110,27 @@ class Actuator:
                 loads.create_task(self._load(command, order))
 
     async def _load_whole(self, command: effects.WakeCommand, hop: effects.Hop) -> None:
-        """The host has the pack: loads wait for nothing. The relay is for the case that it is evicted just now."""
+        """The host has the pack, as far as is known: the relay is for the case that it has not any more. A store that
+        takes long for its answer delays no load.
+        """
         async with asyncio.TaskGroup() as calls:
-            calls.create_task(self._keep(command, hop))
+            relay = calls.create_task(self._keep(command, hop))
+            await asyncio.wait({relay}, timeout=_WHOLE_S)
+            if relay.done() and (cause := relay.result()):
+                for order in hop.loads:
+                    self._controller.apply(inputs.LoadRefused(order.instance_id, cause, hop.store_id))
+                return
             for order in hop.loads:
                 calls.create_task(self._load(command, order))
 
-    async def _keep(self, command: effects.WakeCommand, hop: effects.Hop) -> None:
-        """If the store cannot be reached, the loads say why they fail."""
+    async def _keep(self, command: effects.WakeCommand, hop: effects.Hop) -> str:
+        """Why the store did not take the relay; empty if it did."""
         try:
             await self._relay(command, replace(hop, sources=hop.sources[:1], num_striped=1))
         except TorchrelayError as error:
             log.info("relay_refused", store_id=hop.store_id, error=error.message)
+            return f"the relay to {hop.store_id} could not be started: {error.message}"
+        return ""
 
     def _has_whole(self, store_id: str, pack_id: str) -> bool:
         store = self._controller.policy.state.membership.stores.get(store_id)

@@ -257,7 +257,8 @@ class PublicPort:
         """One after the other, as ``_accept`` does."""
         while True:
             name, client = await self._spoken.get()
-            await self._connect_upstream(name, client)
+            if not client.transport.is_closing():
+                await self._connect_upstream(name, client)
 
     async def _connect_upstream(self, name: str, client: _Client) -> None:
         # No descriptor is left, grpcio's queue is full, or it has ended: this client has to come again.

@@ -45,9 +45,10 @@ class LoadFailures:
         """
         record = self._of.setdefault(version_id, _FailureRecord())
         record.is_of_store = is_of_store
-        avoided = self._avoided.setdefault(worker_id, _AvoidedWorker())
-        avoided.until = now + min(self._config.load_backoff_max_s * 2**avoided.num_failures, _MAX_AVOID_S)
-        avoided.num_failures = min(avoided.num_failures + 1, 16)
+        if not is_of_store:
+            avoided = self._avoided.setdefault(worker_id, _AvoidedWorker())
+            avoided.until = now + min(self._config.load_backoff_max_s * 2**avoided.num_failures, _MAX_AVOID_S)
+            avoided.num_failures = min(avoided.num_failures + 1, 16)
         if wake_at <= record.counted_wake_at:
             return False
         record.counted_wake_at = wake_at

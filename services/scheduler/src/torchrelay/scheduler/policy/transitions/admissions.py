@@ -29,6 +29,7 @@ from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry, computes_alike
+from torchrelay.scheduler.policy.dispatch.shared_versions import MAX_PROMPTS_AHEAD
 from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
@@ -44,6 +45,7 @@ def admit(
     key = admission.key
     state.gateways.confirm(admission.gateway_id, key)
     state.note_model(model, now)
+    state.shared_versions.note(admission.version_id, admission.tenant, now)
     _suspect_failed_workers(state, admission, now)
     if opened := state.attempts.get(key):
         if is_computed:  # the message that told so may have been lost with its stream
@@ -298,10 +300,13 @@ def _place_version(state: State, version_id: str, now: float) -> None:
     roster = state.rosters.of(version_id, lambda: _roster(state, model, now))
     too_large: list[AttemptKey] = []
     while roster and (admission := state.queues.next(version_id, now)) is not None:
+        candidates = _candidates(state, admission, model, roster, now)
+        if state.shared_versions.is_shared(version_id, now):
+            candidates = [one for one in candidates if _takes_beside_others(one)]
         found = state.strategies.place(
             admission,
             model,
-            _candidates(state, admission, model, roster, now),
+            candidates,
             state.kv_transfer_times,
             state.config,
             now,
@@ -326,6 +331,10 @@ def _place_version(state: State, version_id: str, now: float) -> None:
         state.effects.opened.append(placed)
     for key in too_large:
         state.queues.unpark(key)
+
+
+def _takes_beside_others(candidate: Candidate) -> bool:
+    return not candidate.entry.plays_prefill or len(candidate.work.lane) < MAX_PROMPTS_AHEAD
 
 
 def note_earlier_prompts(state: State, worker: WorkerStatus, now: float) -> None:

@@ -1,0 +1,28 @@
+"""Versions of which several tenants have requests: identical uploads share their instances."""
+
+from __future__ import annotations
+
+from torchrelay.common.recent import Recent
+
+# A worker takes some milliseconds to begin and to hand over each prompt, however short: of a full step's worth of short
+# ones, bound at once, a tenant with a burst would have dozens ahead of another's next request.
+MAX_PROMPTS_AHEAD = 8
+_RECENT_S = 2.0
+_MAX_VERSIONS = 4096
+
+
+class SharedVersions:
+    """By version: whose request was the last, when it came, and when the last of another tenant did."""
+
+    def __init__(self) -> None:
+        self._last: Recent[str, tuple[str, float, float]] = Recent(_MAX_VERSIONS)
+
+    def note(self, version_id: str, tenant: str, now: float) -> None:
+        """A request has come."""
+        last_tenant, last_at, other_at = self._last.get(version_id, (tenant, now, float("-inf")))
+        self._last[version_id] = (tenant, now, other_at if tenant == last_tenant else last_at)
+
+    def is_shared(self, version_id: str, now: float) -> bool:
+        """Whether two tenants have asked for it within two seconds."""
+        _, _, other_at = self._last.get(version_id, ("", 0.0, float("-inf")))
+        return now - other_at <= _RECENT_S
