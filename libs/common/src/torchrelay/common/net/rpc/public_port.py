@@ -24,7 +24,13 @@ from torchrelay.common.net.rpc.options import PublicLimits
 from torchrelay.common.net.rpc.public_connections import PublicConnections
 
 _BACKLOG: Final = 1024
-_BUFFER: Final = memoryview(bytearray(32 << 10))  # of all connections: what is read is copied before the next read
+_READ_BYTES, _READ_BYTES_WITH_KEY = (
+    16 << 10,
+    64 << 10,
+)  # at once: of all who may come, and of clients that may send much
+_BUFFER: Final = memoryview(
+    bytearray(_READ_BYTES_WITH_KEY)
+)  # of all connections: what is read is copied before the next read
 _MAX_UNSENT_BYTES: Final = 16 << 10  # to one side; beyond that, the other side is not read
 # At once. grpcio's client sends headers, which count twice, and two or three small frames for a call.
 _SMALL_FRAMES, _SMALL_FRAMES_OF_A_CALL = 500, 6
@@ -40,13 +46,14 @@ class _Side(asyncio.BufferedProtocol):
 
     transport: asyncio.Transport
     other: _Side | None = None
+    read_bytes = _READ_BYTES
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]  # a stream's, whose class uvloop keeps
         self.transport.set_write_buffer_limits(_MAX_UNSENT_BYTES)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return _BUFFER
+        return _BUFFER[: self.read_bytes]
 
     def send(self, data: bytes) -> None:
         self.transport.write(data)
@@ -197,6 +204,8 @@ class PublicPort:
     def show_key(self, peer: str, tenant_id: str) -> None:
         """A call of ``peer``, as gRPC names it, has shown a valid key: its connection makes no room for others."""
         self._connections.show_key(peer, tenant_id)
+        if client := self._clients.get(peer):
+            client.read_bytes = _READ_BYTES_WITH_KEY
 
     async def start(self) -> None:
         """Whoever starts it is cancelled if it accepts no more, and gets the error of ``close``."""
