@@ -24,13 +24,9 @@ from torchrelay.common.net.rpc.options import PublicLimits
 from torchrelay.common.net.rpc.public_connections import PublicConnections
 
 _BACKLOG: Final = 1024
-_READ_BYTES, _READ_BYTES_WITH_KEY = (
-    16 << 10,
-    64 << 10,
-)  # at once: of all who may come, and of clients that may send much
-_BUFFER: Final = memoryview(
-    bytearray(_READ_BYTES_WITH_KEY)
-)  # of all connections: what is read is copied before the next read
+_READ_BYTES: Final = 16 << 10  # at once
+_READ_BYTES_WITH_KEY: Final = 64 << 10  # of a client that has shown one, and may send much
+_BUFFER: Final = memoryview(bytearray(_READ_BYTES_WITH_KEY))  # of all connections: what is read is copied at once
 _MAX_UNSENT_BYTES: Final = 16 << 10  # to one side; beyond that, the other side is not read
 # At once. grpcio's client sends headers, which count twice, and two or three small frames for a call.
 _SMALL_FRAMES, _SMALL_FRAMES_OF_A_CALL = 500, 6
