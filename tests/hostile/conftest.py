@@ -30,7 +30,7 @@ MB = 10**6
 MAX_GROWTH_BYTES = 100 * MB  # of the gateway during an attack
 MAX_LEFT_BYTES = 20 * MB  # of it, a while after
 REST_S = 30.0
-MAX_RATIO = 2.0  # of the neighbour's P99 under the attacks of one file to its P99 just before each
+MAX_RATIO = 2.0  # of the neighbour's P99 under the attacks of one file to its P99 in peace: before the first, and each
 NUM_PEACE_FAMILY, NUM_PEACE_CASE, NUM_ATTACK_CASE = 200, 1, 3  # chats, at least
 MAX_CASE_RATIO = 10.0  # of its slowest chat in a single one: too few for a P99
 ATTACKER_NICE = 10  # its CPU is no part of the platform's
@@ -38,7 +38,7 @@ ATTACKER_NICE = 10  # its CPU is no part of the platform's
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The neighbour's chats just before and during the attacks of one file: all together enough for a P99."""
+    """The neighbour's chats before and during the attacks of one file: all together enough for a P99."""
 
     peace_s: list[float] = field(default_factory=list)
     attack_s: list[float] = field(default_factory=list)

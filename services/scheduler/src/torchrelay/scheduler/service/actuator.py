@@ -30,7 +30,7 @@ log = get_logger(__name__)
 
 _TIMEOUT_S = 5.0  # Load and SetRoles return at once, and Relay where memory is faulted in
 _FAULTING_BYTES_PER_S = 0.25e9  # a store may have to fault its arena in before it can reserve a range
-_WHOLE_S = 0.05
+_WHOLE_S = 0.05  # how long a load from a whole copy waits for the store to say that it has it
 _UPSTREAM_S = 1.0  # how long a store may wait for those that it follows to be told
 _RETRY_S = 0.05  # before the second attempt of a call that did not reach the peer
 
