@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from torchrelay.common.recent import Recent
+from torchrelay.scheduler.policy.core import MAX_VERSIONS
 
 # A worker takes some milliseconds to begin and to hand over each prompt, however short: of a full step's worth of short
 # ones, bound at once, a tenant with a burst would have dozens ahead of another's next request.
 MAX_PROMPTS_AHEAD = 8
 _RECENT_S = 2.0
-_MAX_VERSIONS = 4096
 
 
 class SharedVersions:
     """By version: whose request was the last, when it came, and when the last of another tenant did."""
 
     def __init__(self) -> None:
-        self._last: Recent[str, tuple[str, float, float]] = Recent(_MAX_VERSIONS)
+        self._last: Recent[str, tuple[str, float, float]] = Recent(MAX_VERSIONS)
 
     def note(self, version_id: str, tenant: str, now: float) -> None:
         """A request has come."""
