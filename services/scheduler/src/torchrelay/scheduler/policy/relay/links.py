@@ -4,7 +4,8 @@ Capacity is the highest rate that any link of the cluster reached, because a slo
 fault. That peak fades with a half-life of minutes in which transfers are measured, so idle links get no slower. A
 direction that no transfer has used counts twice the peak, so that it is tried. The link speed that the host reports is
 the limit, and so is a setting. Transfers from the remote store say nothing of links: it may be a folder of the host.
-Where a transfer fell short of its plan, the rate it reached is the capacity for a while.
+Where a transfer fell short of its plan, the rate it reached is the capacity for a while, and each time for longer that
+this happens again when the link is next tried with more.
 
 Background traffic is the KV that workers report, or all that the host's network counters show beside relays, whichever
 is more.
@@ -26,10 +27,12 @@ _SILENT_S = 3.0
 _MIN_INTERVAL_S = 0.05  # reports closer together than this are merged
 _HALF_LIFE_S = 300.0  # of a link's peak rate
 _FORGET_S = 900.0  # a host without a store is forgotten if its workers have been silent for this time
-_CEILING_S = 30.0  # how long a link counts as slow after a transfer fell short on it
+_CEILING_S = 30.0  # how long a link counts as slow after a transfer fell short on it; each time twice as long
+_MAX_CEILING_S = 960.0
 _MIN_TRANSFER_S = 0.05  # a shorter transfer says little about the link
 _UNMEASURED_FACTOR = 2.0  # at most the factor by which a transfer may miss its plan
 _BUSY_SHARE = 0.05  # of the capacity: background below this is noise
+_FASTER = 1.25  # times the rate at which a link fell short: it is faster than that
 
 _Rates = defaultdict[str, list[float]]  # of transfers, by host
 
@@ -58,7 +61,7 @@ class RateMeter:
             self._value, self._at = value, now
 
 
-@dataclass
+@dataclass(eq=False)
 class LinkDirection:
     """One direction of a host's link."""
 
@@ -70,6 +73,7 @@ class LinkDirection:
     _peak_at_s: float = 0.0
     _ceiling: float = math.inf
     _ceiling_until: float = 0.0
+    _ceiling_s: float = 0.0
 
     def background(self, now: float) -> float:
         kv = sum([meter.bytes_per_s(now) for meter in self.kv.values()])
@@ -83,6 +87,8 @@ class LinkDirection:
         """Notes a rate that a transfer reached. ``measured_s``: how long transfers have been measured, anywhere."""
         if bytes_per_s >= self.peak(measured_s):
             self._peak, self._peak_at_s = bytes_per_s, measured_s
+        if bytes_per_s > self._ceiling * _FASTER:
+            self._ceiling, self._ceiling_s = math.inf, 0.0
 
     def peak(self, measured_s: float) -> float:
         if not self._peak:
@@ -91,7 +97,10 @@ class LinkDirection:
 
     def fell_short(self, bytes_per_s: float, now: float) -> None:
         """A transfer fell short of its plan, and this is all that the direction carried."""
-        self._ceiling, self._ceiling_until = bytes_per_s, now + _CEILING_S
+        if now >= self._ceiling_until:  # it was tried again
+            is_again = now < self._ceiling_until + _MAX_CEILING_S
+            self._ceiling_s = min(max(2 * self._ceiling_s, _CEILING_S), _MAX_CEILING_S) if is_again else _CEILING_S
+        self._ceiling, self._ceiling_until = bytes_per_s, now + self._ceiling_s
 
     def capacity(self, best: float, now: float) -> float:
         """``best``: the peak of the best link in the cluster; 0: none has been measured."""
@@ -118,6 +127,7 @@ class Links:
         self._incoming: dict[str, dict[str, float]] = {}  # by host: the rate from each source's host
         self._tidy_at = 0.0
         self._measured_s = self._measured_at = 0.0
+        self._fastest: LinkDirection | None = None  # of all peaks, which fade alike, the highest
 
     def observe_worker(self, worker: WorkerStatus, now: float) -> None:
         link = self._reporting(worker.host_id, now)
@@ -147,7 +157,7 @@ class Links:
             self._tidy_at = now + _FORGET_S
             silent = {known for known, link in self._links.items() if now - link.reported_at > _FORGET_S}
             for known in silent.difference(self._host_of.values()):
-                del self._links[known]
+                self._forget(known)
         link = self._links[host_id]
         link.reported_at = now
         return link
@@ -161,17 +171,32 @@ class Links:
                     incoming[self._host_of[share.holder_id]] += share.bytes_per_s
             if _has_just_ended(copy, before) and (rate := _mean_bytes_per_s(copy)):
                 if copy.source != REMOTE:
-                    self._links[store.host_id].into.reached(rate, self._measured_s)
+                    self._reached(self._links[store.host_id].into, rate)
                 if copy.source in self._host_of and not copy.shares:
-                    self._links[self._host_of[copy.source]].out.reached(rate, self._measured_s)
+                    self._sent(self._host_of[copy.source], rate)
         self._incoming[store.host_id] = dict(incoming)
         if incoming:
             self._measured_s += min(max(now - self._measured_at, 0.0), _SMOOTHING_S)
             self._measured_at = now
         if from_peers := sum(rate for host_id, rate in incoming.items() if host_id != REMOTE):
-            self._links[store.host_id].into.reached(from_peers, self._measured_s)
+            self._reached(self._links[store.host_id].into, from_peers)
         for host_id in incoming:
-            self._links[host_id].out.reached(self._sent_by(host_id), self._measured_s)
+            self._sent(host_id, self._sent_by(host_id))
+
+    def _sent(self, host_id: str, bytes_per_s: float) -> None:
+        if host_id == REMOTE:
+            self._links[REMOTE].out.reached(bytes_per_s, self._measured_s)
+        else:
+            self._reached(self._links[host_id].out, bytes_per_s)
+
+    def _reached(self, direction: LinkDirection, bytes_per_s: float) -> None:
+        direction.reached(bytes_per_s, self._measured_s)
+        if self._fastest is None or direction.peak(self._measured_s) >= self._best():
+            self._fastest = direction
+
+    def _best(self) -> float:
+        """The peak of the best link of a host; 0: none has been measured."""
+        return self._fastest.peak(self._measured_s) if self._fastest is not None else 0.0
 
     def _sent_by(self, host_id: str) -> float:
         """What all followers of the host get from it now."""
@@ -180,7 +205,14 @@ class Links:
     def forget_store(self, store: StoreStatus) -> None:
         self._host_of.pop(store.store_id, None)
         self._incoming.pop(store.host_id, None)
-        self._links.pop(store.host_id, None)
+        self._forget(store.host_id)
+
+    def _forget(self, host_id: str) -> None:
+        link = self._links.pop(host_id, None)
+        if link is not None and self._fastest in (link.out, link.into):
+            others = [each for host_id, each in self._links.items() if host_id != REMOTE]
+            directions = (direction for each in others for direction in (each.out, each.into))
+            self._fastest = max(directions, key=lambda direction: direction.peak(self._measured_s), default=None)
 
     def fell_short(self, source: str, now: float) -> None:
         """A transfer gets far less from the source than planned: what the source sends now is all it can."""
@@ -191,24 +223,45 @@ class Links:
         """Another source did not help: what the store takes in now is all it can."""
         self._links[store.host_id].into.fell_short(sum(self._incoming.get(store.host_id, {}).values()), now)
 
-    def nodes(self, stores: Iterable[StoreStatus], running: Iterable[Transfer], now: float) -> dict[str, Node]:
-        """What ``running`` transfers leave of the links of each of ``stores``, and of the remote store's."""
-        hosts = (link for host_id, link in self._links.items() if host_id != REMOTE)
-        directions = (direction for link in hosts for direction in (link.out, link.into))
-        best = max((direction.peak(self._measured_s) for direction in directions), default=0.0)
+    def nodes(
+        self,
+        stores: Iterable[StoreStatus],
+        running: Iterable[Transfer],
+        now: float,
+        yielding: Iterable[Transfer] = (),
+    ) -> dict[str, Node]:
+        """What ``running`` transfers leave of the links of each of ``stores``, and of the remote store's.
+
+        ``yielding``: those that leave to this one what it can take.
+        """
+        best = self._best()
         out, into = _Rates(list), _Rates(list)
+        sending = {self._host_of.get(source, source) for transfer in yielding for source in transfer.holder_ids}
         for transfer in running:
             into[self._host_of.get(transfer.target, transfer.target)].append(transfer.planned_bytes_per_s)
             for source, rate in transfer.sources:
                 out[self._host_of.get(source, source)].append(rate)
         remote = self._links[REMOTE].out.peak(self._measured_s) if REMOTE in self._links else 0.0
-        found = {REMOTE: self._node(REMOTE, "", max(best, remote), out, into, now)}
+        found = {REMOTE: self._node(REMOTE, "", max(best, remote), out, into, REMOTE in sending, now)}
         for store in stores:
             leaf = store.failure_domain if store.failure_domain != store.host_id else ""
-            found[store.store_id] = self._node(store.host_id, leaf, best, out, into, now)
+            found[store.store_id] = self._node(store.host_id, leaf, best, out, into, store.host_id in sending, now)
         return found
 
-    def _node(self, host_id: str, leaf: str, best: float, out: _Rates, into: _Rates, now: float) -> Node:
+    @property
+    def usual_bytes_per_s(self) -> float:
+        """What a link that nobody else uses is expected to carry."""
+        return min(self._best() or DEFAULT_BYTES_PER_S, self._cap)
+
+    def free_bytes_per_s(self, store_id: str, is_out: bool, now: float) -> float:
+        """What one direction of the link of the store's host can carry beside background traffic."""
+        link = self._links.get(self._host_of.get(store_id, "")) or _Link()
+        direction = link.out if is_out else link.into
+        return max(min(direction.capacity(self._best(), now), self._cap) - direction.background(now), 0.0)
+
+    def _node(
+        self, host_id: str, leaf: str, best: float, out: _Rates, into: _Rates, is_sending: bool, now: float
+    ) -> Node:
         link = self._links.get(host_id) or _Link()
         capacity_out, background_out = min(link.out.capacity(best, now), self._cap), link.out.background(now)
         capacity_in = min(link.into.capacity(best, now), self._cap)
@@ -216,7 +269,7 @@ class Links:
             residual_out=_residual_bytes_per_s(capacity_out, background_out, out[host_id]),
             residual_in=_residual_bytes_per_s(capacity_in, link.into.background(now), into[host_id]),
             host=host_id,
-            busy_out=bool(out[host_id]) or background_out > _BUSY_SHARE * capacity_out,
+            busy_out=is_sending or bool(out[host_id]) or background_out > _BUSY_SHARE * capacity_out,
             leaf=leaf,
         )
 

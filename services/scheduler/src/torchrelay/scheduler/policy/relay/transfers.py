@@ -25,7 +25,8 @@ reports until the next one begins. It is a stamp by the target's clock, compared
 from __future__ import annotations
 
 import enum
-from collections import deque
+import math
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
@@ -85,6 +86,8 @@ class Transfer:
     sources: tuple[PlannedSource, ...] = ()  # as planned; empty: the plan is not known
     planned_bytes_per_s: float = 0.0  # 0: not predicted
     urgent: bool = True  # a request waits for it
+    deadline: float = math.inf  # of the request that it is for; infinite: the replicator ordered it
+    yields: bool = False  # for now it takes only what those that are due sooner leave; see ``link_order``
     reason: Reason = NO_REASON
     cause: CopyCause | None = None  # the replicator's, if it ordered this copy
     rank: int = 0  # by age: the lower, the older
@@ -118,6 +121,11 @@ class Transfer:
     def holder_ids(self) -> tuple[str, ...]:
         """The planned sources."""
         return tuple(source.holder_id for source in self.sources)
+
+    @property
+    def goes_first(self) -> bool:
+        """As its store is told: whether idle transfers, and those that yield, leave it what it can take."""
+        return self.urgent and not self.yields
 
     def running_s(self, now: float) -> float:
         """Time since it began; once it has finished, the duration that its store measured."""
@@ -162,6 +170,8 @@ class Transfers:
 
     def __init__(self) -> None:
         self._running: dict[TransferKey, Transfer] = {}
+        self._into = defaultdict[str, dict[TransferKey, None]](dict)  # those running, by target
+        self._from = defaultdict[str, dict[TransferKey, None]](dict)  # by planned source
         self._ended: deque[Transfer] = deque(maxlen=_MAX_ENDED)
         self._ranks = count(1)
 
@@ -176,6 +186,7 @@ class Transfers:
         now: float,
         *,
         urgent: bool = True,
+        deadline: float = math.inf,
         reason: Reason = NO_REASON,
         cause: CopyCause | None = None,
     ) -> None:
@@ -184,26 +195,30 @@ class Transfers:
             key = pack_id, edge.target
             running = self._running.get(key)
             if edge.already_there and running is not None:
-                self._running[key] = replace(running, urgent=running.urgent or urgent, cause=cause or running.cause)
+                is_urgent, earlier_deadline = running.urgent or urgent, min(running.deadline, deadline)
+                cause_now = cause or running.cause
+                self._set(replace(running, urgent=is_urgent, deadline=earlier_deadline, cause=cause_now))
             elif not edge.already_there or cause is not None:
                 earlier = stores[edge.target].copies.get(pack_id) if edge.target in stores else None
-                self._running[key] = Transfer(
+                planned = Transfer(
                     *key,
                     pack_bytes,
                     planned_at=now,
                     sources=() if edge.already_there else planned_sources(edge),
                     planned_bytes_per_s=0.0 if edge.already_there else edge.bytes_per_s,
                     urgent=urgent,
+                    deadline=deadline,
                     reason=reason,
                     cause=cause,
                     rank=next(self._ranks),
                     stale_begin_us=earlier.relay_begin_us if earlier else None,
                 )
+                self._set(planned)
 
     def accepted(self, key: TransferKey, now: float) -> None:
         """The store has taken the replicator's order."""
         if transfer := self._running.get(key):
-            self._running[key] = replace(transfer, accepted_at=now)
+            self._set(replace(transfer, accepted_at=now))
 
     def refused(self, key: TransferKey, error: str, now: float) -> list[TransferEvent]:
         """The store could not be reached or did not take the relay. A transfer that has begun goes on."""
@@ -213,7 +228,28 @@ class Transfers:
     def put(self, transfer: Transfer) -> None:
         """Replaces a transfer; no effect if it has ended."""
         if transfer.key in self._running:
-            self._running[transfer.key] = transfer
+            self._set(transfer)
+
+    def _set(self, transfer: Transfer) -> None:
+        key, before = transfer.key, self._running.get(transfer.key)
+        self._running[key] = transfer
+        if before is not None and before.sources == transfer.sources:
+            return
+        for source in before.holder_ids if before is not None else ():
+            del self._from[source][key]
+        for source in transfer.holder_ids:
+            self._from[source][key] = None
+        self._into[transfer.target][key] = None
+
+    def _remove(self, key: TransferKey) -> None:
+        transfer = self._running.pop(key, None)
+        if transfer is None:
+            return
+        for index, store_ids in ((self._from, transfer.holder_ids), (self._into, (transfer.target,))):
+            for store_id in store_ids:
+                del index[store_id][key]
+                if not index[store_id]:
+                    del index[store_id]
 
     # Reports
 
@@ -223,7 +259,7 @@ class Transfers:
         for copy in store.copies.values():
             key = (copy.pack_id, store.store_id)
             if key not in self._running and (found := self._unplanned(copy, store.store_id, before, now)):
-                self._running[key] = found
+                self._set(found)
             if transfer := self._running.get(key):
                 events += self._advance(transfer, copy, now)
         for transfer in self.into(store.store_id):
@@ -245,7 +281,7 @@ class Transfers:
         event = self._end(replace(transfer, cause=None) if returns else transfer, now, "it was dropped")
         if returns:
             waiting = replace(transfer, missing=True, begun_at=0.0, copy=None, repair_base=None, stale_begin_us=None)
-            self._running[transfer.key] = waiting
+            self._set(waiting)
         return event
 
     @staticmethod
@@ -262,7 +298,7 @@ class Transfers:
         if not transfer.begun_at:
             if copy.relay_begin_us in (0, transfer.stale_begin_us):
                 if copy.complete:  # it was there already
-                    del self._running[transfer.key]
+                    self._remove(transfer.key)
                     yield TransferEvent(TransferEventKind.FINISHED, transfer, in_history=False)
                 elif copy.error and copy.relay_begin_us != transfer.stale_begin_us:
                     yield self._end(replace(transfer, copy=copy), now, copy.error)
@@ -276,7 +312,7 @@ class Transfers:
             if copy.relay_begin_us:  # one run ended and another began between two reports
                 yield self._end(replace(transfer, cause=None), now, "it was begun anew")
                 again = replace(transfer, begun_at=0.0, copy=None, repair_base=None)
-                self._running[transfer.key] = again
+                self._set(again)
                 yield from self._advance(again, copy, now)
             elif copy.complete:  # a restarted store found it whole in its arena
                 yield self._end(replace(transfer, copy=copy), now, "")
@@ -289,7 +325,7 @@ class Transfers:
                 yield TransferEvent(TransferEventKind.REPAIRED, transfer, before)
         else:
             transfer = replace(transfer, repair_base=copy)
-        self._running[transfer.key] = transfer
+        self._set(transfer)
         if is_over:
             yield self._end(transfer, now, copy.error)
 
@@ -303,7 +339,7 @@ class Transfers:
         return found if before else replace(found, begun_at=now, copy=copy, repair_base=copy)
 
     def _end(self, transfer: Transfer, now: float, error: str) -> TransferEvent:
-        self._running.pop(transfer.key, None)
+        self._remove(transfer.key)
         ended = replace(transfer, ended_at=now, error=error)
         if not transfer.missing:
             self._ended.append(ended)
@@ -326,7 +362,16 @@ class Transfers:
         return self._running.get(key)
 
     def into(self, store_id: str) -> list[Transfer]:
-        return [transfer for transfer in self._running.values() if transfer.target == store_id]
+        return [self._running[key] for key in self._into.get(store_id, ())]
+
+    def sent_by(self, store_id: str) -> list[Transfer]:
+        """Those that are planned to come from the store, or from REMOTE."""
+        return [self._running[key] for key in self._from.get(store_id, ())]
+
+    def touching(self, store_ids: Iterable[str]) -> list[Transfer]:
+        """Transfers of our plans on the links of these stores."""
+        found = {key for store_id in store_ids for index in (self._into, self._from) for key in index.get(store_id, ())}
+        return sorted((self._running[key] for key in found if self._running[key].sources), key=lambda one: one.rank)
 
     def with_rates(self) -> list[Transfer]:
         """Transfers of our plans, which have rates. The load of others shows in the links' counters alone."""
