@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
@@ -161,6 +161,13 @@ class TransferEvent:
     in_history: bool = True  # not, if nothing had to flow, or its end is recorded already
 
 
+def _remove(index: dict[str, dict[TransferKey, None]], names: Iterable[str], key: TransferKey) -> None:
+    for name in names:
+        del index[name][key]
+        if not index[name]:
+            del index[name]
+
+
 def _is_young(transfer: Transfer, now: float) -> bool:
     return now - (transfer.accepted_at or transfer.planned_at) <= START_TIMEOUT_S
 
@@ -170,8 +177,9 @@ class Transfers:
 
     def __init__(self) -> None:
         self._running: dict[TransferKey, Transfer] = {}
-        self._into = defaultdict[str, dict[TransferKey, None]](dict)  # those running, by target
-        self._from = defaultdict[str, dict[TransferKey, None]](dict)  # by planned source
+        self._into: dict[str, dict[TransferKey, None]] = {}  # those that run, by target
+        self._out_of: dict[str, dict[TransferKey, None]] = {}  # by planned source
+        self._of_pack: dict[str, dict[TransferKey, None]] = {}
         self._ended: deque[Transfer] = deque(maxlen=_MAX_ENDED)
         self._ranks = count(1)
 
@@ -197,7 +205,7 @@ class Transfers:
             if edge.already_there and running is not None:
                 is_urgent, earlier_deadline = running.urgent or urgent, min(running.deadline, deadline)
                 cause_now = cause or running.cause
-                self._set(replace(running, urgent=is_urgent, deadline=earlier_deadline, cause=cause_now))
+                self._run(replace(running, urgent=is_urgent, deadline=earlier_deadline, cause=cause_now))
             elif not edge.already_there or cause is not None:
                 earlier = stores[edge.target].copies.get(pack_id) if edge.target in stores else None
                 planned = Transfer(
@@ -213,12 +221,12 @@ class Transfers:
                     rank=next(self._ranks),
                     stale_begin_us=earlier.relay_begin_us if earlier else None,
                 )
-                self._set(planned)
+                self._run(planned)
 
     def accepted(self, key: TransferKey, now: float) -> None:
         """The store has taken the replicator's order."""
         if transfer := self._running.get(key):
-            self._set(replace(transfer, accepted_at=now))
+            self._run(replace(transfer, accepted_at=now))
 
     def refused(self, key: TransferKey, error: str, now: float) -> list[TransferEvent]:
         """The store could not be reached or did not take the relay. A transfer that has begun goes on."""
@@ -228,28 +236,23 @@ class Transfers:
     def put(self, transfer: Transfer) -> None:
         """Replaces a transfer; no effect if it has ended."""
         if transfer.key in self._running:
-            self._set(transfer)
+            self._run(transfer)
 
-    def _set(self, transfer: Transfer) -> None:
-        key, before = transfer.key, self._running.get(transfer.key)
-        self._running[key] = transfer
-        if before is not None and before.sources == transfer.sources:
-            return
-        for source in before.holder_ids if before is not None else ():
-            del self._from[source][key]
+    def _run(self, transfer: Transfer) -> None:
+        before = self._running.get(transfer.key)
+        if before is not None and before.sources != transfer.sources:
+            _remove(self._out_of, before.holder_ids, before.key)
+        self._running[transfer.key] = transfer
+        self._into.setdefault(transfer.target, {})[transfer.key] = None
+        self._of_pack.setdefault(transfer.pack_id, {})[transfer.key] = None
         for source in transfer.holder_ids:
-            self._from[source][key] = None
-        self._into[transfer.target][key] = None
+            self._out_of.setdefault(source, {})[transfer.key] = None
 
-    def _remove(self, key: TransferKey) -> None:
-        transfer = self._running.pop(key, None)
-        if transfer is None:
-            return
-        for index, store_ids in ((self._from, transfer.holder_ids), (self._into, (transfer.target,))):
-            for store_id in store_ids:
-                del index[store_id][key]
-                if not index[store_id]:
-                    del index[store_id]
+    def _stop(self, transfer: Transfer) -> None:
+        if (ended := self._running.pop(transfer.key, None)) is not None:
+            _remove(self._into, (ended.target,), ended.key)
+            _remove(self._of_pack, (ended.pack_id,), ended.key)
+            _remove(self._out_of, ended.holder_ids, ended.key)
 
     # Reports
 
@@ -259,7 +262,7 @@ class Transfers:
         for copy in store.copies.values():
             key = (copy.pack_id, store.store_id)
             if key not in self._running and (found := self._unplanned(copy, store.store_id, before, now)):
-                self._set(found)
+                self._run(found)
             if transfer := self._running.get(key):
                 events += self._advance(transfer, copy, now)
         for transfer in self.into(store.store_id):
@@ -281,7 +284,7 @@ class Transfers:
         event = self._end(replace(transfer, cause=None) if returns else transfer, now, "it was dropped")
         if returns:
             waiting = replace(transfer, missing=True, begun_at=0.0, copy=None, repair_base=None, stale_begin_us=None)
-            self._set(waiting)
+            self._run(waiting)
         return event
 
     @staticmethod
@@ -298,7 +301,7 @@ class Transfers:
         if not transfer.begun_at:
             if copy.relay_begin_us in (0, transfer.stale_begin_us):
                 if copy.complete:  # it was there already
-                    self._remove(transfer.key)
+                    self._stop(transfer)
                     yield TransferEvent(TransferEventKind.FINISHED, transfer, in_history=False)
                 elif copy.error and copy.relay_begin_us != transfer.stale_begin_us:
                     yield self._end(replace(transfer, copy=copy), now, copy.error)
@@ -312,7 +315,7 @@ class Transfers:
             if copy.relay_begin_us:  # one run ended and another began between two reports
                 yield self._end(replace(transfer, cause=None), now, "it was begun anew")
                 again = replace(transfer, begun_at=0.0, copy=None, repair_base=None)
-                self._set(again)
+                self._run(again)
                 yield from self._advance(again, copy, now)
             elif copy.complete:  # a restarted store found it whole in its arena
                 yield self._end(replace(transfer, copy=copy), now, "")
@@ -325,7 +328,7 @@ class Transfers:
                 yield TransferEvent(TransferEventKind.REPAIRED, transfer, before)
         else:
             transfer = replace(transfer, repair_base=copy)
-        self._set(transfer)
+        self._run(transfer)
         if is_over:
             yield self._end(transfer, now, copy.error)
 
@@ -339,7 +342,7 @@ class Transfers:
         return found if before else replace(found, begun_at=now, copy=copy, repair_base=copy)
 
     def _end(self, transfer: Transfer, now: float, error: str) -> TransferEvent:
-        self._remove(transfer.key)
+        self._stop(transfer)
         ended = replace(transfer, ended_at=now, error=error)
         if not transfer.missing:
             self._ended.append(ended)
@@ -364,14 +367,18 @@ class Transfers:
     def into(self, store_id: str) -> list[Transfer]:
         return [self._running[key] for key in self._into.get(store_id, ())]
 
-    def sent_by(self, store_id: str) -> list[Transfer]:
+    def out_of(self, store_id: str) -> list[Transfer]:
         """Those that are planned to come from the store, or from REMOTE."""
-        return [self._running[key] for key in self._from.get(store_id, ())]
+        return [self._running[key] for key in self._out_of.get(store_id, ())]
 
     def touching(self, store_ids: Iterable[str]) -> list[Transfer]:
-        """Transfers of our plans on the links of these stores."""
-        found = {key for store_id in store_ids for index in (self._into, self._from) for key in index.get(store_id, ())}
-        return sorted((self._running[key] for key in found if self._running[key].sources), key=lambda one: one.rank)
+        """Transfers of our plans on the links of these stores, the oldest first."""
+        stores = dict.fromkeys(store_ids)
+        found = {one.key: one for store_id in stores for one in (*self.into(store_id), *self.out_of(store_id))}
+        return sorted((one for one in found.values() if one.sources), key=lambda one: one.rank)
+
+    def of_pack(self, pack_id: str) -> list[Transfer]:
+        return [self._running[key] for key in self._of_pack.get(pack_id, ())]
 
     def with_rates(self) -> list[Transfer]:
         """Transfers of our plans, which have rates. The load of others shows in the links' counters alone."""
@@ -382,7 +389,7 @@ class Transfers:
 
         In one plan every target comes after its sources. What has not begun and nobody planned comes last.
         """
-        ranks = {transfer.target: transfer.rank for transfer in self._running.values() if transfer.pack_id == pack_id}
+        ranks = {transfer.target: transfer.rank for transfer in self.of_pack(pack_id)}
         reported = {store.store_id for store in stores if pack_id in store.copies and store.copies[pack_id].receiving}
         return [*sorted(ranks, key=ranks.__getitem__), *sorted(reported - ranks.keys())]
 
