@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ MODEL = a_model("acme/m0")
 def num_bytecodes(act: Callable[[], object]) -> int:
     num = 0
 
-    def trace(frame: FrameType, event: str, _argument: object) -> object:
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
         nonlocal num
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         num += event == "opcode"
