@@ -68,5 +68,5 @@ def test_an_event_costs_the_same_in_a_cluster_of_any_size() -> None:
     """Each scanned all instances, all stores or all workers."""
     small, large = costs(2), costs(16)
     assert {name: large[name] / cost for name, cost in small.items()} == pytest.approx(
-        dict.fromkeys(small, 1.0), abs=0.1
+        dict.fromkeys(small, 1.0), abs=0.01
     )
