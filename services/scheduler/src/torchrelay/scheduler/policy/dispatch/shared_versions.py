@@ -13,7 +13,7 @@ _MAX_VERSIONS = 4096
 
 
 def max_prompts_ahead(latency: LatencyModel) -> int:
-    """Of an instance that several tenants use: what a step's fixed time lets begin, for the step that runs and the next."""
+    """Of an instance that several tenants use: what begins within a step's fixed time, for this step and the next."""
     return 2 * max(1, round(latency.prefill.base_s / _BEGIN_S))
 
 
