@@ -1,4 +1,5 @@
 """Transfers over shared links, as fluid: max-min fair rates, and followers that go no faster than what they follow.
+What nobody waits for takes only what others leave.
 
 A transfer has one stream per source that it follows at once. A source that is itself still receiving passes on what it
 has: a follower that has caught up with it (but for one chunk) receives no faster than it does. Rates change only when a
@@ -25,6 +26,7 @@ class Stream:
 
     links: tuple[Link, ...]
     upstream: Transfer | None = None
+    is_idle: bool = False  # nobody waits for it: it takes only what others leave of its links
     bytes_per_s: float = 0.0
 
 
@@ -82,6 +84,21 @@ def fair_rates(demands: Sequence[tuple[tuple[Link, ...], float]], capacity: Mapp
             if rates[number] >= demands[number][1] * (1 - _SLACK) or not full.isdisjoint(demands[number][0])
         }
     return rates
+
+
+def class_rates(streams: Sequence[Stream], caps: Sequence[float], capacity: Mapping[Link, float]) -> list[float]:
+    """Fair rates of what somebody waits for, and then of idle streams over what that leaves."""
+    awaited_caps = [0.0 if stream.is_idle else cap for stream, cap in zip(streams, caps, strict=True)]
+    awaited = fair_rates([(stream.links, cap) for stream, cap in zip(streams, awaited_caps, strict=True)], capacity)
+    if not any(stream.is_idle for stream in streams):
+        return awaited
+    left = {link: capacity[link] for stream in streams for link in stream.links}
+    for stream, rate in zip(streams, awaited, strict=True):
+        for link in stream.links:
+            left[link] = max(left[link] - rate, 0.0)
+    idle_caps = [cap if stream.is_idle else 0.0 for stream, cap in zip(streams, caps, strict=True)]
+    idle = fair_rates([(stream.links, cap) for stream, cap in zip(streams, idle_caps, strict=True)], left)
+    return [one + other for one, other in zip(awaited, idle, strict=True)]
 
 
 @dataclass(slots=True)
@@ -156,7 +173,7 @@ class FluidNetwork:
         streams = [(transfer, stream) for transfer in self._transfers for stream in transfer.streams]
         caps = [math.inf] * len(streams)
         for _ in range(len(self._transfers) + 1):
-            rates = fair_rates([(s.links, cap) for (_, s), cap in zip(streams, caps, strict=True)], self.capacity)
+            rates = class_rates([stream for _, stream in streams], caps, self.capacity)
             for (_, stream), rate in zip(streams, rates, strict=True):
                 stream.bytes_per_s = rate
             limits = [
