@@ -31,7 +31,7 @@ MAX_GROWTH_BYTES = 100 * MB  # of the gateway during an attack
 MAX_LEFT_BYTES = 20 * MB  # of it, a while after
 REST_S = 30.0
 MAX_RATIO = 2.0  # of the neighbour's P99 under the attacks of one file to its P99 just before each
-NUM_PEACE_FAMILY, NUM_PEACE_CASE, NUM_ATTACK_CASE = 50, 1, 3  # chats, at least
+NUM_PEACE_FAMILY, NUM_PEACE_CASE, NUM_ATTACK_CASE = 50, 3, 3  # chats, at least
 MAX_CASE_RATIO = 10.0  # of its slowest chat in a single one: too few for a P99
 ATTACKER_NICE = 10  # its CPU is no part of the platform's
 

@@ -14,7 +14,9 @@ import pytest
 
 from tests.unit.engine.harness import Model, assert_idle, group_of, prompt_of
 from torchrelay.common.errors import Conflict
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
+from torchrelay.engine.batching.decode_shares import DecodeShares
 from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import BatchPlan, GroupState, SequenceGroup
@@ -46,7 +48,10 @@ class Mill:
         self.chance = random.Random(seed)
         self.pages = PageTables(64, page_tokens=4)
         prefixes = PrefixCache(self.pages.allocator, 4)
-        self.scheduler = BatchScheduler(self.pages, prefixes, 40, CONTEXT, lambda source, target: None)
+        shares = DecodeShares(lambda: LatencyModel(decode=StepCost(1.0, 0.5, 0.0, num_steps=1)))
+        self.scheduler = BatchScheduler(
+            self.pages, prefixes, 40, CONTEXT, lambda source, target: None, decode_shares=shares
+        )
         self.groups: list[SequenceGroup] = []
         self.num_made = self.num_cancelled = 0
 

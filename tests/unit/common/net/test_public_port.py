@@ -263,8 +263,9 @@ async def test_both_sides_end_together(port: PublicPort) -> None:
 
     async with await listen(port, serve):
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(PREFACE)
         assert await reader.readexactly(5) == b"hello"
-        writer.write(PREFACE + frame(SETTINGS))
+        writer.write(frame(SETTINGS))
         writer.close()
         await asyncio.wait_for(ended.wait(), 20)  # the client left
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
@@ -273,8 +274,21 @@ async def test_both_sides_end_together(port: PublicPort) -> None:
         writer.close()
 
 
+async def test_a_client_that_says_nothing_never_reaches_grpcio_and_is_closed() -> None:
+    async def serve(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+        raise AssertionError("it has reached grpcio")
+
+    async with public_port(replace(LIMITS, head_s=0.1)) as port, await listen(port, serve) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        await until(lambda: port.num_connections == 1)
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+        assert port.num_connections == 0 and server.is_serving()
+
+
 async def test_a_client_is_closed_while_grpcio_does_not_listen(port: PublicPort) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+    writer.write(PREFACE)
     assert await asyncio.wait_for(reader.read(), 20) == b""
     writer.close()
 
@@ -290,6 +304,7 @@ async def test_a_client_that_takes_nothing_is_closed() -> None:
     """grpcio, which is read no more by then, could not say that it has given the client up."""
     async with public_port(replace(LIMITS, silence_s=0.1)) as port, await listen(port, send_without_end):
         with socket.create_connection(("127.0.0.1", port.port)) as client:
+            client.sendall(PREFACE)
             await until(lambda: port.num_connections == 1)
             await until(lambda: port.num_connections == 0)
             client.settimeout(20)
@@ -306,12 +321,13 @@ async def test_a_client_that_reads_on_in_time_may_stay() -> None:
             writer.write(bytes(MAX_FRAME_BYTES))
             await writer.drain()
             num_sent += 1
-        await reader.readexactly(len(PREFACE))
+        await reader.readexactly(len(PREFACE) + len(frame(SETTINGS)))
         writer.write(b"still here")
         writer.close()
 
     async with public_port(replace(LIMITS, silence_s=silence_s)) as port, await listen(port, serve):
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(PREFACE)
         before = -1
         while num_sent == 0 or num_sent > before:  # until nothing more is taken
             before = num_sent
@@ -319,7 +335,7 @@ async def test_a_client_that_reads_on_in_time_may_stay() -> None:
         assert num_sent < num_pieces
         await reader.readexactly(num_pieces * MAX_FRAME_BYTES)
         await asyncio.sleep(1.5 * silence_s)  # the time after which it would be closed
-        writer.write(PREFACE)
+        writer.write(frame(SETTINGS))
         assert await asyncio.wait_for(reader.read(), 20) == b"still here"
         writer.close()
 
@@ -330,6 +346,7 @@ async def test_no_other_user_reaches_the_inner_address(port: PublicPort) -> None
     async with await listen(port, send_without_end):
         assert not folder.exists()  # so that nothing is left behind by a killed process
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(PREFACE)
         assert await reader.readexactly(MAX_FRAME_BYTES)
         writer.close()
 
@@ -345,7 +362,9 @@ async def test_the_name_of_a_client_tells_nothing_of_the_next(port: PublicPort) 
     async with await listen(port, note_name):
         for _ in range(2):
             reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
-            assert await asyncio.wait_for(reader.read(), 20) == b""
+            writer.write(PREFACE)
+            with suppress(ConnectionResetError):  # it is not read
+                assert await asyncio.wait_for(reader.read(), 20) == b""
             writer.close()
     assert all(len(name) >= 32 for name in names)
     assert names[0][:16] != names[1][:16]

@@ -12,6 +12,7 @@ from torchrelay.common.errors import Conflict
 from torchrelay.common.latency.latency_model import StepWork
 from torchrelay.common.tokens.prefix_hashes import PAGE_TOKENS
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
+from torchrelay.engine.batching.decode_shares import DecodeShares, Latency, no_latency
 from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import SequenceGroup
@@ -56,6 +57,7 @@ class Instance:
         cpu_reorder: bool = False,
         on_segment: Callable[[], None] | None = None,
         active_processes: ActiveProcesses | None = None,
+        latency: Latency = no_latency,
         *,
         config: ModelConfig | None = None,
         backends: Backends | None = None,
@@ -70,7 +72,8 @@ class Instance:
         ``prefix_cache``: prompts of one tenant with a common prefix compute it once. ``cpu_reorder``: once all weights
         have arrived and serve, make copies in the background that a CPU reads more quickly. ``on_segment`` is called,
         on any thread, when a segment becomes usable or none will arrive any more: there may be work now.
-        ``active_processes``: the processes that share this CPU's cores.
+        ``active_processes``: the processes that share this CPU's cores. ``latency``: how long steps take here, as far
+        as is known; with it no tenant's choices slow another's by more than its share.
 
         The keyword arguments replace what the manifest and the device call for.
         """
@@ -93,7 +96,13 @@ class Instance:
         prefixes = PrefixCache(self._tables.allocator, page_tokens, prefix_cache)
         copy_page, on_leave = model.pages.copy_page, model.hidden_states.drop
         self._scheduler = BatchScheduler(
-            self._tables, prefixes, token_budget, config.max_context_tokens, copy_page, on_leave
+            self._tables,
+            prefixes,
+            token_budget,
+            config.max_context_tokens,
+            copy_page,
+            on_leave,
+            DecodeShares(latency),
         )
         self._interruptions = Interruptions(self._scheduler, clock)
         self._threads = threads or ThreadBudget(manifest.num_bytes, active_processes)

@@ -14,6 +14,7 @@ from nats.aio.client import Client
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.ids import new_id
+from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import generation_pb2, types_pb2
@@ -134,7 +135,7 @@ class Worker:
 
     async def _run_load(self, hosted: HostedInstance, traceparent: str) -> None:
         loader = self.loader = Loader(
-            self.slot, self.engine, self.pool, self._store, self.settings, self._active_processes
+            self.slot, self.engine, self.pool, self._store, self.settings, self._active_processes, self.latency
         )
         error = self._fault = ""
         try:
@@ -195,9 +196,13 @@ class Worker:
         self.engine.post(cancel)  # for an idle engine, and for a group whose prefill is still queued
         self.pages_freed()
 
+    def latency(self) -> LatencyModel | None:
+        """(any thread) How long steps of the instance in the slot take here; None before the first."""
+        return self.step_metrics.latency(self.slot.instance_labels)
+
     def progress(self) -> types_pb2.EngineProgress:
         """Where the engine is, for whoever watches this worker."""
-        progress = self.engine.progress(self.step_metrics.latency(self.slot.instance_labels))
+        progress = self.engine.progress(self.latency())
         self.engine_watch.observe(progress, time.monotonic())
         return types_pb2.EngineProgress(**asdict(progress))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTime
 from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
 from torchrelay.scheduler.policy.dispatch.prefill_lane import PrefillLane
-from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.dispatch.roster import MAX_PROMPTS_AHEAD, RosterEntry
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 RULES = PolicyConfig()
@@ -99,6 +100,18 @@ def test_a_prompt_waits_for_the_instance_that_will_have_it_soonest_until_less_th
     found = place(an_admission(MODEL, "r1"), MODEL, [full, loading, decode], KvTransferTimes(), RULES, NOW)
     assert isinstance(found, NoPlacement) and not found.is_own
     assert found.due == pytest.approx(NOW + 1.0 - 0.512)
+
+
+def test_few_prompts_are_ahead_however_short_they_are() -> None:
+    decode, prefill = a_candidate("d", DECODE), a_candidate("p", PREFILL)
+    keys = [AttemptKey(f"short {number}", 1) for number in range(MAX_PROMPTS_AHEAD)]
+    for key in keys:
+        prefill.work.lane.bind(key, 1e-6, NOW)
+    found = place(an_admission(MODEL, "r1"), MODEL, [prefill, decode], KvTransferTimes(), RULES, NOW)
+    assert isinstance(found, NoPlacement) and not found.is_own
+    assert math.isinf(found.due), "time alone does not compute them"
+    prefill.work.lane.leave(keys[0], NOW)
+    assert placed(prefill, decode) == ("p", "d")
 
 
 def test_measured_rates_count() -> None:

@@ -219,7 +219,7 @@ def test_prompts_with_a_cached_beginning_do_not_make_an_instance_look_full() -> 
     model = a_model(routing_block_tokens=64, idle_timeout_s=600.0)
     worker = a_worker("w", latency=LATENCY, has_prefix_cache=True, kv_pool_bytes=1024 * MB)
     scene = PaperCluster().settle(a_store("s1", "host-1"), worker)
-    prompt: dict[str, Any] = {"num_prompt_tokens": 4000, "block_hashes": tuple(bytes([number]) for number in range(60))}
+    prompt: dict[str, Any] = {"num_prompt_tokens": 4000, "block_hashes": tuple(bytes([number]) for number in range(58))}
     scene.admit(model, "first", **prompt)
     scene.finish_loads()
     scene.apply(FirstToken(AttemptKey("first", 1)))

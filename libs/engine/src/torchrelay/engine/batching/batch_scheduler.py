@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from torchrelay.common.errors import Conflict
+from torchrelay.engine.batching.decode_shares import DecodeShares
 from torchrelay.engine.batching.fair_queue import FairQueue
 from torchrelay.engine.batching.invariants import check_pages, check_states
 from torchrelay.engine.batching.pages import PageTables
@@ -26,7 +27,7 @@ from torchrelay.engine.core import KvPoolFull, NewToken
 
 
 class BatchScheduler:
-    """Continuous batching, fair between tenants in pages and in prompt tokens.
+    """Continuous batching, fair between tenants in pages, in prompt tokens and in the time of decode steps.
 
     A group is admitted once all pages it can ever need are reserved. Hence an admitted group always finishes, and
     prefills never starve decoding. A group is preempted only where a tenant without pages waits while another holds
@@ -41,6 +42,7 @@ class BatchScheduler:
         max_context_tokens: int,
         copy_page: Callable[[int, int], None],
         on_leave: Callable[[PrefillContext], None] = lambda context: None,
+        decode_shares: DecodeShares | None = None,
     ) -> None:
         """``copy_page(source, target)`` copies the KV of a page; ``on_leave`` gets each context that ends."""
         self._pages = pages
@@ -52,7 +54,8 @@ class BatchScheduler:
         self._waiting: FairQueue[SequenceGroup] = FairQueue()
         self._prefilling: FairQueue[PrefillContext] = FairQueue()  # chunk by chunk, each through all layers
         self._by_layer: dict[SequenceGroup, None] = {}  # layer by layer, in order of admission
-        self._decoding: dict[DecodeSequence, None] = {}
+        self._decoding: dict[DecodeSequence, None] = {}  # whose turn is first comes first
+        self._decode_shares = decode_shares or DecodeShares()
         self._held: Counter[str] = Counter()  # pages by tenant, as reserved
         self._moments = count()
 
@@ -117,14 +120,14 @@ class BatchScheduler:
             self.run(group)
 
     def plan(self) -> tuple[BatchPlan, ...]:
-        """The next batches: every running choice, and chunks of prompts within the token budget.
+        """The next batches: the running choices that ``DecodeShares`` chooses, and chunks of prompts within the budget.
 
         Chunks that continue from a layer boundary get a batch of their own.
         """
         self.admit()
-        decoding = tuple(sorted(self._decoding, key=lambda each: each.num_computed))
+        decoding = self._next_decoding()
         chunks: dict[int, list[PrefillChunk]] = {0: []}
-        for chunk in self._next_chunks():
+        for chunk in self._next_chunks(len(decoding)):
             chunks.setdefault(chunk.context.group.layer, []).append(chunk)
         first = BatchPlan(decoding, tuple(chunks.pop(0)))
         rest = (BatchPlan((), tuple(of_layer), layer) for layer, of_layer in sorted(chunks.items()))
@@ -235,9 +238,18 @@ class BatchScheduler:
 
     # Internals
 
-    def _next_chunks(self) -> list[PrefillChunk]:
+    def _next_decoding(self) -> tuple[DecodeSequence, ...]:
+        """The shortest first. If some are held back, those chosen go last the next time."""
+        chosen = self._decode_shares.choose(self._decoding)
+        if len(chosen) < len(self._decoding):
+            for each in chosen:
+                del self._decoding[each]
+                self._decoding[each] = None
+        return tuple(sorted(chosen, key=lambda each: each.num_computed))
+
+    def _next_chunks(self, num_decoding: int) -> list[PrefillChunk]:
         # However many choices decode, prefill advances by at least a page.
-        room = max(self._token_budget - len(self._decoding), self._pages.page_tokens)
+        room = max(self._token_budget - num_decoding, self._pages.page_tokens)
         chunks: list[PrefillChunk] = []
         while room and (context := self._prefilling.head()) is not None:
             spec = context.group.spec

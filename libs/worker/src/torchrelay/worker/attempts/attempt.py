@@ -49,9 +49,11 @@ class Attempt:
     deadline: asyncio.TimerHandle | None = None
     is_started: bool = False  # its stop checkers are in place; tokens may arrive
     is_prefilled: bool = False  # the engine has computed its prompt
+    _num_forced: dict[int, int] = field(init=False)  # by choice
 
     def __post_init__(self) -> None:
-        self.open_choices = {choice.choice for choice in self.start.choices}
+        self._num_forced = {choice.choice: len(choice.forced_output) for choice in self.start.choices}
+        self.open_choices = set(self._num_forced)
 
     @property
     def group_id(self) -> str:
@@ -96,7 +98,7 @@ class Attempt:
 
     def num_forced(self, choice: int) -> int:
         """Forced output tokens of the choice, which is also the position of its first new token."""
-        return next(len(spec.forced_output) for spec in self.start.choices if spec.choice == choice)
+        return self._num_forced[choice]
 
     def output(self, token: NewToken, finish: Finish | None) -> pb.ChoiceOutput:
         """The message for one new token, with the phases measured since the last."""

@@ -14,6 +14,7 @@ from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.process.telemetry import span_of
 from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.engine.batching.decode_shares import Latency
 from torchrelay.engine.core import LoadFailed
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
@@ -42,6 +43,7 @@ class Loader:
     _store: ParamStoreAsyncStub
     _settings: WorkerSettings
     _active_processes: ActiveProcesses | None
+    _latency: Latency
     _retry_s: float = 0.5
     slab: MappedSlab | None = None
     closing: bool = False  # releasing the instance; must not be cancelled again
@@ -136,6 +138,7 @@ class Loader:
             cpu_reorder=self._settings.cpu_reorder,
             on_segment=self._engine.wake,
             active_processes=self._active_processes,
+            latency=self._latency,
         )
 
     async def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:

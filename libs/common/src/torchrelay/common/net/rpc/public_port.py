@@ -1,7 +1,8 @@
 """The port of a gRPC server that strangers reach: counts the frames of each client, and forwards the bytes to grpcio.
 
 grpcio has no setting that bounds a flood of frames, and serves all that it has read before it sees to another client.
-It listens on a Unix socket instead; this accepts the connections, on the event loop, with two sockets each.
+It listens on a Unix socket instead; this accepts the connections, on the event loop. With a client's first bytes, which
+HTTP/2 wants at once, its connection gets a second socket, to grpcio: a crowd that says nothing costs next to nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
+from functools import partial
 from typing import Final
 
 from torchrelay.common.errors import Unavailable
@@ -22,7 +24,7 @@ from torchrelay.common.net.rpc.options import PublicLimits
 from torchrelay.common.net.rpc.public_connections import PublicConnections
 
 _BACKLOG: Final = 1024
-_BUFFER: Final = memoryview(bytearray(16 << 10))  # of all connections: what is read is copied before the next read
+_BUFFER: Final = memoryview(bytearray(64 << 10))  # of all connections: what is read is copied before the next read
 _MAX_UNSENT_BYTES: Final = 16 << 10  # to one side; beyond that, the other side is not read
 # At once. grpcio's client sends headers, which count twice, and two or three small frames for a call.
 _SMALL_FRAMES, _SMALL_FRAMES_OF_A_CALL = 500, 6
@@ -30,12 +32,14 @@ _RETRY_S: Final = 0.01
 _FLUSH_S: Final = 10.0  # for one side to take the rest, once the other has closed
 _STOP_S: Final = 1.0  # the same, when the server has stopped
 
+Begin = Callable[["_Client"], None]
+
 
 class _Side(asyncio.BufferedProtocol):
     """One of a connection's two sockets: what it receives is sent by the other."""
 
     transport: asyncio.Transport
-    other: _Side
+    other: _Side | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]  # a stream's, whose class uvloop keeps
@@ -48,15 +52,16 @@ class _Side(asyncio.BufferedProtocol):
         self.transport.write(data)
 
     def pause_writing(self) -> None:
-        if not self.other.transport.is_closing():
+        if self.other is not None and not self.other.transport.is_closing():
             self.other.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        if not self.other.transport.is_closing():
+        if self.other is not None and not self.other.transport.is_closing():
             self.other.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.other.end()
+        if self.other is not None:
+            self.other.end()
 
     def end(self) -> None:
         if not self.transport.is_closing():
@@ -65,68 +70,76 @@ class _Side(asyncio.BufferedProtocol):
 
 
 class _Client(_Side):
-    """Made after the side of grpcio, which may have spoken, or closed, by then."""
+    """``begin`` is called with its first bytes; ``meet`` answers it."""
 
-    def __init__(self, limits: FrameLimits, silence_s: float, forget: Callable[[], None]) -> None:
-        self.counter = FrameCounter(time.monotonic(), limits)
+    def __init__(self, limits: PublicLimits, frames: FrameLimits, begin: Begin, forget: Callable[[], None]) -> None:
+        self.counter = FrameCounter(time.monotonic(), frames)
         self.closed = asyncio.get_running_loop().create_future()
-        self._silence_s = silence_s
+        self._limits = limits
+        self._begin = begin
         self._forget = forget
-        self._stalled: asyncio.TimerHandle | None = None
-        self._is_made = False
-        self._early = b""
+        self._timer: asyncio.TimerHandle | None = None  # ends it: it has said, or has taken, nothing
+        self._first = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._is_made = True
-        self.send(self._early)
-        if self.other.transport.is_closing():
-            self.end()
+        self._set_timer(self._limits.head_s)
+
+    def meet(self, upstream: _Upstream) -> None:
+        """grpcio's side is made: forwards the first bytes, and what comes after them."""
+        self.other = upstream
+        upstream.send(self._first)
+        self._first = b""
+        if self.transport.is_closing():
+            upstream.end()
+        else:
+            self.transport.resume_reading()
 
     def pause_writing(self) -> None:
         """From now on grpcio is not read, nor seen to close."""
         super().pause_writing()
-        self._stalled = asyncio.get_running_loop().call_later(self._silence_s, self.transport.abort)
+        self._set_timer(self._limits.silence_s)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._unset_stalled()
+        self._unset_timer()
 
-    def _unset_stalled(self) -> None:
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
+    def _set_timer(self, limit_s: float) -> None:
+        self._unset_timer()
+        self._timer = asyncio.get_running_loop().call_later(limit_s, self.transport.abort)
 
-    def send(self, data: bytes) -> None:
-        if self._is_made:
-            super().send(data)
-        else:
-            self._early += data
+    def _unset_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def buffer_updated(self, nbytes: int) -> None:
         data = bytes(_BUFFER[:nbytes])
-        if (fault := self.counter.receive(data, time.monotonic())) is None:
-            self.other.send(data)
-        else:
+        if (fault := self.counter.receive(data, time.monotonic())) is not None:
             self.send(go_away(fault))  # garbled, if the server is in the middle of a frame
             self.end()
-            self.other.transport.abort()
+            if self.other is not None:
+                self.other.transport.abort()
+        elif self.other is not None:
+            self.other.send(data)
+        else:
+            self._unset_timer()
+            self.transport.pause_reading()
+            self._first = data
+            self._begin(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._unset_stalled()
+        self._unset_timer()
         self._forget()
         self.closed.set_result(None)
         super().connection_lost(exc)
-
-    def end(self) -> None:
-        if self._is_made:
-            super().end()
 
 
 class _Upstream(_Side):
     """The side of grpcio."""
 
-    other: _Client
+    def __init__(self, client: _Client) -> None:
+        self.other: _Client = client
 
     def buffer_updated(self, nbytes: int) -> None:
         self.other.counter.answer(nbytes)
@@ -158,7 +171,7 @@ class PublicPort:
             self._folder = folder.pop_all()
         self.address = f"unix:{self._path}"
         self._inner = -1  # grpcio's socket, once it has no name any more
-        self._silence_s = limits.silence_s
+        self._limits = limits
         self._frame_limits = FrameLimits(_SMALL_FRAMES + _SMALL_FRAMES_OF_A_CALL * limits.streams)
         self._connections = PublicConnections(limits.connections)
         self._clients: dict[str, _Client] = {}
@@ -185,8 +198,8 @@ class PublicPort:
 
     async def start(self) -> None:
         """Whoever starts it is cancelled if it accepts no more, and gets the error of ``close``."""
-        tasks = await self._owned.enter_async_context(asyncio.TaskGroup())
-        self._accepting = tasks.create_task(self._accept(), name="grpc-accept")
+        self._tasks = await self._owned.enter_async_context(asyncio.TaskGroup())
+        self._accepting = self._tasks.create_task(self._accept(), name="grpc-accept")
 
     async def stop_accepting(self) -> None:
         if self._accepting is not None:
@@ -210,7 +223,7 @@ class PublicPort:
             try:
                 sock, (address, *_) = await loop.sock_accept(self._listening)
                 await self._connect(sock, address)
-            except OSError:  # no descriptor is left, or grpcio's queue is full
+            except OSError:  # no descriptor is left
                 await asyncio.sleep(_RETRY_S)
 
     async def _connect(self, sock: socket.socket, address: str) -> None:
@@ -226,18 +239,27 @@ class PublicPort:
                 self._clients[victim].transport.abort()
             undo.callback(self._forget, peer)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            begin = partial(self._begin, name)
+            client = _Client(self._limits, self._frame_limits, begin, partial(self._forget, peer))
+            self._clients[peer] = client
+            await loop.connect_accepted_socket(lambda: client, sock)
+            undo.pop_all()
+
+    def _begin(self, name: str, client: _Client) -> None:
+        self._tasks.create_task(self._connect_upstream(name, client), name="grpc-connect")
+
+    async def _connect_upstream(self, name: str, client: _Client) -> None:
+        with ExitStack() as undo:
+            undo.callback(client.transport.abort)
             inner = undo.enter_context(socket.socket(socket.AF_UNIX))
             inner.setblocking(False)
             inner.bind(f"\0{name}")
-            inner.connect(f"/proc/self/fd/{self._inner}")
-            upstream = _Upstream()
-            client = _Client(self._frame_limits, self._silence_s, lambda: self._forget(peer))
-            client.other, upstream.other = upstream, client
-            self._clients[peer] = client
-            await loop.create_unix_connection(lambda: upstream, sock=inner)
-            undo.callback(upstream.transport.abort)
-            await loop.connect_accepted_socket(lambda: client, sock)
-            undo.pop_all()
+            with suppress(OSError):  # grpcio's queue is full, or it has ended
+                inner.connect(f"/proc/self/fd/{self._inner}")
+                upstream = _Upstream(client)
+                await asyncio.get_running_loop().create_unix_connection(lambda: upstream, sock=inner)
+                client.meet(upstream)
+                undo.pop_all()
 
     def _forget(self, peer: str) -> None:
         self._connections.remove(peer)

@@ -1,11 +1,11 @@
 """Placement: the prefill and the decode instance of one attempt, by predicted latency.
 
-A prefill instance gets a prompt only while less than one full step of prompts is ahead of it there: what cannot begin
-yet waits at the scheduler, where it can still go elsewhere. Time to first token = load left + prompts ahead + own
-prompt without its cached part. The decode instance must have unreserved KV bytes up to the last token; its cost is what
-delays the second token: its own load left, the KV that arrives after the first token, and a step with this attempt in
-its batch. If such a step exceeds the TBT objective, each token to come costs the excess. The pair with the lowest sum
-wins; one worker that plays both roles saves the KV transfer, but prompts interrupt its decode steps.
+A prefill instance gets a prompt only while less than one full step of prompts, and few of them, are ahead of it there:
+what cannot begin yet waits at the scheduler, where it can still go elsewhere. Time to first token = load left + prompts
+ahead + own prompt without its cached part. The decode instance must have unreserved KV bytes up to the last token; its
+cost is what delays the second token: its own load left, the KV that arrives after the first token, and a step with this
+attempt in its batch. If such a step exceeds the TBT objective, each token to come costs the excess. The pair with the
+lowest sum wins; one worker that plays both roles saves the KV transfer, but prompts interrupt its decode steps.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
         prefill_s *= correction
         ahead_s = entry.ahead_s(work.lane, now)
         ttft_s = entry.load_left_s(now) + ahead_s + prefill_s
-        if ahead_s < entry.full_step_s:
+        if entry.takes_prompts(work.lane, ahead_s):
             found.append(_Prefill(ttft_s, entry.worker_ref.instance_id, prefill_s, candidate))
         else:
             soonest_s = min(soonest_s, ttft_s)

@@ -10,6 +10,8 @@ from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy.core import InstancePhase, WorkerRef
 from torchrelay.scheduler.policy.dispatch.prefill_lane import PrefillLane
 
+MAX_PROMPTS_AHEAD = 8  # a worker takes some milliseconds to begin and hand over each, however short
+
 
 @dataclass(frozen=True, slots=True)
 class RosterEntry:
@@ -38,9 +40,13 @@ class RosterEntry:
         excess_s = max(self.excess_until - now, 0.0)
         return excess_s + (lane.work_s() if self.phase is InstancePhase.LOADING else lane.ahead_s(now))
 
+    def takes_prompts(self, lane: PrefillLane, ahead_s: float) -> bool:
+        """Whether less is ahead than it should have; ``ahead_s`` as given above."""
+        return ahead_s < self.full_step_s and len(lane) < MAX_PROMPTS_AHEAD
+
     def bindable_at(self, lane: PrefillLane) -> float:
-        """When less than a full step will be ahead, by the passing of time alone."""
-        if self.phase is InstancePhase.LOADING:
+        """When it takes prompts again, by the passing of time alone."""
+        if self.phase is InstancePhase.LOADING or len(lane) >= MAX_PROMPTS_AHEAD:
             return math.inf
         return max(lane.less_ahead_at(self.full_step_s), self.excess_until - max(self.full_step_s - lane.work_s(), 0.0))
 
