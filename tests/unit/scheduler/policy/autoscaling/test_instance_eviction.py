@@ -212,13 +212,13 @@ def test_who_gives_a_slot_up_reads_what_was_compared() -> None:
     load = replace(a_full_host([idle], [waiting("acme/new")], stores), instance_loads=Loads.listed([]))
     unused = [InstanceLoad(idle, 0, 0, NOW - 12.0, reload_s=4.0, tenants=frozenset(("acme",)))]
     assert told(replace(load, instance_loads=Loads.listed(unused))) == [
-        "idle for 12 s, and acme/new has waited 100 ms for a slot; to load it again takes 4 s"
+        "idle for 12 s, and acme/new has waited 100 ms for a slot; to load it again takes 4 s (0.0 late requests)"
     ]
     crowded = crowded_demand(a_model("acme/crowded"), 6.0)
     grows = a_full_host([idle, an_instance(1, crowded.model)], [crowded], stores)
     loads = [*unused, InstanceLoad(an_instance(1, crowded.model), 9, 0)]
     assert told(replace(grows, instance_loads=Loads.listed(loads))) == [
-        "idle for 12 s, and acme/crowded saves 438.3 late requests; to load it again takes 4 s"
+        "idle for 12 s, and acme/crowded saves 438.3 late requests; to load it again takes 4 s (0.0 late requests)"
     ]
     busy = a_model("birch/busy")
     shares = a_full_host([an_instance(0, busy), an_instance(1, busy)], [waiting("acme/new", 1.25)], stores, busy=2)

@@ -65,7 +65,8 @@ def test_a_shared_instance_that_makes_room_names_nobody() -> None:
     scene.pass_time(0.5)
     evicted = [one.reason for one in scene.events if one.kind == "evict"]
     assert evicted == [
-        "idle for 0 ms, and a model of another tenant has waited 0 ms for a slot; to load it again takes 0 ms"
+        "idle for 0 ms, and a model of another tenant has waited 0 ms for a slot; to load it again takes 0 ms "
+        "(0.0 late requests)"
     ]
 
 

@@ -45,6 +45,7 @@ def _drains(
     # Rent or buy: who waits takes a slot when it has lost as much as the other would lose, so that both lose at
     # most twice as much as if all arrivals had been known.
     idle = [load for load in freeing.idle if _displacement(load, demand) <= demand.num_late]
+    idle.sort(key=lambda load: _displacement(load, demand))
     if victims := _enough_of(idle, demand, missing, freeing):
         waited = f"and {{}} has waited {format_duration(demand.oldest_wait_s)} for a slot"
         return [_evict(load, waited, demand, autoscaler_input) for load in victims]
@@ -152,7 +153,7 @@ def _end_turn(
     are in the way. Requests of the drained model wait for its next turn.
     """
     model = demand.model
-    held = [
+    candidates = [
         load
         for load in autoscaler_input.loads
         if load.instance.version_id not in {model.version_id, *freeing.versions}
@@ -160,12 +161,14 @@ def _end_turn(
         and load.instance.since <= autoscaler_input.now - config.turn_s
         and _displacement(load, demand, config.turn_s) <= demand.num_late
     ]
-    held.sort(key=lambda load: (_displacement(load, demand), load.instance.since, load.instance.instance_id))
-    alone = {load.instance.instance_id: freeing.roles(demand, load.instance.worker_id, without=[load]) for load in held}
-    victims = [load for load in held if load.instance.instance_id in _enough(alone, missing)]
+    candidates.sort(key=lambda load: (_displacement(load, demand), load.instance.since, load.instance.instance_id))
+    alone = {
+        load.instance.instance_id: freeing.roles(demand, load.instance.worker_id, without=[load]) for load in candidates
+    }
+    victims = [load for load in candidates if load.instance.instance_id in _enough(alone, missing)]
     if not victims:
         together = defaultdict[tuple[str, str], list[InstanceLoad]](list)
-        for load in held:
+        for load in candidates:
             together[load.instance.host_id, load.instance.pack_id].append(load)
         for group in together.values():
             slots = {one.instance.instance_id: freeing.roles(demand, one.instance.worker_id, group) for one in group}
@@ -175,16 +178,19 @@ def _end_turn(
     waited = (
         f"{{}} has waited {format_duration(demand.oldest_wait_s)}, and no slot can be spared; this one was held for"
     )
-    return [
-        _drain(load, "turn", f"{waited} {format_duration(autoscaler_input.now - load.instance.since)}", model)
-        for load in victims
-    ]
+    drains = []
+    for load in victims:
+        figures = {"num_displaced": _displacement(load, demand, config.turn_s), "num_late": demand.num_late}
+        held = format_duration(autoscaler_input.now - load.instance.since)
+        drains.append(_drain(load, "turn", f"{waited} {held}", model, figures))
+    return drains
 
 
 def _evict(victim: InstanceLoad, why: str, demand: Demand, autoscaler_input: AutoscalerInput) -> Drain:
-    idle_s, reload_s = _idle_s(victim, autoscaler_input), victim.reload_s
-    text = f"idle for {format_duration(idle_s)}, {why}; to load it again takes {format_duration(reload_s)}"
-    return _drain(victim, "evict", text, demand.model, {"idle_s": idle_s, "reload_s": reload_s})
+    idle_s, reload_s, num_displaced = _idle_s(victim, autoscaler_input), victim.reload_s, _displacement(victim, demand)
+    lost = f"to load it again takes {format_duration(reload_s)} ({num_displaced:.1f} late requests)"
+    figures = {"idle_s": idle_s, "reload_s": reload_s, "num_displaced": num_displaced, "num_late": demand.num_late}
+    return _drain(victim, "evict", f"idle for {format_duration(idle_s)}, {why}; {lost}", demand.model, figures)
 
 
 def _drain(victim: InstanceLoad, cause: str, text: str, waiting: Model, figures: Figures | None = None) -> Drain:
