@@ -101,7 +101,7 @@ async def test_who_has_shown_a_key_makes_no_room_for_strangers() -> None:
     async def answer(message: bytes, _context: object) -> bytes:
         if message == b"stranger":
             raise Unauthenticated("who is it?")
-        show_key()
+        show_key("acme")
         return message
 
     server = RpcServer("127.0.0.1", limits=PATIENT)

@@ -143,5 +143,5 @@ class GatewayServicer:
         metadata = context.invocation_metadata() or ()
         key = next((value for name, value in metadata if name == "authorization"), None)
         principal = await self._keys.authenticate(key.decode("latin-1") if isinstance(key, bytes) else key)
-        show_key()
+        show_key(principal.tenant_id)
         return principal

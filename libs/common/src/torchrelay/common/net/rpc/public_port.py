@@ -192,9 +192,9 @@ class PublicPort:
     def num_connections(self) -> int:
         return len(self._clients)
 
-    def show_key(self, peer: str) -> None:
+    def show_key(self, peer: str, tenant_id: str) -> None:
         """A call of ``peer``, as gRPC names it, has shown a valid key: its connection makes no room for others."""
-        self._connections.show_key(peer)
+        self._connections.show_key(peer, tenant_id)
 
     async def start(self) -> None:
         """Whoever starts it is cancelled if it accepts no more, and gets the error of ``close``."""

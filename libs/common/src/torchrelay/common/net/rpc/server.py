@@ -67,11 +67,11 @@ def _note_connection(public: PublicPort, context: grpc.aio.ServicerContext[Any, 
     _connection.set((public, context))
 
 
-def show_key() -> None:
-    """The current call has shown a valid key: its connection makes no room for those of strangers."""
+def show_key(tenant_id: str) -> None:
+    """The current call has shown a valid key of the tenant: its connection makes no room for those of strangers."""
     if (noted := _connection.get(None)) is not None:
         public, context = noted
-        public.show_key(context.peer())
+        public.show_key(context.peer(), tenant_id)
 
 
 _Check: TypeAlias = Callable[[grpc.aio.ServicerContext[Any, Any]], None]
