@@ -178,7 +178,7 @@ def _end_turn(
     waited = (
         f"{{}} has waited {format_duration(demand.oldest_wait_s)}, and no slot can be spared; this one was held for"
     )
-    drains = []
+    drains: list[SetRoles | Drain] = []
     for load in victims:
         figures = {"num_displaced": _displacement(load, demand, config.turn_s), "num_late": demand.num_late}
         held = format_duration(autoscaler_input.now - load.instance.since)
