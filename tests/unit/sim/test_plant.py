@@ -67,6 +67,12 @@ def test_prompts_behind_a_worker_that_has_become_slow_are_taken_back_and_begin_e
             self.num_taken_back += sum(isinstance(answer, TakeBack) for answer in caused.answers)
             return caused
 
+    sixteen_s = 16 * 0.03  # several at once: prompts that come one by one find idle instances
+    bursts = [
+        replace(one, arrives_at=one.arrives_at // sixteen_s * sixteen_s)
+        for one in requests("t/small", 1200, 0.03, 600, 4)
+    ]
+
     def run_with(gain_s: float) -> tuple[CountingPolicy, list[RequestOutcome]]:
         ids = count()
         config = PolicyConfig(take_back_gain_s=gain_s)
@@ -77,10 +83,10 @@ def test_prompts_behind_a_worker_that_has_become_slow_are_taken_back_and_begin_e
         def slow_down() -> None:
             engines = [worker.engine for worker in plant.workers.values() if Role.PREFILL in worker.slot.roles]
             assert len(engines) > 1 and engines[0] is not None
-            engines[0].latency = replace(SMALL.latency, prefill=replace(SMALL.latency.prefill, base_s=3.0))
+            engines[0].latency = replace(SMALL.latency, prefill=replace(SMALL.latency.prefill, base_s=6.0))
 
         plant.events.at(1000.0 + 5.0 + 20.0, slow_down)
-        return policy, plant.run(requests("t/small", 1200, 0.03, 600, 4))
+        return policy, plant.run(bursts)
 
     policy, outcomes = run_with(0.5)
     assert all(each.ended_at and not each.is_refused for each in outcomes)

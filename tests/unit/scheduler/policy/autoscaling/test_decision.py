@@ -98,6 +98,14 @@ def test_as_many_are_wanted_as_save_more_late_requests_than_they_cost() -> None:
     )  # worth less than its load
 
 
+def test_however_little_a_cold_start_is_worth_a_queue_of_minutes_is_worth_more() -> None:
+    """Only one second of it was looked at, in which one more instance computes a quarter of a prompt."""
+    model = a_model(max_instances=3)
+    flood = a_demand(model, 60, backlog_s=240.0, price_s=1.0, target_s=2.0)
+    assert wanted_instances(flood, 1, 0.1, RULES) == 3
+    assert wanted_instances(flood, 1, 2.0, RULES) == 3  # though the load takes longer than it is worth alone
+
+
 def test_growth_says_what_it_compared() -> None:
     model = a_model(max_instances=2)
     first, second = a_worker("w-a"), a_worker("w-b")

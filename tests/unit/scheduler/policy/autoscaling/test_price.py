@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torchrelay.scheduler.policy.autoscaling.price import (
     IdleGaps,
     displacement,
+    held_s,
     lateness,
     least_keep_s,
     least_saved,
@@ -37,7 +38,8 @@ def test_the_worked_example_of_the_docs() -> None:
     assert lateness(1, 6.0, 0.5, 0.5, 60.0) == pytest.approx(30.25)  # 5.5 s, gone in 11 s
     saved = num_saved(1, 6.0, 0.5, 0.1, 0.5, load_s=1.0, horizon_s=60.0)
     assert saved == pytest.approx((5.0**2 / 1.0 - 4.5**2 / 3.0) / 0.05)  # 365: it pays
-    assert saved > least_saved(1.0, 60.0) == pytest.approx(1 + 1 / 60)
+    assert held_s(1, 6.0, 1.0, 60.0) == 60.0
+    assert saved > least_saved(1.0, 60.0, 60.0) == pytest.approx(1 + 1 / 60)
     assert num_saved(1, 6.0, 0.5, 0.1, 0.5, load_s=12.0, horizon_s=60.0) == 0.0  # it would come after the queue
     assert displacement(0.1, 0, 4.0, 0.5) == pytest.approx(1.6)  # 0.4 requests, each four targets late
     assert displacement(0.1, 0, 0.5, 0.5) == pytest.approx(0.05)
@@ -46,7 +48,7 @@ def test_the_worked_example_of_the_docs() -> None:
 
 def test_more_instances_save_less_each() -> None:
     saved = [num_saved(number, 20.0, 2.5, 0.1, 0.5, 1.0, 60.0) for number in range(1, 8)]
-    assert saved == sorted(saved, reverse=True) and saved[0] > 1000 and saved[-1] < least_saved(1.0, 60.0) * 200
+    assert saved == sorted(saved, reverse=True) and saved[0] > 1000 and saved[-1] < least_saved(1.0, 60.0, 60.0) * 200
     assert num_saved(4, 0.0, 2.5, 0.1, 0.5, 1.0, 60.0) == 0.0
 
 

@@ -55,13 +55,21 @@ class Demand:
         return self.num_waiting + (self.num_waiting + 1) / 2 * self.oldest_wait_s / self.target_s
 
     def num_saved(self, num_instances: int, load_s: float) -> float:
-        """Late requests that one more instance saves in as long as a cold start is worth; see ``price``."""
+        """Late requests that one more instance saves while it is held; see ``price``."""
         if self.arrivals_per_s and self.load:
             request_s = self.load / self.arrivals_per_s
         else:
             request_s = self.backlog_s / max(self.num_waiting, 1)
         slack_s = max(self.target_s - request_s, self.target_s / 4)  # the rest is its own prompt's
-        return price.num_saved(num_instances, self.backlog_s, self.load, request_s, slack_s, load_s, self.price_s)
+        held_s = self.held_s(num_instances, load_s)
+        return price.num_saved(num_instances, self.backlog_s, self.load, request_s, slack_s, load_s, held_s)
+
+    def least_saved(self, num_instances: int, load_s: float) -> float:
+        """What one more instance costs, in late requests."""
+        return price.least_saved(load_s, self.held_s(num_instances, load_s), self.price_s)
+
+    def held_s(self, num_instances: int, load_s: float) -> float:
+        return price.held_s(num_instances, self.backlog_s, load_s, self.price_s)
 
     @property
     def slot_wait_s(self) -> float:

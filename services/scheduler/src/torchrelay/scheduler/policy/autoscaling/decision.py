@@ -26,7 +26,6 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots
 from torchrelay.scheduler.policy.autoscaling.instance_eviction import evict, evict_to_grow
-from torchrelay.scheduler.policy.autoscaling.price import least_saved
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign, free_slots
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -43,6 +42,7 @@ class Growth:
     slots: Sequence[FreeSlot]
     load_s: float
     num_saved: float  # late requests, by the first of them
+    held_s: float  # for so long
 
 
 def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True) -> tuple[Action, ...]:
@@ -86,7 +86,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
             actions += grown
         missing = growth.missing - Counter(role for one in assignments for role in one.roles)
         if missing:
-            actions += evict_to_grow(demand, missing, growth.num_saved, autoscaler_input, freeing())
+            actions += evict_to_grow(demand, missing, growth.num_saved, growth.held_s, autoscaler_input, freeing())
     staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_demands
     actions += _scale_down(staying, autoscaler_input, actions, config)
     return tuple(actions)
@@ -115,10 +115,10 @@ def wanted_instances(demand: Demand, num_instances: int, load_s: float, config: 
     prediction, or one more by what was late before.
     """
     most = demand.model.max_instances or config.max_instances
-    wanted, least = num_instances, least_saved(load_s, demand.price_s)
-    if wanted < most and load_s < demand.price_s and demand.num_late_before >= least:
+    wanted = num_instances
+    if wanted < most and load_s < demand.price_s and demand.num_late_before >= demand.least_saved(wanted, load_s):
         wanted += 1
-    while wanted < most and demand.num_saved(wanted, load_s) >= least:
+    while wanted < most and demand.num_saved(wanted, load_s) >= demand.least_saved(wanted, load_s):
         wanted += 1
     return wanted
 
@@ -164,7 +164,8 @@ def _growth(
     wanted = wanted_instances(demand, num_instances, load_s, config)
     missing = +Counter({role: wanted - sum(role in one for one in roles) for role in Role})
     saved = max(demand.num_saved(num_instances, load_s), demand.num_late_before)
-    return Growth(wanted, missing, slots, load_s, saved) if missing else None
+    held_s = demand.held_s(num_instances, load_s)
+    return Growth(wanted, missing, slots, load_s, saved, held_s) if missing else None
 
 
 def _growth_reason(demand: Demand, growth: Growth) -> Reason:

@@ -61,11 +61,12 @@ def evict_to_grow(
     demand: Demand,
     missing: Counter[Role],
     num_saved: float,
+    held_s: float,
     autoscaler_input: AutoscalerInput,
     freeing: FreeingSlots,
 ) -> list[Drain]:
     """Idle instances of other models that give their slots to a model whose queue is too long: those with fewer
-    requests to lose than it saves.
+    requests to lose than it saves, while it holds them.
     """
     drains: list[Drain] = []
     while missing:
@@ -76,7 +77,7 @@ def evict_to_grow(
             for load in freeing.idle
             if load.instance.version_id != demand.model.version_id
             and load.reload_s <= _idle_s(load, autoscaler_input)
-            and _displacement(load, demand, demand.price_s) <= num_saved  # so long it is held
+            and _displacement(load, demand, held_s) <= num_saved
         ]
         victims = _enough_of(idle, demand, rest, freeing) if rest else []
         too_long = f"and {{}} saves {num_saved:.1f} late requests"

@@ -49,11 +49,16 @@ def num_saved(
     return (without - lateness(num_instances + 1, backlog_s, load, target_s, left_s)) / (request_s * target_s)
 
 
-def least_saved(load_s: float, price_s: float) -> float:
-    """An instance pays if it saves so many requests: it takes its slot for the load, and is kept as long as a cold
-    start is worth.
+def held_s(num_instances: int, backlog_s: float, load_s: float, price_s: float) -> float:
+    """For how long one more instance, there in ``load_s``, is looked ahead: until the queue of now is computed, and at
+    least as long as a cold start is worth.
     """
-    return 1 + load_s / price_s
+    return max(price_s, load_s + backlog_s / (num_instances + 1))
+
+
+def least_saved(load_s: float, held_s: float, price_s: float) -> float:
+    """An instance pays if it saves so many requests: it takes its slot for the load, and is held then."""
+    return (load_s + held_s) / price_s
 
 
 def displacement(arrivals_per_s: float, num_waiting: int, away_s: float, target_s: float) -> float:
