@@ -5,7 +5,6 @@ Called from one thread, one input at a time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import assert_never
@@ -110,7 +109,7 @@ class Policy:
 
     def next_due(self) -> float:
         """When a request that waits may be placed by the passing of time alone; infinite: at no known time."""
-        return min(self.state.due.values(), default=math.inf)
+        return self.state.due.earliest
 
     # Requests
 

@@ -10,7 +10,7 @@ from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
-from torchrelay.scheduler.policy.cluster.storage_tiers import is_held_by_any, tier_of
+from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import (
     BOTH,
@@ -300,6 +300,8 @@ def place_waiting(state: State, now: float, version_ids: Iterable[str] | None = 
 
 def place_due(state: State, now: float) -> None:
     """Places what waited for an instance to come near the end of its prompts."""
+    if state.due.earliest > now:
+        return
     for version_id in [version_id for version_id, due in state.due.items() if due <= now]:
         _place_version(state, version_id, now)
 
@@ -454,7 +456,7 @@ def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> 
         return 0.0
     expected_s = state.config.slot_setup_s
     if store := state.membership.store_of(instance.host_id):
-        tier = tier_of(model.pack_id, store, is_held_by_any(model.pack_id, state.membership.stores.values()))
+        tier = tier_of(model.pack_id, store, state.membership.is_held(model.pack_id))
         expected_s = state.load_times.predict_s(model, tier, state.config)
     return load_left_s(instance, expected_s, now)
 

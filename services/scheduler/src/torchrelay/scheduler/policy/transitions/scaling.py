@@ -18,7 +18,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Wake,
 )
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, is_held_by_any, tier_of
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Role, Roles, StoreStatus
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
@@ -155,7 +155,7 @@ def _demand(state: State, model: Model, now: float) -> Demand:
 
 
 def _tier(state: State, model: Model, store: StoreStatus) -> Tier:
-    return tier_of(model.pack_id, store, is_held_by_any(model.pack_id, state.membership.stores.values()))
+    return tier_of(model.pack_id, store, state.membership.is_held(model.pack_id))
 
 
 @dataclass(frozen=True)
