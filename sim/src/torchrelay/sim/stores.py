@@ -73,8 +73,9 @@ class SimulatedStores:
         self.network = FluidNetwork(events, capacity)
 
     def hold(self, store: SimulatedStore, pack_ids: Iterable[str]) -> None:
-        """Puts whole copies there."""
-        for pack_id in pack_ids:
+        """Puts whole copies there, as an earlier scheduler would have had them retained."""
+        store.retained = tuple(pack_ids)
+        for pack_id in store.retained:
             self._meter.change_ram(self._pack_bytes(pack_id))
             store.copies[pack_id] = None
 

@@ -10,6 +10,7 @@ from torchrelay.scheduler.policy.admission.due_times import DueTimes
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.admission.promises import Promises
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
+from torchrelay.scheduler.policy.autoscaling.arrivals import Arrivals
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
 from torchrelay.scheduler.policy.cluster.instances import Instances
@@ -21,6 +22,7 @@ from torchrelay.scheduler.policy.dispatch.answer_lengths import AnswerLengths
 from torchrelay.scheduler.policy.dispatch.correction import TTFT_WEIGHT, Corrections
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.latency import LatencyModels
+from torchrelay.scheduler.policy.dispatch.load_times import LoadTimes
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.roster import Rosters
@@ -50,6 +52,8 @@ class State:
     gateways: GatewaySessions
     membership: Membership
     strategies: Strategies = field(default_factory=Strategies)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    load_times: LoadTimes = field(default_factory=LoadTimes)
     promises: Promises = field(default_factory=Promises)
     instances: Instances = field(default_factory=Instances)
     attempts: OpenAttempts = field(default_factory=OpenAttempts)
