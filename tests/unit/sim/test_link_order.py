@@ -18,11 +18,11 @@ SMALL = served_model("t/small", 1, 8, 32, 131072, 0.45, 15e3, 0.1)
 OTHER = replace(SMALL, name="t/other")
 LARGE = served_model("t/large", 1, 24, 40, 163840, 0.7, 12e3, 0.15)
 BUSY = replace(SMALL, name="t/busy")
-FLEET = Fleet(3, (1, 1), 4e9, 25e9, 1e9, 480 * 10**9)
+FLEET = Fleet(3, (1,), 4e9, 25e9, 1e9, 480 * 10**9)
 
 
 def ttfts(*found: Request) -> dict[str, float]:
-    """By model. All weights are on the first host, whose slots are taken by a model that answers all the time."""
+    """By model. All weights are on the first host, whose slot is taken by a model that answers all the time."""
     ids = count()
     policy = Policy(PolicyConfig(replicate=False), lambda: f"i{next(ids)}", 1000.0)
     models = [SMALL, OTHER, LARGE, BUSY]
