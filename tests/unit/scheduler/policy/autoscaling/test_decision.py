@@ -22,6 +22,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide, wanted_instances
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign, free_slots
+from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import (
@@ -72,7 +73,7 @@ def a_situation(
         {w.worker_id: w for w in seated},
         {s.host_id: s for s in stores},
         prices_s={},
-        free_workers={w.worker_id: w for w in seated if w.slot.phase is InstancePhase.FREE},
+        free_workers=FreeWorkers(w for w in seated if w.slot.phase is InstancePhase.FREE),
         waited_for=frozenset(demand.model.version_id for demand in demands if demand.num_waiting),
     )
 

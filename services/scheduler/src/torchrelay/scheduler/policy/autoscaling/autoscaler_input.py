@@ -10,6 +10,7 @@ from functools import cached_property
 
 from torchrelay.scheduler.policy.autoscaling import price
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
+from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.core import (
     BOTH,
@@ -132,9 +133,10 @@ class AutoscalerInput:
     workers: Mapping[str, WorkerStatus]
     stores: Mapping[str, StoreStatus]  # by host
     prices_s: Mapping[str, float]  # by version: what a cold start is worth, in seconds of a slot; absent: the default
-    free_workers: Mapping[str, WorkerStatus]  # those that say that their slot is free
+    free_workers: FreeWorkers  # those that say that their slot is free
     waited_for: frozenset[str] = frozenset()  # versions that requests wait for
     suspects: frozenset[str] = frozenset()  # workers on which nothing is placed
+    holders_of: Callable[[str], Iterable[StoreStatus]] | None = None  # by pack; absent: those of ``stores``
 
     @cached_property
     def loads(self) -> Sequence[InstanceLoad]:
@@ -159,6 +161,12 @@ class AutoscalerInput:
     def has_all_waiting(self) -> bool:
         """Whether it has the demand of every model that requests wait for."""
         return self.waited_for <= {demand.model.version_id for demand in self.demands}
+
+    def holders(self, pack_id: str) -> Iterable[StoreStatus]:
+        """Stores with a copy of the pack, whole or not."""
+        if self.holders_of is not None:
+            return self.holders_of(pack_id)
+        return [store for store in self.stores.values() if pack_id in store.copies]
 
     def of(self, model: Model) -> Sequence[InstanceLoad]:
         return [load for load in self.instance_loads.of_version(model.version_id) if load.instance.staying]

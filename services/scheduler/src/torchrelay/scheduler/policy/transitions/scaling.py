@@ -79,6 +79,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         prices_s={model.version_id: state.idle_timeout_s(model.version_id, now) for model in models},
         waited_for=frozenset(state.queues.versions) if settled else frozenset(),
         suspects=membership.suspects,
+        holders_of=membership.holders,
     )
 
 
