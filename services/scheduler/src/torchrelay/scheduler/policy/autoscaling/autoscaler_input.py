@@ -169,7 +169,16 @@ class AutoscalerInput:
         return [store for store in self.stores.values() if pack_id in store.copies]
 
     def of(self, model: Model) -> Sequence[InstanceLoad]:
-        return [load for load in self.instance_loads.of_version(model.version_id) if load.instance.staying]
+        found = self._staying_of.get(model.version_id)
+        if found is None:
+            loads = self.instance_loads.of_version(model.version_id)
+            found = self._staying_of[model.version_id] = [load for load in loads if load.instance.staying]
+        return found
+
+    @cached_property
+    def _staying_of(self) -> dict[str, Sequence[InstanceLoad]]:
+        """As far as asked for."""
+        return {}
 
     def missing(self, demand: Demand, kv_bytes: int) -> Roles:
         """Roles that none of the model's instances plays, nor was told to, for a request with so much KV."""
