@@ -233,7 +233,7 @@ def test_the_least_is_evicted_and_what_is_used_is_not() -> None:
     drains = decide(a_situation([a_demand(waiting)], loads, [w1, w2, w3], [store]), RULES)
     assert [(one.instance_id, one.reason.cause) for one in drains if isinstance(one, Drain)] == [("i-w1", "evict")]
     draining = replace(loads[0].instance, phase=InstancePhase.DRAINING, since=90.0)
-    leaving = [replace(loads[0], instance=draining), *loads[1:]]
+    leaving = [loads[0]._replace(instance=draining), *loads[1:]]
     assert decide(a_situation([a_demand(waiting)], leaving, [w1, w2, w3], [store]), RULES) == ()
     both_wait = [a_demand(waiting), a_demand(first)]
     assert decide(a_situation(both_wait, loads, [w1, w2, w3], [store]), RULES) == ()

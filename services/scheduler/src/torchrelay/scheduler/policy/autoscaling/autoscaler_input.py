@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from torchrelay.scheduler.policy.autoscaling import price
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
@@ -78,8 +79,7 @@ class Demand:
         return min(self.oldest_wait_s, self.slotless_s)
 
 
-@dataclass(frozen=True)
-class InstanceLoad:
+class InstanceLoad(NamedTuple):
     """An instance and its load."""
 
     instance: Instance
