@@ -94,7 +94,7 @@ class SimulatedGateway:
             weight=request.weight,
         )
         self._open[key], self._forced[key] = outcome, num_forced
-        self._scheduler.apply(inputs.Admit(admission, replace(model, name=name)))
+        self._scheduler.apply(inputs.Admit(admission, replace(model, name=name) if request.tenant else model))
 
     def answered(self, answer: effects.Answer) -> None:
         match answer:
