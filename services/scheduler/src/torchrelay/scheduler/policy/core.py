@@ -19,6 +19,7 @@ from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
 KV_PAGE_TOKENS = 16  # contexts are reserved in whole pages of this many tokens
+MAX_VERSIONS = 16_384  # of which anything is remembered: more than slots, so that nothing in use is forgotten
 
 
 class Role(enum.IntEnum):

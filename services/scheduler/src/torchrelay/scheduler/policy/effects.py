@@ -24,6 +24,7 @@ class Hop:
     sources: tuple[str, ...]
     loads: tuple[LoadOrder, ...]
     num_striped: int = 1  # of the sources, followed at once
+    urgent: bool = True  # of a wake; False: it takes only what others leave of the links
 
 
 @dataclass(frozen=True)
