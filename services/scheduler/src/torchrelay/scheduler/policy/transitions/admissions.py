@@ -29,7 +29,7 @@ from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry, computes_alike
-from torchrelay.scheduler.policy.dispatch.shared_versions import MAX_PROMPTS_AHEAD
+from torchrelay.scheduler.policy.dispatch.shared_versions import max_prompts_ahead
 from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
@@ -339,7 +339,8 @@ def bind(state: State, admission: Admission, found: Placement, now: float) -> No
 
 
 def _takes_beside_others(candidate: Candidate) -> bool:
-    return not candidate.entry.plays_prefill or len(candidate.work.lane) < MAX_PROMPTS_AHEAD
+    entry = candidate.entry
+    return not entry.plays_prefill or len(candidate.work.lane) < max_prompts_ahead(entry.latency)
 
 
 def note_earlier_prompts(state: State, worker: WorkerStatus, now: float) -> None:
