@@ -64,8 +64,8 @@ def admit_request(
 
 @dataclass(slots=True)
 class Attempt:
-    """``admit`` -> ``place`` -> ``end``. A failed attempt ends too, and another one takes over; one that migrates it takes
-    over when it is placed.
+    """``admit`` -> ``place`` -> ``end``. A failed attempt ends too, and another one takes over; one that ``migrates``
+    another takes over when it is placed.
     """
 
     resolved: ResolvedRequest

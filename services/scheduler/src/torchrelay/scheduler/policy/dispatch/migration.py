@@ -44,8 +44,8 @@ def worth_draining(
 
     gain = what is left of the drain - what is left of it without them - the sum of their costs
 
-    ``cost_s`` is asked for as few as possible; infinite: it cannot move. ``stays_s``: the drain takes so long in any case.
-    Whatever runs yet after ``cut_off_s`` is cut off, and prefilled again elsewhere: its move costs nothing more now.
+    ``cost_s`` is asked for as few as possible; infinite: it cannot move. The drain takes ``stays_s`` in any case. An
+    answer that runs yet after ``cut_off_s`` is cut off and prefilled again elsewhere: its move costs nothing more now.
     """
     ordered = sorted(answers, key=lambda one: (-one.left_s, one.key))
     ends_s = [min(one.left_s, cut_off_s) for one in ordered]
