@@ -11,7 +11,7 @@ from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model,
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, Placement, Role, SlotStatus, WorkerStatus
-from torchrelay.scheduler.policy.effects import Migrate, RefusalReason
+from torchrelay.scheduler.policy.effects import Migrate, RefusalReason, TakeBack
 from torchrelay.scheduler.policy.inputs import FirstToken, GatewayConnected, Release
 from torchrelay.scheduler.policy.prediction import Outcome
 
@@ -20,10 +20,10 @@ MODEL = a_model()
 LATENCY = LatencyModel(StepCost(0.0, 1e-4, 0.0, 100), StepCost(0.02, 0.01, 0.0, 100), 2048)
 
 
-def ready(worker_id: str, **changes: object) -> WorkerStatus:
+def ready(worker_id: str) -> WorkerStatus:
     instance_id = f"i of {worker_id}"
     slot = SlotStatus(InstancePhase.READY, instance_id, MODEL.name, MODEL.version_id, MODEL.pack_id, BOTH, 4, 4)
-    return a_worker(worker_id, slot=slot, latency=LATENCY, **changes)
+    return a_worker(worker_id, slot=slot, latency=LATENCY)
 
 
 def a_cluster(*worker_ids: str, **config: object) -> PaperCluster:
@@ -236,7 +236,7 @@ def test_the_prompt_of_an_answer_that_moves_is_not_taken_back() -> None:
     assert go_on(scene, key) is not None
     scene.settle(ready("w3"))
     scene.pass_time(3.0)
-    back = [answer.key for answer in scene.answers if type(answer).__name__ == "TakeBack"]
+    back = [answer.key for answer in scene.answers if isinstance(answer, TakeBack)]
     assert AttemptKey("r1", 2) not in back and scene.policy.state.attempts.get(ahead) is not None
 
 
@@ -252,3 +252,15 @@ def test_a_decode_instance_that_drains_is_emptied_through_the_prefill_instance()
     placement = go_on(scene, running.key)
     assert placement is not None and placement.prefill.worker_id == "p"
     assert {placement.decode.worker_id, running.decode.worker_id} == {"d1", "d2"}
+
+
+def test_answers_that_have_moved_do_not_keep_others_from_it() -> None:
+    scene = a_cluster("w1")
+    for number in range(6):
+        begin(scene, f"moved {number}", 2, current=None, num_forced_tokens=1)
+    for attempt in scene.policy.state.attempts.attempts():
+        attempt.admission = replace(attempt.admission, migrates=1)
+    for number in range(8):
+        begin(scene, f"r{number}", max_tokens=900)
+    scene.settle(ready("w2"))
+    assert [key.request_id[0] for key in told(scene)[:1]] == ["r"]

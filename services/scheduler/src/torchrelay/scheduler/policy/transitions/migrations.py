@@ -135,7 +135,8 @@ def _relieve(state: State, source: _Source, now: float) -> None:
     attempts, target_s = source.work.decodes, state.config.tbt_target_s
     answers = [_answer(state, source, one, now) for one in attempts.values()]
     found: list[tuple[float, AttemptKey, _Move]] = []
-    for answer in sorted(answers, key=lambda one: (-one.num_left, one.key))[:_MAX_COMPARED]:
+    movable = [one for one in answers if _is_movable(attempts[one.key])]
+    for answer in sorted(movable, key=lambda one: (-one.num_left, one.key))[:_MAX_COMPARED]:
         others = [one for one in answers if one is not answer]
         share_s = _share_s(source, attempts[answer.key])
         gain_s = lateness_gain_s(answer, others, source.tbt_s, target_s, share_s)
