@@ -264,3 +264,15 @@ def test_answers_that_have_moved_do_not_keep_others_from_it() -> None:
         begin(scene, f"r{number}", max_tokens=900)
     scene.settle(ready("w2"))
     assert [key.request_id[0] for key in told(scene)[:1]] == ["r"]
+
+
+def test_no_more_are_told_than_begin_within_a_step() -> None:
+    """Their prompts take 150 ms each, a full step 205 ms."""
+    scene = a_cluster("w1")
+    for number in range(6):
+        begin(scene, f"r{number}", num_prompt_tokens=1500)
+    scene.settle(ready("w2"))
+    drain(scene, "w1")
+    scene.pass_time(0.6)
+    assert len(told(scene)) == 2
+    assert [go_on(scene, key, num_prompt_tokens=1500) is not None for key in told(scene)] == [True, True]

@@ -100,9 +100,16 @@ def _empty(state: State, instance: Instance, now: float) -> None:
     cut_off_s = max(state.config.drain_s - (now - instance.since), 0.0)
     leaving = worth_draining(answers, cost_s, source.work.lane.work_s(), cut_off_s, state.config.migration_gain_s)
     room = state.config.migrations_at_once - (len(attempts) - len(answers))
+    asked_s: dict[str, float] = {}  # of prompts, by instance: more than a step of them finds no place
+    entries = {entry.instance_id: entry for entry in admissions.roster(state, source.model, now)}
     for answer in leaving[: max(room, 0)]:
-        why = f"{source.worker_id}, which drains, would have it for another {format_duration(answer.left_s)}"
-        _ask(state, attempts[answer.key], why, moves[answer.key], now)
+        placement = moves[answer.key].placement
+        entry = entries[placement.prefill.instance_id]
+        ahead_s = entry.queued_s(state.attempts.at(entry.instance_id).lane, now) + asked_s.get(entry.instance_id, 0.0)
+        if ahead_s < entry.full_step_s:
+            asked_s[entry.instance_id] = asked_s.get(entry.instance_id, 0.0) + placement.predicted.prefill_s
+            why = f"{source.worker_id}, which drains, would have it for another {format_duration(answer.left_s)}"
+            _ask(state, attempts[answer.key], why, moves[answer.key], now)
 
 
 # Tokens that take too long
