@@ -22,6 +22,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide, wanted_instances
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign, free_slots
+from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import (
@@ -72,7 +73,7 @@ def a_situation(
         {w.worker_id: w for w in seated},
         {s.host_id: s for s in stores},
         prices_s={},
-        free_workers={w.worker_id: w for w in seated if w.slot.phase is InstancePhase.FREE},
+        free_workers=FreeWorkers(w for w in seated if w.slot.phase is InstancePhase.FREE),
         waited_for=frozenset(demand.model.version_id for demand in demands if demand.num_waiting),
     )
 
@@ -244,7 +245,7 @@ def test_the_least_is_evicted_and_what_is_used_is_not() -> None:
     drains = decide(a_situation([a_demand(waiting)], loads, [w1, w2, w3], [store]), RULES)
     assert [(one.instance_id, one.reason.cause) for one in drains if isinstance(one, Drain)] == [("i-w1", "evict")]
     draining = replace(loads[0].instance, phase=InstancePhase.DRAINING, since=90.0)
-    leaving = [replace(loads[0], instance=draining), *loads[1:]]
+    leaving = [loads[0]._replace(instance=draining), *loads[1:]]
     assert decide(a_situation([a_demand(waiting)], leaving, [w1, w2, w3], [store]), RULES) == ()
     both_wait = [a_demand(waiting), a_demand(first)]
     assert decide(a_situation(both_wait, loads, [w1, w2, w3], [store]), RULES) == ()

@@ -309,6 +309,7 @@ class Admission:
     ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0: that of the class
     weight: float = 1.0  # of its tenant
     was_taken_back: bool = False  # it had a place, and has kept its time of arrival
+    migrates: int = 0  # the attempt that goes on until this one is placed; 0: none
 
     @cached_property
     def tenant(self) -> str:

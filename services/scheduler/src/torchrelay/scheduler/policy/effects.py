@@ -97,6 +97,7 @@ class RefusalReason(enum.IntEnum):
     NO_CAPACITY = 2
     LOAD_FAILED = 3
     WITHDRAWN = 4
+    NOT_MIGRATED = 5
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,15 @@ class TakeBack:
     key: AttemptKey
 
 
-Answer = Placed | Waiting | AdmissionRefused | TakeBack
+@dataclass(frozen=True)
+class Migrate:
+    """Another attempt is to be asked for, which goes on with this one."""
+
+    gateway_id: str
+    key: AttemptKey
+
+
+Answer = Placed | Waiting | AdmissionRefused | TakeBack | Migrate
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,8 @@ class State:
         self.aliases.note(model.version_id, model.pack_id, model.name, timeout_s, now, model.max_instances)
         max_instances = self.aliases.max_instances(model.version_id, now, self.config.max_instances)
         self.models.pop(model.version_id, None)
-        self.models[model.version_id] = replace(model, max_instances=max_instances)
+        is_own = model.max_instances == max_instances
+        self.models[model.version_id] = model if is_own else replace(model, max_instances=max_instances)
         if len(self.models) > MAX_VERSIONS:
             others = (version_id for version_id in self.models if version_id != model.version_id)
             unused = next((version_id for version_id in others if not self._is_used(version_id)), None)

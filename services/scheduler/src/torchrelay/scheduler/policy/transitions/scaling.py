@@ -79,6 +79,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         prices_s={model.version_id: state.idle_timeout_s(model.version_id, now) for model in models},
         waited_for=frozenset(state.queues.versions) if settled else frozenset(),
         suspects=membership.suspects,
+        holders_of=membership.holders,
     )
 
 
@@ -146,12 +147,14 @@ def _demand(state: State, model: Model, now: float) -> Demand:
         target_s=history.target_s or state.config.standard_ttft_s,
         price_s=price_s,
         keep_s=history.idle_gaps.keep_s(price_s),
-        load_s={tier: state.load_times.predict_s(model, tier, state.config) for tier in Tier},
+        load_s=state.load_times.by_tier(model, state.config),
+        crowded_at=history.crowded_at,
     )
     num_serving = min(sum(role in one.target_roles for one in instances) for role in Role)
     if num_serving > 1 and demand.num_saved(num_serving - 1, 0.0) >= 1:
         history.crowded_at = now
-    return replace(demand, crowded_at=history.crowded_at)
+        return replace(demand, crowded_at=now)
+    return demand
 
 
 def _tier(state: State, model: Model, store: StoreStatus) -> Tier:
