@@ -300,3 +300,13 @@ def test_what_an_urgent_load_follows_is_as_urgent() -> None:
     assert plan(scene, MODEL, "store-4", 1.0).upstream == "store-3"
     transfers = scene.policy.state.transfers
     assert {one.deadline for one in transfers.with_rates()} == {scene.now + 1.0}
+
+
+def test_a_target_follows_an_idle_copy_of_its_pack_rather_than_the_source_of_that() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS, NIC), a_host(2, nic=NIC), a_host(3, nic=NIC), a_host(4, nic=NIC))
+    relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2"], scene.now, urgent=False)
+    scene.stores["store-2"] = a_host(2, 1, NIC, shares=(SourceShare("store-1", 1, 80 * MB, True),))
+    fast = replace(a_copy(OTHER, 1), shares=(SourceShare("store-3", 1, 100 * MB, True),))
+    scene.stores["store-4"] = replace(a_store("store-4", "host-4", [fast]), nic=NIC)
+    scene.report_all()
+    assert plan(scene, MODEL, "store-3", 1.0).upstream == "store-2"

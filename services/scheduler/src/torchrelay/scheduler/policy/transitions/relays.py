@@ -49,13 +49,15 @@ def plan_relay(
     running = state.transfers.touching((*(store.store_id for store in concerned), REMOTE))
     link_order = LinkOrder(state.links.usual_bytes_per_s, stores)
     due = link_order.due_of(deadline, now, pack_bytes)
-    yielding = [transfer for transfer in running if urgent and link_order.leaves(transfer, due)]
-    others = [transfer for transfer in running if not (urgent and link_order.leaves(transfer, due))]
+    # Those of the pack itself do not: a new target follows theirs rather than their source.
+    rivals = [transfer for transfer in running if urgent and transfer.pack_id != pack_id]
+    yielding = {transfer.key: transfer for transfer in rivals if link_order.leaves(transfer, due)}
+    others = [transfer for transfer in running if transfer.key not in yielding]
     edges = state.strategies.plan(
         whole,
         receiving,
         store_ids,
-        nodes=state.links.nodes(concerned, others, now, yielding),
+        nodes=state.links.nodes(concerned, others, now, yielding.values()),
         arriving=state.transfers.progress(pack_id, _having(state, pack_id)),
         live=_busy_stores(state, store_ids),
         num_bytes=pack_bytes,
