@@ -137,6 +137,18 @@ def test_what_one_less_was_enough_for_is_given_back_although_it_is_used() -> Non
     assert drained(crowded_at=50.0, price_s=20.0) == ["i-w1"]
 
 
+def test_a_load_that_took_longer_than_the_idle_timeout_is_not_idle_when_it_ends() -> None:
+    """An instance that no request was placed on yet: its idle clock began when it was created."""
+    model, (first, second) = a_model(), (a_worker("w1"), a_worker("w2"))
+    busy = InstanceLoad(an_instance(model, first), 1, 1)
+    loaded = InstanceLoad(replace(an_instance(model, second), since=99.0), 0, 0, last_active=0.0)
+    stores, workers = [a_store("s1", "host-1", [a_copy(model)])], [first, second]
+    timeout_s = RULES.idle_timeout_s
+    assert decide(a_situation([], [busy, loaded], workers, stores, now=99.0 + timeout_s - 1), RULES) == ()
+    (drain,) = decide(a_situation([], [busy, loaded], workers, stores, now=99.0 + timeout_s), RULES)
+    assert isinstance(drain, Drain) and drain.instance_id == "i-w2"
+
+
 def test_an_idle_instance_says_for_how_long() -> None:
     model, worker = a_model(), a_worker("w-a")
     load = InstanceLoad(an_instance(model, worker), 0, 0, last_active=28.5)

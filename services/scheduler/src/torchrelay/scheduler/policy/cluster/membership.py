@@ -20,7 +20,7 @@ from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSizes
 from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles, StoreStatus, WorkerStatus
 
 _SUSPICION_S = 0.25  # reports sent before a fault may still arrive within this time
-_MAX_FENCED = 1024
+_MAX_FENCED = 16_384
 
 
 @dataclass(frozen=True)

@@ -234,10 +234,22 @@ def _wake(state: State, action: Wake, now: float) -> None:
         state.happened(now, "wake", instance, action.reason, "instance.loading", event_fields(instance))
     stores = {host_id: store for host_id in orders if (store := state.membership.store_of(host_id))}
     store_ids = [store.store_id for store in stores.values()]
-    edges = relays.plan_relay(state, model.pack_id, model.pack_bytes, store_ids, now, reason=action.reason)
-    by_store = {stores[host_id].store_id: tuple(loads) for host_id, loads in orders.items()}
     waiting = state.queues.waiting(model.version_id)
-    hops = tuple(Hop(edge.target, edge.sources, by_store[edge.target], edge.num_striped) for edge in edges)
+    deadline = min((admission.deadline for admission in waiting), default=now)
+    edges = relays.plan_relay(
+        state, model.pack_id, model.pack_bytes, store_ids, now, deadline=deadline, reason=action.reason
+    )
+    by_store = {stores[host_id].store_id: tuple(loads) for host_id, loads in orders.items()}
+    hops = tuple(
+        Hop(
+            edge.target,
+            edge.sources,
+            by_store[edge.target],
+            edge.num_striped,
+            relays.goes_first(state, model.pack_id, edge.target),
+        )
+        for edge in edges
+    )
     state.effects.commands.append(WakeCommand(model, hops, waiting[0].traceparent if waiting else ""))
     chain = ", ".join(map(str, edges))
     num = len(action.assignments)
