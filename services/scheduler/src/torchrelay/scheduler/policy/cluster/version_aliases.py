@@ -82,5 +82,7 @@ class VersionAliases:
 
 def _in_use(shared: _Aliases, now: float) -> list[_AliasUse]:
     """At least the one that was called last."""
+    if len(shared.uses) == 1:
+        return list(shared.uses.values())
     found = [use for use in shared.uses.values() if now - use.at < use.idle_timeout_s]
     return found or [shared.uses[shared.last_used]]

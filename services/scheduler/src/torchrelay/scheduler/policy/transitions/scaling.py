@@ -52,16 +52,22 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         staying = {instance.version_id for instance in state.instances if instance.staying}
         version_ids = sorted(staying.union(state.queues.versions))
     models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
+    prices_s = {model.version_id: state.idle_timeout_s(model.version_id, now) for model in models}
 
     @cache
     def tenants(version_id: str, model: str) -> frozenset[str]:
         return frozenset(map(tenant_of, state.aliases.of(version_id) or (model,)))
 
     @cache
+    def arrivals_per_s(version_id: str) -> float:
+        return state.arrivals.of(version_id).rate(now).requests_per_s
+
+    @cache
     def load(instance_id: str) -> InstanceLoad:
         instance = state.instances.get(instance_id)
         assert instance is not None
-        return _instance_load(state, instance, tenants(instance.version_id, instance.model), now)
+        names = tenants(instance.version_id, instance.model)
+        return _instance_load(state, instance, names, arrivals_per_s(instance.version_id), now)
 
     def of_version(version_id: str) -> tuple[InstanceLoad, ...]:
         return tuple(load(one.instance_id) for one in state.instances.of_version(version_id))
@@ -71,25 +77,26 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
 
     return AutoscalerInput(
         now=now,
-        demands=tuple(_demand(state, model, now) for model in models) if settled else (),
+        demands=tuple(_demand(state, model, prices_s[model.version_id], now) for model in models) if settled else (),
         instance_loads=Loads(of_version, of_all, state.instances.workers),
         workers=membership.workers,
         free_workers=membership.free_workers,
         stores=membership.stores_by_host,
-        prices_s={model.version_id: state.idle_timeout_s(model.version_id, now) for model in models},
+        prices_s=prices_s,
         waited_for=frozenset(state.queues.versions) if settled else frozenset(),
         suspects=membership.suspects,
         holders_of=membership.holders,
     )
 
 
-def _instance_load(state: State, instance: Instance, tenants: frozenset[str], now: float) -> InstanceLoad:
+def _instance_load(
+    state: State, instance: Instance, tenants: frozenset[str], arrivals_per_s: float, now: float
+) -> InstanceLoad:
     worker = state.membership.workers.get(instance.worker_id)
     num_open, num_reported = state.attempts.at(instance.instance_id).num_open, worker.num_running if worker else 0
     last_active = state.instances.last_active(instance.instance_id)
     if now - last_active > state.config.drain_s:
         num_reported = 0  # of requests that nobody has: it would keep its slot for ever
-    version_id = instance.version_id
     return InstanceLoad(
         instance,
         num_open,
@@ -97,8 +104,8 @@ def _instance_load(state: State, instance: Instance, tenants: frozenset[str], no
         last_active,
         _reload_s(state, instance),
         tenants,
-        state.arrivals.of(version_id).rate(now).requests_per_s,
-        state.queues.num_waiting(version_id),
+        arrivals_per_s,
+        state.queues.num_waiting(instance.version_id),
         _drain_s(state, instance),
     )
 
@@ -118,16 +125,16 @@ def _reload_s(state: State, instance: Instance) -> float:
     model = state.models.get(instance.version_id)
     if model is None or instance.phase is not InstancePhase.READY:
         return 0.0
-    return min(state.load_times.predict_s(model, Tier.HOST, state.config), instance.since - instance.created_at)
+    return min(state.load_times.by_tier(model, state.config)[Tier.HOST], instance.since - instance.created_at)
 
 
-def _demand(state: State, model: Model, now: float) -> Demand:
+def _demand(state: State, model: Model, price_s: float, now: float) -> Demand:
     version_id = model.version_id
     instances = [instance for instance in state.instances.of_version(version_id) if instance.staying]
     loading = [instance.instance_id for instance in instances if instance.phase is InstancePhase.LOADING]
     cold = state.attempts.attempts_at(loading)
     waiting = _waiting(state, model, now)
-    history, price_s = state.arrivals.of(version_id), state.idle_timeout_s(version_id, now)
+    history = state.arrivals.of(version_id)
     rate, late_since = history.rate(now), max([now - price_s, *(one.since for one in instances)])
     demand = Demand(
         model=model,
