@@ -6,6 +6,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from torchrelay.scheduler.policy.core import AttemptKey, Model, Placement, Roles
 
 
@@ -98,8 +100,7 @@ class RefusalReason(enum.IntEnum):
     WITHDRAWN = 4
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True, gc=False):
     gateway_id: str
     placement: Placement
 
@@ -149,8 +150,7 @@ class SchedulerEvent:
     by_tenant: Mapping[str, str] = field(default_factory=dict)  # the reason as each tenant may know it; see Reason
 
 
-@dataclass(frozen=True)
-class AttemptPlaced:
+class AttemptPlaced(msgspec.Struct, frozen=True, gc=False):
     """A request was placed: times for its timeline."""
 
     key: AttemptKey

@@ -31,7 +31,7 @@ def unix_us(at: float) -> int:
     return int(at * 1e6)
 
 
-@dataclass
+@dataclass(slots=True)
 class _RequestTimeline:
     model: str = ""
     phases: list[TimedPhase] = field(default_factory=list)
