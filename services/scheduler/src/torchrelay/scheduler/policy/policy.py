@@ -230,13 +230,16 @@ class Policy:
             self._give_up_load(instance, reason, now)
         admissions.refuse_infeasible(state, now)
         admissions.refuse_unserved(state, now)
-        if now >= state.whole_scale_due:
+        is_in_turns = state.strategies.decides_in_turns
+        if not is_in_turns and now >= state.whole_scale_due:
             state.whole_scale_due = now + state.config.whole_scale_every_s
             self._react(now)
             take_backs.take_back(state, now, state.attempts.versions_in_prefill)
         else:
             admissions.place_waiting(state, now)
-            scaling.scale(state, now, sorted({*state.queues.versions, *state.instances.loading_versions}))
+            due = state.scale_turns.due(state.instances.versions, now) if is_in_turns else []
+            scaling.scale(state, now, sorted({*state.queues.versions, *state.instances.loading_versions, *due}))
+            take_backs.take_back(state, now, state.attempts.versions_in_prefill.intersection(due))
         replication.replicate(state, now)
 
     def _give_up_load(self, instance: Instance, reason: Reason, now: float) -> None:

@@ -98,6 +98,7 @@ class AutoscalerInput:
     stores: Mapping[str, StoreStatus]  # by host
     idle_timeouts_s: Mapping[str, float]  # by version; absent: the default
     free_workers: Mapping[str, WorkerStatus]  # those that say that their slot is free
+    version_ids: Sequence[str] = ()  # of models to look at that may have no demand, as they are not known
     waited_for: frozenset[str] = frozenset()  # versions that requests wait for
     suspects: frozenset[str] = frozenset()  # workers on which nothing is placed
 
@@ -115,9 +116,10 @@ class AutoscalerInput:
         return found
 
     @property
-    def staying_of_demands(self) -> Mapping[str, Sequence[InstanceLoad]]:
-        """``staying`` of the models to decide on."""
-        found = {demand.model.version_id: self.of(demand.model) for demand in self.demands}
+    def staying_of_some(self) -> Mapping[str, Sequence[InstanceLoad]]:
+        """``staying`` of the models to decide on, and of ``version_ids``."""
+        version_ids = dict.fromkeys((*(demand.model.version_id for demand in self.demands), *self.version_ids))
+        found = {version_id: self._staying_of(version_id) for version_id in version_ids}
         return {version_id: loads for version_id, loads in found.items() if loads}
 
     @property
@@ -126,7 +128,10 @@ class AutoscalerInput:
         return self.waited_for <= {demand.model.version_id for demand in self.demands}
 
     def of(self, model: Model) -> Sequence[InstanceLoad]:
-        return [load for load in self.instance_loads.of_version(model.version_id) if load.instance.staying]
+        return self._staying_of(model.version_id)
+
+    def _staying_of(self, version_id: str) -> Sequence[InstanceLoad]:
+        return [load for load in self.instance_loads.of_version(version_id) if load.instance.staying]
 
     def missing(self, demand: Demand, kv_bytes: int) -> Roles:
         """Roles that none of the model's instances plays, nor was told to, for a request with so much KV."""

@@ -73,7 +73,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         missing.subtract(role for wake in grown for assignment in wake.assignments for role in assignment.roles)
         if +missing:
             actions += evict_to_grow(demand, +missing, autoscaler_input, freeing(), config)
-    staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_demands
+    staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_some
     actions += _scale_down(staying, autoscaler_input, actions, config)
     return tuple(actions)
 

@@ -52,6 +52,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
     if version_ids is None:
         staying = {instance.version_id for instance in state.instances if instance.staying}
         version_ids = sorted(staying.union(state.queues.versions))
+    version_ids = list(version_ids)
     models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
 
     @cache
@@ -78,6 +79,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         free_workers=membership.free_workers,
         stores=membership.stores_by_host,
         idle_timeouts_s={model.version_id: state.idle_timeout_s(model.version_id, now) for model in models},
+        version_ids=version_ids,
         waited_for=frozenset(state.queues.versions) if settled else frozenset(),
         suspects=membership.suspects,
     )
