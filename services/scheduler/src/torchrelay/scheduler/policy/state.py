@@ -9,6 +9,7 @@ from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.admission.promises import Promises
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
+from torchrelay.scheduler.policy.autoscaling.idle_deadlines import IdleDeadlines
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
 from torchrelay.scheduler.policy.autoscaling.version_turns import VersionTurns
@@ -52,6 +53,7 @@ class State:
     membership: Membership
     scale_turns: VersionTurns  # of models that nothing has happened to
     strategies: Strategies = field(default_factory=Strategies)
+    idle_deadlines: IdleDeadlines = field(default_factory=IdleDeadlines)
     promises: Promises = field(default_factory=Promises)
     instances: Instances = field(default_factory=Instances)
     attempts: OpenAttempts = field(default_factory=OpenAttempts)
@@ -103,7 +105,8 @@ class State:
         self.aliases.note(model.version_id, model.pack_id, model.name, timeout_s, now, model.max_instances)
         max_instances = self.aliases.max_instances(model.version_id, now, self.config.max_instances)
         self.models.pop(model.version_id, None)
-        self.models[model.version_id] = replace(model, max_instances=max_instances)
+        is_alike = model.max_instances == max_instances
+        self.models[model.version_id] = model if is_alike else replace(model, max_instances=max_instances)
         if len(self.models) > _MAX_MODELS:
             others = (version_id for version_id in self.models if version_id != model.version_id)
             unused = next((version_id for version_id in others if not self._is_used(version_id)), None)

@@ -35,7 +35,7 @@ from torchrelay.scheduler.service.report_check import ReportCheck, node_id
 
 log = get_logger(__name__)
 
-_BEAT_S = 1.0  # there are thousands of peers, and each is heard on NATS too
+_BEAT_S = 1.5  # twice before silence counts: there are thousands of peers, and each is heard on NATS too
 _RETRY_S = 0.1
 _MAX_RETRY_S = 1.0  # for a peer that is lost, or whose streams end soon
 _AWAY_S = 60.0  # then only the broker can bring it back

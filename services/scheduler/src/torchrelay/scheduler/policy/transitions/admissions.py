@@ -170,6 +170,8 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
         state.aliases.used(attempt.admission.version_id, attempt.admission.model, now)
         for instance_id in attempt.instance_ids:
             state.instances.touch(instance_id, now)
+        if (version_id := attempt.admission.version_id) not in state.idle_deadlines:
+            state.idle_deadlines.note(version_id, now + state.idle_timeout_s(version_id, now))
     return attempt
 
 

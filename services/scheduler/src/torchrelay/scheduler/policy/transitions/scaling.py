@@ -47,6 +47,19 @@ def scale(state: State, now: float, version_ids: Iterable[str] | None = None) ->
                 _drain(state, action, now)
 
 
+def idle_versions(state: State, now: float) -> list[str]:
+    """Those that may have become idle just now."""
+    idle = []
+    for version_id in state.idle_deadlines.take(now):
+        instances = state.instances.of_version(version_id)
+        used_at = max((state.instances.last_active(one.instance_id) for one in instances), default=-math.inf)
+        if (deadline := used_at + state.idle_timeout_s(version_id, now)) > now:
+            state.idle_deadlines.note(version_id, deadline)
+        elif instances:
+            idle.append(version_id)
+    return idle
+
+
 def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None = None) -> AutoscalerInput:
     membership, settled = state.membership, now - state.started_at >= state.config.settle_s
     if version_ids is None:
