@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
@@ -172,3 +173,6 @@ class Effects:
 
     def __bool__(self) -> bool:
         return bool(self.commands or self.answers or self.events or self.opened)
+
+
+NO_EFFECTS: Final = Effects()  # not to be changed
