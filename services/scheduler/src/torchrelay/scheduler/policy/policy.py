@@ -237,8 +237,9 @@ class Policy:
             take_backs.take_back(state, now, state.attempts.versions_in_prefill)
         else:
             admissions.place_waiting(state, now)
-            due = scaling.idle_versions(state, now)
-            due += state.scale_turns.due(state.instances.versions, now) if is_in_turns else []
+            due: list[str] = []
+            if is_in_turns:
+                due = [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
             scaling.scale(state, now, sorted({*state.queues.versions, *state.instances.loading_versions, *due}))
             take_backs.take_back(state, now, state.attempts.versions_in_prefill.intersection(due))
         replication.replicate(state, now)

@@ -35,8 +35,8 @@ def open_channel(
     """A lazy, reconnecting channel to ``host:port``.
 
     ``tls``: this process's identity; None: plain text. Every call carries ``token``, if there is one. ``callee``: what
-    the server's certificate must say that it is; None: any part of the cluster, which is for health checks. ``is_thin``:
-    what arrives is small and seldom, and is not answered with a ping that measures how much more could.
+    the server's certificate must say that it is; None: any part of the cluster, which is for health checks.
+    ``is_thin``: what arrives is small and seldom, and is not answered with a ping that measures how much more could.
     """
     thin: list[tuple[str, Any]] = [("grpc.http2.bdp_probe", 0)] if is_thin else []
     if tls is not None:

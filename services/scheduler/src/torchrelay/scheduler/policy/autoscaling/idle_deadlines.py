@@ -1,4 +1,4 @@
-"""When versions may have been unused for as long as they are kept: they are looked at then, and not in the next turn."""
+"""When versions may have been unused for as long as they are kept: they are looked at then, not at their next turn."""
 
 from __future__ import annotations
 
