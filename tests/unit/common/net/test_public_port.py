@@ -10,8 +10,9 @@ import stat
 import struct
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.frame_limits import MAX_FRAME_BYTES
 from torchrelay.common.net.rpc.options import PublicLimits
 from torchrelay.common.net.rpc.public_port import PublicPort
-from torchrelay.common.net.rpc.server import RpcServer
+from torchrelay.common.net.rpc.server import RpcServer, show_key
 
 MB = 1 << 20
 LIMITS = PublicLimits(connections=100, streams=256, message_bytes=8 * MB, head_s=10.0, idle_s=60.0, silence_s=60.0)
@@ -38,6 +39,10 @@ class Echo:
         self.num_open = 0
 
     async def unary(self, message: bytes, _context: object) -> bytes:
+        return message
+
+    async def keyed(self, message: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+        show_key(dict(context.invocation_metadata() or ())["tenant"])  # type: ignore[arg-type]
         return message
 
     async def stream(self, message: bytes, _context: object) -> AsyncIterator[bytes]:
@@ -66,6 +71,7 @@ async def server(echo: Echo) -> AsyncIterator[RpcServer]:
     server = RpcServer("127.0.0.1", limits=LIMITS)
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Unary": grpc.unary_unary_rpc_method_handler(echo.unary),
+        "Keyed": grpc.unary_unary_rpc_method_handler(echo.keyed),
         "Stream": grpc.unary_stream_rpc_method_handler(echo.stream),
         "Wait": grpc.unary_stream_rpc_method_handler(echo.until_cancelled),
     }
@@ -106,6 +112,30 @@ async def test_long_streams_side_by_side(channel: Any) -> None:
         return len([message async for message in channel.unary_stream("/test.Echo/Stream")(b"5000")])
 
     assert await asyncio.gather(*(read() for _ in range(4))) == [5000] * 4
+
+
+async def test_what_a_tenant_sends_is_read_at_a_pace(server: RpcServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all of its connections; another tenant's are read."""
+    monkeypatch.setattr(f"{PublicPort.__module__}._BYTES_PER_S", 1.0)
+    options = (("grpc.use_local_subchannel_pool", 1),)  # a connection for each channel
+    async with AsyncExitStack() as stack:
+
+        async def keyed(tenant: str) -> Callable[[bytes], Any]:
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options))
+            call: Callable[[bytes], Any] = partial(
+                channel.unary_unary("/test.Echo/Keyed"), metadata=(("tenant", tenant),)
+            )
+            assert await call(b"key") == b"key"  # whose connection it is, is known from now on
+            return call
+
+        first, second, other = await keyed("a"), await keyed("a"), await keyed("b")
+        large = bytes(200 << 10)
+        assert await first(large) == large  # a burst
+        for call in first, second:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await call(large)
+        assert await other(large) == large
 
 
 async def test_hundreds_of_calls_are_cancelled_at_once(channel: Any, echo: Echo) -> None:

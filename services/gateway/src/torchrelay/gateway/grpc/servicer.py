@@ -129,11 +129,11 @@ class GatewayServicer:
     async def _receive(self, context: Context, principal: Principal) -> Any:
         """The request. gRPC keeps 64 KiB of it until then; a longer one arrives in the tenant's turn."""
         try:
-            async with asyncio.timeout(self._message_timeout_s), self._shares.messages.turn(principal.tenant_id):
+            # Each of a tenant that sends much waits for the others; then it has its own time.
+            async with self._shares.messages.turn(principal.tenant_id), asyncio.timeout(self._message_timeout_s):
                 # By the iterator, grpcio would keep it to the end of the call, and beyond.
                 message = await context.read()
         except TimeoutError:
-            # Also if it waited for the tenant's other messages all the time.
             raise DeadlineExceeded(f"the message did not arrive within {self._message_timeout_s:g} s") from None
         if message is grpc.aio.EOF:
             raise InvalidRequest("the call has no message")

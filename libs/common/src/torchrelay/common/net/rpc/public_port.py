@@ -15,12 +15,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack, suppress
+from enum import Enum, auto
 from functools import partial
 from typing import Final
+from weakref import WeakValueDictionary
 
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.rpc.frame_limits import FrameCounter, FrameLimits, go_away
 from torchrelay.common.net.rpc.options import PublicLimits
+from torchrelay.common.net.rpc.pace import Pace
 from torchrelay.common.net.rpc.public_connections import PublicConnections
 
 _BACKLOG: Final = 1024
@@ -30,11 +33,22 @@ _BUFFER: Final = memoryview(bytearray(_READ_BYTES_WITH_KEY))  # of all connectio
 _MAX_UNSENT_BYTES: Final = 16 << 10  # to one side; beyond that, the other side is not read
 # At once. grpcio's client sends headers, which count twice, and two or three small frames for a call.
 _SMALL_FRAMES, _SMALL_FRAMES_OF_A_CALL = 500, 6
+# Of a tenant, on all its connections: a few times what it can use for prompts, and a small part of the loop's time.
+_BYTES_PER_S: Final = 32 << 20
+_BURST_BYTES: Final = 256 << 10  # beyond it, its connections are read at that rate
 _RETRY_S: Final = 0.01
 _FLUSH_S: Final = 10.0  # for one side to take the rest, once the other has closed
 _STOP_S: Final = 1.0  # the same, when the server has stopped
 
 Begin = Callable[["_Client"], None]
+
+
+class _Hold(Enum):
+    """Why a connection is not read."""
+
+    UNSENT = auto()  # the other side has much to take
+    NOT_CONNECTED = auto()  # there is no other side yet
+    PACE = auto()  # its tenant has sent too much
 
 
 class _Side(asyncio.BufferedProtocol):
@@ -43,6 +57,9 @@ class _Side(asyncio.BufferedProtocol):
     transport: asyncio.Transport
     other: _Side | None = None
     read_bytes = _READ_BYTES
+
+    def __init__(self) -> None:
+        self._holds: set[_Hold] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]  # a stream's, whose class uvloop keeps
@@ -54,13 +71,24 @@ class _Side(asyncio.BufferedProtocol):
     def send(self, data: bytes) -> None:
         self.transport.write(data)
 
+    def hold(self, reason: _Hold) -> None:
+        """Reads nothing until each reason is gone."""
+        self._holds.add(reason)
+        if not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def read_on(self, reason: _Hold) -> None:
+        self._holds.discard(reason)
+        if not self._holds and not self.transport.is_closing():
+            self.transport.resume_reading()
+
     def pause_writing(self) -> None:
-        if self.other is not None and not self.other.transport.is_closing():
-            self.other.transport.pause_reading()
+        if self.other is not None:
+            self.other.hold(_Hold.UNSENT)
 
     def resume_writing(self) -> None:
-        if self.other is not None and not self.other.transport.is_closing():
-            self.other.transport.resume_reading()
+        if self.other is not None:
+            self.other.read_on(_Hold.UNSENT)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.other is not None:
@@ -76,7 +104,9 @@ class _Client(_Side):
     """``begin`` is called with its first bytes; ``meet`` answers it."""
 
     def __init__(self, limits: PublicLimits, frames: FrameLimits, begin: Begin, forget: Callable[[], None]) -> None:
+        super().__init__()
         self.counter = FrameCounter(time.monotonic(), frames)
+        self.pace: Pace | None = None  # of its tenant, once it has shown a key
         self.closed = asyncio.get_running_loop().create_future()
         self._limits = limits
         self._begin = begin
@@ -93,10 +123,9 @@ class _Client(_Side):
         self.other = upstream
         upstream.send(self._first)
         self._first = b""
+        self.read_on(_Hold.NOT_CONNECTED)
         if self.transport.is_closing():
             upstream.end()
-        else:
-            self.transport.resume_reading()
 
     def pause_writing(self) -> None:
         """From now on grpcio is not read, nor seen to close."""
@@ -125,9 +154,12 @@ class _Client(_Side):
                 self.other.transport.abort()
         elif self.other is not None:
             self.other.send(data)
+            if self.pace is not None and (wait_s := self.pace.after(nbytes, time.monotonic())) > 0:
+                self.hold(_Hold.PACE)
+                asyncio.get_running_loop().call_later(wait_s, self.read_on, _Hold.PACE)
         else:
             self._unset_timer()
-            self.transport.pause_reading()
+            self.hold(_Hold.NOT_CONNECTED)
             self._first = data
             self._begin(self)
 
@@ -142,6 +174,7 @@ class _Upstream(_Side):
     """The side of grpcio."""
 
     def __init__(self, client: _Client) -> None:
+        super().__init__()
         self.other: _Client = client
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -178,6 +211,7 @@ class PublicPort:
         self._frame_limits = FrameLimits(_SMALL_FRAMES + _SMALL_FRAMES_OF_A_CALL * limits.streams)
         self._connections = PublicConnections(limits.connections)
         self._clients: dict[str, _Client] = {}
+        self._paces = WeakValueDictionary[str, Pace]()  # by tenant, while it has connections
         self._spoken: asyncio.Queue[tuple[str, _Client]] = asyncio.Queue()  # each connection comes once
         self._accepting: asyncio.Task[None] | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -202,6 +236,7 @@ class PublicPort:
         self._connections.show_key(peer, tenant_id)
         if client := self._clients.get(peer):
             client.read_bytes = _READ_BYTES_WITH_KEY
+            client.pace = self._paces.setdefault(tenant_id, Pace(_BYTES_PER_S, _BURST_BYTES))
 
     async def start(self) -> None:
         """Whoever starts it is cancelled if it accepts no more, and gets the error of ``close``."""

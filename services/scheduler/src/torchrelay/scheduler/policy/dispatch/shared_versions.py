@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.recent import Recent
 
-# A worker takes some milliseconds to begin and to hand over each prompt, however short: of a full step's worth of short
-# ones, bound at once, a tenant with a burst would have dozens ahead of another's next request.
-MAX_PROMPTS_AHEAD = 8
+# A worker takes so long to begin and to hand over each prompt, however short: of a full step's worth of short ones,
+# bound at once, a tenant with a burst would have dozens ahead of another's next request.
+_BEGIN_S = 0.003
 _RECENT_S = 2.0
 _MAX_VERSIONS = 4096
+
+
+def max_prompts_ahead(latency: LatencyModel) -> int:
+    """Of an instance that several tenants use: what begins within a step's fixed time, for this step and the next."""
+    return 2 * max(1, round(latency.prefill.base_s / _BEGIN_S))
 
 
 class SharedVersions:
