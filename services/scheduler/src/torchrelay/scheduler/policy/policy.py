@@ -18,7 +18,15 @@ from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import Strategies
-from torchrelay.scheduler.policy.transitions import admissions, loads, relays, replication, scaling, take_backs
+from torchrelay.scheduler.policy.transitions import (
+    admissions,
+    loads,
+    migrations,
+    relays,
+    replication,
+    scaling,
+    take_backs,
+)
 
 _GONE = Reason("worker_gone", "its worker's process is gone")
 _STOPPED = Reason("worker_stopped", "its worker shut down")
@@ -116,6 +124,9 @@ class Policy:
     def _admit(self, input_: inputs.Admit, now: float) -> None:
         state, admission, model = self.state, input_.admission, input_.model
         state.replication_state.recent_packs.note(model, now)
+        if admission.migrates and input_.current is None:
+            migrations.admit(state, admission, now)
+            return
         if admissions.admit(state, admission, model, input_.current, input_.is_computed, now):
             admissions.place_waiting(state, now, (model.version_id,))
             opened = state.attempts.get(admission.key)
@@ -132,6 +143,8 @@ class Policy:
             return
         if input_.outcome is not None:
             admissions.observe_outcome(state, attempt, input_.outcome, now)
+            if not input_.is_migrated:
+                admissions.observe_length(state, attempt, input_.outcome)
         if input_.is_taken_back:
             take_backs.taken_back(state, attempt)
         elif not input_.delivered:
@@ -229,9 +242,10 @@ class Policy:
             self._give_up_load(instance, reason, now)
         admissions.refuse_infeasible(state, now)
         admissions.refuse_unserved(state, now)
-        is_in_turns = state.strategies.decides_in_turns
-        if not is_in_turns and now >= state.whole_scale_due:
+        is_in_turns, is_whole = state.strategies.decides_in_turns, now >= state.whole_scale_due
+        if is_whole:
             state.whole_scale_due = now + state.config.whole_scale_every_s
+        if is_whole and not is_in_turns:
             self._react(now)
             take_backs.take_back(state, now, state.attempts.versions_in_prefill)
         else:
@@ -241,6 +255,8 @@ class Policy:
                 due = [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
             scaling.scale(state, now, sorted({*state.queues.versions, *state.instances.loading_versions, *due}))
             take_backs.take_back(state, now, state.attempts.versions_in_prefill.intersection(due))
+        if is_whole:
+            migrations.migrate(state, now)
         replication.replicate(state, now)
 
     def _give_up_load(self, instance: Instance, reason: Reason, now: float) -> None:

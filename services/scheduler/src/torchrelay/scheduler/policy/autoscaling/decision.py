@@ -24,12 +24,14 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Wake,
     cover_both_roles,
 )
+from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots
 from torchrelay.scheduler.policy.autoscaling.instance_eviction import evict, evict_to_grow
-from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign, free_slots
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign
+from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles, WorkerStatus
+from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles
 from torchrelay.scheduler.policy.reasons import Reason
 
 
@@ -54,7 +56,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     """
     actions: list[Action] = []
     is_wanted = any(one.num_waiting or one.num_cold or one.backlog_s for one in autoscaler_input.demands)
-    free = _free_workers(autoscaler_input) if is_wanted else {}
+    free = FreeSlots(autoscaler_input, autoscaler_input.free_workers if is_wanted else FreeWorkers())
     granted: dict[str, list[Roles]] = {}
     starving: list[Demand] = []
     demands = sorted(autoscaler_input.demands, key=lambda demand: -demand.slot_wait_s)
@@ -72,9 +74,8 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     for demand in starving:
         actions += evict(demand, autoscaler_input, freeing(), config)
     for demand in starving:
-        slots = free_slots(demand.model, free.values(), autoscaler_input.stores, frozenset(), demand.most_kv_bytes)
-        for slot in slots:
-            del free[slot.worker_id]
+        for slot in free.of(demand.model, kv_bytes=demand.most_kv_bytes):
+            free.take(slot.worker_id)
     for demand in demands if autoscaler_input.has_all_waiting else ():
         growth = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, config)
         if growth is None:
@@ -92,21 +93,12 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     return tuple(actions)
 
 
-def _free_workers(autoscaler_input: AutoscalerInput) -> dict[str, WorkerStatus]:
-    occupied, suspects = autoscaler_input.instance_loads.occupied, autoscaler_input.suspects
-    return {
-        worker_id: worker
-        for worker_id, worker in autoscaler_input.free_workers.items()
-        if worker_id not in occupied and worker_id not in suspects
-    }
-
-
-def _mark_taken(actions: Sequence[Action], free: dict[str, WorkerStatus], granted: dict[str, list[Roles]]) -> None:
+def _mark_taken(actions: Sequence[Action], free: FreeSlots, granted: dict[str, list[Roles]]) -> None:
     """Removes the slots of wakes from the free ones."""
     for action in actions:
         if isinstance(action, Wake):
             for assignment in action.assignments:
-                del free[assignment.worker_id]
+                free.take(assignment.worker_id)
                 granted.setdefault(action.model.version_id, []).append(assignment.roles)
 
 
@@ -123,16 +115,15 @@ def wanted_instances(demand: Demand, num_instances: int, load_s: float, config: 
     return wanted
 
 
-def _scale_from_zero(
-    demand: Demand, autoscaler_input: AutoscalerInput, free: Mapping[str, WorkerStatus]
-) -> list[Action]:
+def _scale_from_zero(demand: Demand, autoscaler_input: AutoscalerInput, free: FreeSlots) -> list[Action]:
     """Actions that give a waiting model the roles it lacks for each of its requests, else for the smallest; none if it
     needs an eviction.
     """
     for kv_bytes in sorted({demand.most_kv_bytes, demand.least_kv_bytes}, reverse=True):
         missing = autoscaler_input.missing(demand, kv_bytes)
-        slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid, kv_bytes)
-        assignments = assign(slots, Role.PREFILL in missing, Role.DECODE in missing)
+        num_prefill, num_decode = int(Role.PREFILL in missing), int(Role.DECODE in missing)
+        slots = free.for_roles(demand.model, demand.avoid, kv_bytes, num_prefill, num_decode)
+        assignments = assign(slots, num_prefill, num_decode)
         if assignments:
             cause = "at_zero" if missing >= BOTH else "role_missing"
             return [Wake(demand.model, assignments, _wake_reason(demand, cause))]
@@ -145,7 +136,7 @@ def _growth(
     demand: Demand,
     autoscaler_input: AutoscalerInput,
     granted: Sequence[Roles],
-    free: Mapping[str, WorkerStatus],
+    free: FreeSlots,
     config: PolicyConfig,
 ) -> Growth | None:
     """What a model that can serve already gains by more instances, if that is worth their slots."""
@@ -158,14 +149,18 @@ def _growth(
         or not (demand.num_late_before or demand.num_saved(num_instances, 0.0))
     ):
         return None
-    slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid, demand.least_kv_bytes)
-    tiers = [slot.tier for slot in slots] or [Tier.PEER]
-    load_s = demand.load_s.get(min(tiers), 0.0)
+    nearest = free.of(demand.model, demand.avoid, demand.least_kv_bytes, most=1)
+    load_s = demand.load_s.get(min((slot.tier for slot in nearest), default=Tier.PEER), 0.0)
     wanted = wanted_instances(demand, num_instances, load_s, config)
     missing = +Counter({role: wanted - sum(role in one for one in roles) for role in Role})
+    if not missing:
+        return None
+    slots = free.for_roles(
+        demand.model, demand.avoid, demand.least_kv_bytes, missing[Role.PREFILL], missing[Role.DECODE]
+    )
     saved = max(demand.num_saved(num_instances, load_s), demand.num_late_before)
     held_s = demand.held_s(num_instances, load_s)
-    return Growth(wanted, missing, slots, load_s, saved, held_s) if missing else None
+    return Growth(wanted, missing, slots, load_s, saved, held_s)
 
 
 def _growth_reason(demand: Demand, growth: Growth) -> Reason:

@@ -94,6 +94,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         version_ids=version_ids,
         waited_for=frozenset(state.queues.versions) if settled else frozenset(),
         suspects=membership.suspects,
+        holders_of=membership.holders,
     )
 
 
@@ -161,12 +162,14 @@ def _demand(state: State, model: Model, now: float) -> Demand:
         target_s=history.target_s or state.config.standard_ttft_s,
         price_s=price_s,
         keep_s=history.idle_gaps.keep_s(price_s),
-        load_s={tier: state.load_times.predict_s(model, tier, state.config) for tier in Tier},
+        load_s=state.load_times.by_tier(model, state.config),
+        crowded_at=history.crowded_at,
     )
     num_serving = min(sum(role in one.target_roles for one in instances) for role in Role)
     if num_serving > 1 and demand.num_saved(num_serving - 1, 0.0) >= 1:
         history.crowded_at = now
-    return replace(demand, crowded_at=history.crowded_at)
+        return replace(demand, crowded_at=now)
+    return demand
 
 
 def _tier(state: State, model: Model, store: StoreStatus) -> Tier:
@@ -239,10 +242,22 @@ def _wake(state: State, action: Wake, now: float) -> None:
         state.happened(now, "wake", instance, action.reason, "instance.loading", event_fields(instance))
     stores = {host_id: store for host_id in orders if (store := state.membership.store_of(host_id))}
     store_ids = [store.store_id for store in stores.values()]
-    edges = relays.plan_relay(state, model.pack_id, model.pack_bytes, store_ids, now, reason=action.reason)
-    by_store = {stores[host_id].store_id: tuple(loads) for host_id, loads in orders.items()}
     waiting = state.queues.waiting(model.version_id)
-    hops = tuple(Hop(edge.target, edge.sources, by_store[edge.target], edge.num_striped) for edge in edges)
+    deadline = min((admission.deadline for admission in waiting), default=now)
+    edges = relays.plan_relay(
+        state, model.pack_id, model.pack_bytes, store_ids, now, deadline=deadline, reason=action.reason
+    )
+    by_store = {stores[host_id].store_id: tuple(loads) for host_id, loads in orders.items()}
+    hops = tuple(
+        Hop(
+            edge.target,
+            edge.sources,
+            by_store[edge.target],
+            edge.num_striped,
+            relays.goes_first(state, model.pack_id, edge.target),
+        )
+        for edge in edges
+    )
     state.effects.commands.append(WakeCommand(model, hops, waiting[0].traceparent if waiting else ""))
     chain = ", ".join(map(str, edges))
     num = len(action.assignments)
