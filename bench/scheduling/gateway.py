@@ -13,6 +13,7 @@ from bench.scheduling.fleet import CLUSTER_KEY, Fleet
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, call_token
 from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.message_pace import MessagePace
 from torchrelay.control.v1 import scheduler_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2_grpc, types_pb2
 
@@ -98,10 +99,13 @@ class BenchGateway:
         self._filled.set()
 
     async def write(self) -> None:
+        pace = MessagePace()
         while True:
             await self._filled.wait()
             self._filled.clear()
             while self._unsent:
+                if len(self._unsent) < MAX_BATCH:
+                    await pace.wait()
                 num_commands = min(len(self._unsent), MAX_BATCH)
                 commands = [self._unsent.popleft() for _ in range(num_commands)]
                 await self._call.write(pb.AdmitCommands(commands=commands))

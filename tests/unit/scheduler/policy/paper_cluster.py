@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
+from msgspec import structs
+
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import (
     BOTH,
@@ -99,7 +101,7 @@ def an_admission(model: Model, request_id: str, attempt: int = 1, now: float = 0
     admission = Admission(
         AttemptKey(request_id, attempt), "gateway-1", model.version_id, 100, 0, 50, 1, admitted_at=now, model=model.name
     )
-    return replace(admission, **changes)  # type: ignore[arg-type]
+    return structs.replace(admission, **changes)  # type: ignore[arg-type]
 
 
 @dataclass

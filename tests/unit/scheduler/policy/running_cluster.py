@@ -7,6 +7,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster
 from torchrelay.common.liveness import SILENT_S, EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -208,7 +210,7 @@ class RunningCluster(PaperCluster):
             model=call.model.name,
             lost_workers=call.lost_workers,
         )
-        return replace(admission, **call.changes)  # type: ignore[arg-type]
+        return structs.replace(admission, **call.changes)  # type: ignore[arg-type]
 
     def _ask_to_migrate(self, call: Call) -> None:
         key = call.key._replace(attempt=call.successor)

@@ -284,3 +284,18 @@ def test_a_layer_that_arrives_is_no_reason_to_decide_about_other_models() -> Non
     assert unloaded(scene) == [], "nor is what becomes ready"
     scene.pass_time(scene.config.whole_scale_every_s)
     assert len(unloaded(scene)) == 2, "time is one"
+
+
+def test_an_idle_model_goes_within_a_tick_of_its_timeout_however_many_there_are() -> None:
+    scene = hosts(10)
+    models = [a_model(f"acme/m{number}", idle_timeout_s=5.0) for number in range(10)]
+    for model in models:
+        scene.admit(model, model.name)
+    scene.finish_loads()
+    for model in models:
+        scene.now += 0.02
+        scene.release(model.name)
+    scene.pass_time(6.0, step_s=0.1)
+    idle_s = [float(event.fields["idle_s"]) for event in scene.events if event.topic == "scale.down"]
+    assert len(idle_s) >= len(models)
+    assert max(idle_s) <= 5.0 + 0.1 + 1e-6

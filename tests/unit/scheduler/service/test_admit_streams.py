@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -61,3 +62,17 @@ async def test_what_waits_goes_together_up_to_a_bound() -> None:
     streams.close()
     batches = [[event.waiting.queue_position for event in events.events] async for events in stream.events()]
     assert batches == [[*range(MAX_BATCH)], [MAX_BATCH]]
+
+
+async def test_what_comes_closely_together_goes_in_one_message() -> None:
+    streams = AdmitStreams(max_queued=1000)
+    stream = streams.open()
+    streams.connected(stream, "g")
+    events = stream.events()
+    streams.send("g", AdmitEvent(waiting=Waiting()))
+    assert len(await _kinds(events)) == 1  # at once
+    streams.send("g", AdmitEvent(waiting=Waiting()))
+    following = asyncio.create_task(_kinds(events))
+    await asyncio.sleep(0)  # the stream has seen the first of two
+    streams.send("g", AdmitEvent(waiting=Waiting()))
+    assert len(await following) == 2

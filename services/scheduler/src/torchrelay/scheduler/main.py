@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
+from itertools import count
 
 import msgspec
 import uvloop
@@ -37,9 +38,8 @@ from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.scheduler.settings import SchedulerSettings
 
 TICK_S = 0.1
-# Allocations between young collections, of which an admission makes over a hundred; young ones between middle ones, and
-# middle ones between full ones: of a large fleet's state, these take a tenth of a second.
-GC_THRESHOLDS = (2_000, 10, 500)
+_COLLECT_EVERY_S = 0.2
+_COLLECT_ALL_EVERY_S = 600.0  # of a large fleet's state, this takes some tenths of a second
 _LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unread
 
 
@@ -71,7 +71,6 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
                 streams = group.create_task(keep_streams(js, subjects, settings.nats_replicas, settings.stream_sizes))
                 await ready.wait()
                 await server.start()
-                gc.set_threshold(*GC_THRESHOLDS)
                 try:
                     yield {"grpc": f"{settings.advertised_host}:{server.port}"}
                 finally:
@@ -123,6 +122,7 @@ async def _background(
         await discovery.start()
         tasks.create_task(event_publisher.run(), name="history")
         tasks.create_task(_tick_periodically(controller, tick_s), name="ticks")
+        tasks.create_task(_collect_periodically(), name="garbage")
         ready.set()
         try:
             await asyncio.Event().wait()
@@ -141,6 +141,19 @@ async def _tick_periodically(controller: Controller, tick_s: float) -> None:
             listening_since = now
         last = now
         controller.tick(listening_since)
+
+
+async def _collect_periodically() -> None:
+    """Collects garbage by time, not by counts: these rise only by what is kept, so that the collection that they begin
+    looks at all that a second of requests has made, and holds up the next ones.
+    """
+    gc.disable()
+    try:
+        for number in count(1):
+            await asyncio.sleep(_COLLECT_EVERY_S)
+            gc.collect(2 if number % round(_COLLECT_ALL_EVERY_S / _COLLECT_EVERY_S) == 0 else 1)
+    finally:
+        gc.enable()
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ class CountScaling:
 
     def _idle(self, autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool) -> list[Action]:
         kept = {model.version_id for model in self.kept}
-        staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_demands
+        staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_some
         reason = Reason("idle", f"idle for {config.idle_timeout_s:g} s")
         actions: list[Action] = []
         for version_id, loads in staying.items():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, an_admission
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
@@ -18,7 +18,7 @@ NOW = 100.0
 
 def of(tenant: str, request_id: str, **changes: object) -> Admission:
     changes = {"model": f"{tenant}/tiny", "num_prompt_tokens": 100, "admitted_at": NOW, **changes}
-    return replace(an_admission(MODEL, request_id), **changes)  # type: ignore[arg-type]
+    return structs.replace(an_admission(MODEL, request_id), **changes)  # type: ignore[arg-type]
 
 
 def queues_with(*admissions: Admission, limit: int = 100) -> AdmissionQueues:

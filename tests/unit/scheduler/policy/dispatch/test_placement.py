@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tests.unit.scheduler.policy.paper_cluster import MB, a_model, an_admission
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
@@ -71,7 +70,7 @@ def a_candidate(
 def placement_of(
     *candidates: Candidate, kv_transfer_times: KvTransferTimes | None = None, **admitted: int
 ) -> Placement:
-    admission = replace(an_admission(MODEL, "r1"), **admitted)  # type: ignore[arg-type]
+    admission = structs.replace(an_admission(MODEL, "r1"), **admitted)  # type: ignore[arg-type]
     placement = place(admission, MODEL, candidates, kv_transfer_times or KvTransferTimes(), RULES, NOW)
     assert isinstance(placement, Placement)
     return placement

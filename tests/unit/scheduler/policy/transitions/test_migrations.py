@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
@@ -259,7 +260,7 @@ def test_answers_that_have_moved_do_not_keep_others_from_it() -> None:
     for number in range(6):
         begin(scene, f"moved {number}", 2, current=None, num_forced_tokens=1)
     for attempt in scene.policy.state.attempts.attempts():
-        attempt.admission = replace(attempt.admission, migrates=1)
+        attempt.admission = structs.replace(attempt.admission, migrates=1)
     for number in range(8):
         begin(scene, f"r{number}", max_tokens=900)
     scene.settle(ready("w2"))

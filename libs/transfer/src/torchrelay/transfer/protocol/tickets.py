@@ -14,7 +14,7 @@ worthless without the receiver's key; the receiver may reuse it until it expires
 from __future__ import annotations
 
 import hmac
-import secrets
+import os
 import struct
 
 from torchrelay.common.identity.keys import derive_node_key as derive_node_key
@@ -44,7 +44,7 @@ class TicketIssuer:
         self, buffer_id: str, holder_id: str, receiver_id: str, expires_unix_ms: int, begin: int = 0, end: int = 0
     ) -> Ticket:
         """A ticket for the bytes [begin, end) of a buffer; ``end`` 0: to its end."""
-        nonce = secrets.token_bytes(NONCE_BYTES)
+        nonce = os.urandom(NONCE_BYTES)
         fields = _framed_fields(buffer_id, holder_id, receiver_id, begin, end, expires_unix_ms, nonce)
         holder_key, receiver_key = self._node_key(holder_id), self._node_key(receiver_id)
         sealed_session = _xor(_session(fields, holder_key), _pad(fields, receiver_key))

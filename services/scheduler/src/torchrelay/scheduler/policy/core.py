@@ -1,4 +1,5 @@
-"""The nouns of the scheduler, frozen.
+"""The nouns of the scheduler, frozen. Those of requests, of which there are thousands a second, are cheap to make, and
+nothing that the garbage collector looks at.
 
 Times are seconds since the Unix epoch by the scheduler's clock, passed in as ``now``, which never goes back.
 """
@@ -10,6 +11,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
+
+import msgspec
 
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.liveness import NO_ENGINE, EngineProgress
@@ -289,8 +292,7 @@ class Instance:
         return self.roles if self.pending_roles is None else self.pending_roles
 
 
-@dataclass(frozen=True)
-class Admission:
+class Admission(msgspec.Struct, frozen=True, gc=False):
     """A gateway's request to run one attempt."""
 
     key: AttemptKey
@@ -311,7 +313,7 @@ class Admission:
     was_taken_back: bool = False  # it had a place, and has kept its time of arrival
     migrates: int = 0  # the attempt that goes on until this one is placed; 0: none
 
-    @cached_property
+    @property
     def tenant(self) -> str:
         """``acme`` of ``acme/glossary``."""
         return self.model.partition("/")[0]
@@ -346,8 +348,7 @@ class Admission:
         return max(self.num_choices, 1) * pages * KV_PAGE_TOKENS * model.kv_bytes_per_token
 
 
-@dataclass(frozen=True)
-class WorkerRef:
+class WorkerRef(msgspec.Struct, frozen=True, gc=False):
     """One end of a placement."""
 
     worker_id: str
@@ -355,8 +356,7 @@ class WorkerRef:
     instance_id: str
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, gc=False):
     """Where an attempt runs."""
 
     key: AttemptKey

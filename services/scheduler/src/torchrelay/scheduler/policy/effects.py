@@ -5,6 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
 
 from torchrelay.scheduler.policy.core import AttemptKey, Model, Placement, Roles
 
@@ -100,8 +103,7 @@ class RefusalReason(enum.IntEnum):
     NOT_MIGRATED = 5
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True, gc=False):
     gateway_id: str
     placement: Placement
 
@@ -159,8 +161,7 @@ class SchedulerEvent:
     by_tenant: Mapping[str, str] = field(default_factory=dict)  # the reason as each tenant may know it; see Reason
 
 
-@dataclass(frozen=True)
-class AttemptPlaced:
+class AttemptPlaced(msgspec.Struct, frozen=True, gc=False):
     """A request was placed: times for its timeline."""
 
     key: AttemptKey
@@ -182,3 +183,6 @@ class Effects:
 
     def __bool__(self) -> bool:
         return bool(self.commands or self.answers or self.events or self.opened)
+
+
+NO_EFFECTS: Final = Effects()  # not to be changed

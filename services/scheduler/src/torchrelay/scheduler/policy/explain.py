@@ -8,7 +8,7 @@ stand side by side there, for people to read; no decision depends on them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchrelay.common.quantities import format_bytes
@@ -31,7 +31,7 @@ def unix_us(at: float) -> int:
     return int(at * 1e6)
 
 
-@dataclass
+@dataclass(slots=True)
 class _RequestTimeline:
     model: str = ""
     phases: list[TimedPhase] = field(default_factory=list)
@@ -89,14 +89,17 @@ class ExplainLog:
         if where.cold:
             timeline.cold_instances += where.prefill.instance_id, where.decode.instance_id
 
-    def released(self, key: AttemptKey, phases: Iterable[TimedPhase]) -> None:
+    def released(self, key: AttemptKey, phases: Sequence[TimedPhase]) -> None:
         """A request ended; ``phases``: from its gateway and workers. The queue is measured here."""
-        self._timeline(key).add(phase for phase in phases if phase.name != "queue")
+        if phases:
+            self._timeline(key).add(phase for phase in phases if phase.name != "queue")
 
     def record_accuracy(self, key: AttemptKey, placement: Placement, outcome: Outcome) -> None:
         """Compares what was predicted when the attempt was placed with what was measured."""
+        if not outcome.ended_at or not placement.predicted.ttft_s:
+            return
         timeline = self._timeline(key)
-        if outcome.ended_at and placement.predicted.ttft_s and len(timeline.places) < _MAX_PHASES:
+        if len(timeline.places) < _MAX_PHASES:
             timeline.places.append(_accuracy_event(timeline.model, key, placement, outcome))
 
     def _timeline(self, key: AttemptKey) -> _RequestTimeline:

@@ -242,14 +242,21 @@ class Policy:
             self._give_up_load(instance, reason, now)
         admissions.refuse_infeasible(state, now)
         admissions.refuse_unserved(state, now)
-        if now >= state.whole_scale_due:
+        is_in_turns, is_whole = state.strategies.decides_in_turns, now >= state.whole_scale_due
+        if is_whole:
             state.whole_scale_due = now + state.config.whole_scale_every_s
+        if is_whole and not is_in_turns:
             self._react(now)
             take_backs.take_back(state, now, state.attempts.versions_in_prefill)
-            migrations.migrate(state, now)
         else:
             admissions.place_waiting(state, now)
-            scaling.scale(state, now, sorted({*state.queues.versions, *state.instances.loading_versions}))
+            due: list[str] = []
+            if is_in_turns:
+                due = [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
+            scaling.scale(state, now, sorted({*state.queues.versions, *state.instances.loading_versions, *due}))
+            take_backs.take_back(state, now, state.attempts.versions_in_prefill.intersection(due))
+        if is_whole:
+            migrations.migrate(state, now)
         replication.replicate(state, now)
 
     def _give_up_load(self, instance: Instance, reason: Reason, now: float) -> None:

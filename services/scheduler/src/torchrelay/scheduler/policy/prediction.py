@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(msgspec.Struct, frozen=True, gc=False):
     """Seconds, from the placement on; all 0 for an attempt that an earlier scheduler placed."""
 
     ttft_s: float = 0.0
@@ -23,8 +23,7 @@ class Prediction:
 UNPREDICTED: Final = Prediction()
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, gc=False):
     """What a gateway and its workers measured of an attempt; None: it did not get that far."""
 
     ttft_s: float | None = None  # from the placement on

@@ -11,8 +11,10 @@ from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessio
 from torchrelay.scheduler.policy.admission.promises import Promises
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
 from torchrelay.scheduler.policy.autoscaling.arrivals import Arrivals
+from torchrelay.scheduler.policy.autoscaling.idle_deadlines import IdleDeadlines
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
+from torchrelay.scheduler.policy.autoscaling.version_turns import VersionTurns
 from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
@@ -28,7 +30,7 @@ from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.roster import Rosters
 from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions
 from torchrelay.scheduler.policy.dispatch.token_time import TokenTimes
-from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
+from torchrelay.scheduler.policy.effects import NO_EFFECTS, Effects, SchedulerEvent
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.links import Links
 from torchrelay.scheduler.policy.relay.transfers import Transfers
@@ -51,7 +53,9 @@ class State:
     load_progress: LoadProgress
     gateways: GatewaySessions
     membership: Membership
+    scale_turns: VersionTurns  # of models that nothing has happened to
     strategies: Strategies = field(default_factory=Strategies)
+    idle_deadlines: IdleDeadlines = field(default_factory=IdleDeadlines)
     arrivals: Arrivals = field(default_factory=Arrivals)
     load_times: LoadTimes = field(default_factory=LoadTimes)
     promises: Promises = field(default_factory=Promises)
@@ -80,7 +84,7 @@ class State:
         default_factory=lambda: Recent(_MAX_TAKEN_BACK)
     )
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
-    whole_scale_due: float = 0.0  # next look at models that nobody waits for
+    whole_scale_due: float = 0.0  # next look at all models at once, where they take no turns
     unserved_since: float | None = None  # since when no model can be loaded; None: one can
 
     @classmethod
@@ -88,12 +92,16 @@ class State:
         queues = AdmissionQueues(config.queue_limit, config.queue_limit_total)
         gateways, membership = GatewaySessions(config.gateway_grace_s), Membership(config.fence_s)
         links = Links(config.link_cap_bytes_per_s)
-        failures, progress = LoadFailures(config), LoadProgress()
-        state = cls(config, new_id, now, queues, failures, progress, gateways, membership, strategies, links=links)
+        failures, progress, turns = LoadFailures(config), LoadProgress(), VersionTurns(config.whole_scale_every_s)
+        state = cls(
+            config, new_id, now, queues, failures, progress, gateways, membership, turns, strategies, links=links
+        )
         state.instances = Instances(on_change=state.rosters.forget)
         return state
 
     def take_effects(self) -> Effects:
+        if not self.effects:
+            return NO_EFFECTS
         effects, self.effects = self.effects, Effects()
         return effects
 

@@ -72,3 +72,10 @@ class Strategies:
     decide: Decide = decide
     plan: Plan = plan
     repair: Repair = repair
+
+    @property
+    def decides_in_turns(self) -> bool:
+        """Whether models that nothing has happened to may be decided on a few at a time. What another system decides
+        may be about the whole cluster.
+        """
+        return self.decide is decide

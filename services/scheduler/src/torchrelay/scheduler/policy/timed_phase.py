@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True)
-class TimedPhase:
+class TimedPhase(msgspec.Struct, frozen=True, gc=False):
     """A named phase, in Unix microseconds of the clock of whoever measured it."""
 
     name: str

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from torchrelay.common.errors import Overloaded, TorchrelayError
+from torchrelay.common.net.rpc.message_pace import MessagePace
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents, Beat
 
 _BEAT = AdmitEvent(beat=Beat())
@@ -41,8 +42,11 @@ class AdmitStream:
 
     async def events(self) -> AsyncIterator[AdmitEvents]:
         """What was sent, and beats as often as the gateway asked for."""
+        pace = MessagePace()
         while True:
             while self._queue and self._error is None:
+                if len(self._queue) < MAX_BATCH:
+                    await pace.wait()
                 num_events = min(len(self._queue), MAX_BATCH)
                 yield AdmitEvents(events=[self._queue.popleft() for _ in range(num_events)])
             if self._error is not None:

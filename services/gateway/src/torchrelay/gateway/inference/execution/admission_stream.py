@@ -20,6 +20,7 @@ import grpc
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.liveness import BEAT_S, SILENT_S
 from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.common.net.rpc.message_pace import MessagePace
 from torchrelay.common.net.rpc.options import MAX_MESSAGE_BYTES
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import scheduler_pb2 as pb
@@ -190,11 +191,14 @@ class AdmissionStream:
         self._filled.set()
 
     async def _write(self, call: Any) -> None:
+        pace = MessagePace()
         try:
             while True:
                 await self._filled.wait()
                 self._filled.clear()
                 while self._unsent:
+                    if len(self._unsent) < MAX_BATCH:
+                        await pace.wait()
                     batch = self._next_batch()
                     await call.write(pb.AdmitCommands(commands=batch))
                     if self._unsent[0] is batch[0]:  # not cleared meanwhile

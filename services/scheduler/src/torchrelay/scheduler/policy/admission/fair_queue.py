@@ -74,20 +74,22 @@ class FairQueue:
         return any(tag > self._now for tag in self._debts.values())
 
     def push(self, admission: Admission, sequence: int) -> None:
-        tenant = self._tenants.get(admission.tenant)
+        name = admission.tenant
+        tenant = self._tenants.get(name)
         if tenant is None:
-            tag = max(self._debts.pop(admission.tenant, 0.0), self._now)
-            tenant = self._tenants[admission.tenant] = _Tenant(tag)
+            tag = max(self._debts.pop(name, 0.0), self._now)
+            tenant = self._tenants[name] = _Tenant(tag)
         tenant.waiting.push((admission.deadline, sequence, admission.key))
 
     def remove(self, admission: Admission) -> None:
-        tenant = self._tenants[admission.tenant]
+        name = admission.tenant
+        tenant = self._tenants[name]
         tenant.waiting.remove(admission.key)
         if len(tenant.waiting):
             return
-        del self._tenants[admission.tenant]
+        del self._tenants[name]
         if tenant.tag > self._now:
-            self._debts[admission.tenant] = tenant.tag
+            self._debts[name] = tenant.tag
             if len(self._debts) > self._max_debts:
                 self._debts = {name: tag for name, tag in self._debts.items() if tag > self._now}
                 self._max_debts = max(2 * len(self._debts), _MIN_DEBTS_SWEPT)

@@ -119,10 +119,11 @@ class AdmissionQueues:
             self._queues[admission.version_id] = queue
         queue.waiting[admission.key] = one = _Waiting(admission, next(self._sequence))
         queue.enter(one)
-        queue.num_of[admission.tenant] = queue.num_of.get(admission.tenant, 0) + 1
+        tenant = admission.tenant
+        queue.num_of[tenant] = queue.num_of.get(tenant, 0) + 1
         queue.num_prefill_tokens += admission.num_prefill_tokens
         self._version_of[admission.key] = admission.version_id
-        self._num_of[admission.tenant] += 1
+        self._num_of[tenant] += 1
 
     def remove(self, key: AttemptKey, now: float) -> Admission | None:
         if key not in self._version_of:
@@ -150,13 +151,14 @@ class AdmissionQueues:
         version_id = self._version_of.pop(key)
         queue = self._queues[version_id]
         admission = queue.waiting.pop(key).admission
-        queue.num_of[admission.tenant] -= 1
+        tenant = admission.tenant
+        queue.num_of[tenant] -= 1
         queue.num_prefill_tokens -= admission.num_prefill_tokens
-        if not queue.num_of[admission.tenant]:
-            del queue.num_of[admission.tenant]
-        self._num_of[admission.tenant] -= 1
-        if not self._num_of[admission.tenant]:
-            del self._num_of[admission.tenant]
+        if not queue.num_of[tenant]:
+            del queue.num_of[tenant]
+        self._num_of[tenant] -= 1
+        if not self._num_of[tenant]:
+            del self._num_of[tenant]
         if not queue.waiting:
             del self._queues[version_id]
             if (rate := self._place_rates.get(version_id)) is not None:

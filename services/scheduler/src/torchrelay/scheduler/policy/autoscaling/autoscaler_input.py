@@ -134,6 +134,7 @@ class AutoscalerInput:
     stores: Mapping[str, StoreStatus]  # by host
     prices_s: Mapping[str, float]  # by version: what a cold start is worth, in seconds of a slot; absent: the default
     free_workers: FreeWorkers  # those that say that their slot is free
+    version_ids: Sequence[str] = ()  # of models to look at that may have no demand, as they are not known
     waited_for: frozenset[str] = frozenset()  # versions that requests wait for
     suspects: frozenset[str] = frozenset()  # workers on which nothing is placed
     holders_of: Callable[[str], Iterable[StoreStatus]] | None = None  # by pack; absent: those of ``stores``
@@ -152,9 +153,10 @@ class AutoscalerInput:
         return found
 
     @property
-    def staying_of_demands(self) -> Mapping[str, Sequence[InstanceLoad]]:
-        """``staying`` of the models to decide on."""
-        found = {demand.model.version_id: self.of(demand.model) for demand in self.demands}
+    def staying_of_some(self) -> Mapping[str, Sequence[InstanceLoad]]:
+        """``staying`` of the models to decide on, and of ``version_ids``."""
+        version_ids = dict.fromkeys((*(demand.model.version_id for demand in self.demands), *self.version_ids))
+        found = {version_id: self._staying_of(version_id) for version_id in version_ids}
         return {version_id: loads for version_id, loads in found.items() if loads}
 
     @property
@@ -169,14 +171,17 @@ class AutoscalerInput:
         return [store for store in self.stores.values() if pack_id in store.copies]
 
     def of(self, model: Model) -> Sequence[InstanceLoad]:
-        found = self._staying_of.get(model.version_id)
+        return self._staying_of(model.version_id)
+
+    def _staying_of(self, version_id: str) -> Sequence[InstanceLoad]:
+        found = self._staying_known.get(version_id)
         if found is None:
-            loads = self.instance_loads.of_version(model.version_id)
-            found = self._staying_of[model.version_id] = [load for load in loads if load.instance.staying]
+            loads = self.instance_loads.of_version(version_id)
+            found = self._staying_known[version_id] = [load for load in loads if load.instance.staying]
         return found
 
     @cached_property
-    def _staying_of(self) -> dict[str, Sequence[InstanceLoad]]:
+    def _staying_known(self) -> dict[str, Sequence[InstanceLoad]]:
         """As far as asked for."""
         return {}
 

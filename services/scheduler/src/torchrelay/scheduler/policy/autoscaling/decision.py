@@ -88,7 +88,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         missing = growth.missing - Counter(role for one in assignments for role in one.roles)
         if missing:
             actions += evict_to_grow(demand, missing, growth.num_saved, growth.held_s, autoscaler_input, freeing())
-    staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_demands
+    staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_some
     actions += _scale_down(staying, autoscaler_input, actions, config)
     return tuple(actions)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, WorkerStatus
@@ -86,6 +86,11 @@ class Instances:
     @property
     def loading_versions(self) -> frozenset[str]:
         return frozenset(self._loading.values())
+
+    @property
+    def versions(self) -> Iterable[str]:
+        """Those that have any."""
+        return self._of_version.keys()
 
     def of_version(self, version_id: str) -> tuple[Instance, ...]:
         return tuple(self._of_version.get(version_id, {}).values())

@@ -19,14 +19,14 @@ def tenant_of(model: str) -> str:
     return model.partition("/")[0]
 
 
-@dataclass
+@dataclass(slots=True)
 class _AliasUse:
     idle_timeout_s: float
     max_instances: int  # 0: the scheduler's default
     at: float  # of the last admission or release
 
 
-@dataclass
+@dataclass(slots=True)
 class _Aliases:
     pack_id: str
     uses: Recent[str, _AliasUse] = field(default_factory=lambda: Recent(_MAX_NAMES))
@@ -50,7 +50,10 @@ class VersionAliases:
         """A request used this name for the version; ``idle_timeout_s``, ``max_instances``: the model's own settings."""
         shared = self._versions.get(version_id) or _Aliases(pack_id)
         self._versions[version_id] = shared
-        shared.uses[name], shared.last_used = _AliasUse(idle_timeout_s, max_instances, now), name
+        if (use := shared.uses.get(name)) is None:
+            use = _AliasUse(idle_timeout_s, max_instances, now)
+        use.idle_timeout_s, use.max_instances, use.at = idle_timeout_s, max_instances, now
+        shared.uses[name], shared.last_used = use, name
 
     def of(self, version_id: str) -> tuple[str, ...]:
         """The models of a version; empty before the first request."""

@@ -13,7 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+import msgspec
 
 from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -28,7 +30,7 @@ _MIN_WAIT_S = 0.001  # a late prompt is looked for again after this time
 _MAX_PENALIZED_TOKENS = 256  # few requests run to their maximum
 
 
-class Candidate(NamedTuple):
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """An instance of the roster with what is bound of it, as one attempt sees it."""
 
     entry: RosterEntry
@@ -102,14 +104,15 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
     due = soonest_s = math.inf
     found: list[_Prefill] = []
     for candidate in candidates:
-        entry, work, num_cached, correction, _ = candidate
+        entry = candidate.entry
         if not entry.plays_prefill:
             continue
+        work, num_cached = candidate.work, candidate.num_cached_tokens
         if entry.plays_decode:
             one_s = entry.latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
         else:
             one_s = entry.latency.prefill_s(num_tokens, num_cached)
-        prefill_s = num_contexts * one_s * correction
+        prefill_s = num_contexts * one_s * candidate.correction
         queued_s = entry.queued_s(work.lane, now)
         ttft_s = entry.load_left_s(now) + queued_s + entry.overdue_s(work.lane, now) + prefill_s
         if queued_s < entry.full_step_s:

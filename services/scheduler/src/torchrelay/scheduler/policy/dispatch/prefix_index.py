@@ -22,8 +22,10 @@ class PrefixIndex:
             return
         known = self._of.setdefault(instance_id, OrderedDict())
         for block_hash in reversed(block_hashes):  # a prompt is evicted from its end
-            known[block_hash] = None
-            known.move_to_end(block_hash)
+            if block_hash in known:
+                known.move_to_end(block_hash)
+            else:
+                known[block_hash] = None
         while len(known) > max_blocks:
             known.popitem(last=False)
 

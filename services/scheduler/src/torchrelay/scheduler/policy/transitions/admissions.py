@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
@@ -69,10 +70,10 @@ def admit(
     ):
         return False
     if not admission.ttft_target_s:
-        admission = replace(admission, ttft_target_s=_ttft_target_s(state.config, admission.service_class))
+        admission = structs.replace(admission, ttft_target_s=_ttft_target_s(state.config, admission.service_class))
     admitted_at = state.taken_back.pop(key.request_id, None)
     if admitted_at is not None:  # it had a place, and leaves to no newcomer the one that it waits for now
-        state.queues.push(replace(admission, admitted_at=admitted_at, was_taken_back=True))
+        state.queues.push(structs.replace(admission, admitted_at=admitted_at, was_taken_back=True))
         return True
     displaced = state.queues.displaced_by(admission)
     if displaced is not None:
@@ -181,6 +182,8 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
         state.arrivals.used(attempt.admission.version_id, now)
         for instance_id in attempt.instance_ids:
             state.instances.touch(instance_id, now)
+        if (version_id := attempt.admission.version_id) not in state.idle_deadlines:
+            state.idle_deadlines.note(version_id, now + state.idle_timeout_s(version_id, now))
     return attempt
 
 

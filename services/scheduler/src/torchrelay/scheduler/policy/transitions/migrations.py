@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from msgspec import structs
+
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
@@ -208,13 +210,14 @@ def _move_of(state: State, source: _Source, attempt: OpenAttempt, answer: Runnin
     """As its gateway would ask for it."""
     if not _is_movable(attempt):
         return None
-    return _move(state, source, replace(attempt.admission, num_forced_tokens=max(round(answer.num_given), 1)), now)
+    moved = structs.replace(attempt.admission, num_forced_tokens=max(round(answer.num_given), 1))
+    return _move(state, source, moved, now)
 
 
 def _move(state: State, source: _Source, admission: Admission, now: float) -> _Move | None:
     """To another decode instance that is loaded, has room, and is as quick as it must be."""
     candidates = [
-        one._replace(entry=replace(one.entry, plays_decode=False))
+        structs.replace(one, entry=replace(one.entry, plays_decode=False))
         if one.entry.instance_id == source.instance_id
         else one
         for one in admissions.candidates(state, admission, source.model, now)

@@ -46,11 +46,25 @@ def scale(state: State, now: float, version_ids: Iterable[str] | None = None) ->
                 _drain(state, action, now)
 
 
+def idle_versions(state: State, now: float) -> list[str]:
+    """Those that may have become idle just now."""
+    idle = []
+    for version_id in state.idle_deadlines.take(now):
+        instances = state.instances.of_version(version_id)
+        used_at = max((state.instances.last_active(one.instance_id) for one in instances), default=-math.inf)
+        if (deadline := used_at + state.idle_timeout_s(version_id, now)) > now:
+            state.idle_deadlines.note(version_id, deadline)
+        elif instances:
+            idle.append(version_id)
+    return idle
+
+
 def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None = None) -> AutoscalerInput:
     membership, settled = state.membership, now - state.started_at >= state.config.settle_s
     if version_ids is None:
         staying = {instance.version_id for instance in state.instances if instance.staying}
         version_ids = sorted(staying.union(state.queues.versions))
+    version_ids = list(version_ids)
     models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
     prices_s = {model.version_id: state.idle_timeout_s(model.version_id, now) for model in models}
 
@@ -83,6 +97,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         free_workers=membership.free_workers,
         stores=membership.stores_by_host,
         prices_s=prices_s,
+        version_ids=version_ids,
         waited_for=frozenset(state.queues.versions) if settled else frozenset(),
         suspects=membership.suspects,
         holders_of=membership.holders,

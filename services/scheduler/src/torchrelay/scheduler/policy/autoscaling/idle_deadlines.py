@@ -1,0 +1,31 @@
+"""When versions may have been unused for as long as they are kept: they are looked at then, not at their next turn."""
+
+from __future__ import annotations
+
+import heapq
+
+
+class IdleDeadlines:
+    """One deadline of each version at most; it may be too early."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+        self._noted: set[str] = set()
+
+    def __contains__(self, version_id: str) -> bool:
+        return version_id in self._noted
+
+    def note(self, version_id: str, at: float) -> None:
+        """Unless the version has one."""
+        if version_id not in self._noted:
+            self._noted.add(version_id)
+            heapq.heappush(self._heap, (at, version_id))
+
+    def take(self, now: float) -> list[str]:
+        """Versions whose deadline has passed; they have none any more."""
+        passed = []
+        while self._heap and self._heap[0][0] <= now:
+            version_id = heapq.heappop(self._heap)[1]
+            self._noted.discard(version_id)
+            passed.append(version_id)
+        return passed

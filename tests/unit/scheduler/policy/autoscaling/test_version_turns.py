@@ -1,0 +1,30 @@
+"""Each version's turn comes in time, a few at a time."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrelay.scheduler.policy.autoscaling.version_turns import VersionTurns
+
+VERSIONS = [f"v{number:03d}" for number in range(100)]
+
+
+def test_a_tick_looks_at_a_share_of_the_versions() -> None:
+    turns = VersionTurns(0.5)
+    assert turns.due(VERSIONS, 1.0) == VERSIONS  # nobody has looked yet
+    assert turns.due(VERSIONS, 1.125) == VERSIONS[:25]
+    assert turns.due(VERSIONS, 1.25) == VERSIONS[25:50]
+    assert turns.due(VERSIONS, 9.0) == VERSIONS[50:] + VERSIONS[:50]
+    assert turns.due([], 9.1) == []
+
+
+@given(gaps=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=50), number=st.integers(1, 30))
+def test_nobody_waits_longer_than_the_time_of_a_round(gaps: list[float], number: int) -> None:
+    turns, now = VersionTurns(0.5), 0.0
+    seen_at = dict.fromkeys(turns.due(VERSIONS[:number], now), now)
+    assert len(seen_at) == number
+    for gap in gaps:
+        before, now = now, now + gap
+        seen_at |= dict.fromkeys(turns.due(VERSIONS[:number], now), now)
+        assert all(now - at <= 0.5 + gap or at > before for at in seen_at.values())
