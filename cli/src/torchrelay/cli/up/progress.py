@@ -59,7 +59,7 @@ class StartupProgress:
         self._print(f"Starting Torchrelay in [bold]{home.path}[/]")
 
     def port_taken(self, port: int, url: str) -> None:
-        cure = "" if self._is_quiet else f"; once it is free, take it back with TORCHRELAY_HTTP_PORT={port}"
+        cure = "" if self._is_quiet else f"; to have it once it is free: TORCHRELAY_HTTP_PORT={port}"
         self._print(f"[yellow]port {port} is taken: REST is on {url}{cure}[/]", soft_wrap=True)
 
     def starting(self, names: Iterable[str]) -> None:
