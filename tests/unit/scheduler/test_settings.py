@@ -11,8 +11,8 @@ from torchrelay.scheduler.settings import SchedulerSettings
 
 
 def test_settings_become_the_config_and_a_bad_key_is_refused() -> None:
-    settings = SchedulerSettings(cluster_key="ab" * 16, idle_timeout_s=5, requests_per_instance=3)
-    assert settings.config.idle_timeout_s == 5 and settings.config.requests_per_instance == 3
+    settings = SchedulerSettings(cluster_key="ab" * 16, idle_timeout_s=5, max_instances=3)
+    assert settings.config.idle_timeout_s == 5 and settings.config.max_instances == 3
     for key in ("abcd", "not hex at all, is it"):
         with pytest.raises(ValidationError):
             SchedulerSettings(cluster_key=key)

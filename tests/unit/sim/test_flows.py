@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay.sim.events import Event, EventQueue
-from torchrelay.sim.flows import FluidNetwork, Stream, Transfer, fair_rates
+from torchrelay.sim.flows import FluidNetwork, Stream, Transfer, class_rates, fair_rates
 
 NUM_CHUNKS = 256
 LINKS = ("a", "b", "c", "d")
@@ -124,3 +125,22 @@ def test_paces_that_differ_by_little_change_rates_seldom() -> None:
         held[target] = network.begin(1000.0, streams, lambda: ends.append(events.now))
     events.run()
     assert len(ends) == 60
+
+
+def test_what_nobody_waits_for_takes_what_is_left_of_the_links() -> None:
+    events = EventQueue()
+    network = FluidNetwork(events, {"a": 10.0, "b": 100.0})
+    idle = network.begin(100.0, [Stream(("a",), is_idle=True)], lambda: None)
+    beside = network.begin(1000.0, [Stream(("b",), is_idle=True)], lambda: None)
+    assert (idle.bytes_per_s, beside.bytes_per_s) == (10.0, 100.0)
+    awaited = network.begin(20.0, [Stream(("a", "b"))], lambda: None)
+    assert (awaited.bytes_per_s, idle.bytes_per_s, beside.bytes_per_s) == (10.0, 0.0, 90.0)
+    events.run(2.5)
+    assert awaited.is_complete and idle.bytes_per_s == 10.0
+    network.redirect(idle, [Stream(("a",))])
+    assert idle.bytes_per_s == 10.0
+
+
+def test_idle_streams_share_fairly_what_is_left() -> None:
+    streams = [Stream(("a",)), Stream(("a",), is_idle=True), Stream(("a", "b"), is_idle=True)]
+    assert class_rates(streams, [4.0, math.inf, math.inf], {"a": 10.0, "b": 1.0}) == [4.0, 5.0, 1.0]

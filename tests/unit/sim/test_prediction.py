@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import count
 from statistics import median
 
+import msgspec
 import pytest
 
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import Role
 from torchrelay.scheduler.policy.effects import AttemptPlaced, Effects
-from torchrelay.scheduler.policy.inputs import Input, Release
+from torchrelay.scheduler.policy.inputs import Input, Release, WorkerReported
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.prediction import Outcome, Prediction
 from torchrelay.sim.plant import Plant
@@ -24,15 +27,22 @@ CAPACITY_PER_S = {APART: 14.5, BOTH: 9.2}  # of the requests below
 
 
 class RecordingPolicy(Policy):
-    """Keeps what was predicted and measured of each attempt but the first, which waits for a load."""
+    """Keeps what was predicted and measured of each attempt but the first, which waits for a load. Its workers prefer
+    one role each, in turn, as `torchrelay up` starts them.
+    """
 
     def __init__(self) -> None:
         ids = count()
         super().__init__(PolicyConfig(idle_timeout_s=1e9), lambda: f"i{next(ids)}", 1000.0)
         self.found: list[tuple[Prediction, Outcome]] = []
         self._open: dict[str, AttemptPlaced] = {}
+        self._preferred: dict[str, Role] = {}
 
     def apply(self, input_: Input, now: float) -> Effects:
+        if isinstance(input_, WorkerReported):
+            worker = input_.worker
+            role = self._preferred.setdefault(worker.worker_id, tuple(Role)[len(self._preferred) % 2])
+            input_ = msgspec.structs.replace(input_, worker=replace(worker, preferred_role=role))
         caused = super().apply(input_, now)
         self._open |= {placed.key.request_id: placed for placed in caused.opened}
         if isinstance(input_, Release) and input_.outcome is not None:

@@ -16,7 +16,7 @@ _GB = 10**9
 
 # 4 hosts with 8 devices on NVLink, 100 Gbit/s; 2 hosts with 8 devices on PCIe, 100 Gbit/s.
 CLUSTER_A = Fleet(4, (4, 2, 1, 1), 12.5e9, 25e9, 2.5e9, 480 * _GB)
-CLUSTER_B = Fleet(2, (4, 2, 1, 1), 12.5e9, 12e9, 1.25e9, 240 * _GB)
+CLUSTER_B = Fleet(2, (4, 2, 1, 1), 12.5e9, 12e9, 1.25e9, 480 * _GB)
 
 
 def served_model(

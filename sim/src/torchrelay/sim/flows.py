@@ -1,4 +1,5 @@
 """Transfers over shared links, as fluid: max-min fair rates, and followers that go no faster than what they follow.
+What nobody waits for takes only what others leave.
 
 A transfer has one stream per source that it follows at once. A source that is itself still receiving passes on what it
 has: a follower that has caught up with it (but for one chunk) receives no faster than it does. Rates change only when a
@@ -28,6 +29,7 @@ class Stream:
 
     links: tuple[Link, ...]
     upstream: Transfer | None = None
+    is_idle: bool = False  # nobody waits for it: it takes only what others leave of its links
     bytes_per_s: float = 0.0
     is_behind: bool = False  # it has caught up with a source that is still receiving, and keeps its pace
 
@@ -141,6 +143,21 @@ def fair_rates(demands: Sequence[tuple[tuple[Link, ...], float]], capacity: Mapp
                 left[link] = max(left[link] - rates[number], 0.0)
                 num_active[link] -= 1
     return rates
+
+
+def class_rates(streams: Sequence[Stream], caps: Sequence[float], capacity: Mapping[Link, float]) -> list[float]:
+    """Fair rates of what somebody waits for, and then of idle streams over what that leaves."""
+    awaited_caps = [0.0 if stream.is_idle else cap for stream, cap in zip(streams, caps, strict=True)]
+    awaited = fair_rates([(stream.links, cap) for stream, cap in zip(streams, awaited_caps, strict=True)], capacity)
+    if not any(stream.is_idle for stream in streams):
+        return awaited
+    left = {link: capacity[link] for stream in streams for link in stream.links}
+    for stream, rate in zip(streams, awaited, strict=True):
+        for link in stream.links:
+            left[link] = max(left[link] - rate, 0.0)
+    idle_caps = [cap if stream.is_idle else 0.0 for stream, cap in zip(streams, caps, strict=True)]
+    idle = fair_rates([(stream.links, cap) for stream, cap in zip(streams, idle_caps, strict=True)], left)
+    return [one + other for one, other in zip(awaited, idle, strict=True)]
 
 
 @dataclass(slots=True)
@@ -271,7 +288,7 @@ class FluidNetwork:
         leaders = [(transfer, leader) for transfer in transfers if (leader := transfer.leader) is not None]
         behind = [(stream, stream.upstream) for stream in streams if stream.upstream is not None and stream.is_behind]
         for _ in range(len(transfers) + 1):
-            rates = fair_rates([(stream.links, caps[stream]) for stream in streams], self.capacity)
+            rates = class_rates(streams, [caps[stream] for stream in streams], self.capacity)
             for stream, rate in zip(streams, rates, strict=True):
                 stream.bytes_per_s = rate
             limits = {stream: upstream.bytes_per_s for stream, upstream in behind}

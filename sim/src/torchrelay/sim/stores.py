@@ -25,6 +25,7 @@ class SimulatedStore:
     store_id: str
     copies: dict[str, Transfer | None] = field(default_factory=dict)  # by pack, the longest unused first; None: whole
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # followed at once, by pack
+    idle: set[str] = field(default_factory=set)  # packs that arrive, and nobody waits for
     retained: tuple[str, ...] = ()
     pins: dict[str, str] = field(default_factory=dict)  # packs in the slots of its host's workers, by worker
     _waiting: dict[str, dict[str, Callable[[], None]]] = field(default_factory=dict)  # by pack and worker
@@ -72,8 +73,9 @@ class SimulatedStores:
         self.network = FluidNetwork(events, capacity)
 
     def hold(self, store: SimulatedStore, pack_ids: Iterable[str]) -> None:
-        """Puts whole copies there."""
-        for pack_id in pack_ids:
+        """Puts whole copies there, as an earlier scheduler would have had them retained."""
+        store.retained = tuple(pack_ids)
+        for pack_id in store.retained:
             self._meter.change_ram(self._pack_bytes(pack_id))
             store.copies[pack_id] = None
 
@@ -85,7 +87,7 @@ class SimulatedStores:
         if not is_held and command.keep_retained and not self._has_room(store, command.model):
             self._scheduler.apply(inputs.CopyFailed(command.model.pack_id, store.store_id, "no room"))
             return
-        self.relay(command.model, command.hop)
+        self.relay(command.model, command.hop, is_idle=not command.urgent)
         self._scheduler.apply(inputs.CopyAccepted(command.model.pack_id, store.store_id))
 
     def reroute(self, command: effects.RerouteCommand) -> None:
@@ -99,11 +101,17 @@ class SimulatedStores:
     def retain(self, command: effects.RetainCommand) -> None:
         self.of[command.store_id].retained = command.pack_ids
 
-    def relay(self, model: Model, hop: effects.Hop) -> None:
+    def relay(self, model: Model, hop: effects.Hop, *, is_idle: bool = False) -> None:
+        """``is_idle``: nobody waits for it."""
         store, pack_id = self.of[hop.store_id], model.pack_id
         if pack_id in store.copies:
-            store.copies[pack_id] = store.copies.pop(pack_id)  # now the one used last
+            transfer = store.copies[pack_id] = store.copies.pop(pack_id)  # now the one used last
+            if transfer is not None and pack_id in store.idle and not is_idle:
+                store.idle.remove(pack_id)
+                self.network.redirect(transfer, self._streams(store, pack_id, store.sources[pack_id]))
             return
+        if is_idle:
+            store.idle.add(pack_id)
         self._make_room(store, model)
         self._meter.change_ram(model.pack_bytes)
         sources = self._sources(store, pack_id, hop)
@@ -124,15 +132,16 @@ class SimulatedStores:
         return tuple(having[: max(hop.num_striped, 1)]) or (REMOTE,)
 
     def _streams(self, store: SimulatedStore, pack_id: str, sources: Sequence[str]) -> list[Stream]:
-        into = ("in", store.store_id)
+        into, is_idle = ("in", store.store_id), pack_id in store.idle
         return [
-            Stream((("disk", store.store_id),))
+            Stream((("disk", store.store_id),), is_idle=is_idle)
             if source == REMOTE
-            else Stream((("out", source), into), self.of[source].copies[pack_id])
+            else Stream((("out", source), into), self.of[source].copies[pack_id], is_idle)
             for source in sources
         ]
 
     def _arrived(self, store: SimulatedStore, pack_id: str) -> None:
+        store.idle.discard(pack_id)
         store.now_whole(pack_id)
         self._report(store)
 

@@ -78,6 +78,14 @@ def a_worker(worker_id: str, host_id: str = "host-1", playable_roles: Roles = BO
     return replace(worker, **changes)  # type: ignore[arg-type]
 
 
+def a_pair(prefill_id: str, decode_id: str, host_id: str = "host-1") -> tuple[WorkerStatus, WorkerStatus]:
+    """Workers that the operator has set apart, one for each role; both can play both."""
+    return (
+        a_worker(prefill_id, host_id, preferred_role=Role.PREFILL),
+        a_worker(decode_id, host_id, preferred_role=Role.DECODE),
+    )
+
+
 def a_store(store_id: str, host_id: str, copies: Iterable[PackCopy] = (), arena_bytes: int = 1024 * MB) -> StoreStatus:
     held = {copy.pack_id: copy for copy in copies}
     return StoreStatus(store_id, f"{store_id} first", host_id, f"{store_id}:1", f"{store_id}:2", 0.0, arena_bytes, held)
@@ -272,7 +280,7 @@ class PaperCluster:
 def two_workers_one_host(**config: object) -> PaperCluster:
     """The embedded install: one host, a prefill and a decode worker that can each play both roles."""
     scene = PaperCluster(PolicyConfig(**config))  # type: ignore[arg-type]
-    return scene.settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b"))
+    return scene.settle(a_store("store-1", "host-1"), *a_pair("w-a", "w-b"))
 
 
 def hosts(num_hosts: int, **config: object) -> PaperCluster:
@@ -283,8 +291,7 @@ def hosts(num_hosts: int, **config: object) -> PaperCluster:
         host_id = f"host-{number}"
         peers += [
             a_store(f"store-{number}", host_id),
-            a_worker(f"p-{number}", host_id),
-            a_worker(f"d-{number}", host_id),
+            *a_pair(f"p-{number}", f"d-{number}", host_id),
         ]
     return scene.settle(*peers)
 

@@ -52,7 +52,6 @@ CONFIG = PolicyConfig(
     queue_limit=12,
     queue_limit_total=24,
     max_open_per_instance=8,
-    requests_per_instance=4,
     max_instances=2,
     idle_timeout_s=5.0,
     turn_s=3.0,

@@ -122,12 +122,11 @@ def test_a_worker_on_which_nothing_loads_takes_no_half_of_each_model_for_ever() 
 )
 def test_a_worker_that_lies_is_left_within_twenty_requests(fault: Fault, num_tokens: int, num_at_once: int) -> None:
     """One that computes slower than it says, or nothing: short prompts fill no step, and were bound to it by dozens."""
-    config = replace(CONFIG, requests_per_instance=1)
-    cluster = a_cluster(4, config)
+    cluster = a_cluster(4)
     model = a_model()
-    for number in range(4):
-        cluster.call(f"warm{number}", model)
-    cluster.pass_time(3.0)
+    for number in range(12):
+        cluster.call(f"warm{number}", model, num_tokens=1000)
+    cluster.pass_time(7.0)
     ready = [one for one in cluster.workers.values() if one.slot.phase is InstancePhase.READY]
     prefills = [one.worker_id for one in ready if 1 in one.slot.roles]
     assert len(prefills) == 2

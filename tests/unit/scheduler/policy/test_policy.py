@@ -145,34 +145,35 @@ def test_a_busy_model_with_two_slots_gives_one_up_for_a_model_that_waits_long() 
 
 
 def test_a_burst_wakes_three_hosts_by_one_chain() -> None:
-    scene = hosts(3, requests_per_instance=4)
+    scene = hosts(3)
     scene.obedient = False
-    model = a_model()
-    for number in range(12):
-        scene.admit(model, f"r{number}")
+    model = a_model(max_instances=3)
+    for number in range(40):
+        scene.admit(model, f"r{number}", num_prompt_tokens=500)
     hops = [hop for wake in scene.wakes() for hop in wake.hops]
     assert len(hops) == 3 and len({hop.store_id for hop in hops}) == 3
     assert [hop.sources[0] for hop in hops] == [REMOTE, hops[0].store_id, hops[1].store_id]
     for wake in scene.wakes():
         scene.obey(wake)
-    assert all(scene.placement(f"r{number}") for number in range(12))
+    placements = [placement for number in range(40) if (placement := scene.placement(f"r{number}"))]
+    assert len({placement.prefill.instance_id for placement in placements}) == 3
     assert {worker.slot.phase for worker in scene.workers.values()} == {InstancePhase.LOADING}
 
 
 def test_growth_follows_the_chain_and_stops_at_the_models_maximum() -> None:
-    scene = hosts(4, requests_per_instance=1)
+    scene = hosts(4)
     model = a_model(max_instances=2)
     scene.stores["store-4"] = a_store("store-4", "host-4", [a_copy(model)])
     scene.report_all()
-    for number in range(6):
-        scene.admit(model, f"r{number}")
+    for number in range(40):
+        scene.admit(model, f"r{number}", num_prompt_tokens=500)
     hops = [hop for wake in scene.wakes() for hop in wake.hops]
     assert len(hops) == 2
     assert hops[0].store_id == "store-4" and hops[1].sources[0] == "store-4"
 
 
 def test_long_queues_at_measured_rates_justify_more_instances() -> None:
-    scene = hosts(2, queue_target_s=1.0)
+    scene = hosts(2)
     model = a_model()
     scene.admit(model, "r1")
     scene.finish_loads()
@@ -181,7 +182,7 @@ def test_long_queues_at_measured_rates_justify_more_instances() -> None:
     worker = scene.workers[placement.prefill.worker_id]
     scene.workers[worker.worker_id] = replace(worker, prefill_tokens_per_s=100.0)
     scene.report(worker.worker_id)
-    scene.admit(model, "r2", num_prompt_tokens=190)
+    scene.admit(model, "r2", num_prompt_tokens=490)
     scene.pass_time(0.2)
     assert len(scene.wakes()) == 2
 

@@ -25,7 +25,7 @@ POOL_BYTES = 4 * MB
 class Policing(RuleBasedStateMachine):
     @initialize(num_hosts=st.integers(1, 3), roles_apart=st.booleans())
     def start(self, num_hosts: int, roles_apart: bool) -> None:
-        config = PolicyConfig(queue_limit=QUEUE_LIMIT, requests_per_instance=3, max_open_per_instance=5)
+        config = PolicyConfig(queue_limit=QUEUE_LIMIT, max_open_per_instance=5)
         self.scene = PaperCluster(config)
         self.open: set[AttemptKey] = set()
         self.placements: dict[AttemptKey, Placed] = {}

@@ -85,7 +85,7 @@ def test_a_request_too_large_for_those_who_stay_is_refused_and_grows_nothing() -
     scene.finish_loads()
     scene.pass_time(9.0)
     assert scene.placement("small") is not None
-    assert len(list(scene.policy.state.instances)) == 2, "none of these slots would help the large one"
+    assert len(list(scene.policy.state.instances)) == 1, "none of these slots would help the large one"
     assert scene.refusal("large") is None, "its worker may come back"
     scene.pass_time(2.0)
     refusal = scene.refusal("large")

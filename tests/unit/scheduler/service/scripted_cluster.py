@@ -111,7 +111,7 @@ class ScriptedCluster:
         self._nats_url, self._stack = nats_url, stack
 
     async def host(self, number: int) -> tuple[ScriptedStore, ScriptedWorker, ScriptedWorker]:
-        """A host with a store and two workers that can play both roles."""
+        """A host with a store and two workers that can play both roles; the second prefers decode."""
         host_id = f"host-{number}"
         store = ScriptedStore(self.nats, self.subjects, f"store-{number}", host_id)  # type: ignore[abstract]
         workers = [ScriptedWorker(self.nats, self.subjects, f"w-{number}{letter}", host_id) for letter in "ab"]

@@ -122,11 +122,15 @@ class ReportingPeer(abc.ABC):
             await self.server.server.stop(None)
 
 
+_ROLES = [types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE]
+
+
 class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
     def __init__(self, nats: Client, subjects: Subjects, worker_id: str, host_id: str) -> None:
         super().__init__(nats, subjects.worker_load(worker_id))
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.server)
         self.worker_id, self.host_id = worker_id, host_id
+        self.prefers_decode = worker_id.endswith("b")
         self.incarnation = new_id("run")
         self.slot = reports_pb2.SlotState(state=reports_pb2.SlotState.STATE_FREE)
         self.loads: list[worker_pb2.LoadRequest] = []
@@ -142,7 +146,7 @@ class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
             host_id=self.host_id,
             grpc_address=self.address,
             data_address=f"{self.worker_id}:9",
-            roles=[types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE],
+            roles=_ROLES[::-1] if self.prefers_decode else _ROLES,
             epoch=self.epoch,
             slot=self.slot,
             kv_pool_bytes=64 * MB,

@@ -79,7 +79,8 @@ async def test_a_store_that_hangs_delays_no_other_host_of_its_wake(nats_url: str
     """P11: hosts were told one after the other, each as long as the one before took to answer."""
     async with house(nats_url) as it:
         hosts = [await it.host(number) for number in (1, 2)]
-        for _, _, taken in hosts:
+        (_, _, first), (_, second, _) = hosts
+        for taken in (first, second):  # free are one that prefers prefill, and one of the other host for decode
             taken.slot.state, taken.slot.instance_id = reports_pb2.SlotState.STATE_DRAINING, f"of {taken.worker_id}"
             await taken.touch()
         async with it.scheduler(4, replicate=False) as address, GatewayClient(address) as door:

@@ -13,7 +13,7 @@ from typing import BinaryIO, get_args
 
 import pytest
 
-from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_pair, a_store, a_worker
 from tests.unit.scheduler.service.scripted_cluster import GatewayClient, house
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -60,7 +60,7 @@ class Life:
     """A cluster to which all sorts of things happen, drawn from a seed."""
 
     def __init__(self, log: BinaryIO) -> None:
-        config = PolicyConfig(recent_s=60.0, load_tries=2, turn_s=2.0, gateway_grace_s=1.0, requests_per_instance=3)
+        config = PolicyConfig(recent_s=60.0, load_tries=2, turn_s=2.0, gateway_grace_s=1.0)
         self.scene = PaperCluster(config, log=log)
         self.random = Random(7)
         self.num_requests = 0
@@ -71,7 +71,8 @@ class Life:
                 replace(a_store(f"store-{number}{letter}", host_id), failure_domain="xy"[number % 2])
                 for letter in letters
             ]
-            workers = [a_worker(f"w-{number}{letter}", host_id, has_prefix_cache=True) for letter in "ab"]
+            pair = a_pair(f"w-{number}a", f"w-{number}b", host_id)
+            workers = [replace(worker, has_prefix_cache=True) for worker in pair]
             self.scene.settle(*stores, *workers)
             # Workers load from the first store of their host: any of the others can feed that one.
             for store in stores[1:]:

@@ -53,11 +53,11 @@ async def test_a_cold_start_relays_once_loads_twice_and_places_with_a_ticket(nat
 async def test_three_hosts_are_woken_by_a_chain_with_tickets(nats_url: str) -> None:
     async with house(nats_url) as it:
         hosts = [await it.host(number) for number in (1, 2, 3)]
-        async with it.scheduler(6, requests_per_instance=1) as address, GatewayClient(address) as door:
+        async with it.scheduler(6, max_instances=3) as address, GatewayClient(address) as door:
             await cluster(address, lambda view: len(view.stores) == 3)
             await asyncio.sleep(PolicyConfig().settle_s)
-            for number in range(3):
-                await door.admit(f"r{number}")
+            for number in range(40):
+                await door.admit(f"r{number}", num_prompt_tokens=500)
             for _ in range(3):
                 await door.placement()
             await eventually(lambda: all(store.relays for store, _, _ in hosts))

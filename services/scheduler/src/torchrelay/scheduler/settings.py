@@ -35,7 +35,10 @@ class SchedulerSettings(ServiceSettings):
     )
 
     idle_timeout_s: float = Field(
-        60.0, gt=0, description="A model unused for this long scales to zero; models may override it."
+        60.0,
+        gt=0,
+        description="A cold start is worth as much as so many seconds of its slot: a model unused for this long scales "
+        "to zero, or sooner if its requests come later anyway; models may override it.",
     )
     max_instances: int = Field(8, ge=1, description="Maximum instances of a model per role; models may override it.")
     queue_limit: int = Field(
@@ -49,9 +52,7 @@ class SchedulerSettings(ServiceSettings):
     batch_ttft_s: float = Field(
         600.0, gt=0, description="The same with service_tier flex: until 30 s before, they yield to all others."
     )
-    requests_per_instance: int = Field(16, ge=1, description="This many waiting requests justify one more instance.")
     max_open_per_instance: int = Field(64, ge=1, description="Maximum concurrent requests on one decode instance.")
-    queue_target_s: float = Field(2.0, gt=0, description="Longer queues justify more instances.")
     tbt_target_s: float = Field(
         0.1, gt=0, description="Objective for the time between tokens: requests go where it is met, if anywhere."
     )

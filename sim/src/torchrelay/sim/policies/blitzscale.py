@@ -21,11 +21,13 @@ from torchrelay.sim.scenario import Fleet, Request, ServedModel
 
 
 def blitzscale_min1(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:
-    return _setup(fleet, models, knobs, CountScaling([policy_model(model) for model in models]))
+    return _setup(
+        fleet, models, knobs, CountScaling(knobs.requests_per_instance, [policy_model(model) for model in models])
+    )
 
 
 def blitzscale_min0(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:
-    return _setup(fleet, models, knobs, CountScaling())
+    return _setup(fleet, models, knobs, CountScaling(knobs.requests_per_instance))
 
 
 def _setup(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, decide: CountScaling) -> Setup:

@@ -26,10 +26,11 @@ from torchrelay.scheduler.policy.reasons import Reason
 
 @dataclass(frozen=True)
 class CountScaling:
-    """``kept``: models of which one instance is loaded at the start and stays, unless another model has none and no
-    other slot is idle.
+    """``requests_per_instance``: waiting and open. ``kept``: models of which one instance is loaded at the start and
+    stays, unless another model has none and no other slot is idle.
     """
 
+    requests_per_instance: int
     kept: Sequence[Model] = ()
 
     def __call__(
@@ -39,7 +40,7 @@ class CountScaling:
         actions: list[Action] = []
         starving: list[Model] = []
         for demand in sorted(autoscaler_input.demands, key=lambda demand: -demand.oldest_wait_s):
-            num_missing = _num_missing(demand, autoscaler_input, config)
+            num_missing = self._num_missing(demand, autoscaler_input, config)
             woken = _wake(demand.model, num_missing, demand.avoid, autoscaler_input, free)
             actions += woken
             if num_missing and not woken and not autoscaler_input.of(demand.model):
@@ -52,6 +53,14 @@ class CountScaling:
                     actions += _wake(model, 1, frozenset(), autoscaler_input, free)
         actions += self._idle(autoscaler_input, config, is_complete=is_complete)
         return tuple(actions)
+
+    def _num_missing(self, demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> int:
+        if not demand.num_waiting or autoscaler_input.now < demand.not_before:
+            return 0
+        own = autoscaler_input.of(demand.model)
+        num_requests = demand.num_waiting + sum(load.num_open for load in own)
+        wanted = math.ceil(num_requests / self.requests_per_instance)
+        return max(min(wanted, config.max_instances) - len(own), 0)
 
     def _idle(self, autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool) -> list[Action]:
         kept = {model.version_id for model in self.kept}
@@ -66,15 +75,6 @@ class CountScaling:
                 del idle[0]
             actions += [Drain(load.instance.instance_id, reason) for load in idle]
         return actions
-
-
-def _num_missing(demand: Demand, autoscaler_input: AutoscalerInput, config: PolicyConfig) -> int:
-    if not demand.num_waiting or autoscaler_input.now < demand.not_before:
-        return 0
-    own = autoscaler_input.of(demand.model)
-    num_requests = demand.num_waiting + sum(load.num_open for load in own)
-    wanted = math.ceil(num_requests / config.requests_per_instance)
-    return max(min(wanted, config.max_instances) - len(own), 0)
 
 
 def _wake(

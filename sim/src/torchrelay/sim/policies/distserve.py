@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput, Wake
-from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment, assign, free_slots
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Model, Role
 from torchrelay.scheduler.policy.reasons import Reason
@@ -47,11 +47,13 @@ class StaticInstances:
             own = autoscaler_input.of(model)
             have = Counter(role for load in own for role in load.instance.target_roles)
             missing = [max(num_prefill - have[Role.PREFILL], 0), max(num_decode - have[Role.DECODE], 0)]
-            if any(missing):
-                chosen = assign(free_slots(model, free.values(), autoscaler_input.stores, frozenset()), *missing)
-                for one in chosen:
+            chosen: list[SlotAssignment] = []
+            for num_missing in ((missing[0], 0), (0, missing[1])):  # one role each
+                assigned = assign(free_slots(model, free.values(), autoscaler_input.stores, frozenset()), *num_missing)
+                for one in assigned:
                     del free[one.worker_id]
-                actions += [Wake(model, chosen, Reason("growth", "as planned"))] if chosen else []
+                chosen += assigned
+            actions += [Wake(model, tuple(chosen), Reason("growth", "as planned"))] if chosen else []
         return tuple(actions)
 
 

@@ -16,8 +16,10 @@ from torchrelay.sim.policies.relay_plans import from_disk, no_copies
 from torchrelay.sim.policies.setup import Knobs, Setup, one_copy_each
 from torchrelay.sim.scenario import Fleet, Request, ServedModel
 
-STRATEGIES = Strategies(decide=CountScaling(), plan=from_disk, repair=no_copies)
+
+def strategies(knobs: Knobs) -> Strategies:
+    return Strategies(decide=CountScaling(knobs.requests_per_instance), plan=from_disk, repair=no_copies)
 
 
 def serverlessllm(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:
-    return Setup(knobs.config(), fleet, STRATEGIES, one_copy_each(fleet, models))
+    return Setup(knobs.config(), fleet, strategies(knobs), one_copy_each(fleet, models))

@@ -22,7 +22,7 @@ class Knobs:
     requests_per_instance: int
 
     def config(self) -> PolicyConfig:
-        return PolicyConfig(idle_timeout_s=self.idle_timeout_s, requests_per_instance=self.requests_per_instance)
+        return PolicyConfig(idle_timeout_s=self.idle_timeout_s)
 
 
 @dataclass(frozen=True)

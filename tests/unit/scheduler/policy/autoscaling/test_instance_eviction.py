@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_pair, a_store, a_worker
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     AutoscalerInput,
     Demand,
@@ -43,7 +43,7 @@ def a_full_host(
         Loads.listed([InstanceLoad(one, int(number < busy), 0, 1.0) for number, one in enumerate(instances)]),
         workers,
         {store.host_id: store for store in stores},
-        idle_timeouts_s={one.version_id: 1e6 for one in instances},
+        prices_s={one.version_id: 1e6 for one in instances},
         free_workers={},
         waited_for=frozenset(demand.model.version_id for demand in demands),
     )
@@ -114,11 +114,11 @@ def test_a_busy_model_whose_weights_fill_the_arena_gives_way_in_its_turn(roles: 
     assert drained(a_full_host(instances, demands, [small], busy=2)) == [one.instance_id for one in instances]
 
 
-def test_what_was_used_a_moment_ago_is_evicted_only_for_who_waited_as_long_as_its_reload_takes() -> None:
+def test_a_slot_is_taken_when_who_waits_has_lost_as_much_as_its_model_would() -> None:
     """P5: two models that were used in turns evicted each other at every request."""
     used = an_instance(0, a_model("acme/used"))
-    for idle_s, wait_s, evicted in [(1.0, 0.1, []), (4.0, 0.1, ["i0"]), (1.0, 4.0, ["i0"])]:
-        load = InstanceLoad(used, 0, 0, NOW - idle_s, reload_s=3.0)
+    for arrivals_per_s, wait_s, evicted in [(0.0, 0.0, ["i0"]), (2.0, 0.1, []), (2.0, 16.0, ["i0"]), (4.0, 16.0, [])]:
+        load = InstanceLoad(used, 0, 0, NOW - 1.0, reload_s=4.0, arrivals_per_s=arrivals_per_s)  # 8 late at 2 per s
         situation = a_full_host([used], [waiting("acme/new", wait_s)], [a_store("s", "host-1")])
         assert drained(replace(situation, instance_loads=Loads.listed([load]))) == evicted
 
@@ -137,21 +137,26 @@ def test_a_reload_is_expected_to_take_no_longer_than_the_load_did() -> None:
     assert scene.placement("r2") is not None
 
 
-def test_of_idle_models_the_one_whose_slot_costs_least_goes() -> None:
+def test_of_idle_models_the_one_that_loses_least_goes() -> None:
     instances = [an_instance(number, a_model(f"acme/{number}")) for number in range(2)]
     loads = [
-        InstanceLoad(instances[0], 0, 0, NOW - 20.0, reload_s=30.0),
-        InstanceLoad(instances[1], 0, 0, NOW - 10.0, reload_s=3.0),
+        InstanceLoad(instances[0], 0, 0, NOW - 20.0, reload_s=30.0, arrivals_per_s=0.1),
+        InstanceLoad(instances[1], 0, 0, NOW - 10.0, reload_s=3.0, arrivals_per_s=0.1),
     ]
     situation = a_full_host(instances, [waiting("acme/new")], [a_store("s", "host-1")])
     assert drained(replace(situation, instance_loads=Loads.listed(loads))) == ["i1"]
+
+
+def crowded_demand(model: Model, backlog_s: float) -> Demand:
+    """5 requests a second of 0.1 s each, and 0.5 s to wait for them."""
+    return Demand(model, 1, 0, 0.0, arrivals_per_s=5.0, load=0.5, target_s=0.6, backlog_s=backlog_s)
 
 
 def test_a_queue_that_is_too_long_grows_into_the_slots_of_idle_models() -> None:
     """P7: it waited for their idle timeout."""
     crowded, rest = a_model("acme/crowded"), [a_model(f"acme/{number}") for number in range(4)]
     instances = [an_instance(0, crowded), *(an_instance(n + 1, model) for n, model in enumerate(rest))]
-    demand = replace(waiting(crowded.name, 5.0), num_waiting=32)  # for two more
+    demand = crowded_demand(replace(crowded, max_instances=3), 6.0)
     for _ in range(3):
         situation = a_full_host(instances, [demand], [a_store("s", "host-1")], busy=1)
         leaving = drained(situation)
@@ -162,22 +167,24 @@ def test_a_queue_that_is_too_long_grows_into_the_slots_of_idle_models() -> None:
     assert [one.instance_id for one in instances if one.phase is InstancePhase.DRAINING] == ["i1", "i2"]
 
 
-@pytest.mark.parametrize(("backlog_s", "idle_s", "grows"), [(6.0, 60.0, True), (4.0, 60.0, False), (6.0, 2.0, False)])
-def test_a_queue_grows_only_if_it_costs_more_than_the_reload_of_what_it_evicts(
-    backlog_s: float, idle_s: float, grows: bool
+@pytest.mark.parametrize(
+    ("backlog_s", "arrivals_per_s", "grows"), [(6.0, 0.0, True), (0.4, 0.0, False), (6.0, 0.1, True), (6.0, 1.0, False)]
+)
+def test_a_queue_grows_only_if_that_saves_more_late_requests_than_what_it_evicts_would_have(
+    backlog_s: float, arrivals_per_s: float, grows: bool
 ) -> None:
     crowded = a_model("acme/crowded")
     instances = [an_instance(0, crowded), an_instance(1, a_model("acme/idle"))]
-    loads = [InstanceLoad(instances[0], 9, 0), InstanceLoad(instances[1], 0, 0, NOW - idle_s, reload_s=3.0)]
-    demand = Demand(crowded, 0, 0, 0.0, backlog_s=backlog_s)
-    situation = a_full_host(instances, [demand], [a_store("s", "host-1")], busy=1)
+    idle = InstanceLoad(instances[1], 0, 0, NOW - 60.0, reload_s=3.0, arrivals_per_s=arrivals_per_s)
+    loads = [InstanceLoad(instances[0], 9, 0), idle]
+    situation = a_full_host(instances, [crowded_demand(crowded, backlog_s)], [a_store("s", "host-1")], busy=1)
     assert drained(replace(situation, instance_loads=Loads.listed(loads))) == (["i1"] if grows else [])
 
 
 def test_a_queue_that_is_too_long_takes_no_slot_that_a_model_without_any_waits_for() -> None:
     crowded = a_model("acme/crowded")
     instances = [an_instance(0, crowded), an_instance(1, a_model("acme/idle"))]
-    demands = [replace(waiting(crowded.name, 5.0), num_waiting=16), waiting("acme/new")]
+    demands = [replace(crowded_demand(crowded, 6.0), oldest_wait_s=5.0), waiting("acme/new")]
     situation = a_full_host(instances, demands, [a_store("s", "host-1")], busy=1)
     drains = [action for action in decide(situation, RULES) if isinstance(action, Drain)]
     assert [(drain.instance_id, drain.reason.cause) for drain in drains] == [("i1", "evict")]
@@ -205,13 +212,13 @@ def test_who_gives_a_slot_up_reads_what_was_compared() -> None:
     load = replace(a_full_host([idle], [waiting("acme/new")], stores), instance_loads=Loads.listed([]))
     unused = [InstanceLoad(idle, 0, 0, NOW - 12.0, reload_s=4.0, tenants=frozenset(("acme",)))]
     assert told(replace(load, instance_loads=Loads.listed(unused))) == [
-        "idle for 12 s, and acme/new has waited 100 ms for a slot; to load it again takes 4 s"
+        "idle for 12 s, and acme/new has waited 100 ms for a slot; to load it again takes 4 s (0.0 late requests)"
     ]
-    crowded = Demand(a_model("acme/crowded"), 0, 0, 0.0, backlog_s=7.0)
+    crowded = crowded_demand(a_model("acme/crowded"), 6.0)
     grows = a_full_host([idle, an_instance(1, crowded.model)], [crowded], stores)
     loads = [*unused, InstanceLoad(an_instance(1, crowded.model), 9, 0)]
     assert told(replace(grows, instance_loads=Loads.listed(loads))) == [
-        "idle for 12 s, and acme/crowded waits 5 s longer than its target; to load it again takes 4 s"
+        "idle for 12 s, and acme/crowded saves 438.3 late requests; to load it again takes 4 s (0.0 late requests)"
     ]
     busy = a_model("birch/busy")
     shares = a_full_host([an_instance(0, busy), an_instance(1, busy)], [waiting("acme/new", 1.25)], stores, busy=2)
@@ -233,7 +240,7 @@ def report_pins(scene: PaperCluster, store_id: str) -> None:
 def test_idle_models_make_room_in_an_arena_they_fill() -> None:
     first, second = a_model("acme/first"), a_model("acme/second")
     arena = first.pack_bytes + second.pack_bytes - MB
-    scene = PaperCluster().settle(a_store("store-1", "host-1", arena_bytes=arena), a_worker("w-a"), a_worker("w-b"))
+    scene = PaperCluster().settle(a_store("store-1", "host-1", arena_bytes=arena), *a_pair("w-a", "w-b"))
     scene.admit(first, "r1")
     scene.finish_loads()
     report_pins(scene, "store-1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,6 +112,26 @@ def test_whole_holders_are_those_with_every_chunk() -> None:
     for store in (a_store("s1", "h1", [a_copy(model)]), a_store("s2", "h2", [a_copy(model, 7)]), a_store("s3", "h3")):
         membership.accept_store(store)
     assert membership.whole_holders(model.pack_id) == ("s1",)
+
+
+def test_holders_are_found_as_by_looking_at_every_store() -> None:
+    membership, models, random = Membership(fence_s=0.0), [a_model(f"acme/{number}") for number in range(4)], Random(1)
+    for at in range(500):
+        name = f"s{random.randrange(6)}"
+        if random.random() < 0.2:
+            membership.drop_store(name, float(at))
+        else:
+            copies = [
+                replace(a_copy(model, random.choice([3, 8])), error=random.choice(["", "full"])) for model in models
+            ]
+            store = a_store(name, f"host of {name}", random.sample(copies, random.randrange(4)))
+            membership.accept_store(replace(store, incarnation=f"{name} {at}", seen_at=float(at)))
+        for model in models:
+            copies_of = {key: one.copies.get(model.pack_id) for key, one in membership.stores.items()}
+            assert [one.store_id for one in membership.holders(model.pack_id)] == [
+                key for key, copy in copies_of.items() if copy is not None
+            ]
+            assert membership.is_held(model.pack_id) == any(copy and not copy.error for copy in copies_of.values())
 
 
 def test_beats_on_the_stream_keep_a_peer_present_while_the_broker_is_away() -> None:

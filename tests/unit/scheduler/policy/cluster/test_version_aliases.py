@@ -72,7 +72,8 @@ def test_a_shared_instance_that_makes_room_names_nobody() -> None:
     scene.pass_time(0.5)
     evicted = [one.reason for one in scene.events if one.kind == "evict"]
     assert evicted == [
-        "idle for 0 ms, and a model of another tenant has waited 0 ms for a slot; to load it again takes 0 ms"
+        "idle for 0 ms, and a model of another tenant has waited 0 ms for a slot; to load it again takes 0 ms "
+        "(0.0 late requests)"
     ]
 
 
@@ -148,10 +149,12 @@ def test_who_has_not_called_for_its_own_timeout_keeps_nothing() -> None:
 
 def test_nobodys_limit_of_instances_binds_another_tenant_that_uploaded_the_same_files() -> None:
     """S6: the last to call set it for all."""
-    scene = hosts(3, requests_per_instance=1)
+    scene = hosts(3)
     scene.admit(replace(ACME, max_instances=3), "a")
-    for number in range(3):
-        scene.admit(replace(BIRCH, max_instances=1), f"b{number}")
+    scene.finish_loads()
+    for number in range(60):
+        scene.admit(replace(BIRCH, max_instances=1), f"b{number}", num_prompt_tokens=4000)
+    scene.pass_time(2.0)
     assert len({instance.host_id for instance in scene.policy.state.instances}) == 3
 
 

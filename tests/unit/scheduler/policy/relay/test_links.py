@@ -188,3 +188,17 @@ def test_a_failure_domain_wider_than_the_host_is_a_leaf() -> None:
     nodes = links.nodes(stores, [], 100.0)
     assert (nodes["s1"].leaf, nodes["s2"].leaf) == ("rack-1", "")
     assert (nodes["s1"].host, nodes["s2"].host) == ("h1", "h2")
+
+
+def test_the_best_link_is_found_again_when_its_host_is_gone() -> None:
+    links, stores = Links(), [a_store(f"s{number}", f"h{number}") for number in range(4)]
+    for store in stores:
+        links.observe_store(store, None, 100.0)
+    rates = {"s1": 40 * MB, "s2": 90 * MB, "s3": 60 * MB}
+    followed = [SourceShare(holder, 1, rate, following=True) for holder, rate in rates.items()]
+    links.observe_store(receiving(stores[0], *followed), stores[0], 100.5)
+    assert links.nodes([stores[1]], [], 100.5)["s1"].residual_out == 190 * MB
+    links.forget_store(stores[0])
+    assert links.nodes([stores[1]], [], 100.5)["s1"].residual_out == 90 * MB
+    links.forget_store(stores[2])
+    assert links.nodes([stores[1]], [], 100.5)["s1"].residual_out == 60 * MB

@@ -22,12 +22,10 @@ class PolicyConfig:
     batch_ttft_s: float = 600.0
 
     # Scaling
-    idle_timeout_s: float = 60.0  # for models without a setting of their own
+    idle_timeout_s: float = 60.0  # what a cold start is worth, in seconds of its slot; for models without a setting
     max_instances: int = 8  # per model and role, for models without a setting of their own
-    requests_per_instance: int = 16  # this many waiting requests justify one more instance
-    queue_target_s: float = 2.0  # longer queues justify more instances
     share_after_s: float = 1.0  # after waiting this long without a slot, a model gets the second slot of another
-    turn_s: float = 10.0  # when more models are busy than there are slots, each keeps its slot at least this long
+    turn_s: float = 10.0  # when more models are busy than there are slots, each keeps its slot at least so long
     whole_scale_every_s: float = 0.5  # between looks at models that nobody waits for
     cancel_after_s: float = 1.0  # a load for which no request waits any more is cancelled after this time
     roles_retry_s: float = 1.0  # after an instance could not be given other roles

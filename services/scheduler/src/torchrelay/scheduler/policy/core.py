@@ -221,9 +221,15 @@ class StoreStatus:
         """Whether the arena has the pack, or has room for it without unpinned packs, and those that will be."""
         if pack_id in self.copies:
             return True
-        copies = self.copies.values()
-        pinned = sum(copy.pack_bytes for copy in copies if copy.num_pins and copy.pack_id not in unpinned)
+        pinned = self._pinned_bytes
+        if unpinned:
+            copies = self.copies.values()
+            pinned = sum(copy.pack_bytes for copy in copies if copy.num_pins and copy.pack_id not in unpinned)
         return pinned + pack_bytes <= self.arena_target_bytes
+
+    @cached_property
+    def _pinned_bytes(self) -> int:
+        return sum(copy.pack_bytes for copy in self.copies.values() if copy.num_pins)
 
 
 @dataclass(frozen=True)

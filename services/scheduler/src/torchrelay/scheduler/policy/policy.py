@@ -5,7 +5,6 @@ Called from one thread, one input at a time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import assert_never
@@ -110,7 +109,7 @@ class Policy:
 
     def next_due(self) -> float:
         """When a request that waits may be placed by the passing of time alone; infinite: at no known time."""
-        return min(self.state.due.values(), default=math.inf)
+        return self.state.due.earliest
 
     # Requests
 
@@ -266,6 +265,7 @@ class Policy:
             state.prefix_index.forget(instance.instance_id)
             state.corrections.forget(instance.instance_id)
             state.token_times.forget(instance.instance_id)
+            state.load_times.end(instance.instance_id)
         fields = scaling.event_fields(instance)
         if change.before is not None:
             fields["in_state_s"] = now - change.before.since
@@ -275,6 +275,7 @@ class Policy:
                 if instance.phase is InstancePhase.READY:
                     state.load_failures.succeeded(instance.version_id, instance.worker_id)
                     state.attempts.resumed(instance.instance_id, now)
+                    state.load_times.end(instance.instance_id, now - instance.created_at)
                     reason = _ready_reason(instance, now - change.before.since)
                 phase = instance.phase.value
                 state.happened(now, phase, instance, reason, f"instance.{phase}", fields)

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torchrelay.common.recent import Recent
+from torchrelay.scheduler.policy.admission.due_times import DueTimes
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.admission.promises import Promises
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
+from torchrelay.scheduler.policy.autoscaling.arrivals import Arrivals
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
 from torchrelay.scheduler.policy.cluster.instances import Instances
@@ -20,6 +22,7 @@ from torchrelay.scheduler.policy.dispatch.answer_lengths import AnswerLengths
 from torchrelay.scheduler.policy.dispatch.correction import TTFT_WEIGHT, Corrections
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.latency import LatencyModels
+from torchrelay.scheduler.policy.dispatch.load_times import LoadTimes
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.roster import Rosters
@@ -50,6 +53,8 @@ class State:
     gateways: GatewaySessions
     membership: Membership
     strategies: Strategies = field(default_factory=Strategies)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    load_times: LoadTimes = field(default_factory=LoadTimes)
     promises: Promises = field(default_factory=Promises)
     instances: Instances = field(default_factory=Instances)
     attempts: OpenAttempts = field(default_factory=OpenAttempts)
@@ -57,7 +62,7 @@ class State:
     corrections: Corrections = field(default_factory=lambda: Corrections(TTFT_WEIGHT))  # of times to the first token
     token_times: TokenTimes = field(default_factory=TokenTimes)
     answer_lengths: AnswerLengths = field(default_factory=AnswerLengths)
-    due: dict[str, float] = field(default_factory=dict)  # by version: when a waiting prompt may be bound
+    due: DueTimes = field(default_factory=DueTimes)  # by version: when a waiting prompt may be bound
     earlier_prompts_until: dict[str, float] = field(default_factory=dict)  # by worker; see note_earlier_prompts
     links: Links = field(default_factory=Links)
     latency_models: LatencyModels = field(default_factory=LatencyModels)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from torchrelay.scheduler.policy.autoscaling import price
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.core import (
     BOTH,
     DECODES,
@@ -38,6 +40,36 @@ class Demand:
     most_kv_bytes: int = 0  # of one that waits; 0: every pool that there is holds each of them
     least_kv_bytes: int = 0
     by_tenant: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # (num_waiting, num_cold), if several
+    arrivals_per_s: float = 0.0  # of late
+    num_late_before: int = 0  # in as long as a cold start is worth, from instances that were loaded
+    load: float = 0.0  # seconds of prompts that come per second
+    target_s: float = 2.0  # for the first token
+    price_s: float = 60.0  # what a cold start is worth, in seconds of its slot
+    keep_s: float = 60.0  # how long it is worth to keep an unused slot
+    crowded_at: float = 0.0  # when it last needed all its instances
+    load_s: Mapping[Tier, float] = field(default_factory=dict)
+
+    @property
+    def num_late(self) -> float:
+        """Requests that wait, and each once more for every target that it has waited: the last one has just come."""
+        return self.num_waiting + (self.num_waiting + 1) / 2 * self.oldest_wait_s / self.target_s
+
+    def num_saved(self, num_instances: int, load_s: float) -> float:
+        """Late requests that one more instance saves while it is held; see ``price``."""
+        if self.arrivals_per_s and self.load:
+            request_s = self.load / self.arrivals_per_s
+        else:
+            request_s = self.backlog_s / max(self.num_waiting, 1)
+        slack_s = max(self.target_s - request_s, self.target_s / 4)  # the rest is its own prompt's
+        held_s = self.held_s(num_instances, load_s)
+        return price.num_saved(num_instances, self.backlog_s, self.load, request_s, slack_s, load_s, held_s)
+
+    def least_saved(self, num_instances: int, load_s: float) -> float:
+        """What one more instance costs, in late requests."""
+        return price.least_saved(load_s, self.held_s(num_instances, load_s), self.price_s)
+
+    def held_s(self, num_instances: int, load_s: float) -> float:
+        return price.held_s(num_instances, self.backlog_s, load_s, self.price_s)
 
     @property
     def slot_wait_s(self) -> float:
@@ -55,6 +87,9 @@ class InstanceLoad:
     last_active: float = 0.0  # when an attempt was last placed there, or released
     reload_s: float = 0.0  # to have it back after an eviction: its weights stay in host memory
     tenants: frozenset[str] = frozenset()  # whose models it serves: identical uploads share an instance
+    arrivals_per_s: float = 0.0  # of its version, of late
+    num_waiting: int = 0  # for its version
+    drain_s: float = 0.0  # until its answers have ended
 
     @property
     def busy(self) -> bool:
@@ -96,7 +131,7 @@ class AutoscalerInput:
     instance_loads: Loads
     workers: Mapping[str, WorkerStatus]
     stores: Mapping[str, StoreStatus]  # by host
-    idle_timeouts_s: Mapping[str, float]  # by version; absent: the default
+    prices_s: Mapping[str, float]  # by version: what a cold start is worth, in seconds of a slot; absent: the default
     free_workers: Mapping[str, WorkerStatus]  # those that say that their slot is free
     waited_for: frozenset[str] = frozenset()  # versions that requests wait for
     suspects: frozenset[str] = frozenset()  # workers on which nothing is placed

@@ -8,10 +8,9 @@ Down: to zero after the idle timeout; an unwanted load is cancelled.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from torchrelay.common.quantities import format_duration
@@ -27,10 +26,23 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots
 from torchrelay.scheduler.policy.autoscaling.instance_eviction import evict, evict_to_grow
-from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign, free_slots
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles, WorkerStatus
 from torchrelay.scheduler.policy.reasons import Reason
+
+
+@dataclass(frozen=True)
+class Growth:
+    """More instances for a model that serves. ``wanted``: per role; ``missing``: how many more these are."""
+
+    wanted: int
+    missing: Counter[Role]
+    slots: Sequence[FreeSlot]
+    load_s: float
+    num_saved: float  # late requests, by the first of them
+    held_s: float  # for so long
 
 
 def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True) -> tuple[Action, ...]:
@@ -64,15 +76,17 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         for slot in slots:
             del free[slot.worker_id]
     for demand in demands if autoscaler_input.has_all_waiting else ():
-        wanted, missing = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), config)
-        if not missing:
+        growth = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, config)
+        if growth is None:
             continue
-        grown = _scale_up(demand, wanted, missing, autoscaler_input, free, config)
-        _mark_taken(grown, free, granted)
-        actions += grown
-        missing.subtract(role for wake in grown for assignment in wake.assignments for role in assignment.roles)
-        if +missing:
-            actions += evict_to_grow(demand, +missing, autoscaler_input, freeing(), config)
+        assignments = assign(growth.slots, growth.missing[Role.PREFILL], growth.missing[Role.DECODE])
+        if assignments:
+            grown = [Wake(demand.model, assignments, _growth_reason(demand, growth))]
+            _mark_taken(grown, free, granted)
+            actions += grown
+        missing = growth.missing - Counter(role for one in assignments for role in one.roles)
+        if missing:
+            actions += evict_to_grow(demand, missing, growth.num_saved, growth.held_s, autoscaler_input, freeing())
     staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_demands
     actions += _scale_down(staying, autoscaler_input, actions, config)
     return tuple(actions)
@@ -96,15 +110,17 @@ def _mark_taken(actions: Sequence[Action], free: dict[str, WorkerStatus], grante
                 granted.setdefault(action.model.version_id, []).append(assignment.roles)
 
 
-def wanted_instances(demand: Demand, num_ready: int, num_loading: int, config: PolicyConfig) -> int:
-    """Instances per role that the demand justifies, up to the model's maximum."""
-    unserved = demand.num_waiting + demand.num_cold
-    batches = unserved / config.requests_per_instance
-    by_count = num_ready + math.floor(batches) if num_ready else math.ceil(batches)
-    by_backlog = math.ceil(demand.backlog_s / config.queue_target_s) if demand.backlog_s > config.queue_target_s else 0
-    by_wait = num_ready + 1 if demand.oldest_wait_s > config.queue_target_s and num_ready and not num_loading else 0
-    least = 1 if demand.num_waiting else 0
-    return min(max(by_count, by_backlog, by_wait, least), demand.model.max_instances or config.max_instances)
+def wanted_instances(demand: Demand, num_instances: int, load_s: float, config: PolicyConfig) -> int:
+    """Instances per role: as many more, up to the model's maximum, as each save more late requests than they cost; by
+    prediction, or one more by what was late before.
+    """
+    most = demand.model.max_instances or config.max_instances
+    wanted = num_instances
+    if wanted < most and load_s < demand.price_s and demand.num_late_before >= demand.least_saved(wanted, load_s):
+        wanted += 1
+    while wanted < most and demand.num_saved(wanted, load_s) >= demand.least_saved(wanted, load_s):
+        wanted += 1
+    return wanted
 
 
 def _scale_from_zero(
@@ -126,49 +142,47 @@ def _scale_from_zero(
 
 
 def _growth(
-    demand: Demand, autoscaler_input: AutoscalerInput, granted: Sequence[Roles], config: PolicyConfig
-) -> tuple[int, Counter[Role]]:
-    """How many instances per role a model wants that can already serve, and how many more these are."""
-    if not demand.num_waiting and not demand.num_cold and demand.backlog_s <= config.queue_target_s:
-        return 0, Counter()
-    own = autoscaler_input.of(demand.model)
-    roles = [*(load.instance.target_roles for load in own), *granted]
-    if not frozenset().union(*roles) >= BOTH or autoscaler_input.now < demand.not_before:
-        return 0, Counter()
-    num_loading = sum(load.instance.phase is InstancePhase.LOADING for load in own) + len(granted)
-    ready = [load.instance for load in own if load.instance.phase is InstancePhase.READY]
-    num_ready = min(sum(instance.plays(role) for instance in ready) for role in Role)
-    wanted = wanted_instances(demand, num_ready, num_loading, config)
-    return wanted, +Counter({role: wanted - sum(role in one for one in roles) for role in Role})
-
-
-def _scale_up(
     demand: Demand,
-    wanted: int,
-    missing: Counter[Role],
     autoscaler_input: AutoscalerInput,
+    granted: Sequence[Roles],
     free: Mapping[str, WorkerStatus],
     config: PolicyConfig,
-) -> list[Wake]:
-    """More instances, as far as there are free slots."""
-    stores, kv_bytes = autoscaler_input.stores, demand.least_kv_bytes
-    slots = free_slots(demand.model, free.values(), stores, demand.avoid, kv_bytes)
-    assignments = assign(slots, missing[Role.PREFILL], missing[Role.DECODE])
-    return [Wake(demand.model, assignments, _growth_reason(demand, wanted, config))] if assignments else []
+) -> Growth | None:
+    """What a model that can serve already gains by more instances, if that is worth their slots."""
+    own = autoscaler_input.of(demand.model)
+    roles = [*(load.instance.target_roles for load in own), *granted]
+    num_instances = min(sum(role in one for one in roles) for role in Role)
+    if (
+        not num_instances
+        or autoscaler_input.now < demand.not_before
+        or not (demand.num_late_before or demand.num_saved(num_instances, 0.0))
+    ):
+        return None
+    slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid, demand.least_kv_bytes)
+    tiers = [slot.tier for slot in slots] or [Tier.PEER]
+    load_s = demand.load_s.get(min(tiers), 0.0)
+    wanted = wanted_instances(demand, num_instances, load_s, config)
+    missing = +Counter({role: wanted - sum(role in one for one in roles) for role in Role})
+    saved = max(demand.num_saved(num_instances, load_s), demand.num_late_before)
+    held_s = demand.held_s(num_instances, load_s)
+    return Growth(wanted, missing, slots, load_s, saved, held_s) if missing else None
 
 
-def _growth_reason(demand: Demand, wanted: int, config: PolicyConfig) -> Reason:
-    """What of the demand exceeds its bound."""
-    target = f"(target {format_duration(config.queue_target_s)})"
-    exceeded = [f"{wanted} per role wanted"]
-    if demand.num_waiting + demand.num_cold >= config.requests_per_instance:
-        exceeded.append(f"one for each {config.requests_per_instance} requests")
-    if demand.backlog_s > config.queue_target_s:
-        exceeded.append(f"a queue of {format_duration(demand.backlog_s)} {target}")
-    if demand.oldest_wait_s > config.queue_target_s:
-        exceeded.append(f"a wait of {format_duration(demand.oldest_wait_s)} {target}")
-    figures = {"num_wanted": wanted, "backlog_s": demand.backlog_s, "oldest_wait_s": demand.oldest_wait_s}
-    return _wake_reason(demand, "growth", ", ".join(exceeded), figures)
+def _growth_reason(demand: Demand, growth: Growth) -> Reason:
+    """What it saves, and what that costs."""
+    text = (
+        f"{growth.wanted} per role wanted: the next saves {growth.num_saved:.1f} late requests, and loads in "
+        f"{format_duration(growth.load_s)}; a queue of {format_duration(demand.backlog_s)}, "
+        f"a wait of {format_duration(demand.oldest_wait_s)} (target {format_duration(demand.target_s)})"
+    )
+    figures = {
+        "num_wanted": growth.wanted,
+        "num_saved": growth.num_saved,
+        "load_s": growth.load_s,
+        "backlog_s": demand.backlog_s,
+        "oldest_wait_s": demand.oldest_wait_s,
+    }
+    return _wake_reason(demand, "growth", text, figures)
 
 
 def _wake_reason(demand: Demand, cause: str, why: str = "", figures: Mapping[str, int | float] | None = None) -> Reason:
@@ -204,39 +218,66 @@ def _scale_down(
     config: PolicyConfig,
 ) -> list[Action]:
     """Drains what was unused for the idle timeout: a whole model, or instances that the others can do without."""
-    placed_cold = {demand.model.version_id for demand in autoscaler_input.demands if demand.num_cold}
+    demands = {demand.model.version_id: demand for demand in autoscaler_input.demands}
     drained = {action.instance_id for action in decided if isinstance(action, Drain)}
     actions: list[Action] = []
     for version_id, staying in staying_of.items():
         if version_id in autoscaler_input.waited_for:
             continue
         loads = [load for load in staying if load.instance.instance_id not in drained]
-        timeout_s = autoscaler_input.idle_timeouts_s.get(version_id) or config.idle_timeout_s
+        demand = demands.get(version_id)
+        price_s = autoscaler_input.prices_s.get(version_id) or config.idle_timeout_s
+        keep_s = demand.keep_s if demand is not None else price_s
         abandoned_since = autoscaler_input.now - config.cancel_after_s
         if all(load.instance.phase is InstancePhase.LOADING and load.is_idle_since(abandoned_since) for load in loads):
             cancelled = Reason("cancel", "no request waits for it any more")
             actions += [Drain(load.instance.instance_id, cancelled) for load in loads]
             continue
-        idle = [load for load in loads if load.is_idle_since(autoscaler_input.now - timeout_s)]
+        idle = [load for load in loads if load.is_idle_since(autoscaler_input.now - keep_s)]
         reasons = {
-            load.instance.instance_id: _idle_reason(autoscaler_input.now - load.unused_since, timeout_s)
+            load.instance.instance_id: _idle_reason(autoscaler_input.now - load.unused_since, keep_s, price_s)
             for load in idle
         }
         if len(idle) == len(loads):
             actions += [Drain(instance_id, reason) for instance_id, reason in reasons.items()]
             continue
         for load in idle:
-            if load.instance.phase is InstancePhase.LOADING and version_id in placed_cold:
+            if load.instance.phase is InstancePhase.LOADING and demand is not None and demand.num_cold:
                 continue  # it may be meant for requests placed on it: drained, it would be loaded again at once
-            rest = [other for other in loads if other is not load]
-            if cover_both_roles(other.instance for other in rest):
-                loads = rest
+            if can_spare(load, loads):
+                loads = [other for other in loads if other is not load]
                 reason = reasons[load.instance.instance_id]
                 spared = replace(reason, text=f"{reason.text}; others of the model remain")
                 actions.append(Drain(load.instance.instance_id, spared))
+        if demand is not None and len(loads) == len(staying):
+            actions += _uncrowded(demand, loads, autoscaler_input.now)
     return actions
 
 
-def _idle_reason(idle_s: float, timeout_s: float) -> Reason:
-    text = f"idle for {format_duration(idle_s)} (limit {format_duration(timeout_s)})"
-    return Reason("idle", text, {"idle_s": idle_s, "idle_timeout_s": timeout_s})
+def can_spare(load: InstanceLoad, loads: Sequence[InstanceLoad]) -> bool:
+    """Whether the others play both roles."""
+    return cover_both_roles(other.instance for other in loads if other is not load)
+
+
+def _uncrowded(demand: Demand, loads: Sequence[InstanceLoad], now: float) -> list[Drain]:
+    """The instance with least to do, where one less was enough for as long as a cold start is worth: dispatch spreads
+    requests over all, so that none is ever idle.
+    """
+    if demand.num_cold:
+        return []  # what loads may be meant for them
+    spare_s = now - max(demand.crowded_at, *(load.instance.since for load in loads))
+    if spare_s < demand.price_s or min(sum(role in load.instance.target_roles for load in loads) for role in Role) < 2:
+        return []
+    for load in sorted(loads, key=lambda load: (load.num_open, load.instance.instance_id)):
+        if can_spare(load, loads):
+            text = f"the others were enough for {format_duration(spare_s)} (limit {format_duration(demand.price_s)})"
+            figures = {"idle_s": spare_s, "idle_timeout_s": demand.price_s}
+            return [Drain(load.instance.instance_id, Reason("idle", text, figures))]
+    return []
+
+
+def _idle_reason(idle_s: float, keep_s: float, price_s: float) -> Reason:
+    limit = f"limit {format_duration(keep_s)}"
+    if keep_s < price_s:
+        limit += f": of late its next request came before that, or after {format_duration(price_s)}"
+    return Reason("idle", f"idle for {format_duration(idle_s)} ({limit})", {"idle_s": idle_s, "idle_timeout_s": keep_s})

@@ -17,6 +17,8 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     cover_both_roles,
 )
 from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots, fewest
+from torchrelay.scheduler.policy.autoscaling.price import displacement
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Model, Role, Roles
@@ -40,10 +42,10 @@ def evict(
 def _drains(
     demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, freeing: FreeingSlots, config: PolicyConfig
 ) -> list[SetRoles | Drain]:
-    # Its next request may come as soon as it is gone: who has waited less than its reload takes would gain less.
-    idle = [
-        load for load in freeing.idle if load.reload_s <= max(_idle_s(load, autoscaler_input), demand.oldest_wait_s)
-    ]
+    # Rent or buy: who waits takes a slot when it has lost as much as the other would lose, so that both lose at
+    # most twice as much as if all arrivals had been known.
+    idle = [load for load in freeing.idle if _displacement(load, demand) <= demand.num_late]
+    idle.sort(key=lambda load: _displacement(load, demand))
     if victims := _enough_of(idle, demand, missing, freeing):
         waited = f"and {{}} has waited {format_duration(demand.oldest_wait_s)} for a slot"
         return [_evict(load, waited, demand, autoscaler_input) for load in victims]
@@ -58,14 +60,14 @@ def _drains(
 def evict_to_grow(
     demand: Demand,
     missing: Counter[Role],
+    num_saved: float,
+    held_s: float,
     autoscaler_input: AutoscalerInput,
     freeing: FreeingSlots,
-    config: PolicyConfig,
 ) -> list[Drain]:
-    """Idle instances of other models that give their slots to a model whose queue is too long: as long as its requests
-    lose more than the reload of what is evicted takes, and that was not used for as long.
+    """Idle instances of other models that give their slots to a model whose queue is too long: those with fewer
+    requests to lose than it saves, while it holds them.
     """
-    lost_s = max(demand.oldest_wait_s, demand.backlog_s) - config.queue_target_s
     drains: list[Drain] = []
     while missing:
         rest = freeing.claim(demand, frozenset(missing))
@@ -74,14 +76,28 @@ def evict_to_grow(
             load
             for load in freeing.idle
             if load.instance.version_id != demand.model.version_id
-            and load.reload_s <= min(_idle_s(load, autoscaler_input), lost_s)
+            and load.reload_s <= _idle_s(load, autoscaler_input)
+            and _displacement(load, demand, held_s) <= num_saved
         ]
         victims = _enough_of(idle, demand, rest, freeing) if rest else []
-        too_long = f"and {{}} waits {format_duration(lost_s)} longer than its target"
+        too_long = f"and {{}} saves {num_saved:.1f} late requests"
         evicted = [_evict(load, too_long, demand, autoscaler_input) for load in victims]
         freeing.add(evicted)
         drains += evicted
     return drains
+
+
+def _away_s(load: InstanceLoad, demand: Demand) -> float:
+    """How long a model is without its slot, at the least: until its answers have ended, the other has loaded, and it
+    itself again.
+    """
+    return load.drain_s + demand.load_s.get(Tier.HOST, 0.0) + load.reload_s
+
+
+def _displacement(load: InstanceLoad, demand: Demand, held_s: float = 0.0) -> float:
+    """Requests that the model has late without its slot, if the other holds it for ``held_s``."""
+    away_s = _away_s(load, demand) + held_s
+    return displacement(load.arrivals_per_s, load.num_waiting, away_s, demand.target_s)
 
 
 def _idle_s(load: InstanceLoad, autoscaler_input: AutoscalerInput) -> float:
@@ -133,25 +149,27 @@ def _share_slots(
 def _end_turn(
     demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, freeing: FreeingSlots, config: PolicyConfig
 ) -> list[SetRoles | Drain]:
-    """More models are busy than there are slots: a model that waited a whole turn takes the slot held longest, if that
-    was held for a whole turn too; all slots of a pack on one host, if its weights are in the way. Requests of the
-    drained model wait for its next turn.
+    """More models are busy than there are slots: a model takes the slot whose model loses least, when it has lost as
+    much itself, if that slot was held for a turn; all slots of a pack on one host, if its weights
+    are in the way. Requests of the drained model wait for its next turn.
     """
-    if demand.oldest_wait_s < config.turn_s:
-        return []
     model = demand.model
-    held = [
+    candidates = [
         load
-        for load in sorted(autoscaler_input.loads, key=lambda load: (load.instance.since, load.instance.instance_id))
+        for load in autoscaler_input.loads
         if load.instance.version_id not in {model.version_id, *freeing.versions}
         and load.instance.phase is InstancePhase.READY
         and load.instance.since <= autoscaler_input.now - config.turn_s
+        and _displacement(load, demand, config.turn_s) <= demand.num_late
     ]
-    alone = {load.instance.instance_id: freeing.roles(demand, load.instance.worker_id, without=[load]) for load in held}
-    victims = [load for load in held if load.instance.instance_id in _enough(alone, missing)]
+    candidates.sort(key=lambda load: (_displacement(load, demand), load.instance.since, load.instance.instance_id))
+    alone = {
+        load.instance.instance_id: freeing.roles(demand, load.instance.worker_id, without=[load]) for load in candidates
+    }
+    victims = [load for load in candidates if load.instance.instance_id in _enough(alone, missing)]
     if not victims:
         together = defaultdict[tuple[str, str], list[InstanceLoad]](list)
-        for load in held:
+        for load in candidates:
             together[load.instance.host_id, load.instance.pack_id].append(load)
         for group in together.values():
             slots = {one.instance.instance_id: freeing.roles(demand, one.instance.worker_id, group) for one in group}
@@ -161,16 +179,19 @@ def _end_turn(
     waited = (
         f"{{}} has waited {format_duration(demand.oldest_wait_s)}, and no slot can be spared; this one was held for"
     )
-    return [
-        _drain(load, "turn", f"{waited} {format_duration(autoscaler_input.now - load.instance.since)}", model)
-        for load in victims
-    ]
+    drains: list[SetRoles | Drain] = []
+    for load in victims:
+        figures = {"num_displaced": _displacement(load, demand, config.turn_s), "num_late": demand.num_late}
+        held = format_duration(autoscaler_input.now - load.instance.since)
+        drains.append(_drain(load, "turn", f"{waited} {held}", model, figures))
+    return drains
 
 
 def _evict(victim: InstanceLoad, why: str, demand: Demand, autoscaler_input: AutoscalerInput) -> Drain:
-    idle_s, reload_s = _idle_s(victim, autoscaler_input), victim.reload_s
-    text = f"idle for {format_duration(idle_s)}, {why}; to load it again takes {format_duration(reload_s)}"
-    return _drain(victim, "evict", text, demand.model, {"idle_s": idle_s, "reload_s": reload_s})
+    idle_s, reload_s, num_displaced = _idle_s(victim, autoscaler_input), victim.reload_s, _displacement(victim, demand)
+    lost = f"to load it again takes {format_duration(reload_s)} ({num_displaced:.1f} late requests)"
+    figures = {"idle_s": idle_s, "reload_s": reload_s, "num_displaced": num_displaced, "num_late": demand.num_late}
+    return _drain(victim, "evict", f"idle for {format_duration(idle_s)}, {why}; {lost}", demand.model, figures)
 
 
 def _drain(victim: InstanceLoad, cause: str, text: str, waiting: Model, figures: Figures | None = None) -> Drain:

@@ -1,4 +1,4 @@
-"""Which free slots take a model: prefill and decode on one host if possible, the nearest copy first."""
+"""Which free slots take a model: one that plays both roles, or a pair that is meant for it; the nearest copy first."""
 
 from __future__ import annotations
 
@@ -66,14 +66,15 @@ def free_slots(
 def assign(slots: Iterable[FreeSlot], num_prefill: int, num_decode: int) -> tuple[SlotAssignment, ...]:
     """Assigns slots to as many of the missing prefill and decode instances as possible.
 
-    If both are missing, in pairs: two slots of one host (one copy serves both), else two slots of different hosts, else
-    one slot that plays both roles: also where every pair has one at which loads fail. Half a pair is never loaded.
+    If both are missing, one slot that plays both: half the devices of a pair, which is worth it only where the operator
+    has set slots apart, some that prefer prefill and some that prefer decode, and loads fail at neither. Where no slot
+    plays both, any pair, if possible of one host (one copy serves both). Half a pair is never loaded.
     """
     left = sorted(slots, key=lambda slot: slot.cost)
     chosen: list[SlotAssignment] = []
     while num_prefill or num_decode:
         missing = Role.PREFILL if num_prefill else Role.DECODE
-        taken = _pair(left) if num_prefill and num_decode else _single(left, missing)
+        taken = _both(left) if num_prefill and num_decode else _single(left, missing)
         if not taken:
             break
         for slot, roles in taken:
@@ -90,12 +91,14 @@ def _single(left: list[FreeSlot], role: Role) -> list[tuple[FreeSlot, Roles]]:
     return [(best, frozenset((role,)))] if best else []
 
 
-def _pair(left: list[FreeSlot]) -> list[tuple[FreeSlot, Roles]]:
+def _both(left: list[FreeSlot]) -> list[tuple[FreeSlot, Roles]]:
     on_host = defaultdict[str, list[FreeSlot]](list)
     for slot in left:
         on_host[slot.host_id].append(slot)
     pairs = [pair for slots in (left, *on_host.values()) for pair in _pairs(_first_two_alike(slots))]
     whole = next((slot for slot in left if slot.playable_roles >= BOTH), None)
+    if whole is not None:
+        pairs = [(one, two) for one, two in pairs if (one.preferred_role, two.preferred_role) == tuple(Role)]
     if pairs:
         best = min(pairs, key=lambda pair: (*_pair_cost(*pair), pair[0].cost, pair[1].cost))
         if whole is None or whole.avoided or not (best[0].avoided or best[1].avoided):

@@ -11,6 +11,7 @@ and does not advance is lost too, and stays away until the engine advances.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import count
 
 from torchrelay.common.liveness import EngineProgress, Liveness
 from torchrelay.common.recent import Recent
@@ -45,6 +46,9 @@ class Membership:
         self.free_workers: dict[str, WorkerStatus] = {}  # of these, those that say that their slot is free
         self.stores: dict[str, StoreStatus] = {}
         self.stores_by_host: dict[str, StoreStatus] = {}
+        self._holders: dict[str, dict[str, int]] = {}  # by pack: stores with a copy, and their numbers
+        self._numbers: dict[str, int] = {}  # of stores, in the order in which they came
+        self._next_number = count()
         self._streaming: dict[str, str] = {}  # worker id -> incarnation whose stream is open
         self._fenced: Recent[str, float] = Recent(_MAX_FENCED)  # incarnation -> ignored until
         self._suspect_since: dict[str, float] = {}
@@ -81,9 +85,25 @@ class Membership:
         if self._is_fenced(store.incarnation, store.seen_at):
             return None
         self.sizes.store(store)
+        self._note_copies(self.stores.get(store.store_id), store)
         self.stores[store.store_id] = self.stores_by_host[store.host_id] = store
         self._store_liveness.setdefault(store.store_id, Liveness(store.seen_at)).heard(store.seen_at)
         return store
+
+    def _note_copies(self, before: StoreStatus | None, store: StoreStatus) -> None:
+        if before is None:
+            self._numbers[store.store_id] = next(self._next_number)
+        known = before.copies.keys() if before is not None else set()
+        for pack_id in store.copies.keys() - known:
+            self._holders.setdefault(pack_id, {})[store.store_id] = self._numbers[store.store_id]
+        for pack_id in known - store.copies.keys():
+            self._forget_copy(pack_id, store.store_id)
+
+    def _forget_copy(self, pack_id: str, store_id: str) -> None:
+        holders = self._holders[pack_id]
+        del holders[store_id]
+        if not holders:
+            del self._holders[pack_id]
 
     def _put_worker(self, worker: WorkerStatus) -> None:
         self.workers[worker.worker_id] = worker
@@ -154,6 +174,10 @@ class Membership:
     def drop_store(self, store_id: str, now: float, gone: bool = True) -> StoreStatus | None:
         self._store_liveness.pop(store_id, None)
         store = self.stores.pop(store_id, None)
+        if store is not None:
+            del self._numbers[store_id]
+            for pack_id in store.copies:
+                self._forget_copy(pack_id, store_id)
         if store is not None and self.stores_by_host.get(store.host_id) is store:
             del self.stores_by_host[store.host_id]
             self.sizes.store_gone(store.host_id, now)
@@ -212,7 +236,15 @@ class Membership:
         missing = " and ".join(role.name.lower() for role in sorted(BOTH - playable))
         return f"no worker that can {missing} answers" if missing else ""
 
+    def is_held(self, pack_id: str) -> bool:
+        """Whether a store has the pack, or receives it."""
+        return any(not self.stores[store_id].copies[pack_id].error for store_id in self._holders.get(pack_id, ()))
+
+    def holders(self, pack_id: str) -> list[StoreStatus]:
+        """Stores with a copy of the pack, whole or not, in the order in which they came."""
+        numbers = self._holders.get(pack_id, {})
+        return [self.stores[store_id] for store_id in sorted(numbers, key=numbers.__getitem__)]
+
     def whole_holders(self, pack_id: str) -> tuple[str, ...]:
         """Stores that have all of the pack."""
-        stores = self.stores.values()
-        return tuple(store.store_id for store in stores if pack_id in store.copies and store.copies[pack_id].complete)
+        return tuple(store.store_id for store in self.holders(pack_id) if store.copies[pack_id].complete)

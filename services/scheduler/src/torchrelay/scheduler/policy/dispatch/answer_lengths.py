@@ -31,7 +31,10 @@ class AnswerLengths:
 
     def expected(self, version_id: str, max_tokens: int) -> int:
         """Tokens of an answer that may have ``max_tokens``."""
+        mean = self.mean(version_id)
+        return max_tokens if mean is None else min(round(mean), max_tokens)
+
+    def mean(self, version_id: str) -> float | None:
+        """None: too few have ended."""
         mean = self._means.get(version_id)
-        if mean is None or mean.number < _MIN_ANSWERS:
-            return max_tokens
-        return min(round(mean.num_tokens), max_tokens)
+        return mean.num_tokens if mean is not None and mean.number >= _MIN_ANSWERS else None

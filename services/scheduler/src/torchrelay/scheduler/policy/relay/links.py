@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import count
 
 from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S, Node
 from torchrelay.scheduler.policy.core import REMOTE, PackCopy, StoreStatus, WorkerStatus
@@ -116,6 +117,10 @@ class Links:
         self._links: defaultdict[str, _Link] = defaultdict(_Link)
         self._host_of: dict[str, str] = {REMOTE: REMOTE}  # by store
         self._incoming: dict[str, dict[str, float]] = {}  # by host: the rate from each source's host
+        self._followers: dict[str, dict[str, int]] = {}  # by source's host: hosts, with their places in ``_incoming``
+        self._places = count()
+        self._place_of: dict[str, int] = {}
+        self._best: LinkDirection | None = None  # with the highest peak; all fade alike. None: to be found
         self._tidy_at = 0.0
         self._measured_s = self._measured_at = 0.0
 
@@ -147,7 +152,7 @@ class Links:
             self._tidy_at = now + _FORGET_S
             silent = {known for known, link in self._links.items() if now - link.reported_at > _FORGET_S}
             for known in silent.difference(self._host_of.values()):
-                del self._links[known]
+                self._forget(known)
         link = self._links[host_id]
         link.reported_at = now
         return link
@@ -161,26 +166,69 @@ class Links:
                     incoming[self._host_of[share.holder_id]] += share.bytes_per_s
             if _has_just_ended(copy, before) and (rate := _mean_bytes_per_s(copy)):
                 if copy.source != REMOTE:
-                    self._links[store.host_id].into.reached(rate, self._measured_s)
+                    self._reached(self._links[store.host_id].into, rate)
                 if copy.source in self._host_of and not copy.shares:
-                    self._links[self._host_of[copy.source]].out.reached(rate, self._measured_s)
-        self._incoming[store.host_id] = dict(incoming)
+                    self._sender_reached(self._host_of[copy.source], rate)
+        self._set_incoming(store.host_id, dict(incoming))
         if incoming:
             self._measured_s += min(max(now - self._measured_at, 0.0), _SMOOTHING_S)
             self._measured_at = now
         if from_peers := sum(rate for host_id, rate in incoming.items() if host_id != REMOTE):
-            self._links[store.host_id].into.reached(from_peers, self._measured_s)
+            self._reached(self._links[store.host_id].into, from_peers)
         for host_id in incoming:
-            self._links[host_id].out.reached(self._sent_by(host_id), self._measured_s)
+            self._sender_reached(host_id, self._sent_by(host_id))
+
+    def _sender_reached(self, host_id: str, bytes_per_s: float) -> None:
+        if host_id == REMOTE:  # it says nothing of links
+            self._links[REMOTE].out.reached(bytes_per_s, self._measured_s)
+        else:
+            self._reached(self._links[host_id].out, bytes_per_s)
+
+    def _reached(self, direction: LinkDirection, bytes_per_s: float) -> None:
+        direction.reached(bytes_per_s, self._measured_s)
+        if self._best is not None and direction.peak(self._measured_s) > self._best.peak(self._measured_s):
+            self._best = direction
+
+    @property
+    def _best_peak(self) -> float:
+        """Of the cluster's links."""
+        if self._best is None:
+            hosts = (link for host_id, link in self._links.items() if host_id != REMOTE)
+            directions = (direction for link in hosts for direction in (link.out, link.into))
+            self._best = max(directions, key=lambda one: one.peak(self._measured_s), default=None)
+        return self._best.peak(self._measured_s) if self._best is not None else 0.0
+
+    def _set_incoming(self, host_id: str, rates: dict[str, float]) -> None:
+        before = self._incoming.get(host_id)
+        if before is None:
+            self._place_of[host_id] = next(self._places)
+        self._incoming[host_id] = rates
+        for source in rates:
+            self._followers.setdefault(source, {})[host_id] = self._place_of[host_id]
+        for source in before or ():
+            if source not in rates:
+                self._unfollow(source, host_id)
+
+    def _unfollow(self, source: str, host_id: str) -> None:
+        del self._followers[source][host_id]
+        if not self._followers[source]:
+            del self._followers[source]
 
     def _sent_by(self, host_id: str) -> float:
         """What all followers of the host get from it now."""
-        return sum(rates.get(host_id, 0.0) for rates in self._incoming.values())
+        followers = self._followers.get(host_id, {})
+        return sum(self._incoming[follower][host_id] for follower in sorted(followers, key=followers.__getitem__))
 
     def forget_store(self, store: StoreStatus) -> None:
         self._host_of.pop(store.store_id, None)
-        self._incoming.pop(store.host_id, None)
-        self._links.pop(store.host_id, None)
+        for source in self._incoming.pop(store.host_id, ()):
+            self._unfollow(source, store.host_id)
+        self._forget(store.host_id)
+
+    def _forget(self, host_id: str) -> None:
+        link = self._links.pop(host_id, None)
+        if link is not None and (self._best is link.out or self._best is link.into):
+            self._best = None
 
     def fell_short(self, source: str, now: float) -> None:
         """A transfer gets far less from the source than planned: what the source sends now is all it can."""
@@ -193,10 +241,7 @@ class Links:
 
     def nodes(self, stores: Iterable[StoreStatus], running: Iterable[Transfer], now: float) -> dict[str, Node]:
         """What ``running`` transfers leave of the links of each of ``stores``, and of the remote store's."""
-        hosts = (link for host_id, link in self._links.items() if host_id != REMOTE)
-        directions = (direction for link in hosts for direction in (link.out, link.into))
-        best = max((direction.peak(self._measured_s) for direction in directions), default=0.0)
-        out, into = _Rates(list), _Rates(list)
+        best, out, into = self._best_peak, _Rates(list), _Rates(list)
         for transfer in running:
             into[self._host_of.get(transfer.target, transfer.target)].append(transfer.planned_bytes_per_s)
             for source, rate in transfer.sources:

@@ -162,6 +162,8 @@ class Transfers:
 
     def __init__(self) -> None:
         self._running: dict[TransferKey, Transfer] = {}
+        self._into: dict[str, dict[TransferKey, None]] = {}  # those that run, by target
+        self._of_pack: dict[str, dict[TransferKey, None]] = {}
         self._ended: deque[Transfer] = deque(maxlen=_MAX_ENDED)
         self._ranks = count(1)
 
@@ -184,10 +186,10 @@ class Transfers:
             key = pack_id, edge.target
             running = self._running.get(key)
             if edge.already_there and running is not None:
-                self._running[key] = replace(running, urgent=running.urgent or urgent, cause=cause or running.cause)
+                self._run(replace(running, urgent=running.urgent or urgent, cause=cause or running.cause))
             elif not edge.already_there or cause is not None:
                 earlier = stores[edge.target].copies.get(pack_id) if edge.target in stores else None
-                self._running[key] = Transfer(
+                planned = Transfer(
                     *key,
                     pack_bytes,
                     planned_at=now,
@@ -199,11 +201,12 @@ class Transfers:
                     rank=next(self._ranks),
                     stale_begin_us=earlier.relay_begin_us if earlier else None,
                 )
+                self._run(planned)
 
     def accepted(self, key: TransferKey, now: float) -> None:
         """The store has taken the replicator's order."""
         if transfer := self._running.get(key):
-            self._running[key] = replace(transfer, accepted_at=now)
+            self._run(replace(transfer, accepted_at=now))
 
     def refused(self, key: TransferKey, error: str, now: float) -> list[TransferEvent]:
         """The store could not be reached or did not take the relay. A transfer that has begun goes on."""
@@ -213,7 +216,19 @@ class Transfers:
     def put(self, transfer: Transfer) -> None:
         """Replaces a transfer; no effect if it has ended."""
         if transfer.key in self._running:
-            self._running[transfer.key] = transfer
+            self._run(transfer)
+
+    def _run(self, transfer: Transfer) -> None:
+        self._running[transfer.key] = transfer
+        self._into.setdefault(transfer.target, {})[transfer.key] = None
+        self._of_pack.setdefault(transfer.pack_id, {})[transfer.key] = None
+
+    def _stop(self, transfer: Transfer) -> None:
+        if self._running.pop(transfer.key, None) is not None:
+            for index, name in ((self._into, transfer.target), (self._of_pack, transfer.pack_id)):
+                del index[name][transfer.key]
+                if not index[name]:
+                    del index[name]
 
     # Reports
 
@@ -223,7 +238,7 @@ class Transfers:
         for copy in store.copies.values():
             key = (copy.pack_id, store.store_id)
             if key not in self._running and (found := self._unplanned(copy, store.store_id, before, now)):
-                self._running[key] = found
+                self._run(found)
             if transfer := self._running.get(key):
                 events += self._advance(transfer, copy, now)
         for transfer in self.into(store.store_id):
@@ -245,7 +260,7 @@ class Transfers:
         event = self._end(replace(transfer, cause=None) if returns else transfer, now, "it was dropped")
         if returns:
             waiting = replace(transfer, missing=True, begun_at=0.0, copy=None, repair_base=None, stale_begin_us=None)
-            self._running[transfer.key] = waiting
+            self._run(waiting)
         return event
 
     @staticmethod
@@ -262,7 +277,7 @@ class Transfers:
         if not transfer.begun_at:
             if copy.relay_begin_us in (0, transfer.stale_begin_us):
                 if copy.complete:  # it was there already
-                    del self._running[transfer.key]
+                    self._stop(transfer)
                     yield TransferEvent(TransferEventKind.FINISHED, transfer, in_history=False)
                 elif copy.error and copy.relay_begin_us != transfer.stale_begin_us:
                     yield self._end(replace(transfer, copy=copy), now, copy.error)
@@ -276,7 +291,7 @@ class Transfers:
             if copy.relay_begin_us:  # one run ended and another began between two reports
                 yield self._end(replace(transfer, cause=None), now, "it was begun anew")
                 again = replace(transfer, begun_at=0.0, copy=None, repair_base=None)
-                self._running[transfer.key] = again
+                self._run(again)
                 yield from self._advance(again, copy, now)
             elif copy.complete:  # a restarted store found it whole in its arena
                 yield self._end(replace(transfer, copy=copy), now, "")
@@ -289,7 +304,7 @@ class Transfers:
                 yield TransferEvent(TransferEventKind.REPAIRED, transfer, before)
         else:
             transfer = replace(transfer, repair_base=copy)
-        self._running[transfer.key] = transfer
+        self._run(transfer)
         if is_over:
             yield self._end(transfer, now, copy.error)
 
@@ -303,7 +318,7 @@ class Transfers:
         return found if before else replace(found, begun_at=now, copy=copy, repair_base=copy)
 
     def _end(self, transfer: Transfer, now: float, error: str) -> TransferEvent:
-        self._running.pop(transfer.key, None)
+        self._stop(transfer)
         ended = replace(transfer, ended_at=now, error=error)
         if not transfer.missing:
             self._ended.append(ended)
@@ -326,7 +341,10 @@ class Transfers:
         return self._running.get(key)
 
     def into(self, store_id: str) -> list[Transfer]:
-        return [transfer for transfer in self._running.values() if transfer.target == store_id]
+        return [self._running[key] for key in self._into.get(store_id, ())]
+
+    def of_pack(self, pack_id: str) -> list[Transfer]:
+        return [self._running[key] for key in self._of_pack.get(pack_id, ())]
 
     def with_rates(self) -> list[Transfer]:
         """Transfers of our plans, which have rates. The load of others shows in the links' counters alone."""
@@ -337,7 +355,7 @@ class Transfers:
 
         In one plan every target comes after its sources. What has not begun and nobody planned comes last.
         """
-        ranks = {transfer.target: transfer.rank for transfer in self._running.values() if transfer.pack_id == pack_id}
+        ranks = {transfer.target: transfer.rank for transfer in self.of_pack(pack_id)}
         reported = {store.store_id for store in stores if pack_id in store.copies and store.copies[pack_id].receiving}
         return [*sorted(ranks, key=ranks.__getitem__), *sorted(reported - ranks.keys())]
 

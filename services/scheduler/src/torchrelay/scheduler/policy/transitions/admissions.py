@@ -10,7 +10,7 @@ from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
-from torchrelay.scheduler.policy.cluster.storage_tiers import is_held_by_any, tier_of
+from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import (
     BOTH,
@@ -25,7 +25,7 @@ from torchrelay.scheduler.policy.core import (
     WorkerRef,
     WorkerStatus,
 )
-from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
+from torchrelay.scheduler.policy.dispatch.latency import load_left_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry, computes_alike
@@ -79,8 +79,19 @@ def admit(
         _refuse_as_full(state, displaced, state.models[displaced.version_id], now)
     if displaced is admission:
         return False
+    _note_arrival(state, admission, now)
     state.queues.push(admission)
     return True
+
+
+def _note_arrival(state: State, admission: Admission, now: float) -> None:
+    version_id = admission.version_id
+    is_unused = not state.queues.num_waiting(version_id) and not any(
+        state.attempts.at(instance.instance_id).num_open for instance in state.instances.of_version(version_id)
+    )
+    price_s = state.idle_timeout_s(version_id, now)
+    history = state.arrivals.of(version_id)
+    history.arrive(admission.num_prefill_tokens, admission.ttft_target_s, price_s, now, is_unused=is_unused)
 
 
 def _ttft_target_s(config: PolicyConfig, service_class: ServiceClass) -> float:
@@ -167,6 +178,7 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     attempt = state.attempts.close(key, now)
     if attempt is not None:
         state.aliases.used(attempt.admission.version_id, attempt.admission.model, now)
+        state.arrivals.used(attempt.admission.version_id, now)
         for instance_id in attempt.instance_ids:
             state.instances.touch(instance_id, now)
     return attempt
@@ -288,6 +300,8 @@ def place_waiting(state: State, now: float, version_ids: Iterable[str] | None = 
 
 def place_due(state: State, now: float) -> None:
     """Places what waited for an instance to come near the end of its prompts."""
+    if state.due.earliest > now:
+        return
     for version_id in [version_id for version_id, due in state.due.items() if due <= now]:
         _place_version(state, version_id, now)
 
@@ -428,6 +442,9 @@ def _learn_from_first_token(state: State, attempt: OpenAttempt, now: float, *, i
     state.instances.touch(instance_id, now)
     if is_measured and not placement.cold:
         state.corrections.observe(instance_id, placement.predicted.ttft_s, now - attempt.placed_at, now)
+    instance = state.instances.get(instance_id)
+    if is_measured and instance is not None and admission.admitted_at > instance.since and now > admission.deadline:
+        state.arrivals.of(admission.version_id).late(admission.admitted_at)
     model, worker = state.models.get(admission.version_id), state.membership.workers.get(worker_id)
     if model is not None and worker is not None and worker.has_prefix_cache and model.routing_block_tokens:
         block_bytes = max(model.routing_block_tokens * model.kv_bytes_per_token, 1)
@@ -439,20 +456,28 @@ def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> 
         return 0.0
     expected_s = state.config.slot_setup_s
     if store := state.membership.store_of(instance.host_id):
-        tier = tier_of(model.pack_id, store, is_held_by_any(model.pack_id, state.membership.stores.values()))
-        expected_s = load_s(model.pack_bytes, tier, state.config)
+        tier = tier_of(model.pack_id, store, state.membership.is_held(model.pack_id))
+        expected_s = state.load_times.predict_s(model, tier, state.config)
     return load_left_s(instance, expected_s, now)
 
 
 def backlog_s(state: State, model: Model, now: float, num_left_out: int = 0) -> float:
-    """All prompts that wait for the version, here (but for so many tokens) and at its instances, in seconds of one of
-    these; 0 without any.
-    """
-    entries = prefills(state, model, now)
-    if not entries:
+    """All prompts that wait for the version, here (but for so many tokens) and at its instances, in seconds of one."""
+    bound_s = sum(
+        entry.queued_s(state.attempts.at(entry.instance_id).lane, now) for entry in prefills(state, model, now)
+    )
+    return bound_s + prompts_s(state, model, state.queues.num_prefill_tokens(model.version_id) - num_left_out, now)
+
+
+def prompts_s(state: State, model: Model, num_tokens: float, now: float) -> float:
+    """Prompts of so many tokens in all, in seconds of one instance, or of a worker that could have one."""
+    if not num_tokens:
         return 0.0
-    bound_s = sum(entry.queued_s(state.attempts.at(entry.instance_id).lane, now) for entry in entries)
-    return bound_s + entries[0].latency.queued_s(state.queues.num_prefill_tokens(model.version_id) - num_left_out)
+    if entries := prefills(state, model, now):
+        return entries[0].latency.queued_s(round(num_tokens))
+    able = (one for one in state.membership.workers.values() if one.num_devices == model.num_devices)
+    worker = next(able, None)
+    return state.latency_models.of(worker, model.pack_id, state.config).queued_s(round(num_tokens)) if worker else 0.0
 
 
 def predicted_wait_s(state: State, model: Model, now: float) -> float:

@@ -40,7 +40,7 @@ def plan_relay(
         receiving,
         store_ids,
         nodes=state.links.nodes(concerned, state.transfers.with_rates(), now),
-        arriving=state.transfers.progress(pack_id, stores.values()),
+        arriving=state.transfers.progress(pack_id, _having(state, pack_id)),
         live=_busy_stores(state, store_ids),
         num_bytes=pack_bytes,
     )
@@ -59,9 +59,18 @@ def _with_running_sources(state: State, pack_id: str, edge: TransferEdge) -> Tra
     return replace(edge, sources=tuple(sources), num_striped=num_striped, shares=(1 / num_striped,) * num_striped)
 
 
+def _having(state: State, pack_id: str) -> list[StoreStatus]:
+    """The stores that have a copy of the pack, or are told to get one."""
+    stores = {store.store_id: store for store in state.membership.holders(pack_id)}
+    for transfer in state.transfers.of_pack(pack_id):
+        if (store := state.membership.stores.get(transfer.target)) is not None:
+            stores[store.store_id] = store
+    return list(stores.values())
+
+
 def _receiving(state: State, pack_id: str, whole: Sequence[str]) -> list[str]:
     stores = state.membership.stores
-    receiving = state.transfers.receiving(pack_id, stores.values())
+    receiving = state.transfers.receiving(pack_id, state.membership.holders(pack_id))
     return [store_id for store_id in receiving if store_id in stores and store_id not in whole]
 
 
@@ -84,7 +93,7 @@ def store_reported(state: State, store: StoreStatus, before: StoreStatus | None,
         if copy is None or not copy.shares or not transfer.planned_bytes_per_s:
             continue  # nothing is measured yet, or nothing was predicted
         whole = state.membership.whole_holders(transfer.pack_id)
-        progress = state.transfers.progress(transfer.pack_id, state.membership.stores.values())
+        progress = state.transfers.progress(transfer.pack_id, _having(state, transfer.pack_id))
         transfer = with_slowness(transfer, copy.bytes_per_s, whole, progress, now)
         state.transfers.put(transfer)
         if is_replan_due(transfer, now):
@@ -102,7 +111,6 @@ def relay_refused(state: State, pack_id: str, store_id: str, cause: str, now: fl
 
 
 def _reroute(state: State, store: StoreStatus, transfer: Transfer, copy: PackCopy, now: float) -> None:
-    stores = list(state.membership.stores.values())
     is_first = not transfer.replan_checked_at
     if not is_first:
         state.links.took_less(store, now)
@@ -112,12 +120,13 @@ def _reroute(state: State, store: StoreStatus, transfer: Transfer, copy: PackCop
             state.links.fell_short(source, now)
     whole = state.membership.whole_holders(transfer.pack_id)
     others = [other for other in state.transfers.with_rates() if other.key != transfer.key]
-    nodes = state.links.nodes(stores, others, now)
+    having = _having(state, transfer.pack_id)
+    nodes = state.links.nodes(having, others, now)
     if is_first:  # the sources are to blame before the target is
         node = nodes[store.store_id]
         nodes[store.store_id] = replace(node, residual_in=max(node.residual_in, transfer.planned_bytes_per_s))
     receiving = _receiving(state, transfer.pack_id, whole)
-    progress = state.transfers.progress(transfer.pack_id, stores)
+    progress = state.transfers.progress(transfer.pack_id, having)
     edge = replanned_edge(transfer, copy.bytes_per_s, whole, receiving, nodes, progress, copy.missing_bytes)
     checked = replace(transfer, slow_since=0.0, replan_checked_at=now)
     model = state.model_of_pack(transfer.pack_id, copy.pack_bytes)

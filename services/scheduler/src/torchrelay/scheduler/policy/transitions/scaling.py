@@ -18,10 +18,9 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Wake,
 )
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Roles
-from torchrelay.scheduler.policy.dispatch.latency import load_s
+from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Role, Roles, StoreStatus
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.policy.reasons import Reason
@@ -77,7 +76,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         workers=membership.workers,
         free_workers=membership.free_workers,
         stores=membership.stores_by_host,
-        idle_timeouts_s={model.version_id: state.idle_timeout_s(model.version_id, now) for model in models},
+        prices_s={model.version_id: state.idle_timeout_s(model.version_id, now) for model in models},
         waited_for=frozenset(state.queues.versions) if settled else frozenset(),
         suspects=membership.suspects,
     )
@@ -89,7 +88,28 @@ def _instance_load(state: State, instance: Instance, tenants: frozenset[str], no
     last_active = state.instances.last_active(instance.instance_id)
     if now - last_active > state.config.drain_s:
         num_reported = 0  # of requests that nobody has: it would keep its slot for ever
-    return InstanceLoad(instance, num_open, num_reported, last_active, _reload_s(state, instance), tenants)
+    version_id = instance.version_id
+    return InstanceLoad(
+        instance,
+        num_open,
+        num_reported,
+        last_active,
+        _reload_s(state, instance),
+        tenants,
+        state.arrivals.of(version_id).rate(now).requests_per_s,
+        state.queues.num_waiting(version_id),
+        _drain_s(state, instance),
+    )
+
+
+def _drain_s(state: State, instance: Instance) -> float:
+    """Until the answers that run there have ended: the longest has twice the mean left, if that is known."""
+    work, worker = state.attempts.at(instance.instance_id), state.membership.workers.get(instance.worker_id)
+    if not work.num_choices or worker is None:
+        return 0.0
+    tbt_s = state.latency_models.of(worker, instance.pack_id, state.config).tbt_s(work.num_choices, work.num_attended)
+    num_tokens = state.answer_lengths.mean(instance.version_id) or 0.0
+    return min(2 * num_tokens * tbt_s, state.config.drain_s)
 
 
 def _reload_s(state: State, instance: Instance) -> float:
@@ -97,7 +117,7 @@ def _reload_s(state: State, instance: Instance) -> float:
     model = state.models.get(instance.version_id)
     if model is None or instance.phase is not InstancePhase.READY:
         return 0.0
-    return min(load_s(model.pack_bytes, Tier.HOST, state.config), instance.since - instance.created_at)
+    return min(state.load_times.predict_s(model, Tier.HOST, state.config), instance.since - instance.created_at)
 
 
 def _demand(state: State, model: Model, now: float) -> Demand:
@@ -106,7 +126,9 @@ def _demand(state: State, model: Model, now: float) -> Demand:
     loading = [instance.instance_id for instance in instances if instance.phase is InstancePhase.LOADING]
     cold = state.attempts.attempts_at(loading)
     waiting = _waiting(state, model, now)
-    return Demand(
+    history, price_s = state.arrivals.of(version_id), state.idle_timeout_s(version_id, now)
+    rate, late_since = history.rate(now), max([now - price_s, *(one.since for one in instances)])
+    demand = Demand(
         model=model,
         num_waiting=waiting.number,
         num_cold=len(cold),
@@ -118,7 +140,22 @@ def _demand(state: State, model: Model, now: float) -> Demand:
         most_kv_bytes=waiting.most_kv_bytes,
         least_kv_bytes=waiting.least_kv_bytes,
         by_tenant=_of_tenants(state, version_id, cold),
+        arrivals_per_s=rate.requests_per_s,
+        num_late_before=0 if loading else history.num_late(late_since),
+        load=admissions.prompts_s(state, model, rate.tokens_per_s, now),
+        target_s=history.target_s or state.config.standard_ttft_s,
+        price_s=price_s,
+        keep_s=history.idle_gaps.keep_s(price_s),
+        load_s={tier: state.load_times.predict_s(model, tier, state.config) for tier in Tier},
     )
+    num_serving = min(sum(role in one.target_roles for one in instances) for role in Role)
+    if num_serving > 1 and demand.num_saved(num_serving - 1, 0.0) >= 1:
+        history.crowded_at = now
+    return replace(demand, crowded_at=history.crowded_at)
+
+
+def _tier(state: State, model: Model, store: StoreStatus) -> Tier:
+    return tier_of(model.pack_id, store, state.membership.is_held(model.pack_id))
 
 
 @dataclass(frozen=True)
@@ -180,6 +217,9 @@ def _wake(state: State, action: Wake, now: float) -> None:
             error_before=worker.slot.error,
         )
         state.instances.put(instance)
+        store = state.membership.store_of(worker.host_id)
+        if store is not None:
+            state.load_times.begin(instance.instance_id, model, _tier(state, model, store))
         orders[worker.host_id].append(LoadOrder(instance.instance_id, worker.worker_id, assignment.roles))
         state.happened(now, "wake", instance, action.reason, "instance.loading", event_fields(instance))
     stores = {host_id: store for host_id in orders if (store := state.membership.store_of(host_id))}

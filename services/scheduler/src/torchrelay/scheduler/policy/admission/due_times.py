@@ -1,0 +1,31 @@
+"""When what waits may be placed by the passing of time alone."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+_MOST_STALE = 64
+
+
+class DueTimes(dict[str, float]):
+    """By version. The earliest is found without looking at the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heap: list[tuple[float, str]] = []  # with entries that are no longer true
+
+    def __setitem__(self, version_id: str, at: float) -> None:
+        super().__setitem__(version_id, at)
+        heapq.heappush(self._heap, (at, version_id))
+        if len(self._heap) > 2 * len(self) + _MOST_STALE:
+            self._heap = [(at, version_id) for version_id, at in self.items()]
+            heapq.heapify(self._heap)
+
+    @property
+    def earliest(self) -> float:
+        """Infinite: nothing is due at a known time."""
+        heap = self._heap
+        while heap and self.get(heap[0][1]) != heap[0][0]:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else math.inf

@@ -1,0 +1,79 @@
+"""When requests of each model came, and how long it was unused before."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from cachetools import LRUCache
+
+from torchrelay.scheduler.policy.autoscaling.price import IdleGaps
+
+WINDOW_S = 10.0  # what comes next is expected to be as much as in the last so many seconds
+_MAX_ARRIVALS = 1024  # counted of one window
+_MAX_LATE = 64
+_MAX_VERSIONS = 4096
+_NEWEST = 0.1  # weight of the newest target
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalRate:
+    requests_per_s: float = 0.0
+    tokens_per_s: float = 0.0  # of prompts
+
+
+@dataclass(slots=True)
+class ArrivalHistory:
+    """Of one version."""
+
+    idle_gaps: IdleGaps = field(default_factory=IdleGaps)
+    target_s: float = 0.0  # for the first token: the mean of late; 0: none came
+    last_used: float | None = None  # the last arrival or end of a request
+    crowded_at: float = 0.0  # when it last needed all instances that it has
+    _late: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_LATE))
+    _came: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_ARRIVALS))
+    _num_tokens: int = 0
+
+    def arrive(self, num_tokens: int, target_s: float, price_s: float, now: float, *, is_unused: bool) -> None:
+        """``is_unused``: no other request of it is open."""
+        if is_unused and self.last_used is not None:
+            self.idle_gaps.add(now - self.last_used, price_s)
+        self.last_used = now
+        self.target_s += (target_s - self.target_s) * (_NEWEST if self.target_s else 1.0)
+        if len(self._came) == _MAX_ARRIVALS:
+            self._num_tokens -= self._came[0][1]
+        self._came.append((now, num_tokens))
+        self._num_tokens += num_tokens
+
+    def late(self, admitted_at: float) -> None:
+        """A request got its first token later than it wanted it, from an instance that was loaded when it came."""
+        self._late.append(admitted_at)
+
+    def num_late(self, since: float) -> int:
+        return sum(at > since for at in self._late)
+
+    def rate(self, now: float) -> ArrivalRate:
+        while self._came and self._came[0][0] <= now - WINDOW_S:
+            self._num_tokens -= self._came.popleft()[1]
+        if not self._came:
+            return ArrivalRate()
+        since_s = now - self._came[0][0] if len(self._came) == _MAX_ARRIVALS else WINDOW_S
+        return ArrivalRate(len(self._came) / max(since_s, 1.0), self._num_tokens / max(since_s, 1.0))
+
+
+class Arrivals:
+    """By version; the longest unused are forgotten first."""
+
+    def __init__(self) -> None:
+        self._of: LRUCache[str, ArrivalHistory] = LRUCache(_MAX_VERSIONS)
+
+    def of(self, version_id: str) -> ArrivalHistory:
+        history = self._of.get(version_id)
+        if history is None:
+            history = self._of[version_id] = ArrivalHistory()
+        return history
+
+    def used(self, version_id: str, now: float) -> None:
+        """A request of it has ended."""
+        if (history := self._of.get(version_id)) is not None:
+            history.last_used = now

@@ -1,0 +1,112 @@
+"""One price for all decisions about slots: requests that miss their objective, against seconds of a slot.
+
+A cold start is worth as much as ``price_s`` seconds of its slot: the idle timeout that the operator sets. All else
+follows from it. Fluid approximations: work is counted in seconds of one instance.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_NUM_GAPS = 64
+_MIN_GAPS = 8  # fewer say little: the break-even time then
+
+
+def lateness(num_instances: int, backlog_s: float, load: float, target_s: float, horizon_s: float) -> float:
+    """Work beyond what is computed within the target, times how long it is there (s^2), over ``horizon_s``.
+
+    ``load``: work that comes per second. The queue changes by load - instances per second.
+    """
+    begin = backlog_s - num_instances * target_s
+    slope = load - num_instances
+    end = begin + slope * horizon_s
+    if begin <= 0 >= end:
+        return 0.0
+    if begin >= 0 <= end:
+        return (begin + end) / 2 * horizon_s
+    return max(begin, end) ** 2 / (2 * abs(slope))
+
+
+def num_saved(
+    num_instances: int,
+    backlog_s: float,
+    load: float,
+    request_s: float,
+    target_s: float,
+    load_s: float,
+    horizon_s: float,
+) -> float:
+    """Requests that one more instance, there in ``load_s``, keeps from being late until ``horizon_s``; one that is late
+    by several targets counts as often. ``request_s``: mean work of one.
+    """
+    left_s = horizon_s - load_s
+    if left_s <= 0 or request_s <= 0:
+        return 0.0
+    backlog_s = max(backlog_s + (load - num_instances) * load_s, 0.0)
+    without = lateness(num_instances, backlog_s, load, target_s, left_s)
+    return (without - lateness(num_instances + 1, backlog_s, load, target_s, left_s)) / (request_s * target_s)
+
+
+def held_s(num_instances: int, backlog_s: float, load_s: float, price_s: float) -> float:
+    """For how long one more instance, there in ``load_s``, is looked ahead: until the queue of now is computed, and at
+    least as long as a cold start is worth.
+    """
+    return max(price_s, load_s + backlog_s / (num_instances + 1))
+
+
+def least_saved(load_s: float, held_s: float, price_s: float) -> float:
+    """An instance pays if it saves so many requests: it takes its slot for the load, and is held then."""
+    return (load_s + held_s) / price_s
+
+
+def displacement(arrivals_per_s: float, num_waiting: int, away_s: float, target_s: float) -> float:
+    """Requests that a model without its slot for ``away_s`` has late, counted as in ``num_saved``: who comes meanwhile
+    waits half of it on average.
+    """
+    return num_waiting * away_s / target_s + arrivals_per_s * away_s * max(away_s / (2 * target_s), 1.0)
+
+
+def least_keep_s(gaps_s: Sequence[float], break_even_s: float) -> float:
+    """The time to keep an idle slot that would have cost least in these gaps: a gap that is shorter costs itself, a
+    longer one the time kept and the break-even time. No longer than that (ski rental).
+    """
+    ordered = sorted(gaps_s)
+    best_s, least = break_even_s, sum(gap if gap <= break_even_s else 2 * break_even_s for gap in ordered)
+    shorter_s = 0.0
+    for number, gap in enumerate([0.0, *ordered]):
+        if gap > break_even_s:
+            break
+        shorter_s += gap
+        cost = shorter_s + (len(ordered) - number) * (gap + break_even_s)
+        if cost < least:
+            best_s, least = gap, cost
+    return best_s
+
+
+@dataclass(slots=True)
+class IdleGaps:
+    """How long a model was unused before each of its last cold starts or returns, and what each cost."""
+
+    _gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_GAPS))
+    _paid_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_GAPS))
+    _kept_s: dict[float, float] = field(default_factory=dict)  # by break-even time, until the next gap
+
+    def add(self, gap_s: float, break_even_s: float) -> None:
+        kept_s = self.keep_s(break_even_s)
+        self._kept_s.clear()
+        self._gaps_s.append(gap_s)
+        self._paid_s.append(gap_s if gap_s <= kept_s else kept_s + break_even_s)
+
+    def keep_s(self, break_even_s: float) -> float:
+        """How long to keep an idle slot. Of the gaps remembered, never more was paid than twice what one who knows them
+        would have, and two cold starts: beyond twice, the break-even time is kept, and no gap costs more than that.
+        """
+        if len(self._gaps_s) < _MIN_GAPS:
+            return break_even_s
+        if break_even_s not in self._kept_s:
+            known_s = sum(min(gap, break_even_s) for gap in self._gaps_s)
+            is_costly = sum(self._paid_s) > 2 * known_s
+            self._kept_s[break_even_s] = break_even_s if is_costly else least_keep_s(self._gaps_s, break_even_s)
+        return self._kept_s[break_even_s]

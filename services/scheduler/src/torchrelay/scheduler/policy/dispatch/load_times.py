@@ -1,0 +1,47 @@
+"""How long loads take: from where the weights come, as measured of late."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import Model
+from torchrelay.scheduler.policy.dispatch.latency import load_s
+
+_NEWEST = 0.3  # weight of a new measurement
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    tier: Tier
+    num_devices: int
+    pack_bytes: int
+
+
+class LoadTimes:
+    """Bytes per second by tier and number of devices; the parameters where none was measured."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, _Begun] = {}  # by instance
+        self._rates: dict[tuple[Tier, int], float] = {}
+
+    def begin(self, instance_id: str, model: Model, tier: Tier) -> None:
+        self._begun[instance_id] = _Begun(tier, model.num_devices, model.pack_bytes)
+
+    def end(self, instance_id: str, took_s: float | None = None) -> None:
+        """The load is over; ``took_s``: it succeeded."""
+        begun = self._begun.pop(instance_id, None)
+        if begun is None or not took_s:
+            return
+        key, rate = (begun.tier, begun.num_devices), begun.pack_bytes / took_s
+        before = self._rates.get(key, rate)
+        self._rates[key] = before ** (1 - _NEWEST) * rate**_NEWEST
+
+    def predict_s(self, model: Model, tier: Tier, config: PolicyConfig) -> float:
+        """From an empty slot to all layers ready."""
+        if rate := self._rates.get((tier, model.num_devices)):
+            return model.pack_bytes / rate
+        farther = [self._rates.get((each, model.num_devices), 0.0) for each in Tier if each > tier]
+        slowest = [load_s(model.pack_bytes, tier, config), *(model.pack_bytes / rate for rate in farther if rate)]
+        return min(slowest)  # from nearer it takes no longer

@@ -1,0 +1,89 @@
+"""What a slot is worth: late requests against seconds of a slot."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrelay.scheduler.policy.autoscaling.price import (
+    IdleGaps,
+    displacement,
+    held_s,
+    lateness,
+    least_keep_s,
+    least_saved,
+    num_saved,
+)
+
+
+@given(
+    st.integers(1, 8), st.floats(0, 100), st.floats(0, 12), st.floats(0.1, 5), st.floats(1, 100)
+)  # fmt: skip
+def test_lateness_is_the_integral_of_what_exceeds_the_target(
+    num_instances: int, backlog_s: float, load: float, target_s: float, horizon_s: float
+) -> None:
+    steps = 2000
+    excess = (
+        max(backlog_s - num_instances * target_s + (load - num_instances) * horizon_s * (step + 0.5) / steps, 0.0)
+        for step in range(steps)
+    )
+    measured = sum(excess) * horizon_s / steps
+    found = lateness(num_instances, backlog_s, load, target_s, horizon_s)
+    assert found == pytest.approx(measured, rel=0.01, abs=0.01 * horizon_s)
+
+
+def test_the_worked_example_of_the_docs() -> None:
+    """One instance, a queue of 6 s, 5 requests per second of 0.1 s each, 0.5 s to wait; a cold start is worth 60 s."""
+    assert lateness(1, 6.0, 0.5, 0.5, 60.0) == pytest.approx(30.25)  # 5.5 s, gone in 11 s
+    saved = num_saved(1, 6.0, 0.5, 0.1, 0.5, load_s=1.0, horizon_s=60.0)
+    assert saved == pytest.approx((5.0**2 / 1.0 - 4.5**2 / 3.0) / 0.05)  # 365: it pays
+    assert held_s(1, 6.0, 1.0, 60.0) == 60.0
+    assert saved > least_saved(1.0, 60.0, 60.0) == pytest.approx(1 + 1 / 60)
+    assert num_saved(1, 6.0, 0.5, 0.1, 0.5, load_s=12.0, horizon_s=60.0) == 0.0  # it would come after the queue
+    assert displacement(0.1, 0, 4.0, 0.5) == pytest.approx(1.6)  # 0.4 requests, each four targets late
+    assert displacement(0.1, 0, 0.5, 0.5) == pytest.approx(0.05)
+    assert displacement(0.0, 3, 4.0, 0.5) == pytest.approx(24.0)
+
+
+def test_more_instances_save_less_each() -> None:
+    saved = [num_saved(number, 20.0, 2.5, 0.1, 0.5, 1.0, 60.0) for number in range(1, 8)]
+    assert saved == sorted(saved, reverse=True) and saved[0] > 1000 and saved[-1] < least_saved(1.0, 60.0, 60.0) * 200
+    assert num_saved(4, 0.0, 2.5, 0.1, 0.5, 1.0, 60.0) == 0.0
+
+
+def test_a_slot_is_kept_as_long_as_would_have_cost_least() -> None:
+    assert least_keep_s([2.0] * 8 + [300.0] * 8, 60.0) == 2.0  # bursts: the next comes in 2 s, or not for long
+    assert least_keep_s([100.0] * 8, 60.0) == 0.0  # never in time
+    assert least_keep_s([50.0] * 8, 60.0) == 60.0  # nothing was lost by it
+    assert least_keep_s([], 60.0) == 60.0
+
+
+def cost(gap_s: float, kept_s: float, break_even_s: float) -> float:
+    return gap_s if gap_s <= kept_s else kept_s + break_even_s
+
+
+@given(st.lists(st.floats(0.01, 300), min_size=1, max_size=12), st.floats(1, 100))
+def test_no_other_time_would_have_cost_less(gaps: list[float], break_even_s: float) -> None:
+    kept_s = least_keep_s(gaps, break_even_s)
+    assert kept_s <= break_even_s
+    least = sum(cost(gap, kept_s, break_even_s) for gap in gaps)
+    for other_s in [0.0, break_even_s, *gaps]:
+        if other_s <= break_even_s:
+            assert least <= sum(cost(gap, other_s, break_even_s) for gap in gaps) + 1e-6
+
+
+@given(st.lists(st.floats(0.01, 300), min_size=1, max_size=64), st.floats(1, 100))
+def test_keeping_or_dropping_never_costs_more_than_twice_what_one_who_knows_would_pay_and_two_cold_starts(
+    gaps: list[float], break_even_s: float
+) -> None:
+    """A model that flaps on purpose: each gap is just longer than its slot was kept, as often as it likes."""
+    for flaps in (False, True):
+        history, paid_s, known_s = IdleGaps(), 0.0, 0.0
+        for gap in gaps:
+            kept_s = history.keep_s(break_even_s)
+            gap = kept_s + 0.01 if flaps else gap
+            paid_s += cost(gap, kept_s, break_even_s)
+            known_s += min(gap, break_even_s)
+            history.add(gap, break_even_s)
+            assert paid_s <= 2 * known_s + 2 * break_even_s + 1e-6
