@@ -89,7 +89,9 @@ def test_a_model_is_set_and_deleted(run: Run, home: Home, door: FakeGateway) -> 
     assert "acme/tiny: idle s 60, max instances per role 2" in shown.stdout
     assert "with the model's next request" in shown.stderr
     assert isinstance(run("models", "set", "tiny").exception, CliError)
-    assert "deleted acme/tiny" in run("models", "delete", "acme/tiny", "--yes").stdout
+    deleted = run("models", "delete", "acme/tiny", "--yes")
+    assert deleted.stdout == "deleted acme/tiny\n"
+    assert "`torchrelay top` shows" in deleted.stderr
     assert door.asked[-1][:2] == ("DELETE", "/v1/models/acme/tiny")
     unknown = run("models", "delete", "other", "--yes").exception
     assert isinstance(unknown, CliError)

@@ -90,6 +90,30 @@ def test_a_misspelt_variable_is_named(run: Run, tmp_path: Path, monkeypatch: pyt
     ]
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("http_prot", "http_port"),  # the gateway's
+        ("queue_limits", "queue_limit"),  # the scheduler's
+        ("arena_byte", "arena_bytes"),  # the param-store's
+        ("kv_pool_byte", "kv_pool_bytes"),  # the worker's
+    ],
+)
+def test_a_misspelt_key_of_any_service_is_named_before_anything_starts(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, meant: str
+) -> None:
+    async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
+        raise AssertionError("started")
+
+    monkeypatch.setattr(run_module, "run_up", run_up)
+    file = tmp_path / "settings.toml"
+    file.write_text(f"{key} = 1\n")
+    monkeypatch.setenv("TORCHRELAY_CONFIG", str(file))
+    problem = run("up", "--home", str(tmp_path / "home")).exception
+    assert isinstance(problem, CliError)
+    assert problem.message == f"{file}: {key!r} is not a setting; did you mean {meant!r}?"
+
+
 def test_a_wrong_variable_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRELAY_HTTP_PORT", "many")
     refused = run("up", "--home", str(tmp_path / "home"))

@@ -73,5 +73,19 @@ def test_a_variable_that_is_nearly_a_setting_is_named(
     assert capsys.readouterr().err == said
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--log-levl", "info"], "--log-levl is not an option; did you mean --log-level?"),
+        (["--log_level=info"], "--log_level is not an option; did you mean --log-level?"),
+        (["--flavour", "sweet"], "--flavour is not an option"),
+        (["serve"], "unrecognized arguments: serve"),
+        (["--host"], "argument --host: expected one argument"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(args, capsys) == f"torchrelay-x: {said} (torchrelay-x --help lists all)\n"
+
+
 def test_only_nodes_have_a_node_key() -> None:
     assert "node_key" not in ServiceSettings.model_fields and "node_key" in WorkerSettings.model_fields

@@ -124,7 +124,8 @@ def explain(
             return scheduler_pb2_grpc.SchedulerStub(channel).Explain(request, timeout=5)
         except grpc.RpcError as error:
             if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.NOT_FOUND:
-                raise CliError(error.details() or "not found", "only recent requests are kept") from error
+                hint = "the id is printed below an answer of `torchrelay chat`; REST: x-request-id"
+                raise CliError(error.details() or "not found", hint) from error
             raise _failure(address, error) from error
 
 

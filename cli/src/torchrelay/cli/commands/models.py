@@ -124,3 +124,4 @@ def delete(
     with tenant_access(home, url, key).client() as client:
         deleted = client.call("DELETE", f"/v1/models/{quote(name)}")
     console.out().print(f"deleted {deleted['id']}")
+    console.err().print("[dim]`torchrelay top` shows its copies until they are freed, ten minutes later by default[/]")

@@ -43,7 +43,8 @@ def up(
         raise CliError(
             "no worker for prefill or decode", "pass --prefill-workers and --decode-workers, or --both-workers"
         )
-    # Both import gRPC: not for `torchrelay --help`.
+    # These import gRPC: not for `torchrelay --help`.
+    from torchrelay.cli.up.config_file import check_config_file
     from torchrelay.cli.up.plan import UpOptions
     from torchrelay.cli.up.run import run_up
     from torchrelay.common.process.settings import PREFIX, ServiceSettings, misspelt_variables
@@ -51,6 +52,7 @@ def up(
     own = {str(option.envvar).removeprefix(PREFIX).lower() for option in context.command.params if option.envvar}
     for message in misspelt_variables(own | ServiceSettings.model_fields.keys()):
         typer.echo(f"torchrelay: {message}", err=True)
+    check_config_file()
     options = UpOptions(
         host=host,
         http_port=http_port,

@@ -6,7 +6,8 @@ import errno
 import shlex
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchrelay.cli.home import DEFAULT_HOME, Home
 from torchrelay.cli.views.console import print_error
 
 EXAMPLE_MODEL = "examples/glossary/model"
+_LOST_OUTPUT = (errno.ENOSPC, errno.EIO)  # a file on a full disk, a terminal that closed
 
 
 def next_steps(folder: Path, venv: Path | None, has_key: bool = False) -> list[str]:
@@ -57,13 +59,14 @@ class StartupProgress:
         self._print(f"Starting Torchrelay in [bold]{home.path}[/]")
 
     def port_taken(self, port: int, url: str) -> None:
-        cure = "" if self._is_quiet else f"; once it is free, take it back with TORCHRELAY_HTTP_PORT={port}"
+        cure = "" if self._is_quiet else f"; to have it once it is free: TORCHRELAY_HTTP_PORT={port}"
         self._print(f"[yellow]port {port} is taken: REST is on {url}{cure}[/]", soft_wrap=True)
 
     def starting(self, names: Iterable[str]) -> None:
         self._awaited += names
         self._show_awaited()
-        self._spinner.start()
+        with _output_may_be_lost():
+            self._spinner.start()
 
     def ready(self, name: str, took_s: float, address: str) -> None:
         self._say(name, Text.assemble(("ready", "green"), f"  {took_s:4.1f} s  ", (address, "dim")))
@@ -79,7 +82,7 @@ class StartupProgress:
 
     def up(self, endpoints: dict[str, str]) -> None:
         """Everything is up: prints addresses and next steps."""
-        self._spinner.stop()
+        self._stop_spinner()
         took_s = time.monotonic() - self._begin_s
         show = self._print
         if self._is_quiet:
@@ -101,22 +104,33 @@ class StartupProgress:
         self._say("disk", Text(message, style="yellow"))
 
     def stopping(self) -> None:
-        self._spinner.stop()
+        self._stop_spinner()
         self._print("stopping ... [dim](press Ctrl-C again to kill)[/]")
 
     def stopped(self) -> None:
         self._print("stopped")
 
     def _show_awaited(self) -> None:
-        self._spinner.update(f"waiting for {', '.join(self._awaited)}" if self._awaited else "")
+        with _output_may_be_lost():
+            self._spinner.update(f"waiting for {', '.join(self._awaited)}" if self._awaited else "")
+
+    def _stop_spinner(self) -> None:
+        with _output_may_be_lost():
+            self._spinner.stop()
 
     def _print(self, *what: Any, **style: Any) -> None:
-        """Drops what cannot be written: with its output on a full disk, `up` runs on."""
-        try:
+        with _output_may_be_lost():
             self._console.print(*what, **style)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
 
     def _say(self, name: str, what: Text) -> None:
         self._print(Text.assemble("  ", (f"{name:<12}", "bold"), "  ", what))
+
+
+@contextmanager
+def _output_may_be_lost() -> Iterator[None]:
+    """Drops what cannot be written: `up` runs on, and stops in order, without its terminal or log."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _LOST_OUTPUT:
+            raise

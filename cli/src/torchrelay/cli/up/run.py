@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from torchrelay.cli.home import Home
@@ -23,7 +23,7 @@ from torchrelay.common.process.service import published_addresses
 
 
 async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
-    """Runs the platform until SIGINT or SIGTERM; a second signal kills it. ``is_quiet``: no next steps."""
+    """Runs the platform until a signal stops it, see ``stop_on_signals``. ``is_quiet``: no next steps."""
     home.make()
     with home.owned(), closing(Ports()) as ports:
         check_disk(home.path)
@@ -36,11 +36,6 @@ async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None
             progress.port_taken(stack.taken_http_port, stack.endpoints["http"])
         stop, supervisor = asyncio.Event(), Supervisor(stack, progress)
 
-        def signalled() -> None:
-            if stop.is_set():
-                supervisor.kill_all()
-            stop.set()
-
         @contextmanager
         def up() -> Iterator[None]:
             home.save_http_port(stack.http_port)
@@ -48,12 +43,26 @@ async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None
             with published_addresses(home.endpoints_file, stack.endpoints):
                 yield
 
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, signalled)
+        stop_on_signals(stop, supervisor.kill_all)
         try:
             await supervisor.run(up, stop)
         finally:
             if stack.arena is not None:
                 stack.arena.unlink(missing_ok=True)  # the store removes it unless it was killed
         progress.stopped()
+
+
+def stop_on_signals(stop: asyncio.Event, kill: Callable[[], None]) -> None:
+    """Sets ``stop`` on SIGINT, SIGTERM and SIGHUP; calls ``kill`` on a SIGINT or SIGTERM after that."""
+
+    def signalled() -> None:
+        if stop.is_set():
+            kill()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signalled)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        # A terminal that closes may send it twice, by the shell and by the kernel: nobody is impatient.
+        loop.add_signal_handler(signal.SIGHUP, stop.set)

@@ -20,6 +20,7 @@ from pydantic_settings import (
     CliSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
 )
 
@@ -69,6 +70,16 @@ def misspelt_variables(known: Collection[str]) -> list[str]:
         for name, near in pairs
         if near
     ]
+
+
+def flag_error(message: str, known: Collection[str]) -> str:
+    """What argparse says about the flags; for an unknown one, with the flag that it is nearly the name of."""
+    message = message.removeprefix("error parsing CLI: ")
+    flag = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
+    if flag == message.split()[0] or not flag.startswith("--"):
+        return message
+    near = misspelt(flag.removeprefix("--").replace("-", "_"), known)
+    return f"{flag} is not an option" + (f"; did you mean --{near.replace('_', '-')}?" if near else "")
 
 
 class ServiceSettings(BaseSettings):
@@ -170,9 +181,17 @@ def load_settings(settings_cls: type[S], program: str, args: list[str] | None = 
     ``program``: the name in ``--help``. An invalid flag or value ends the process with status 2 and a line per field.
     A variable that looks misspelt is named on standard error.
     """
-    source: CliSettingsSource[Any] = CliSettingsSource(
-        settings_cls, cli_prog_name=program, cli_parse_args=sys.argv[1:] if args is None else args
-    )
+    try:
+        source: CliSettingsSource[Any] = CliSettingsSource(
+            settings_cls,
+            cli_prog_name=program,
+            cli_parse_args=sys.argv[1:] if args is None else args,
+            cli_exit_on_error=False,  # it would print a hundred lines of usage above the one that matters
+        )
+    except SettingsError as error:
+        said = flag_error(str(error), settings_cls.model_fields)
+        print(f"{program}: {said} ({program} --help lists all)", file=sys.stderr)
+        raise SystemExit(2) from error
     for message in misspelt_variables(settings_cls.model_fields):
         print(f"{program}: {message}", file=sys.stderr)
     try:

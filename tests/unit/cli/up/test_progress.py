@@ -1,0 +1,41 @@
+"""What `torchrelay up` does when it cannot print."""
+
+from __future__ import annotations
+
+import errno
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from torchrelay.cli.home import Home
+from torchrelay.cli.up.progress import StartupProgress
+
+
+class LostTerminal(io.StringIO):
+    """Takes nothing, for one cause."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+
+    def write(self, text: str) -> int:
+        raise OSError(self._number, "lost")
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_full_disk_or_a_closed_terminal_does_not_keep_it_from_stopping(tmp_path: Path, number: int) -> None:
+    progress = StartupProgress(Home(tmp_path), Console(file=LostTerminal(number), width=200))
+    progress.starting(["gateway"])
+    progress.ready("gateway", 1.0, "127.0.0.1:8080")
+    progress.stopping()
+    progress.stopped()
+
+
+def test_an_output_that_cannot_be_written_for_another_reason_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="lost"):
+        StartupProgress(Home(tmp_path), Console(file=LostTerminal(errno.EBADF), width=200))

@@ -1,0 +1,49 @@
+"""The signals that end `torchrelay up`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from torchrelay.cli.up.run import stop_on_signals
+
+
+async def outcome(*sent: signal.Signals) -> tuple[bool, int]:
+    """Whether the signals stop the platform, and how often they kill it."""
+    stop, kills = asyncio.Event(), 0
+
+    def kill() -> None:
+        nonlocal kills
+        kills += 1
+
+    stop_on_signals(stop, kill)
+    for number in sent:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(0.001)  # the loop runs its handler
+    return stop.is_set(), kills
+
+
+@pytest.fixture
+def ignored_hang_up() -> Iterator[None]:
+    """As `nohup` starts a program."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_one_signal_stops_and_a_second_kills(number: signal.Signals) -> None:
+    assert await outcome(number) == (True, 0)
+    assert await outcome(number, number) == (True, 1)
+
+
+async def test_a_terminal_that_closes_stops_in_order_however_often_it_says_so() -> None:
+    assert await outcome(signal.SIGHUP, signal.SIGHUP) == (True, 0)
+
+
+async def test_nohup_keeps_it_running(ignored_hang_up: None) -> None:
+    assert await outcome(signal.SIGHUP) == (False, 0)
