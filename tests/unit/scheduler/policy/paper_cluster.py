@@ -101,7 +101,7 @@ def an_admission(model: Model, request_id: str, attempt: int = 1, now: float = 0
     admission = Admission(
         AttemptKey(request_id, attempt), "gateway-1", model.version_id, 100, 0, 50, 1, admitted_at=now, model=model.name
     )
-    return structs.replace(admission, **changes)  # type: ignore[arg-type]
+    return structs.replace(admission, **changes)
 
 
 @dataclass

@@ -210,11 +210,11 @@ class RunningCluster(PaperCluster):
             model=call.model.name,
             lost_workers=call.lost_workers,
         )
-        return structs.replace(admission, **call.changes)  # type: ignore[arg-type]
+        return structs.replace(admission, **call.changes)
 
     def _ask_to_migrate(self, call: Call) -> None:
         key = call.key._replace(attempt=call.successor)
-        admission = replace(self._admission(call), key=key, migrates=call.attempt, num_forced_tokens=1)
+        admission = structs.replace(self._admission(call), key=key, migrates=call.attempt, num_forced_tokens=1)
         self.apply(Admit(admission, call.model))
 
     def _end(self, call: Call, why: str) -> None:

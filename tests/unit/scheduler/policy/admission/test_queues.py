@@ -18,7 +18,7 @@ NOW = 100.0
 
 def of(tenant: str, request_id: str, **changes: object) -> Admission:
     changes = {"model": f"{tenant}/tiny", "num_prompt_tokens": 100, "admitted_at": NOW, **changes}
-    return structs.replace(an_admission(MODEL, request_id), **changes)  # type: ignore[arg-type]
+    return structs.replace(an_admission(MODEL, request_id), **changes)
 
 
 def queues_with(*admissions: Admission, limit: int = 100) -> AdmissionQueues:

@@ -70,7 +70,7 @@ def a_candidate(
 def placement_of(
     *candidates: Candidate, kv_transfer_times: KvTransferTimes | None = None, **admitted: int
 ) -> Placement:
-    admission = structs.replace(an_admission(MODEL, "r1"), **admitted)  # type: ignore[arg-type]
+    admission = structs.replace(an_admission(MODEL, "r1"), **admitted)
     placement = place(admission, MODEL, candidates, kv_transfer_times or KvTransferTimes(), RULES, NOW)
     assert isinstance(placement, Placement)
     return placement
