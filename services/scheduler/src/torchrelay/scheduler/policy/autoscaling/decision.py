@@ -9,7 +9,7 @@ Down: to zero after the idle timeout; an unwanted load is cancelled.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -76,7 +76,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         for slot in slots:
             del free[slot.worker_id]
     for demand in demands if autoscaler_input.has_all_waiting else ():
-        growth = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, config)
+        growth = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, freeing, config)
         if growth is None:
             continue
         assignments = assign(growth.slots, growth.missing[Role.PREFILL], growth.missing[Role.DECODE])
@@ -146,6 +146,7 @@ def _growth(
     autoscaler_input: AutoscalerInput,
     granted: Sequence[Roles],
     free: Mapping[str, WorkerStatus],
+    freeing: Callable[[], FreeingSlots],
     config: PolicyConfig,
 ) -> Growth | None:
     """What a model that can serve already gains by more instances, if that is worth their slots."""
@@ -158,14 +159,27 @@ def _growth(
         or not (demand.num_late_before or demand.num_saved(num_instances, 0.0))
     ):
         return None
-    slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid, demand.least_kv_bytes)
-    tiers = [slot.tier for slot in slots] or [Tier.PEER]
-    load_s = demand.load_s.get(min(tiers), 0.0)
+
+    def slots_of(workers: Iterable[WorkerStatus]) -> list[FreeSlot]:
+        return free_slots(demand.model, workers, autoscaler_input.stores, demand.avoid, demand.least_kv_bytes)
+
+    slots = slots_of(free.values())
+    tier = _nearest(slots or slots_of(_workers_of(freeing().idle, autoscaler_input)))
+    load_s = demand.load_s.get(tier, 0.0)
     wanted = wanted_instances(demand, num_instances, load_s, config)
     missing = +Counter({role: wanted - sum(role in one for one in roles) for role in Role})
     saved = max(demand.num_saved(num_instances, load_s), demand.num_late_before)
     held_s = demand.held_s(num_instances, load_s)
     return Growth(wanted, missing, slots, load_s, saved, held_s) if missing else None
+
+
+def _nearest(slots: Iterable[FreeSlot]) -> Tier:
+    return min((slot.tier for slot in slots), default=Tier.PEER)
+
+
+def _workers_of(loads: Iterable[InstanceLoad], autoscaler_input: AutoscalerInput) -> list[WorkerStatus]:
+    workers = (autoscaler_input.workers.get(load.instance.worker_id) for load in loads)
+    return [worker for worker in workers if worker is not None]
 
 
 def _growth_reason(demand: Demand, growth: Growth) -> Reason:
