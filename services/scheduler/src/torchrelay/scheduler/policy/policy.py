@@ -44,6 +44,9 @@ class Policy:
                 admissions.first_token(state, key, now)
             case inputs.Release():
                 self._release(input_, now)
+            case inputs.MinimumsSet(models):
+                state.set_minimums(models, now)
+                self._react(now)
             case inputs.GatewayConnected(gateway_id):
                 admissions.park(state, state.gateways.connected(gateway_id, now))
             case inputs.GatewayDisconnected(gateway_id):

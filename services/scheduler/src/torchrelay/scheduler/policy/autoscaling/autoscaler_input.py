@@ -135,6 +135,7 @@ class AutoscalerInput:
     free_workers: Mapping[str, WorkerStatus]  # those that say that their slot is free
     waited_for: frozenset[str] = frozenset()  # versions that requests wait for
     suspects: frozenset[str] = frozenset()  # workers on which nothing is placed
+    minimums: Mapping[str, int] = field(default_factory=dict)  # by version: instances per role that stay loaded
 
     @cached_property
     def loads(self) -> Sequence[InstanceLoad]:
@@ -148,6 +149,18 @@ class AutoscalerInput:
             if load.instance.staying:
                 found[load.instance.version_id].append(load)
         return found
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """Instances that stay though nobody uses them: of each role as many as the model's minimum, the oldest."""
+        found: set[str] = set()
+        for version_id, number in self.minimums.items():
+            loads = [load for load in self.instance_loads.of_version(version_id) if load.instance.staying]
+            loads.sort(key=lambda load: (load.instance.created_at, load.instance.instance_id))
+            for role in Role:
+                playing = [load.instance.instance_id for load in loads if role in load.instance.target_roles]
+                found.update(playing[:number])
+        return frozenset(found)
 
     @property
     def staying_of_demands(self) -> Mapping[str, Sequence[InstanceLoad]]:

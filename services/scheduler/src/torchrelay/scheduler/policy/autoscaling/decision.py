@@ -8,6 +8,7 @@ Down: to zero after the idle timeout; an unwanted load is cancelled.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     cover_both_roles,
 )
 from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots
-from torchrelay.scheduler.policy.autoscaling.instance_eviction import evict, evict_to_grow
+from torchrelay.scheduler.policy.autoscaling.instance_eviction import Gain, evict, evict_to_grow
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign, free_slots
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -53,7 +54,9 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     into slots for which a model without any still waits: not at all, unless every model that waits is decided on.
     """
     actions: list[Action] = []
-    is_wanted = any(one.num_waiting or one.num_cold or one.backlog_s for one in autoscaler_input.demands)
+    is_wanted = bool(autoscaler_input.minimums) or any(
+        one.num_waiting or one.num_cold or one.backlog_s for one in autoscaler_input.demands
+    )
     free = _free_workers(autoscaler_input) if is_wanted else {}
     granted: dict[str, list[Roles]] = {}
     starving: list[Demand] = []
@@ -86,7 +89,10 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
             actions += grown
         missing = growth.missing - Counter(role for one in assignments for role in one.roles)
         if missing:
-            actions += evict_to_grow(demand, missing, growth.num_saved, growth.held_s, autoscaler_input, freeing())
+            gain = Gain(growth.num_saved, growth.held_s, f"saves {growth.num_saved:.1f} late requests")
+            actions += evict_to_grow(demand, missing, gain, autoscaler_input, freeing())
+    for demand in demands if autoscaler_input.has_all_waiting else ():
+        actions += _fill_minimum(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, freeing)
     staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_demands
     actions += _scale_down(staying, autoscaler_input, actions, config)
     return tuple(actions)
@@ -139,6 +145,34 @@ def _scale_from_zero(
         if missing and (spread := _assign_both_roles(autoscaler_input, demand, missing, kv_bytes)):
             return [spread]
     return []
+
+
+def _fill_minimum(
+    demand: Demand,
+    autoscaler_input: AutoscalerInput,
+    granted: Sequence[Roles],
+    free: dict[str, WorkerStatus],
+    freeing: Callable[[], FreeingSlots],
+) -> list[Action]:
+    """What a model lacks of the instances that stay loaded: free slots, and those of models that are idle."""
+    minimum = autoscaler_input.minimums.get(demand.model.version_id, 0)
+    roles = [*(load.instance.target_roles for load in autoscaler_input.of(demand.model)), *granted]
+    missing = +Counter({role: minimum - sum(role in one for one in roles) for role in Role})
+    if not missing or autoscaler_input.now < demand.not_before:
+        return []
+    slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid)
+    assignments = assign(slots, missing[Role.PREFILL], missing[Role.DECODE])
+    actions: list[Action] = []
+    if assignments:
+        text = f"its minimum is {minimum} per role"
+        actions.append(Wake(demand.model, assignments, Reason("minimum", text, {"num_wanted": minimum})))
+        for assignment in assignments:
+            del free[assignment.worker_id]
+        missing -= Counter(role for one in assignments for role in one.roles)
+    if missing:
+        gain = Gain(math.inf, 0.0, f"lacks instances of its minimum, {minimum} per role")
+        actions += evict_to_grow(demand, missing, gain, autoscaler_input, freeing())
+    return actions
 
 
 def _growth(
@@ -239,15 +273,16 @@ def _scale_down(
         if version_id in autoscaler_input.waited_for:
             continue
         loads = [load for load in staying if load.instance.instance_id not in drained]
+        kept = [load for load in loads if load.instance.instance_id in autoscaler_input.kept]
         demand = demands.get(version_id)
         price_s = autoscaler_input.prices_s.get(version_id) or config.idle_timeout_s
         keep_s = demand.keep_s if demand is not None else price_s
         abandoned_since = autoscaler_input.now - config.cancel_after_s
         if all(load.instance.phase is InstancePhase.LOADING and load.is_idle_since(abandoned_since) for load in loads):
             cancelled = Reason("cancel", "no request waits for it any more")
-            actions += [Drain(load.instance.instance_id, cancelled) for load in loads]
+            actions += [Drain(load.instance.instance_id, cancelled) for load in loads if load not in kept]
             continue
-        idle = [load for load in loads if load.is_idle_since(autoscaler_input.now - keep_s)]
+        idle = [load for load in loads if load.is_idle_since(autoscaler_input.now - keep_s) and load not in kept]
         reasons = {
             load.instance.instance_id: _idle_reason(autoscaler_input.now - load.unused_since, keep_s, price_s)
             for load in idle
@@ -264,7 +299,7 @@ def _scale_down(
                 spared = replace(reason, text=f"{reason.text}; others of the model remain")
                 actions.append(Drain(load.instance.instance_id, spared))
         if demand is not None and len(loads) == len(staying):
-            actions += _uncrowded(demand, loads, autoscaler_input.now)
+            actions += _uncrowded(demand, loads, kept, autoscaler_input.now)
     return actions
 
 
@@ -273,7 +308,7 @@ def can_spare(load: InstanceLoad, loads: Sequence[InstanceLoad]) -> bool:
     return cover_both_roles(other.instance for other in loads if other is not load)
 
 
-def _uncrowded(demand: Demand, loads: Sequence[InstanceLoad], now: float) -> list[Drain]:
+def _uncrowded(demand: Demand, loads: Sequence[InstanceLoad], kept: Sequence[InstanceLoad], now: float) -> list[Drain]:
     """The instance with least to do, where one less was enough for as long as a cold start is worth: dispatch spreads
     requests over all, so that none is ever idle.
     """
@@ -283,7 +318,7 @@ def _uncrowded(demand: Demand, loads: Sequence[InstanceLoad], now: float) -> lis
     if spare_s < demand.price_s or min(sum(role in load.instance.target_roles for load in loads) for role in Role) < 2:
         return []
     for load in sorted(loads, key=lambda load: (load.num_open, load.instance.instance_id)):
-        if can_spare(load, loads):
+        if load not in kept and can_spare(load, loads):
             text = f"the others were enough for {format_duration(spare_s)} (limit {format_duration(demand.price_s)})"
             figures = {"idle_s": spare_s, "idle_timeout_s": demand.price_s}
             return [Drain(load.instance.instance_id, Reason("idle", text, figures))]

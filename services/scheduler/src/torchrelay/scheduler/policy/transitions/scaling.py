@@ -50,7 +50,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
     membership, settled = state.membership, now - state.started_at >= state.config.settle_s
     if version_ids is None:
         staying = {instance.version_id for instance in state.instances if instance.staying}
-        version_ids = sorted(staying.union(state.queues.versions))
+        version_ids = sorted(staying.union(state.queues.versions, state.minimums))
     models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
 
     @cache
@@ -79,6 +79,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         prices_s={model.version_id: state.idle_timeout_s(model.version_id, now) for model in models},
         waited_for=frozenset(state.queues.versions) if settled else frozenset(),
         suspects=membership.suspects,
+        minimums=state.minimums,
     )
 
 
