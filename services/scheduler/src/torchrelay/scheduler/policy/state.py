@@ -74,6 +74,7 @@ class State:
     aliases: VersionAliases = field(default_factory=VersionAliases)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
     minimums: dict[str, int] = field(default_factory=dict)  # by version: instances per role that stay loaded
+    forecasts: dict[str, tuple[float, float]] = field(default_factory=dict)  # by unused version; see ``Demand``
     effects: Effects = field(default_factory=Effects)
     instances_without_token: Recent[str, tuple[str, ...]] = field(  # by request id; see note_no_token
         default_factory=lambda: Recent(_MAX_REQUESTS_WITHOUT_TOKEN)

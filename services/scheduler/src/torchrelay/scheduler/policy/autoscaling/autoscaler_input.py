@@ -46,6 +46,7 @@ class Demand:
     target_s: float = 2.0  # for the first token
     price_s: float = 60.0  # what a cold start is worth, in seconds of its slot
     keep_s: float = 60.0  # how long it is worth to keep an unused slot
+    forecast: tuple[float, float] = (math.inf, math.inf)  # between these its next request is expected: see ``price``
     crowded_at: float = 0.0  # when it last needed all its instances
     load_s: Mapping[Tier, float] = field(default_factory=dict)
 
@@ -70,6 +71,10 @@ class Demand:
 
     def held_s(self, num_instances: int, load_s: float) -> float:
         return price.held_s(num_instances, self.backlog_s, load_s, self.price_s)
+
+    def is_expected(self, now: float) -> bool:
+        """Whether it should be loaded though nobody asks."""
+        return self.forecast[0] <= now <= self.forecast[1]
 
     @property
     def slot_wait_s(self) -> float:

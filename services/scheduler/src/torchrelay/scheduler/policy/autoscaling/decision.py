@@ -55,7 +55,8 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     """
     actions: list[Action] = []
     is_wanted = bool(autoscaler_input.minimums) or any(
-        one.num_waiting or one.num_cold or one.backlog_s for one in autoscaler_input.demands
+        one.num_waiting or one.num_cold or one.backlog_s or one.is_expected(autoscaler_input.now)
+        for one in autoscaler_input.demands
     )
     free = _free_workers(autoscaler_input) if is_wanted else {}
     granted: dict[str, list[Roles]] = {}
@@ -93,6 +94,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
             actions += evict_to_grow(demand, missing, gain, autoscaler_input, freeing())
     for demand in demands if autoscaler_input.has_all_waiting else ():
         actions += _fill_minimum(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, freeing)
+        actions += _expect(demand, autoscaler_input, granted.get(demand.model.version_id, []), free)
     staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_demands
     actions += _scale_down(staying, autoscaler_input, actions, config)
     return tuple(actions)
@@ -173,6 +175,23 @@ def _fill_minimum(
         gain = Gain(math.inf, 0.0, f"lacks instances of its minimum, {minimum} per role")
         actions += evict_to_grow(demand, missing, gain, autoscaler_input, freeing())
     return actions
+
+
+def _expect(
+    demand: Demand, autoscaler_input: AutoscalerInput, granted: Sequence[Roles], free: dict[str, WorkerStatus]
+) -> list[Action]:
+    """Loads a model of which the next request is expected, if a slot is free for it."""
+    now = autoscaler_input.now
+    if not demand.is_expected(now) or now < demand.not_before or granted or autoscaler_input.of(demand.model):
+        return []
+    assignments = assign(free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid), 1, 1)
+    if not assignments:
+        return []
+    for assignment in assignments:
+        del free[assignment.worker_id]
+    left_s = demand.forecast[1] - now
+    text = f"its next request is expected within {format_duration(left_s)}, by when it came of late"
+    return [Wake(demand.model, assignments, Reason("forecast", text, {"left_s": left_s}))]
 
 
 def _growth(
@@ -275,6 +294,8 @@ def _scale_down(
         loads = [load for load in staying if load.instance.instance_id not in drained]
         kept = [load for load in loads if load.instance.instance_id in autoscaler_input.kept]
         demand = demands.get(version_id)
+        if demand is not None and demand.is_expected(autoscaler_input.now):
+            continue
         price_s = autoscaler_input.prices_s.get(version_id) or config.idle_timeout_s
         keep_s = demand.keep_s if demand is not None else price_s
         abandoned_since = autoscaler_input.now - config.cancel_after_s

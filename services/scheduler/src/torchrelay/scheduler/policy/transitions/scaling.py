@@ -50,7 +50,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
     membership, settled = state.membership, now - state.started_at >= state.config.settle_s
     if version_ids is None:
         staying = {instance.version_id for instance in state.instances if instance.staying}
-        version_ids = sorted(staying.union(state.queues.versions, state.minimums))
+        version_ids = sorted(staying.union(state.queues.versions, state.minimums, _expected(state, now)))
     models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
 
     @cache
@@ -81,6 +81,14 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         suspects=membership.suspects,
         minimums=state.minimums,
     )
+
+
+def _expected(state: State, now: float) -> list[str]:
+    """Versions of which the next request is expected about now."""
+    for version_id, (_, until) in list(state.forecasts.items()):
+        if until < now:
+            del state.forecasts[version_id]
+    return [version_id for version_id, (begin, _) in state.forecasts.items() if begin <= now]
 
 
 def _instance_load(state: State, instance: Instance, tenants: frozenset[str], now: float) -> InstanceLoad:
@@ -129,6 +137,7 @@ def _demand(state: State, model: Model, now: float) -> Demand:
     waiting = _waiting(state, model, now)
     history, price_s = state.arrivals.of(version_id), state.idle_timeout_s(version_id, now)
     rate, late_since = history.rate(now), max([now - price_s, *(one.since for one in instances)])
+    load_s = {tier: state.load_times.predict_s(model, tier, state.config) for tier in Tier}
     demand = Demand(
         model=model,
         num_waiting=waiting.number,
@@ -146,9 +155,12 @@ def _demand(state: State, model: Model, now: float) -> Demand:
         load=admissions.prompts_s(state, model, rate.tokens_per_s, now),
         target_s=history.target_s or state.config.standard_ttft_s,
         price_s=price_s,
-        keep_s=history.idle_gaps.keep_s(price_s),
-        load_s={tier: state.load_times.predict_s(model, tier, state.config) for tier in Tier},
+        keep_s=history.idle_gaps.plan(price_s, load_s[Tier.PEER]).keep_s,
+        forecast=history.forecast(price_s, load_s[Tier.PEER]),
+        load_s=load_s,
     )
+    if now < demand.forecast[1] < math.inf:
+        state.forecasts[version_id] = demand.forecast
     num_serving = min(sum(role in one.target_roles for one in instances) for role in Role)
     if num_serving > 1 and demand.num_saved(num_serving - 1, 0.0) >= 1:
         history.crowded_at = now
