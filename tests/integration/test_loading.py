@@ -85,6 +85,32 @@ async def test_a_request_waits_in_the_engine_for_the_layers(tmp_path: Path, mode
         await scene.assert_idle()
 
 
+async def test_who_watches_the_slot_hears_of_each_layer_that_arrives(
+    tmp_path: Path, model: Model, nats_url: str
+) -> None:
+    """The scheduler predicts by them what is left of a load; it heard of none before the last."""
+    async with loading(tmp_path, model, nats_url) as (scene, pack):
+        slot, manifest = scene.prefill.worker.slot, model.pack.manifest
+        assert slot.hosted is not None
+        await slot.hosted.settled.wait()
+        heard: list[int] = []
+
+        async def watch() -> None:
+            async for _ in slot.changes():
+                heard.append(slot.report().num_layers_ready)
+
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(watch())
+            for number, segment in enumerate(manifest.segments[1:-1], 1):
+                missing = range(-(-segment.end // manifest.chunk_bytes))
+                pack.let(*(index for index in missing if not pack.ready_flags()[index]))
+                await until(lambda number=number: bool(heard) and heard[-1] >= number)  # type: ignore[misc]
+            watching.cancel()
+        assert len(set(heard)) > 1
+        pack.let_all()
+        await scene.prefill.until_ready()
+
+
 async def test_an_unload_amid_the_load_drains_and_never_becomes_ready(
     tmp_path: Path, model: Model, nats_url: str
 ) -> None:

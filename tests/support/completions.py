@@ -62,7 +62,7 @@ def stream(
         "POST", url, json={**body, **usage, **options}, headers=headers(key), timeout=timeout_s
     ) as response:
         assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
+        for line in _lines(response):
             if line == "data: [DONE]":
                 state.done = True
             elif line.startswith("data: "):
@@ -70,3 +70,11 @@ def stream(
             else:
                 continue
             yield state
+
+
+def _lines(response: httpx.Response) -> Iterator[str]:
+    """``iter_lines`` also splits where the text of a token is one of Unicode's line ends."""
+    rest = b""
+    for received in response.iter_bytes():
+        *lines, rest = (rest + received).split(b"\n")
+        yield from (line.decode() for line in lines)

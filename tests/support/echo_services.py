@@ -78,6 +78,11 @@ class EchoScheduler:
         for events in self._streams:
             await events.put(admit_pb.AdmitEvent(take_back=admit_pb.TakeBack(key=key)))
 
+    async def migrate(self, key: types_pb2.AttemptKey) -> None:
+        """Says so to every gateway."""
+        for events in self._streams:
+            await events.put(admit_pb.AdmitEvent(migrate=admit_pb.Migrate(key=key)))
+
     async def _read(
         self, batches: AsyncIterator[admit_pb.AdmitCommands], events: asyncio.Queue[admit_pb.AdmitEvent]
     ) -> None:

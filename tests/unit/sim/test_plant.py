@@ -12,7 +12,7 @@ import pytest
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Role, ServiceClass
 from torchrelay.scheduler.policy.effects import Effects, TakeBack, UnloadCommand
-from torchrelay.scheduler.policy.inputs import Admit, Due, FirstToken, Input, Tick, WorkerReported
+from torchrelay.scheduler.policy.inputs import Admit, Due, FirstToken, Input, Release, Tick, WorkerReported
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.sim.fleets import served_model
@@ -95,6 +95,44 @@ def test_prompts_behind_a_worker_that_has_become_slow_are_taken_back_and_begin_e
     assert never.num_taken_back == 0
     late = [sum(each.ttft_s > 2.0 for each in found[600:]) for found in (outcomes, as_bound)]
     assert late[0] < late[1]
+
+
+def test_answers_leave_an_instance_that_drains_and_end_elsewhere_with_all_their_tokens() -> None:
+    class DrainingPolicy(Policy):
+        """Drains one of two decode instances at 1010 s."""
+
+        drained = ""
+        freed_at = math.inf
+        num_moved = 0
+
+        def apply(self, input_: Input, now: float) -> Effects:
+            caused = super().apply(input_, now)
+            self.num_moved += isinstance(input_, Release) and input_.is_migrated
+            decoding = [one for one in self.state.instances if one.plays(Role.DECODE) and one.placeable]
+            if now > 1010.0 and not self.drained and len(decoding) > 1:
+                caused.commands.append(UnloadCommand(decoding[0].instance_id, decoding[0].worker_id, 60.0))
+                self.drained = decoding[0].instance_id
+            elif self.drained and math.isinf(self.freed_at) and self.state.instances.get(self.drained) is None:
+                self.freed_at = now
+            return caused
+
+    def run_with(gain_s: float) -> tuple[DrainingPolicy, list[RequestOutcome]]:
+        ids = count()
+        config = PolicyConfig(drain_s=60.0, migration_gain_s=gain_s)
+        strategies = Strategies(decide=StaticInstances([(policy_model(SMALL), 1, 2)], num_workers=10))
+        policy = DrainingPolicy(config, lambda: f"i{next(ids)}", 1000.0, strategies)
+        return policy, Plant(policy, FLEET, [SMALL]).run(requests("t/small", 20, 0.01, 1000, 5000))
+
+    (policy, outcomes), (never, as_placed) = run_with(0.5), run_with(math.inf)
+    assert 8 <= policy.num_moved <= 12 and never.num_moved == 0
+    assert policy.freed_at < 1013.0 < 1020.0 < never.freed_at
+    for moved, unmoved in zip(outcomes, as_placed, strict=True):
+        assert moved.ended_at and not moved.is_refused
+        assert moved.ended_at - unmoved.ended_at < 10.0, "of 80 s: a batch of twenty is slower than one of ten"
+        steps_s = (moved.request.num_output_tokens - 1) * 0.003
+        assert moved.ended_at - moved.first_token_at >= steps_s, "no token is given twice or left out"
+    assert len(policy.state.attempts) == len(policy.state.queues) == 0
+    policy.state.attempts.check_integrity({})
 
 
 def test_a_cold_start_takes_what_the_disk_takes_and_a_second_copy_what_the_network_takes() -> None:

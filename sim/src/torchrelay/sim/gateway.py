@@ -54,6 +54,7 @@ class SimulatedGateway:
         self._open: dict[AttemptKey, RequestOutcome] = {}
         self._forced: dict[AttemptKey, int] = {}
         self._running: dict[AttemptKey, _Attempt] = {}
+        self._migrating: dict[AttemptKey, _Attempt] = {}  # by the attempt that is to take over
         self.num_waiting = 0  # requests without a first token, wherever they wait for it
 
     @property
@@ -63,7 +64,7 @@ class SimulatedGateway:
     @property
     def num_decoding(self) -> int:
         """Requests that have their first token and not their last."""
-        return len(self._open) + len(self._running) - self.num_waiting
+        return len(self._open) + len(self._running) - len(self._migrating) - self.num_waiting
 
     def connect(self) -> None:
         self._scheduler.apply(inputs.GatewayConnected(_GATEWAY))
@@ -74,7 +75,7 @@ class SimulatedGateway:
         self.num_waiting += 1
         self._admit(outcome, AttemptKey(request.request_id, 1), 0)
 
-    def _admit(self, outcome: RequestOutcome, key: AttemptKey, num_forced: int) -> None:
+    def _admit(self, outcome: RequestOutcome, key: AttemptKey, num_forced: int, migrates: int = 0) -> None:
         request, model = outcome.request, self._models[outcome.request.model]
         name = f"{request.tenant}/{model.name.partition('/')[2]}" if request.tenant else model.name
         is_batch = request.service_class is ServiceClass.BATCH
@@ -92,22 +93,27 @@ class SimulatedGateway:
             service_class=request.service_class,
             ttft_target_s=0.0 if is_batch else served.ttft_target_s(request.num_prompt_tokens),
             weight=request.weight,
+            migrates=migrates,
         )
         self._open[key], self._forced[key] = outcome, num_forced
-        self._scheduler.apply(inputs.Admit(admission, replace(model, name=name)))
+        self._scheduler.apply(inputs.Admit(admission, replace(model, name=name) if request.tenant else model))
 
     def answered(self, answer: effects.Answer) -> None:
         match answer:
             case effects.Placed():
                 self._events.after(RPC_S, partial(self._start, answer.placement))
             case effects.AdmissionRefused():
-                if (outcome := self._open.pop(answer.key, None)) is not None:
+                outcome = self._open.pop(answer.key, None)
+                self._forced.pop(answer.key, None)
+                if self._migrating.pop(answer.key, None) is None and outcome is not None:
                     outcome.is_refused = True
                     self.num_waiting -= not outcome.first_token_at
             case effects.Waiting():
                 pass
             case effects.TakeBack():
                 self._events.after(RPC_S, partial(self._take_back, answer.key))
+            case effects.Migrate():
+                self._events.after(RPC_S, partial(self._migrate, answer.key))
 
     def _start(self, placement: Placement) -> None:
         """Opens the attempt at both workers."""
@@ -115,8 +121,12 @@ class SimulatedGateway:
         outcome = self._open.pop(key, None)
         if outcome is None:
             return
-        now = self._events.now
-        attempt = _Attempt(outcome, key, placement, now, self._forced.pop(key))
+        now, num_forced = self._events.now, self._forced.pop(key)
+        if (left := self._migrating.pop(key, None)) is not None:
+            num_forced = self._num_given(left)
+            self._leave(left)
+            self._scheduler.apply(inputs.Release(left.key, True, is_migrated=True))
+        attempt = _Attempt(outcome, key, placement, now, num_forced)
         outcome.placed_at = outcome.placed_at or now
         outcome.was_cold = outcome.was_cold or placement.cold
         outcome.predicted_ttft_s = outcome.predicted_ttft_s or placement.predicted.ttft_s
@@ -168,6 +178,7 @@ class SimulatedGateway:
         now, placement = self._events.now, attempt.placement
         attempt.outcome.ended_at = now + RPC_S
         self._running.pop(attempt.key, None)
+        self._give_up_migration(attempt)
         for ref in (placement.prefill, placement.decode):
             self._workers.leave(ref.worker_id, attempt.key)
         num_steps = attempt.outcome.request.num_output_tokens - attempt.num_forced - 1
@@ -186,20 +197,48 @@ class SimulatedGateway:
         if attempt is not None and isinstance(attempt.job, Prompt) and not attempt.job.num_done:
             self._fail(attempt, is_taken_back=True)
 
+    def _migrate(self, key: AttemptKey) -> None:
+        """Another attempt is asked for, which takes over when it is placed."""
+        attempt = self._running.get(key)
+        if attempt is None or not attempt.computed_at or attempt in self._migrating.values():
+            return
+        successor = AttemptKey(key.request_id, attempt.outcome.num_attempts + 1)
+        attempt.outcome.num_attempts += 1
+        self._migrating[successor] = attempt
+        self._admit(attempt.outcome, successor, self._num_given(attempt), migrates=key.attempt)
+
+    def _give_up_migration(self, attempt: _Attempt) -> None:
+        """The attempt is over before another one took over."""
+        successor = next((key for key, one in self._migrating.items() if one is attempt), None)
+        if successor is not None:
+            del self._migrating[successor], self._open[successor], self._forced[successor]
+            self._scheduler.soon(inputs.Withdraw(successor))
+
     def _fail(self, attempt: _Attempt, *, is_taken_back: bool = False) -> None:
         """The attempt is over without its end: another one is asked for, which continues it."""
-        self._running.pop(attempt.key, None)
+        self._give_up_migration(attempt)
+        given = self._num_given(attempt)
+        self._leave(attempt)
+        self._scheduler.apply(inputs.Release(attempt.key, given > attempt.num_forced, is_taken_back=is_taken_back))
+        attempt.outcome.num_attempts += 1
+        key = AttemptKey(attempt.key.request_id, attempt.outcome.num_attempts)
+        self._admit(attempt.outcome, key, given)
+
+    def _num_given(self, attempt: _Attempt) -> int:
+        """Tokens that the request has by now, without its last one."""
+        worker = self._workers.of[attempt.placement.decode.worker_id]
         given = attempt.num_forced + (attempt.computed_at > 0)
+        if isinstance(attempt.job, Decoding) and attempt.key in worker.attempts and worker.engine is not None:
+            given += worker.engine.num_tokens_done(attempt.job)
+        return min(given, attempt.outcome.request.num_output_tokens - 1)
+
+    def _leave(self, attempt: _Attempt) -> None:
+        """The attempt leaves its workers."""
+        self._running.pop(attempt.key, None)
         if attempt.kv_event is not None:
             attempt.kv_event.cancel()
         for ref in (attempt.placement.prefill, attempt.placement.decode):
             worker = self._workers.of[ref.worker_id]
             if attempt.key in worker.attempts and worker.engine is not None and attempt.job is not None:
-                if isinstance(attempt.job, Decoding) and ref is attempt.placement.decode:
-                    given += worker.engine.num_tokens_done(attempt.job)
                 worker.engine.cancel(attempt.job)
             self._workers.leave(ref.worker_id, attempt.key)
-        self._scheduler.apply(inputs.Release(attempt.key, given > attempt.num_forced, is_taken_back=is_taken_back))
-        attempt.outcome.num_attempts += 1
-        key = AttemptKey(attempt.key.request_id, attempt.key.attempt + 1)
-        self._admit(attempt.outcome, key, min(given, attempt.outcome.request.num_output_tokens - 1))

@@ -101,7 +101,7 @@ class Plant:
 
     def _wake(self, command: effects.WakeCommand) -> None:
         for hop in command.hops:
-            self._stores.relay(command.model, hop)
+            self._stores.relay(command.model, hop, is_idle=not hop.urgent)
             for order in hop.loads:
                 self._workers.load(command.model, order)
 

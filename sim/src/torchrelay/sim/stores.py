@@ -25,7 +25,7 @@ class SimulatedStore:
     store_id: str
     copies: dict[str, Transfer | None] = field(default_factory=dict)  # by pack, the longest unused first; None: whole
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # followed at once, by pack
-    idle: set[str] = field(default_factory=set)  # packs that arrive, and nobody waits for
+    idle: set[str] = field(default_factory=set)  # packs that arrive, and take only what others leave of the links
     retained: tuple[str, ...] = ()
     pins: dict[str, str] = field(default_factory=dict)  # packs in the slots of its host's workers, by worker
     _waiting: dict[str, dict[str, Callable[[], None]]] = field(default_factory=dict)  # by pack and worker
@@ -96,6 +96,7 @@ class SimulatedStores:
         if transfer is not None and not transfer.is_complete:
             sources = self._sources(store, pack_id, command.hop)
             store.sources[pack_id] = sources
+            store.idle = store.idle - {pack_id} if command.urgent else store.idle | {pack_id}
             self.network.redirect(transfer, self._streams(store, pack_id, sources))
 
     def retain(self, command: effects.RetainCommand) -> None:

@@ -111,7 +111,7 @@ def test_a_relay_that_comes_while_the_download_is_being_stopped_is_not_lost(
     arena_copies.close()
 
 
-def test_an_urgent_relay_hastens_the_idle_one_that_runs(
+def test_a_running_relay_is_as_urgent_as_it_was_last_asked_for(
     tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, manifest = make_pack(1 << 20, chunk_bytes=32768)
@@ -126,10 +126,13 @@ def test_an_urgent_relay_hastens_the_idle_one_that_runs(
         assert eventually(lambda: arena_copies.copies()[0].num_chunks_verified == 1)
         arena_copies.relay(pack_id, [source]).result(10)
         assert eventually(lambda: classes[-1] == TransferClass.URGENT)
+        arena_copies.relay(pack_id, [source], transfer_class=TransferClass.IDLE).result(10)  # something is more urgent
+        assert eventually(lambda: classes[-1] == TransferClass.IDLE)
         for index in range(manifest.num_chunks):
             sent.publish(index, sent.pieces[index])
         assert eventually(lambda: arena_copies.copies()[0].num_chunks_verified == manifest.num_chunks)
-    assert classes[-2:] == [TransferClass.IDLE, TransferClass.URGENT]  # before them its manifest came
+    idle = TransferClass.IDLE
+    assert classes[-3:] == [idle, TransferClass.URGENT, idle]  # before them its manifest came
     assert arena_copies.copies()[0].record.stats.num_repairs == 0
     arena_copies.close()
 

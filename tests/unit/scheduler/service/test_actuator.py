@@ -111,3 +111,27 @@ async def test_a_load_from_a_whole_copy_waits_for_no_answer_of_its_store(nats_ur
             await door.placement()
             assert all(worker.loads for worker in workers) and len(store.relays) <= 1
             store.answers.set()
+
+
+async def test_of_two_wakes_over_one_link_the_later_is_idle_until_the_other_has_ended(nats_url: str) -> None:
+    other = a_version("acme/other")
+    async with house(nats_url) as it:
+        source = await a_store(it, 1, 100)
+        source.copies[other.pack_id] = reports_pb2.PackCopy(
+            pack_id=other.pack_id, pack_bytes=other.pack_bytes, num_chunks=8, num_chunks_verified=8
+        )
+        await source.touch()
+        targets = [await a_store(it, number, 100, whole=False) for number in (2, 3)]
+        async with it.scheduler(6, replicate=False) as address, GatewayClient(address) as door:
+            await cluster(address, lambda view: len(view.stores) == 3 and len(view.stores[0].copies) == 2)
+            await asyncio.sleep(0.5)  # the settling time of a start
+            await door.admit("r1")
+            await door.admit("r2", version=other)
+            await eventually(lambda: all(target.relays for target in targets))
+            first, second = sorted(targets, key=lambda target: target.relays[0].pack_id != PACK)
+            assert first.relays[0].urgency == param_store_pb2.RELAY_URGENCY_URGENT
+            assert second.relays[0].urgency == param_store_pb2.RELAY_URGENCY_IDLE
+            await first.finish_relay(PACK, 1_000_000)
+            await eventually(lambda: len(second.relays) == 2)
+            assert second.relays[1].urgency == param_store_pb2.RELAY_URGENCY_URGENT
+            assert len(first.relays) == 1

@@ -14,7 +14,7 @@ from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.explain import ExplainLog
-from torchrelay.scheduler.policy.inputs import GatewayConnected
+from torchrelay.scheduler.policy.inputs import FirstToken, GatewayConnected
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.controller import Clock, Controller
 from torchrelay.scheduler.service.epoch import Epoch
@@ -55,32 +55,35 @@ async def test_times_that_are_due_ever_earlier_leave_one_timer() -> None:
     assert 1 <= num_due(log) <= 10  # at most one for each time
 
 
+def a_report(worker_id: str, *, drains: bool = False) -> reports_pb2.WorkerReport:
+    slot = reports_pb2.SlotState(
+        state=reports_pb2.SlotState.STATE_DRAINING if drains else reports_pb2.SlotState.STATE_READY,
+        instance_id=f"i-{worker_id}",
+        model=a_version().model,
+        version_id=a_version().version_id,
+        pack_id=a_version().pack_id,
+        roles=[types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE],
+    )
+    return reports_pb2.WorkerReport(
+        worker_id=worker_id,
+        incarnation=worker_id,
+        host_id="h",
+        grpc_address=f"{worker_id}:1",
+        roles=slot.roles,
+        slot=slot,
+        kv_pool_bytes=1 << 40,
+    )
+
+
 async def test_a_prompt_is_taken_back_through_its_gateways_stream() -> None:
     controller, _ = recorded_controller()
     stream = controller.streams.open()
     controller.streams.connected(stream, "gateway-1")
     for worker_id in ("w1", "w2"):
-        slot = reports_pb2.SlotState(
-            state=reports_pb2.SlotState.STATE_READY,
-            instance_id=f"i-{worker_id}",
-            model=a_version().model,
-            version_id=a_version().version_id,
-            pack_id=a_version().pack_id,
-            roles=[types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE],
-        )
         if worker_id == "w2":  # comes when two prompts have been bound to the other, which computes nothing
             for request_id in ("r1", "r2"):
                 controller.admit("gateway-1", a_request(request_id))
-        report = reports_pb2.WorkerReport(
-            worker_id=worker_id,
-            incarnation=worker_id,
-            host_id="h",
-            grpc_address=f"{worker_id}:1",
-            roles=slot.roles,
-            slot=slot,
-            kv_pool_bytes=1 << 40,
-        )
-        controller.worker_reported(report, streamed=True)
+        controller.worker_reported(a_report(worker_id), streamed=True)
     state, key = controller.policy.state, core.AttemptKey("r2", 1)
     assert len(state.attempts) == 2
 
@@ -95,6 +98,28 @@ async def test_a_prompt_is_taken_back_through_its_gateways_stream() -> None:
     message = scheduler_pb2.Release(key=types_pb2.AttemptKey(request_id="r2", attempt=1), is_taken_back=True)
     controller.release(message)
     assert list(state.taken_back) == ["r2"] and "r2" not in state.instances_without_token
+
+
+async def test_an_answer_moves_through_its_gateways_stream() -> None:
+    controller, _ = recorded_controller()
+    stream = controller.streams.open()
+    controller.streams.connected(stream, "gateway-1")
+    for worker_id in ("w1", "w2"):
+        controller.worker_reported(a_report(worker_id), streamed=True)
+    controller.admit("gateway-1", a_request("r1", max_tokens=1000))
+    controller.apply(FirstToken(core.AttemptKey("r1", 1)))
+    controller.worker_reported(a_report("w1", drains=True), streamed=True)
+    controller.tick(0.0)
+    controller.admit("gateway-1", a_request("r1", 2, max_tokens=1000, num_forced_tokens=3, migrates=1))
+    controller.admit("gateway-1", a_request("r1", 3, max_tokens=1000, num_forced_tokens=3, migrates=9))
+    first, migrate, second, refused = (await anext(stream.events())).events
+    assert first.placement.decode.worker_id == "w1" and second.placement.decode.worker_id == "w2"
+    assert migrate.migrate.key == first.placement.key and second.placement.key.attempt == 2
+    assert refused.refusal.reason == scheduler_pb2.Refusal.REASON_NOT_MIGRATED
+    phases = [types_pb2.Phase(name="decode", begin_unix_us=1, end_unix_us=2)]
+    key, state = types_pb2.AttemptKey(request_id="r1", attempt=1), controller.policy.state
+    controller.release(scheduler_pb2.Release(key=key, ttft_s=0.1, num_output_tokens=5, phases=phases, is_migrated=True))
+    assert [one.admission.key.attempt for one in state.attempts.attempts()] == [2]
 
 
 async def test_nothing_is_due_after_the_end() -> None:

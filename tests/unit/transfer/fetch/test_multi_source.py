@@ -162,7 +162,7 @@ def test_an_idle_transfer_becomes_urgent_once_somebody_waits(monkeypatch: pytest
         )
         assert next(following) == 0
         assert classes == [idle]
-        updates.add([], is_urgent=True)
+        updates.add(transfer_class=TransferClass.URGENT)
         begin = time.monotonic()
         assert sorted(following) == list(ALL[1:])
         assert time.monotonic() - begin < 4.0  # an idle one would not have joined the other

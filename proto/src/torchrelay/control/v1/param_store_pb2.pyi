@@ -31,17 +31,19 @@ class _RelayUrgencyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RelayUrg
     RELAY_URGENCY_URGENT: _RelayUrgency.ValueType  # 1
     """somebody waits for it"""
     RELAY_URGENCY_IDLE: _RelayUrgency.ValueType  # 2
-    """a cache copy: only what others leave of the link"""
+    """a cache copy, or others are due sooner: only what they leave of the link"""
 
 class RelayUrgency(_RelayUrgency, metaclass=_RelayUrgencyEnumTypeWrapper):
-    """Which relay yields where two share a link; KV and activations come before all of them."""
+    """Which relay yields where two share a link; KV and activations come before all of them. A relay that runs is as urgent
+    as it was last asked for.
+    """
 
 RELAY_URGENCY_UNSPECIFIED: RelayUrgency.ValueType  # 0
 """as URGENT"""
 RELAY_URGENCY_URGENT: RelayUrgency.ValueType  # 1
 """somebody waits for it"""
 RELAY_URGENCY_IDLE: RelayUrgency.ValueType  # 2
-"""a cache copy: only what others leave of the link"""
+"""a cache copy, or others are due sooner: only what they leave of the link"""
 Global___RelayUrgency: _TypeAlias = RelayUrgency  # noqa: Y015
 
 @_typing.final

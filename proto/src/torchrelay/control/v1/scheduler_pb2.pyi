@@ -192,6 +192,7 @@ class AdmitRequest(_message.Message):
     SERVICE_CLASS_FIELD_NUMBER: _builtins.int
     TTFT_TARGET_MS_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    MIGRATES_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     num_forced_tokens: _builtins.int
     """most tokens any choice of this attempt brings along"""
@@ -207,6 +208,8 @@ class AdmitRequest(_message.Message):
     """for the first token, from now on; 0: that of the class"""
     weight: _builtins.float
     """of its tenant's share, 0.001 to 1,000; 0: 1"""
+    migrates: _builtins.int
+    """in answer to Migrate: the attempt that goes on until this one has a place; 0: none"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
@@ -240,10 +243,11 @@ class AdmitRequest(_message.Message):
         service_class: Global___ServiceClass.ValueType = ...,
         ttft_target_ms: _builtins.int = ...,
         weight: _builtins.float = ...,
+        migrates: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "key", b"key", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "is_computed", b"is_computed", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "service_class", b"service_class", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "version", b"version", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "is_computed", b"is_computed", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "migrates", b"migrates", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "service_class", b"service_class", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "version", b"version", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -304,11 +308,14 @@ class Release(_message.Message):
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
     IS_TAKEN_BACK_FIELD_NUMBER: _builtins.int
+    IS_MIGRATED_FIELD_NUMBER: _builtins.int
     ttft_s: _builtins.float
     """0: no token was delivered"""
     num_output_tokens: _builtins.int
     is_taken_back: _builtins.bool
     """in answer to TakeBack: the next attempt keeps its place in the queue"""
+    is_migrated: _builtins.bool
+    """another attempt goes on with it, which has a place"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
@@ -323,10 +330,11 @@ class Release(_message.Message):
         num_output_tokens: _builtins.int = ...,
         phases: _abc.Iterable[_types_pb2.Phase] | None = ...,
         is_taken_back: _builtins.bool = ...,
+        is_migrated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_taken_back", b"is_taken_back", "key", b"key", "num_output_tokens", b"num_output_tokens", "phases", b"phases", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_migrated", b"is_migrated", "is_taken_back", b"is_taken_back", "key", b"key", "num_output_tokens", b"num_output_tokens", "phases", b"phases", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -341,6 +349,7 @@ class AdmitEvent(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
     TAKE_BACK_FIELD_NUMBER: _builtins.int
+    MIGRATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def placement(self) -> Global___Placement: ...
     @_builtins.property
@@ -351,6 +360,8 @@ class AdmitEvent(_message.Message):
     def beat(self) -> Global___Beat: ...
     @_builtins.property
     def take_back(self) -> Global___TakeBack: ...
+    @_builtins.property
+    def migrate(self) -> Global___Migrate: ...
     def __init__(
         self,
         *,
@@ -359,12 +370,13 @@ class AdmitEvent(_message.Message):
         waiting: Global___Waiting | None = ...,
         beat: Global___Beat | None = ...,
         take_back: Global___TakeBack | None = ...,
+        migrate: Global___Migrate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "placement", b"placement", "refusal", b"refusal", "take_back", b"take_back", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "migrate", b"migrate", "placement", b"placement", "refusal", b"refusal", "take_back", b"take_back", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "placement", b"placement", "refusal", b"refusal", "take_back", b"take_back", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "migrate", b"migrate", "placement", b"placement", "refusal", b"refusal", "take_back", b"take_back", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "refusal", "waiting", "beat", "take_back"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "refusal", "waiting", "beat", "take_back", "migrate"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -393,6 +405,30 @@ class TakeBack(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TakeBack: _TypeAlias = TakeBack  # noqa: Y015
+
+@_typing.final
+class Migrate(_message.Message):
+    """The attempt is to go on elsewhere: the gateway admits another one that names it, and lets it run until that one has a
+    place, or for good if that is refused, as it is at once where there is none.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def key(self) -> _types_pb2.AttemptKey: ...
+    def __init__(
+        self,
+        *,
+        key: _types_pb2.AttemptKey | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Migrate: _TypeAlias = Migrate  # noqa: Y015
 
 @_typing.final
 class Beat(_message.Message):
@@ -465,6 +501,8 @@ class Refusal(_message.Message):
         """no slot of the pool can ever hold the model"""
         REASON_LOAD_FAILED: Refusal._Reason.ValueType  # 3
         REASON_WITHDRAWN: Refusal._Reason.ValueType  # 4
+        REASON_NOT_MIGRATED: Refusal._Reason.ValueType  # 5
+        """no better place is left: the attempt that it names goes on"""
 
     class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
     REASON_UNSPECIFIED: Refusal.Reason.ValueType  # 0
@@ -473,6 +511,8 @@ class Refusal(_message.Message):
     """no slot of the pool can ever hold the model"""
     REASON_LOAD_FAILED: Refusal.Reason.ValueType  # 3
     REASON_WITHDRAWN: Refusal.Reason.ValueType  # 4
+    REASON_NOT_MIGRATED: Refusal.Reason.ValueType  # 5
+    """no better place is left: the attempt that it names goes on"""
 
     KEY_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int

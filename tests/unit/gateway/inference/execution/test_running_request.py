@@ -83,6 +83,85 @@ async def test_an_attempt_that_has_begun_goes_on_when_the_scheduler_takes_it_bac
     assert [one.key.attempt for one in rig.scheduler.admits] == [1, 1]
 
 
+async def test_an_attempt_that_is_migrated_runs_until_it_has_a_place_and_goes_on_there(rig: TokenPathRig) -> None:
+    first, second = rig.workers
+    first.pause_at = 10
+    asking = asyncio.ensure_future(ask(rig, 25))
+    await until(lambda: rig.num_accepted() == [10])
+    rig.scheduler.prefill_workers = rig.scheduler.decode_workers = [second]
+    rig.scheduler.open_gate.clear()
+    await rig.scheduler.migrate(first.starts[0][1].key)
+    await until(lambda: len(rig.scheduler.admits) == 2)
+    admit = rig.scheduler.admits[1]
+    assert (admit.key.attempt, admit.migrates, admit.num_forced_tokens) == (2, 1, 10)
+    first.pause_at = 15
+    rig.model.wake()
+    await until(lambda: rig.num_accepted() == [15])
+    assert not second.starts and not rig.scheduler.releases
+    rig.scheduler.open_gate.set()
+    assert await asking == [rig.echoed(PROMPT, 25)]
+    (start,) = (start for role, start in second.starts if role == "prefill")
+    assert (start.key.attempt, list(start.prompt)) == (2, PROMPT)
+    assert list(start.choices[0].forced_output) == rig.echoed(PROMPT, 15), "with all that came until it was placed"
+    assert start.sampling.seed == first.starts[0][1].sampling.seed
+    await until(lambda: len(rig.scheduler.releases) == 2 and first.num_running == 0)
+    assert [(one.is_migrated, one.num_output_tokens) for one in rig.scheduler.releases] == [(True, 15), (False, 10)]
+    (settled,) = rig.ports.settled.values()
+    assert [(one.num_output_tokens, one.cause) for one in settled] == [(25, FinishCause.LENGTH)]
+
+
+async def test_an_attempt_whose_migration_is_refused_goes_on_where_it_is(rig: TokenPathRig) -> None:
+    first, second = rig.workers
+    first.pause_at = 10
+    asking = asyncio.ensure_future(ask(rig, 25))
+    await until(lambda: rig.num_accepted() == [10])
+    for number in (2, 3):
+        refusal = scheduler_pb2.Refusal(reason=scheduler_pb2.Refusal.REASON_NOT_MIGRATED)
+        rig.scheduler.refusals.append(refusal)
+        await rig.scheduler.migrate(first.starts[0][1].key)
+        await until(lambda number=number: len(rig.scheduler.admits) == number)  # type: ignore[misc]
+        await until(lambda: rig.token_path.admissions.num_open == 1)
+    first.resume()
+    assert await asking == [rig.echoed(PROMPT, 25)]
+    await until(lambda: len(rig.scheduler.releases) == 1)
+    assert not second.starts and not rig.scheduler.releases[0].is_migrated
+
+
+@pytest.mark.parametrize("how", ["it ends", "its worker dies"])
+async def test_a_migration_is_withdrawn_when_its_attempt_is_over_before(rig: TokenPathRig, how: str) -> None:
+    first, second = rig.workers
+    first.pause_at = 10
+    asking = asyncio.ensure_future(ask(rig, 25))
+    await until(lambda: rig.num_accepted() == [10])
+    rig.scheduler.open_gate.clear()
+    await rig.scheduler.migrate(first.starts[0][1].key)
+    await until(lambda: len(rig.scheduler.admits) == 2)
+    if how == "it ends":
+        first.resume()
+    else:
+        await first.kill()
+        await until(lambda: len(rig.scheduler.admits) == 3)
+        rig.scheduler.open_gate.set()
+    assert await asking == [rig.echoed(PROMPT, 25)]
+    await until(lambda: len(rig.scheduler.withdrawals) == 1)
+    assert rig.scheduler.withdrawals[0].key.attempt == 2
+    rig.scheduler.open_gate.set()
+    numbers = {start.key.attempt for worker in (first, second) for _, start in worker.starts}
+    assert numbers == ({1} if how == "it ends" else {1, 3})
+
+
+async def test_an_attempt_with_several_open_choices_is_not_migrated(rig: TokenPathRig) -> None:
+    first, _ = rig.workers
+    first.pause_at = 10
+    asking = asyncio.ensure_future(ask(rig, 25, n=2))
+    await until(lambda: rig.num_accepted() == [20])
+    await rig.scheduler.migrate(first.starts[0][1].key)
+    await ask(rig, 1)  # what comes after it on the stream
+    first.resume()
+    assert await asking == [rig.echoed(PROMPT, 25, choice) for choice in range(2)]
+    assert [one.migrates for one in rig.scheduler.admits] == [0, 0]
+
+
 @pytest.mark.parametrize("how", ["silent", "stalled"])
 async def test_the_same_tokens_come_when_the_worker_hangs(rig: TokenPathRig, how: str) -> None:
     first, second = rig.workers

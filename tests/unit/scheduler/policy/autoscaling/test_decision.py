@@ -22,6 +22,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide, wanted_instances
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign, free_slots
+from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import (
@@ -72,7 +73,7 @@ def a_situation(
         {w.worker_id: w for w in seated},
         {s.host_id: s for s in stores},
         prices_s={},
-        free_workers={w.worker_id: w for w in seated if w.slot.phase is InstancePhase.FREE},
+        free_workers=FreeWorkers(w for w in seated if w.slot.phase is InstancePhase.FREE),
         waited_for=frozenset(demand.model.version_id for demand in demands if demand.num_waiting),
     )
 
@@ -134,6 +135,18 @@ def test_what_one_less_was_enough_for_is_given_back_although_it_is_used() -> Non
     assert drained(crowded_at=30.0) == ["i-w1"]
     assert drained(crowded_at=50.0) == []
     assert drained(crowded_at=50.0, price_s=20.0) == ["i-w1"]
+
+
+def test_a_load_that_took_longer_than_the_idle_timeout_is_not_idle_when_it_ends() -> None:
+    """An instance that no request was placed on yet: its idle clock began when it was created."""
+    model, (first, second) = a_model(), (a_worker("w1"), a_worker("w2"))
+    busy = InstanceLoad(an_instance(model, first), 1, 1)
+    loaded = InstanceLoad(replace(an_instance(model, second), since=99.0), 0, 0, last_active=0.0)
+    stores, workers = [a_store("s1", "host-1", [a_copy(model)])], [first, second]
+    timeout_s = RULES.idle_timeout_s
+    assert decide(a_situation([], [busy, loaded], workers, stores, now=99.0 + timeout_s - 1), RULES) == ()
+    (drain,) = decide(a_situation([], [busy, loaded], workers, stores, now=99.0 + timeout_s), RULES)
+    assert isinstance(drain, Drain) and drain.instance_id == "i-w2"
 
 
 def test_an_idle_instance_says_for_how_long() -> None:
@@ -232,7 +245,7 @@ def test_the_least_is_evicted_and_what_is_used_is_not() -> None:
     drains = decide(a_situation([a_demand(waiting)], loads, [w1, w2, w3], [store]), RULES)
     assert [(one.instance_id, one.reason.cause) for one in drains if isinstance(one, Drain)] == [("i-w1", "evict")]
     draining = replace(loads[0].instance, phase=InstancePhase.DRAINING, since=90.0)
-    leaving = [replace(loads[0], instance=draining), *loads[1:]]
+    leaving = [loads[0]._replace(instance=draining), *loads[1:]]
     assert decide(a_situation([a_demand(waiting)], leaving, [w1, w2, w3], [store]), RULES) == ()
     both_wait = [a_demand(waiting), a_demand(first)]
     assert decide(a_situation(both_wait, loads, [w1, w2, w3], [store]), RULES) == ()

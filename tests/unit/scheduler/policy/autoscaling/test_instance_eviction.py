@@ -16,6 +16,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     SetRoles,
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide
+from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Model, Role, Roles, StoreStatus
@@ -45,7 +46,7 @@ def a_full_host(
         workers,
         {store.host_id: store for store in stores},
         prices_s={one.version_id: 1e6 for one in instances},
-        free_workers={},
+        free_workers=FreeWorkers(),
         waited_for=frozenset(demand.model.version_id for demand in demands),
     )
 

@@ -14,7 +14,7 @@ from tests.unit.scheduler.policy.paper_cluster import (
 )
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import InstancePhase
+from torchrelay.scheduler.policy.core import MAX_VERSIONS, InstancePhase
 from torchrelay.scheduler.policy.effects import RefusalReason, SchedulerEvent
 from torchrelay.scheduler.policy.explain import ExplainLog
 
@@ -163,6 +163,6 @@ def test_names_are_bounded() -> None:
     for number in range(100):
         names.note("v", "p", f"tenant-{number:03}/m", 60.0, 0.0)
     assert len(names.of("v")) == 64 and "tenant-099/m" in names.of("v")
-    for number in range(5000):
+    for number in range(20_000):
         names.note(f"v{number}", "p", "acme/m", 60.0, 0.0)
-    assert len(list(names)) == 4096 and names.of("v") == ()
+    assert len(list(names)) == MAX_VERSIONS and names.of("v") == ()

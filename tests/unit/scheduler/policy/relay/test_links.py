@@ -170,6 +170,22 @@ def test_a_direction_that_fell_short_counts_as_slow_for_a_while() -> None:
     assert links.nodes([S1, S2], [], 140.0)["s1"].residual_out > 40 * MB
 
 
+def test_a_link_that_falls_short_whenever_it_is_tried_is_tried_ever_less_often() -> None:
+    links = Links()
+    for store in (S1, S2):
+        links.observe_store(replace(store, nic=NicCounters(0, 0, 100 * MB)), None, 1000.0)
+    links.observe_store(receiving(S2, SourceShare("s1", 0, 5 * MB, True)), None, 1000.0)
+    links.observe_store(receiving(S3, SourceShare("s2", 0, 50 * MB, True)), None, 1000.0)
+    tried_at = []
+    for second in range(1000, 4600):
+        if links.nodes([S1, S2], [], float(second))["s1"].residual_out > 5 * MB:
+            tried_at.append(second)
+            links.fell_short("s1", float(second))
+    assert tried_at == [1000, 1030, 1090, 1210, 1450, 1930, 2890, 3850], "and not every 30 s"
+    links.observe_store(receiving(S2, SourceShare("s1", 0, 80 * MB, True)), None, 4600.0)
+    assert links.nodes([S1, S2], [], 4600.0)["s1"].residual_out == pytest.approx(80 * MB), "it has become faster"
+
+
 def test_a_lost_store_is_forgotten() -> None:
     links = Links()
     links.observe_store(S1, None, 100.0)

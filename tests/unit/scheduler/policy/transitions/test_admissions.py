@@ -264,7 +264,7 @@ def test_prompts_bound_here_do_not_count_again_because_a_report_came_before_thei
 
 
 def test_a_model_that_was_just_asked_for_is_known_though_all_others_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "_MAX_MODELS", 2)
+    monkeypatch.setattr(state, "MAX_VERSIONS", 2)
     scene = PaperCluster().settle()
     for number in range(3):
         scene.admit(a_model(f"acme/m{number}"), f"r{number}")
@@ -272,6 +272,23 @@ def test_a_model_that_was_just_asked_for_is_known_though_all_others_are_in_use(m
     scene.apply(Withdraw(AttemptKey("r1", 1)))
     scene.admit(MODEL, "last")
     assert a_model("acme/m1").version_id not in scene.policy.state.models
+
+
+def test_of_ten_thousand_models_in_use_none_is_forgotten() -> None:
+    """As many had a slot in a large cluster, and the last 4,096 were known."""
+    scene = PaperCluster().settle()
+    state = scene.policy.state
+    for number in range(10_000):
+        model = a_model(f"acme/m{number}")
+        state.note_model(model, scene.now)
+        state.replication_state.recent_packs.note(model, scene.now)
+        state.answer_lengths.observe(model.version_id, 1.0)
+        state.shared_versions.note(model.version_id, "acme", scene.now)
+    first = a_model("acme/m0")
+    assert first.version_id in state.models and state.aliases.of(first.version_id) == ("acme/m0",)
+    assert first.pack_id in state.replication_state.recent_packs
+    state.shared_versions.note(first.version_id, "beta", scene.now)
+    assert state.shared_versions.is_shared(first.version_id, scene.now)
 
 
 def test_the_queue_of_two_tenants_is_not_counted_for_each_decision() -> None:

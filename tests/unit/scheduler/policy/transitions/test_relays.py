@@ -16,7 +16,7 @@ from tests.unit.scheduler.policy.paper_cluster import (
 from torchrelay.control.v1.scheduler_pb2 import RelayView
 from torchrelay.scheduler.planning import TransferEdge
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import REMOTE, NicCounters, SourceShare, StoreStatus
+from torchrelay.scheduler.policy.core import REMOTE, Model, NicCounters, SourceShare, StoreStatus
 from torchrelay.scheduler.policy.effects import RerouteCommand
 from torchrelay.scheduler.policy.inputs import LoadRefused, StoreGone
 from torchrelay.scheduler.policy.reasons import Reason
@@ -223,3 +223,80 @@ def test_a_store_that_is_lost_takes_its_relays_along() -> None:
     scene = slow_relay()
     scene.apply(StoreGone("store-3"))
     assert not scene.policy.state.transfers.with_rates()
+
+
+NIC = NicCounters(0, 0, 100 * MB)
+OTHER = a_model("acme/other")
+LATER = 1e6  # a deadline, from now on
+
+
+def two_packs(*more: StoreStatus) -> PaperCluster:
+    """store-1 has both; its link carries one at full speed."""
+    both = replace(a_store("store-1", "host-1", [a_copy(MODEL), a_copy(OTHER)]), nic=NIC)
+    return a_cluster(both, a_host(2, nic=NIC), a_host(3, nic=NIC), *more)
+
+
+def plan(scene: PaperCluster, model: Model, store_id: str, deadline_s: float, urgent: bool = True) -> TransferEdge:
+    deadline = scene.now + deadline_s
+    state, stores = scene.policy.state, [store_id]
+    (edge,) = relays.plan_relay(
+        state, model.pack_id, model.pack_bytes, stores, scene.now, urgent=urgent, deadline=deadline
+    )
+    scene.commands += state.take_effects().commands
+    return edge
+
+
+def test_a_load_that_is_due_sooner_goes_first_on_the_link_that_both_need() -> None:
+    scene = two_packs()
+    assert plan(scene, MODEL, "store-2", LATER).bytes_per_s == 100 * MB
+    assert plan(scene, OTHER, "store-3", 1.0).bytes_per_s == 100 * MB, "as if it were alone"
+    (told,) = reroutes(scene)
+    assert (told.hop.store_id, told.hop.sources, told.urgent) == ("store-2", ("store-1",), False)
+    state = scene.policy.state
+    assert not relays.goes_first(state, MODEL.pack_id, "store-2")
+    assert relays.goes_first(state, OTHER.pack_id, "store-3")
+    scene.stores["store-3"] = replace(a_store("store-3", "host-3", [a_copy(OTHER)]), nic=NIC)
+    scene.report_all()
+    assert [(each.hop.store_id, each.urgent) for each in reroutes(scene)[1:]] == [("store-2", True)]
+    assert relays.goes_first(state, MODEL.pack_id, "store-2")
+
+
+def test_of_loads_past_their_deadlines_the_one_goes_first_that_could_be_there_first() -> None:
+    scene = two_packs()
+    large = replace(OTHER, pack_bytes=10 * MODEL.pack_bytes)
+    plan(scene, large, "store-2", -5.0)
+    plan(scene, MODEL, "store-3", -1.0)
+    state = scene.policy.state
+    assert relays.goes_first(state, MODEL.pack_id, "store-3") and not relays.goes_first(state, OTHER.pack_id, "store-2")
+
+
+def test_who_has_to_yield_gets_no_other_sources_for_being_slow() -> None:
+    scene = two_packs(replace(a_store("store-4", "host-4", [a_copy(MODEL)]), nic=NicCounters(0, 0, 80 * MB)))
+    plan(scene, MODEL, "store-2", LATER)
+    plan(scene, OTHER, "store-3", 1.0)
+    num_told = len(reroutes(scene))
+    share = SourceShare("store-1", 1, 1 * MB, True)
+    for _ in range(3):
+        scene.stores["store-2"] = a_host(2, 2, NIC, shares=(share,))
+        scene.pass_time(1.0)
+    assert len(reroutes(scene)) == num_told
+
+
+def test_where_a_link_carries_both_nobody_yields() -> None:
+    scene = two_packs()
+    scene.stores["store-1"] = replace(scene.stores["store-1"], nic=NicCounters(0, 0, 200 * MB))
+    scene.report_all()
+    plan(scene, MODEL, "store-2", LATER)
+    plan(scene, OTHER, "store-3", 1.0)
+    assert not reroutes(scene)
+
+
+def test_what_an_urgent_load_follows_is_as_urgent() -> None:
+    """An idle copy, and a load for a request that has time, held up whoever followed them."""
+    scene = a_cluster(a_host(1, NUM_CHUNKS, NIC), *(a_host(number, nic=NIC) for number in (2, 3, 4)))
+    relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2"], scene.now, urgent=False)
+    assert plan(scene, MODEL, "store-3", LATER).upstream == "store-2"
+    assert [(each.hop.store_id, each.urgent) for each in reroutes(scene)] == [("store-2", True)]
+    assert plan(scene, MODEL, "store-4", 1.0).upstream == "store-3"
+    transfers = scene.policy.state.transfers
+    assert {one.deadline for one in transfers.with_rates()} == {scene.now + 1.0}

@@ -281,9 +281,9 @@ class MultiSourceFetch:
         for source in reversed(self._updates.take()):  # the last one added joins first
             self._add_source(source)
         self._policy.num_striped = max(self._policy.num_striped, self._updates.num_striped)
-        if self._updates.is_urgent and self.transfer_class == TransferClass.IDLE:
-            self._options = replace(self._options, transfer_class=TransferClass.URGENT)
-            self._policy.hedge_slow = True
+        if (asked := self._updates.transfer_class) is not None and asked != self.transfer_class:
+            self._options = replace(self._options, transfer_class=asked)
+            self._policy.hedge_slow = asked != TransferClass.IDLE
         joined = self._policy.review(now)
         self._review_at = now + REVIEW_INTERVAL_S
         for number in joined:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torchrelay.transfer.protocol.tickets import Ticket
+from torchrelay.transfer.transport.transfer_class import TransferClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,19 @@ class SourceUpdates:
 
     def __init__(self) -> None:
         self.num_striped = 1  # follow at least this many at once
-        self.is_urgent = False  # someone waits for the transfer by now
+        self.transfer_class: TransferClass | None = None  # as asked for last; None: as it began
         self._sources: deque[SourceAddress] = deque()
 
-    def add(self, sources: Iterable[SourceAddress], num_striped: int = 1, is_urgent: bool = False) -> None:
+    def add(
+        self,
+        sources: Iterable[SourceAddress] = (),
+        num_striped: int = 1,
+        transfer_class: TransferClass | None = None,
+    ) -> None:
         self._sources.extend(sources)
         self.num_striped = max(self.num_striped, num_striped)
-        self.is_urgent |= is_urgent
+        if transfer_class is not None:
+            self.transfer_class = transfer_class
 
     @property
     def any_waiting(self) -> bool:

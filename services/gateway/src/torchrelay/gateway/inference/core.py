@@ -139,6 +139,7 @@ RequestEvent: TypeAlias = (
     | scheduler_pb2.Refusal
     | scheduler_pb2.Waiting
     | scheduler_pb2.TakeBack
+    | scheduler_pb2.Migrate
     | WorkerLost
     | AdmissionFailed
     | LedgerOpened

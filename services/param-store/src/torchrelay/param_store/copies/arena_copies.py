@@ -75,15 +75,15 @@ class ArenaCopies:
     ) -> Future[bool]:
         """Downloads the pack. The future ends once its range is reserved; True: it was complete already.
 
-        While a download of the pack runs, its peers are put before those it has, ``num_striped`` may rise, and an
-        urgent relay makes it urgent; after one that failed or is being stopped, a new one starts. Raises
-        ``Overloaded`` when ``max_relays`` run.
+        While a download of the pack runs, its peers are put before those it has, ``num_striped`` may rise, and it
+        becomes of this class; after one that failed or is being stopped, a new one starts. Raises ``Overloaded``
+        when ``max_relays`` run.
         """
         with self._lock:
             running = self._downloads.get(pack_id)
             if running is not None and not running[0].is_ending:
                 peers = (source for source in sources if source is not None)
-                running[0].updates.add(peers, num_striped, transfer_class != TransferClass.IDLE)
+                running[0].updates.add(peers, num_striped, transfer_class)
                 return running[0].reserved
             slab = self._arena.get(pack_id)
             if slab is not None and slab.complete:

@@ -13,7 +13,7 @@ MIN_BYTES_PER_S = 1.0  # a full direction still moves: it is shared with whoever
 @dataclass(frozen=True, slots=True)
 class Node:
     """What a store's link has left for a new relay in each direction: capacity less KV streams, other background
-    traffic and running relays.
+    traffic and the running relays that do not yield to it.
     """
 
     residual_out: float = DEFAULT_BYTES_PER_S

@@ -64,6 +64,10 @@ class PolicyConfig:
     # Prompts that are bound and have not begun
     take_back_gain_s: float = 0.5  # one is taken back once, if it begins more than this sooner elsewhere
 
+    # Answers that go on elsewhere
+    migration_gain_s: float = 0.5  # one moves, once, if that gains more than this beyond what it costs
+    migrations_at_once: int = 8  # from an instance that drains
+
     # Latency
     tbt_target_s: float = 0.1  # a decode instance with longer steps is chosen only if the others are worse
 

@@ -19,6 +19,7 @@ from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
 KV_PAGE_TOKENS = 16  # contexts are reserved in whole pages of this many tokens
+MAX_VERSIONS = 16_384  # of which anything is remembered: more than slots, so that nothing in use is forgotten
 
 
 class Role(enum.IntEnum):
@@ -309,6 +310,7 @@ class Admission:
     ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0: that of the class
     weight: float = 1.0  # of its tenant
     was_taken_back: bool = False  # it had a place, and has kept its time of arrival
+    migrates: int = 0  # the attempt that goes on until this one is placed; 0: none
 
     @cached_property
     def tenant(self) -> str:

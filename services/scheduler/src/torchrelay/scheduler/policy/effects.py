@@ -24,6 +24,7 @@ class Hop:
     sources: tuple[str, ...]
     loads: tuple[LoadOrder, ...]
     num_striped: int = 1  # of the sources, followed at once
+    urgent: bool = True  # of a wake; False: it takes only what others leave of the links
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class RefusalReason(enum.IntEnum):
     NO_CAPACITY = 2
     LOAD_FAILED = 3
     WITHDRAWN = 4
+    NOT_MIGRATED = 5
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,15 @@ class TakeBack:
     key: AttemptKey
 
 
-Answer = Placed | Waiting | AdmissionRefused | TakeBack
+@dataclass(frozen=True)
+class Migrate:
+    """Another attempt is to be asked for, which goes on with this one."""
+
+    gateway_id: str
+    key: AttemptKey
+
+
+Answer = Placed | Waiting | AdmissionRefused | TakeBack | Migrate
 
 
 @dataclass(frozen=True)

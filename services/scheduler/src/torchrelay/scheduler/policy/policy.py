@@ -18,7 +18,15 @@ from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import Strategies
-from torchrelay.scheduler.policy.transitions import admissions, loads, relays, replication, scaling, take_backs
+from torchrelay.scheduler.policy.transitions import (
+    admissions,
+    loads,
+    migrations,
+    relays,
+    replication,
+    scaling,
+    take_backs,
+)
 
 _GONE = Reason("worker_gone", "its worker's process is gone")
 _STOPPED = Reason("worker_stopped", "its worker shut down")
@@ -119,6 +127,9 @@ class Policy:
     def _admit(self, input_: inputs.Admit, now: float) -> None:
         state, admission, model = self.state, input_.admission, input_.model
         state.replication_state.recent_packs.note(model, now)
+        if admission.migrates and input_.current is None:
+            migrations.admit(state, admission, now)
+            return
         if admissions.admit(state, admission, model, input_.current, input_.is_computed, now):
             admissions.place_waiting(state, now, (model.version_id,))
             opened = state.attempts.get(admission.key)
@@ -135,6 +146,8 @@ class Policy:
             return
         if input_.outcome is not None:
             admissions.observe_outcome(state, attempt, input_.outcome, now)
+            if not input_.is_migrated:
+                admissions.observe_length(state, attempt, input_.outcome)
         if input_.is_taken_back:
             take_backs.taken_back(state, attempt)
         elif not input_.delivered:
@@ -236,6 +249,7 @@ class Policy:
             state.whole_scale_due = now + state.config.whole_scale_every_s
             self._react(now)
             take_backs.take_back(state, now, state.attempts.versions_in_prefill)
+            migrations.migrate(state, now)
         else:
             admissions.place_waiting(state, now)
             scaling.scale(state, now, sorted({*state.queues.versions, *state.instances.loading_versions}))

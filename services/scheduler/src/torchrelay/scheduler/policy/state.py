@@ -17,7 +17,7 @@ from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Instance, Model
+from torchrelay.scheduler.policy.core import MAX_VERSIONS, Instance, Model
 from torchrelay.scheduler.policy.dispatch.answer_lengths import AnswerLengths
 from torchrelay.scheduler.policy.dispatch.correction import TTFT_WEIGHT, Corrections
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
@@ -35,7 +35,6 @@ from torchrelay.scheduler.policy.relay.transfers import Transfers
 from torchrelay.scheduler.policy.replication.replication_state import ReplicationState
 from torchrelay.scheduler.policy.strategies import Strategies
 
-_MAX_MODELS = 4096
 _MAX_REQUESTS_WITHOUT_TOKEN = 4096
 _MAX_TAKEN_BACK = 4096
 
@@ -106,8 +105,9 @@ class State:
         self.aliases.note(model.version_id, model.pack_id, model.name, timeout_s, now, model.max_instances)
         max_instances = self.aliases.max_instances(model.version_id, now, self.config.max_instances)
         self.models.pop(model.version_id, None)
-        self.models[model.version_id] = replace(model, max_instances=max_instances)
-        if len(self.models) > _MAX_MODELS:
+        is_own = model.max_instances == max_instances
+        self.models[model.version_id] = model if is_own else replace(model, max_instances=max_instances)
+        if len(self.models) > MAX_VERSIONS:
             others = (version_id for version_id in self.models if version_id != model.version_id)
             unused = next((version_id for version_id in others if not self._is_used(version_id)), None)
             if unused is not None:

@@ -155,7 +155,7 @@ class Actuator:
         )
         if isinstance(command, effects.CopyCommand):
             request.keep_retained = command.keep_retained
-        if not (isinstance(command, effects.WakeCommand) or command.urgent):
+        if not (hop.urgent if isinstance(command, effects.WakeCommand) else command.urgent):
             request.urgency = RELAY_URGENCY_IDLE
         await self._call(store.Relay, request, _TIMEOUT_S + model.pack_bytes / _FAULTING_BYTES_PER_S)
 

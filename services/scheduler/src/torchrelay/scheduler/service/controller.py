@@ -23,6 +23,7 @@ from torchrelay.scheduler.policy.effects import (
     AttemptPlaced,
     Command,
     Effects,
+    Migrate,
     Placed,
     TakeBack,
 )
@@ -165,7 +166,7 @@ class Controller:
             outcome = outcome_of(phases, release.num_output_tokens, attempt.admission.num_choices)
             self.explain.record_accuracy(key, attempt.placement, outcome)
             self._metrics.record_accuracy(attempt.placement, outcome)
-        self.apply(Release(key, release.ttft_s > 0, outcome, release.is_taken_back))
+        self.apply(Release(key, release.ttft_s > 0, outcome, release.is_taken_back, release.is_migrated))
 
     def worker_reported(self, report: reports_pb2.WorkerReport, streamed: bool) -> None:
         """Raises ``StaleEpoch`` when most peers, and the worker among them, obey a newer scheduler."""
@@ -280,6 +281,8 @@ class Controller:
         elif isinstance(answer, TakeBack):
             message = scheduler_pb2.TakeBack(key=converters.key_to_proto(answer.key))
             kind, event = "taken_back", AdmitEvent(take_back=message)
+        elif isinstance(answer, Migrate):
+            kind, event = "migrated", AdmitEvent(migrate=scheduler_pb2.Migrate(key=converters.key_to_proto(answer.key)))
         else:
             kind, event = "waiting", AdmitEvent(waiting=converters.waiting_to_proto(answer))
         self._metrics.answered(kind)

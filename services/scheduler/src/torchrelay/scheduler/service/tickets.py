@@ -17,7 +17,7 @@ from torchrelay.scheduler.policy.core import REMOTE, Placement, StoreStatus
 from torchrelay.scheduler.service.converters import CallTokens
 from torchrelay.transfer.protocol.tickets import TicketIssuer
 
-_MAX_WORKERS = 4096
+_MAX_WORKERS = 16_384
 _KV_TICKET_S = 3600.0  # a receiver that resumes may reuse it until then
 _RELAY_TICKET_S = 3600.0  # alternates are for repair while the scheduler is away
 

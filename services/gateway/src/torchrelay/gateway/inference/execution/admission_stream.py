@@ -246,6 +246,8 @@ class AdmissionStream:
             waiting.listener(event.waiting)
         elif kind == "take_back" and (placed := self._open.get(attempt_id_of(event.take_back.key))) is not None:
             placed.listener(event.take_back)
+        elif kind == "migrate" and (running := self._open.get(attempt_id_of(event.migrate.key))) is not None:
+            running.listener(event.migrate)
 
     def _placed(self, placement: pb.Placement) -> None:
         admission = self._open.get(attempt_id_of(placement.key))

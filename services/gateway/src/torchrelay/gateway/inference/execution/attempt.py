@@ -44,9 +44,9 @@ def model_version(model: PublishedModel) -> types_pb2.ModelVersion:
 
 
 def admit_request(
-    resolved: ResolvedRequest, plan: AttemptPlan, lost_workers: Sequence[str], traceparent: str
+    resolved: ResolvedRequest, plan: AttemptPlan, lost_workers: Sequence[str], traceparent: str, migrates: int = 0
 ) -> scheduler_pb2.AdmitRequest:
-    """The admission of an attempt; a resumed one has the same prompt plus tokens to force."""
+    """The admission of an attempt; a resumed one, or one that ``migrates`` another, has tokens to force too."""
     has_routing_keys = resolved.model.version.routing_block_tokens == ROUTING_TOKENS
     return scheduler_pb2.AdmitRequest(
         key=types_pb2.AttemptKey(request_id=resolved.request_id, attempt=plan.attempt),
@@ -59,17 +59,21 @@ def admit_request(
         lost_workers=lost_workers,
         traceparent=traceparent,
         service_class=scheduler_pb2.ServiceClass.ValueType(resolved.service_class),
+        migrates=migrates,
     )
 
 
 @dataclass(slots=True)
 class Attempt:
-    """``admit`` -> ``place`` -> ``end``. A failed attempt ends too, and another one takes over."""
+    """``admit`` -> ``place`` -> ``end``. A failed attempt ends too, and another one takes over; one that ``migrates``
+    another takes over when it is placed.
+    """
 
     resolved: ResolvedRequest
     plan: AttemptPlan
     upstreams: Upstreams
     traceparent: str
+    migrates: int = 0  # the attempt that goes on until this one is placed
     placement: scheduler_pb2.Placement | None = None
     has_left_prefill: bool = False  # the prefill worker sent all its tokens; it may still report a failed hand-over
     is_prompt_begun: bool = False  # its worker tells how far a long prompt is
@@ -88,7 +92,7 @@ class Attempt:
     def admit(self, lost_workers: Sequence[str], listener: Listener) -> None:
         self.admitted_unix_us = now_unix_us()
         self.upstreams.admissions.admit(
-            admit_request(self.resolved, self.plan, lost_workers, self.traceparent), listener
+            admit_request(self.resolved, self.plan, lost_workers, self.traceparent, self.migrates), listener
         )
 
     def place(self, placement: scheduler_pb2.Placement, listener: Listener) -> None:
@@ -157,7 +161,12 @@ class Attempt:
         """Whether it is placed and has not begun, as far as its workers have told."""
         return self.placement is not None and not self.is_prompt_begun and not self.first_token_unix_us
 
-    def end(self, *, is_running: bool, is_taken_back: bool = False) -> None:
+    @property
+    def waits_to_migrate(self) -> bool:
+        """Whether another attempt still carries its choice."""
+        return self.migrates > 0 and self.placement is None
+
+    def end(self, *, is_running: bool, is_taken_back: bool = False, is_migrated: bool = False) -> None:
         """Leaves the workers, cancelling the attempt there if ``is_running``, and releases the placement."""
         for stream in self._streams.values():
             if is_running:
@@ -173,6 +182,7 @@ class Attempt:
                 num_output_tokens=self.num_output_tokens,
                 phases=self.phases(),
                 is_taken_back=is_taken_back,
+                is_migrated=is_migrated,
             )
         )
 

@@ -79,11 +79,14 @@ class Generation:
 
     def is_over(self, attempt: int) -> bool:
         """Whether no choice expects tokens from ``attempt`` any more."""
-        return not any(self.carries(attempt, progress.choice) for progress in self.choices)
+        return not self._carried_by(attempt)
+
+    def _carried_by(self, attempt: int) -> list[ChoiceProgress]:
+        return [progress for progress in self.choices if self.carries(attempt, progress.choice)]
 
     def has_prefilled(self, attempt: int) -> bool:
         """Whether every choice of ``attempt`` has its first new token, the last one from the prefill worker."""
-        return all(len(c.tokens) > c.num_forced for c in self.choices if self.carries(attempt, c.choice))
+        return all(len(choice.tokens) > choice.num_forced for choice in self._carried_by(attempt))
 
     def accept(self, output: pb.ChoiceOutput) -> TokenDelta | None:
         """The tokens ``output`` adds, including early ones it connects; None if it adds nothing."""
@@ -132,15 +135,13 @@ class Generation:
         """
         plans: list[AttemptPlan] = []
         fresh: list[ChoiceProgress] = []
-        for progress in self.choices:
-            if self.carries(attempt, progress.choice):
-                progress.early.clear()
-                progress.num_attempts += 1
-                progress.num_forced = len(progress.tokens)
-                if progress.tokens:
-                    plans.append(self._take_over([progress]))
-                else:
-                    fresh.append(progress)
+        for progress in self._carried_by(attempt):
+            self._restart(progress)
+            progress.num_attempts += 1
+            if progress.tokens:
+                plans.append(self._take_over([progress]))
+            else:
+                fresh.append(progress)
         if fresh:
             plans.append(self._take_over(fresh))
         return plans
@@ -150,6 +151,26 @@ class Generation:
         for progress in choices:
             progress.attempt = self._last_attempt
         return AttemptPlan(self._last_attempt, {progress.choice: tuple(progress.tokens) for progress in choices})
+
+    def _restart(self, progress: ChoiceProgress) -> None:
+        """Another attempt begins after the accepted tokens; what came early is computed again."""
+        progress.early.clear()
+        progress.num_forced = len(progress.tokens)
+
+    def prepare_migration(self, attempt: int) -> AttemptPlan | None:
+        """An attempt that may take over from ``attempt``, which goes on; None unless that has one open choice left."""
+        carried = self._carried_by(attempt)
+        if len(carried) != 1:
+            return None
+        self._last_attempt += 1
+        return AttemptPlan(self._last_attempt, {carried[0].choice: tuple(carried[0].tokens)})
+
+    def migrate(self, attempt: int, successor: int) -> AttemptPlan:
+        """The prepared ``successor`` takes over, after all tokens that are accepted by now. It is no further try."""
+        (progress,) = self._carried_by(attempt)
+        self._restart(progress)
+        progress.attempt = successor
+        return AttemptPlan(successor, {progress.choice: tuple(progress.tokens)})
 
     def num_attempts(self, attempt: int) -> int:
         """How often the choices of ``attempt`` have been placed, including this attempt."""
@@ -208,11 +229,9 @@ class LogprobGeneration(Generation):
         accepted = tuple(waiting.pop(position) for position in range(num_before, len(tokens)))
         return LogprobDelta(delta.choice, delta.token_ids, delta.finish, accepted)
 
-    def resume(self, attempt: int) -> list[AttemptPlan]:
-        for progress in self.choices:
-            if self.carries(attempt, progress.choice):
-                self._waiting[progress.choice].clear()
-        return super().resume(attempt)
+    def _restart(self, progress: ChoiceProgress) -> None:
+        self._waiting[progress.choice].clear()
+        super()._restart(progress)
 
 
 def _logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from cachetools import LRUCache
 
+from torchrelay.scheduler.policy.core import MAX_VERSIONS
+
 MIN_S, MAX_S = 1.0, 60.0
 _STEP_S = 0.1  # promises within it are counted together, so that their number bounds nothing but a count
-_MAX_VERSIONS = 4096
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class Promises:
     """Of each version's queue."""
 
     def __init__(self) -> None:
-        self._of: LRUCache[str, _Promised] = LRUCache(_MAX_VERSIONS)
+        self._of: LRUCache[str, _Promised] = LRUCache(MAX_VERSIONS)
 
     def promise_s(self, version_id: str, places_per_s: float, load_left_s: float, now: float) -> float:
         """After how many seconds the client refused now may come back. ``load_left_s``: until anything is served."""

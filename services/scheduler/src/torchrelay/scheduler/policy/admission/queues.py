@@ -17,9 +17,7 @@ from cachetools import LRUCache
 
 from torchrelay.scheduler.policy.admission.fair_queue import FairQueue
 from torchrelay.scheduler.policy.admission.place_rate import PlaceRate
-from torchrelay.scheduler.policy.core import Admission, AttemptKey, ServiceClass
-
-_MAX_RATES = 4096
+from torchrelay.scheduler.policy.core import MAX_VERSIONS, Admission, AttemptKey, ServiceClass
 
 
 @dataclass(slots=True)
@@ -81,7 +79,7 @@ class AdmissionQueues:
         self._emptied: dict[str, tuple[float, _VersionQueue]] = {}  # those with debts, in the order of these times
         self._version_of: dict[AttemptKey, str] = {}
         self._num_of: Counter[str] = Counter()  # waiting requests, by tenant
-        self._place_rates: LRUCache[str, PlaceRate] = LRUCache(_MAX_RATES)  # by version
+        self._place_rates: LRUCache[str, PlaceRate] = LRUCache(MAX_VERSIONS)  # by version
         self._sequence = count()
 
     def __len__(self) -> int:

@@ -7,9 +7,11 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from torchrelay.scheduler.policy.autoscaling import price
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
+from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.core import (
     BOTH,
@@ -82,8 +84,7 @@ class Demand:
         return min(self.oldest_wait_s, self.slotless_s)
 
 
-@dataclass(frozen=True)
-class InstanceLoad:
+class InstanceLoad(NamedTuple):
     """An instance and its load."""
 
     instance: Instance
@@ -137,10 +138,11 @@ class AutoscalerInput:
     workers: Mapping[str, WorkerStatus]
     stores: Mapping[str, StoreStatus]  # by host
     prices_s: Mapping[str, float]  # by version: what a cold start is worth, in seconds of a slot; absent: the default
-    free_workers: Mapping[str, WorkerStatus]  # those that say that their slot is free
+    free_workers: FreeWorkers  # those that say that their slot is free
     waited_for: frozenset[str] = frozenset()  # versions that requests wait for
     suspects: frozenset[str] = frozenset()  # workers on which nothing is placed
     minimums: Mapping[str, int] = field(default_factory=dict)  # by version: instances per role that stay loaded
+    holders_of: Callable[[str], Iterable[StoreStatus]] | None = None  # by pack; absent: those of ``stores``
 
     @cached_property
     def loads(self) -> Sequence[InstanceLoad]:
@@ -178,8 +180,23 @@ class AutoscalerInput:
         """Whether it has the demand of every model that requests wait for."""
         return self.waited_for <= {demand.model.version_id for demand in self.demands}
 
+    def holders(self, pack_id: str) -> Iterable[StoreStatus]:
+        """Stores with a copy of the pack, whole or not."""
+        if self.holders_of is not None:
+            return self.holders_of(pack_id)
+        return [store for store in self.stores.values() if pack_id in store.copies]
+
     def of(self, model: Model) -> Sequence[InstanceLoad]:
-        return [load for load in self.instance_loads.of_version(model.version_id) if load.instance.staying]
+        found = self._staying_of.get(model.version_id)
+        if found is None:
+            loads = self.instance_loads.of_version(model.version_id)
+            found = self._staying_of[model.version_id] = [load for load in loads if load.instance.staying]
+        return found
+
+    @cached_property
+    def _staying_of(self) -> dict[str, Sequence[InstanceLoad]]:
+        """As far as asked for."""
+        return {}
 
     def missing(self, demand: Demand, kv_bytes: int) -> Roles:
         """Roles that none of the model's instances plays, nor was told to, for a request with so much KV."""

@@ -25,12 +25,14 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Wake,
     cover_both_roles,
 )
+from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots
 from torchrelay.scheduler.policy.autoscaling.instance_eviction import Gain, evict, evict_to_grow
-from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign, free_slots
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign
+from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles, WorkerStatus
+from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles
 from torchrelay.scheduler.policy.reasons import Reason
 
 
@@ -58,7 +60,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         one.num_waiting or one.num_cold or one.backlog_s or one.is_expected(autoscaler_input.now)
         for one in autoscaler_input.demands
     )
-    free = _free_workers(autoscaler_input) if is_wanted else {}
+    free = FreeSlots(autoscaler_input, autoscaler_input.free_workers if is_wanted else FreeWorkers())
     granted: dict[str, list[Roles]] = {}
     starving: list[Demand] = []
     demands = sorted(autoscaler_input.demands, key=lambda demand: -demand.slot_wait_s)
@@ -76,9 +78,8 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     for demand in starving:
         actions += evict(demand, autoscaler_input, freeing(), config)
     for demand in starving:
-        slots = free_slots(demand.model, free.values(), autoscaler_input.stores, frozenset(), demand.most_kv_bytes)
-        for slot in slots:
-            del free[slot.worker_id]
+        for slot in free.of(demand.model, kv_bytes=demand.most_kv_bytes):
+            free.take(slot.worker_id)
     for demand in demands if autoscaler_input.has_all_waiting else ():
         growth = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, freeing, config)
         if growth is None:
@@ -100,21 +101,12 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     return tuple(actions)
 
 
-def _free_workers(autoscaler_input: AutoscalerInput) -> dict[str, WorkerStatus]:
-    occupied, suspects = autoscaler_input.instance_loads.occupied, autoscaler_input.suspects
-    return {
-        worker_id: worker
-        for worker_id, worker in autoscaler_input.free_workers.items()
-        if worker_id not in occupied and worker_id not in suspects
-    }
-
-
-def _mark_taken(actions: Sequence[Action], free: dict[str, WorkerStatus], granted: dict[str, list[Roles]]) -> None:
+def _mark_taken(actions: Sequence[Action], free: FreeSlots, granted: dict[str, list[Roles]]) -> None:
     """Removes the slots of wakes from the free ones."""
     for action in actions:
         if isinstance(action, Wake):
             for assignment in action.assignments:
-                del free[assignment.worker_id]
+                free.take(assignment.worker_id)
                 granted.setdefault(action.model.version_id, []).append(assignment.roles)
 
 
@@ -131,16 +123,15 @@ def wanted_instances(demand: Demand, num_instances: int, load_s: float, config: 
     return wanted
 
 
-def _scale_from_zero(
-    demand: Demand, autoscaler_input: AutoscalerInput, free: Mapping[str, WorkerStatus]
-) -> list[Action]:
+def _scale_from_zero(demand: Demand, autoscaler_input: AutoscalerInput, free: FreeSlots) -> list[Action]:
     """Actions that give a waiting model the roles it lacks for each of its requests, else for the smallest; none if it
     needs an eviction.
     """
     for kv_bytes in sorted({demand.most_kv_bytes, demand.least_kv_bytes}, reverse=True):
         missing = autoscaler_input.missing(demand, kv_bytes)
-        slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid, kv_bytes)
-        assignments = assign(slots, Role.PREFILL in missing, Role.DECODE in missing)
+        num_prefill, num_decode = int(Role.PREFILL in missing), int(Role.DECODE in missing)
+        slots = free.for_roles(demand.model, demand.avoid, kv_bytes, num_prefill, num_decode)
+        assignments = assign(slots, num_prefill, num_decode)
         if assignments:
             cause = "at_zero" if missing >= BOTH else "role_missing"
             return [Wake(demand.model, assignments, _wake_reason(demand, cause))]
@@ -153,7 +144,7 @@ def _fill_minimum(
     demand: Demand,
     autoscaler_input: AutoscalerInput,
     granted: Sequence[Roles],
-    free: dict[str, WorkerStatus],
+    free: FreeSlots,
     freeing: Callable[[], FreeingSlots],
 ) -> list[Action]:
     """What a model lacks of the instances that stay loaded: free slots, and those of models that are idle."""
@@ -162,14 +153,14 @@ def _fill_minimum(
     missing = +Counter({role: minimum - sum(role in one for one in roles) for role in Role})
     if not missing or autoscaler_input.now < demand.not_before:
         return []
-    slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid)
+    slots = free.for_roles(demand.model, demand.avoid, 0, missing[Role.PREFILL], missing[Role.DECODE])
     assignments = assign(slots, missing[Role.PREFILL], missing[Role.DECODE])
     actions: list[Action] = []
     if assignments:
         text = f"its minimum is {minimum} per role"
         actions.append(Wake(demand.model, assignments, Reason("minimum", text, {"num_wanted": minimum})))
         for assignment in assignments:
-            del free[assignment.worker_id]
+            free.take(assignment.worker_id)
         missing -= Counter(role for one in assignments for role in one.roles)
     if missing:
         gain = Gain(math.inf, 0.0, f"lacks instances of its minimum, {minimum} per role")
@@ -178,17 +169,17 @@ def _fill_minimum(
 
 
 def _expect(
-    demand: Demand, autoscaler_input: AutoscalerInput, granted: Sequence[Roles], free: dict[str, WorkerStatus]
+    demand: Demand, autoscaler_input: AutoscalerInput, granted: Sequence[Roles], free: FreeSlots
 ) -> list[Action]:
     """Loads a model of which the next request is expected, if a slot is free for it."""
     now = autoscaler_input.now
     if not demand.is_expected(now) or now < demand.not_before or granted or autoscaler_input.of(demand.model):
         return []
-    assignments = assign(free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid), 1, 1)
+    assignments = assign(free.for_roles(demand.model, demand.avoid, 0, 1, 1), 1, 1)
     if not assignments:
         return []
     for assignment in assignments:
-        del free[assignment.worker_id]
+        free.take(assignment.worker_id)
     left_s = demand.forecast[1] - now
     text = f"its next request is expected within {format_duration(left_s)}, by when it came of late"
     return [Wake(demand.model, assignments, Reason("forecast", text, {"left_s": left_s}))]
@@ -198,7 +189,7 @@ def _growth(
     demand: Demand,
     autoscaler_input: AutoscalerInput,
     granted: Sequence[Roles],
-    free: Mapping[str, WorkerStatus],
+    free: FreeSlots,
     freeing: Callable[[], FreeingSlots],
     config: PolicyConfig,
 ) -> Growth | None:
@@ -212,27 +203,31 @@ def _growth(
         or not (demand.num_late_before or demand.num_saved(num_instances, 0.0))
     ):
         return None
-
-    def slots_of(workers: Iterable[WorkerStatus]) -> list[FreeSlot]:
-        return free_slots(demand.model, workers, autoscaler_input.stores, demand.avoid, demand.least_kv_bytes)
-
-    slots = slots_of(free.values())
-    tier = _nearest(slots or slots_of(_workers_of(freeing().idle, autoscaler_input)))
+    nearest = free.of(demand.model, demand.avoid, demand.least_kv_bytes, most=1)
+    tier = min(slot.tier for slot in nearest) if nearest else _nearest(demand, freeing().idle, autoscaler_input)
     load_s = demand.load_s.get(tier, 0.0)
     wanted = wanted_instances(demand, num_instances, load_s, config)
     missing = +Counter({role: wanted - sum(role in one for one in roles) for role in Role})
+    if not missing:
+        return None
+    slots = free.for_roles(
+        demand.model, demand.avoid, demand.least_kv_bytes, missing[Role.PREFILL], missing[Role.DECODE]
+    )
     saved = max(demand.num_saved(num_instances, load_s), demand.num_late_before)
     held_s = demand.held_s(num_instances, load_s)
-    return Growth(wanted, missing, slots, load_s, saved, held_s) if missing else None
+    return Growth(wanted, missing, slots, load_s, saved, held_s)
 
 
-def _nearest(slots: Iterable[FreeSlot]) -> Tier:
-    return min((slot.tier for slot in slots), default=Tier.PEER)
-
-
-def _workers_of(loads: Iterable[InstanceLoad], autoscaler_input: AutoscalerInput) -> list[WorkerStatus]:
-    workers = (autoscaler_input.workers.get(load.instance.worker_id) for load in loads)
-    return [worker for worker in workers if worker is not None]
+def _nearest(demand: Demand, idle: Iterable[InstanceLoad], autoscaler_input: AutoscalerInput) -> Tier:
+    """From where it would be loaded into the best of the slots of idle instances."""
+    pack_id, workers = demand.model.pack_id, autoscaler_input.workers
+    is_held = any(True for _ in autoscaler_input.holders(pack_id))
+    tiers = []
+    for load in idle:
+        worker, store = workers.get(load.instance.worker_id), autoscaler_input.stores.get(load.instance.host_id)
+        if worker is not None and store is not None and worker.num_devices == demand.model.num_devices:
+            tiers.append(tier_of(pack_id, store, is_held))
+    return min(tiers, default=Tier.PEER)
 
 
 def _growth_reason(demand: Demand, growth: Growth) -> Reason:

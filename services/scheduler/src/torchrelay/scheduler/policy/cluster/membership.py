@@ -15,11 +15,12 @@ from itertools import count
 
 from torchrelay.common.liveness import EngineProgress, Liveness
 from torchrelay.common.recent import Recent
+from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSizes
 from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles, StoreStatus, WorkerStatus
 
 _SUSPICION_S = 0.25  # reports sent before a fault may still arrive within this time
-_MAX_FENCED = 1024
+_MAX_FENCED = 16_384
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Membership:
     def __init__(self, fence_s: float) -> None:
         self._fence_s = fence_s
         self.workers: dict[str, WorkerStatus] = {}
-        self.free_workers: dict[str, WorkerStatus] = {}  # of these, those that say that their slot is free
+        self.free_workers = FreeWorkers()  # of these, those that say that their slot is free
         self.stores: dict[str, StoreStatus] = {}
         self.stores_by_host: dict[str, StoreStatus] = {}
         self._holders: dict[str, dict[str, int]] = {}  # by pack: stores with a copy, and their numbers
@@ -108,9 +109,9 @@ class Membership:
     def _put_worker(self, worker: WorkerStatus) -> None:
         self.workers[worker.worker_id] = worker
         if worker.slot.phase is InstancePhase.FREE:
-            self.free_workers[worker.worker_id] = worker
+            self.free_workers.put(worker)
         else:
-            self.free_workers.pop(worker.worker_id, None)
+            self.free_workers.discard(worker.worker_id)
 
     def beat_worker(self, worker_id: str, incarnation: str, progress: EngineProgress, now: float) -> bool:
         """A sign of life; it says nothing of the worker's load. Ignored if the worker is not present. True if it ends a
@@ -165,7 +166,7 @@ class Membership:
         self._suspect_since.pop(worker_id, None)
         self._liveness.pop(worker_id, None)
         worker = self.workers.pop(worker_id, None)
-        self.free_workers.pop(worker_id, None)
+        self.free_workers.discard(worker_id)
         self.sizes.worker_gone(worker_id, now)
         if worker is not None and gone:
             self._fence(worker.incarnation, now)

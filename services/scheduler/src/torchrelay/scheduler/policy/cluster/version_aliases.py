@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torchrelay.common.recent import Recent
+from torchrelay.scheduler.policy.core import MAX_VERSIONS
 
-_MAX_VERSIONS = 4096
 _MAX_NAMES = 64  # of one version
 
 
@@ -37,7 +37,7 @@ class VersionAliases:
     """The models that were requested, by version; the longest unused are evicted first."""
 
     def __init__(self) -> None:
-        self._versions: Recent[str, _Aliases] = Recent(_MAX_VERSIONS)
+        self._versions: Recent[str, _Aliases] = Recent(MAX_VERSIONS)
 
     def __iter__(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """(version, pack, names)."""

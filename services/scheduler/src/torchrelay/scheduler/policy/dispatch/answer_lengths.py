@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from cachetools import LRUCache
 
+from torchrelay.scheduler.policy.core import MAX_VERSIONS
+
 _MIN_ANSWERS = 8  # fewer say little
 _WINDOW = 64  # answers that weigh as much as all before
-_MAX_VERSIONS = 16384
 
 
 @dataclass(slots=True)
@@ -21,7 +22,7 @@ class AnswerLengths:
     """The mean of late, by version."""
 
     def __init__(self) -> None:
-        self._means: LRUCache[str, _Mean] = LRUCache(_MAX_VERSIONS)
+        self._means: LRUCache[str, _Mean] = LRUCache(MAX_VERSIONS)
 
     def observe(self, version_id: str, num_tokens: float) -> None:
         """An answer ended, after so many tokens per choice."""

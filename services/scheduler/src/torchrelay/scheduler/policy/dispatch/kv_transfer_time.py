@@ -11,7 +11,7 @@ from torchrelay.common.recent import Recent
 
 _FIXED_S = 0.002  # offer, reservation and the last layer's KV
 _REMAINING_SHARE = 0.05  # of the KV, still to be sent when prefill ends
-_MAX_PAIRS = 4096
+_MAX_PAIRS = 32_768  # more than are in use at once: a large model has as many as its prefill times its decode hosts
 _MIN_S = 1e-4  # a difference of two durations: anything less only says that it was quick
 _WINDOW = 32
 

@@ -6,11 +6,11 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Instance, InstancePhase, WorkerStatus
+from torchrelay.scheduler.policy.core import MAX_VERSIONS, Instance, InstancePhase, WorkerStatus
 
 _MIN_STEPS = 8  # a model learned from fewer gives way to what workers with the same device have learned
 _BATCH_FREE = 8  # where nothing is known: this many sequences decode in twice the time of none
-_MAX_LEARNED = 4096
+_MAX_DEVICES = 4  # kinds, per pack
 _UNKNOWN = LatencyModel()
 
 
@@ -18,7 +18,7 @@ class LatencyModels:
     """The latest model of any worker for each (pack, kind of device), for workers that are new to a pack."""
 
     def __init__(self) -> None:
-        self._learned: Recent[tuple[str, str], LatencyModel] = Recent(_MAX_LEARNED)
+        self._learned: Recent[tuple[str, str], LatencyModel] = Recent(MAX_VERSIONS * _MAX_DEVICES)
 
     def observe(self, worker: WorkerStatus) -> None:
         """Learns from a report."""

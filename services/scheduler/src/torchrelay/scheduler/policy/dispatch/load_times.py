@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
@@ -25,6 +26,7 @@ class LoadTimes:
     def __init__(self) -> None:
         self._begun: dict[str, _Begun] = {}  # by instance
         self._rates: dict[tuple[Tier, int], float] = {}
+        self._by_tier: dict[tuple[int, int], Mapping[Tier, float]] = {}  # predicted, by bytes and devices
 
     def begin(self, instance_id: str, model: Model, tier: Tier) -> None:
         self._begun[instance_id] = _Begun(tier, model.num_devices, model.pack_bytes)
@@ -37,6 +39,15 @@ class LoadTimes:
         key, rate = (begun.tier, begun.num_devices), begun.pack_bytes / took_s
         before = self._rates.get(key, rate)
         self._rates[key] = before ** (1 - _NEWEST) * rate**_NEWEST
+        self._by_tier.clear()
+
+    def by_tier(self, model: Model, config: PolicyConfig) -> Mapping[Tier, float]:
+        """``predict_s`` from each tier."""
+        key = model.pack_bytes, model.num_devices
+        found = self._by_tier.get(key)
+        if found is None:
+            found = self._by_tier[key] = {tier: self.predict_s(model, tier, config) for tier in Tier}
+        return found
 
     def predict_s(self, model: Model, tier: Tier, config: PolicyConfig) -> float:
         """From an empty slot to all layers ready."""

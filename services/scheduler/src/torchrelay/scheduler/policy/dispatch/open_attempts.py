@@ -24,6 +24,8 @@ class OpenAttempt:
     is_computed: bool = False  # its first token is there: the prefill instance is rid of it
     num_attended: int = 0  # positions that a step for it is expected to attend to, all choices together
     is_asked_back: bool = False  # its gateway was told to ask for it anew, if it has not begun
+    computed_at: float = 0.0
+    asked_to_migrate_at: float | None = None  # when its gateway was told to ask for another attempt; None: or it has
 
     @property
     def instance_ids(self) -> tuple[str, ...]:
@@ -104,7 +106,7 @@ class OpenAttempts:
         attempt = self._open.get(key)
         if attempt is None or attempt.is_computed:
             return None
-        attempt.is_computed = True
+        attempt.is_computed, attempt.computed_at = True, now
         self._leave_prefill(attempt, now)
         return attempt
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.recent import Recent
+from torchrelay.scheduler.policy.core import MAX_VERSIONS
 
 # A worker takes so long to begin and to hand over each prompt, however short: of a full step's worth of short ones,
 # bound at once, a tenant with a burst would have dozens ahead of another's next request.
 _BEGIN_S = 0.003
 _RECENT_S = 2.0
-_MAX_VERSIONS = 4096
 
 
 def max_prompts_ahead(latency: LatencyModel) -> int:
@@ -21,7 +21,7 @@ class SharedVersions:
     """By version: whose request was the last, when it came, and when the last of another tenant did."""
 
     def __init__(self) -> None:
-        self._last: Recent[str, tuple[str, float, float]] = Recent(_MAX_VERSIONS)
+        self._last: Recent[str, tuple[str, float, float]] = Recent(MAX_VERSIONS)
 
     def note(self, version_id: str, tenant: str, now: float) -> None:
         """A request has come."""

@@ -4,7 +4,8 @@ Capacity is the highest rate that any link of the cluster reached, because a slo
 fault. That peak fades with a half-life of minutes in which transfers are measured, so idle links get no slower. A
 direction that no transfer has used counts twice the peak, so that it is tried. The link speed that the host reports is
 the limit, and so is a setting. Transfers from the remote store say nothing of links: it may be a folder of the host.
-Where a transfer fell short of its plan, the rate it reached is the capacity for a while.
+Where a transfer fell short of its plan, the rate it reached is the capacity for a while, and each time for longer that
+this happens again when the link is next tried with more.
 
 Background traffic is the KV that workers report, or all that the host's network counters show beside relays, whichever
 is more.
@@ -27,10 +28,12 @@ _SILENT_S = 3.0
 _MIN_INTERVAL_S = 0.05  # reports closer together than this are merged
 _HALF_LIFE_S = 300.0  # of a link's peak rate
 _FORGET_S = 900.0  # a host without a store is forgotten if its workers have been silent for this time
-_CEILING_S = 30.0  # how long a link counts as slow after a transfer fell short on it
+_CEILING_S = 30.0  # how long a link counts as slow after a transfer fell short on it; each time twice as long
+_MAX_CEILING_S = 960.0
 _MIN_TRANSFER_S = 0.05  # a shorter transfer says little about the link
 _UNMEASURED_FACTOR = 2.0  # at most the factor by which a transfer may miss its plan
 _BUSY_SHARE = 0.05  # of the capacity: background below this is noise
+_FASTER = 1.25  # times the rate at which a link fell short: it is faster than that
 
 _Rates = defaultdict[str, list[float]]  # of transfers, by host
 
@@ -59,7 +62,7 @@ class RateMeter:
             self._value, self._at = value, now
 
 
-@dataclass
+@dataclass(eq=False)
 class LinkDirection:
     """One direction of a host's link."""
 
@@ -71,6 +74,7 @@ class LinkDirection:
     _peak_at_s: float = 0.0
     _ceiling: float = math.inf
     _ceiling_until: float = 0.0
+    _ceiling_s: float = 0.0
 
     def background(self, now: float) -> float:
         kv = sum([meter.bytes_per_s(now) for meter in self.kv.values()])
@@ -84,6 +88,8 @@ class LinkDirection:
         """Notes a rate that a transfer reached. ``measured_s``: how long transfers have been measured, anywhere."""
         if bytes_per_s >= self.peak(measured_s):
             self._peak, self._peak_at_s = bytes_per_s, measured_s
+        if bytes_per_s > self._ceiling * _FASTER:
+            self._ceiling, self._ceiling_s = math.inf, 0.0
 
     def peak(self, measured_s: float) -> float:
         if not self._peak:
@@ -92,7 +98,10 @@ class LinkDirection:
 
     def fell_short(self, bytes_per_s: float, now: float) -> None:
         """A transfer fell short of its plan, and this is all that the direction carried."""
-        self._ceiling, self._ceiling_until = bytes_per_s, now + _CEILING_S
+        if now >= self._ceiling_until:  # it was tried again
+            is_again = now < self._ceiling_until + _MAX_CEILING_S
+            self._ceiling_s = min(max(2 * self._ceiling_s, _CEILING_S), _MAX_CEILING_S) if is_again else _CEILING_S
+        self._ceiling, self._ceiling_until = bytes_per_s, now + self._ceiling_s
 
     def capacity(self, best: float, now: float) -> float:
         """``best``: the peak of the best link in the cluster; 0: none has been measured."""
@@ -239,21 +248,44 @@ class Links:
         """Another source did not help: what the store takes in now is all it can."""
         self._links[store.host_id].into.fell_short(sum(self._incoming.get(store.host_id, {}).values()), now)
 
-    def nodes(self, stores: Iterable[StoreStatus], running: Iterable[Transfer], now: float) -> dict[str, Node]:
-        """What ``running`` transfers leave of the links of each of ``stores``, and of the remote store's."""
+    def nodes(
+        self,
+        stores: Iterable[StoreStatus],
+        running: Iterable[Transfer],
+        now: float,
+        yielding: Iterable[Transfer] = (),
+    ) -> dict[str, Node]:
+        """What ``running`` transfers leave of the links of each of ``stores``, and of the remote store's.
+
+        ``yielding``: those that leave to this one what it can take.
+        """
+        sending = {self._host_of.get(source, source) for transfer in yielding for source in transfer.holder_ids}
         best, out, into = self._best_peak, _Rates(list), _Rates(list)
         for transfer in running:
             into[self._host_of.get(transfer.target, transfer.target)].append(transfer.planned_bytes_per_s)
             for source, rate in transfer.sources:
                 out[self._host_of.get(source, source)].append(rate)
         remote = self._links[REMOTE].out.peak(self._measured_s) if REMOTE in self._links else 0.0
-        found = {REMOTE: self._node(REMOTE, "", max(best, remote), out, into, now)}
+        found = {REMOTE: self._node(REMOTE, "", max(best, remote), out, into, REMOTE in sending, now)}
         for store in stores:
             leaf = store.failure_domain if store.failure_domain != store.host_id else ""
-            found[store.store_id] = self._node(store.host_id, leaf, best, out, into, now)
+            found[store.store_id] = self._node(store.host_id, leaf, best, out, into, store.host_id in sending, now)
         return found
 
-    def _node(self, host_id: str, leaf: str, best: float, out: _Rates, into: _Rates, now: float) -> Node:
+    @property
+    def usual_bytes_per_s(self) -> float:
+        """What a link that nobody else uses is expected to carry."""
+        return min(self._best_peak or DEFAULT_BYTES_PER_S, self._cap)
+
+    def free_bytes_per_s(self, store_id: str, is_out: bool, now: float) -> float:
+        """What one direction of the link of the store's host can carry beside background traffic."""
+        link = self._links.get(self._host_of.get(store_id, "")) or _Link()
+        direction = link.out if is_out else link.into
+        return max(min(direction.capacity(self._best_peak, now), self._cap) - direction.background(now), 0.0)
+
+    def _node(
+        self, host_id: str, leaf: str, best: float, out: _Rates, into: _Rates, is_sending: bool, now: float
+    ) -> Node:
         link = self._links.get(host_id) or _Link()
         capacity_out, background_out = min(link.out.capacity(best, now), self._cap), link.out.background(now)
         capacity_in = min(link.into.capacity(best, now), self._cap)
@@ -261,7 +293,7 @@ class Links:
             residual_out=_residual_bytes_per_s(capacity_out, background_out, out[host_id]),
             residual_in=_residual_bytes_per_s(capacity_in, link.into.background(now), into[host_id]),
             host=host_id,
-            busy_out=bool(out[host_id]) or background_out > _BUSY_SHARE * capacity_out,
+            busy_out=is_sending or bool(out[host_id]) or background_out > _BUSY_SHARE * capacity_out,
             leaf=leaf,
         )
 

@@ -25,6 +25,7 @@ reports until the next one begins. It is a stamp by the target's clock, compared
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -85,6 +86,8 @@ class Transfer:
     sources: tuple[PlannedSource, ...] = ()  # as planned; empty: the plan is not known
     planned_bytes_per_s: float = 0.0  # 0: not predicted
     urgent: bool = True  # a request waits for it
+    deadline: float = math.inf  # of the request that it is for; infinite: the replicator ordered it
+    yields: bool = False  # for now it takes only what those that are due sooner leave; see ``link_order``
     reason: Reason = NO_REASON
     cause: CopyCause | None = None  # the replicator's, if it ordered this copy
     rank: int = 0  # by age: the lower, the older
@@ -118,6 +121,11 @@ class Transfer:
     def holder_ids(self) -> tuple[str, ...]:
         """The planned sources."""
         return tuple(source.holder_id for source in self.sources)
+
+    @property
+    def goes_first(self) -> bool:
+        """As its store is told: whether idle transfers, and those that yield, leave it what it can take."""
+        return self.urgent and not self.yields
 
     def running_s(self, now: float) -> float:
         """Time since it began; once it has finished, the duration that its store measured."""
@@ -153,6 +161,13 @@ class TransferEvent:
     in_history: bool = True  # not, if nothing had to flow, or its end is recorded already
 
 
+def _remove(index: dict[str, dict[TransferKey, None]], names: Iterable[str], key: TransferKey) -> None:
+    for name in names:
+        del index[name][key]
+        if not index[name]:
+            del index[name]
+
+
 def _is_young(transfer: Transfer, now: float) -> bool:
     return now - (transfer.accepted_at or transfer.planned_at) <= START_TIMEOUT_S
 
@@ -163,6 +178,7 @@ class Transfers:
     def __init__(self) -> None:
         self._running: dict[TransferKey, Transfer] = {}
         self._into: dict[str, dict[TransferKey, None]] = {}  # those that run, by target
+        self._out_of: dict[str, dict[TransferKey, None]] = {}  # by planned source
         self._of_pack: dict[str, dict[TransferKey, None]] = {}
         self._ended: deque[Transfer] = deque(maxlen=_MAX_ENDED)
         self._ranks = count(1)
@@ -178,6 +194,7 @@ class Transfers:
         now: float,
         *,
         urgent: bool = True,
+        deadline: float = math.inf,
         reason: Reason = NO_REASON,
         cause: CopyCause | None = None,
     ) -> None:
@@ -186,7 +203,9 @@ class Transfers:
             key = pack_id, edge.target
             running = self._running.get(key)
             if edge.already_there and running is not None:
-                self._run(replace(running, urgent=running.urgent or urgent, cause=cause or running.cause))
+                is_urgent, earlier_deadline = running.urgent or urgent, min(running.deadline, deadline)
+                cause_now = cause or running.cause
+                self._run(replace(running, urgent=is_urgent, deadline=earlier_deadline, cause=cause_now))
             elif not edge.already_there or cause is not None:
                 earlier = stores[edge.target].copies.get(pack_id) if edge.target in stores else None
                 planned = Transfer(
@@ -196,6 +215,7 @@ class Transfers:
                     sources=() if edge.already_there else planned_sources(edge),
                     planned_bytes_per_s=0.0 if edge.already_there else edge.bytes_per_s,
                     urgent=urgent,
+                    deadline=deadline,
                     reason=reason,
                     cause=cause,
                     rank=next(self._ranks),
@@ -219,16 +239,20 @@ class Transfers:
             self._run(transfer)
 
     def _run(self, transfer: Transfer) -> None:
+        before = self._running.get(transfer.key)
+        if before is not None and before.sources != transfer.sources:
+            _remove(self._out_of, before.holder_ids, before.key)
         self._running[transfer.key] = transfer
         self._into.setdefault(transfer.target, {})[transfer.key] = None
         self._of_pack.setdefault(transfer.pack_id, {})[transfer.key] = None
+        for source in transfer.holder_ids:
+            self._out_of.setdefault(source, {})[transfer.key] = None
 
     def _stop(self, transfer: Transfer) -> None:
-        if self._running.pop(transfer.key, None) is not None:
-            for index, name in ((self._into, transfer.target), (self._of_pack, transfer.pack_id)):
-                del index[name][transfer.key]
-                if not index[name]:
-                    del index[name]
+        if (ended := self._running.pop(transfer.key, None)) is not None:
+            _remove(self._into, (ended.target,), ended.key)
+            _remove(self._of_pack, (ended.pack_id,), ended.key)
+            _remove(self._out_of, ended.holder_ids, ended.key)
 
     # Reports
 
@@ -342,6 +366,16 @@ class Transfers:
 
     def into(self, store_id: str) -> list[Transfer]:
         return [self._running[key] for key in self._into.get(store_id, ())]
+
+    def out_of(self, store_id: str) -> list[Transfer]:
+        """Those that are planned to come from the store, or from REMOTE."""
+        return [self._running[key] for key in self._out_of.get(store_id, ())]
+
+    def touching(self, store_ids: Iterable[str]) -> list[Transfer]:
+        """Transfers of our plans on the links of these stores, the oldest first."""
+        stores = dict.fromkeys(store_ids)
+        found = {one.key: one for store_id in stores for one in (*self.into(store_id), *self.out_of(store_id))}
+        return sorted((one for one in found.values() if one.sources), key=lambda one: one.rank)
 
     def of_pack(self, pack_id: str) -> list[Transfer]:
         return [self._running[key] for key in self._of_pack.get(pack_id, ())]

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import CopyCause, Model, StoreStatus
+from torchrelay.scheduler.policy.core import MAX_VERSIONS, CopyCause, Model, StoreStatus
 
-_MAX_PACKS = 4096  # remembered
 _KEEP_TRIES = 5  # failed copies of a lost, unused pack before it is given up: it may have been deleted
 _RETAIN_RETRY_S = 2.0  # after a refusal; also the shortest time between leases that only reorder the same packs
 
@@ -30,7 +29,7 @@ class PackUse:
 class RecentPacks:
     """The packs used last; those unused for longest are forgotten first."""
 
-    def __init__(self, max_packs: int = _MAX_PACKS) -> None:
+    def __init__(self, max_packs: int = MAX_VERSIONS) -> None:
         # Setting a key moves it to the end of the queue and reading does not, so the first in is the longest unused.
         self._uses: Recent[str, PackUse] = Recent(max_packs)
 

@@ -187,12 +187,7 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
 
 
 def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome, now: float) -> None:
-    """Learns from the KV transfer time, the time between tokens and the length of the answer; workers learn their step
-    times themselves.
-    """
-    if outcome.num_output_tokens and not attempt.admission.num_forced_tokens:
-        num_tokens = outcome.num_output_tokens / max(attempt.admission.num_choices, 1)
-        state.answer_lengths.observe(attempt.admission.version_id, num_tokens)
+    """Learns from the KV transfer time and the time between tokens; workers learn their step times themselves."""
     placement = attempt.placement
     if outcome.tbt_s is not None and not placement.cold and state.instances.get(placement.decode.instance_id):
         state.token_times.observe(placement.decode.instance_id, placement.predicted.tbt_s, outcome.tbt_s, now)
@@ -204,6 +199,14 @@ def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome, now: f
         return
     kv_bytes = admission.num_prefill_tokens * model.kv_bytes_per_token
     state.kv_transfer_times.observe(prefill.host_id, decode.host_id, kv_bytes, outcome.kv_transfer_s)
+
+
+def observe_length(state: State, attempt: OpenAttempt, outcome: Outcome) -> None:
+    """Learns how long the answer was that has ended; one that failed before is known in part only."""
+    admission = attempt.admission
+    if outcome.num_output_tokens and (admission.migrates or not admission.num_forced_tokens):
+        num_tokens = admission.num_forced_tokens + outcome.num_output_tokens / max(admission.num_choices, 1)
+        state.answer_lengths.observe(admission.version_id, num_tokens)
 
 
 def refuse(
@@ -313,16 +316,13 @@ def _place_version(state: State, version_id: str, now: float) -> None:
     model = state.models.get(version_id)
     if model is None or not state.queues.num_waiting(version_id):
         return
-    roster = state.rosters.of(version_id, lambda: _roster(state, model, now))
+    entries = roster(state, model, now)
     too_large: list[AttemptKey] = []
-    while roster and (admission := state.queues.next(version_id, now)) is not None:
-        candidates = _candidates(state, admission, model, roster, now)
-        if state.shared_versions.is_shared(version_id, now):
-            candidates = [one for one in candidates if _takes_beside_others(one)]
+    while entries and (admission := state.queues.next(version_id, now)) is not None:
         found = state.strategies.place(
             admission,
             model,
-            candidates,
+            _candidates(state, admission, model, entries, now),
             state.kv_transfer_times,
             state.config,
             now,
@@ -337,16 +337,21 @@ def _place_version(state: State, version_id: str, now: float) -> None:
                 state.due[version_id] = found.due
             break
         state.queues.take(admission.key, now)
-        _open(state, admission, found, False, now)
-        if not found.cold:
-            state.token_times.placed(found.decode.instance_id, found.predicted.step_s, now)
-        state.effects.answers.append(effects.Placed(admission.gateway_id, found))
-        placed = effects.AttemptPlaced(
-            admission.key, admission.model, admission.admitted_at, now, found, admission.traceparent
-        )
-        state.effects.opened.append(placed)
+        bind(state, admission, found, now)
     for key in too_large:
         state.queues.unpark(key)
+
+
+def bind(state: State, admission: Admission, found: Placement, now: float) -> None:
+    """The attempt runs there from now on; its gateway is told."""
+    _open(state, admission, found, False, now)
+    if not found.cold:
+        state.token_times.placed(found.decode.instance_id, found.predicted.step_s, now)
+    state.effects.answers.append(effects.Placed(admission.gateway_id, found))
+    placed = effects.AttemptPlaced(
+        admission.key, admission.model, admission.admitted_at, now, found, admission.traceparent
+    )
+    state.effects.opened.append(placed)
 
 
 def _takes_beside_others(candidate: Candidate) -> bool:
@@ -367,6 +372,11 @@ def note_earlier_prompts(state: State, worker: WorkerStatus, now: float) -> None
     if reported_s:
         earlier = {worker_id: until for worker_id, until in state.earlier_prompts_until.items() if until > now}
         state.earlier_prompts_until = {**earlier, worker.worker_id: now + reported_s}
+
+
+def roster(state: State, model: Model, now: float) -> Sequence[RosterEntry]:
+    """The instances of the version that take requests."""
+    return state.rosters.of(model.version_id, lambda: _roster(state, model, now))
 
 
 def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
@@ -399,13 +409,17 @@ def forget_roster(state: State, before: WorkerStatus | None, worker: WorkerStatu
         state.rosters.forget(instance.version_id)
 
 
-def _candidates(
-    state: State, admission: Admission, model: Model, roster: Sequence[RosterEntry], now: float
-) -> list[Candidate]:
+def candidates(state: State, admission: Admission, model: Model, now: float) -> list[Candidate]:
     """The roster as the attempt sees it."""
+    return _candidates(state, admission, model, roster(state, model, now), now)
+
+
+def _candidates(
+    state: State, admission: Admission, model: Model, entries: Sequence[RosterEntry], now: float
+) -> list[Candidate]:
     hashes, index, block_tokens = admission.block_hashes, state.prefix_index, model.routing_block_tokens
     bound, corrections, token_times, found = state.attempts.bound, state.corrections, state.token_times, []
-    for entry in roster:
+    for entry in entries:
         instance_id, num_cached, correction, token_time = entry.worker_ref.instance_id, 0, 1.0, UNKNOWN
         if entry.plays_prefill:
             num_cached = index.num_blocks(instance_id, hashes) * block_tokens if hashes else 0
@@ -413,13 +427,17 @@ def _candidates(
         if entry.plays_decode:
             token_time = token_times.of(instance_id, now)
         found.append(Candidate(entry, bound.get(instance_id, NOTHING_BOUND), num_cached, correction, token_time))
+    if state.shared_versions.is_shared(admission.version_id, now):
+        return [one for one in found if _takes_beside_others(one)]
     return found
 
 
 def _open(state: State, admission: Admission, placement: Placement, is_computed: bool, now: float) -> None:
     model = state.models[admission.version_id]
     num_attended = admission.num_attended(state.answer_lengths.expected(model.version_id, admission.max_tokens))
-    attempt = OpenAttempt(admission, placement, now, admission.kv_bytes(model), is_computed, num_attended)
+    attempt = OpenAttempt(
+        admission, placement, now, admission.kv_bytes(model), is_computed, num_attended, computed_at=now
+    )
     state.attempts.open(attempt, now)
     for worker_ref in (placement.prefill, placement.decode):
         state.instances.touch(worker_ref.instance_id, now)
@@ -503,5 +521,4 @@ def _prompts_ahead_s(state: State, model: Model, now: float) -> float:
 
 
 def prefills(state: State, model: Model, now: float) -> list[RosterEntry]:
-    roster = state.rosters.of(model.version_id, lambda: _roster(state, model, now))
-    return [entry for entry in roster if entry.plays_prefill]
+    return [entry for entry in roster(state, model, now) if entry.plays_prefill]

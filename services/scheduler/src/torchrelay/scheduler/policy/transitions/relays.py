@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torchrelay.scheduler.planning import TransferEdge
 from torchrelay.scheduler.policy.core import REMOTE, CopyCause, PackCopy, StoreStatus
 from torchrelay.scheduler.policy.effects import Hop, RerouteCommand
 from torchrelay.scheduler.policy.reasons import NO_REASON, Reason
+from torchrelay.scheduler.policy.relay.link_order import Direction, LinkOrder, is_ordered
 from torchrelay.scheduler.policy.relay.replan import is_replan_due, replanned_edge, with_slowness
 from torchrelay.scheduler.policy.relay.transfer_events import slow_event
-from torchrelay.scheduler.policy.relay.transfers import Transfer, planned_sources
+from torchrelay.scheduler.policy.relay.transfers import (
+    Transfer,
+    TransferEvent,
+    TransferEventKind,
+    TransferKey,
+    planned_sources,
+)
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import transfer_outcomes
 
@@ -24,28 +33,112 @@ def plan_relay(
     now: float,
     *,
     urgent: bool = True,
+    deadline: float = math.inf,
     reason: Reason = NO_REASON,
     cause: CopyCause | None = None,
 ) -> tuple[TransferEdge, ...]:
     """Edges that bring the pack to the stores, by what running transfers leave of the links. They count as started.
 
-    ``cause``: the replicator's, where it ordered the copies.
+    ``deadline``: of the request that they are for; infinite where the replicator ordered the copies, for ``cause``.
+    Transfers that are due later yield where the links cannot carry all.
     """
     stores = state.membership.stores
     whole = state.membership.whole_holders(pack_id)
     receiving = _receiving(state, pack_id, whole)
     concerned = [stores[store_id] for store_id in dict.fromkeys((*whole, *receiving, *store_ids)) if store_id in stores]
+    running = state.transfers.touching((*(store.store_id for store in concerned), REMOTE))
+    link_order = LinkOrder(state.links.usual_bytes_per_s, stores)
+    due = link_order.due_of(deadline, now, pack_bytes)
+    yielding = [transfer for transfer in running if urgent and link_order.leaves(transfer, due)]
+    others = [transfer for transfer in running if not (urgent and link_order.leaves(transfer, due))]
     edges = state.strategies.plan(
         whole,
         receiving,
         store_ids,
-        nodes=state.links.nodes(concerned, state.transfers.with_rates(), now),
+        nodes=state.links.nodes(concerned, others, now, yielding),
         arriving=state.transfers.progress(pack_id, _having(state, pack_id)),
         live=_busy_stores(state, store_ids),
         num_bytes=pack_bytes,
     )
-    state.transfers.plan(pack_id, pack_bytes, edges, stores, now, urgent=urgent, reason=reason, cause=cause)
+    state.transfers.plan(
+        pack_id, pack_bytes, edges, stores, now, urgent=urgent, deadline=deadline, reason=reason, cause=cause
+    )
+    keys = [(pack_id, edge.target) for edge in edges if not edge.whole]
+    if urgent:
+        _hasten(state, keys, deadline)
+    planned = [transfer for key in keys if (transfer := state.transfers.get(key)) is not None]
+    _order_links(state, planned, now, told=keys)
     return tuple(_with_running_sources(state, pack_id, edge) for edge in edges)
+
+
+def goes_first(state: State, pack_id: str, store_id: str) -> bool:
+    """Whether the store's relay is to take what it can; else it takes only what others leave of the links."""
+    transfer = state.transfers.get((pack_id, store_id))
+    return transfer is None or transfer.goes_first
+
+
+def _hasten(state: State, keys: Iterable[TransferKey], deadline: float) -> None:
+    """What these transfers follow is wanted as soon as they are."""
+    upstream = [followed for key in keys for followed in _followed(state, key)]
+    while upstream:
+        key = upstream.pop()
+        transfer = state.transfers.get(key)
+        if transfer is None or (transfer.urgent and transfer.deadline <= deadline):
+            continue
+        state.transfers.put(replace(transfer, urgent=True, deadline=min(transfer.deadline, deadline)))
+        if not transfer.urgent:
+            _tell(state, transfer, urgent=True)
+        upstream += _followed(state, key)
+
+
+def _followed(state: State, key: TransferKey) -> list[TransferKey]:
+    transfer = state.transfers.get(key)
+    return [(transfer.pack_id, source) for source in transfer.holder_ids] if transfer is not None else []
+
+
+def _tell(state: State, transfer: Transfer, *, urgent: bool) -> None:
+    """Tells the store how urgent its transfer is now; it keeps its sources."""
+    model = state.model_of_pack(transfer.pack_id, transfer.pack_bytes)
+    hop = Hop(transfer.target, transfer.holder_ids, (), max(len(transfer.sources), 1))
+    state.effects.commands.append(RerouteCommand(model, hop, urgent))
+
+
+def _order_links(state: State, changed: Iterable[Transfer], now: float, told: Collection[TransferKey] = ()) -> None:
+    """Decides anew who yields on the links of these transfers, which have begun, ended or got other sources.
+
+    The stores learn it by a command, but for those ``told`` otherwise.
+    """
+    link_order = LinkOrder(state.links.usual_bytes_per_s, state.membership.stores)
+    directions = dict.fromkeys(direction for transfer in changed for direction in link_order.rates(transfer))
+    concerned = {transfer.key: transfer for direction in directions for transfer in _on(state, direction)}
+    ordered = sorted(filter(is_ordered, concerned.values()), key=link_order.place)
+    if len(ordered) < 2 and not any(transfer.yields for transfer in ordered):
+        return
+
+    def free_bytes_per_s(direction: Direction) -> float:
+        return state.links.free_bytes_per_s(direction.store_id, direction.is_out, now)
+
+    for transfer in ordered:
+        yields = link_order.has_to_yield(transfer, partial(_on, state), free_bytes_per_s)
+        if yields == transfer.yields:
+            continue
+        decided = replace(transfer, yields=yields, slow_since=0.0)
+        state.transfers.put(decided)
+        if transfer.key not in told:
+            _tell(state, decided, urgent=not yields)
+        model = state.model_of_pack(transfer.pack_id, transfer.pack_bytes)
+        why = "other loads are due sooner: it takes what they leave of its links" if yields else "it is due next"
+        state.happened(now, "yield" if yields else "resume", model, f"{transfer.target}: {why}")
+
+
+def _on(state: State, direction: Direction) -> list[Transfer]:
+    transfers = state.transfers
+    return transfers.out_of(direction.store_id) if direction.is_out else transfers.into(direction.store_id)
+
+
+def _ended(events: Iterable[TransferEvent]) -> list[Transfer]:
+    ends = (TransferEventKind.FINISHED, TransferEventKind.FAILED)
+    return [event.transfer for event in events if event.kind in ends]
 
 
 def _with_running_sources(state: State, pack_id: str, edge: TransferEdge) -> TransferEdge:
@@ -87,11 +180,13 @@ def _busy_stores(state: State, store_ids: Sequence[str]) -> frozenset[str]:
 def store_reported(state: State, store: StoreStatus, before: StoreStatus | None, now: float) -> None:
     """Measures the links, moves transfers on, and gives new sources to slow ones. ``before``: the previous report."""
     state.links.observe_store(store, before, now)
-    transfer_outcomes.record(state, state.transfers.observe(store, before, now), now)
+    events = state.transfers.observe(store, before, now)
+    transfer_outcomes.record(state, events, now)
+    _order_links(state, _ended(events), now)
     for transfer in state.transfers.into(store.store_id):
         copy = store.copies.get(transfer.pack_id)
-        if copy is None or not copy.shares or not transfer.planned_bytes_per_s:
-            continue  # nothing is measured yet, or nothing was predicted
+        if copy is None or not copy.shares or not transfer.planned_bytes_per_s or transfer.yields:
+            continue  # nothing is measured yet, nothing was predicted, or it is slow because others are due sooner
         whole = state.membership.whole_holders(transfer.pack_id)
         progress = state.transfers.progress(transfer.pack_id, _having(state, transfer.pack_id))
         transfer = with_slowness(transfer, copy.bytes_per_s, whole, progress, now)
@@ -102,12 +197,16 @@ def store_reported(state: State, store: StoreStatus, before: StoreStatus | None,
 
 def store_lost(state: State, store: StoreStatus, cause: str, now: float) -> None:
     state.links.forget_store(store)
-    transfer_outcomes.record_lost(state, state.transfers.lost(store.store_id, cause, now), now)
+    events = state.transfers.lost(store.store_id, cause, now)
+    transfer_outcomes.record_lost(state, events, now)
+    _order_links(state, _ended(events), now)
 
 
 def relay_refused(state: State, pack_id: str, store_id: str, cause: str, now: float) -> None:
     """The store could not be given the relay, or refused it."""
-    transfer_outcomes.record(state, state.transfers.refused((pack_id, store_id), cause, now), now)
+    events = state.transfers.refused((pack_id, store_id), cause, now)
+    transfer_outcomes.record(state, events, now)
+    _order_links(state, _ended(events), now)
 
 
 def _reroute(state: State, store: StoreStatus, transfer: Transfer, copy: PackCopy, now: float) -> None:
@@ -133,8 +232,11 @@ def _reroute(state: State, store: StoreStatus, transfer: Transfer, copy: PackCop
     if edge is not None:
         sources, num_replans = planned_sources(edge), transfer.num_replans + 1
         checked = replace(checked, sources=sources, planned_bytes_per_s=edge.bytes_per_s, num_replans=num_replans)
-        hop = Hop(edge.target, edge.sources, (), edge.num_striped)
-        state.effects.commands.append(RerouteCommand(model, hop, transfer.urgent))
     state.transfers.put(checked)
+    if edge is not None:
+        _order_links(state, (transfer, checked), now, told=(transfer.key,))
+        hop = Hop(edge.target, edge.sources, (), edge.num_striped)
+        first = goes_first(state, *transfer.key)
+        state.effects.commands.append(RerouteCommand(model, hop, first))
     if edge is not None or is_first:  # that nothing better is known is reported once
         state.effects.events.append(slow_event(transfer, copy.bytes_per_s, edge, model, now))

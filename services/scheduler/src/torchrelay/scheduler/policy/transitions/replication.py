@@ -61,7 +61,8 @@ def _order_copy(state: State, order: CopyOrder, now: float) -> None:
         state, model.pack_id, model.pack_bytes, store_ids, now, urgent=urgent, reason=reason, cause=order.cause
     )
     hop = Hop(edge.target, edge.sources, (), edge.num_striped)
-    state.effects.commands.append(CopyCommand(model, hop, urgent, not order.may_evict_retained))
+    first = relays.goes_first(state, model.pack_id, order.store_id)
+    state.effects.commands.append(CopyCommand(model, hop, first, not order.may_evict_retained))
     fields = {"cause": cause, "pack_id": order.pack_id, "store_id": order.store_id, "source": edge.upstream}
     record_copy_event(state, now, cause, model, f"{order.reason}: {edge}", fields)
 

@@ -80,6 +80,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         waited_for=frozenset(state.queues.versions) if settled else frozenset(),
         suspects=membership.suspects,
         minimums=state.minimums,
+        holders_of=membership.holders,
     )
 
 
@@ -137,7 +138,7 @@ def _demand(state: State, model: Model, now: float) -> Demand:
     waiting = _waiting(state, model, now)
     history, price_s = state.arrivals.of(version_id), state.idle_timeout_s(version_id, now)
     rate, late_since = history.rate(now), max([now - price_s, *(one.since for one in instances)])
-    load_s = {tier: state.load_times.predict_s(model, tier, state.config) for tier in Tier}
+    load_s = state.load_times.by_tier(model, state.config)
     demand = Demand(
         model=model,
         num_waiting=waiting.number,
@@ -158,13 +159,15 @@ def _demand(state: State, model: Model, now: float) -> Demand:
         keep_s=history.idle_gaps.plan(price_s, load_s[Tier.PEER]).keep_s,
         forecast=history.forecast(price_s, load_s[Tier.PEER]),
         load_s=load_s,
+        crowded_at=history.crowded_at,
     )
     if now < demand.forecast[1] < math.inf:
         state.forecasts[version_id] = demand.forecast
     num_serving = min(sum(role in one.target_roles for one in instances) for role in Role)
     if num_serving > 1 and demand.num_saved(num_serving - 1, 0.0) >= 1:
         history.crowded_at = now
-    return replace(demand, crowded_at=history.crowded_at)
+        return replace(demand, crowded_at=now)
+    return demand
 
 
 def _tier(state: State, model: Model, store: StoreStatus) -> Tier:
@@ -237,10 +240,22 @@ def _wake(state: State, action: Wake, now: float) -> None:
         state.happened(now, "wake", instance, action.reason, "instance.loading", event_fields(instance))
     stores = {host_id: store for host_id in orders if (store := state.membership.store_of(host_id))}
     store_ids = [store.store_id for store in stores.values()]
-    edges = relays.plan_relay(state, model.pack_id, model.pack_bytes, store_ids, now, reason=action.reason)
-    by_store = {stores[host_id].store_id: tuple(loads) for host_id, loads in orders.items()}
     waiting = state.queues.waiting(model.version_id)
-    hops = tuple(Hop(edge.target, edge.sources, by_store[edge.target], edge.num_striped) for edge in edges)
+    deadline = min((admission.deadline for admission in waiting), default=now)
+    edges = relays.plan_relay(
+        state, model.pack_id, model.pack_bytes, store_ids, now, deadline=deadline, reason=action.reason
+    )
+    by_store = {stores[host_id].store_id: tuple(loads) for host_id, loads in orders.items()}
+    hops = tuple(
+        Hop(
+            edge.target,
+            edge.sources,
+            by_store[edge.target],
+            edge.num_striped,
+            relays.goes_first(state, model.pack_id, edge.target),
+        )
+        for edge in edges
+    )
     state.effects.commands.append(WakeCommand(model, hops, waiting[0].traceparent if waiting else ""))
     chain = ", ".join(map(str, edges))
     num = len(action.assignments)

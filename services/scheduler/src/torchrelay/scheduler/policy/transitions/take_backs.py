@@ -58,7 +58,12 @@ def _not_begun(state: State, source: RosterEntry, now: float) -> list[tuple[Open
     found = [
         (work.prefills[key], load_left_s + ahead_s) for key, ahead_s in work.lane.not_begun(now, is_loading=is_loading)
     ]
-    return [one for one in reversed(found) if not (one[0].is_asked_back or one[0].admission.was_taken_back)]
+    return [one for one in reversed(found) if _may_be_asked_back(one[0])]
+
+
+def _may_be_asked_back(attempt: OpenAttempt) -> bool:
+    """Once, and no answer that pauses: it would have to wait in the queue."""
+    return not (attempt.is_asked_back or attempt.admission.was_taken_back or attempt.admission.migrates)
 
 
 def _ask_back(

@@ -1,0 +1,94 @@
+"""The slots that are free in one decision, as each model sees them: of those that differ by name alone, as many as it
+can take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot
+from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers, SlotKind
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
+from torchrelay.scheduler.policy.core import BOTH, Model, Role, Roles
+
+
+class FreeSlots:
+    def __init__(self, autoscaler_input: AutoscalerInput, workers: FreeWorkers) -> None:
+        self._input, self._free = autoscaler_input, workers
+        self._taken: set[str] = set()
+
+    def take(self, worker_id: str) -> None:
+        """It is not free any more."""
+        self._taken.add(worker_id)
+
+    def for_roles(
+        self, model: Model, avoid: frozenset[str], kv_bytes: int, num_prefill: int, num_decode: int
+    ) -> list[FreeSlot]:
+        """Those of which ``assign`` chooses. Pairs go to one host if possible, so these are sought among all slots."""
+        kinds = [kind for kind, _ in self._free.kinds(model.num_devices)]
+        may_pair = num_prefill > 0 and num_decode > 0 and not _are_whole(kinds, kv_bytes)
+        return self.of(model, avoid, kv_bytes, None if may_pair else num_prefill + num_decode)
+
+    def of(
+        self, model: Model, avoid: frozenset[str] = frozenset(), kv_bytes: int = 0, most: int | None = None
+    ) -> list[FreeSlot]:
+        """Slots whose host has a store with room for the pack; without decode if their pool is smaller than
+        ``kv_bytes``. ``most``: of the farthest tier only so many of each kind, the first by name, and what is avoided
+        before these.
+        """
+        near = self._near(model)
+        found = []
+        for host_id, tier in near.items():
+            for worker_id in self._free.on_host(host_id):
+                worker = self._free[worker_id]
+                roles = worker.roles_for(kv_bytes)
+                if roles and worker.num_devices == model.num_devices and self._is_free(worker_id):
+                    is_avoided = worker_id in avoid
+                    found.append(FreeSlot(worker_id, host_id, roles, tier, is_avoided, worker.preferred_role))
+        far = Tier.PEER if near else Tier.REMOTE
+        rooms: dict[str, bool] = dict.fromkeys(near, False)  # by host
+        for kind, worker_ids in self._free.kinds(model.num_devices):
+            roles, num_left = _roles_for(kind, kv_bytes), most
+            if not roles or num_left == 0:
+                continue
+            for worker_id in worker_ids:
+                host_id = self._free[worker_id].host_id
+                if host_id not in rooms:
+                    store = self._input.stores.get(host_id)
+                    rooms[host_id] = store is not None and store.room_for(model.pack_id, model.pack_bytes)
+                if not rooms[host_id] or not self._is_free(worker_id):
+                    continue
+                is_avoided = worker_id in avoid
+                found.append(FreeSlot(worker_id, host_id, roles, far, is_avoided, kind.preferred_role))
+                if num_left is not None and not is_avoided:
+                    num_left -= 1
+                    if not num_left:
+                        break
+        return found
+
+    def _near(self, model: Model) -> Mapping[str, Tier]:
+        """Hosts that have the pack, or receive it."""
+        stores, pack_id = self._input.stores, model.pack_id
+        return {
+            store.host_id: tier_of(pack_id, store, True)
+            for store in self._input.holders(pack_id)
+            if stores.get(store.host_id) is store and not store.copies[pack_id].error
+        }
+
+    def _is_free(self, worker_id: str) -> bool:
+        return not (
+            worker_id in self._taken
+            or worker_id in self._input.instance_loads.occupied
+            or worker_id in self._input.suspects
+        )
+
+
+def _roles_for(kind: SlotKind, kv_bytes: int) -> Roles:
+    return kind.playable_roles if kind.kv_pool_bytes >= kv_bytes else kind.playable_roles - {Role.DECODE}
+
+
+def _are_whole(kinds: list[SlotKind], kv_bytes: int) -> bool:
+    """Whether each plays both roles, and none is set apart for one beside others for the other: nobody makes pairs."""
+    preferred = {kind.preferred_role for kind in kinds}
+    return all(_roles_for(kind, kv_bytes) >= BOTH for kind in kinds) and not preferred >= BOTH

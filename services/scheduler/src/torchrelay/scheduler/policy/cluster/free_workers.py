@@ -1,0 +1,71 @@
+"""Workers whose slot is free, by what it is and by host: a search for the best slot does not look at every one."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torchrelay.scheduler.policy.core import Role, Roles, WorkerStatus
+
+
+class SlotKind(NamedTuple):
+    """What a model sees of a slot, but for its host."""
+
+    num_devices: int
+    playable_roles: Roles
+    preferred_role: Role | None
+    kv_pool_bytes: int
+
+
+class FreeWorkers(Mapping[str, WorkerStatus]):
+    def __init__(self, workers: Iterable[WorkerStatus] = ()) -> None:
+        self._by_id: dict[str, WorkerStatus] = {}
+        self._of_kind: dict[SlotKind, list[str]] = {}  # in order
+        self._on_host: dict[str, dict[str, None]] = {}
+        for worker in workers:
+            self.put(worker)
+
+    def __getitem__(self, worker_id: str) -> WorkerStatus:
+        return self._by_id[worker_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_id)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def put(self, worker: WorkerStatus) -> None:
+        before = self._by_id.get(worker.worker_id)
+        self._by_id[worker.worker_id] = worker
+        if before is not None:
+            if before.host_id == worker.host_id and _kind(before) == _kind(worker):
+                return
+            self._forget(before)
+        insort(self._of_kind.setdefault(_kind(worker), []), worker.worker_id)
+        self._on_host.setdefault(worker.host_id, {})[worker.worker_id] = None
+
+    def discard(self, worker_id: str) -> None:
+        if (worker := self._by_id.pop(worker_id, None)) is not None:
+            self._forget(worker)
+
+    def _forget(self, worker: WorkerStatus) -> None:
+        ids = self._of_kind[kind := _kind(worker)]
+        del ids[bisect_left(ids, worker.worker_id)]
+        if not ids:
+            del self._of_kind[kind]
+        on_host = self._on_host[worker.host_id]
+        del on_host[worker.worker_id]
+        if not on_host:
+            del self._on_host[worker.host_id]
+
+    def on_host(self, host_id: str) -> Collection[str]:
+        return self._on_host.get(host_id, ())
+
+    def kinds(self, num_devices: int) -> list[tuple[SlotKind, Sequence[str]]]:
+        """The kinds of this size, each with its workers in the order of their ids."""
+        return [(kind, ids) for kind, ids in self._of_kind.items() if kind.num_devices == num_devices]
+
+
+def _kind(worker: WorkerStatus) -> SlotKind:
+    return SlotKind(worker.num_devices, worker.playable_roles, worker.preferred_role, worker.kv_pool_bytes)

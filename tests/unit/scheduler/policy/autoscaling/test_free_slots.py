@@ -1,0 +1,87 @@
+"""The best slots among few are those that are best among all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import MB, a_copy, a_model, a_store, a_worker
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput, Loads
+from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
+from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
+from torchrelay.scheduler.policy.core import BOTH, DECODES, PackCopy, Role, Roles, StoreStatus, WorkerStatus
+
+MODEL, OTHER = a_model(), a_model("acme/other")
+ROLES: tuple[Roles, ...] = (BOTH, DECODES, BOTH - DECODES)
+SIZES = (1, 2)
+
+
+def some_stores(random: Random) -> list[StoreStatus]:
+    def copies() -> list[PackCopy]:
+        own = replace(a_copy(MODEL, random.choice([3, 8])), error=random.choice(["", "", "lost"]))
+        pinned = replace(a_copy(OTHER), num_pins=1)
+        return [*([own] if random.random() < 0.2 else []), *([pinned] if random.random() < 0.4 else [])]
+
+    arenas = (48 * MB, 128 * MB)
+    hosts = range(random.randrange(1, 12))
+    return [a_store(f"s{host}", f"h{host}", copies(), random.choice(arenas)) for host in hosts]
+
+
+def some_workers(random: Random, is_alike: bool) -> list[WorkerStatus]:
+    """Of a few kinds, if not all alike."""
+    pools = (64 * MB, 512 * MB)
+    kinds = [(random.choice(ROLES), random.choice([None, *Role]), random.choice(pools)) for _ in range(3)]
+
+    def worker(name: str) -> WorkerStatus:
+        host_id, size = f"h{random.randrange(12)}", random.choice(SIZES)
+        if is_alike:
+            return a_worker(name, host_id, num_devices=size)
+        roles, preferred, pool = random.choice(kinds)
+        return a_worker(name, host_id, roles, num_devices=size, preferred_role=preferred, kv_pool_bytes=pool)
+
+    names = [f"w{number}" for number in range(random.randrange(30))]
+    return [worker(name) for name in random.sample(names, len(names))]
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_few_slots_are_as_good_as_all(is_alike: bool) -> None:
+    random = Random(1)
+    for _ in range(400):
+        stores = {store.host_id: store for store in some_stores(random)}
+        workers = some_workers(random, is_alike)
+        taken = frozenset(one.worker_id for one in workers if random.random() < 0.2)
+        avoid = frozenset(one.worker_id for one in workers if random.random() < 0.3)
+        model, kv_bytes = replace(MODEL, num_devices=random.choice(SIZES)), random.choice([0, 128 * MB])
+        of_all = {one.worker_id: one for one in workers}
+        situation = AutoscalerInput(
+            100.0, [], Loads.listed([]), of_all, stores, {}, FreeWorkers(workers), suspects=taken
+        )
+        free = FreeSlots(situation, situation.free_workers)
+        every = free_slots(model, [one for one in workers if one.worker_id not in taken], stores, avoid, kv_bytes)
+        assert set(free.of(model, avoid, kv_bytes)) == set(every)
+        nearest = [slot.tier for slot in free.of(model, avoid, kv_bytes, most=1)]
+        assert min(nearest, default=None) == min((slot.tier for slot in every), default=None)
+        for num_prefill, num_decode in ((1, 1), (3, 3), (0, 1), (2, 0), (3, 1)):
+            few = free.for_roles(model, avoid, kv_bytes, num_prefill, num_decode)
+            assert assign(few, num_prefill, num_decode) == assign(every, num_prefill, num_decode)
+
+
+def test_slots_are_free_until_they_are_taken_or_their_workers_report() -> None:
+    workers = [a_worker(f"w{number}", "h0") for number in range(3)]
+    known = FreeWorkers(workers)
+    known.put(replace(workers[0], num_running=1))
+    known.put(replace(workers[1], host_id="h1", num_devices=2))
+    known.discard("w2")
+    known.discard("w2")
+    assert {key: one.num_devices for key, one in known.items()} == {"w0": 1, "w1": 2}
+    assert list(known.on_host("h0")) == ["w0"] and list(known.on_host("h1")) == ["w1"]
+    assert [list(ids) for size in SIZES for _, ids in known.kinds(size)] == [["w0"], ["w1"]]
+    stores = {"h0": a_store("s0", "h0")}
+    situation = AutoscalerInput(100.0, [], Loads.listed([]), dict(known), stores, {}, known)
+    free = FreeSlots(situation, known)
+    assert [slot.worker_id for slot in free.of(MODEL)] == ["w0"]
+    free.take("w0")
+    assert not free.of(MODEL)

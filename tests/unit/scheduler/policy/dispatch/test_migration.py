@@ -1,0 +1,101 @@
+"""What moves, and what it gains."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrelay.scheduler.policy.core import AttemptKey
+from torchrelay.scheduler.policy.dispatch.migration import (
+    RunningAnswer,
+    lateness_gain_s,
+    num_tokens_left,
+    worth_draining,
+)
+
+
+def answers(*lefts_s: float) -> list[RunningAnswer]:
+    return [RunningAnswer(AttemptKey(f"r{n}", 1), 10.0, left_s * 10, 0.1) for n, left_s in enumerate(lefts_s)]
+
+
+def leaving(
+    found: list[RunningAnswer],
+    costs_s: float | dict[str, float],
+    stays_s: float = 0.0,
+    cut_off_s: float = math.inf,
+    least_gain_s: float = 0.5,
+) -> list[str]:
+    def cost_s(answer: RunningAnswer) -> float:
+        return costs_s.get(answer.key.request_id, 0.1) if isinstance(costs_s, dict) else costs_s
+
+    return [one.key.request_id for one in worth_draining(found, cost_s, stays_s, cut_off_s, least_gain_s)]
+
+
+@pytest.mark.parametrize(
+    ("num_given", "num_expected", "max_tokens", "num_left"),
+    [(0, 100, 400, 100), (60, 100, 400, 40), (150, 100, 400, 50), (350, 100, 400, 50), (400, 100, 400, 0)],
+)
+def test_an_answer_that_is_longer_than_expected_goes_on_for_as_long_again(
+    num_given: float, num_expected: int, max_tokens: int, num_left: float
+) -> None:
+    assert num_tokens_left(num_given, num_expected, max_tokens) == num_left
+
+
+def test_all_leave_where_each_costs_less_than_it_shortens_the_drain() -> None:
+    assert leaving(answers(3.0, 10.0, 6.0), 0.5) == ["r1", "r2", "r0"]
+
+
+def test_only_the_longest_leaves_where_the_others_end_soon_by_themselves() -> None:
+    assert leaving(answers(1.0, 10.0, 1.0), 0.6) == ["r1"]
+
+
+def test_nothing_leaves_for_little() -> None:
+    assert leaving(answers(1.0), 0.6) == []
+    assert leaving(answers(4.0, 4.0, 4.0, 4.0), 1.0) == [], (
+        "each move costs less than a drain of 4 s, all together as much"
+    )
+
+
+def test_what_must_stay_for_longer_keeps_the_others_where_they_are() -> None:
+    assert leaving(answers(10.0, 9.0), {"r0": math.inf}) == []
+    assert leaving(answers(10.0, 9.0, 3.0), {"r1": math.inf}) == ["r0"]
+    assert leaving(answers(10.0, 9.0), 0.1, stays_s=9.8) == []
+    assert leaving(answers(10.0, 9.0), 0.1, stays_s=5.0) == ["r0", "r1"]
+
+
+def test_what_would_be_cut_off_is_prefilled_again_in_any_case() -> None:
+    assert leaving(answers(40.0, 1.0), 5.0, cut_off_s=4.0) == ["r0"]
+    assert leaving(answers(3.9, 1.0), 5.0, cut_off_s=4.0) == []
+    assert leaving(answers(40.0), math.inf, cut_off_s=4.0) == []
+    assert leaving(answers(40.0), 0.1, cut_off_s=0.4) == []
+
+
+@given(st.lists(st.tuples(st.floats(0, 60), st.floats(0, 10)), max_size=12), st.floats(0, 30), st.floats(0, 30))
+def test_what_leaves_gains_more_than_any_other_number_of_the_longest(
+    drawn: list[tuple[float, float]], stays_s: float, cut_off_s: float
+) -> None:
+    found = answers(*(left_s for left_s, _ in drawn))
+    costs_s = {one.key.request_id: cost_s for one, (_, cost_s) in zip(found, drawn, strict=True)}
+
+    def gain_s(number: int) -> float:
+        ordered = sorted(found, key=lambda one: (-one.left_s, one.key))
+        ends_s = [min(one.left_s, cut_off_s) for one in ordered]
+        moved_s = sum(costs_s[one.key.request_id] for one in ordered[:number] if one.left_s < cut_off_s)
+        return max([*ends_s, min(stays_s, cut_off_s)]) - max([*ends_s[number:], min(stays_s, cut_off_s)]) - moved_s
+
+    chosen = leaving(found, costs_s, stays_s, cut_off_s)
+    best_s = max(gain_s(number) for number in range(len(found) + 1))
+    assert gain_s(len(chosen)) == pytest.approx(best_s) if chosen else best_s <= 0.5 + 1e-9
+
+
+def test_tokens_are_less_late_without_an_answer_by_its_own_and_by_its_part_of_the_others() -> None:
+    first, second, third = (
+        RunningAnswer(AttemptKey(name, 1), 0.0, left, 0.15) for name, left in zip("abc", (100, 40, 300), strict=True)
+    )
+    assert lateness_gain_s(first, [], 0.15, 0.1, 0.01) == pytest.approx(5.0)
+    assert lateness_gain_s(first, [second, third], 0.15, 0.1, 0.01) == pytest.approx(5.0 + 0.01 * (40 + 100))
+    assert lateness_gain_s(first, [second, third], 0.104, 0.1, 0.01) == pytest.approx(0.4 + 0.004 * (40 + 100))
+    assert lateness_gain_s(first, [second, third], 0.09, 0.1, 0.01) == 0.0

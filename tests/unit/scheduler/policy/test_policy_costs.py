@@ -1,0 +1,72 @@
+"""What an event costs does not grow with the cluster. Counted in bytecodes: the machine's load changes nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_copy, a_model, a_store, a_worker
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import AttemptKey
+from torchrelay.scheduler.policy.inputs import FirstToken, StoreReported, WorkerBeat
+
+MODEL = a_model("acme/m0")
+
+
+def num_bytecodes(act: Callable[[], object]) -> int:
+    num = 0
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        nonlocal num
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        num += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return num
+
+
+def a_cluster(num_hosts: int) -> PaperCluster:
+    """Each host has a model's pack and three slots, two of them with the model."""
+    scene = PaperCluster(PolicyConfig(replicate=False))
+    models = [a_model(f"acme/m{number}") for number in range(num_hosts)]
+    for number, model in enumerate(models):
+        scene.settle(a_store(f"s{number}", f"h{number}", [a_copy(model)]))
+    scene.settle(*(a_worker(f"w{number}-{letter}", f"h{number}") for number in range(num_hosts) for letter in "abc"))
+    for number, model in enumerate(models):
+        scene.admit(model, f"first of {number}")
+    scene.finish_loads()
+    scene.admit(MODEL, "open")
+    return scene
+
+
+def costs(num_hosts: int) -> dict[str, int]:
+    scene = a_cluster(num_hosts)
+    worker, store = scene.workers["w0-a"], scene.stores["s0"]
+    events: dict[str, Callable[[], object]] = {
+        "admission": lambda: scene.admit(MODEL, "another"),
+        "first token": lambda: scene.apply(FirstToken(AttemptKey("open", 1))),
+        "release": lambda: scene.release("open"),
+        "worker's report": lambda: scene.report(worker.worker_id),
+        "worker's beat": lambda: scene.apply(WorkerBeat(worker.worker_id, worker.incarnation, worker.progress)),
+        "store's report": lambda: scene.apply(StoreReported(replace(store, seen_at=scene.now))),
+    }
+    return {name: num_bytecodes(event) for name, event in events.items()}
+
+
+def test_an_event_costs_the_same_in_a_cluster_of_any_size() -> None:
+    """Each scanned all instances, all stores or all workers."""
+    small, large = costs(2), costs(16)
+    assert {name: large[name] / cost for name, cost in small.items()} == pytest.approx(
+        dict.fromkeys(small, 1.0), abs=0.01
+    )

@@ -1,0 +1,278 @@
+"""Running answers leave instances that drain, and those whose tokens take too long; once, and only for a gain."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, Placement, Role, SlotStatus, WorkerStatus
+from torchrelay.scheduler.policy.effects import Migrate, RefusalReason, TakeBack
+from torchrelay.scheduler.policy.inputs import FirstToken, GatewayConnected, Release
+from torchrelay.scheduler.policy.prediction import Outcome
+
+MODEL = a_model()
+# A step of one takes 30 ms, of eleven 130 ms; 10,000 prompt tokens take a second.
+LATENCY = LatencyModel(StepCost(0.0, 1e-4, 0.0, 100), StepCost(0.02, 0.01, 0.0, 100), 2048)
+
+
+def ready(worker_id: str) -> WorkerStatus:
+    instance_id = f"i of {worker_id}"
+    slot = SlotStatus(InstancePhase.READY, instance_id, MODEL.name, MODEL.version_id, MODEL.pack_id, BOTH, 4, 4)
+    return a_worker(worker_id, slot=slot, latency=LATENCY)
+
+
+def a_cluster(*worker_ids: str, **config: object) -> PaperCluster:
+    scene = PaperCluster(PolicyConfig(**config))  # type: ignore[arg-type]
+    return scene.settle(a_store("s1", "host-1"), *map(ready, worker_ids))
+
+
+def begin(scene: PaperCluster, request_id: str, attempt: int = 1, **changes: object) -> Placement:
+    """It is placed, and has its first token."""
+    scene.admit(MODEL, request_id, attempt, **{"max_tokens": 1000, **changes})  # type: ignore[arg-type]
+    placement = scene.placement(request_id, attempt)
+    assert placement is not None
+    scene.apply(FirstToken(placement.key))
+    return placement
+
+
+def drain(scene: PaperCluster, worker_id: str) -> None:
+    scene.set_slot(worker_id, phase=InstancePhase.DRAINING)
+    scene.report(worker_id)
+
+
+def told(scene: PaperCluster) -> list[AttemptKey]:
+    return [answer.key for answer in scene.answers if isinstance(answer, Migrate)]
+
+
+def go_on(scene: PaperCluster, key: AttemptKey, **changes: object) -> Placement | None:
+    """As the gateway does: another attempt, and the end of this one when that is placed."""
+    successor = key._replace(attempt=key.attempt + 1)
+    scene.admit(MODEL, *successor, migrates=key.attempt, **{"num_forced_tokens": 20, "max_tokens": 1000, **changes})  # type: ignore[arg-type]
+    placement = scene.placement(*successor)
+    if placement is not None:
+        scene.apply(Release(key, delivered=True, is_migrated=True))
+    return placement
+
+
+def test_answers_leave_an_instance_that_drains_for_another_one_once() -> None:
+    scene = a_cluster("w1", "w2", "w3")
+    where = {name: begin(scene, name).decode.worker_id for name in ("r1", "r2", "r3")}
+    assert sorted(where.values()) == ["w1", "w2", "w3"]
+    drain(scene, "w1")
+    scene.pass_time(0.6)
+    (key,) = told(scene)
+    assert where[key.request_id] == "w1"
+    placement = go_on(scene, key)
+    assert placement is not None and placement.decode.worker_id in ("w2", "w3")
+    assert scene.policy.state.attempts.at("i of w1").is_idle
+    (reason,) = [event.reason for event in scene.events if event.kind == "migrate"]
+    assert "w1, which drains, would have it for another" in reason
+    scene.apply(FirstToken(placement.key))
+    drain(scene, placement.decode.worker_id)
+    scene.pass_time(3.0)
+    others = [one.request_id for one in told(scene)[1:]]
+    assert key.request_id not in others, "it has moved before"
+    scene.check()
+
+
+def test_nobody_is_told_again_while_the_gateway_may_still_answer() -> None:
+    scene = a_cluster("w1", "w2")
+    key = begin(scene, "r1").key
+    drain(scene, "w1")
+    scene.pass_time(1.9)
+    assert told(scene) == [key]
+    scene.pass_time(2.0)
+    assert told(scene) == [key, key], "the word may have been lost with its stream"
+
+
+@pytest.mark.parametrize(
+    "why",
+    ["no gain", "it ends soon", "not begun", "several choices", "no other", "no room", "slower there", "prompts wait"],
+)
+def test_an_answer_stays_where_nothing_is_gained_or_nothing_is_free(why: str) -> None:
+    scene = a_cluster("w1", "w2", migration_gain_s=math.inf if why == "no gain" else 0.5)
+    if why == "slower there":
+        slow = replace(LATENCY, decode=StepCost(0.2, 0.01, 0.0, 100))
+        scene.workers["w2"] = replace(scene.workers["w2"], latency=slow)
+        scene.report_all()
+    if why == "not begun":
+        scene.admit(MODEL, "r1", max_tokens=1000)
+    else:
+        begin(
+            scene,
+            "r1",
+            num_choices=2 if why == "several choices" else 1,
+            max_tokens=20 if why == "it ends soon" else 1000,
+        )
+    first = scene.placement("r1")
+    assert first is not None and first.decode.worker_id == "w1"
+    if why == "no other":
+        scene.kill("w2")
+    elif why == "no room":
+        scene.workers["w2"] = replace(scene.workers["w2"], kv_pool_bytes=MB)
+        scene.report("w2")
+    elif why == "prompts wait":
+        scene.admit(MODEL, "too large", num_prompt_tokens=63 * 1024, max_tokens=10)
+        scene.admit(MODEL, "too large as well", num_prompt_tokens=63 * 1024, max_tokens=10)
+        assert scene.policy.state.queues.num_waiting(MODEL.version_id)
+    drain(scene, "w1")
+    scene.pass_time(2.0)
+    assert told(scene) == []
+
+
+def test_a_move_for_which_no_place_is_left_is_refused_and_the_answer_goes_on() -> None:
+    scene = a_cluster("w1", "w2")
+    key = begin(scene, "r1").key
+    drain(scene, "w1")
+    scene.pass_time(0.6)
+    assert told(scene) == [key]
+    enough, scene.workers["w2"] = scene.workers["w2"], replace(scene.workers["w2"], kv_pool_bytes=MB)
+    scene.report("w2")
+    assert go_on(scene, key) is None
+    refusal = scene.refusal("r1", attempt=2)
+    assert refusal is not None and refusal.reason is RefusalReason.NOT_MIGRATED
+    state = scene.policy.state
+    assert state.attempts.get(key) is not None and not len(state.queues)
+    assert [event.kind for event in scene.events if event.kind in ("refuse", "wake")] == []
+    scene.workers["w2"] = enough
+    scene.pass_time(0.6)
+    assert told(scene) == [key, key]
+    scene.check()
+
+
+def test_a_move_whose_attempt_has_ended_is_refused() -> None:
+    scene = a_cluster("w1", "w2")
+    key = begin(scene, "r1").key
+    scene.release("r1")
+    assert go_on(scene, key) is None and scene.refusal("r1", attempt=2) is not None
+
+
+def test_a_placement_that_was_lost_with_its_stream_is_sent_again() -> None:
+    scene = a_cluster("w1", "w2")
+    key = begin(scene, "r1").key
+    drain(scene, "w1")
+    scene.admit(MODEL, "r1", 2, migrates=1, num_forced_tokens=20, max_tokens=1000)
+    first = scene.placement("r1", attempt=2)
+    scene.apply(GatewayConnected("gateway-1"))
+    scene.answers.clear()
+    scene.admit(MODEL, "r1", current=scene.placement("r1"), max_tokens=1000)
+    scene.admit(MODEL, "r1", 2, migrates=1, num_forced_tokens=20, max_tokens=1000)
+    assert first is not None and scene.placement("r1", attempt=2) == first
+    scene.apply(Release(key, delivered=True, is_migrated=True))
+    scene.pass_time(scene.config.gateway_grace_s + 1.0)
+    assert len(scene.policy.state.attempts) == 1
+    scene.check()
+
+
+def test_a_new_scheduler_learns_of_both_attempts_and_places_the_second() -> None:
+    before = a_cluster("w1", "w2")
+    running = begin(before, "r1")
+    scene = a_cluster("w1", "w2")
+    scene.admit(MODEL, "r1", current=running, max_tokens=1000)
+    scene.admit(MODEL, "r1", 2, migrates=1, num_forced_tokens=20, max_tokens=1000)
+    second = scene.placement("r1", attempt=2)
+    assert second is not None and second.decode.worker_id != running.decode.worker_id
+
+
+def test_an_answer_leaves_for_an_instance_that_meets_the_target() -> None:
+    """Of fourteen at one each token takes 160 ms; a second one comes that is empty."""
+    scene = a_cluster("w1")
+    keys = [begin(scene, f"r{number}").key for number in range(14)]
+    scene.pass_time(1.0)
+    assert told(scene) == []
+    scene.settle(ready("w2"))
+    assert len(told(scene)) >= 1
+    while (key := told(scene)[-1]) in keys:
+        keys.remove(key)
+        placement = go_on(scene, key)
+        assert placement is not None and placement.decode.worker_id == "w2"
+        scene.apply(FirstToken(placement.key))
+        scene.pass_time(1.1)
+    assert 7 <= len(keys) <= 11, "from then on the target is met"
+    reasons = [event.reason for event in scene.events if event.kind == "migrate"]
+    assert all(" on w1, " in one and one.endswith(" there") for one in reasons)
+    scene.check()
+
+
+def test_an_answer_that_ends_soon_stays_however_long_its_tokens_take() -> None:
+    scene = a_cluster("w1")
+    for number in range(10):
+        begin(scene, f"r{number}", max_tokens=20)
+    scene.settle(ready("w2"))
+    scene.pass_time(1.0)
+    assert told(scene) == []
+
+
+def test_nothing_moves_between_instances_that_all_are_too_slow() -> None:
+    scene = a_cluster("w1", "w2")
+    for number in range(22):
+        begin(scene, f"r{number}")
+    scene.pass_time(2.0)
+    assert told(scene) == []
+
+
+def test_the_length_of_an_answer_that_moved_is_learned_whole_and_once() -> None:
+    scene = a_cluster("w1", "w2", "w3")
+    for number in range(8):
+        key = begin(scene, f"r{number}").key
+        scene.admit(MODEL, *key._replace(attempt=2), migrates=1, num_forced_tokens=60, max_tokens=1000)
+        scene.apply(Release(key, True, Outcome(num_output_tokens=60), is_migrated=True))
+        scene.apply(Release(key._replace(attempt=2), True, Outcome(num_output_tokens=40)))
+    assert scene.policy.state.answer_lengths.expected(MODEL.version_id, 1000) == 100
+
+
+def test_the_prompt_of_an_answer_that_moves_is_not_taken_back() -> None:
+    """Its client waits for the next token: it would have to wait in the queue."""
+    scene = a_cluster("w1", "w2")
+    key = begin(scene, "r1").key
+    drain(scene, "w1")
+    scene.pass_time(0.6)
+    ahead = scene.admit(MODEL, "ahead").key
+    assert go_on(scene, key) is not None
+    scene.settle(ready("w3"))
+    scene.pass_time(3.0)
+    back = [answer.key for answer in scene.answers if isinstance(answer, TakeBack)]
+    assert AttemptKey("r1", 2) not in back and scene.policy.state.attempts.get(ahead) is not None
+
+
+def test_a_decode_instance_that_drains_is_emptied_through_the_prefill_instance() -> None:
+    scene = PaperCluster(PolicyConfig()).settle(a_store("s1", "host-1"))
+    for name, role in (("p", Role.PREFILL), ("d1", Role.DECODE), ("d2", Role.DECODE)):
+        worker = ready(name)
+        slot = replace(worker.slot, roles=frozenset((role,)))
+        scene.settle(replace(worker, slot=slot))
+    running = begin(scene, "r1")
+    drain(scene, running.decode.worker_id)
+    scene.pass_time(0.6)
+    placement = go_on(scene, running.key)
+    assert placement is not None and placement.prefill.worker_id == "p"
+    assert {placement.decode.worker_id, running.decode.worker_id} == {"d1", "d2"}
+
+
+def test_answers_that_have_moved_do_not_keep_others_from_it() -> None:
+    scene = a_cluster("w1")
+    for number in range(6):
+        begin(scene, f"moved {number}", 2, current=None, num_forced_tokens=1)
+    for attempt in scene.policy.state.attempts.attempts():
+        attempt.admission = replace(attempt.admission, migrates=1)
+    for number in range(8):
+        begin(scene, f"r{number}", max_tokens=900)
+    scene.settle(ready("w2"))
+    assert [key.request_id[0] for key in told(scene)[:1]] == ["r"]
+
+
+def test_no_more_are_told_than_begin_within_a_step() -> None:
+    """Their prompts take 150 ms each, a full step 205 ms."""
+    scene = a_cluster("w1")
+    for number in range(6):
+        begin(scene, f"r{number}", num_prompt_tokens=1500)
+    scene.settle(ready("w2"))
+    drain(scene, "w1")
+    scene.pass_time(0.6)
+    assert len(told(scene)) == 2
+    assert [go_on(scene, key, num_prompt_tokens=1500) is not None for key in told(scene)] == [True, True]
