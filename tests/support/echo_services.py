@@ -28,6 +28,7 @@ class EchoScheduler:
         self.admits: list[admit_pb.AdmitRequest] = []
         self.releases: list[admit_pb.Release] = []
         self.withdrawals: list[admit_pb.Withdraw] = []
+        self.minimums: list[admit_pb.Minimums] = []
         self._streams: list[asyncio.Queue[admit_pb.AdmitEvent]] = []
         self._server = self._new_server(0)
         self.port = self._server.port
@@ -98,6 +99,8 @@ class EchoScheduler:
                         self.releases.append(command.release)
                     case "withdraw":
                         self.withdrawals.append(command.withdraw)
+                    case "minimums":
+                        self.minimums.append(command.minimums)
 
     async def _beat(self, every_s: float, events: asyncio.Queue[admit_pb.AdmitEvent]) -> None:
         while every_s:

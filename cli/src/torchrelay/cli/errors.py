@@ -22,6 +22,7 @@ _OPTIONS = {
     "temperature": "--temperature",
     "idle_timeout_s": "--idle-timeout-s",
     "max_instances": "--max-instances",
+    "min_instances": "--min-instances",
     "requests_per_minute": "--requests-per-minute",
     "storage_quota_bytes": "--storage-quota-gb",
     "budget_nano": "--budget",

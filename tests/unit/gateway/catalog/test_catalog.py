@@ -155,3 +155,16 @@ async def test_keys_and_catalog_have_versions_of_their_own(parts: AccountingRig,
     info, _ = await keys.create("acme", parts.acme.tenant_id)
     await keys.revoke(info.key_id, None)
     assert await parts.table_versions.confirmed("catalog") == before
+
+
+async def test_models_with_a_minimum_are_found(parts: AccountingRig, caller: Principal) -> None:
+    await publish(parts, "glossary", version("v1"))
+    assert await parts.catalog.with_minimum() == []
+    model = await parts.catalog.resolve(caller, "glossary")
+    await parts.catalog.set_scaling(model, ScalingSettings(min_instances=2))
+    assert [(one.name, one.min_instances) for one in await parts.catalog.with_minimum()] == [(model.name, 2)]
+    await publish(parts, "glossary", version("v2"))
+    (after,) = await parts.catalog.with_minimum()
+    assert after.version.version_id == "v2" and after.min_instances == 2
+    await parts.catalog.set_scaling(after, ScalingSettings(min_instances=0))
+    assert await parts.catalog.with_minimum() == []

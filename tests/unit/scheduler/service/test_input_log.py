@@ -35,6 +35,7 @@ from torchrelay.scheduler.policy.inputs import (
     GatewayDisconnected,
     Input,
     LoadUnanswered,
+    MinimumsSet,
     Release,
     RetainFailed,
     RolesFailed,
@@ -196,6 +197,7 @@ class Life:
         """The gateway comes back, and forgets some of what it had asked for."""
         self.scene.apply(GatewayDisconnected("gateway-1"))
         self.scene.apply(GatewayConnected("gateway-1"))
+        self.scene.apply(MinimumsSet((replace(MODELS[0], min_instances=1),)))
         self.open = self.open[: len(self.open) // 2]
         self.scene.pass_time(1.5, step_s=0.5)
 

@@ -50,6 +50,16 @@ async def test_a_cold_start_relays_once_loads_twice_and_places_with_a_ticket(nat
             verify_ticket(ticket, "w-1a", derive_node_key(KEY, "w-1a"), int(time.time() * 1000))
 
 
+async def test_a_model_with_a_minimum_is_loaded_without_a_request(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        _, *workers = await it.host(1)
+        async with it.scheduler(2) as address, GatewayClient(address) as door:
+            version = a_version()
+            version.scaling.min_instances = 1
+            await door.send(minimums=scheduler_pb2.Minimums(versions=[version]))
+            await eventually(lambda: all(worker.loads for worker in workers))
+
+
 async def test_three_hosts_are_woken_by_a_chain_with_tickets(nats_url: str) -> None:
     async with house(nats_url) as it:
         hosts = [await it.host(number) for number in (1, 2, 3)]

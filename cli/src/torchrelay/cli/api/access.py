@@ -37,6 +37,9 @@ IdleTimeoutOption = Annotated[
     float | None, typer.Option(min=0, help="Idle seconds before scaling to zero; 0: default.")
 ]
 MaxInstancesOption = Annotated[int | None, typer.Option(min=0, help="Maximum instances per role; 0: default.")]
+MinInstancesOption = Annotated[
+    int | None, typer.Option(min=0, help="Instances per role that stay loaded; needs the admin key.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 _NEED_KEY = "pass one with --key or TORCHRELAY_API_KEY"

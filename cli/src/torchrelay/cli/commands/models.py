@@ -15,6 +15,7 @@ from torchrelay.cli.api.access import (
     JsonOption,
     KeyOption,
     MaxInstancesOption,
+    MinInstancesOption,
     UrlOption,
     tenant_access,
 )
@@ -89,6 +90,7 @@ def set_model(
     name: NameArgument,
     idle_timeout_s: IdleTimeoutOption = None,
     max_instances: MaxInstancesOption = None,
+    min_instances: MinInstancesOption = None,
     home: HomeOption = None,
     url: UrlOption = None,
     key: KeyOption = None,
@@ -97,13 +99,14 @@ def set_model(
 
     Running instances adopt the change with the model's next request.
     """
-    wanted = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances)
+    wanted = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances, min_instances=min_instances)
     if not wanted:
-        raise CliError("nothing to set", "pass --idle-timeout-s or --max-instances")
+        raise CliError("nothing to set", "pass --idle-timeout-s, --max-instances or --min-instances")
     with tenant_access(home, url, key).client() as client:
         model = client.call("PATCH", f"/v1/models/{quote(name)}", json=wanted)
     idle_s, most = _scaling(model)
-    console.out().print(f"[bold]{model['id']}[/]: idle s {idle_s}, max instances per role {most}")
+    least = f", min {model['min_instances']}" if model.get("min_instances") else ""
+    console.out().print(f"[bold]{model['id']}[/]: idle s {idle_s}, max instances per role {most}{least}")
     console.err().print("[dim]running instances adopt it with the model's next request[/]")
 
 

@@ -92,6 +92,7 @@ class AdmitCommand(_message.Message):
     WITHDRAW_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    MINIMUMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___AdmitHello:
         """first of every stream"""
@@ -104,6 +105,10 @@ class AdmitCommand(_message.Message):
     def release(self) -> Global___Release: ...
     @_builtins.property
     def first_token(self) -> Global___FirstToken: ...
+    @_builtins.property
+    def minimums(self) -> Global___Minimums:
+        """after every hello, and when they change"""
+
     def __init__(
         self,
         *,
@@ -112,16 +117,39 @@ class AdmitCommand(_message.Message):
         withdraw: Global___Withdraw | None = ...,
         release: Global___Release | None = ...,
         first_token: Global___FirstToken | None = ...,
+        minimums: Global___Minimums | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "first_token", b"first_token", "hello", b"hello", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "first_token", b"first_token", "hello", b"hello", "minimums", b"minimums", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "first_token", b"first_token", "hello", b"hello", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "first_token", b"first_token", "hello", b"hello", "minimums", b"minimums", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "admit", "withdraw", "release", "first_token"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "admit", "withdraw", "release", "first_token", "minimums"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___AdmitCommand: _TypeAlias = AdmitCommand  # noqa: Y015
+
+@_typing.final
+class Minimums(_message.Message):
+    """All models that have a minimum of instances; the newest such message of any gateway counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ModelVersion]: ...
+    def __init__(
+        self,
+        *,
+        versions: _abc.Iterable[_types_pb2.ModelVersion] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["versions", b"versions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Minimums: _TypeAlias = Minimums  # noqa: Y015
 
 @_typing.final
 class AdmitHello(_message.Message):

@@ -129,19 +129,23 @@ class ScalingSettings(_message.Message):
 
     IDLE_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     MAX_INSTANCES_FIELD_NUMBER: _builtins.int
+    MIN_INSTANCES_FIELD_NUMBER: _builtins.int
     idle_timeout_s: _builtins.float
     """idle this long: back to zero; 0 takes the scheduler's default"""
     max_instances: _builtins.int
     """per role; 0 takes the scheduler's default"""
+    min_instances: _builtins.int
+    """per role, loaded though nobody asks; of Minimums only"""
     def __init__(
         self,
         *,
         idle_timeout_s: _builtins.float = ...,
         max_instances: _builtins.int = ...,
+        min_instances: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_timeout_s", b"idle_timeout_s", "max_instances", b"max_instances"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_timeout_s", b"idle_timeout_s", "max_instances", b"max_instances", "min_instances", b"min_instances"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -70,6 +70,7 @@ class PublishedModel:
     idle_timeout_s: float  # 0: the scheduler's default
     max_instances: int  # per role; 0: the scheduler's default
     created_unix_us: int
+    min_instances: int = 0  # per role, loaded though nobody asks
 
     @property
     def price_id(self) -> str:

@@ -41,6 +41,7 @@ from torchrelay.gateway.http.read_limits import ReadLimits
 from torchrelay.gateway.http.rest_app import make_app, public_pages
 from torchrelay.gateway.http.router import AsgiRouter
 from torchrelay.gateway.http.server import HttpLimits, http_server
+from torchrelay.gateway.inference.execution.minimums import announce_minimums
 from torchrelay.gateway.limits.door_shares import DoorShares, door_shares
 from torchrelay.gateway.limits.limiter import Limiter
 from torchrelay.gateway.nats_events import NatsEvents
@@ -53,6 +54,7 @@ from torchrelay.gateway.token_path import TokenPath, open_token_path
 log = get_logger(__name__)
 GC_THRESHOLD = 20_000  # allocations between young collections; a request makes a few hundred
 POSTGRESQL_QUERIES = 4  # at once, of 10 connections; SQLite has two, of which authentication needs one
+MINIMUMS_EVERY_S = 5.0  # between looks at which models have a minimum of instances
 ERROR_DRAIN_S = 1.0  # after the drain, for remaining requests to report why they end
 
 
@@ -90,6 +92,10 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
                 store=components.store_channel,
             )
         )
+        announcing = announce_minimums(
+            components.services.catalog.with_minimum, token_path.admissions, MINIMUMS_EVERY_S
+        )
+        await stack.enter_async_context(background(announcing))
         addresses = await stack.enter_async_context(
             _servers(settings, token_path, components.services, components.shares)
         )

@@ -28,3 +28,12 @@ async def test_another_tenants_model_is_exactly_like_an_absent_one(rig: RestRig)
         assert (await zoo.delete("/v1/models/acme/glossary")).status_code == 404
         assert (await zoo.get("/v1/models")).json()["data"] == []
     assert [one["id"] for one in (await rig.admin.get("/v1/models")).json()["data"]] == ["acme/glossary"]
+
+
+async def test_a_minimum_of_instances_is_the_admins_to_set(rig: RestRig) -> None:
+    model = await published(rig.acme)
+    refused = await rig.acme.patch("/v1/models/glossary", json={"min_instances": 1})
+    assert refused.status_code == 403 and "admin" in refused.json()["error"]["message"]
+    assert (await rig.acme.get("/v1/models/glossary")).json() == model
+    set_ = await rig.admin.patch("/v1/models/acme/glossary", json={"min_instances": 1})
+    assert set_.json() == model | {"min_instances": 1}

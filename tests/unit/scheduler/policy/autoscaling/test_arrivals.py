@@ -9,7 +9,7 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
     history = Arrivals().of("v")
     assert history.rate(0.0) == ArrivalRate()
     for number in range(20):
-        history.arrive(100, 0.5, 60.0, number * 0.5, is_unused=False)
+        history.arrive(100, 0.5, 60.0, 1.0, number * 0.5, is_unused=False)
     assert history.rate(9.9) == ArrivalRate(20 / WINDOW_S, 2000 / WINDOW_S)
     assert history.rate(14.5) == ArrivalRate(10 / WINDOW_S, 1000 / WINDOW_S)
     assert history.rate(40.0) == ArrivalRate()
@@ -18,7 +18,7 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
 def test_of_many_requests_the_last_count() -> None:
     history = Arrivals().of("v")
     for number in range(5000):
-        history.arrive(10, 0.5, 60.0, number * 0.001, is_unused=False)
+        history.arrive(10, 0.5, 60.0, 1.0, number * 0.001, is_unused=False)
     rate = history.rate(5.0)
     assert 900 < rate.requests_per_s < 1100 and 9000 < rate.tokens_per_s < 11000
 
@@ -26,13 +26,13 @@ def test_of_many_requests_the_last_count() -> None:
 def test_gaps_are_of_time_without_any_request() -> None:
     arrivals = Arrivals()
     history = arrivals.of("v")
-    history.arrive(100, 0.5, 60.0, 0.0, is_unused=True)
+    history.arrive(100, 0.5, 60.0, 1.0, 0.0, is_unused=True)
     for number in range(1, 17):
-        history.arrive(100, 0.5, 60.0, 1000.0 * number - 995.0, is_unused=False)
+        history.arrive(100, 0.5, 60.0, 1.0, 1000.0 * number - 995.0, is_unused=False)
         gap_s = 2.0 if number % 2 else 500.0
         arrivals.used("v", 1000.0 * number - gap_s)  # an answer ends so long before the next request
-        history.arrive(100, 0.5, 60.0, 1000.0 * number, is_unused=True)
-    assert history.idle_gaps.keep_s(60.0) == 2.0
+        history.arrive(100, 0.5, 60.0, 1.0, 1000.0 * number, is_unused=True)
+    assert history.idle_gaps.plan(60.0, 1.0).keep_s == 2.0
     arrivals.used("unknown", 1.0)
 
 

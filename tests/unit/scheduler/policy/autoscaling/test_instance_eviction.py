@@ -17,6 +17,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Model, Role, Roles, StoreStatus
 
@@ -180,6 +181,16 @@ def test_a_queue_grows_only_if_that_saves_more_late_requests_than_what_it_evicts
     loads = [InstanceLoad(instances[0], 9, 0), idle]
     situation = a_full_host(instances, [crowded_demand(crowded, backlog_s)], [a_store("s", "host-1")], busy=1)
     assert drained(replace(situation, instance_loads=Loads.listed(loads))) == (["i1"] if grows else [])
+
+
+def test_what_an_idle_slot_saves_is_by_the_load_from_where_its_host_has_the_weights() -> None:
+    """Without a free slot each was expected to load over the network: from RAM in a second, yet its queue just grew."""
+    crowded = a_model("acme/crowded")
+    instances = [an_instance(0, crowded), an_instance(1, a_model("acme/idle"))]
+    demand = replace(crowded_demand(crowded, 6.0), load_s={Tier.HOST: 1.0, Tier.PEER: 100.0})
+    far = a_full_host(instances, [demand], [a_store("s", "host-1"), a_store("o", "host-2", [a_copy(crowded)])], busy=1)
+    assert drained(far) == []
+    assert drained(replace(far, stores={"host-1": a_store("s", "host-1", [a_copy(crowded)])})) == ["i1"]
 
 
 def test_a_queue_that_is_too_long_takes_no_slot_that_a_model_without_any_waits_for() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay.scheduler.policy.autoscaling.price import (
     IdleGaps,
+    IdlePlan,
     displacement,
     held_s,
     lateness,
     least_keep_s,
+    least_plan,
     least_saved,
     num_saved,
 )
@@ -59,6 +64,27 @@ def test_a_slot_is_kept_as_long_as_would_have_cost_least() -> None:
     assert least_keep_s([], 60.0) == 60.0
 
 
+def test_a_model_that_is_asked_for_every_ten_minutes_is_loaded_before_it_is_asked_for() -> None:
+    about_ten_minutes = [600.0 + number % 5 for number in range(16)]
+    plan = least_plan(about_ten_minutes, 60.0, 10.0)
+    assert plan == IdlePlan(0.0, 590.0, 604.0)  # a cold start of 10 s, and 4 s more at most
+    assert plan.cost(602.0, 60.0) == 12.0
+    assert plan.cost(605.0, 60.0) == plan.cost(700.0, 60.0) == 14.0 + 60.0
+    bursts = [2.0] * 16 + about_ten_minutes
+    assert least_plan(bursts, 60.0, 10.0) == IdlePlan(2.0, 590.0, 604.0)
+    unlike = [100.0 * number for number in range(1, 17)]
+    assert least_plan(unlike, 60.0, 10.0) == IdlePlan(0.0), "to load 16 times too early costs more than a cold start"
+
+
+@given(st.lists(st.floats(0.01, 300), min_size=1, max_size=24), st.floats(1, 100), st.floats(0.1, 20))
+def test_a_plan_costs_no_more_than_the_best_time_to_keep(gaps: list[float], break_even_s: float, load_s: float) -> None:
+    plan = least_plan(gaps, break_even_s, load_s)
+    kept = IdlePlan(least_keep_s(gaps, break_even_s))
+    paid, of_kept = (sum(one.cost(gap, break_even_s) for gap in gaps) for one in (plan, kept))
+    assert paid <= of_kept + 1e-6
+    assert math.isinf(plan.wake_s) or plan.keep_s < plan.wake_s <= plan.until_s <= plan.wake_s + break_even_s + 1e-6
+
+
 def cost(gap_s: float, kept_s: float, break_even_s: float) -> float:
     return gap_s if gap_s <= kept_s else kept_s + break_even_s
 
@@ -78,12 +104,14 @@ def test_keeping_or_dropping_never_costs_more_than_twice_what_one_who_knows_woul
     gaps: list[float], break_even_s: float
 ) -> None:
     """A model that flaps on purpose: each gap is just longer than its slot was kept, as often as it likes."""
-    for flaps in (False, True):
+    for flaps, misses in product((False, True), repeat=2):
         history, paid_s, known_s = IdleGaps(), 0.0, 0.0
         for gap in gaps:
-            kept_s = history.keep_s(break_even_s)
-            gap = kept_s + 0.01 if flaps else gap
-            paid_s += cost(gap, kept_s, break_even_s)
+            plan = history.plan(break_even_s, 1.0)
+            gap = plan.keep_s + 0.01 if flaps else gap
+            if misses and not math.isinf(plan.until_s):
+                gap = plan.until_s + 0.01
+            paid_s += plan.cost(gap, break_even_s)
             known_s += min(gap, break_even_s)
-            history.add(gap, break_even_s)
+            history.add(gap, break_even_s, 1.0)
             assert paid_s <= 2 * known_s + 2 * break_even_s + 1e-6

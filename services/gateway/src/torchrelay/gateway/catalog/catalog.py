@@ -25,13 +25,20 @@ from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
-    """A tenant's settings of a model. ``None``: unchanged; for a new model 0, the scheduler's default."""
+    """Settings of a model. ``None``: unchanged; for a new model 0, the scheduler's default. The minimum is the
+    operator's, all else the tenant's.
+    """
 
     idle_timeout_s: float | None = None
     max_instances: int | None = None
+    min_instances: int | None = None
 
     def values(self) -> dict[str, float | int]:
-        given = {"idle_timeout_s": self.idle_timeout_s, "max_instances": self.max_instances}
+        given = {
+            "idle_timeout_s": self.idle_timeout_s,
+            "max_instances": self.max_instances,
+            "min_instances": self.min_instances,
+        }
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -75,6 +82,15 @@ class Catalog:
         query = _joined().order_by(tenants.c.name, models.c.name)
         if not principal.is_admin:
             query = query.where(models.c.tenant_id == principal.tenant_id)
+        async with self._database.read() as connection:
+            rows = (await connection.execute(query)).all()
+        now = now_unix_us()
+        return [_published(row, price_at(price_list, f"{row.tenant}/{row.name}", now)) for row in rows]
+
+    async def with_minimum(self) -> list[PublishedModel]:
+        """The models that have a minimum of instances, by name. Raises ``Unavailable``."""
+        price_list = await self._prices.all()
+        query = _joined().where(models.c.min_instances > 0).order_by(tenants.c.name, models.c.name)
         async with self._database.read() as connection:
             rows = (await connection.execute(query)).all()
         now = now_unix_us()
@@ -167,6 +183,7 @@ def _published(row: Row[tuple[object, ...]], price: Price) -> PublishedModel:
         idle_timeout_s=row.idle_timeout_s,
         max_instances=row.max_instances,
         created_unix_us=row.created_unix_us,
+        min_instances=row.min_instances,
     )
 
 

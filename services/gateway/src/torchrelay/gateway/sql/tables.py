@@ -78,6 +78,7 @@ models = Table(
     Column("version_id", ForeignKey("versions.version_id"), nullable=False, index=True),
     Column("idle_timeout_s", Float, nullable=False),
     Column("max_instances", Integer, nullable=False),
+    Column("min_instances", Integer, nullable=False, server_default="0"),
     Column("created_unix_us", BigInteger, nullable=False),
     Column("updated_unix_us", BigInteger, nullable=False),
 )

@@ -94,6 +94,7 @@ class Model:
     max_instances: int = 0  # per role; 0: the scheduler's default
     routing_block_tokens: int = 0  # of a prompt, per hash; 0: no hashes
     num_devices: int = 1  # of the group that it runs on: one slot
+    min_instances: int = 0  # per role, that stay loaded though nobody asks for it
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,12 @@ class Release(_Input, frozen=True):
     is_migrated: bool = False
 
 
+class MinimumsSet(_Input, frozen=True):
+    """All models that have a minimum of instances, as the newest gateway to say so knows them."""
+
+    models: tuple[Model, ...]
+
+
 class GatewayConnected(_Input, frozen=True):
     gateway_id: str
 
@@ -169,6 +175,7 @@ Input = (
     | Withdraw
     | FirstToken
     | Release
+    | MinimumsSet
     | GatewayConnected
     | GatewayDisconnected
     | WorkerReported

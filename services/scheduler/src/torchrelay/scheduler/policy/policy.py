@@ -52,6 +52,9 @@ class Policy:
                 admissions.first_token(state, key, now)
             case inputs.Release():
                 self._release(input_, now)
+            case inputs.MinimumsSet(models):
+                state.set_minimums(models, now)
+                self._react(now)
             case inputs.GatewayConnected(gateway_id):
                 admissions.park(state, state.gateways.connected(gateway_id, now))
             case inputs.GatewayDisconnected(gateway_id):
@@ -253,6 +256,8 @@ class Policy:
             due: list[str] = []
             if is_in_turns:
                 due = [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
+                if is_whole:  # these may have no instance
+                    due += [*state.minimums, *scaling.expected_versions(state, now)]
             scaling.scale(state, now, sorted({*state.queues.versions, *state.instances.loading_versions, *due}))
             take_backs.take_back(state, now, state.attempts.versions_in_prefill.intersection(due))
         if is_whole:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torchrelay.common.recent import Recent
@@ -76,6 +76,8 @@ class State:
     replication_state: ReplicationState = field(default_factory=ReplicationState)
     aliases: VersionAliases = field(default_factory=VersionAliases)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
+    minimums: dict[str, int] = field(default_factory=dict)  # by version: instances per role that stay loaded
+    forecasts: dict[str, tuple[float, float]] = field(default_factory=dict)  # by unused version; see ``Demand``
     effects: Effects = field(default_factory=Effects)
     instances_without_token: Recent[str, tuple[str, ...]] = field(  # by request id; see note_no_token
         default_factory=lambda: Recent(_MAX_REQUESTS_WITHOUT_TOKEN)
@@ -119,7 +121,16 @@ class State:
             if unused is not None:
                 del self.models[unused]
 
+    def set_minimums(self, models: Iterable[Model], now: float) -> None:
+        """These models have a minimum of instances, and no other has; of one version the largest counts."""
+        self.minimums.clear()
+        for model in models:
+            self.note_model(model, now)
+            self.minimums[model.version_id] = max(model.min_instances, self.minimums.get(model.version_id, 0))
+
     def _is_used(self, version_id: str) -> bool:
+        if version_id in self.minimums:
+            return True
         return self.queues.num_waiting(version_id) > 0 or len(self.instances.of_version(version_id)) > 0
 
     def idle_timeout_s(self, version_id: str, now: float) -> float:

@@ -32,6 +32,7 @@ from torchrelay.scheduler.policy.inputs import (
     Admit,
     Due,
     Input,
+    MinimumsSet,
     Release,
     StoreBeat,
     StoreReported,
@@ -101,6 +102,7 @@ class Controller:
         self._due_at = math.inf  # for which the timer runs
         self._due_timer: asyncio.TimerHandle | None = None
         self._versions: Recent[str, tuple[types_pb2.ModelVersion, Model]] = Recent(_MAX_VERSIONS)
+        self._with_minimum: dict[str, types_pb2.ModelVersion] = {}  # these are loaded without an admission
         self._event_publisher = event_publisher
         self._watchers: set[asyncio.Event] = set()
         meter, state = metrics.get_meter("torchrelay.scheduler"), policy.state
@@ -149,6 +151,10 @@ class Controller:
             known = version, converters.model_from_proto(version)
         self._versions[version.version_id] = known
         return known[1]
+
+    def set_minimums(self, minimums: scheduler_pb2.Minimums) -> None:
+        self._with_minimum = {version.version_id: version for version in minimums.versions}
+        self.apply(MinimumsSet(tuple(map(self._note_version, minimums.versions))))
 
     def release(self, release: scheduler_pb2.Release) -> None:
         key = converters.key_from_proto(release.key)
@@ -240,8 +246,9 @@ class Controller:
         self.epoch.keep(membership.workers.keys() | membership.stores.keys())
 
     def version(self, version_id: str) -> types_pb2.ModelVersion:
-        """A version as its last admission named it."""
-        return self._versions[version_id][0]
+        """A version as its last admission named it, or who set its minimum."""
+        known = self._versions.get(version_id)
+        return known[0] if known is not None else self._with_minimum[version_id]
 
     # Effects
 

@@ -139,6 +139,7 @@ def model_from_proto(version: types_pb2.ModelVersion) -> core.Model:
         idle_timeout_s=version.scaling.idle_timeout_s,
         max_instances=version.scaling.max_instances,
         routing_block_tokens=version.routing_block_tokens,
+        min_instances=version.scaling.min_instances,
     )
 
 

@@ -11,7 +11,12 @@ from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError
 from torchrelay.common.identity.callers import Caller, MethodCallers
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 from torchrelay.scheduler.policy.explain import MAX_REQUESTS
-from torchrelay.scheduler.policy.inputs import FirstToken, GatewayConnected, GatewayDisconnected, Withdraw
+from torchrelay.scheduler.policy.inputs import (
+    FirstToken,
+    GatewayConnected,
+    GatewayDisconnected,
+    Withdraw,
+)
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStream
 from torchrelay.scheduler.service.cluster_view import cluster_view
@@ -82,6 +87,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             self._controller.apply(FirstToken(converters.key_from_proto(command.first_token.key)))
         elif kind == "release":
             self._controller.release(command.release)
+        elif kind == "minimums":
+            self._controller.set_minimums(command.minimums)
 
     def _leave(self, stream: AdmitStream, reading: asyncio.Task[None]) -> None:
         reading.cancel()

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
+from torchrelay.common.errors import PermissionDenied
 from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf
@@ -25,6 +26,15 @@ class ScalingSettingsBody(BaseModel):
         return ScalingSettings(self.idle_timeout_s, self.max_instances)
 
 
+class SettingsBody(ScalingSettingsBody):
+    """``min_instances`` holds slots that no request pays for, so only the admin may set it."""
+
+    min_instances: int | None = Field(default=None, ge=0, le=10_000)
+
+    def scaling(self) -> ScalingSettings:
+        return ScalingSettings(self.idle_timeout_s, self.max_instances, self.min_instances)
+
+
 @router.get("")
 async def all_models(services: ServicesOf, caller: Caller) -> dict[str, Any]:
     async with services.queries.turn(caller.tenant_id):
@@ -38,8 +48,12 @@ async def one_model(services: ServicesOf, caller: Caller, name: str) -> dict[str
 
 
 @router.patch("/{name:path}")
-async def change(services: ServicesOf, caller: Caller, name: str, body: ScalingSettingsBody) -> dict[str, Any]:
-    """Takes effect with the model's next request, which carries the settings to the scheduler."""
+async def change(services: ServicesOf, caller: Caller, name: str, body: SettingsBody) -> dict[str, Any]:
+    """Takes effect with the model's next request, which carries the settings to the scheduler; a minimum of instances
+    within seconds.
+    """
+    if body.min_instances is not None and not caller.is_admin:
+        raise PermissionDenied("min_instances requires the admin key", field="min_instances")
     await services.catalog.set_scaling(await services.catalog.resolve(caller, name), body.scaling())
     return shown(services, await services.catalog.resolve(caller, name))
 
@@ -67,6 +81,7 @@ def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
         "size_bytes": version.pack_bytes,
         "idle_timeout_s": model.idle_timeout_s,
         "max_instances": model.max_instances,
+        "min_instances": model.min_instances,
         "effective_idle_timeout_s": model.idle_timeout_s or default.idle_timeout_s,
         "effective_max_instances": model.max_instances or default.max_instances,
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -72,12 +72,18 @@ class AdmissionStream:
         self._call: Any = None  # the present stream, or the last one
         self._unsent: deque[pb.AdmitCommand] = deque()
         self._max_unsent = max_unsent
+        self._minimums: pb.Minimums | None = None  # as last said; nothing before the catalog was read
         self._filled = asyncio.Event()
         self._emptied = asyncio.Event()
         self._emptied.set()
         self._heard = Heard()  # on the present stream
         self._began_at = self._served_at = 0.0  # the present stream; the last one that lasted
         self._is_hung = False  # the scheduler took the last connection and said nothing
+
+    def set_minimums(self, versions: Iterable[types_pb2.ModelVersion]) -> None:
+        """Says which models have a minimum of instances: now, and to every scheduler that comes later."""
+        self._minimums = pb.Minimums(versions=versions)
+        self._send(pb.AdmitCommand(minimums=self._minimums))
 
     @property
     def num_open(self) -> int:
@@ -160,7 +166,10 @@ class AdmissionStream:
             async with asyncio.timeout(SILENT_S):
                 await call.wait_for_connection()
             hello = pb.AdmitHello(gateway_id=self._gateway_id, beat_every_s=BEAT_S)
-            await call.write(pb.AdmitCommands(commands=[pb.AdmitCommand(hello=hello)]))
+            first = [pb.AdmitCommand(hello=hello)]
+            if self._minimums is not None:
+                first.append(pb.AdmitCommand(minimums=self._minimums))
+            await call.write(pb.AdmitCommands(commands=first))
             self._admit_again()
             beside = [asyncio.ensure_future(self._write(call)), asyncio.ensure_future(self._break_if_hung(call))]
             try:

@@ -11,6 +11,7 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.tokens.prefix_hashes import ROUTING_TOKENS, routing_hashes
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
+from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.inference.core import ResolvedRequest
 from torchrelay.gateway.inference.execution.admission_stream import AdmissionStream, AttemptId, Listener
 from torchrelay.gateway.inference.execution.generation import FIRST_ATTEMPT, AttemptPlan
@@ -26,9 +27,9 @@ class Upstreams:
     gateway_id: str
 
 
-def model_version(resolved: ResolvedRequest) -> types_pb2.ModelVersion:
-    """The scheduler's description of the requested version."""
-    model, version = resolved.model, resolved.model.version
+def model_version(model: PublishedModel) -> types_pb2.ModelVersion:
+    """The scheduler's description of a model's version."""
+    version = model.version
     return types_pb2.ModelVersion(
         version_id=version.version_id,
         model=model.name,
@@ -49,7 +50,7 @@ def admit_request(
     has_routing_keys = resolved.model.version.routing_block_tokens == ROUTING_TOKENS
     return scheduler_pb2.AdmitRequest(
         key=types_pb2.AttemptKey(request_id=resolved.request_id, attempt=plan.attempt),
-        version=model_version(resolved),
+        version=model_version(resolved.model),
         num_prompt_tokens=len(resolved.prompt),
         num_forced_tokens=plan.num_forced_tokens,
         max_tokens=resolved.sampling.max_tokens,

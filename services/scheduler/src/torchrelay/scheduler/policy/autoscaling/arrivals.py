@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ WINDOW_S = 10.0  # what comes next is expected to be as much as in the last so m
 _MAX_ARRIVALS = 1024  # counted of one window
 _MAX_LATE = 64
 _MAX_VERSIONS = 4096
+NEVER = (math.inf, math.inf)
 _NEWEST = 0.1  # weight of the newest target
 
 
@@ -34,16 +36,25 @@ class ArrivalHistory:
     _came: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_ARRIVALS))
     _num_tokens: int = 0
 
-    def arrive(self, num_tokens: int, target_s: float, price_s: float, now: float, *, is_unused: bool) -> None:
-        """``is_unused``: no other request of it is open."""
+    def arrive(
+        self, num_tokens: int, target_s: float, price_s: float, load_s: float, now: float, *, is_unused: bool
+    ) -> None:
+        """``is_unused``: no other request of it is open. ``load_s``: what a load takes."""
         if is_unused and self.last_used is not None:
-            self.idle_gaps.add(now - self.last_used, price_s)
+            self.idle_gaps.add(now - self.last_used, price_s, load_s)
         self.last_used = now
         self.target_s += (target_s - self.target_s) * (_NEWEST if self.target_s else 1.0)
         if len(self._came) == _MAX_ARRIVALS:
             self._num_tokens -= self._came[0][1]
         self._came.append((now, num_tokens))
         self._num_tokens += num_tokens
+
+    def forecast(self, price_s: float, load_s: float) -> tuple[float, float]:
+        """When the model should be loaded again though nobody asks, and until when it is worth to hold it."""
+        plan = self.idle_gaps.plan(price_s, load_s)
+        if self.last_used is None or math.isinf(plan.wake_s):
+            return NEVER
+        return self.last_used + plan.wake_s, self.last_used + plan.until_s
 
     def late(self, admitted_at: float) -> None:
         """A request got its first token later than it wanted it, from an instance that was loaded when it came."""

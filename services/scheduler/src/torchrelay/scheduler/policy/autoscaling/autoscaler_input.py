@@ -48,6 +48,7 @@ class Demand:
     target_s: float = 2.0  # for the first token
     price_s: float = 60.0  # what a cold start is worth, in seconds of its slot
     keep_s: float = 60.0  # how long it is worth to keep an unused slot
+    forecast: tuple[float, float] = (math.inf, math.inf)  # between these its next request is expected: see ``price``
     crowded_at: float = 0.0  # when it last needed all its instances
     load_s: Mapping[Tier, float] = field(default_factory=dict)
 
@@ -72,6 +73,10 @@ class Demand:
 
     def held_s(self, num_instances: int, load_s: float) -> float:
         return price.held_s(num_instances, self.backlog_s, load_s, self.price_s)
+
+    def is_expected(self, now: float) -> bool:
+        """Whether it should be loaded though nobody asks."""
+        return self.forecast[0] <= now <= self.forecast[1]
 
     @property
     def slot_wait_s(self) -> float:
@@ -137,6 +142,7 @@ class AutoscalerInput:
     version_ids: Sequence[str] = ()  # of models to look at that may have no demand, as they are not known
     waited_for: frozenset[str] = frozenset()  # versions that requests wait for
     suspects: frozenset[str] = frozenset()  # workers on which nothing is placed
+    minimums: Mapping[str, int] = field(default_factory=dict)  # by version: instances per role that stay loaded
     holders_of: Callable[[str], Iterable[StoreStatus]] | None = None  # by pack; absent: those of ``stores``
 
     @cached_property
@@ -151,6 +157,18 @@ class AutoscalerInput:
             if load.instance.staying:
                 found[load.instance.version_id].append(load)
         return found
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """Instances that stay though nobody uses them: of each role as many as the model's minimum, the oldest."""
+        found: set[str] = set()
+        for version_id, number in self.minimums.items():
+            loads = [load for load in self.instance_loads.of_version(version_id) if load.instance.staying]
+            loads.sort(key=lambda load: (load.instance.created_at, load.instance.instance_id))
+            for role in Role:
+                playing = [load.instance.instance_id for load in loads if role in load.instance.target_roles]
+                found.update(playing[:number])
+        return frozenset(found)
 
     @property
     def staying_of_some(self) -> Mapping[str, Sequence[InstanceLoad]]:

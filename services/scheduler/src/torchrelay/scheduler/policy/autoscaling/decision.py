@@ -8,8 +8,9 @@ Down: to zero after the idle timeout; an unwanted load is cancelled.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -26,10 +27,10 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots
-from torchrelay.scheduler.policy.autoscaling.instance_eviction import evict, evict_to_grow
+from torchrelay.scheduler.policy.autoscaling.instance_eviction import Gain, evict, evict_to_grow
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles
 from torchrelay.scheduler.policy.reasons import Reason
@@ -55,7 +56,10 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     into slots for which a model without any still waits: not at all, unless every model that waits is decided on.
     """
     actions: list[Action] = []
-    is_wanted = any(one.num_waiting or one.num_cold or one.backlog_s for one in autoscaler_input.demands)
+    is_wanted = bool(autoscaler_input.minimums) or any(
+        one.num_waiting or one.num_cold or one.backlog_s or one.is_expected(autoscaler_input.now)
+        for one in autoscaler_input.demands
+    )
     free = FreeSlots(autoscaler_input, autoscaler_input.free_workers if is_wanted else FreeWorkers())
     granted: dict[str, list[Roles]] = {}
     starving: list[Demand] = []
@@ -77,7 +81,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         for slot in free.of(demand.model, kv_bytes=demand.most_kv_bytes):
             free.take(slot.worker_id)
     for demand in demands if autoscaler_input.has_all_waiting else ():
-        growth = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, config)
+        growth = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, freeing, config)
         if growth is None:
             continue
         assignments = assign(growth.slots, growth.missing[Role.PREFILL], growth.missing[Role.DECODE])
@@ -87,7 +91,11 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
             actions += grown
         missing = growth.missing - Counter(role for one in assignments for role in one.roles)
         if missing:
-            actions += evict_to_grow(demand, missing, growth.num_saved, growth.held_s, autoscaler_input, freeing())
+            gain = Gain(growth.num_saved, growth.held_s, f"saves {growth.num_saved:.1f} late requests")
+            actions += evict_to_grow(demand, missing, gain, autoscaler_input, freeing())
+    for demand in demands if autoscaler_input.has_all_waiting else ():
+        actions += _fill_minimum(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, freeing)
+        actions += _expect(demand, autoscaler_input, granted.get(demand.model.version_id, []), free)
     staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_some
     actions += _scale_down(staying, autoscaler_input, actions, config)
     return tuple(actions)
@@ -132,11 +140,57 @@ def _scale_from_zero(demand: Demand, autoscaler_input: AutoscalerInput, free: Fr
     return []
 
 
+def _fill_minimum(
+    demand: Demand,
+    autoscaler_input: AutoscalerInput,
+    granted: Sequence[Roles],
+    free: FreeSlots,
+    freeing: Callable[[], FreeingSlots],
+) -> list[Action]:
+    """What a model lacks of the instances that stay loaded: free slots, and those of models that are idle."""
+    minimum = autoscaler_input.minimums.get(demand.model.version_id, 0)
+    roles = [*(load.instance.target_roles for load in autoscaler_input.of(demand.model)), *granted]
+    missing = +Counter({role: minimum - sum(role in one for one in roles) for role in Role})
+    if not missing or autoscaler_input.now < demand.not_before:
+        return []
+    slots = free.for_roles(demand.model, demand.avoid, 0, missing[Role.PREFILL], missing[Role.DECODE])
+    assignments = assign(slots, missing[Role.PREFILL], missing[Role.DECODE])
+    actions: list[Action] = []
+    if assignments:
+        text = f"its minimum is {minimum} per role"
+        actions.append(Wake(demand.model, assignments, Reason("minimum", text, {"num_wanted": minimum})))
+        for assignment in assignments:
+            free.take(assignment.worker_id)
+        missing -= Counter(role for one in assignments for role in one.roles)
+    if missing:
+        gain = Gain(math.inf, 0.0, f"lacks instances of its minimum, {minimum} per role")
+        actions += evict_to_grow(demand, missing, gain, autoscaler_input, freeing())
+    return actions
+
+
+def _expect(
+    demand: Demand, autoscaler_input: AutoscalerInput, granted: Sequence[Roles], free: FreeSlots
+) -> list[Action]:
+    """Loads a model of which the next request is expected, if a slot is free for it."""
+    now = autoscaler_input.now
+    if not demand.is_expected(now) or now < demand.not_before or granted or autoscaler_input.of(demand.model):
+        return []
+    assignments = assign(free.for_roles(demand.model, demand.avoid, 0, 1, 1), 1, 1)
+    if not assignments:
+        return []
+    for assignment in assignments:
+        free.take(assignment.worker_id)
+    left_s = demand.forecast[1] - now
+    text = f"its next request is expected within {format_duration(left_s)}, by when it came of late"
+    return [Wake(demand.model, assignments, Reason("forecast", text, {"left_s": left_s}))]
+
+
 def _growth(
     demand: Demand,
     autoscaler_input: AutoscalerInput,
     granted: Sequence[Roles],
     free: FreeSlots,
+    freeing: Callable[[], FreeingSlots],
     config: PolicyConfig,
 ) -> Growth | None:
     """What a model that can serve already gains by more instances, if that is worth their slots."""
@@ -150,7 +204,8 @@ def _growth(
     ):
         return None
     nearest = free.of(demand.model, demand.avoid, demand.least_kv_bytes, most=1)
-    load_s = demand.load_s.get(min((slot.tier for slot in nearest), default=Tier.PEER), 0.0)
+    tier = min(slot.tier for slot in nearest) if nearest else _nearest(demand, freeing().idle, autoscaler_input)
+    load_s = demand.load_s.get(tier, 0.0)
     wanted = wanted_instances(demand, num_instances, load_s, config)
     missing = +Counter({role: wanted - sum(role in one for one in roles) for role in Role})
     if not missing:
@@ -161,6 +216,18 @@ def _growth(
     saved = max(demand.num_saved(num_instances, load_s), demand.num_late_before)
     held_s = demand.held_s(num_instances, load_s)
     return Growth(wanted, missing, slots, load_s, saved, held_s)
+
+
+def _nearest(demand: Demand, idle: Iterable[InstanceLoad], autoscaler_input: AutoscalerInput) -> Tier:
+    """From where it would be loaded into the best of the slots of idle instances."""
+    pack_id, workers = demand.model.pack_id, autoscaler_input.workers
+    is_held = any(True for _ in autoscaler_input.holders(pack_id))
+    tiers = []
+    for load in idle:
+        worker, store = workers.get(load.instance.worker_id), autoscaler_input.stores.get(load.instance.host_id)
+        if worker is not None and store is not None and worker.num_devices == demand.model.num_devices:
+            tiers.append(tier_of(pack_id, store, is_held))
+    return min(tiers, default=Tier.PEER)
 
 
 def _growth_reason(demand: Demand, growth: Growth) -> Reason:
@@ -220,15 +287,18 @@ def _scale_down(
         if version_id in autoscaler_input.waited_for:
             continue
         loads = [load for load in staying if load.instance.instance_id not in drained]
+        kept = [load for load in loads if load.instance.instance_id in autoscaler_input.kept]
         demand = demands.get(version_id)
+        if demand is not None and demand.is_expected(autoscaler_input.now):
+            continue
         price_s = autoscaler_input.prices_s.get(version_id) or config.idle_timeout_s
         keep_s = demand.keep_s if demand is not None else price_s
         abandoned_since = autoscaler_input.now - config.cancel_after_s
         if all(load.instance.phase is InstancePhase.LOADING and load.is_idle_since(abandoned_since) for load in loads):
             cancelled = Reason("cancel", "no request waits for it any more")
-            actions += [Drain(load.instance.instance_id, cancelled) for load in loads]
+            actions += [Drain(load.instance.instance_id, cancelled) for load in loads if load not in kept]
             continue
-        idle = [load for load in loads if load.is_idle_since(autoscaler_input.now - keep_s)]
+        idle = [load for load in loads if load.is_idle_since(autoscaler_input.now - keep_s) and load not in kept]
         reasons = {
             load.instance.instance_id: _idle_reason(autoscaler_input.now - load.unused_since, keep_s, price_s)
             for load in idle
@@ -245,7 +315,7 @@ def _scale_down(
                 spared = replace(reason, text=f"{reason.text}; others of the model remain")
                 actions.append(Drain(load.instance.instance_id, spared))
         if demand is not None and len(loads) == len(staying):
-            actions += _uncrowded(demand, loads, autoscaler_input.now)
+            actions += _uncrowded(demand, loads, kept, autoscaler_input.now)
     return actions
 
 
@@ -254,7 +324,7 @@ def can_spare(load: InstanceLoad, loads: Sequence[InstanceLoad]) -> bool:
     return cover_both_roles(other.instance for other in loads if other is not load)
 
 
-def _uncrowded(demand: Demand, loads: Sequence[InstanceLoad], now: float) -> list[Drain]:
+def _uncrowded(demand: Demand, loads: Sequence[InstanceLoad], kept: Sequence[InstanceLoad], now: float) -> list[Drain]:
     """The instance with least to do, where one less was enough for as long as a cold start is worth: dispatch spreads
     requests over all, so that none is ever idle.
     """
@@ -264,7 +334,7 @@ def _uncrowded(demand: Demand, loads: Sequence[InstanceLoad], now: float) -> lis
     if spare_s < demand.price_s or min(sum(role in load.instance.target_roles for load in loads) for role in Role) < 2:
         return []
     for load in sorted(loads, key=lambda load: (load.num_open, load.instance.instance_id)):
-        if can_spare(load, loads):
+        if load not in kept and can_spare(load, loads):
             text = f"the others were enough for {format_duration(spare_s)} (limit {format_duration(demand.price_s)})"
             figures = {"idle_s": spare_s, "idle_timeout_s": demand.price_s}
             return [Drain(load.instance.instance_id, Reason("idle", text, figures))]

@@ -109,6 +109,7 @@ def _idle(autoscaler_input: AutoscalerInput) -> list[InstanceLoad]:
         load
         for load in autoscaler_input.loads
         if load.instance.staying
+        and load.instance.instance_id not in autoscaler_input.kept
         and load.instance.version_id not in autoscaler_input.waited_for
         and load.is_idle_since(autoscaler_input.now)
     ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
@@ -57,11 +58,19 @@ def _drains(
     return _end_turn(demand, missing, autoscaler_input, freeing, config)
 
 
+@dataclass(frozen=True)
+class Gain:
+    """What a model gets of one more instance: ``num_saved`` late requests, while it is held for ``held_s``."""
+
+    num_saved: float
+    held_s: float
+    text: str
+
+
 def evict_to_grow(
     demand: Demand,
     missing: Counter[Role],
-    num_saved: float,
-    held_s: float,
+    gain: Gain,
     autoscaler_input: AutoscalerInput,
     freeing: FreeingSlots,
 ) -> list[Drain]:
@@ -77,11 +86,10 @@ def evict_to_grow(
             for load in freeing.idle
             if load.instance.version_id != demand.model.version_id
             and load.reload_s <= _idle_s(load, autoscaler_input)
-            and _displacement(load, demand, held_s) <= num_saved
+            and _displacement(load, demand, gain.held_s) <= gain.num_saved
         ]
         victims = _enough_of(idle, demand, rest, freeing) if rest else []
-        too_long = f"and {{}} saves {num_saved:.1f} late requests"
-        evicted = [_evict(load, too_long, demand, autoscaler_input) for load in victims]
+        evicted = [_evict(load, f"and {{}} {gain.text}", demand, autoscaler_input) for load in victims]
         freeing.add(evicted)
         drains += evicted
     return drains
@@ -134,7 +142,7 @@ def _share_slots(
             continue
         for victim in loads:
             instance = victim.instance
-            if instance.phase is not InstancePhase.READY:
+            if instance.phase is not InstancePhase.READY or instance.instance_id in autoscaler_input.kept:
                 continue
             if not freeing.roles(demand, instance.worker_id, without=[victim]) >= missing:
                 continue
@@ -159,6 +167,7 @@ def _end_turn(
         for load in autoscaler_input.loads
         if load.instance.version_id not in {model.version_id, *freeing.versions}
         and load.instance.phase is InstancePhase.READY
+        and load.instance.instance_id not in autoscaler_input.kept
         and load.instance.since <= autoscaler_input.now - config.turn_s
         and _displacement(load, demand, config.turn_s) <= demand.num_late
     ]

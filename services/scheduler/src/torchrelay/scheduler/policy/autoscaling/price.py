@@ -6,6 +6,7 @@ follows from it. Fluid approximations: work is counted in seconds of one instanc
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -85,28 +86,86 @@ def least_keep_s(gaps_s: Sequence[float], break_even_s: float) -> float:
     return best_s
 
 
+@dataclass(frozen=True, slots=True)
+class IdlePlan:
+    """What becomes of the slot of a model that is unused, in seconds since it was used last: it is kept until
+    ``keep_s``, loaded again at ``wake_s`` before anybody asks, and kept until ``until_s``.
+    """
+
+    keep_s: float
+    wake_s: float = math.inf
+    until_s: float = math.inf
+
+    def cost(self, gap_s: float, break_even_s: float) -> float:
+        """In seconds of a slot; a cold start is worth ``break_even_s``."""
+        if gap_s <= self.keep_s:
+            return gap_s
+        if gap_s < self.wake_s:
+            return self.keep_s + break_even_s
+        if gap_s <= self.until_s:
+            return self.keep_s + gap_s - self.wake_s
+        return self.keep_s + self.until_s - self.wake_s + break_even_s
+
+
+def least_plan(gaps_s: Sequence[float], break_even_s: float, load_s: float) -> IdlePlan:
+    """The plan that would have cost least in these gaps: kept as ``least_keep_s`` says, or for no time, and loaded
+    before the gaps that are longer, if enough of them are alike. It is given up for at least as long as a cold start is
+    worth, and held before it is used for no longer.
+
+    After M. Shahrad et al., "Serverless in the Wild" (USENIX ATC 2020): a histogram of idle times gives the time to
+    load before the next request, and how long to stay.
+    """
+    kept = IdlePlan(least_keep_s(gaps_s, break_even_s))
+    plans = [kept, *(_with_wake(gaps_s, keep_s, break_even_s, load_s) for keep_s in sorted({0.0, kept.keep_s}))]
+    return min(plans, key=lambda plan: sum(plan.cost(gap_s, break_even_s) for gap_s in gaps_s))
+
+
+def _with_wake(gaps_s: Sequence[float], keep_s: float, break_even_s: float, load_s: float) -> IdlePlan:
+    """The best time to load again; none, if few gaps are longer than ``keep_s``."""
+    longer = sorted(gap_s for gap_s in gaps_s if gap_s > keep_s)
+    best = IdlePlan(keep_s)
+    if len(longer) < _MIN_GAPS:
+        return best
+    least = len(longer) * break_even_s
+    for first, earliest_s in enumerate(longer):
+        wake_s, held_s = earliest_s - load_s, 0.0
+        if wake_s < keep_s + break_even_s:
+            continue
+        for last in range(first, len(longer)):
+            if longer[last] - wake_s > break_even_s:
+                break
+            held_s += longer[last] - wake_s
+            num_later = len(longer) - 1 - last
+            cost = held_s + num_later * (longer[last] - wake_s) + (first + num_later) * break_even_s
+            if cost < least and last - first + 1 >= _MIN_GAPS:
+                best, least = IdlePlan(keep_s, wake_s, longer[last]), cost
+    return best
+
+
 @dataclass(slots=True)
 class IdleGaps:
     """How long a model was unused before each of its last cold starts or returns, and what each cost."""
 
     _gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_GAPS))
     _paid_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_GAPS))
-    _kept_s: dict[float, float] = field(default_factory=dict)  # by break-even time, until the next gap
+    _plans: dict[float, IdlePlan] = field(default_factory=dict)  # by break-even time, until the next gap
 
-    def add(self, gap_s: float, break_even_s: float) -> None:
-        kept_s = self.keep_s(break_even_s)
-        self._kept_s.clear()
+    def add(self, gap_s: float, break_even_s: float, load_s: float) -> None:
+        paid_s = self.plan(break_even_s, load_s).cost(gap_s, break_even_s)
+        self._plans.clear()
         self._gaps_s.append(gap_s)
-        self._paid_s.append(gap_s if gap_s <= kept_s else kept_s + break_even_s)
+        self._paid_s.append(paid_s)
 
-    def keep_s(self, break_even_s: float) -> float:
-        """How long to keep an idle slot. Of the gaps remembered, never more was paid than twice what one who knows them
+    def plan(self, break_even_s: float, load_s: float) -> IdlePlan:
+        """What to do with an idle slot. Of the gaps remembered, never more was paid than twice what one who knows them
         would have, and two cold starts: beyond twice, the break-even time is kept, and no gap costs more than that.
         """
         if len(self._gaps_s) < _MIN_GAPS:
-            return break_even_s
-        if break_even_s not in self._kept_s:
+            return IdlePlan(break_even_s)
+        if break_even_s not in self._plans:
             known_s = sum(min(gap, break_even_s) for gap in self._gaps_s)
             is_costly = sum(self._paid_s) > 2 * known_s
-            self._kept_s[break_even_s] = break_even_s if is_costly else least_keep_s(self._gaps_s, break_even_s)
-        return self._kept_s[break_even_s]
+            self._plans[break_even_s] = (
+                IdlePlan(break_even_s) if is_costly else least_plan(self._gaps_s, break_even_s, load_s)
+            )
+        return self._plans[break_even_s]

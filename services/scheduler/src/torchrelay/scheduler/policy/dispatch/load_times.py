@@ -51,8 +51,16 @@ class LoadTimes:
 
     def predict_s(self, model: Model, tier: Tier, config: PolicyConfig) -> float:
         """From an empty slot to all layers ready."""
-        if rate := self._rates.get((tier, model.num_devices)):
+        if rate := self._rate(tier, model.num_devices):
             return model.pack_bytes / rate
-        farther = [self._rates.get((each, model.num_devices), 0.0) for each in Tier if each > tier]
+        farther = [self._rate(each, model.num_devices) for each in Tier if each > tier]
         slowest = [load_s(model.pack_bytes, tier, config), *(model.pack_bytes / rate for rate in farther if rate)]
         return min(slowest)  # from nearer it takes no longer
+
+    def _rate(self, tier: Tier, num_devices: int) -> float:
+        """As measured, if need be with another number of devices, the nearest; 0: with none."""
+        measured = [number for of_tier, number in self._rates if of_tier is tier]
+        if not measured:
+            return 0.0
+        nearest = min(measured, key=lambda number: (abs(number - num_devices), number))
+        return self._rates[tier, nearest]

@@ -11,7 +11,7 @@ from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
-from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import (
     BOTH,
@@ -92,7 +92,9 @@ def _note_arrival(state: State, admission: Admission, now: float) -> None:
     )
     price_s = state.idle_timeout_s(version_id, now)
     history = state.arrivals.of(version_id)
-    history.arrive(admission.num_prefill_tokens, admission.ttft_target_s, price_s, now, is_unused=is_unused)
+    load_s = state.load_times.predict_s(state.models[version_id], Tier.PEER, state.config)
+    history.arrive(admission.num_prefill_tokens, admission.ttft_target_s, price_s, load_s, now, is_unused=is_unused)
+    state.forecasts.pop(version_id, None)
 
 
 def _ttft_target_s(config: PolicyConfig, service_class: ServiceClass) -> float:

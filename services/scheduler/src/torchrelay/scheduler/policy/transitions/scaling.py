@@ -63,7 +63,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
     membership, settled = state.membership, now - state.started_at >= state.config.settle_s
     if version_ids is None:
         staying = {instance.version_id for instance in state.instances if instance.staying}
-        version_ids = sorted(staying.union(state.queues.versions))
+        version_ids = sorted(staying.union(state.queues.versions, state.minimums, expected_versions(state, now)))
     version_ids = list(version_ids)
     models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
     prices_s = {model.version_id: state.idle_timeout_s(model.version_id, now) for model in models}
@@ -100,8 +100,17 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         version_ids=version_ids,
         waited_for=frozenset(state.queues.versions) if settled else frozenset(),
         suspects=membership.suspects,
+        minimums=state.minimums,
         holders_of=membership.holders,
     )
+
+
+def expected_versions(state: State, now: float) -> list[str]:
+    """Those of which the next request is expected about now."""
+    for version_id, (_, until) in list(state.forecasts.items()):
+        if until < now:
+            del state.forecasts[version_id]
+    return [version_id for version_id, (begin, _) in state.forecasts.items() if begin <= now]
 
 
 def _instance_load(
@@ -151,6 +160,7 @@ def _demand(state: State, model: Model, price_s: float, now: float) -> Demand:
     waiting = _waiting(state, model, now)
     history = state.arrivals.of(version_id)
     rate, late_since = history.rate(now), max([now - price_s, *(one.since for one in instances)])
+    load_s = state.load_times.by_tier(model, state.config)
     demand = Demand(
         model=model,
         num_waiting=waiting.number,
@@ -168,10 +178,13 @@ def _demand(state: State, model: Model, price_s: float, now: float) -> Demand:
         load=admissions.prompts_s(state, model, rate.tokens_per_s, now),
         target_s=history.target_s or state.config.standard_ttft_s,
         price_s=price_s,
-        keep_s=history.idle_gaps.keep_s(price_s),
-        load_s=state.load_times.by_tier(model, state.config),
+        keep_s=history.idle_gaps.plan(price_s, load_s[Tier.PEER]).keep_s,
+        forecast=history.forecast(price_s, load_s[Tier.PEER]),
+        load_s=load_s,
         crowded_at=history.crowded_at,
     )
+    if now < demand.forecast[1] < math.inf:
+        state.forecasts[version_id] = demand.forecast
     num_serving = min(sum(role in one.target_roles for one in instances) for role in Role)
     if num_serving > 1 and demand.num_saved(num_serving - 1, 0.0) >= 1:
         history.crowded_at = now

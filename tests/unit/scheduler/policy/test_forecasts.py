@@ -1,0 +1,46 @@
+"""Models that are asked for at regular intervals are loaded before they are asked for."""
+
+from __future__ import annotations
+
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
+
+MODEL = a_model("acme/every-minute", idle_timeout_s=5.0)
+EVERY_S = 60.0
+
+
+def asked_every_minute(num_times: int) -> PaperCluster:
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    for number in range(num_times):
+        scene.admit(MODEL, f"r{number}")
+        scene.finish_loads()
+        scene.release(f"r{number}")
+        scene.pass_time(EVERY_S, step_s=0.5)
+        scene.finish_loads()
+    return scene
+
+
+def causes(scene: PaperCluster) -> list[str]:
+    return [one.reason for one in scene.events if one.kind == "scale_up"]
+
+
+def test_what_comes_every_minute_is_loaded_just_before() -> None:
+    scene = asked_every_minute(14)
+    assert causes(scene)[:9] == ["at zero, 1 waiting"] * 9
+    assert all(cause.startswith("its next request is expected within") for cause in causes(scene)[10:])
+    idle = [one.reason for one in scene.events if one.kind == "idle"]
+    assert idle[0].startswith("idle for 5") and idle[-1].startswith("idle for 500 ms")
+
+
+def test_what_does_not_come_is_given_back_and_waited_for_no_more() -> None:
+    scene = asked_every_minute(12)
+    before = len(causes(scene))
+    scene.pass_time(300.0, step_s=0.5)
+    assert len(causes(scene)) == before and not list(scene.policy.state.instances)
+
+
+def test_a_slot_that_another_model_needs_is_given_to_it() -> None:
+    scene = asked_every_minute(12)
+    assert [one.model for one in scene.policy.state.instances] == [MODEL.name], "expected now"
+    scene.admit(a_model("birch/other"), "other")
+    scene.pass_time(1.0)
+    assert [one.model for one in scene.policy.state.instances] == ["birch/other"]
