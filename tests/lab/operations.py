@@ -96,6 +96,11 @@ class Operator:
                 raise AssertionError(f"not seen within {_WAIT_S:g} s ({error}); the last view:\n{view}") from error
         raise AssertionError("the scheduler ended its view")
 
+    def set_minimum(self, model: str, num_instances: int) -> None:
+        """How many instances the model has at least, per role."""
+        with self._cluster.control.inside(), GatewayClient(self._cluster.http, self._cluster.admin_key) as admin:
+            admin.call("PATCH", f"/v1/models/{model}", json={"min_instances": num_instances})
+
     def await_zero(self) -> None:
         """Waits until no worker holds a model and no pack is pinned."""
         self.until(lambda view: None if view.instances or _num_pins(view) else view)

@@ -27,7 +27,7 @@ _PROMPT = list(range(40, 72))
 _NUM_TOKENS = 12
 _NUM_REQUESTS = 6
 _DAMAGED_CHUNK = 5
-_SETTINGS = {"REQUESTS_PER_INSTANCE": "1", "IDLE_TIMEOUT_S": "4"}
+_SETTINGS = {"IDLE_TIMEOUT_S": "4"}
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,13 @@ class Scene:
     expected: list[int]
 
     def wake_all(self) -> dict[str, PackCopy]:
-        """Wakes the model on all three hosts by a burst and checks every answer; the hosts' copies, still in use."""
+        """Loads the model on all three hosts at once, checks each answer of a burst; the hosts' copies, still in use."""
         operator, pack_id = self.operator, self.model.pack_id
+        operator.set_minimum(self.model.name, len(TARGETS))
+        operator.until(lambda view: len(view.instances) == len(TARGETS) or None)
         with operator.burst(_NUM_REQUESTS, self.model.name, _PROMPT, _NUM_TOKENS) as answers:
             copies = operator.until(lambda view: copies_once_served_everywhere(view, pack_id))
+        operator.set_minimum(self.model.name, 0)
         assert [answer.result() for answer in answers] == [self.expected] * _NUM_REQUESTS
         assert not any(copy.error for copy in copies.values())
         return copies
