@@ -41,7 +41,7 @@ class Scene:
     expected: list[int]
 
     def wake_all(self) -> dict[str, PackCopy]:
-        """Loads the model on all three hosts at once, checks each answer of a burst; the hosts' copies, still in use."""
+        """Loads the model on all three hosts at once and checks a burst of answers; the hosts' copies, still in use."""
         operator, pack_id = self.operator, self.model.pack_id
         operator.set_minimum(self.model.name, len(TARGETS))
         operator.until(lambda view: len(view.instances) == len(TARGETS) or None)
