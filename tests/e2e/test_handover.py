@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from typing import Any
 
 import pytest
 
@@ -51,11 +53,17 @@ def test_one_event_per_token(platform: Platform, tenant: Tenant) -> None:
 def test_one_trace_crosses_all_services(platform: Platform, tenant: Tenant) -> None:
     platform.await_zero()
     answer = complete(platform, tenant.key, tenant.model("llama"), PROMPT, max_tokens=4, ignore_eos=True)
-    platform.await_zero()  # by then the batches of finished spans are on disk
+    deadline, services, names = time.monotonic() + 30, set[str](), set[str]()
+    while not (services >= {"gateway", "scheduler", "worker"} and {"prefill.run", "decode.run"} <= names):
+        assert time.monotonic() < deadline, f"services {services}, spans {names}"
+        time.sleep(0.05)  # each service writes its finished spans in batches, the root's last
+        trace = trace_of(platform, answer["id"])
+        services, names = {span["service"] for span in trace}, {span["name"] for span in trace}
+
+
+def trace_of(platform: Platform, request_id: str) -> list[dict[str, Any]]:
+    """Its spans that are written by now; none before the root is."""
     spans = platform.spans()
-    roots = [span for span in spans if span["attributes"].get("request_id") == answer["id"] and not span["parent_id"]]
-    assert len(roots) == 1
-    trace = [span for span in spans if span["trace_id"] == roots[0]["trace_id"]]
-    services = {span["service"] for span in trace}
-    assert services >= {"gateway", "scheduler", "worker"}
-    assert {"prefill.run", "decode.run"} <= {span["name"] for span in trace}
+    roots = [span for span in spans if span["attributes"].get("request_id") == request_id and not span["parent_id"]]
+    assert len(roots) <= 1
+    return [span for root in roots for span in spans if span["trace_id"] == root["trace_id"]]
