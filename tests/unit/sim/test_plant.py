@@ -110,7 +110,8 @@ def test_answers_leave_an_instance_that_drains_and_end_elsewhere_with_all_their_
             self.num_moved += isinstance(input_, Release) and input_.is_migrated
             decoding = [one for one in self.state.instances if one.plays(Role.DECODE) and one.placeable]
             if now > 1010.0 and not self.drained and len(decoding) > 1:
-                caused.commands.append(UnloadCommand(decoding[0].instance_id, decoding[0].worker_id, 60.0))
+                unload = UnloadCommand(decoding[0].instance_id, decoding[0].worker_id, 60.0)
+                caused = replace(caused, commands=[*caused.commands, unload])
                 self.drained = decoding[0].instance_id
             elif self.drained and math.isinf(self.freed_at) and self.state.instances.get(self.drained) is None:
                 self.freed_at = now
