@@ -59,6 +59,8 @@ def test_one_trace_crosses_all_services(platform: Platform, tenant: Tenant) -> N
         time.sleep(0.05)  # each service writes its finished spans in batches, the root's last
         trace = trace_of(platform, answer["id"])
         services, names = {span["service"] for span in trace}, {span["name"] for span in trace}
+    platform.await_zero()
+    assert trace_of(platform, answer["id"])  # of one root, still
 
 
 def trace_of(platform: Platform, request_id: str) -> list[dict[str, Any]]:

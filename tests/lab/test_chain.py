@@ -44,10 +44,12 @@ class Scene:
         """Loads the model on all three hosts at once and checks a burst of answers; the hosts' copies, still in use."""
         operator, pack_id = self.operator, self.model.pack_id
         operator.set_minimum(self.model.name, len(TARGETS))
-        operator.until(lambda view: len(view.instances) == len(TARGETS) or None)
-        with operator.burst(_NUM_REQUESTS, self.model.name, _PROMPT, _NUM_TOKENS) as answers:
-            copies = operator.until(lambda view: copies_once_served_everywhere(view, pack_id))
-        operator.set_minimum(self.model.name, 0)
+        try:
+            operator.until(lambda view: len(view.instances) == len(TARGETS) or None)
+            with operator.burst(_NUM_REQUESTS, self.model.name, _PROMPT, _NUM_TOKENS) as answers:
+                copies = operator.until(lambda view: copies_once_served_everywhere(view, pack_id))
+        finally:
+            operator.set_minimum(self.model.name, 0)
         assert [answer.result() for answer in answers] == [self.expected] * _NUM_REQUESTS
         assert not any(copy.error for copy in copies.values())
         return copies

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.support.gateway_ports import KEY
+from tests.support.gateway_ports import KEY, PRINCIPAL
 from tests.support.http2_client import http2_client
 from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig, until
 from torchrelay.common.errors import (
@@ -175,6 +175,14 @@ async def test_a_message_that_does_not_come_ends_its_call(make_rig: MakeRig, met
     told = await end_of_call_without_message(rig, method, *METADATA)
     assert b"the message did not arrive within 0.5 s" in told
     assert rig.shares.requests.num_held == 0
+
+
+async def test_a_call_waits_for_other_messages_of_its_tenant_no_longer_than_four_may_take(make_rig: MakeRig) -> None:
+    """Silent ones, one after the other, would hold it for as long as there are any."""
+    rig = await make_rig(body_silence_s=0.1)
+    async with rig.shares.messages.turn(PRINCIPAL.tenant_id), rig.shares.messages.turn(PRINCIPAL.tenant_id):
+        told = await end_of_call_without_message(rig, GENERATE, *METADATA)
+    assert b"the message did not arrive within 0.1 s" in told
 
 
 async def test_an_answer_that_is_not_taken_ends_its_request(make_rig: MakeRig) -> None:

@@ -26,6 +26,7 @@ from torchrelay.gateway.limits.door_shares import DoorShares
 from torchrelay.inference.v1 import inference_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_MESSAGES_AWAITED = 4  # that take as long as one may, before a call's own; else silent ones would hold the others
 
 
 class GatewayServicer:
@@ -128,12 +129,18 @@ class GatewayServicer:
 
     async def _receive(self, context: Context, principal: Principal) -> Any:
         """The request. gRPC keeps 64 KiB of it until then; a longer one arrives in the tenant's turn."""
+        limit_s = self._message_timeout_s
         try:
             # Each of a tenant that sends much waits for the others; then it has its own time.
-            async with self._shares.messages.turn(principal.tenant_id), asyncio.timeout(self._message_timeout_s):
+            async with (
+                asyncio.timeout(_MESSAGES_AWAITED * limit_s),
+                self._shares.messages.turn(principal.tenant_id),
+                asyncio.timeout(limit_s),
+            ):
                 # By the iterator, grpcio would keep it to the end of the call, and beyond.
                 message = await context.read()
         except TimeoutError:
+            # Also if it waited for the tenant's other messages all the time.
             raise DeadlineExceeded(f"the message did not arrive within {self._message_timeout_s:g} s") from None
         if message is grpc.aio.EOF:
             raise InvalidRequest("the call has no message")

@@ -236,7 +236,8 @@ class PublicPort:
         self._connections.show_key(peer, tenant_id)
         if client := self._clients.get(peer):
             client.read_bytes = _READ_BYTES_WITH_KEY
-            client.pace = self._paces.setdefault(tenant_id, Pace(_BYTES_PER_S, _BURST_BYTES))
+            if client.pace is None:  # of the first tenant, where a proxy's connection carries several
+                client.pace = self._paces.setdefault(tenant_id, Pace(_BYTES_PER_S, _BURST_BYTES))
 
     async def start(self) -> None:
         """Whoever starts it is cancelled if it accepts no more, and gets the error of ``close``."""
