@@ -37,7 +37,7 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``-n``, the modules of unit tests are shared out; tests of whole processes come after them, one at a time."""
+    """With ``-n``, the modules of unit tests are shared out; tests of processes come after them, one at a time."""
     for item in items:
         item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0] if _is_unit_test(item) else "processes"))
     items.sort(key=lambda item: not _is_unit_test(item))
