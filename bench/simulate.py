@@ -5,10 +5,10 @@ law. Each system is tuned by the same grid on one half and scored on the other: 
 timeout, which is the price of all of ours. The systems' docstrings (sim/src/torchrelay/sim/policies) say what is
 modelled of each.
 
-Device time is compared at equal attainment: each system's cheapest setting that attains 99% of what the better of both
-attains at best, on the half that they are tuned on. A rival that cannot is taken at its own best. Where ours does not
-attain 99% of the rival's on the other half, its next dearer setting counts, and where none does, the ratio is infinite:
-no device time buys it. A rival gets no such second choice, which could only cost it more.
+Device time is compared at equal attainment: each system's cheapest setting that attains 99% of what the lesser of both
+attains at best, on the half that they are tuned on. Where ours then does not attain 99% of the rival's on the other
+half, its next dearer setting counts, and where none does, the ratio is infinite: no device time buys it. A rival gets
+no such second choice, which could only cost it more; and where it attains less than ours, it is not charged for that.
 
 P95 is compared at equal device time: the rival's best one, and our best one that takes no more than 1% more on either
 half. Where ours cannot take so little, its cheapest setting counts: the rival would do no worse with as much.
@@ -174,14 +174,17 @@ def compare(case: Case, tuned: Sequence[Tuned]) -> list[Comparison]:
     found = []
     for rival in GPU_BOUNDS:
         others = [one for one in tuned if one.system in RIVALS[rival]]
-        other = scored(cheapest(others, min(best_attainment(others), best_attainment(ours))))
-        equal = [one for one in ours if one.summary.attainment >= EQUAL * best_attainment(others)]
+        both_attain = min(best_attainment(ours), best_attainment(others))
+        other = scored(cheapest(others, both_attain))
+        equal = [one for one in ours if one.summary.attainment >= EQUAL * both_attain]
         by_price = [scored(one) for one in sorted(equal, key=lambda one: one.summary.device_s)]
         mine = next((one for one in by_price if one.attainment >= EQUAL * other.attainment), None)
         if mine is None:
-            most = max(scored(one).attainment for one in ours)
-            tuned_most = f"tuned {best_attainment(ours):.3f} of {best_attainment(others):.3f}"
-            text = f"{where}: ours attains at most {most:.3f} of {other.attainment:.3f}, {tuned_most}"
+            best = max(by_price, key=lambda one: one.attainment)
+            text = (
+                f"{where}: ours attains {best.attainment:.3f} of {other.attainment:.3f} at most, "
+                f"{best.device_s:.0f} and {other.device_s:.0f} device s"
+            )
             found.append(Comparison(f"gpu_over_{rival}", math.inf, text))
             continue
         text = (
