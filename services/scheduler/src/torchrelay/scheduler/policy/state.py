@@ -19,7 +19,7 @@ from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import MAX_VERSIONS, Instance, Model
+from torchrelay.scheduler.policy.core import MAX_VERSIONS, AttemptKey, Instance, Model
 from torchrelay.scheduler.policy.dispatch.answer_lengths import AnswerLengths
 from torchrelay.scheduler.policy.dispatch.correction import TTFT_WEIGHT, Corrections
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
@@ -88,6 +88,7 @@ class State:
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     whole_scale_due: float = 0.0  # next look at all models at once, where they take no turns
     unserved_since: float | None = None  # since when no model can be loaded; None: one can
+    without_slot_since: dict[AttemptKey, float] = field(default_factory=dict)  # of requests; see ``kept_slots``
 
     @classmethod
     def fresh(cls, config: PolicyConfig, new_id: Callable[[], str], now: float, strategies: Strategies) -> State:

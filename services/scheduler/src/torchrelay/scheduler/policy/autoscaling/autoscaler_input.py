@@ -160,15 +160,12 @@ class AutoscalerInput:
 
     @cached_property
     def kept(self) -> frozenset[str]:
-        """Instances that stay though nobody uses them: of each role as many as the model's minimum, the oldest."""
-        found: set[str] = set()
-        for version_id, number in self.minimums.items():
-            loads = [load for load in self.instance_loads.of_version(version_id) if load.instance.staying]
-            loads.sort(key=lambda load: (load.instance.created_at, load.instance.instance_id))
-            for role in Role:
-                playing = [load.instance.instance_id for load in loads if role in load.instance.target_roles]
-                found.update(playing[:number])
-        return frozenset(found)
+        """Instances that stay though nobody uses them."""
+
+        def of_version(version_id: str) -> list[Instance]:
+            return [load.instance for load in self.instance_loads.of_version(version_id)]
+
+        return kept_by_minimums(self.minimums, of_version)
 
     @property
     def staying_of_some(self) -> Mapping[str, Sequence[InstanceLoad]]:
@@ -234,6 +231,18 @@ class Drain:
 
 
 Action = Wake | SetRoles | Drain
+
+
+def kept_by_minimums(minimums: Mapping[str, int], of_version: Callable[[str], Iterable[Instance]]) -> frozenset[str]:
+    """Instances that stay though nobody uses them: of each role as many as the model's minimum, the oldest."""
+    found: set[str] = set()
+    for version_id, number in minimums.items():
+        instances = [instance for instance in of_version(version_id) if instance.staying]
+        instances.sort(key=lambda instance: (instance.created_at, instance.instance_id))
+        for role in Role:
+            playing = [instance.instance_id for instance in instances if role in instance.target_roles]
+            found.update(playing[:number])
+    return frozenset(found)
 
 
 def cover_both_roles(instances: Iterable[Instance]) -> bool:

@@ -255,7 +255,7 @@ def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None
     if now - state.started_at < config.refusal_settle_s or not sizes.largest_weights_bytes:
         return
     model = state.models[admission.version_id]
-    slots = sizes.since(now - _absence_limit_s(state, admission), model.num_devices)
+    slots = sizes.since(now - absence_limit_s(state, admission), model.num_devices)
     arena = max((slot.weights_bytes for slot in slots), default=0)
     needed, pool = admission.kv_bytes(model), largest_pool(slots)
     if not arena:
@@ -270,7 +270,7 @@ def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None
     refuse(state, admission, effects.RefusalReason.NO_CAPACITY, message, now)
 
 
-def _absence_limit_s(state: State, admission: Admission) -> float:
+def absence_limit_s(state: State, admission: Admission) -> float:
     """How long a request waits for what is not there; one that has given tokens already waits longer."""
     return state.config.unserved_resumed_s if admission.num_forced_tokens else state.config.unserved_s
 
@@ -287,7 +287,7 @@ def refuse_unserved(state: State, now: float) -> None:
     if state.unserved_since is None:
         state.unserved_since = now
     for admission in list(state.queues):
-        limit_s = _absence_limit_s(state, admission)
+        limit_s = absence_limit_s(state, admission)
         if now - state.unserved_since >= limit_s and not _has_served_roles(state, admission.version_id):
             message = f"{admission.model} cannot be loaded: {why}."
             refuse(state, admission, effects.RefusalReason.LOAD_FAILED, message, now, limit_s)
