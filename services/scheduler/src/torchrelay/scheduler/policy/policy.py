@@ -292,6 +292,7 @@ class Policy:
                 state.slot_lost_at[instance.version_id] = now
             state.prefix_index.forget(instance.instance_id)
             state.corrections.forget(instance.instance_id)
+            state.prompt_times.forget(instance.instance_id)
             state.token_times.forget(instance.instance_id)
             state.load_times.end(instance.instance_id)
         fields = scaling.event_fields(instance)

@@ -27,6 +27,7 @@ from torchrelay.scheduler.policy.dispatch.latency import LatencyModels
 from torchrelay.scheduler.policy.dispatch.load_times import LoadTimes
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
+from torchrelay.scheduler.policy.dispatch.prompt_time import PromptTimes
 from torchrelay.scheduler.policy.dispatch.roster import Rosters
 from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions
 from torchrelay.scheduler.policy.dispatch.token_time import TokenTimes
@@ -63,6 +64,7 @@ class State:
     attempts: OpenAttempts = field(default_factory=OpenAttempts)
     rosters: Rosters = field(default_factory=Rosters)
     corrections: Corrections = field(default_factory=lambda: Corrections(TTFT_WEIGHT))  # of times to the first token
+    prompt_times: PromptTimes = field(default_factory=PromptTimes)
     token_times: TokenTimes = field(default_factory=TokenTimes)
     answer_lengths: AnswerLengths = field(default_factory=AnswerLengths)
     due: DueTimes = field(default_factory=DueTimes)  # by version: when a waiting prompt may be bound

@@ -19,8 +19,10 @@ import msgspec
 
 from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.dispatch import prompt_time
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, BoundWork
+from torchrelay.scheduler.policy.dispatch.prompt_time import PromptTime
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
 from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN, TokenTime
 from torchrelay.scheduler.policy.prediction import Prediction
@@ -38,6 +40,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0  # of this attempt's prompt
     correction: float = 1.0  # measured over predicted times to the first token there
     token_time: TokenTime = UNKNOWN
+    prompt_time: PromptTime = prompt_time.UNKNOWN
 
     @property
     def kv_unreserved_bytes(self) -> int:
@@ -56,7 +59,8 @@ class NoPlacement:
 
 
 # Plain tuples: each admission makes one for every candidate, and they are compared in the order of fields.
-_Prefill: TypeAlias = tuple[float, str, float, Candidate]  # TTFT, instance, seconds of the prompt itself
+# TTFT, instance, seconds of the prompt itself, of its steps alone if nothing is ahead.
+_Prefill: TypeAlias = tuple[float, str, float, float, Candidate]
 # Cost of later tokens, instance, TBT, seconds of a step, load left.
 _Decode: TypeAlias = tuple[float, str, float, float, float, Candidate]
 
@@ -85,14 +89,16 @@ def place(
             return 0.0
         return kv_transfer_times.predict_s(prefill.host_id, decode.host_id, prompt_bytes, config.kv_bytes_per_s)
 
-    (ttft_s, _, prefill_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(prefills, decodes, transfer_s)
+    (ttft_s, _, prefill_s, steps_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(
+        prefills, decodes, transfer_s
+    )
     first, second = prefill.entry, decode.entry
     return core.Placement(
         key=admission.key,
         prefill=first.worker_ref,
         decode=second.worker_ref,
         cold=core.InstancePhase.LOADING in (first.phase, second.phase),
-        predicted=Prediction(ttft_s, prefill_s, tbt_s, step_s, prefill.num_cached_tokens),
+        predicted=Prediction(ttft_s, prefill_s, tbt_s, step_s, prefill.num_cached_tokens, steps_s),
     )
 
 
@@ -112,11 +118,14 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
             one_s = entry.latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
         else:
             one_s = entry.latency.prefill_s(num_tokens, num_cached)
-        prefill_s = num_contexts * one_s * candidate.correction
-        queued_s = entry.queued_s(work.lane, now)
-        ttft_s = entry.load_left_s(now) + queued_s + entry.overdue_s(work.lane, now) + prefill_s
+        steps_s, ahead_s = num_contexts * one_s, entry.load_left_s(now)
+        if (queued_s := entry.queued_s(work.lane, now)) or ahead_s:
+            prefill_s, alone_s = steps_s * candidate.correction, 0.0
+        else:
+            prefill_s, alone_s = candidate.prompt_time.alone_s(steps_s) * candidate.correction, steps_s
+        ttft_s = ahead_s + queued_s + entry.overdue_s(work.lane, now) + prefill_s
         if queued_s < entry.full_step_s:
-            found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, candidate))
+            found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, alone_s, candidate))
         else:
             soonest_s = min(soonest_s, ttft_s)
             due = min(due, max(entry.bindable_at(work.lane), now + _MIN_WAIT_S))
@@ -181,7 +190,7 @@ def _best_pair(
     best: tuple[float, int, str, str] = (math.inf, 0, "", "")
     pair = prefills[0], decodes[0]
     for prefill in prefills:
-        ttft_s, prefill_id, _, first = prefill
+        ttft_s, prefill_id, _, _, first = prefill
         for decode in decodes:
             later_s, decode_id, _, _, load_left_s, second = decode
             if ttft_s + later_s > best[0]:

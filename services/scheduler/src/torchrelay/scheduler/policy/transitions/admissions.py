@@ -422,14 +422,17 @@ def _candidates(
 ) -> list[Candidate]:
     hashes, index, block_tokens = admission.block_hashes, state.prefix_index, model.routing_block_tokens
     bound, corrections, token_times, found = state.attempts.bound, state.corrections, state.token_times, []
+    prompt_times = state.prompt_times
     for entry in entries:
-        instance_id, num_cached, correction, token_time = entry.worker_ref.instance_id, 0, 1.0, UNKNOWN
+        instance_id, num_cached, correction = entry.worker_ref.instance_id, 0, 1.0
+        prompt_time, token_time = prompt_times.of(entry.worker_ref.instance_id), UNKNOWN
         if entry.plays_prefill:
             num_cached = index.num_blocks(instance_id, hashes) * block_tokens if hashes else 0
             correction = corrections.of(instance_id, now)
         if entry.plays_decode:
             token_time = token_times.of(instance_id, now)
-        found.append(Candidate(entry, bound.get(instance_id, NOTHING_BOUND), num_cached, correction, token_time))
+        work = bound.get(instance_id, NOTHING_BOUND)
+        found.append(Candidate(entry, work, num_cached, correction, token_time, prompt_time))
     if state.shared_versions.is_shared(admission.version_id, now):
         return [one for one in found if _takes_beside_others(one)]
     return found
@@ -464,7 +467,9 @@ def _learn_from_first_token(state: State, attempt: OpenAttempt, now: float, *, i
     instance_id, worker_id = placement.prefill.instance_id, placement.prefill.worker_id
     state.instances.touch(instance_id, now)
     if is_measured and not placement.cold:
-        state.corrections.observe(instance_id, placement.predicted.ttft_s, now - attempt.placed_at, now)
+        ttft_s, correction = now - attempt.placed_at, state.corrections.of(instance_id, now)
+        state.prompt_times.observe(instance_id, placement.predicted.steps_s, ttft_s / correction)
+        state.corrections.observe(instance_id, placement.predicted.ttft_s, ttft_s, now)
     instance = state.instances.get(instance_id)
     if is_measured and instance is not None and admission.admitted_at > instance.since and now > admission.deadline:
         state.arrivals.of(admission.version_id).late(admission.admitted_at)
