@@ -14,12 +14,12 @@ from typing import Final
 
 TTFT_WEIGHT: Final = 0.15  # of the newest measurement
 TBT_WEIGHT: Final = 0.05  # less: how many prompts and answers come during one answer is chance
-HALF_LIFE_S: Final = (
-    120.0  # of the logarithm: an instance that is left because it was slow is not measured: it is tried again
-)
-_MAX_LOG = math.log(8.0)  # of one measurement, either way
-_LEAST, _MOST = math.log(0.5), math.log(8.0)  # that are believed
-_USUAL_VARIANCE = 0.04  # of the logarithm, before any was measured: a fifth either way
+# Of the logarithm: an instance that is left because it was slow is not measured, and is tried again.
+HALF_LIFE_S: Final = 120.0
+# Logarithms to base 2.
+_MAX_LOG = 3.0  # of one measurement, either way
+_LEAST, _MOST = -1.0, 3.0  # that are believed
+_USUAL_VARIANCE = 0.08  # before any was measured: a fifth more or less
 
 
 @dataclass(slots=True)
@@ -43,14 +43,14 @@ class Corrections:
     def of(self, instance_id: str, now: float) -> float:
         """The factor; 1: none."""
         found = self._measured.get(instance_id)
-        return math.exp(found.believed * _left(found, now)) if found and found.believed else 1.0
+        return float(2.0 ** (found.believed * _left(found, now))) if found and found.believed else 1.0
 
     def observe(self, instance_id: str, predicted_s: float, measured_s: float, now: float) -> None:
         """``predicted_s``: with the correction of its time."""
         if predicted_s <= 0 or measured_s <= 0:
             return
         found = self._measured.setdefault(instance_id, _Measured(now))
-        ratio, left = min(max(math.log(measured_s / predicted_s), -_MAX_LOG), _MAX_LOG), _left(found, now)
+        ratio, left = min(max(math.log2(measured_s / predicted_s), -_MAX_LOG), _MAX_LOG), _left(found, now)
         mean = found.mean * left
         off = ratio + found.believed * left - mean
         mean = min(max(mean + self._weight * off, -_MAX_LOG - _MOST), _MAX_LOG + _MOST)
