@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from torchrelay.scheduler.policy.autoscaling import price
+from torchrelay.scheduler.policy.autoscaling.minimums import Minimum, kept_instances
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
@@ -142,7 +143,7 @@ class AutoscalerInput:
     version_ids: Sequence[str] = ()  # of models to look at that may have no demand, as they are not known
     waited_for: frozenset[str] = frozenset()  # versions that requests wait for
     suspects: frozenset[str] = frozenset()  # workers on which nothing is placed
-    minimums: Mapping[str, int] = field(default_factory=dict)  # by version: instances per role that stay loaded
+    minimums: Mapping[str, Minimum] = field(default_factory=dict)  # by version: of those that have one now
     holders_of: Callable[[str], Iterable[StoreStatus]] | None = None  # by pack; absent: those of ``stores``
 
     @cached_property
@@ -165,7 +166,7 @@ class AutoscalerInput:
         def of_version(version_id: str) -> list[Instance]:
             return [load.instance for load in self.instance_loads.of_version(version_id)]
 
-        return kept_by_minimums(self.minimums, of_version)
+        return kept_instances(self.minimums, of_version)
 
     @property
     def staying_of_some(self) -> Mapping[str, Sequence[InstanceLoad]]:
@@ -231,18 +232,6 @@ class Drain:
 
 
 Action = Wake | SetRoles | Drain
-
-
-def kept_by_minimums(minimums: Mapping[str, int], of_version: Callable[[str], Iterable[Instance]]) -> frozenset[str]:
-    """Instances that stay though nobody uses them: of each role as many as the model's minimum, the oldest."""
-    found: set[str] = set()
-    for version_id, number in minimums.items():
-        instances = [instance for instance in of_version(version_id) if instance.staying]
-        instances.sort(key=lambda instance: (instance.created_at, instance.instance_id))
-        for role in Role:
-            playing = [instance.instance_id for instance in instances if role in instance.target_roles]
-            found.update(playing[:number])
-    return frozenset(found)
 
 
 def cover_both_roles(instances: Iterable[Instance]) -> bool:

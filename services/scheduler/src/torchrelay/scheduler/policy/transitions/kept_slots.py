@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import kept_by_minimums
+from torchrelay.scheduler.policy.autoscaling.minimums import kept_instances
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import BOTH, Admission, AttemptKey, Instance, Model, Role, WorkerStatus
 from torchrelay.scheduler.policy.effects import RefusalReason
@@ -20,7 +20,7 @@ from torchrelay.scheduler.policy.transitions import admissions
 
 def refuse_without_slot(state: State, now: float) -> None:
     """Refuses who has waited so long while minimums held all slots for it."""
-    kept = _KeptSlots(state) if state.minimums and len(state.queues) else None
+    kept = _KeptSlots(state) if state.minimums.in_force and len(state.queues) else None
     without = dict(kept.without_slot()) if kept is not None else {}
     state.without_slot_since = {key: state.without_slot_since.get(key, now) for key in without}
     for key, since in state.without_slot_since.items():
@@ -65,7 +65,7 @@ class _KeptSlots:
 
     @cached_property
     def _kept(self) -> list[Instance]:
-        kept = kept_by_minimums(self._state.minimums, self._state.instances.of_version)
+        kept = kept_instances(self._state.minimums.in_force, self._state.instances.of_version)
         return [one for one in map(self._state.instances.get, sorted(kept)) if one is not None]
 
     @cached_property
