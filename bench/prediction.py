@@ -1,14 +1,16 @@
 """What the scheduler predicts of requests and tells those that it refuses, against what was measured then.
 
-    python bench/prediction.py [--quick] [--computed] [--record PATH]
+    python bench/prediction.py [--quick] [--padded] [--record PATH]
 
 `torchrelay up` with a prefill and a decode worker, whose scheduler records its inputs. Requests of many lengths come at
 random times, at 30, 60 and 80% of the rate at which a burst of them gets first tokens; then two and a half times as
 many as that, from clients that come back when `Retry-After` tells them to. Each prediction is what the scheduler gave
 the request when it placed it; each measurement is the gateway's, from there on.
 
-Layers take fixed times (`calibration/padded_worker.py`): on two cores, two workers, the services and their clients slow
-each other down at random. With --computed they take the time that they take, with one thread for each worker.
+Workers compute with one thread each. On two cores they, the services and their clients interrupt each other at random,
+which no prediction can know. How much requests that are alone, and alike, differ from their own median is measured too
+(`ttft_alone`, `tbt_alone`). With --padded, layers take fixed times (`calibration/padded_worker.py`): what is left is
+the error of the queue and of the batch.
 """
 
 from __future__ import annotations
@@ -51,17 +53,19 @@ PROMPT_TOKENS, OUTPUT_TOKENS = (64, 512), (16, 96)
 SHARED_TOKENS, NUM_SHARED = 128, 4  # beginnings that several prompts have in common
 TIMEOUT_S = 300.0
 NUM_WARM, NUM_BURST = 8, 16
+ALONE_EVERY_S, ALONE_TOKENS = 0.6, (192, 48)  # requests that are all alike: prompt and answer
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Seconds of each load, and of the overload."""
+    """Seconds of each load, and of the overload; how many requests are sent alone."""
 
     load_s: float
     overload_s: float
+    num_alone: int
 
 
-FULL, QUICK = Form(60.0, 60.0), Form(4.5, 4.0)
+FULL, QUICK = Form(60.0, 60.0, 24), Form(4.5, 4.0, 6)
 
 
 class Client:
@@ -72,9 +76,14 @@ class Client:
         self._random = random.Random(0)
         self._beginnings = [self._tokens(SHARED_TOKENS) for _ in range(NUM_SHARED)]
 
-    def send(self, times: Sequence[float], comes_back: bool = False) -> list[list[dict[str, Any]]]:
-        """A request at each time; the tries of each. Raises ``RuntimeError`` unless all got their tokens."""
-        requests: list[dict[str, Any]] = [{"at": at, "body": self._body()} for at in times]
+    def send(
+        self, times: Sequence[float], comes_back: bool = False, lengths: tuple[int, int] | None = None
+    ) -> list[list[dict[str, Any]]]:
+        """A request at each time; the tries of each. ``lengths``: of prompt and answer, with nothing in common; random
+        if they are not given. Raises ``RuntimeError`` unless all got their tokens.
+        """
+        bodies = [self._body(self._tokens(lengths[0]), lengths[1]) if lengths else self._random_body() for _ in times]
+        requests: list[dict[str, Any]] = [{"at": at, "body": body} for at, body in zip(times, bodies, strict=True)]
         job = {
             "host": self._place.hostname,
             "port": self._place.port,
@@ -101,14 +110,18 @@ class Client:
             times.append(at)
         return times
 
-    def _body(self) -> dict[str, Any]:
+    def _random_body(self) -> dict[str, Any]:
         low, high = PROMPT_TOKENS
         num_tokens = round(low * (high / low) ** self._random.random())
         beginning = self._random.choice(self._beginnings) if self._random.random() < 0.25 else []
+        prompt = (beginning + self._tokens(num_tokens))[:num_tokens]
+        return self._body(prompt, self._random.randint(*OUTPUT_TOKENS))
+
+    def _body(self, prompt: list[int], num_output_tokens: int) -> dict[str, Any]:
         return {
             "model": self._model,
-            "prompt": (beginning + self._tokens(num_tokens))[:num_tokens],
-            "max_tokens": self._random.randint(*OUTPUT_TOKENS),
+            "prompt": prompt,
+            "max_tokens": num_output_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -121,9 +134,10 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What clients saw: the ids of the requests of each load, and the tries under overload."""
+    """What clients saw: the ids of the requests that were alone and of those of each load; the tries under overload."""
 
     per_s: float
+    alone: set[str]
     by_load: dict[float, set[str]]
     overloaded: list[list[dict[str, Any]]]
 
@@ -131,6 +145,7 @@ class Measured:
 def measure(client: Client, form: Form) -> Measured:
     client.send([0.0])  # loads the model
     client.send([0.1 * number for number in range(NUM_WARM)])
+    alone = client.send([ALONE_EVERY_S * number for number in range(form.num_alone)], lengths=ALONE_TOKENS)
     burst = client.send([0.0] * NUM_BURST)
     took_s = max(tries[-1]["first_at"] for tries in burst) - min(tries[0]["sent_at"] for tries in burst)
     per_s, by_load = NUM_BURST / took_s, {}
@@ -139,7 +154,8 @@ def measure(client: Client, form: Form) -> Measured:
         answers = client.send(client.at_random(load * per_s, form.load_s))
         by_load[load] = {tries[0]["request_id"] for tries in answers}
     progress(f"{OVERLOAD:.0%} of {per_s:.1f} requests/s")
-    return Measured(per_s, by_load, client.send(client.at_random(OVERLOAD * per_s, form.overload_s), comes_back=True))
+    overloaded = client.send(client.at_random(OVERLOAD * per_s, form.overload_s), comes_back=True)
+    return Measured(per_s, {tries[0]["request_id"] for tries in alone}, by_load, overloaded)
 
 
 Figure = Callable[[MeasuredAttempt], tuple[float, float | None]]  # predicted and measured
@@ -174,6 +190,13 @@ def median_errors(attempts: Sequence[MeasuredAttempt], figure: Figure) -> list[f
     return found
 
 
+def own_deviation(attempts: Sequence[MeasuredAttempt], figure: Figure) -> float:
+    """Median of |measured - median of all| / measured of requests that are alike: no prediction errs less."""
+    measured = [found for attempt in attempts if (found := figure(attempt)[1])]
+    usual = median(measured)
+    return median(abs(each - usual) / each for each in measured)
+
+
 def counts(attempt: MeasuredAttempt) -> bool:
     return not attempt.is_cold and attempt.outcome.ended_at - attempt.placed_at >= MIN_S and has_ttft(attempt)
 
@@ -202,6 +225,9 @@ def checks_of(record: Record, measured: Measured) -> list[Check]:
                 f"{len(each)} requests, P90 {percentile(each, 90):.2f}; measured over predicted: {median(signed):.2f}"
             )
             checks.append(Check(f"{name}_error_{load * 100:.0f}", median(each), "ratio", None, note))
+        alike = [attempt for attempt in record.attempts if attempt.request_id in measured.alone]
+        note = f"{len(alike)} requests that are alone and alike, against their own median"
+        checks.append(Check(f"{name}_alone", own_deviation(alike, figure), "ratio", None, note))
     for role, error in record.step_errors.items():
         note = "mean of the last steps, measured over what their own worker had learned"
         checks.append(Check(f"{role}_step_error", error, "ratio", None, note))
@@ -225,25 +251,25 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter loads, under 50 s")
+    parser.add_argument("--quick", action="store_true", help="shorter loads, about a minute")
     parser.add_argument("--record", type=Path, help="keep the scheduler's inputs in this file")
-    parser.add_argument("--computed", action="store_true", help="layers take the time that computing them takes")
+    parser.add_argument("--padded", action="store_true", help="layers take fixed times")
     arguments = parser.parse_args()
     form = QUICK if arguments.quick else FULL
     with tempfile.TemporaryDirectory(prefix="torchrelay-bench-") as folder:
         root = Path(folder)
         path = arguments.record or root / "record.json"
-        checkpoint = make_checkpoint(root / "model", "llama", **(COMPUTED if arguments.computed else PADDED))
+        checkpoint = make_checkpoint(root / "model", "llama", **(PADDED if arguments.padded else COMPUTED))
         options = ("--arena-mb", "256", "--threads", "1", "--idle-timeout-s", "600", "--quiet")
         env = {"TORCHRELAY_RECORD": str(path), "TORCHRELAY_QUEUE_LIMIT": str(QUEUE_LIMIT)}
-        if not arguments.computed:
+        if arguments.padded:
             env |= padded_workers(root, LATENCY)
         with running_platform(root / "home", options, env) as platform:
             key = platform.tenant("bench")
             measured = measure(Client(platform, key, platform.upload(key, checkpoint, "model")), form)
         checks = checks_of(read_record(path), measured)
     conditions = {
-        "computed": arguments.computed,
+        "padded": arguments.padded,
         "requests_per_s": round(measured.per_s, 2),
         "load_s": form.load_s,
         "overload_s": form.overload_s,

@@ -10,7 +10,7 @@ from torchrelay.cli.commands.models import models_table
 from torchrelay.cli.views.cluster import LiveScreen, Sample, cluster_screen, counters_of, rates_of
 from torchrelay.cli.views.console import printable, shorten_ids
 from torchrelay.cli.views.packs import join_names
-from torchrelay.cli.views.timeline import bar, explanation, until_end
+from torchrelay.cli.views.timeline import bar, explanation
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 
 
@@ -99,14 +99,6 @@ def test_names_are_whole_at_any_width(width: int) -> None:
     listed = drawn(models_table([MODEL | {"id": "acme/glossary-large"}]), width)
     assert "acme/glossary-large" in listed and "60 (default)" in listed
     assert ("LlamaForCausalLM" in listed) == (width == 120)
-
-
-def test_an_explanation_ends_with_its_request() -> None:
-    phases = [{"name": "queue", "begin_unix_us": 1, "end_unix_us": 5}]
-    over = [*phases, {"name": "decode", "begin_unix_us": 5, "end_unix_us": 9}]
-    decisions = [{"at_unix_us": at} for at in (1, 9, 10)]
-    assert until_end(phases, decisions) == decisions  # it still runs
-    assert until_end(over, decisions) == decisions[:2]
 
 
 def test_a_narrow_explanation_has_no_bars_and_ids_are_short() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from statistics import median
 
 import pytest
 from hypothesis import example, given, settings
@@ -92,6 +93,20 @@ def test_a_few_wild_steps_change_little() -> None:
         fit.observe(amounts, wild * taken(costs, amounts) * rng.uniform(0.95, 1.05))
     for amounts in steps(rng, 20):
         assert fit.predict(amounts) == pytest.approx(taken(costs, amounts), rel=0.2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_learned_is_what_a_step_usually_takes(seed: int) -> None:
+    """Where cores are shared a third of all steps is interrupted, each for another time: their mean is what hardly any
+    step takes.
+    """
+    costs, rng = (0.005, 5e-4, 1e-6), random.Random(seed)
+    fit = OnlineFit(SHAPE)
+    for amounts in steps(rng, 400):
+        interrupted = rng.expovariate(1 / 0.8) if rng.random() < 0.35 else 0.0
+        fit.observe(amounts, taken(costs, amounts) * rng.uniform(0.95, 1.05) * (1 + interrupted))
+    errors = [fit.predict(amounts) / taken(costs, amounts) for amounts in steps(rng, 100)]
+    assert 0.95 < median(errors) < 1.1
 
 
 def test_what_a_batch_costs_is_not_forgotten_over_single_requests() -> None:

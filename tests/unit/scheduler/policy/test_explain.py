@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS, two_workers_one_host
 from tests.unit.scheduler.policy.paper_cluster import a_model as model_of
 from torchrelay.scheduler.policy.core import (
@@ -40,10 +42,10 @@ def test_a_cold_request_shows_the_load_of_its_instances() -> None:
     copy = PackCopy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", 10_150_000, 10_160_000, 10_300_000, "store-9")
     slot = SlotStatus(InstancePhase.READY, "i1", load_phases=(TimedPhase("map", 10_310_000, 10_320_000, "w"),))
     explain.placed(opened(cold=True))
+    explain.observe(an_instance(), SlotStatus(), "store-1", None)
     explain.observe(an_instance(), slot, "store-1", copy)
-    explain.released(
-        KEY, [TimedPhase("queue", 10_000_000, 10_600_000), TimedPhase("first_token", 10_600_000, 10_700_000)]
-    )
+    phases = [TimedPhase("queue", 10_000_000, 10_600_000), TimedPhase("first_token", 10_600_000, 10_700_000)]
+    explain.released(KEY, phases, 10.8)
     found = explain.request("r1")
     assert found is not None
     phases, decisions = found
@@ -64,12 +66,46 @@ def test_a_copy_that_was_there_before_is_a_relay_of_no_length_and_a_warm_request
     assert warm is not None and [phase.name for phase in warm[0]] == ["queue"]
 
 
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
+def test_the_clock_of_a_store_says_nothing_of_when_a_load_was_ordered(ahead_s: int) -> None:
+    """A relay of a store whose clock is behind was taken for one that had ended before the load was ordered."""
+    explain, ahead_us = ExplainLog(), ahead_s * 1_000_000
+    stamps = (10_150_000 + ahead_us, 10_160_000 + ahead_us, 10_300_000 + ahead_us)
+    copy = PackCopy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", *stamps, "store-9")
+    explain.placed(opened(cold=True))
+    explain.observe(an_instance(), SlotStatus(), "store-1", None)
+    explain.observe(an_instance(), SlotStatus(), "store-1", copy)
+    found = explain.request("r1")
+    assert found is not None
+    (relay,) = (phase for phase in found[0] if phase.name == "relay")
+    assert relay.detail.startswith("1 kB from store-9") and relay.duration_s == pytest.approx(0.15)
+
+
+def test_decisions_after_the_end_of_a_request_are_none_of_its() -> None:
+    """The end came from the gateway's clock, the decisions from the scheduler's."""
+    explain = ExplainLog()
+    explain.placed(opened(cold=False))
+    explain.note(SchedulerEvent(10.6, "wake", "acme/tiny", "i2", "its queue is long"))
+    explain.note(SchedulerEvent(11.5, "idle", "acme/tiny", "i2", "idle for 1 s"))
+
+    def kinds() -> list[str]:
+        found = explain.request("r1")
+        assert found is not None
+        return [one.kind for one in found[1]]
+
+    assert kinds() == ["place", "wake", "idle"], "it still runs"
+    explain.released(KEY, [TimedPhase("decode", 99_000_000, 99_500_000)], 11.0)
+    assert kinds() == ["place", "wake"]
+    explain.placed(opened(cold=False, key=AttemptKey("r1", 2)))
+    assert kinds() == ["place", "place", "wake", "idle"], "another attempt runs"
+
+
 def test_rings_are_bounded() -> None:
     explain = ExplainLog(max_requests=3)
     for number in range(10):
         explain.placed(opened(cold=False, key=AttemptKey(f"r{number}", 1)))
     assert explain.request("r6") is None and explain.request("r9") is not None
-    explain.released(AttemptKey("r9", 1), [TimedPhase("x", 1, 2)] * 1000)
+    explain.released(AttemptKey("r9", 1), [TimedPhase("x", 1, 2)] * 1000, 10.8)
     found = explain.request("r9")
     assert found is not None and len(found[0]) <= 64
     for number in range(1000):
@@ -91,13 +127,13 @@ def test_every_decision_of_the_policy_has_a_reason() -> None:
 def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     explain, placed = ExplainLog(), opened(cold=False)
     explain.placed(placed)
-    explain.record_accuracy(KEY, placed.placement, Outcome(ttft_s=0.3, tbt_s=0.021, ended_at=11.0))
+    explain.record_accuracy(KEY, placed.placement, Outcome(ttft_s=0.3, tbt_s=0.021, ended_at=1e6), 11.0)
     found = explain.request("r1")
     assert found is not None
     told = found[1][-1]
     assert (told.kind, told.at) == ("predict", 11.0)
     assert "first token predicted 250 ms, measured 300 ms" in told.reason
     assert "between tokens predicted 20.0 ms, measured 21.0 ms" in told.reason
-    explain.record_accuracy(KEY, placed.placement, Outcome())  # it ended without a token: nothing to compare
+    explain.record_accuracy(KEY, placed.placement, Outcome(), 12.0)  # it ended without a token: nothing to compare
     again = explain.request("r1")
     assert again is not None and len(again[1]) == len(found[1])

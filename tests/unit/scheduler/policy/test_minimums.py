@@ -9,6 +9,7 @@ from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Model, ScheduledMinimum
+from torchrelay.scheduler.policy.effects import RefusalReason
 from torchrelay.scheduler.policy.inputs import MinimumsSet
 
 KEPT = a_model("acme/kept", min_instances=1, idle_timeout_s=1.0)
@@ -65,8 +66,8 @@ def test_a_minimum_takes_the_slot_of_an_idle_model_and_gives_it_to_none() -> Non
     evicted = next(one.reason for one in scene.events if one.kind == "evict")
     assert "a model of another tenant lacks instances of its minimum, 1 per role" in evicted
     scene.admit(OTHER, "r2")
-    scene.pass_time(30.0)
-    assert loaded(scene) == [KEPT.name] and scene.placement("r2") is None
+    scene.pass_time(9.0)
+    assert loaded(scene) == [KEPT.name] and scene.placement("r2") is None and scene.refusal("r2") is None
 
 
 def test_a_minimum_whose_worker_is_lost_is_loaded_elsewhere() -> None:
@@ -155,3 +156,79 @@ def test_tenants_with_the_same_files_do_not_see_each_others_schedules() -> None:
     told = [one for one in scene.events if one.kind in ("minimum", "scale_up")]
     assert len(told) == 2
     assert {said for one in told for said in one.by_tenant.values()} == {"its minimum is 1 per role"}
+
+
+def why_refused(scene: PaperCluster, name: str) -> str:
+    refusal = scene.refusal(name)
+    assert refusal is None or refusal.reason is RefusalReason.NO_CAPACITY
+    return refusal.message if refusal is not None else ""
+
+
+def test_who_needs_a_slot_that_minimums_hold_learns_it_within_ten_seconds() -> None:
+    """It waited for ever."""
+    scene, same_tenant = one_slot(), a_model("acme/other")
+    set_minimums(scene, KEPT)
+    scene.admit(OTHER, "r1")
+    scene.admit(same_tenant, "r2")
+    scene.admit(OTHER, "resumed", attempt=2, num_forced_tokens=5)
+    scene.pass_time(9.5)
+    assert scene.refusal("r1") is None
+    scene.pass_time(1.0)
+    assert why_refused(scene, "r1") == (
+        "birch/other waits for a slot, and all that could serve it are held by the minimum instances of models of "
+        "other tenants."
+    )
+    assert why_refused(scene, "r2").endswith("by the minimum instances of acme/kept.")
+    assert scene.refusal("resumed", attempt=2) is None, "it has given tokens, and waits longer"
+    scene.pass_time(50.0)
+    assert scene.refusal("resumed", attempt=2) is not None
+
+
+def test_who_waits_for_a_slot_that_somebody_may_give_up_is_not_refused() -> None:
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b"))
+    set_minimums(scene, KEPT)
+    scene.admit(OTHER, "r1")
+    third = a_model("acme/third")
+    scene.admit(third, "r2", ttft_target_s=600.0)
+    scene.pass_time(15.0)
+    assert scene.refusal("r1") is None and scene.refusal("r2") is None
+    scene.release("r1")
+    scene.pass_time(2.0)
+    assert scene.placement("r2") is not None
+
+
+def test_a_time_without_any_slot_counts_only_if_it_has_not_ended_meanwhile() -> None:
+    scene = one_slot()
+    set_minimums(scene, KEPT)
+    scene.admit(OTHER, "r1")
+    scene.pass_time(9.0)
+    set_minimums(scene)
+    scene.obedient = False
+    scene.pass_time(0.2)
+    set_minimums(scene, KEPT)
+    scene.pass_time(9.0)
+    assert scene.refusal("r1") is None
+
+
+def test_a_request_whose_kv_only_slots_of_minimums_hold_is_refused_alone() -> None:
+    small = a_worker("w-small", kv_pool_bytes=1024 * 200)
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-large"))
+    set_minimums(scene, KEPT)
+    scene.settle(small)
+    scene.admit(OTHER, "small")
+    scene.admit(OTHER, "large", num_prompt_tokens=1000)
+    scene.pass_time(11.0)
+    assert scene.placement("small") is not None
+    assert "held by the minimum instances" in why_refused(scene, "large")
+
+
+def test_a_model_for_which_packs_of_minimums_leave_no_memory_is_refused() -> None:
+    kept = replace(KEPT, pack_bytes=900 << 20)
+    scene = PaperCluster(PolicyConfig(replicate=False))
+    scene.settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b"))
+    set_minimums(scene, kept)
+    scene.hold("store-1", kept, num_pins=1)
+    scene.report_all()
+    scene.admit(replace(OTHER, pack_bytes=200 << 20), "r1")
+    scene.pass_time(11.0)
+    assert "held by the minimum instances" in why_refused(scene, "r1")

@@ -199,7 +199,8 @@ async def test_failed_loads_end_in_a_refusal_with_the_cause(nats_url: str) -> No
                 pass
             assert event.refusal.reason == scheduler_pb2.Refusal.REASON_LOAD_FAILED
             assert "the slot is on fire" in event.refusal.message
-            assert len(first.loads) == 2
+            # One of a pair may be ordered anew before the other has answered: then that one was not asked twice.
+            assert max(len(first.loads), len(second.loads)) == 2
 
 
 async def test_a_model_goes_back_to_zero_and_its_history_tells(nats_url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import astuple
 
@@ -109,6 +110,18 @@ def test_of_short_steps_only_some_are_learned_from() -> None:
         step_metrics.record_step(a_step(profile=StepProfile(compute_s=0.001)), LABELS)
     known = step_metrics.latency(LABELS)
     assert known is not None and 9 <= known.decode.num_steps <= 12
+
+
+def test_a_step_is_no_likelier_to_be_learned_from_because_it_was_long() -> None:
+    """Whoever measures until ten milliseconds are full sees the step that fills them, and that is a long one: a worker
+    that shares its cores predicted steps of twice their usual time.
+    """
+    rng, step_metrics = random.Random(1), StepMetrics()
+    for _ in range(4000):
+        step_s = 0.02 if rng.random() < 0.15 else 0.002
+        step_metrics.record_step(a_step(profile=StepProfile(compute_s=step_s)), LABELS)
+    known = step_metrics.latency(LABELS)
+    assert known is not None and known.tbt_s(1, 100) == pytest.approx(0.002, rel=0.25)
 
 
 def test_rates_are_medians_of_late_steps() -> None:

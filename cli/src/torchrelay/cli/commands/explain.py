@@ -11,7 +11,7 @@ from torchrelay.cli.api.access import Access, HomeOption, JsonOption, KeyOption,
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.views import console
-from torchrelay.cli.views.timeline import explanation, until_end
+from torchrelay.cli.views.timeline import explanation
 
 EXAMPLE = """Example:  torchrelay explain req-8x2kq0v3m1c9d7fzabcd
 
@@ -39,7 +39,6 @@ def explain(
     else:
         with access.client() as client:
             found = client.call("GET", f"/v1/requests/{quote(subject)}/explain")
-    found["decisions"] = until_end(found["phases"], found["decisions"])
     if as_json:
         console.print_json(found)
         return

@@ -13,17 +13,8 @@ from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware, 
 
 BAR_CELLS = 40
 COLUMNS_CELLS = 80  # width of the other columns
-LAST_PHASE = "decode"  # reported by the gateway when the request ends
 Phase = Mapping[str, Any]
 Decision = Mapping[str, Any]
-
-
-def until_end(phases: Sequence[Phase], decisions: Sequence[Decision]) -> list[Decision]:
-    """The decisions up to the request's end; all of them while it runs."""
-    if not any(phase["name"] == LAST_PHASE for phase in phases):
-        return list(decisions)
-    end_unix_us = max(phase["end_unix_us"] for phase in phases)
-    return [decision for decision in decisions if decision["at_unix_us"] <= end_unix_us]
 
 
 def explanation(phases: Sequence[Phase], decisions: Sequence[Decision]) -> WidthAware:

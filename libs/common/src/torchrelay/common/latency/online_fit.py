@@ -8,8 +8,9 @@ four changes that make it usable for predictions from the first step on:
   direction. A night of single requests does not erase the cost of a batch.
 - *Non-negative*: the minimum over all c >= 0 (Lawson and Hanson, *Solving Least Squares Problems*, ch. 23); with so few
   costs all sets of zeros are tried.
-- *Robust*: beyond twice the usual error the loss is linear (Huber, 1964). Errors that persist become usual and count
-  fully again, so a device that has slowed down is followed.
+- *Robust*: beyond half the usual error the loss is linear (Huber, 1964), so that what is learned is nearly the median:
+  steps that share their cores are interrupted now and then, and their mean is what hardly any step takes. Errors that
+  are nearly all on one side count fully again, so a device that has slowed down is followed.
 
 The initial guess is a *shape*, the ratio of the costs. The first measurement sets the scale, later ones replace the
 guess in the directions they cover.
@@ -17,13 +18,15 @@ guess in the directions they cover.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import combinations, product
 
 _TRUST = 0.005  # weight of the first guess, in measurements
 _ERROR_STEPS = 64  # averaged in ``error``
 _MIN_USUAL_ERROR = 0.02
-_ROBUST = 2.0  # times the usual error
+_ROBUST = 0.5  # times the usual error
+_SIDE_STEPS = 16  # averaged in the mean sign; of half as many all are on one side by chance once in 256 times
 _MIN_GUESS_PART = 1e-4  # lower bound of a prediction, relative to the first guess
 
 
@@ -36,6 +39,7 @@ class OnlineFit:
         self._shape = tuple(shape)
         self._forget = 1 / window
         self._usual = 1.0  # the usual error; at first none is unusual
+        self._side = 0.0  # mean sign of late errors: 1 or -1 if all are on one side
         # In units of the first guess, for numerical scale.
         self._gains = [1.0] * len(shape)
         self._vector = [_TRUST] * len(shape)
@@ -59,7 +63,10 @@ class OnlineFit:
         residual = abs(measured - predicted) / predicted
         self.num_steps += 1
         self.error += (min(residual, 1.0) - self.error) / min(self.num_steps, _ERROR_STEPS)
+        side = math.copysign(1.0, measured - predicted)
+        self._side += (side - self._side) / _SIDE_STEPS
         weight = 1.0 if residual <= _ROBUST * self._usual else _ROBUST * self._usual / residual
+        weight = max(weight, 2 * side * self._side - 1)
         self._usual += (min(residual, 3 * self._usual) - self._usual) / 32
         self._usual = max(self._usual, _MIN_USUAL_ERROR)
         guessed = [guess * amount for guess, amount in zip(self._shape, amounts, strict=True)]

@@ -26,10 +26,11 @@ class LatencyFits:
         if result.profile.io_wait_s > 0 or result.step_s <= 0:
             return
         has_prefill = result.work.num_prefilled > 0
-        self._unsampled_s[has_prefill] += result.step_s
-        if self._unsampled_s[has_prefill] < _SAMPLE_INTERVAL_S:
+        # By the steps before it: the one that fills the interval is a long one more often than not.
+        is_sample = self._unsampled_s[has_prefill] >= _SAMPLE_INTERVAL_S
+        self._unsampled_s[has_prefill] = result.step_s + (0.0 if is_sample else self._unsampled_s[has_prefill])
+        if not is_sample:
             return
-        self._unsampled_s[has_prefill] = 0.0
         fit = self._fits[pack_id] = self._fits.get(pack_id) or LatencyFit(self._token_budget)
         fit.observe(result.work, result.step_s)
 

@@ -32,8 +32,9 @@ class Turns:
     does meanwhile.
     """
 
-    def __init__(self, max_at_once: int = MAX_AT_ONCE) -> None:
-        self._max_at_once = max_at_once
+    def __init__(self, max_at_once: int = MAX_AT_ONCE, clock: Callable[[], float] = time.perf_counter) -> None:
+        """``clock``: in seconds."""
+        self._max_at_once, self._clock = max_at_once, clock
         self._call_s = ROUND_S  # what a call took of late
         # The next lane first; none is empty.
         self._tenants: dict[Lane, OrderedDict[Callable[[], None], None]] = {}
@@ -73,7 +74,7 @@ class Turns:
         self._is_paused = self._has_calls
         if not self._is_paused:
             return
-        loop, begin_at, num_calls = asyncio.get_running_loop(), time.perf_counter(), 0
+        loop, begin_at, num_calls = asyncio.get_running_loop(), self._clock(), 0
         loop.call_soon(
             self._begin_steps
         )  # called just before the tasks that the calls begin, and ``_pause`` after them
@@ -82,13 +83,13 @@ class Turns:
                 num_calls += 1
                 self._next()()
         finally:
-            loop.call_soon(self._pause, num_calls, time.perf_counter() - begin_at)
+            loop.call_soon(self._pause, num_calls, self._clock() - begin_at)
 
     def _begin_steps(self) -> None:
-        self._steps_begin_at = time.perf_counter()
+        self._steps_begin_at = self._clock()
 
     def _pause(self, num_calls: int, calls_s: float) -> None:
-        took_s = calls_s + time.perf_counter() - self._steps_begin_at
+        took_s = calls_s + self._clock() - self._steps_begin_at
         self._call_s += _WEIGHT * (took_s / num_calls - self._call_s)
         asyncio.get_running_loop().call_later(min(MAX_PAUSE_S, 2 * took_s), self._begin)
 

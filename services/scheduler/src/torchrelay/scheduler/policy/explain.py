@@ -2,11 +2,12 @@
 
 A timeline is assembled on request: queue and plan from the scheduler's own times, relay and mapping from the reports of
 the instances that served the request cold, the rest from what its gateway sent with the release. Times of several hosts
-stand side by side there, for people to read; no decision depends on them.
+stand side by side there, for people to read: what is compared are only times of one clock.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ class _RequestTimeline:
     phases: list[TimedPhase] = field(default_factory=list)
     places: list[AttemptPlaced | SchedulerEvent] = field(default_factory=list)  # few are ever put into words
     cold_instances: list[str] = field(default_factory=list)
+    ended_at: float = math.inf  # infinite: an attempt runs
 
     def add(self, phases: Iterable[TimedPhase]) -> None:
         self.phases += list(phases)[: max(_MAX_PHASES - len(self.phases), 0)]
@@ -47,6 +49,7 @@ class _LoadTimeline:
     created_us: int
     accepted_us: int = 0
     worker_id: str = ""
+    earlier_relay_us: int = 0  # begin of the relay that had brought the pack before, by its store's clock; 0: none had
     relay: TimedPhase | None = None
     load_phases: tuple[TimedPhase, ...] = ()
 
@@ -82,25 +85,27 @@ class ExplainLog:
     def placed(self, opened: AttemptPlaced) -> None:
         """A request was placed."""
         timeline = self._timeline(opened.key)
-        timeline.model = opened.model
+        timeline.model, timeline.ended_at = opened.model, math.inf
         where = opened.placement
         if len(timeline.places) < _MAX_PHASES:
             timeline.places.append(opened)
         if where.cold:
             timeline.cold_instances += where.prefill.instance_id, where.decode.instance_id
 
-    def released(self, key: AttemptKey, phases: Sequence[TimedPhase]) -> None:
+    def released(self, key: AttemptKey, phases: Sequence[TimedPhase], now: float) -> None:
         """A request ended; ``phases``: from its gateway and workers. The queue is measured here."""
-        if phases:
-            self._timeline(key).add(phase for phase in phases if phase.name != "queue")
+        if phases or key.request_id in self._requests:
+            timeline = self._timeline(key)
+            timeline.add(phase for phase in phases if phase.name != "queue")
+            timeline.ended_at = now
 
-    def record_accuracy(self, key: AttemptKey, placement: Placement, outcome: Outcome) -> None:
+    def record_accuracy(self, key: AttemptKey, placement: Placement, outcome: Outcome, now: float) -> None:
         """Compares what was predicted when the attempt was placed with what was measured."""
         if not outcome.ended_at or not placement.predicted.ttft_s:
             return
         timeline = self._timeline(key)
         if len(timeline.places) < _MAX_PHASES:
-            timeline.places.append(_accuracy_event(timeline.model, key, placement, outcome))
+            timeline.places.append(_accuracy_event(timeline.model, key, placement, outcome, now))
 
     def _timeline(self, key: AttemptKey) -> _RequestTimeline:
         timeline = self._requests.get(key.request_id) or _RequestTimeline()
@@ -108,10 +113,14 @@ class ExplainLog:
         return timeline
 
     def observe(self, instance: Instance, slot: SlotStatus, store_id: str, copy: PackCopy | None) -> None:
-        """Notes how an instance got its weights, from the reports of its worker and its host's store."""
+        """Notes how an instance got its weights, from the reports of its worker and its host's store. First when its
+        load is ordered: what the store has then was there before.
+        """
         times = self._instances.get(instance.instance_id)
         if times is None:
             times = _LoadTimeline(unix_us(instance.created_at), worker_id=instance.worker_id)
+            if copy is not None and copy.relay_end_us:
+                times.earlier_relay_us = copy.relay_begin_us
             self._instances[instance.instance_id] = times
         times.accepted_us = unix_us(instance.accepted_at)
         if slot.instance_id == instance.instance_id and slot.load_phases:
@@ -120,7 +129,9 @@ class ExplainLog:
             times.relay = _relay_phase(copy, store_id, times) or times.relay
 
     def request(self, request_id: str) -> tuple[list[TimedPhase], list[SchedulerEvent]] | None:
-        """Phases in order of begin, and the decisions on its model since it was admitted; None if it is unknown."""
+        """Phases in order of begin, and the decisions on its model from its admission to its end; None if it is
+        unknown.
+        """
         timeline = self._requests.get(request_id)
         if timeline is None:
             return None
@@ -130,9 +141,9 @@ class ExplainLog:
             if times := self._instances.get(instance_id):
                 phases += [phase for phase in times.phases() if phase not in phases]
         phases.sort(key=lambda phase: (phase.begin_us, phase.end_us))
-        # Decisions carry our own times: compared with the queue's, which is ours too.
-        begin_us = min((phase.begin_us for phase in phases if phase.name == "queue"), default=0)
-        decisions = [event for event in self._decisions.get(timeline.model, ()) if unix_us(event.at) >= begin_us]
+        begin = min((one.admitted_at for one in timeline.places if isinstance(one, AttemptPlaced)), default=0.0)
+        of_model = self._decisions.get(timeline.model, ())
+        decisions = [event for event in of_model if begin <= event.at <= timeline.ended_at]
         places = [_placement_event(one) if isinstance(one, AttemptPlaced) else one for one in timeline.places]
         return phases, sorted([*decisions, *places], key=lambda event: event.at)
 
@@ -156,7 +167,7 @@ def _placement_event(opened: AttemptPlaced) -> SchedulerEvent:
     return SchedulerEvent(opened.placed_at, "place", opened.model, opened.key.request_id, reason)
 
 
-def _accuracy_event(model: str, key: AttemptKey, placement: Placement, outcome: Outcome) -> SchedulerEvent:
+def _accuracy_event(model: str, key: AttemptKey, placement: Placement, outcome: Outcome, now: float) -> SchedulerEvent:
     found = [
         ("first token", placement.predicted.ttft_s, outcome.ttft_s),
         ("between tokens", placement.predicted.tbt_s, outcome.tbt_s),
@@ -168,7 +179,7 @@ def _accuracy_event(model: str, key: AttemptKey, placement: Placement, outcome: 
     ]
     cached = placement.predicted.num_cached_tokens
     reason = f"attempt {key.attempt}: {'; '.join(parts)}{f'; {cached} tokens expected in the cache' if cached else ''}"
-    return SchedulerEvent(outcome.ended_at, "predict", model, key.request_id, reason)
+    return SchedulerEvent(now, "predict", model, key.request_id, reason)
 
 
 def _ms(seconds: float) -> str:
@@ -179,7 +190,7 @@ def _relay_phase(copy: PackCopy, store_id: str, times: _LoadTimeline) -> TimedPh
     """The relay that brought the pack for an instance; of no length if the copy was complete before."""
     if not copy.relay_begin_us:
         return None
-    if copy.relay_end_us and copy.relay_end_us < times.created_us:
+    if copy.relay_begin_us == times.earlier_relay_us:
         at = times.accepted_us or times.created_us
         return TimedPhase("relay", at, at, store_id, "host copy present, nothing to transfer")
     first_ms = max(copy.relay_first_us - copy.relay_begin_us, 0) / 1e3

@@ -20,6 +20,7 @@ from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.transitions import (
     admissions,
+    kept_slots,
     loads,
     migrations,
     relays,
@@ -245,6 +246,7 @@ class Policy:
             self._give_up_load(instance, reason, now)
         admissions.refuse_infeasible(state, now)
         admissions.refuse_unserved(state, now)
+        kept_slots.refuse_without_slot(state, now)
         is_in_turns, is_whole = state.strategies.decides_in_turns, now >= state.whole_scale_due
         if is_whole:
             state.whole_scale_due = now + state.config.whole_scale_every_s
@@ -291,6 +293,7 @@ class Policy:
                 state.slot_lost_at[instance.version_id] = now
             state.prefix_index.forget(instance.instance_id)
             state.corrections.forget(instance.instance_id)
+            state.prompt_times.forget(instance.instance_id)
             state.token_times.forget(instance.instance_id)
             state.load_times.end(instance.instance_id)
         fields = scaling.event_fields(instance)

@@ -20,7 +20,7 @@ from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import MAX_VERSIONS, Instance, Model
+from torchrelay.scheduler.policy.core import MAX_VERSIONS, AttemptKey, Instance, Model
 from torchrelay.scheduler.policy.dispatch.answer_lengths import AnswerLengths
 from torchrelay.scheduler.policy.dispatch.correction import TTFT_WEIGHT, Corrections
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
@@ -28,6 +28,7 @@ from torchrelay.scheduler.policy.dispatch.latency import LatencyModels
 from torchrelay.scheduler.policy.dispatch.load_times import LoadTimes
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
+from torchrelay.scheduler.policy.dispatch.prompt_time import PromptTimes
 from torchrelay.scheduler.policy.dispatch.roster import Rosters
 from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions
 from torchrelay.scheduler.policy.dispatch.token_time import TokenTimes
@@ -64,6 +65,7 @@ class State:
     attempts: OpenAttempts = field(default_factory=OpenAttempts)
     rosters: Rosters = field(default_factory=Rosters)
     corrections: Corrections = field(default_factory=lambda: Corrections(TTFT_WEIGHT))  # of times to the first token
+    prompt_times: PromptTimes = field(default_factory=PromptTimes)
     token_times: TokenTimes = field(default_factory=TokenTimes)
     answer_lengths: AnswerLengths = field(default_factory=AnswerLengths)
     due: DueTimes = field(default_factory=DueTimes)  # by version: when a waiting prompt may be bound
@@ -89,6 +91,7 @@ class State:
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     whole_scale_due: float = 0.0  # next look at all models at once, where they take no turns
     unserved_since: float | None = None  # since when no model can be loaded; None: one can
+    without_slot_since: dict[AttemptKey, float] = field(default_factory=dict)  # of requests; see ``kept_slots``
 
     @classmethod
     def fresh(cls, config: PolicyConfig, new_id: Callable[[], str], now: float, strategies: Strategies) -> State:

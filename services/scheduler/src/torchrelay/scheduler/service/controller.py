@@ -26,6 +26,7 @@ from torchrelay.scheduler.policy.effects import (
     Migrate,
     Placed,
     TakeBack,
+    WakeCommand,
 )
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import (
@@ -159,14 +160,15 @@ class Controller:
     def release(self, release: scheduler_pb2.Release) -> None:
         key = converters.key_from_proto(release.key)
         phases = converters.phases_from_proto(release.phases)
-        self.explain.released(key, phases)
+        now = self.clock.now()
+        self.explain.released(key, phases, now)
         attempt = self.policy.state.attempts.get(key)
         outcome = None
         if attempt is not None:
             outcome = outcome_of(phases, release.num_output_tokens, attempt.admission.num_choices)
-            self.explain.record_accuracy(key, attempt.placement, outcome)
+            self.explain.record_accuracy(key, attempt.placement, outcome, now)
             self._metrics.record_accuracy(attempt.placement, outcome)
-        self.apply(Release(key, release.ttft_s > 0, outcome, release.is_taken_back, release.is_migrated))
+        self._apply(Release(key, release.ttft_s > 0, outcome, release.is_taken_back, release.is_migrated), now)
 
     def worker_reported(self, report: reports_pb2.WorkerReport, streamed: bool) -> None:
         """Raises ``StaleEpoch`` when most peers, and the worker among them, obey a newer scheduler."""
@@ -257,6 +259,9 @@ class Controller:
             return
         for command in effects.commands:
             assert self.actuator is not None
+            if isinstance(command, WakeCommand):
+                for order in (order for hop in command.hops for order in hop.loads):
+                    self._explain_load(order.worker_id)
             self.actuator.start(command)
         for answer in effects.answers:
             self._send(answer)

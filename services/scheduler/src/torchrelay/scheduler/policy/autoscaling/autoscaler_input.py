@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from torchrelay.scheduler.policy.autoscaling import price
-from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
+from torchrelay.scheduler.policy.autoscaling.minimums import Minimum, kept_instances
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
@@ -161,15 +161,12 @@ class AutoscalerInput:
 
     @cached_property
     def kept(self) -> frozenset[str]:
-        """Instances that stay though nobody uses them: of each role as many as the model's minimum, the oldest."""
-        found: set[str] = set()
-        for version_id, minimum in self.minimums.items():
-            loads = [load for load in self.instance_loads.of_version(version_id) if load.instance.staying]
-            loads.sort(key=lambda load: (load.instance.created_at, load.instance.instance_id))
-            for role in Role:
-                playing = [load.instance.instance_id for load in loads if role in load.instance.target_roles]
-                found.update(playing[: minimum.number])
-        return frozenset(found)
+        """Instances that stay though nobody uses them."""
+
+        def of_version(version_id: str) -> list[Instance]:
+            return [load.instance for load in self.instance_loads.of_version(version_id)]
+
+        return kept_instances(self.minimums, of_version)
 
     @property
     def staying_of_some(self) -> Mapping[str, Sequence[InstanceLoad]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrelay.common.quantities import format_duration
-from torchrelay.scheduler.policy.core import Model, ScheduledMinimum
+from torchrelay.scheduler.policy.core import Instance, Model, Role, ScheduledMinimum
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,18 @@ class Minimums:
             if then != number:
                 return at, then
         return None
+
+
+def kept_instances(minimums: Mapping[str, Minimum], of_version: Callable[[str], Iterable[Instance]]) -> frozenset[str]:
+    """Instances that stay though nobody uses them: of each role as many as the model's minimum, the oldest."""
+    found: set[str] = set()
+    for version_id, minimum in minimums.items():
+        instances = [instance for instance in of_version(version_id) if instance.staying]
+        instances.sort(key=lambda instance: (instance.created_at, instance.instance_id))
+        for role in Role:
+            playing = [instance.instance_id for instance in instances if role in instance.target_roles]
+            found.update(playing[: minimum.number])
+    return frozenset(found)
 
 
 def _scheduled(models: Iterable[Model]) -> list[ScheduledMinimum]:

@@ -1,37 +1,67 @@
-"""What predicted times are multiplied by, for each instance, because of what was measured there."""
+"""What predicted times are multiplied by, for each instance, because of what was measured there.
+
+The logarithm of measured over predicted times, uncorrected, has a mean and a variance of late. As far as such a mean
+would come about by chance it is not believed (James and Stein, *Estimation with Quadratic Loss*, 1961):
+
+    believed = mean * (1 - variance of the mean / mean^2), or nothing if that is negative
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Final
 
 TTFT_WEIGHT: Final = 0.15  # of the newest measurement
 TBT_WEIGHT: Final = 0.05  # less: how many prompts and answers come during one answer is chance
-HALF_LIFE_S: Final = (
-    120.0  # of the logarithm: an instance that is left because it was slow is not measured: it is tried again
-)
-_MAX_RATIO = 8.0  # of one measurement, either way
-_BOUNDS = (0.5, 8.0)
+# Of the logarithm: an instance that is left because it was slow is not measured, and is tried again.
+HALF_LIFE_S: Final = 120.0
+# Logarithms to base 2.
+_MAX_LOG = 3.0  # of one measurement, either way
+_LEAST, _MOST = -1.0, 3.0  # that are believed
+_USUAL_VARIANCE = 0.08  # before any was measured: a fifth more or less
+
+
+@dataclass(slots=True)
+class _Measured:
+    """Of logarithms."""
+
+    at: float  # of the last measurement; the means fade since
+    mean: float = 0.0
+    variance: float = _USUAL_VARIANCE
+    believed: float = 0.0
 
 
 class Corrections:
-    """Geometric means of measured over predicted times, of late. ``weight``: of the newest."""
+    """``weight``: of the newest measurement."""
 
     def __init__(self, weight: float) -> None:
         self._weight = weight
-        self._measured: dict[str, tuple[float, float]] = {}  # the factor, and when it was measured
+        self._chance = weight / (2 - weight)  # variance of the mean, in those of one measurement
+        self._measured: dict[str, _Measured] = {}
 
     def of(self, instance_id: str, now: float) -> float:
+        """The factor; 1: none."""
         found = self._measured.get(instance_id)
-        return float(found[0] ** 0.5 ** ((now - found[1]) / HALF_LIFE_S)) if found else 1.0
+        return float(2.0 ** (found.believed * _left(found, now))) if found and found.believed else 1.0
 
     def observe(self, instance_id: str, predicted_s: float, measured_s: float, now: float) -> None:
         """``predicted_s``: with the correction of its time."""
         if predicted_s <= 0 or measured_s <= 0:
             return
-        ratio = min(max(measured_s / predicted_s, 1 / _MAX_RATIO), _MAX_RATIO)
-        factor = self.of(instance_id, now) * ratio**self._weight
-        self._measured[instance_id] = min(max(factor, _BOUNDS[0]), _BOUNDS[1]), now
+        found = self._measured.setdefault(instance_id, _Measured(now))
+        ratio, left = min(max(math.log2(measured_s / predicted_s), -_MAX_LOG), _MAX_LOG), _left(found, now)
+        mean = found.mean * left
+        off = ratio + found.believed * left - mean
+        mean = min(max(mean + self._weight * off, -_MAX_LOG - _MOST), _MAX_LOG + _MOST)
+        found.variance += self._weight * (off * off - found.variance)
+        part = 1 - self._chance * found.variance / (mean * mean) if mean else 0.0
+        found.at, found.mean, found.believed = now, mean, min(max(mean * max(part, 0.0), _LEAST), _MOST)
 
     def forget(self, instance_id: str) -> None:
         """The instance is gone."""
         self._measured.pop(instance_id, None)
+
+
+def _left(found: _Measured, now: float) -> float:
+    return float(0.5 ** ((now - found.at) / HALF_LIFE_S))

@@ -20,8 +20,10 @@ import msgspec
 
 from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.dispatch import prompt_time
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, BoundWork
+from torchrelay.scheduler.policy.dispatch.prompt_time import PromptTime
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
 from torchrelay.scheduler.policy.dispatch.token_pause import pause_s
 from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN, TokenTime
@@ -40,6 +42,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0  # of this attempt's prompt
     correction: float = 1.0  # measured over predicted times to the first token there
     token_time: TokenTime = UNKNOWN
+    prompt_time: PromptTime = prompt_time.UNKNOWN
 
     @property
     def kv_unreserved_bytes(self) -> int:
@@ -58,8 +61,8 @@ class NoPlacement:
 
 
 # Plain tuples: each admission makes one for every candidate, and they are compared in the order of fields.
-# TTFT, instance, seconds of the prompt itself, and of the pause after it.
-_Prefill: TypeAlias = tuple[float, str, float, float, Candidate]
+# TTFT, instance, seconds of the prompt itself, of its steps alone if nothing is ahead, and of the pause after it.
+_Prefill: TypeAlias = tuple[float, str, float, float, float, Candidate]
 # Cost of later tokens, instance, TBT, seconds of a step, load left.
 _Decode: TypeAlias = tuple[float, str, float, float, float, Candidate]
 
@@ -88,7 +91,7 @@ def place(
             return 0.0
         return kv_transfer_times.predict_s(prefill.host_id, decode.host_id, prompt_bytes, config.kv_bytes_per_s)
 
-    (ttft_s, _, prefill_s, after_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(
+    (ttft_s, _, prefill_s, steps_s, after_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(
         prefills, decodes, transfer_s
     )
     first, second = prefill.entry, decode.entry
@@ -97,7 +100,7 @@ def place(
         prefill=first.worker_ref,
         decode=second.worker_ref,
         cold=core.InstancePhase.LOADING in (first.phase, second.phase),
-        predicted=Prediction(ttft_s, prefill_s, tbt_s, step_s, prefill.num_cached_tokens, after_s),
+        predicted=Prediction(ttft_s, prefill_s, tbt_s, step_s, prefill.num_cached_tokens, steps_s, after_s),
     )
 
 
@@ -127,11 +130,14 @@ def _prefills(
             num_steps = num_contexts * (num_tokens - num_cached) / latency.token_budget
             after_s = num_steps * pause_s(full_s, decode_s, tbt_target_s)
             paused_s = work.lane.paused_s(decode_s, now)
-        prefill_s = num_contexts * one_s * candidate.correction
-        queued_s = entry.queued_s(work.lane, now)
-        ttft_s = entry.load_left_s(now) + queued_s + entry.overdue_s(work.lane, now) + paused_s + prefill_s
+        steps_s, load_left_s, queued_s = num_contexts * one_s, entry.load_left_s(now), entry.queued_s(work.lane, now)
+        if load_left_s or queued_s:
+            prefill_s, alone_s = steps_s * candidate.correction, 0.0
+        else:
+            prefill_s, alone_s = candidate.prompt_time.alone_s(steps_s) * candidate.correction, steps_s
+        ttft_s = load_left_s + queued_s + entry.overdue_s(work.lane, now) + paused_s + prefill_s
         if queued_s < entry.full_step_s and not paused_s:
-            found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, after_s, candidate))
+            found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, alone_s, after_s, candidate))
             continue
         soonest_s = min(soonest_s, ttft_s)
         if not paused_s:
@@ -199,7 +205,7 @@ def _best_pair(
     best: tuple[float, int, str, str] = (math.inf, 0, "", "")
     pair = prefills[0], decodes[0]
     for prefill in prefills:
-        ttft_s, prefill_id, _, _, first = prefill
+        ttft_s, prefill_id, _, _, _, first = prefill
         for decode in decodes:
             later_s, decode_id, _, _, load_left_s, second = decode
             if ttft_s + later_s > best[0]:

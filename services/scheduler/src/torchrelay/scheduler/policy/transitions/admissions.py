@@ -255,7 +255,7 @@ def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None
     if now - state.started_at < config.refusal_settle_s or not sizes.largest_weights_bytes:
         return
     model = state.models[admission.version_id]
-    slots = sizes.since(now - _absence_limit_s(state, admission), model.num_devices)
+    slots = sizes.since(now - absence_limit_s(state, admission), model.num_devices)
     arena = max((slot.weights_bytes for slot in slots), default=0)
     needed, pool = admission.kv_bytes(model), largest_pool(slots)
     if not arena:
@@ -270,7 +270,7 @@ def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None
     refuse(state, admission, effects.RefusalReason.NO_CAPACITY, message, now)
 
 
-def _absence_limit_s(state: State, admission: Admission) -> float:
+def absence_limit_s(state: State, admission: Admission) -> float:
     """How long a request waits for what is not there; one that has given tokens already waits longer."""
     return state.config.unserved_resumed_s if admission.num_forced_tokens else state.config.unserved_s
 
@@ -287,7 +287,7 @@ def refuse_unserved(state: State, now: float) -> None:
     if state.unserved_since is None:
         state.unserved_since = now
     for admission in list(state.queues):
-        limit_s = _absence_limit_s(state, admission)
+        limit_s = absence_limit_s(state, admission)
         if now - state.unserved_since >= limit_s and not _has_served_roles(state, admission.version_id):
             message = f"{admission.model} cannot be loaded: {why}."
             refuse(state, admission, effects.RefusalReason.LOAD_FAILED, message, now, limit_s)
@@ -424,14 +424,17 @@ def _candidates(
 ) -> list[Candidate]:
     hashes, index, block_tokens = admission.block_hashes, state.prefix_index, model.routing_block_tokens
     bound, corrections, token_times, found = state.attempts.bound, state.corrections, state.token_times, []
+    prompt_times = state.prompt_times
     for entry in entries:
-        instance_id, num_cached, correction, token_time = entry.worker_ref.instance_id, 0, 1.0, UNKNOWN
+        instance_id, num_cached, correction = entry.worker_ref.instance_id, 0, 1.0
+        prompt_time, token_time = prompt_times.of(entry.worker_ref.instance_id), UNKNOWN
         if entry.plays_prefill:
             num_cached = index.num_blocks(instance_id, hashes) * block_tokens if hashes else 0
             correction = corrections.of(instance_id, now)
         if entry.plays_decode:
             token_time = token_times.of(instance_id, now)
-        found.append(Candidate(entry, bound.get(instance_id, NOTHING_BOUND), num_cached, correction, token_time))
+        work = bound.get(instance_id, NOTHING_BOUND)
+        found.append(Candidate(entry, work, num_cached, correction, token_time, prompt_time))
     if state.shared_versions.is_shared(admission.version_id, now):
         return [one for one in found if _takes_beside_others(one)]
     return found
@@ -466,7 +469,9 @@ def _learn_from_first_token(state: State, attempt: OpenAttempt, now: float, *, i
     instance_id, worker_id = placement.prefill.instance_id, placement.prefill.worker_id
     state.instances.touch(instance_id, now)
     if is_measured and not placement.cold:
-        state.corrections.observe(instance_id, placement.predicted.ttft_s, now - attempt.placed_at, now)
+        ttft_s, correction = now - attempt.placed_at, state.corrections.of(instance_id, now)
+        state.prompt_times.observe(instance_id, placement.predicted.steps_s, ttft_s / correction)
+        state.corrections.observe(instance_id, placement.predicted.ttft_s, ttft_s, now)
     instance = state.instances.get(instance_id)
     if is_measured and instance is not None and admission.admitted_at > instance.since and now > admission.deadline:
         state.arrivals.of(admission.version_id).late(admission.admitted_at)

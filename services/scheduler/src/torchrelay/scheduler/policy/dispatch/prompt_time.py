@@ -1,0 +1,53 @@
+"""How long a prompt takes that has nothing ahead of it, by instance: from its placement to its first token.
+
+Its worker's steps are known from the worker's own model. What else it takes is learned here: the way to the worker and
+back, and what a first step after a pause takes more than one among others.
+
+    time = fixed + factor * predicted steps
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torchrelay.common.latency.online_fit import OnlineFit
+
+_SHAPE = (0.002, 1.0)  # seconds, and steps as predicted
+_MIN_PROMPTS = 16  # measured; before, steps count as predicted
+
+
+class PromptTime(NamedTuple):
+    """Of one instance."""
+
+    fixed_s: float = 0.0
+    factor: float = 1.0
+
+    def alone_s(self, steps_s: float) -> float:
+        """With nothing ahead; ``steps_s``: as the latency model says."""
+        return self.fixed_s + self.factor * steps_s
+
+
+UNKNOWN = PromptTime()
+
+
+class PromptTimes:
+    def __init__(self) -> None:
+        self._fits: dict[str, OnlineFit] = {}  # by instance
+        self._known: dict[str, PromptTime] = {}
+
+    def of(self, instance_id: str) -> PromptTime:
+        return self._known.get(instance_id, UNKNOWN)
+
+    def observe(self, instance_id: str, steps_s: float, measured_s: float) -> None:
+        """A prompt that had nothing ahead of it; ``measured_s``: without the correction of its instance."""
+        if steps_s <= 0 or measured_s <= 0:
+            return
+        fit = self._fits.setdefault(instance_id, OnlineFit(_SHAPE))
+        fit.observe((1.0, steps_s), measured_s)
+        if fit.num_steps >= _MIN_PROMPTS:
+            self._known[instance_id] = PromptTime(*fit.costs)
+
+    def forget(self, instance_id: str) -> None:
+        """The instance is gone."""
+        self._fits.pop(instance_id, None)
+        self._known.pop(instance_id, None)
