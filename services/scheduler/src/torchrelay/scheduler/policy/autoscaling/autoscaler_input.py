@@ -16,6 +16,7 @@ from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.core import (
     BOTH,
     DECODES,
+    ROLES,
     Instance,
     InstancePhase,
     Model,
@@ -165,7 +166,7 @@ class AutoscalerInput:
         for version_id, number in self.minimums.items():
             loads = [load for load in self.instance_loads.of_version(version_id) if load.instance.staying]
             loads.sort(key=lambda load: (load.instance.created_at, load.instance.instance_id))
-            for role in Role:
+            for role in ROLES:
                 playing = [load.instance.instance_id for load in loads if role in load.instance.target_roles]
                 found.update(playing[:number])
         return frozenset(found)

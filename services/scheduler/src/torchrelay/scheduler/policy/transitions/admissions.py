@@ -29,7 +29,7 @@ from torchrelay.scheduler.policy.core import (
 from torchrelay.scheduler.policy.dispatch.latency import load_left_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement
-from torchrelay.scheduler.policy.dispatch.roster import RosterEntry, computes_alike
+from torchrelay.scheduler.policy.dispatch.roster import Roster, RosterEntry, computes_alike
 from torchrelay.scheduler.policy.dispatch.shared_versions import max_prompts_ahead
 from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN
 from torchrelay.scheduler.policy.prediction import Outcome
@@ -379,10 +379,14 @@ def note_earlier_prompts(state: State, worker: WorkerStatus, now: float) -> None
 
 def roster(state: State, model: Model, now: float) -> Sequence[RosterEntry]:
     """The instances of the version that take requests."""
-    return state.rosters.of(model.version_id, lambda: _roster(state, model, now))
+    return _roster(state, model, now).entries
 
 
-def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
+def _roster(state: State, model: Model, now: float) -> Roster:
+    return state.rosters.of(model.version_id, lambda: _entries(state, model, now))
+
+
+def _entries(state: State, model: Model, now: float) -> list[RosterEntry]:
     found = []
     for instance in state.instances.of_version(model.version_id):
         worker = state.membership.workers.get(instance.worker_id)
@@ -523,5 +527,6 @@ def _prompts_ahead_s(state: State, model: Model, now: float) -> float:
     return backlog_s(state, model, now) / len(entries)
 
 
-def prefills(state: State, model: Model, now: float) -> list[RosterEntry]:
-    return [entry for entry in roster(state, model, now) if entry.plays_prefill]
+def prefills(state: State, model: Model, now: float) -> tuple[RosterEntry, ...]:
+    """The instances of the version that take prompts."""
+    return _roster(state, model, now).prefills
