@@ -195,8 +195,8 @@ async def main() -> None:
     conditions = {
         "seconds": seconds,
         "quick": quick,
-        "wake": "from the write of the admission by its gateway to the arrival of the wake's first command, the Relay to "
-        "the store of the host, at the process of all stores and workers; requests that found an instance do not count",
+        "wake": "from the write of the admission by its gateway to the arrival of the wake's first command, the Relay "
+        "to the host's store, at the process of all stores and workers; requests that found an instance do not count",
     }
     finish("scheduler", conditions, checks)
 

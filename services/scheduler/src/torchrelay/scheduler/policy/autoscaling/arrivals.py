@@ -7,8 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from cachetools import LRUCache
-
+from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.autoscaling.price import IdleGaps, IdlePlan
 
 WINDOW_S = 10.0  # what comes next is expected to be as much as in the last so many seconds
@@ -79,12 +78,14 @@ class Arrivals:
     """By version; the longest unused are forgotten first."""
 
     def __init__(self) -> None:
-        self._of: LRUCache[str, ArrivalHistory] = LRUCache(_MAX_VERSIONS)
+        self._of: Recent[str, ArrivalHistory] = Recent(_MAX_VERSIONS)
 
     def of(self, version_id: str) -> ArrivalHistory:
         history = self._of.get(version_id)
         if history is None:
             history = self._of[version_id] = ArrivalHistory()
+        else:
+            self._of.move_to_end(version_id)
         return history
 
     def used(self, version_id: str, now: float) -> None:

@@ -87,12 +87,13 @@ def admit(
 
 def _note_arrival(state: State, admission: Admission, now: float) -> None:
     version_id = admission.version_id
+    bound = state.attempts.bound
     is_unused = not state.queues.num_waiting(version_id) and not any(
-        state.attempts.at(instance.instance_id).num_open for instance in state.instances.of_version(version_id)
+        instance.instance_id in bound for instance in state.instances.of_version(version_id)
     )
     price_s = state.idle_timeout_s(version_id, now)
     history = state.arrivals.of(version_id)
-    load_s = state.load_times.predict_s(state.models[version_id], Tier.PEER, state.config)
+    load_s = state.load_times.by_tier(state.models[version_id], state.config)[Tier.PEER]
     history.arrive(admission.num_prefill_tokens, admission.ttft_target_s, price_s, load_s, now, is_unused=is_unused)
     state.forecasts.pop(version_id, None)
 

@@ -20,7 +20,15 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.core import ROLES, Instance, InstancePhase, Model, Role, Roles, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.core import (
+    ROLES,
+    Instance,
+    InstancePhase,
+    Model,
+    Roles,
+    StoreStatus,
+    WorkerStatus,
+)
 from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork, OpenAttempt
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.policy.reasons import Reason
@@ -119,9 +127,7 @@ class _InstanceLoads:
         """In the order in which they came."""
         instances = self._state.instances
         by_id = {
-            load.instance.instance_id: load
-            for version_id in instances.versions
-            for load in self.of_version(version_id)
+            load.instance.instance_id: load for version_id in instances.versions for load in self.of_version(version_id)
         }
         return tuple(by_id[one.instance_id] for one in instances)
 
