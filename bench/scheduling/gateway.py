@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.scheduling.fleet import CLUSTER_KEY, Fleet
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, call_token
@@ -28,6 +28,18 @@ def scheduler_token() -> str:
     return call_token(derive_node_key(bytes.fromhex(CLUSTER_KEY), SCHEDULER_NODE), Caller.GATEWAY)
 
 
+class Placed(NamedTuple):
+    """An admission that was answered with a place; times by the machine's monotonic clock, in seconds."""
+
+    pack_id: str
+    sent_at: float
+    placed_at: float
+
+    @property
+    def answer_s(self) -> float:
+        return self.placed_at - self.sent_at
+
+
 class BenchGateway:
     """Requests that get their first token as soon as they are placed, and end when so many others follow them."""
 
@@ -39,13 +51,13 @@ class BenchGateway:
         self._unsent: deque[pb.AdmitCommand] = deque()
         self._filled = asyncio.Event()
         self._answered = asyncio.Event()
-        self._sent_at: dict[str, float] = {}
+        self._sent: dict[str, tuple[str, float]] = {}  # pack and time, by request
         self._num_sent = 0
         self.num_placed = self.num_refused = 0
-        self.answers_s: list[float] = []  # from a request's admission to its placement
+        self.placed: list[Placed] = []
 
-    def admit(self, model: int | None = None) -> str:
-        """Admits one request; returns its model."""
+    def admit(self, model: int | None = None) -> None:
+        """Admits one request, of the next model unless one is given."""
         number = self._num_sent
         self._num_sent += 1
         version = self._versions[number % len(self._versions) if model is None else model]
@@ -58,21 +70,20 @@ class BenchGateway:
             num_choices=1,
             block_hashes=[prompt.to_bytes(8, "big") + block.to_bytes(8, "big") for block in range(NUM_HASHES)],
         )
-        self._sent_at[request.key.request_id] = time.monotonic()
+        self._sent[request.key.request_id] = version.pack_id, time.monotonic()
         self._send(pb.AdmitCommand(admit=request))
-        return version.model
 
     async def fill(self, num_waiting: int, seconds: float) -> None:
         """Keeps so many requests without an answer."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            while len(self._sent_at) < num_waiting:
+            while len(self._sent) < num_waiting:
                 self.admit()
             await self._next_answer()
 
     async def drain(self) -> None:
         """Until all are answered; then all of them end."""
-        while self._sent_at:
+        while self._sent:
             await self._next_answer()
         while self._running:
             self._release()
@@ -117,12 +128,12 @@ class BenchGateway:
                 self._placed(event.placement)
             elif kind == "refusal":
                 self.num_refused += 1
-                self._sent_at.pop(event.refusal.key.request_id, None)
+                self._sent.pop(event.refusal.key.request_id, None)
                 self._answered.set()
 
     def _placed(self, placement: pb.Placement) -> None:
         self.num_placed += 1
-        self.answers_s.append(time.monotonic() - self._sent_at.pop(placement.key.request_id))
+        self.placed.append(Placed(*self._sent.pop(placement.key.request_id), time.monotonic()))
         self._answered.set()
         self._send(pb.AdmitCommand(first_token=pb.FirstToken(key=placement.key)))
         self._running.append(placement.key)

@@ -3,8 +3,8 @@
     python -m bench.scheduling.peers NATS_URL FLEET_AS_JSON
 
 Prints ``ready``. Each worker and store has a port of its own, so that the scheduler has as many connections as in a
-real fleet. A load is complete as soon as it is ordered. Every line of stdin asks for a line of JSON: the times of the
-Load commands since the last one, by model, in seconds of the machine's monotonic clock.
+real fleet. A load is complete as soon as it is ordered. Every line of stdin asks for a line of JSON: the Relay and Load
+commands since the last one, with the pack and the time of arrival, in seconds of the machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Peers(worker_pb2_grpc.WorkerServicer, param_store_pb2_grpc.ParamStoreServi
         ids = [(worker.report.worker_id, worker) for worker in self.workers]
         ids += [(store.report.store_id, store) for store in self.stores]
         self._by_token = {call_token(derive_node_key(KEY, name), Caller.SCHEDULER): peer for name, peer in ids}
-        self.loads: list[tuple[str, float]] = []
+        self.commands: list[tuple[str, str, float]] = []  # name, pack, time
 
     def _called(self, context: Any) -> Peer:
         return self._by_token[dict(context.invocation_metadata())[TOKEN]]
@@ -101,7 +101,7 @@ class Peers(worker_pb2_grpc.WorkerServicer, param_store_pb2_grpc.ParamStoreServi
             yield report
 
     async def Load(self, request: worker_pb2.LoadRequest, context: Any) -> worker_pb2.LoadReply:
-        self.loads.append((request.version.model, time.monotonic()))
+        self.commands.append(("load", request.version.pack_id, time.monotonic()))
         peer = self._called(context)
         _serve(peer.report, request.version, request.instance_id, tuple(request.roles))
         peer.touch()
@@ -120,6 +120,7 @@ class Peers(worker_pb2_grpc.WorkerServicer, param_store_pb2_grpc.ParamStoreServi
         return worker_pb2.UnloadReply()
 
     async def Relay(self, request: store_pb.RelayRequest, context: Any) -> store_pb.RelayReply:
+        self.commands.append(("relay", request.pack_id, time.monotonic()))
         peer = self._called(context)
         _hold(peer.report, request.pack_id)
         peer.touch()
@@ -218,8 +219,8 @@ async def main(nats_url: str, fleet: Fleet) -> None:
             tasks.create_task(_report(nats, subject, peer, number / len(everybody) / 2))
         print("ready", flush=True)
         while await asyncio.to_thread(sys.stdin.readline):
-            print(json.dumps(peers.loads), flush=True)
-            peers.loads.clear()
+            print(json.dumps(peers.commands), flush=True)
+            peers.commands.clear()
         sys.exit(0)
 
 

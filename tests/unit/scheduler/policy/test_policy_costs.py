@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import AttemptKey
+from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase
 from torchrelay.scheduler.policy.inputs import FirstToken, StoreReported, WorkerBeat
 
 MODEL = a_model("acme/m0")
@@ -70,3 +70,23 @@ def test_an_event_costs_the_same_in_a_cluster_of_any_size() -> None:
     assert {name: large[name] / cost for name, cost in small.items()} == pytest.approx(
         dict.fromkeys(small, 1.0), abs=0.01
     )
+
+
+def report_of_ready(num_waiting: int) -> int:
+    """What the report of an instance that became ready costs while so many others load, for requests that wait."""
+    scene = PaperCluster(PolicyConfig(replicate=False))
+    models = [a_model(f"acme/m{number}") for number in range(num_waiting + 1)]
+    for number, model in enumerate(models):
+        scene.settle(a_store(f"s{number}", f"h{number}", [a_copy(model)]), a_worker(f"w{number}", f"h{number}"))
+    for number, model in enumerate(models):
+        for each in range(64):
+            scene.admit(model, f"{each} of {number}")
+    assert len(scene.policy.state.queues.versions) == num_waiting + 1, "each has more than it can begin"
+    worker_id = next(worker_id for worker_id, one in scene.workers.items() if one.slot.version_id == MODEL.version_id)
+    scene.set_slot(worker_id, phase=InstancePhase.READY, num_layers_ready=4)
+    return num_bytecodes(lambda: scene.report(worker_id))
+
+
+def test_an_instance_that_becomes_ready_concerns_its_own_model_alone() -> None:
+    """Every model that requests waited for was decided anew, though each had its slot."""
+    assert report_of_ready(16) == pytest.approx(report_of_ready(2), rel=0.05)

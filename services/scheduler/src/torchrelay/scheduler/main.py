@@ -38,7 +38,7 @@ from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.scheduler.settings import SchedulerSettings
 
 TICK_S = 0.1
-_COLLECT_EVERY_S = 0.2
+_COLLECT_EVERY_S = 0.05
 _COLLECT_ALL_EVERY_S = 600.0  # of a large fleet's state, this takes some tenths of a second
 _LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unread
 

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -32,6 +32,7 @@ class Role(enum.IntEnum):
     DECODE = 2
 
 
+ROLES: Final = tuple(Role)  # to iterate over the class itself takes longer than what is done for each
 Roles = frozenset[Role]
 BOTH: Roles = frozenset(Role)
 DECODES: Roles = frozenset((Role.DECODE,))

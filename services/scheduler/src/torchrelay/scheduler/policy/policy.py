@@ -175,10 +175,14 @@ class Policy:
         for change in changes:
             self._record_transition(change, now)
         if before is None or was_suspect or not all(change.is_progress for change in changes):
-            admissions.place_waiting(state, now)
-            take_backs.take_back(state, now, {change.instance.version_id for change in changes})
-            # Whoever waits may get this slot; of the others only its own models are concerned.
-            scaling.scale(state, now, sorted({*state.queues.versions, *(one.instance.version_id for one in changes)}))
+            own = {change.instance.version_id for change in changes}
+            if instance is not None:
+                own.add(instance.version_id)
+            admissions.place_waiting(state, now, sorted(own))
+            take_backs.take_back(state, now, own)
+            if before is None or was_suspect or any(change.gone for change in changes):
+                own.update(scaling.slotless_versions(state))  # the slot may be theirs; to grow is decided at ticks
+            scaling.scale(state, now, sorted(own))
         elif changes:
             admissions.place_waiting(state, now, [change.instance.version_id for change in changes])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import grpc
@@ -39,6 +39,16 @@ class _Unanswered(Unavailable):
     """The deadline of a call passed: whether it was carried out is not known."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A call that is on its way, and what it takes to try again."""
+
+    rpc: Callable[..., Awaitable[object]]
+    request: Message
+    timeout_s: float
+    answer: Awaitable[object]
+
+
 class Actuator:
     """``tasks`` owns the running commands."""
 
@@ -57,7 +67,8 @@ class Actuator:
             return
         match command:
             case effects.WakeCommand():
-                self._tasks.create_task(self._wake(command), name=f"wake {command.model.name}")
+                relay = self._only_relay(command)
+                self._tasks.create_task(self._wake(command, relay), name=f"wake {command.model.name}")
             case effects.SetRolesCommand():
                 self._tasks.create_task(self._set_roles(command), name=f"set roles {command.instance_id}")
             case effects.UnloadCommand():
@@ -71,12 +82,23 @@ class Actuator:
             case effects.DisconnectCommand():
                 self._tasks.create_task(self._channels.forget(command.address), name=f"disconnect {command.address}")
 
-    async def _wake(self, command: effects.WakeCommand) -> None:
+    def _only_relay(self, command: effects.WakeCommand) -> _Begun | None:
+        """The relay of a wake of one host, begun before the event loop turns to anything else: requests wait for it.
+        None: of several hosts, or the store is gone.
+        """
+        if len(command.hops) > 1:
+            return None
+        try:
+            return self._begin_relay(command, self._hop_of_wake(command, command.hops[0]))
+        except Unavailable:
+            return None
+
+    async def _wake(self, command: effects.WakeCommand, relay: _Begun | None) -> None:
         """All hosts at once, but each after those of this wake that it follows: a store that hangs delays its followers
         alone, for ``_UPSTREAM_S``, as they have other sources. Loads start once the store has accepted the relay.
         """
         if len(command.hops) == 1:
-            await self._wake_host(command, command.hops[0], (), asyncio.Event())
+            await self._wake_host(command, command.hops[0], (), asyncio.Event(), relay)
             return
         told = {hop.store_id: asyncio.Event() for hop in command.hops}
         async with asyncio.TaskGroup() as hosts:
@@ -85,11 +107,16 @@ class Actuator:
                 hosts.create_task(self._wake_host(command, hop, upstream, told[hop.store_id]))
 
     async def _wake_host(
-        self, command: effects.WakeCommand, hop: effects.Hop, upstream: Sequence[asyncio.Event], told: asyncio.Event
+        self,
+        command: effects.WakeCommand,
+        hop: effects.Hop,
+        upstream: Sequence[asyncio.Event],
+        told: asyncio.Event,
+        relay: _Begun | None = None,
     ) -> None:
         if self._has_whole(hop.store_id, command.model.pack_id):
             told.set()
-            await self._load_whole(command, hop)
+            await self._load_whole(command, hop, relay)
             return
         if upstream:
             with suppress(TimeoutError):
@@ -97,7 +124,7 @@ class Actuator:
                     for one in upstream:
                         await one.wait()
         try:
-            await self._relay(command, hop)
+            await self._relay_wake(command, hop, relay)
         except TorchrelayError as error:
             cause = f"the relay to {hop.store_id} could not be started: {error.message}"
             for order in hop.loads:
@@ -109,12 +136,12 @@ class Actuator:
             for order in hop.loads:
                 loads.create_task(self._load(command, order))
 
-    async def _load_whole(self, command: effects.WakeCommand, hop: effects.Hop) -> None:
+    async def _load_whole(self, command: effects.WakeCommand, hop: effects.Hop, begun: _Begun | None) -> None:
         """The host has the pack, as far as is known: the relay is for the case that it has not any more. A store that
         takes long for its answer delays no load.
         """
         async with asyncio.TaskGroup() as calls:
-            relay = calls.create_task(self._keep(command, hop))
+            relay = calls.create_task(self._keep(command, hop, begun))
             await asyncio.wait({relay}, timeout=_WHOLE_S)
             if relay.done() and (cause := relay.result()):
                 for order in hop.loads:
@@ -123,23 +150,35 @@ class Actuator:
             for order in hop.loads:
                 calls.create_task(self._load(command, order))
 
-    async def _keep(self, command: effects.WakeCommand, hop: effects.Hop) -> str:
+    async def _keep(self, command: effects.WakeCommand, hop: effects.Hop, relay: _Begun | None) -> str:
         """Why the store did not take the relay; empty if it did."""
         try:
-            await self._relay(command, replace(hop, sources=hop.sources[:1], num_striped=1))
+            await self._relay_wake(command, hop, relay)
         except TorchrelayError as error:
             log.info("relay_refused", store_id=hop.store_id, error=error.message)
             return f"the relay to {hop.store_id} could not be started: {error.message}"
         return ""
+
+    def _hop_of_wake(self, command: effects.WakeCommand, hop: effects.Hop) -> effects.Hop:
+        """What has the pack needs one source, for the case that it has not any more."""
+        is_whole = self._has_whole(hop.store_id, command.model.pack_id)
+        return replace(hop, sources=hop.sources[:1], num_striped=1) if is_whole else hop
+
+    async def _relay_wake(self, command: effects.WakeCommand, hop: effects.Hop, relay: _Begun | None) -> None:
+        await self._finish(relay or self._begin_relay(command, self._hop_of_wake(command, hop)))
 
     def _has_whole(self, store_id: str, pack_id: str) -> bool:
         store = self._controller.policy.state.membership.stores.get(store_id)
         copy = store.copies.get(pack_id) if store is not None else None
         return copy is not None and copy.complete
 
-    async def _relay(
+    async def _relay(self, command: effects.CopyCommand | effects.RerouteCommand, hop: effects.Hop) -> None:
+        await self._finish(self._begin_relay(command, hop))
+
+    def _begin_relay(
         self, command: effects.WakeCommand | effects.CopyCommand | effects.RerouteCommand, hop: effects.Hop
-    ) -> None:
+    ) -> _Begun:
+        """Raises ``Unavailable`` if the store is gone."""
         store, stores = self._store(hop.store_id), self._controller.policy.state.membership.stores
         holders = [stores[source] for source in hop.sources if source in stores]
         model, cluster_tickets = command.model, self._controller.cluster_tickets
@@ -157,7 +196,7 @@ class Actuator:
             request.keep_retained = command.keep_retained
         if not (hop.urgent if isinstance(command, effects.WakeCommand) else command.urgent):
             request.urgency = RELAY_URGENCY_IDLE
-        await self._call(store.Relay, request, _TIMEOUT_S + model.pack_bytes / _FAULTING_BYTES_PER_S)
+        return self._begin(store.Relay, request, _TIMEOUT_S + model.pack_bytes / _FAULTING_BYTES_PER_S)
 
     async def _reroute(self, command: effects.RerouteCommand) -> None:
         """If the store cannot be reached, its relay goes on unchanged."""
@@ -242,26 +281,34 @@ class Actuator:
     async def _call(
         self, rpc: Callable[..., Awaitable[object]], request: Message, timeout_s: float = _TIMEOUT_S
     ) -> None:
-        """One RPC, retried if the peer was not reached.
+        await self._finish(self._begin(rpc, request, timeout_s))
+
+    def _begin(self, rpc: Callable[..., Awaitable[object]], request: Message, timeout_s: float) -> _Begun:
+        """Raises ``Unavailable`` if the peer's channel is closed."""
+        try:
+            return _Begun(rpc, request, timeout_s, rpc(request, timeout=timeout_s))
+        except grpc.aio.UsageError as error:
+            raise Unavailable("the peer was lost before the call") from error
+
+    async def _finish(self, begun: _Begun) -> None:
+        """Waits for the answer of an RPC, which is tried again if the peer was not reached.
 
         A ``StaleEpoch`` fails it like any error: a newer scheduler shows by the reports of all, not by one's word.
         """
         try:
             try:
-                await rpc(request, timeout=timeout_s)
+                await begun.answer
             except grpc.aio.AioRpcError as error:
                 if error.code() != grpc.StatusCode.UNAVAILABLE:
                     raise
                 await asyncio.sleep(_RETRY_S)
-                await rpc(request, timeout=timeout_s)
+                await self._begin(begun.rpc, begun.request, begun.timeout_s).answer
         except asyncio.CancelledError:
             # Either we are cancelled, or the peer was lost and its channel closed under the call.
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             raise Unavailable("the peer was lost during the call") from None
-        except grpc.aio.UsageError as error:
-            raise Unavailable("the peer was lost before the call") from error
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise _Unanswered(f"there was no answer within {timeout_s:g} s") from error
+                raise _Unanswered(f"there was no answer within {begun.timeout_s:g} s") from error
             raise error_from_rpc(error) from error

@@ -158,12 +158,13 @@ def key_to_proto(key: core.AttemptKey) -> types_pb2.AttemptKey:
 
 
 def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, now: float) -> core.Admission:
-    if not request.version.version_id or not request.version.pack_id:
+    version_id, model = request.version.version_id, request.version.model
+    if not version_id or not request.version.pack_id:
         raise InvalidRequest("version must have a version id and a pack id", field="version")
     return core.Admission(
         key=key_from_proto(request.key),
         gateway_id=gateway_id,
-        version_id=request.version.version_id,
+        version_id=version_id,
         num_prompt_tokens=request.num_prompt_tokens,
         num_forced_tokens=request.num_forced_tokens,
         max_tokens=request.max_tokens,
@@ -172,7 +173,7 @@ def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, n
         lost_workers=tuple(request.lost_workers),
         traceparent=request.traceparent,
         block_hashes=tuple(request.block_hashes),
-        model=request.version.model,
+        model=model,
         service_class=_SERVICE_CLASSES.get(request.service_class, core.ServiceClass.STANDARD),
         ttft_target_s=request.ttft_target_ms / 1000,
         tbt_target_s=request.tbt_target_ms / 1000,

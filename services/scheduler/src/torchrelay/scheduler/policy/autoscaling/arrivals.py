@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Final
 
-from cachetools import LRUCache
-
-from torchrelay.scheduler.policy.autoscaling.price import IdleGaps
+from torchrelay.common.recent import Recent
+from torchrelay.scheduler.policy.autoscaling.price import IdleGaps, IdlePlan
 
 WINDOW_S = 10.0  # what comes next is expected to be as much as in the last so many seconds
 _MAX_ARRIVALS = 1024  # counted of one window
@@ -22,6 +22,9 @@ _NEWEST = 0.1  # weight of the newest target
 class ArrivalRate:
     requests_per_s: float = 0.0
     tokens_per_s: float = 0.0  # of prompts
+
+
+NO_ARRIVALS: Final = ArrivalRate()
 
 
 @dataclass(slots=True)
@@ -49,9 +52,8 @@ class ArrivalHistory:
         self._came.append((now, num_tokens))
         self._num_tokens += num_tokens
 
-    def forecast(self, price_s: float, load_s: float) -> tuple[float, float]:
+    def forecast(self, plan: IdlePlan) -> tuple[float, float]:
         """When the model should be loaded again though nobody asks, and until when it is worth to hold it."""
-        plan = self.idle_gaps.plan(price_s, load_s)
         if self.last_used is None or math.isinf(plan.wake_s):
             return NEVER
         return self.last_used + plan.wake_s, self.last_used + plan.until_s
@@ -67,7 +69,7 @@ class ArrivalHistory:
         while self._came and self._came[0][0] <= now - WINDOW_S:
             self._num_tokens -= self._came.popleft()[1]
         if not self._came:
-            return ArrivalRate()
+            return NO_ARRIVALS
         since_s = now - self._came[0][0] if len(self._came) == _MAX_ARRIVALS else WINDOW_S
         return ArrivalRate(len(self._came) / max(since_s, 1.0), self._num_tokens / max(since_s, 1.0))
 
@@ -76,12 +78,14 @@ class Arrivals:
     """By version; the longest unused are forgotten first."""
 
     def __init__(self) -> None:
-        self._of: LRUCache[str, ArrivalHistory] = LRUCache(_MAX_VERSIONS)
+        self._of: Recent[str, ArrivalHistory] = Recent(_MAX_VERSIONS)
 
     def of(self, version_id: str) -> ArrivalHistory:
         history = self._of.get(version_id)
         if history is None:
             history = self._of[version_id] = ArrivalHistory()
+        else:
+            self._of.move_to_end(version_id)
         return history
 
     def used(self, version_id: str, now: float) -> None:

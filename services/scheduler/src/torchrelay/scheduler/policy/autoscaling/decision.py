@@ -32,7 +32,7 @@ from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, as
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles
+from torchrelay.scheduler.policy.core import BOTH, ROLES, InstancePhase, Role, Roles
 from torchrelay.scheduler.policy.reasons import Reason
 
 
@@ -152,7 +152,7 @@ def _fill_minimum(
     if minimum is None or autoscaler_input.now < demand.not_before:
         return []
     roles = [*(load.instance.target_roles for load in autoscaler_input.of(demand.model)), *granted]
-    missing = +Counter({role: minimum.number - sum(role in one for one in roles) for role in Role})
+    missing = +Counter({role: minimum.number - sum(role in one for one in roles) for role in ROLES})
     if not missing:
         return []
     slots = free.for_roles(demand.model, demand.avoid, 0, missing[Role.PREFILL], missing[Role.DECODE])
@@ -200,7 +200,7 @@ def _growth(
     """What a model that can serve already gains by more instances, if that is worth their slots."""
     own = autoscaler_input.of(demand.model)
     roles = [*(load.instance.target_roles for load in own), *granted]
-    num_instances = min(sum(role in one for one in roles) for role in Role)
+    num_instances = min(sum(role in one for one in roles) for role in ROLES)
     if (
         not num_instances
         or autoscaler_input.now < demand.not_before
@@ -211,7 +211,7 @@ def _growth(
     tier = min(slot.tier for slot in nearest) if nearest else _nearest(demand, freeing().idle, autoscaler_input)
     load_s = demand.load_s.get(tier, 0.0)
     wanted = wanted_instances(demand, num_instances, load_s, config)
-    missing = +Counter({role: wanted - sum(role in one for one in roles) for role in Role})
+    missing = +Counter({role: wanted - sum(role in one for one in roles) for role in ROLES})
     if not missing:
         return None
     slots = free.for_roles(
@@ -335,7 +335,7 @@ def _uncrowded(demand: Demand, loads: Sequence[InstanceLoad], kept: Sequence[Ins
     if demand.num_cold:
         return []  # what loads may be meant for them
     spare_s = now - max(demand.crowded_at, *(load.instance.since for load in loads))
-    if spare_s < demand.price_s or min(sum(role in load.instance.target_roles for load in loads) for role in Role) < 2:
+    if spare_s < demand.price_s or min(sum(role in load.instance.target_roles for load in loads) for role in ROLES) < 2:
         return []
     for load in sorted(loads, key=lambda load: (load.num_open, load.instance.instance_id)):
         if load not in kept and can_spare(load, loads):

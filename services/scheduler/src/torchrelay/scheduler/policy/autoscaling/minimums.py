@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrelay.common.quantities import format_duration
-from torchrelay.scheduler.policy.core import Instance, Model, Role, ScheduledMinimum
+from torchrelay.scheduler.policy.core import Instance, Model, ScheduledMinimum
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def kept_instances(minimums: Mapping[str, Minimum], of_version: Callable[[str], 
     for version_id, minimum in minimums.items():
         instances = [instance for instance in of_version(version_id) if instance.staying]
         instances.sort(key=lambda instance: (instance.created_at, instance.instance_id))
-        for role in Role:
+        for role in ROLES:
             playing = [instance.instance_id for instance in instances if role in instance.target_roles]
             found.update(playing[: minimum.number])
     return frozenset(found)

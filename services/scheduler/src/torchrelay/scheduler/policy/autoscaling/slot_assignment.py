@@ -10,7 +10,7 @@ from itertools import product
 from typing import NamedTuple
 
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, is_held_by_any, tier_of
-from torchrelay.scheduler.policy.core import BOTH, Model, Role, Roles, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.core import BOTH, ROLES, Model, Role, Roles, StoreStatus, WorkerStatus
 
 
 class FreeSlot(NamedTuple):
@@ -98,7 +98,7 @@ def _both(left: list[FreeSlot]) -> list[tuple[FreeSlot, Roles]]:
     pairs = [pair for slots in (left, *on_host.values()) for pair in _pairs(_first_two_alike(slots))]
     whole = next((slot for slot in left if slot.playable_roles >= BOTH), None)
     if whole is not None:
-        pairs = [(one, two) for one, two in pairs if (one.preferred_role, two.preferred_role) == tuple(Role)]
+        pairs = [(one, two) for one, two in pairs if (one.preferred_role, two.preferred_role) == ROLES]
     if pairs:
         best = min(pairs, key=lambda pair: (*_pair_cost(*pair), pair[0].cost, pair[1].cost))
         if whole is None or whole.avoided or not (best[0].avoided or best[1].avoided):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cachetools import LRUCache
-
+from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.core import MAX_VERSIONS
 
 _MIN_ANSWERS = 8  # fewer say little
@@ -22,11 +21,11 @@ class AnswerLengths:
     """The mean of late, by version."""
 
     def __init__(self) -> None:
-        self._means: LRUCache[str, _Mean] = LRUCache(MAX_VERSIONS)
+        self._means: Recent[str, _Mean] = Recent(MAX_VERSIONS)
 
     def observe(self, version_id: str, num_tokens: float) -> None:
         """An answer ended, after so many tokens per choice."""
-        mean = self._means.setdefault(version_id, _Mean())
+        self._means[version_id] = mean = self._means.get(version_id) or _Mean()
         mean.number += 1
         mean.num_tokens += (num_tokens - mean.num_tokens) / min(mean.number, _WINDOW)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy.core import InstancePhase, WorkerRef, WorkerStatus
@@ -66,16 +67,24 @@ def computes_alike(before: WorkerStatus, after: WorkerStatus) -> bool:
     )
 
 
+class Roster(NamedTuple):
+    """The instances of one version that take requests."""
+
+    entries: tuple[RosterEntry, ...]
+    prefills: tuple[RosterEntry, ...]  # those that play prefill
+
+
 class Rosters:
     """By version, built when they are asked for, and again after ``forget``."""
 
     def __init__(self) -> None:
-        self._of: dict[str, tuple[RosterEntry, ...]] = {}
+        self._of: dict[str, Roster] = {}
 
-    def of(self, version_id: str, build: Callable[[], Sequence[RosterEntry]]) -> tuple[RosterEntry, ...]:
+    def of(self, version_id: str, build: Callable[[], Sequence[RosterEntry]]) -> Roster:
         found = self._of.get(version_id)
         if found is None:
-            found = self._of[version_id] = tuple(build())
+            entries = tuple(build())
+            found = self._of[version_id] = Roster(entries, tuple(one for one in entries if one.plays_prefill))
         return found
 
     def forget(self, version_id: str) -> None:

@@ -29,7 +29,7 @@ from torchrelay.scheduler.policy.core import (
 from torchrelay.scheduler.policy.dispatch.latency import load_left_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement
-from torchrelay.scheduler.policy.dispatch.roster import RosterEntry, computes_alike
+from torchrelay.scheduler.policy.dispatch.roster import Roster, RosterEntry, computes_alike
 from torchrelay.scheduler.policy.dispatch.shared_versions import max_prompts_ahead
 from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN
 from torchrelay.scheduler.policy.prediction import Outcome
@@ -87,12 +87,13 @@ def admit(
 
 def _note_arrival(state: State, admission: Admission, now: float) -> None:
     version_id = admission.version_id
+    bound = state.attempts.bound
     is_unused = not state.queues.num_waiting(version_id) and not any(
-        state.attempts.at(instance.instance_id).num_open for instance in state.instances.of_version(version_id)
+        instance.instance_id in bound for instance in state.instances.of_version(version_id)
     )
     price_s = state.idle_timeout_s(version_id, now)
     history = state.arrivals.of(version_id)
-    load_s = state.load_times.predict_s(state.models[version_id], Tier.PEER, state.config)
+    load_s = state.load_times.by_tier(state.models[version_id], state.config)[Tier.PEER]
     history.arrive(admission.num_prefill_tokens, admission.ttft_target_s, price_s, load_s, now, is_unused=is_unused)
     state.forecasts.pop(version_id, None)
 
@@ -381,10 +382,14 @@ def note_earlier_prompts(state: State, worker: WorkerStatus, now: float) -> None
 
 def roster(state: State, model: Model, now: float) -> Sequence[RosterEntry]:
     """The instances of the version that take requests."""
-    return state.rosters.of(model.version_id, lambda: _roster(state, model, now))
+    return _roster(state, model, now).entries
 
 
-def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
+def _roster(state: State, model: Model, now: float) -> Roster:
+    return state.rosters.of(model.version_id, lambda: _entries(state, model, now))
+
+
+def _entries(state: State, model: Model, now: float) -> list[RosterEntry]:
     found = []
     for instance in state.instances.of_version(model.version_id):
         worker = state.membership.workers.get(instance.worker_id)
@@ -530,5 +535,6 @@ def _prompts_ahead_s(state: State, model: Model, now: float) -> float:
     return backlog_s(state, model, now) / len(entries)
 
 
-def prefills(state: State, model: Model, now: float) -> list[RosterEntry]:
-    return [entry for entry in roster(state, model, now) if entry.plays_prefill]
+def prefills(state: State, model: Model, now: float) -> tuple[RosterEntry, ...]:
+    """The instances of the version that take prompts."""
+    return _roster(state, model, now).prefills

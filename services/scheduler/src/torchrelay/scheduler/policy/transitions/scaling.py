@@ -6,7 +6,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     AutoscalerInput,
@@ -16,12 +15,21 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Loads,
     SetRoles,
     Wake,
+    cover_both_roles,
 )
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Role, Roles, StoreStatus
-from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
+from torchrelay.scheduler.policy.core import (
+    ROLES,
+    Instance,
+    InstancePhase,
+    Model,
+    Roles,
+    StoreStatus,
+    WorkerStatus,
+)
+from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork, OpenAttempt
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
@@ -45,6 +53,15 @@ def scale(state: State, now: float, version_ids: Iterable[str] | None = None) ->
                 _set_roles(state, action, now)
             case Drain():
                 _drain(state, action, now)
+
+
+def slotless_versions(state: State) -> list[str]:
+    """Those that requests wait for, and whose instances do not play both roles."""
+    return [
+        version_id
+        for version_id in state.queues.versions
+        if not cover_both_roles(one for one in state.instances.of_version(version_id) if one.staying)
+    ]
 
 
 def idle_versions(state: State, now: float) -> list[str]:
@@ -71,31 +88,11 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
     models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
     prices_s = {model.version_id: state.idle_timeout_s(model.version_id, now) for model in models}
 
-    @cache
-    def tenants(version_id: str, model: str) -> frozenset[str]:
-        return frozenset(map(tenant_of, state.aliases.of(version_id) or (model,)))
-
-    @cache
-    def arrivals_per_s(version_id: str) -> float:
-        return state.arrivals.of(version_id).rate(now).requests_per_s
-
-    @cache
-    def load(instance_id: str) -> InstanceLoad:
-        instance = state.instances.get(instance_id)
-        assert instance is not None
-        names = tenants(instance.version_id, instance.model)
-        return _instance_load(state, instance, names, arrivals_per_s(instance.version_id), now)
-
-    def of_version(version_id: str) -> tuple[InstanceLoad, ...]:
-        return tuple(load(one.instance_id) for one in state.instances.of_version(version_id))
-
-    def of_all() -> tuple[InstanceLoad, ...]:
-        return tuple(load(one.instance_id) for one in state.instances)
-
+    loads = _InstanceLoads(state, now)
     return AutoscalerInput(
         now=now,
         demands=tuple(_demand(state, model, prices_s[model.version_id], now) for model in models) if settled else (),
-        instance_loads=Loads(of_version, of_all, state.instances.workers),
+        instance_loads=Loads(loads.of_version, loads.of_all, state.instances.workers),
         workers=membership.workers,
         free_workers=membership.free_workers,
         stores=membership.stores_by_host,
@@ -137,43 +134,66 @@ def expected_versions(state: State, now: float) -> list[str]:
     return [version_id for version_id, (begin, _) in state.forecasts.items() if begin <= now]
 
 
-def _instance_load(
-    state: State, instance: Instance, tenants: frozenset[str], arrivals_per_s: float, now: float
-) -> InstanceLoad:
-    worker = state.membership.workers.get(instance.worker_id)
-    num_open, num_reported = state.attempts.at(instance.instance_id).num_open, worker.num_running if worker else 0
-    last_active = state.instances.last_active(instance.instance_id)
-    if now - last_active > state.config.drain_s:
-        num_reported = 0  # of requests that nobody has: it would keep its slot for ever
-    return InstanceLoad(
-        instance,
-        num_open,
-        num_reported,
-        last_active,
-        _reload_s(state, instance),
-        tenants,
-        arrivals_per_s,
-        state.queues.num_waiting(instance.version_id),
-        _drain_s(state, instance),
-    )
+class _InstanceLoads:
+    """The instances as one decision sees them; each version is looked at once."""
+
+    def __init__(self, state: State, now: float) -> None:
+        self._state, self._now = state, now
+        self._found: dict[str, tuple[InstanceLoad, ...]] = {}
+
+    def of_version(self, version_id: str) -> tuple[InstanceLoad, ...]:
+        found = self._found.get(version_id)
+        if found is None:
+            found = self._found[version_id] = _loads_of_version(self._state, version_id, self._now)
+        return found
+
+    def of_all(self) -> tuple[InstanceLoad, ...]:
+        """In the order in which they came."""
+        instances = self._state.instances
+        by_id = {
+            load.instance.instance_id: load for version_id in instances.versions for load in self.of_version(version_id)
+        }
+        return tuple(by_id[one.instance_id] for one in instances)
 
 
-def _drain_s(state: State, instance: Instance) -> float:
+def _loads_of_version(state: State, version_id: str, now: float) -> tuple[InstanceLoad, ...]:
+    if not (instances := state.instances.of_version(version_id)):
+        return ()
+    names, workers, model = state.aliases.of(version_id), state.membership.workers, state.models.get(version_id)
+    tenants = frozenset(map(tenant_of, names))
+    arrivals_per_s = state.arrivals.of(version_id).rate(now).requests_per_s
+    num_waiting = state.queues.num_waiting(version_id)
+    reload_s = state.load_times.by_tier(model, state.config)[Tier.HOST] if model is not None else 0.0
+    drain_limit_s, found = state.config.drain_s, []
+    for instance in instances:
+        instance_id, worker = instance.instance_id, workers.get(instance.worker_id)
+        work, last_active = state.attempts.at(instance_id), state.instances.last_active(instance_id)
+        # What a worker counts long after the last attempt is of requests that nobody has: they would keep its slot for
+        # ever.
+        is_counted = worker is not None and now - last_active <= drain_limit_s
+        is_ready = instance.phase is InstancePhase.READY
+        found.append(
+            InstanceLoad(
+                instance,
+                work.num_open,
+                worker.num_running if worker is not None and is_counted else 0,
+                last_active,
+                # From host memory, where its weights stay: no longer than it took to load, wherever they came from.
+                min(reload_s, instance.since - instance.created_at) if is_ready else 0.0,
+                tenants if names else frozenset((tenant_of(instance.model),)),
+                arrivals_per_s,
+                num_waiting,
+                _drain_s(state, instance, worker, work) if work.num_choices and worker is not None else 0.0,
+            )
+        )
+    return tuple(found)
+
+
+def _drain_s(state: State, instance: Instance, worker: WorkerStatus, work: BoundWork) -> float:
     """Until the answers that run there have ended: the longest has twice the mean left, if that is known."""
-    work, worker = state.attempts.at(instance.instance_id), state.membership.workers.get(instance.worker_id)
-    if not work.num_choices or worker is None:
-        return 0.0
     tbt_s = state.latency_models.of(worker, instance.pack_id, state.config).tbt_s(work.num_choices, work.num_attended)
     num_tokens = state.answer_lengths.mean(instance.version_id) or 0.0
     return min(2 * num_tokens * tbt_s, state.config.drain_s)
-
-
-def _reload_s(state: State, instance: Instance) -> float:
-    """From host memory, where its weights stay: no longer than it took to load, wherever they came from."""
-    model = state.models.get(instance.version_id)
-    if model is None or instance.phase is not InstancePhase.READY:
-        return 0.0
-    return min(state.load_times.by_tier(model, state.config)[Tier.HOST], instance.since - instance.created_at)
 
 
 def _demand(state: State, model: Model, price_s: float, now: float) -> Demand:
@@ -185,6 +205,7 @@ def _demand(state: State, model: Model, price_s: float, now: float) -> Demand:
     history = state.arrivals.of(version_id)
     rate, late_since = history.rate(now), max([now - price_s, *(one.since for one in instances)])
     load_s = state.load_times.by_tier(model, state.config)
+    idle_plan = history.idle_gaps.plan(price_s, load_s[Tier.PEER])
     demand = Demand(
         model=model,
         num_waiting=waiting.number,
@@ -202,14 +223,14 @@ def _demand(state: State, model: Model, price_s: float, now: float) -> Demand:
         load=admissions.prompts_s(state, model, rate.tokens_per_s, now),
         target_s=history.target_s or state.config.standard_ttft_s,
         price_s=price_s,
-        keep_s=history.idle_gaps.plan(price_s, load_s[Tier.PEER]).keep_s,
-        forecast=history.forecast(price_s, load_s[Tier.PEER]),
+        keep_s=idle_plan.keep_s,
+        forecast=history.forecast(idle_plan),
         load_s=load_s,
         crowded_at=history.crowded_at,
     )
     if now < demand.forecast[1] < math.inf:
         state.forecasts[version_id] = demand.forecast
-    num_serving = min(sum(role in one.target_roles for one in instances) for role in Role)
+    num_serving = min(sum(role in one.target_roles for one in instances) for role in ROLES)
     if num_serving > 1 and demand.num_saved(num_serving - 1, 0.0) >= 1:
         history.crowded_at = now
         return replace(demand, crowded_at=now)
