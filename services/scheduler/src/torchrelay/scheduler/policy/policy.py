@@ -135,7 +135,8 @@ class Policy:
             opened = state.attempts.get(admission.key)
             if opened is None:
                 admissions.refuse_if_infeasible(state, admission, now)
-            if opened is None or opened.placement.cold:
+            is_short = opened is None or opened.placement.cold
+            if is_short and scaling.may_act_alone(state, model, now):
                 scaling.scale(state, now, (model.version_id,))
             admissions.send_waiting(state, admission, now)
 

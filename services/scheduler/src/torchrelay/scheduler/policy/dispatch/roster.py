@@ -67,10 +67,13 @@ def computes_alike(before: WorkerStatus, after: WorkerStatus) -> bool:
 
 
 class Rosters:
-    """By version, built when they are asked for, and again after ``forget``."""
+    """By version, built when they are asked for, and again after ``forget``. A version is blocked while prompts of a full
+    step are ahead on each of its instances: nothing is placed there.
+    """
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[RosterEntry, ...]] = {}
+        self._blocked_until: dict[str, float] = {}
 
     def of(self, version_id: str, build: Callable[[], Sequence[RosterEntry]]) -> tuple[RosterEntry, ...]:
         found = self._of.get(version_id)
@@ -80,3 +83,14 @@ class Rosters:
 
     def forget(self, version_id: str) -> None:
         self._of.pop(version_id, None)
+        self._blocked_until.pop(version_id, None)
+
+    def block(self, version_id: str, until: float) -> None:
+        """Until then, unless its instances change or prompts leave them."""
+        self._blocked_until[version_id] = until
+
+    def unblock(self, version_id: str) -> None:
+        self._blocked_until.pop(version_id, None)
+
+    def is_blocked(self, version_id: str, now: float) -> bool:
+        return version_id in self._blocked_until and now < self._blocked_until[version_id]

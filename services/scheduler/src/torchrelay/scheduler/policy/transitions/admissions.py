@@ -180,6 +180,7 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     state.queues.remove(key, now)
     attempt = state.attempts.close(key, now)
     if attempt is not None:
+        state.rosters.unblock(attempt.admission.version_id)
         state.aliases.used(attempt.admission.version_id, attempt.admission.model, now)
         state.arrivals.used(attempt.admission.version_id, now)
         for instance_id in attempt.instance_ids:
@@ -308,24 +309,26 @@ def place_waiting(state: State, now: float, version_ids: Iterable[str] | None = 
 
 def place_due(state: State, now: float) -> None:
     """Places what waited for an instance to come near the end of its prompts."""
-    if state.due.earliest > now:
-        return
-    for version_id in [version_id for version_id, due in state.due.items() if due <= now]:
+    for version_id in state.due.passed(now):
         _place_version(state, version_id, now)
 
 
 def _place_version(state: State, version_id: str, now: float) -> None:
+    if state.rosters.is_blocked(version_id, now):
+        return
     state.due.pop(version_id, None)
+    state.rosters.unblock(version_id)
     model = state.models.get(version_id)
     if model is None or not state.queues.num_waiting(version_id):
         return
     entries = roster(state, model, now)
     too_large: list[AttemptKey] = []
     while entries and (admission := state.queues.next(version_id, now)) is not None:
+        seen = _candidates(state, admission, model, entries, now)
         found = state.strategies.place(
             admission,
             model,
-            _candidates(state, admission, model, entries, now),
+            seen,
             state.kv_transfer_times,
             state.config,
             now,
@@ -338,6 +341,8 @@ def _place_version(state: State, version_id: str, now: float) -> None:
                 continue
             if not math.isinf(found.due):
                 state.due[version_id] = found.due
+            if found.is_of_all and len(seen) == len(entries):
+                state.rosters.block(version_id, found.due)
             break
         state.queues.take(admission.key, now)
         bind(state, admission, found, now)
@@ -454,6 +459,7 @@ def first_token(state: State, key: AttemptKey, now: float, *, is_measured: bool 
     attempt = state.attempts.computed(key, now)
     if attempt is None:
         return
+    state.rosters.unblock(attempt.admission.version_id)
     if state.instances.get(attempt.placement.prefill.instance_id):
         _learn_from_first_token(state, attempt, now, is_measured=is_measured)
     _place_version(state, attempt.admission.version_id, now)

@@ -20,7 +20,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Role, Roles, StoreStatus
+from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Model, Role, Roles, StoreStatus
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.policy.reasons import Reason
@@ -44,6 +44,23 @@ def scale(state: State, now: float, version_ids: Iterable[str] | None = None) ->
                 _set_roles(state, action, now)
             case Drain():
                 _drain(state, action, now)
+
+
+def may_act_alone(state: State, model: Model, now: float) -> bool:
+    """Whether a decision on this model alone may do anything now: one that plays both roles at most grows, and that is
+    decided with all that requests wait for. These are looked at with each tick.
+    """
+    if not state.strategies.decides_in_turns or not state.queues.others_wait(model.version_id):
+        return True
+    kv_bytes = _waiting(state, model, now).most_kv_bytes
+    played: set[Role] = set()
+    for instance in state.instances.of_version(model.version_id):
+        worker = state.membership.workers.get(instance.worker_id)
+        if instance.staying and not (worker is not None and worker.kv_pool_bytes < kv_bytes):
+            played |= instance.target_roles
+            if played >= BOTH:
+                return False
+    return True
 
 
 def idle_versions(state: State, now: float) -> list[str]:
