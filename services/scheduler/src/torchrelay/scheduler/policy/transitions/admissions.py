@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from msgspec import structs
 
@@ -384,17 +385,22 @@ def note_earlier_prompts(state: State, worker: WorkerStatus, now: float) -> None
 
 def roster(state: State, model: Model, now: float) -> Sequence[RosterEntry]:
     """The instances of the version that take requests."""
-    return state.rosters.of(model.version_id, lambda: _roster(state, model, now))
+
+    def load_of(before: RosterEntry) -> RosterEntry:
+        instance = state.instances.get(before.instance_id)
+        assert instance is not None, "a roster is forgotten when an instance goes"
+        return replace(before, loaded_at=now + _load_left_s(state, model, instance, now))
+
+    return state.rosters.of(model.version_id, lambda: _roster(state, model, now), load_of)
 
 
-def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
-    found = []
+def _roster(state: State, model: Model, now: float) -> Iterator[RosterEntry]:
     for instance in state.instances.of_version(model.version_id):
         worker = state.membership.workers.get(instance.worker_id)
         if not instance.placeable or worker is None or state.membership.is_suspect(worker.worker_id):
             continue
         latency = state.latency_models.of(worker, model.pack_id, state.config)
-        entry = RosterEntry(
+        yield RosterEntry(
             worker_ref=WorkerRef(worker.worker_id, worker.grpc_address, instance.instance_id),
             host_id=instance.host_id,
             plays_prefill=instance.plays(Role.PREFILL),
@@ -406,15 +412,16 @@ def _roster(state: State, model: Model, now: float) -> list[RosterEntry]:
             full_step_s=latency.queued_s(latency.token_budget),
             excess_until=state.earlier_prompts_until.get(worker.worker_id, 0.0),
         )
-        found.append(entry)
-    return found
 
 
 def forget_roster(state: State, before: WorkerStatus | None, worker: WorkerStatus, instance: Instance) -> None:
-    """If the worker's report, after the one ``before``, says anything new about what its instance can take."""
-    is_loading = instance.version_id in state.instances.loading_versions
-    if before is None or is_loading or not computes_alike(before, worker):
+    """If the worker's report, after the one ``before``, says anything new about what its instance can take. Loads of its
+    version are predicted anew with any report.
+    """
+    if before is None or not computes_alike(before, worker):
         state.rosters.forget(instance.version_id)
+    elif instance.version_id in state.instances.loading_versions:
+        state.rosters.forget_loads(instance.version_id)
 
 
 def candidates(state: State, admission: Admission, model: Model, now: float) -> list[Candidate]:
