@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torchrelay.common.latency.latency_model import LatencyModel
@@ -64,50 +63,3 @@ def computes_alike(before: WorkerStatus, after: WorkerStatus) -> bool:
         and (before.step_s, before.prefill_tokens_per_s) == (after.step_s, after.prefill_tokens_per_s)
         and (before.latency is after.latency or before.latency == after.latency)
     )
-
-
-class Rosters:
-    """By version, built when they are asked for, and again after ``forget``; after ``forget_loads`` only those that load.
-    A version is blocked while a full step of
-    prompts is ahead on each of its instances: nothing is placed there.
-    """
-
-    def __init__(self) -> None:
-        self._of: dict[str, tuple[RosterEntry, ...]] = {}
-        self._with_old_loads: set[str] = set()
-        self._blocked_until: dict[str, float] = {}
-
-    def of(
-        self,
-        version_id: str,
-        build: Callable[[], Iterable[RosterEntry]],
-        build_load: Callable[[RosterEntry], RosterEntry],
-    ) -> tuple[RosterEntry, ...]:
-        """``build_load``: an instance that loads, as it is now."""
-        found = self._of.get(version_id)
-        if found is None:
-            found = self._of[version_id] = tuple(build())
-        elif version_id in self._with_old_loads:
-            is_loading = InstancePhase.LOADING
-            found = tuple(build_load(entry) if entry.phase is is_loading else entry for entry in found)
-            self._of[version_id] = found
-        self._with_old_loads.discard(version_id)
-        return found
-
-    def forget(self, version_id: str) -> None:
-        self._of.pop(version_id, None)
-        self._blocked_until.pop(version_id, None)
-
-    def forget_loads(self, version_id: str) -> None:
-        """What is predicted of its loads has changed, and nothing else."""
-        self._with_old_loads.add(version_id)
-
-    def block(self, version_id: str, until: float) -> None:
-        """Until then, unless its instances change or prompts leave them."""
-        self._blocked_until[version_id] = until
-
-    def unblock(self, version_id: str) -> None:
-        self._blocked_until.pop(version_id, None)
-
-    def is_blocked(self, version_id: str, now: float) -> bool:
-        return version_id in self._blocked_until and now < self._blocked_until[version_id]

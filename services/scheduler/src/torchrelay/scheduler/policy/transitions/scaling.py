@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     AutoscalerInput,
@@ -147,7 +147,7 @@ def _instance_load(
         tenants,
         arrivals_per_s,
         state.queues.num_waiting(instance.version_id),
-        _drain_s(state, instance),
+        partial(_drain_s, state, instance),
     )
 
 
