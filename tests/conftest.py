@@ -17,6 +17,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # How long an example takes says something about the machine, and nothing about the code.
 hypothesis.settings.register_profile("torchrelay", deadline=None)
 hypothesis.settings.load_profile("torchrelay")
+_OF_PROCESSES = ("tests/e2e/", "tests/hostile/", "tests/integration/", "tests/lab/")
 # Read when triton is imported: its kernels run in an interpreter, on any machine. With 0 the same tests use the GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -33,3 +34,14 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real NATS server with JetStream; use a subject prefix of your own."""
     with nats_server(tmp_path_factory.mktemp("nats")) as url:
         yield url
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``-n``, the modules of unit tests are shared out; tests of processes come after them, one at a time."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0] if _is_unit_test(item) else "processes"))
+    items.sort(key=lambda item: not _is_unit_test(item))
+
+
+def _is_unit_test(item: pytest.Item) -> bool:
+    return not item.nodeid.startswith(_OF_PROCESSES)

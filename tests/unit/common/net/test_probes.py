@@ -72,6 +72,7 @@ async def test_a_server_answers_until_it_is_stopped_and_again_when_it_goes_on(ki
         assert [await ask(probe) for _ in range(3)] == [""] * 3
         pid = pid_listening_on(url)
         os.kill(pid, signal.SIGSTOP)
+        await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WSTOPPED)  # all its threads
         try:
             with pytest.raises(TimeoutError):
                 await ask(probe, timeout_s=0.3)
