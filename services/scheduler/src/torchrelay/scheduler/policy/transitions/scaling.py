@@ -52,6 +52,17 @@ def may_act_alone(state: State, model: Model, now: float) -> bool:
     """
     if not state.strategies.decides_in_turns or not state.queues.others_wait(model.version_id):
         return True
+    return _lacks_role(state, model, now)
+
+
+def starving_versions(state: State, now: float) -> list[str]:
+    """Those that requests wait for, and that lack a role for any of these."""
+    models = [state.models[version_id] for version_id in state.queues.versions if version_id in state.models]
+    return [model.version_id for model in models if _lacks_role(state, model, now)]
+
+
+def _lacks_role(state: State, model: Model, now: float) -> bool:
+    """As ``AutoscalerInput.missing`` says it."""
     kv_bytes = _waiting(state, model, now).most_kv_bytes
     played: set[Role] = set()
     for instance in state.instances.of_version(model.version_id):
