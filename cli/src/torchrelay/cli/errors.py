@@ -23,6 +23,7 @@ _OPTIONS = {
     "idle_timeout_s": "--idle-timeout-s",
     "max_instances": "--max-instances",
     "min_instances": "--min-instances",
+    "schedule": "--schedule",
     "requests_per_minute": "--requests-per-minute",
     "storage_quota_bytes": "--storage-quota-gb",
     "budget_nano": "--budget",

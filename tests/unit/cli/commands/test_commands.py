@@ -89,6 +89,13 @@ def test_a_model_is_set_and_deleted(run: Run, home: Home, door: FakeGateway) -> 
     assert "acme/tiny: idle s 60, max instances per role 2" in shown.stdout
     assert "with the model's next request" in shown.stderr
     assert isinstance(run("models", "set", "tiny").exception, CliError)
+    entries = ["mon-fri 08:00-18:00 Europe/Berlin = 2", "sat 10:00-16:00 UTC = 1"]
+    shown = run("models", "set", "tiny", "--schedule", entries[0], "--schedule", entries[1])
+    assert door.asked.pop()[2] == {"schedule": entries}
+    assert f"acme/tiny: min {entries[0]}\nacme/tiny: min {entries[1]}" in shown.stdout
+    run("models", "set", "tiny", "--schedule", "none")
+    assert door.asked.pop()[2] == {"schedule": []}
+    assert isinstance(run("models", "set", "tiny", "--schedule", "none", "--schedule", "x").exception, CliError)
     deleted = run("models", "delete", "acme/tiny", "--yes")
     assert deleted.stdout == "deleted acme/tiny\n"
     assert "`torchrelay top` shows" in deleted.stderr

@@ -168,3 +168,7 @@ async def test_models_with_a_minimum_are_found(parts: AccountingRig, caller: Pri
     assert after.version.version_id == "v2" and after.min_instances == 2
     await parts.catalog.set_scaling(after, ScalingSettings(min_instances=0))
     assert await parts.catalog.with_minimum() == []
+    await parts.catalog.set_scaling(after, ScalingSettings(schedule=("daily 08:00-18:00 UTC = 1",)))
+    assert [one.schedule for one in await parts.catalog.with_minimum()] == [("daily 08:00-18:00 UTC = 1",)]
+    await parts.catalog.set_scaling(after, ScalingSettings(schedule=()))
+    assert await parts.catalog.with_minimum() == []

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, two_workers_one_host
-from torchrelay.scheduler.policy.core import Model
+from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import Model, ScheduledMinimum
 from torchrelay.scheduler.policy.inputs import MinimumsSet
 
 KEPT = a_model("acme/kept", min_instances=1, idle_timeout_s=1.0)
@@ -80,3 +83,75 @@ def test_of_tenants_with_the_same_files_the_larger_minimum_counts() -> None:
     set_minimums(scene, replace(KEPT, min_instances=2), replace(KEPT, name="birch/same", min_instances=1))
     scene.pass_time(5.0)
     assert len(list(scene.policy.state.instances)) == 2
+
+
+ENTRY = "mon-fri 08:00-18:00 Europe/Berlin = 2"
+
+
+def scheduled(begin: float, end: float, number: int = 1) -> ScheduledMinimum:
+    return ScheduledMinimum(begin, end, number, ENTRY)
+
+
+def reasons(scene: PaperCluster, kind: str) -> list[str]:
+    return [one.reason for one in scene.events if one.kind == kind]
+
+
+def test_a_scheduled_minimum_is_loaded_by_its_begin_and_ends_by_itself() -> None:
+    scene = PaperCluster(PolicyConfig(relay_bytes_per_s=1e6))
+    scene.settle(a_store("store-1", "host-1"), *(a_worker(f"w-{n}") for n in range(4)))
+    begin = scene.now + 100.0
+    timed = a_model("acme/timed", idle_timeout_s=1.0)
+    load_s = scene.policy.state.load_times.predict_s(timed, Tier.REMOTE, scene.config)
+    assert load_s > 10
+    set_minimums(scene, replace(timed, scheduled=(scheduled(begin, begin + 30.0, 2),)))
+    assert scene.wakes() == []
+    while not scene.wakes() and scene.now < begin:
+        scene.pass_time(0.5)
+    assert begin - 2 * load_s < scene.now < begin - load_s, "loaded in time, and not for longer than that needs"
+    (said,) = set(reasons(scene, "scale_up"))
+    assert said.startswith(f"its minimum is 2 per role, by its schedule '{ENTRY}', which begins in ")
+    scene.finish_loads()
+    scene.hold("store-1", timed)  # from now on it would load from nearer: it is not given back until then
+    scene.pass_time(begin + 29.0 - scene.now)
+    assert len(list(scene.policy.state.instances)) == 2 and len(scene.wakes()) == 1
+    scene.pass_time(5.0)
+    assert loaded(scene) == []
+    assert reasons(scene, "minimum")[-1] == "its minimum is 0 per role"
+
+
+def test_of_overlapping_times_and_the_constant_minimum_the_greatest_counts() -> None:
+    minimums = Minimums()
+    windows = (scheduled(10, 30, 2), scheduled(20, 40, 3), scheduled(0, 50, 1))
+    minimums.set([replace(KEPT, min_instances=1, scheduled=windows[:2]), replace(KEPT, scheduled=windows[2:])])
+
+    def at(now: float) -> int:
+        minimums.evaluate(now, lambda model: 0.0)
+        return minimums.in_force[KEPT.version_id].number
+
+    assert [at(now) for now in (5, 10, 19.9, 20, 29, 30, 39.9, 40, 60)] == [1, 2, 2, 3, 3, 3, 3, 1, 1]
+    minimums.evaluate(5, lambda model: 0.0)
+    assert minimums.next_change(KEPT.version_id, 5) == (10, 2)
+    minimums.evaluate(35, lambda model: 0.0)
+    assert minimums.next_change(KEPT.version_id, 35) == (40, 1)
+    minimums.evaluate(60, lambda model: 0.0)
+    assert minimums.next_change(KEPT.version_id, 60) is None
+
+
+def test_a_schedule_that_is_not_in_force_costs_nothing() -> None:
+    scene = one_slot()
+    set_minimums(scene, replace(KEPT, min_instances=0, scheduled=(scheduled(scene.now + 1e6, scene.now + 2e6),)))
+    scene.admit(OTHER, "r1")
+    scene.finish_loads()
+    scene.release("r1")
+    scene.pass_time(3.0)
+    assert loaded(scene) == [] and KEPT.version_id not in scene.policy.state.minimums.in_force
+
+
+def test_tenants_with_the_same_files_do_not_see_each_others_schedules() -> None:
+    scene = one_slot()
+    own = replace(KEPT, min_instances=0, scheduled=(scheduled(scene.now, scene.now + 60),))
+    scene.models[KEPT.version_id] = own
+    scene.apply(MinimumsSet((own, replace(KEPT, name="birch/same", min_instances=0))))
+    told = [one for one in scene.events if one.kind in ("minimum", "scale_up")]
+    assert len(told) == 2
+    assert {said for one in told for said in one.by_tenant.values()} == {"its minimum is 1 per role"}

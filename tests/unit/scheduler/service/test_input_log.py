@@ -17,7 +17,14 @@ from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model,
 from tests.unit.scheduler.service.scripted_cluster import GatewayClient, house
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Model, SourceShare, StoreStatus
+from torchrelay.scheduler.policy.core import (
+    AttemptKey,
+    InstancePhase,
+    Model,
+    ScheduledMinimum,
+    SourceShare,
+    StoreStatus,
+)
 from torchrelay.scheduler.policy.effects import (
     CopyCommand,
     Hop,
@@ -197,7 +204,9 @@ class Life:
         """The gateway comes back, and forgets some of what it had asked for."""
         self.scene.apply(GatewayDisconnected("gateway-1"))
         self.scene.apply(GatewayConnected("gateway-1"))
-        self.scene.apply(MinimumsSet((replace(MODELS[0], min_instances=1),)))
+        begin = self.scene.now + 5.0
+        timed = replace(MODELS[1], scheduled=(ScheduledMinimum(begin, begin + 10.0, 1, "daily 08:00-18:00 UTC = 1"),))
+        self.scene.apply(MinimumsSet((replace(MODELS[0], min_instances=1), timed)))
         self.open = self.open[: len(self.open) // 2]
         self.scene.pass_time(1.5, step_s=0.5)
 

@@ -40,6 +40,13 @@ MaxInstancesOption = Annotated[int | None, typer.Option(min=0, help="Maximum ins
 MinInstancesOption = Annotated[
     int | None, typer.Option(min=0, help="Instances per role that stay loaded; needs the admin key.")
 ]
+ScheduleOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Minimum at times, as 'mon-fri 08:00-18:00 Europe/Berlin = 2'; several; none: no schedule; admin.",
+        metavar="ENTRY",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 _NEED_KEY = "pass one with --key or TORCHRELAY_API_KEY"

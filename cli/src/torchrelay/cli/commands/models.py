@@ -8,6 +8,8 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
+from rich.console import Group
+from rich.text import Text
 
 from torchrelay.cli.api.access import (
     HomeOption,
@@ -16,6 +18,7 @@ from torchrelay.cli.api.access import (
     KeyOption,
     MaxInstancesOption,
     MinInstancesOption,
+    ScheduleOption,
     UrlOption,
     tenant_access,
 )
@@ -26,6 +29,7 @@ from torchrelay.cli.views import console
 from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
 from torchrelay.common.quantities import format_bytes
 
+SCHEDULE_EXAMPLE = "mon-fri 08:00-18:00 Europe/Berlin = 2"
 EXAMPLE = "Example:  torchrelay models\n\nTo zero sooner:  torchrelay models set glossary --idle-timeout-s 30"
 app = typer.Typer(invoke_without_command=True)
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="TENANT/MODEL, or MODEL if it is your own.")]
@@ -53,12 +57,15 @@ def models(
 
 
 def models_table(models: list[dict[str, Any]]) -> WidthAware:
-    """A row per model; fewer columns on a narrow terminal."""
-    return WidthAware(lambda width: _table(models, is_small=width < NARROW_CELLS))
+    """A row per model, fewer columns on a narrow terminal; below it the schedules of their minimums."""
+    schedules = [
+        Text(f"{model['id']}: min {entry}", overflow="fold") for model in models for entry in model.get("schedule", ())
+    ]
+    return WidthAware(lambda width: Group(_table(models, is_small=width < NARROW_CELLS), *schedules))
 
 
 def _table(models: list[dict[str, Any]], is_small: bool) -> ResultTable:
-    numbers = ("size", "context", "idle s", "max")
+    numbers = ("size", "context", "idle s", "max", "min")
     columns = ("model", "version", "architecture", "dtype", *numbers, "published")
     hidden = ("version", "architecture", "dtype") if is_small else ()
     table = ResultTable(*columns, right=numbers, whole=("model", "published"), without=hidden, is_narrow=True)
@@ -71,6 +78,7 @@ def _table(models: list[dict[str, Any]], is_small: bool) -> ResultTable:
             format_bytes(model["size_bytes"]),
             f"{model['context_length']:,}",
             *_scaling(model),
+            str(model.get("min_instances", 0)),
             datetime.fromtimestamp(model["created"]).strftime("%Y-%m-%d" if is_small else "%Y-%m-%d %H:%M"),
         )
     return table
@@ -85,29 +93,52 @@ def _scaling(model: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-@app.command("set", epilog="Example:  torchrelay models set glossary --idle-timeout-s 30")
+@app.command(
+    "set",
+    epilog="Example:  torchrelay models set glossary --idle-timeout-s 30\n\n"
+    f"At times: torchrelay models set acme/glossary --schedule '{SCHEDULE_EXAMPLE}'",
+)
 def set_model(
     name: NameArgument,
     idle_timeout_s: IdleTimeoutOption = None,
     max_instances: MaxInstancesOption = None,
     min_instances: MinInstancesOption = None,
+    schedule: ScheduleOption = None,
     home: HomeOption = None,
     url: UrlOption = None,
     key: KeyOption = None,
 ) -> None:
     """Change how a model scales; its version stays the same.
 
-    Running instances adopt the change with the model's next request.
+    Running instances adopt the change with the model's next request, minimums within seconds. A minimum at times
+    is as large as the greatest that is in force, loaded by its begin; an end before the begin is of the next day.
     """
-    wanted = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances, min_instances=min_instances)
+    wanted = given(
+        idle_timeout_s=idle_timeout_s,
+        max_instances=max_instances,
+        min_instances=min_instances,
+        schedule=_entries(schedule or None),
+    )
     if not wanted:
-        raise CliError("nothing to set", "pass --idle-timeout-s, --max-instances or --min-instances")
+        raise CliError("nothing to set", "pass --idle-timeout-s, --max-instances, --min-instances or --schedule")
     with tenant_access(home, url, key).client() as client:
         model = client.call("PATCH", f"/v1/models/{quote(name)}", json=wanted)
     idle_s, most = _scaling(model)
     least = f", min {model['min_instances']}" if model.get("min_instances") else ""
     console.out().print(f"[bold]{model['id']}[/]: idle s {idle_s}, max instances per role {most}{least}")
-    console.err().print("[dim]running instances adopt it with the model's next request[/]")
+    for entry in model.get("schedule", ()):
+        console.out().print(f"[bold]{model['id']}[/]: min {entry}")
+    adopted = "within seconds" if schedule or min_instances is not None else "with the model's next request"
+    console.err().print(f"[dim]running instances adopt it {adopted}[/]")
+
+
+def _entries(given_entries: list[str] | None) -> list[str] | None:
+    """The schedule's entries: none for ``none``."""
+    if given_entries and "none" in given_entries:
+        if len(given_entries) > 1:
+            raise CliError("--schedule: none beside an entry", "pass --schedule none alone to clear it")
+        return []
+    return given_entries
 
 
 @app.command(epilog="Example:  torchrelay models delete glossary")

@@ -14,7 +14,7 @@ from rich.text import Text
 from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
 from torchrelay.cli.views.packs import STATE_STYLES, PackIndex, copies_table, models_table, roles_text
 from torchrelay.cli.views.relays import relay_blocks
-from torchrelay.common.quantities import format_bytes
+from torchrelay.common.quantities import format_bytes, format_duration
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2
 
 RATE_WINDOW_S = 5.0  # a worker that only decodes reports twice a second
@@ -108,6 +108,8 @@ def _screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_smal
         parts.append(copies_table(view, packs, is_small))
     if view.instances or view.demand or packs.at_zero:
         parts.append(models_table(view, packs, is_small))
+    if view.minimums:
+        parts.append(minimums_table(view.minimums))
     if not view.instances:
         parts.append(Text("no instances: every model is at zero", style="dim"))
     return Group(*parts)
@@ -155,6 +157,15 @@ def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates, is_sma
             format_bytes(store.bytes_sent),
             str(store.num_running_uploads),
         )
+    return table
+
+
+def minimums_table(minimums: Iterable[scheduler_pb2.MinimumView]) -> Table:
+    """A row per model that stays loaded though nobody asks, or will."""
+    table = ResultTable("minimum of", "min", "next", "why", right=("min",), whole=("minimum of",), is_narrow=True)
+    for each in minimums:
+        change = f"{each.next_num_instances} in {format_duration(each.next_s)}" if each.next_s else ""
+        table.add_line(Text(each.model), str(each.num_instances), change, Text(each.reason))
     return table
 
 

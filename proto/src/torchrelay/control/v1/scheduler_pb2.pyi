@@ -131,7 +131,7 @@ Global___AdmitCommand: _TypeAlias = AdmitCommand  # noqa: Y015
 
 @_typing.final
 class Minimums(_message.Message):
-    """All models that have a minimum of instances; the newest such message of any gateway counts."""
+    """All models that have a minimum of instances, always or at times; the newest such message of any gateway counts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -678,6 +678,7 @@ class ClusterView(_message.Message):
     LARGEST_SLOT_BYTES_FIELD_NUMBER: _builtins.int
     RELAYS_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
+    MINIMUMS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     largest_slot_bytes: _builtins.int
     """weights the largest known slot can hold; 0: no slot known"""
@@ -697,6 +698,10 @@ class ClusterView(_message.Message):
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionView]:
         """those that were called since the scheduler began; for operators, never for tenants"""
 
+    @_builtins.property
+    def minimums(self) -> _containers.RepeatedCompositeFieldContainer[Global___MinimumView]:
+        """of models that stay loaded, or will; for operators, never for tenants"""
+
     def __init__(
         self,
         *,
@@ -708,14 +713,50 @@ class ClusterView(_message.Message):
         largest_slot_bytes: _builtins.int = ...,
         relays: _abc.Iterable[Global___RelayView] | None = ...,
         versions: _abc.Iterable[Global___VersionView] | None = ...,
+        minimums: _abc.Iterable[Global___MinimumView] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand", "epoch", b"epoch", "instances", b"instances", "largest_slot_bytes", b"largest_slot_bytes", "relays", b"relays", "stores", b"stores", "versions", b"versions", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand", "epoch", b"epoch", "instances", b"instances", "largest_slot_bytes", b"largest_slot_bytes", "minimums", b"minimums", "relays", b"relays", "stores", b"stores", "versions", b"versions", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterView: _TypeAlias = ClusterView  # noqa: Y015
+
+@_typing.final
+class MinimumView(_message.Message):
+    """How many instances of a model stay loaded though nobody asks for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    NUM_INSTANCES_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    NEXT_S_FIELD_NUMBER: _builtins.int
+    NEXT_NUM_INSTANCES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    num_instances: _builtins.int
+    """per role"""
+    reason: _builtins.str
+    next_s: _builtins.float
+    """until it changes; 0: at no known time"""
+    next_num_instances: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        num_instances: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        next_s: _builtins.float = ...,
+        next_num_instances: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "next_num_instances", b"next_num_instances", "next_s", b"next_s", "num_instances", b"num_instances", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MinimumView: _TypeAlias = MinimumView  # noqa: Y015
 
 @_typing.final
 class VersionView(_message.Message):

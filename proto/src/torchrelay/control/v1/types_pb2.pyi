@@ -3,8 +3,10 @@
 isort:skip_file
 Nouns that several control services share."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -130,26 +132,66 @@ class ScalingSettings(_message.Message):
     IDLE_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     MAX_INSTANCES_FIELD_NUMBER: _builtins.int
     MIN_INSTANCES_FIELD_NUMBER: _builtins.int
+    SCHEDULED_FIELD_NUMBER: _builtins.int
     idle_timeout_s: _builtins.float
     """idle this long: back to zero; 0 takes the scheduler's default"""
     max_instances: _builtins.int
     """per role; 0 takes the scheduler's default"""
     min_instances: _builtins.int
     """per role, loaded though nobody asks; of Minimums only"""
+    @_builtins.property
+    def scheduled(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScheduledMinimum]:
+        """of Minimums only: what is in force, and what comes next"""
+
     def __init__(
         self,
         *,
         idle_timeout_s: _builtins.float = ...,
         max_instances: _builtins.int = ...,
         min_instances: _builtins.int = ...,
+        scheduled: _abc.Iterable[Global___ScheduledMinimum] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_timeout_s", b"idle_timeout_s", "max_instances", b"max_instances", "min_instances", b"min_instances"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_timeout_s", b"idle_timeout_s", "max_instances", b"max_instances", "min_instances", b"min_instances", "scheduled", b"scheduled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScalingSettings: _TypeAlias = ScalingSettings  # noqa: Y015
+
+@_typing.final
+class ScheduledMinimum(_message.Message):
+    """A greater minimum for a stretch of time. Of several that overlap the greatest counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_UNIX_S_FIELD_NUMBER: _builtins.int
+    END_UNIX_S_FIELD_NUMBER: _builtins.int
+    NUM_INSTANCES_FIELD_NUMBER: _builtins.int
+    ENTRY_FIELD_NUMBER: _builtins.int
+    begin_unix_s: _builtins.int
+    """loaded by then"""
+    end_unix_s: _builtins.int
+    """not included"""
+    num_instances: _builtins.int
+    """per role"""
+    entry: _builtins.str
+    """of the model's schedule, as its operator wrote it"""
+    def __init__(
+        self,
+        *,
+        begin_unix_s: _builtins.int = ...,
+        end_unix_s: _builtins.int = ...,
+        num_instances: _builtins.int = ...,
+        entry: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_unix_s", b"begin_unix_s", "end_unix_s", b"end_unix_s", "entry", b"entry", "num_instances", b"num_instances"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScheduledMinimum: _TypeAlias = ScheduledMinimum  # noqa: Y015
 
 @_typing.final
 class Ticket(_message.Message):

@@ -71,6 +71,7 @@ class PublishedModel:
     max_instances: int  # per role; 0: the scheduler's default
     created_unix_us: int
     min_instances: int = 0  # per role, loaded though nobody asks
+    schedule: tuple[str, ...] = ()  # at times more of them: see ``catalog.schedules``
 
     @property
     def price_id(self) -> str:

@@ -37,3 +37,29 @@ async def test_a_minimum_of_instances_is_the_admins_to_set(rig: RestRig) -> None
     assert (await rig.acme.get("/v1/models/glossary")).json() == model
     set_ = await rig.admin.patch("/v1/models/acme/glossary", json={"min_instances": 1})
     assert set_.json() == model | {"min_instances": 1}
+
+
+async def test_a_schedule_is_the_admins_to_set_is_shown_as_understood_and_cleared(rig: RestRig) -> None:
+    model = await published(rig.acme)
+    assert model["schedule"] == []
+    entries = ["MON-fri 8:00-18:00 europe/berlin=2", "sat 22:00-02:00 UTC = 1"]
+    refused = await rig.acme.patch("/v1/models/glossary", json={"schedule": entries})
+    assert refused.status_code == 403 and "schedule requires the admin key" in refused.json()["error"]["message"]
+    set_ = await rig.admin.patch("/v1/models/acme/glossary", json={"schedule": entries})
+    understood = ["mon-fri 08:00-18:00 Europe/Berlin = 2", "sat 22:00-02:00 UTC = 1"]
+    assert set_.json() == model | {"schedule": understood}
+    kept = await rig.admin.patch("/v1/models/acme/glossary", json={"min_instances": 1})
+    assert kept.json() == model | {"schedule": understood, "min_instances": 1}
+    assert (await rig.admin.patch("/v1/models/acme/glossary", json={"schedule": []})).json()["schedule"] == []
+
+
+async def test_a_schedule_that_cannot_be_read_is_refused_and_changes_nothing(rig: RestRig) -> None:
+    model = await published(rig.acme)
+    entries = ["mon 08:00-18:00 UTC = 1", "mon 08:00-18:00 Berlin = 2"]
+    refused = await rig.admin.patch("/v1/models/acme/glossary", json={"schedule": entries})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "schedule")
+    assert "has an unknown time zone 'Berlin'; write an IANA name such as Europe/Berlin" in error["message"]
+    many = await rig.admin.patch("/v1/models/acme/glossary", json={"schedule": entries[:1] * 33})
+    assert (many.status_code, many.json()["error"]["param"]) == (400, "schedule")
+    assert (await rig.acme.get("/v1/models/glossary")).json() == model

@@ -14,6 +14,27 @@ from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.inference.execution.minimums import announce_minimums
 
 
+async def test_of_a_schedule_the_present_and_the_next_window_are_told_and_what_cannot_be_read_is_left_out() -> None:
+    noon = 1_795_608_000.0  # a Wednesday, in UTC
+    entries = ("daily 08:00-18:00 UTC = 3", "mon 08:00-18:00 Atlantis/Poseidonis = 1")
+    kept = [replace(published_model("acme/m", file_digests={}), schedule=entries)]
+
+    async def with_minimum() -> Sequence[PublishedModel]:
+        return kept
+
+    async with (
+        scheduler() as made,
+        admissions_to(made.address) as admissions,
+        background(announce_minimums(with_minimum, admissions, every_s=60.0, unix_s=lambda: noon)),
+    ):
+        await until(lambda: bool(made.minimums))
+    (version,) = made.minimums[-1].versions
+    told = [(each.begin_unix_s, each.end_unix_s, each.num_instances) for each in version.scaling.scheduled]
+    begin, day_s = int(noon) - 4 * 3600, 24 * 3600
+    assert told == [(begin, begin + 36_000, 3), (begin + day_s, begin + day_s + 36_000, 3)]
+    assert {each.entry for each in version.scaling.scheduled} == {entries[0]}
+
+
 async def test_minimums_are_told_when_they_change_and_to_each_new_scheduler() -> None:
     kept, num_reads = [replace(published_model("acme/m", file_digests={}), min_instances=2)], 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import msgspec
-from sqlalchemy import ColumnElement, Row, Select, delete, exists, insert, select, update
+from sqlalchemy import ColumnElement, Row, Select, delete, exists, insert, or_, select, update
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import NotFound
@@ -25,19 +25,21 @@ from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
-    """Settings of a model. ``None``: unchanged; for a new model 0, the scheduler's default. The minimum is the
-    operator's, all else the tenant's.
+    """Settings of a model. ``None``: unchanged; for a new model 0, the scheduler's default. The minimum and its
+    schedule are the operator's, all else the tenant's.
     """
 
     idle_timeout_s: float | None = None
     max_instances: int | None = None
     min_instances: int | None = None
+    schedule: tuple[str, ...] | None = None
 
-    def values(self) -> dict[str, float | int]:
-        given = {
+    def values(self) -> dict[str, float | int | str]:
+        given: dict[str, float | int | str | None] = {
             "idle_timeout_s": self.idle_timeout_s,
             "max_instances": self.max_instances,
             "min_instances": self.min_instances,
+            "schedule": None if self.schedule is None else msgspec.json.encode(self.schedule).decode(),
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -88,9 +90,10 @@ class Catalog:
         return [_published(row, price_at(price_list, f"{row.tenant}/{row.name}", now)) for row in rows]
 
     async def with_minimum(self) -> list[PublishedModel]:
-        """The models that have a minimum of instances, by name. Raises ``Unavailable``."""
+        """The models that have a minimum of instances, always or at times, by name. Raises ``Unavailable``."""
         price_list = await self._prices.all()
-        query = _joined().where(models.c.min_instances > 0).order_by(tenants.c.name, models.c.name)
+        has_minimum = or_(models.c.min_instances > 0, models.c.schedule != "[]")
+        query = _joined().where(has_minimum).order_by(tenants.c.name, models.c.name)
         async with self._database.read() as connection:
             rows = (await connection.execute(query)).all()
         now = now_unix_us()
@@ -184,6 +187,7 @@ def _published(row: Row[tuple[object, ...]], price: Price) -> PublishedModel:
         max_instances=row.max_instances,
         created_unix_us=row.created_unix_us,
         min_instances=row.min_instances,
+        schedule=msgspec.json.decode(row.schedule, type=tuple[str, ...]),
     )
 
 

@@ -79,6 +79,7 @@ models = Table(
     Column("idle_timeout_s", Float, nullable=False),
     Column("max_instances", Integer, nullable=False),
     Column("min_instances", Integer, nullable=False, server_default="0"),
+    Column("schedule", Text, nullable=False, server_default="[]"),  # a JSON array of its entries
     Column("created_unix_us", BigInteger, nullable=False),
     Column("updated_unix_us", BigInteger, nullable=False),
 )

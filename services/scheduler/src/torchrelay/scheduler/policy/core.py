@@ -82,6 +82,16 @@ class AttemptKey(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ScheduledMinimum:
+    """A greater minimum of instances for a stretch of time, ``end`` not included; loaded by its begin."""
+
+    begin: float
+    end: float
+    num_instances: int  # per role
+    entry: str  # of the model's schedule, as its operator wrote it
+
+
+@dataclass(frozen=True)
 class Model:
     """One published version of a model and its scaling settings."""
 
@@ -95,6 +105,7 @@ class Model:
     routing_block_tokens: int = 0  # of a prompt, per hash; 0: no hashes
     num_devices: int = 1  # of the group that it runs on: one slot
     min_instances: int = 0  # per role, that stay loaded though nobody asks for it
+    scheduled: tuple[ScheduledMinimum, ...] = ()  # in force, and what comes next
 
 
 @dataclass(frozen=True)

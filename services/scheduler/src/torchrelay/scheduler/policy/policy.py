@@ -53,7 +53,7 @@ class Policy:
             case inputs.Release():
                 self._release(input_, now)
             case inputs.MinimumsSet(models):
-                state.set_minimums(models, now)
+                scaling.set_minimums(state, models, now)
                 self._react(now)
             case inputs.GatewayConnected(gateway_id):
                 admissions.park(state, state.gateways.connected(gateway_id, now))
@@ -259,6 +259,7 @@ class Policy:
         is_in_turns, is_whole = state.strategies.decides_in_turns, now >= state.whole_scale_due
         if is_whole:
             state.whole_scale_due = now + state.config.whole_scale_every_s
+            scaling.evaluate_minimums(state, now)
         if is_whole and not is_in_turns:
             self._react(now)
             take_backs.take_back(state, now, state.attempts.versions_in_prefill)
@@ -268,7 +269,7 @@ class Policy:
             if is_in_turns:
                 due = [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
                 if is_whole:  # these may have no instance
-                    due += [*state.minimums, *scaling.expected_versions(state, now)]
+                    due += [*state.minimums.in_force, *scaling.expected_versions(state, now)]
             scaling.scale(state, now, sorted({*state.queues.versions, *state.instances.loading_versions, *due}))
             take_backs.take_back(state, now, state.attempts.versions_in_prefill.intersection(due))
         if is_whole:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torchrelay.common.recent import Recent
@@ -14,6 +14,7 @@ from torchrelay.scheduler.policy.autoscaling.arrivals import Arrivals
 from torchrelay.scheduler.policy.autoscaling.idle_deadlines import IdleDeadlines
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
+from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
 from torchrelay.scheduler.policy.autoscaling.version_turns import VersionTurns
 from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
@@ -76,7 +77,7 @@ class State:
     replication_state: ReplicationState = field(default_factory=ReplicationState)
     aliases: VersionAliases = field(default_factory=VersionAliases)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
-    minimums: dict[str, int] = field(default_factory=dict)  # by version: instances per role that stay loaded
+    minimums: Minimums = field(default_factory=Minimums)
     forecasts: dict[str, tuple[float, float]] = field(default_factory=dict)  # by unused version; see ``Demand``
     effects: Effects = field(default_factory=Effects)
     instances_without_token: Recent[str, tuple[str, ...]] = field(  # by request id; see note_no_token
@@ -119,13 +120,6 @@ class State:
             unused = next((version_id for version_id in others if not self._is_used(version_id)), None)
             if unused is not None:
                 del self.models[unused]
-
-    def set_minimums(self, models: Iterable[Model], now: float) -> None:
-        """These models have a minimum of instances, and no other has; of one version the largest counts."""
-        self.minimums.clear()
-        for model in models:
-            self.note_model(model, now)
-            self.minimums[model.version_id] = max(model.min_instances, self.minimums.get(model.version_id, 0))
 
     def _is_used(self, version_id: str) -> bool:
         if version_id in self.minimums:

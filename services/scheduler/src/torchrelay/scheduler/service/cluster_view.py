@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from torchrelay.control.v1 import scheduler_pb2
+from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
 from torchrelay.scheduler.policy.core import Instance
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.service import converters
@@ -30,7 +31,26 @@ def cluster_view(controller: Controller) -> scheduler_pb2.ClusterView:
         largest_slot_bytes=state.membership.sizes.largest_weights_bytes,
         relays=relay_views(state, now),
         versions=_version_views(state),
+        minimums=_minimum_views(state, now),
     )
+
+
+def _minimum_views(state: State, now: float) -> list[scheduler_pb2.MinimumView]:
+    views = []
+    for version_id in state.minimums:
+        at, number = state.minimums.next_change(version_id, now) or (now, 0)
+        minimum = state.minimums.in_force.get(version_id, Minimum(0))
+        views += [
+            scheduler_pb2.MinimumView(
+                model=model.name,
+                num_instances=minimum.number,
+                reason=minimum.text(now),
+                next_s=at - now,
+                next_num_instances=number,
+            )
+            for model in state.minimums.models(version_id)
+        ]
+    return views
 
 
 def _version_views(state: State) -> list[scheduler_pb2.VersionView]:

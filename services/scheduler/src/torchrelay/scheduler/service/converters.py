@@ -140,6 +140,10 @@ def model_from_proto(version: types_pb2.ModelVersion) -> core.Model:
         max_instances=version.scaling.max_instances,
         routing_block_tokens=version.routing_block_tokens,
         min_instances=version.scaling.min_instances,
+        scheduled=tuple(
+            core.ScheduledMinimum(float(each.begin_unix_s), float(each.end_unix_s), each.num_instances, each.entry)
+            for each in version.scaling.scheduled
+        ),
     )
 
 

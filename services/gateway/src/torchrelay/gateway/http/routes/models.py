@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from torchrelay.common.errors import PermissionDenied
 from torchrelay.gateway.catalog.catalog import ScalingSettings
+from torchrelay.gateway.catalog.schedules import MAX_ENTRIES, MAX_INSTANCES, parse_entry
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf
 
@@ -27,12 +28,14 @@ class ScalingSettingsBody(BaseModel):
 
 
 class SettingsBody(ScalingSettingsBody):
-    """``min_instances`` holds slots that no request pays for, so only the admin may set it."""
+    """``min_instances`` and ``schedule`` hold slots that no request pays for, so only the admin may set them."""
 
-    min_instances: int | None = Field(default=None, ge=0, le=10_000)
+    min_instances: int | None = Field(default=None, ge=0, le=MAX_INSTANCES)
+    schedule: list[Annotated[str, Field(max_length=128)]] | None = Field(default=None, max_length=MAX_ENTRIES)
 
     def scaling(self) -> ScalingSettings:
-        return ScalingSettings(self.idle_timeout_s, self.max_instances, self.min_instances)
+        schedule = None if self.schedule is None else tuple(str(parse_entry(entry)) for entry in self.schedule)
+        return ScalingSettings(self.idle_timeout_s, self.max_instances, self.min_instances, schedule)
 
 
 @router.get("")
@@ -50,10 +53,11 @@ async def one_model(services: ServicesOf, caller: Caller, name: str) -> dict[str
 @router.patch("/{name:path}")
 async def change(services: ServicesOf, caller: Caller, name: str, body: SettingsBody) -> dict[str, Any]:
     """Takes effect with the model's next request, which carries the settings to the scheduler; a minimum of instances
-    within seconds.
+    and its schedule within seconds.
     """
-    if body.min_instances is not None and not caller.is_admin:
-        raise PermissionDenied("min_instances requires the admin key", field="min_instances")
+    for field in ("min_instances", "schedule"):
+        if getattr(body, field) is not None and not caller.is_admin:
+            raise PermissionDenied(f"{field} requires the admin key", field=field)
     await services.catalog.set_scaling(await services.catalog.resolve(caller, name), body.scaling())
     return shown(services, await services.catalog.resolve(caller, name))
 
@@ -82,6 +86,7 @@ def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
         "idle_timeout_s": model.idle_timeout_s,
         "max_instances": model.max_instances,
         "min_instances": model.min_instances,
+        "schedule": model.schedule,
         "effective_idle_timeout_s": model.idle_timeout_s or default.idle_timeout_s,
         "effective_max_instances": model.max_instances or default.max_instances,
     }

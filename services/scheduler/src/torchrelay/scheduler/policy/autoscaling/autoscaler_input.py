@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from torchrelay.scheduler.policy.autoscaling import price
+from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
@@ -147,7 +148,7 @@ class AutoscalerInput:
     version_ids: Sequence[str] = ()  # of models to look at that may have no demand, as they are not known
     waited_for: frozenset[str] = frozenset()  # versions that requests wait for
     suspects: frozenset[str] = frozenset()  # workers on which nothing is placed
-    minimums: Mapping[str, int] = field(default_factory=dict)  # by version: instances per role that stay loaded
+    minimums: Mapping[str, Minimum] = field(default_factory=dict)  # by version: of those that have one now
     holders_of: Callable[[str], Iterable[StoreStatus]] | None = None  # by pack; absent: those of ``stores``
 
     @cached_property
@@ -167,12 +168,12 @@ class AutoscalerInput:
     def kept(self) -> frozenset[str]:
         """Instances that stay though nobody uses them: of each role as many as the model's minimum, the oldest."""
         found: set[str] = set()
-        for version_id, number in self.minimums.items():
+        for version_id, minimum in self.minimums.items():
             loads = [load for load in self.instance_loads.of_version(version_id) if load.instance.staying]
             loads.sort(key=lambda load: (load.instance.created_at, load.instance.instance_id))
             for role in Role:
                 playing = [load.instance.instance_id for load in loads if role in load.instance.target_roles]
-                found.update(playing[:number])
+                found.update(playing[: minimum.number])
         return frozenset(found)
 
     @property

@@ -148,22 +148,26 @@ def _fill_minimum(
     freeing: Callable[[], FreeingSlots],
 ) -> list[Action]:
     """What a model lacks of the instances that stay loaded: free slots, and those of models that are idle."""
-    minimum = autoscaler_input.minimums.get(demand.model.version_id, 0)
+    minimum = autoscaler_input.minimums.get(demand.model.version_id)
+    if minimum is None or autoscaler_input.now < demand.not_before:
+        return []
     roles = [*(load.instance.target_roles for load in autoscaler_input.of(demand.model)), *granted]
-    missing = +Counter({role: minimum - sum(role in one for one in roles) for role in Role})
-    if not missing or autoscaler_input.now < demand.not_before:
+    missing = +Counter({role: minimum.number - sum(role in one for one in roles) for role in Role})
+    if not missing:
         return []
     slots = free.for_roles(demand.model, demand.avoid, 0, missing[Role.PREFILL], missing[Role.DECODE])
     assignments = assign(slots, missing[Role.PREFILL], missing[Role.DECODE])
     actions: list[Action] = []
     if assignments:
-        text = f"its minimum is {minimum} per role"
-        actions.append(Wake(demand.model, assignments, Reason("minimum", text, {"num_wanted": minimum})))
+        plain = dict.fromkeys(demand.by_tenant, minimum.plain_text)
+        figures = {"num_wanted": minimum.number}
+        reason = Reason("minimum", minimum.text(autoscaler_input.now), figures, plain)
+        actions.append(Wake(demand.model, assignments, reason))
         for assignment in assignments:
             free.take(assignment.worker_id)
         missing -= Counter(role for one in assignments for role in one.roles)
     if missing:
-        gain = Gain(math.inf, 0.0, f"lacks instances of its minimum, {minimum} per role")
+        gain = Gain(math.inf, 0.0, f"lacks instances of its minimum, {minimum.number} per role")
         actions += evict_to_grow(demand, missing, gain, autoscaler_input, freeing())
     return actions
 

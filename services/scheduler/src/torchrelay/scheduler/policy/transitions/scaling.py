@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -29,6 +29,7 @@ from torchrelay.scheduler.policy.transitions import admissions, relays
 
 LOAD_STALLED = "load_stalled"
 _UNLOAD_RETRY_S = 1.0
+_LEAD_FACTOR = 1.5  # so many predicted load times before its begin, a scheduled instance is loaded: some take longer
 _SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict", "share": "share", "turn": "share"}
 
 
@@ -91,7 +92,9 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
     membership, settled = state.membership, now - state.started_at >= state.config.settle_s
     if version_ids is None:
         staying = {instance.version_id for instance in state.instances if instance.staying}
-        version_ids = sorted(staying.union(state.queues.versions, state.minimums, expected_versions(state, now)))
+        version_ids = sorted(
+            staying.union(state.queues.versions, state.minimums.in_force, expected_versions(state, now))
+        )
     version_ids = list(version_ids)
     models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
     prices_s = {model.version_id: state.idle_timeout_s(model.version_id, now) for model in models}
@@ -128,9 +131,30 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         version_ids=version_ids,
         waited_for=frozenset(state.queues.versions) if settled else frozenset(),
         suspects=membership.suspects,
-        minimums=state.minimums,
+        minimums=state.minimums.in_force,
         holders_of=membership.holders,
     )
+
+
+def set_minimums(state: State, models: Sequence[Model], now: float) -> None:
+    """These models have a minimum of instances, always or at times, and no other has."""
+    for model in models:
+        state.note_model(model, now)
+    state.minimums.set(models)
+    evaluate_minimums(state, now)
+
+
+def evaluate_minimums(state: State, now: float) -> None:
+    """The minimums of this moment; each that is another than before is told."""
+
+    def lead_s(model: Model) -> float:
+        tier = Tier.PEER if state.membership.is_held(model.pack_id) else Tier.REMOTE
+        return _LEAD_FACTOR * state.load_times.by_tier(model, state.config)[tier] + state.config.whole_scale_every_s
+
+    for version_id, minimum in state.minimums.evaluate(now, lead_s).items():
+        if model := state.models.get(version_id):
+            plain = dict.fromkeys(_tenants(state, version_id), minimum.plain_text)
+            state.happened(now, "minimum", model, Reason("minimum", minimum.text(now), {}, plain))
 
 
 def expected_versions(state: State, now: float) -> list[str]:
@@ -255,11 +279,17 @@ def _waiting(state: State, model: Model, now: float) -> _Waiting:
 
 def _of_tenants(state: State, version_id: str, cold: Iterable[OpenAttempt]) -> dict[str, tuple[int, int]]:
     """Requests of each tenant that wait, and that are placed on loading instances; empty for a single tenant."""
-    tenants = sorted({tenant_of(name) for name in state.aliases.of(version_id)})
-    if len(tenants) < 2:
+    tenants = _tenants(state, version_id)
+    if not tenants:
         return {}
     num_cold = Counter(tenant_of(attempt.admission.model) for attempt in cold)
     return {tenant: (state.queues.num_of_tenant(version_id, tenant), num_cold[tenant]) for tenant in tenants}
+
+
+def _tenants(state: State, version_id: str) -> list[str]:
+    """Who shares the version; empty for a single tenant."""
+    tenants = sorted({tenant_of(name) for name in state.aliases.of(version_id)})
+    return tenants if len(tenants) > 1 else []
 
 
 def _wake(state: State, action: Wake, now: float) -> None:

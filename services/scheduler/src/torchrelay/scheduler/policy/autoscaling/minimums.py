@@ -1,0 +1,98 @@
+"""How many instances of each model stay loaded though nobody asks for it: always, and at times."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torchrelay.common.quantities import format_duration
+from torchrelay.scheduler.policy.core import Model, ScheduledMinimum
+
+
+@dataclass(frozen=True, slots=True)
+class Minimum:
+    """``number``: instances per role; ``scheduled``: by which it is, unless by the model's constant one."""
+
+    number: int
+    scheduled: ScheduledMinimum | None = None
+
+    @property
+    def plain_text(self) -> str:
+        """For tenants who share the version: the schedule may be another's."""
+        return f"its minimum is {self.number} per role"
+
+    def text(self, now: float) -> str:
+        if self.scheduled is None:
+            return self.plain_text
+        text = f"{self.plain_text}, by its schedule {self.scheduled.entry!r}"
+        left_s = self.scheduled.begin - now
+        return f"{text}, which begins in {format_duration(left_s)}" if left_s > 0 else text
+
+
+class Minimums:
+    """By version: identical uploads share instances, and the greatest minimum of any counts."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, list[Model]] = {}
+        self._begun: set[ScheduledMinimum] = set()
+        self.in_force: dict[str, Minimum] = {}  # as last evaluated; those of none are absent
+
+    def __contains__(self, version_id: str) -> bool:
+        """Whether the version has one, now or at another time."""
+        return version_id in self._models
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def set(self, models: Iterable[Model]) -> None:
+        """These have a minimum, and no other has. Counts from the next evaluation on."""
+        found = defaultdict[str, list[Model]](list)
+        for model in models:
+            found[model.version_id].append(model)
+        self._models = dict(found)
+
+    def models(self, version_id: str) -> Sequence[Model]:
+        return self._models[version_id]
+
+    def evaluate(self, now: float, lead_s: Callable[[Model], float]) -> dict[str, Minimum]:
+        """Finds what is ``in_force``; returns what has changed. ``lead_s``: how long before a time of its schedule
+        begins a model is loaded for it; what has begun so stays until its end.
+        """
+        begun: set[ScheduledMinimum] = set()
+        before, self.in_force = self.in_force, {}
+        for version_id, models in self._models.items():
+            first = now + lead_s(models[0])
+            running = [
+                each for each in _scheduled(models) if each.end > now and (each.begin <= first or each in self._begun)
+            ]
+            begun.update(running)
+            minimum = _greatest(models, running)
+            if minimum.number:
+                self.in_force[version_id] = minimum
+        self._begun = begun
+        changed = {key: minimum for key, minimum in self.in_force.items() if before.get(key) != minimum}
+        return changed | {key: Minimum(0) for key in before if key not in self.in_force}
+
+    def next_change(self, version_id: str, now: float) -> tuple[float, int] | None:
+        """When another number than the present one is due, and which; None: at no known time."""
+        models = self._models[version_id]
+        number = self.in_force.get(version_id, Minimum(0)).number
+        for at in sorted({at for each in _scheduled(models) for at in (each.begin, each.end) if at > now}):
+            then = _greatest(models, (each for each in _scheduled(models) if each.begin <= at < each.end)).number
+            if then != number:
+                return at, then
+        return None
+
+
+def _scheduled(models: Iterable[Model]) -> list[ScheduledMinimum]:
+    return [each for model in models for each in model.scheduled]
+
+
+def _greatest(models: Iterable[Model], scheduled: Iterable[ScheduledMinimum]) -> Minimum:
+    """Of the constant minimums and these; of equal ones the constant, or the one that lasts longer."""
+    constant = max(model.min_instances for model in models)
+    greatest = max(scheduled, key=lambda each: (each.num_instances, each.end), default=None)
+    if greatest is None or greatest.num_instances <= constant:
+        return Minimum(constant)
+    return Minimum(greatest.num_instances, greatest)

@@ -1,0 +1,117 @@
+"""The weekly times of a model's greater minimum, as operators write them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.catalog.schedules import ScheduleEntry, parse_entry
+
+HOUR_S = 3600
+
+
+def at(text: str) -> float:
+    """Unix seconds of a time with its offset."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+def begins(entry: str, now: str, *expected: tuple[str, float]) -> None:
+    found = [
+        (each.begin_unix_s, (each.end_unix_s - each.begin_unix_s) / HOUR_S)
+        for each in islice(parse_entry(entry).windows(at(now)), len(expected))
+    ]
+    assert found == [(at(begin), hours) for begin, hours in expected]
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("mon-fri 08:00-18:00 Europe/Berlin = 2", "mon-fri 08:00-18:00 Europe/Berlin = 2"),
+        ("  MON,wed,Tue  8:00 - 18:30 utc=3 ", "mon-wed 08:00-18:30 UTC = 3"),
+        ("fri-mon 22:00-06:00 america/new_york = 1", "mon,fri-sun 22:00-06:00 America/New_York = 1"),
+        ("daily 00:00-24:00 Asia/Kolkata = 10000", "daily 00:00-24:00 Asia/Kolkata = 10000"),
+        ("mon-sun 23:00-00:00 UTC = 1", "daily 23:00-00:00 UTC = 1"),
+    ],
+)
+def test_an_entry_is_read_as_operators_write_it(written: str, read: str) -> None:
+    assert str(parse_entry(written)) == read
+    assert parse_entry(read) == parse_entry(written)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("weekdays at eight", "is not of the form DAYS BEGIN-END ZONE = INSTANCES; write it as 'mon-fri 08:00-18:00"),
+        ("mon-fri 08:00-18:00 = 2", "is not of the form"),
+        ("mon-fry 08:00-18:00 UTC = 2", "has unknown days 'mon-fry'; write mon, tue,"),
+        ("mon 08:00-18:60 UTC = 2", "has no time 18:60; write times from 00:00 to 24:00"),
+        ("mon 24:00-06:00 UTC = 2", "begins at 24:00; write 00:00, and the next day"),
+        ("mon 08:00-08:00 UTC = 2", "ends when it begins; for whole days write 00:00-24:00"),
+        ("mon 08:00-18:00 Europe/Berlln = 2", "has an unknown time zone 'Europe/Berlln'; write an IANA name"),
+        ("mon 08:00-18:00 ../../etc/passwd = 2", "has an unknown time zone"),
+        ("mon 08:00-18:00 UTC = 0", "the number of instances must be from 1 to 10,000"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_what_to_write(written: str, said: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_entry(written)
+    assert refused.value.field == "schedule" and said in refused.value.message
+    assert refused.value.message.startswith(f"schedule {written!r} ")
+
+
+def test_windows_are_those_that_end_after_now() -> None:
+    entry = "mon-fri 08:00-18:00 Europe/Berlin = 2"
+    friday, monday = ("2026-11-27T08:00+01:00", 10.0), ("2026-11-30T08:00+01:00", 10.0)
+    begins(entry, "2026-11-27T17:59:59+01:00", friday, monday)
+    begins(entry, "2026-11-27T18:00:00+01:00", monday)
+
+
+def test_over_midnight_it_is_of_the_day_on_which_it_begins() -> None:
+    entry = "fri 22:00-06:00 UTC = 1"
+    begins(entry, "2026-11-28T05:00+00:00", ("2026-11-27T22:00+00:00", 8.0), ("2026-12-04T22:00+00:00", 8.0))
+    begins(entry, "2026-11-28T06:00+00:00", ("2026-12-04T22:00+00:00", 8.0))
+
+
+def test_summer_time_moves_a_window_with_the_clock_on_the_wall() -> None:
+    entry = "daily 08:00-18:00 Europe/Berlin = 1"
+    begins(entry, "2026-10-24T00:00+02:00", ("2026-10-24T08:00+02:00", 10.0), ("2026-10-25T08:00+01:00", 10.0))
+
+
+@pytest.mark.parametrize(
+    ("entry", "now", "begin", "hours"),
+    [
+        ("sun 01:00-05:00 Europe/Berlin = 1", "2026-10-25T00:00+02:00", "2026-10-25T01:00+02:00", 5.0),  # put back
+        ("sun 02:15-02:45 Europe/Berlin = 1", "2026-10-25T00:00+02:00", "2026-10-25T02:15+02:00", 1.5),  # twice
+        ("sun 01:00-05:00 Europe/Berlin = 1", "2026-03-29T00:00+01:00", "2026-03-29T01:00+01:00", 3.0),  # forward
+        ("sun 02:30-03:15 Europe/Berlin = 1", "2026-03-29T00:00+01:00", "2026-03-29T01:30+01:00", 0.75),  # no 02:30
+        ("sat 22:00-02:30 Europe/Berlin = 1", "2026-03-28T12:00+01:00", "2026-03-28T22:00+01:00", 4.5),  # ends there
+    ],
+)
+def test_where_the_clock_is_put_forward_or_back_the_longer_reading_counts(
+    entry: str, now: str, begin: str, hours: float
+) -> None:
+    begins(entry, now, (begin, hours))
+
+
+@given(
+    entry=st.builds(
+        ScheduleEntry,
+        st.frozensets(st.integers(0, 6), min_size=1),
+        st.integers(0, 1439),
+        st.integers(1, 1440),
+        st.sampled_from(["Europe/Berlin", "America/New_York", "UTC", "Australia/Lord_Howe", "Pacific/Apia"]),
+        st.integers(1, 9),
+    ).filter(lambda entry: entry.begin_minute != entry.end_minute),
+    now=st.integers(0, 4 * 10**9),
+)
+def test_windows_follow_each_other_and_are_written_as_read(entry: ScheduleEntry, now: int) -> None:
+    assert parse_entry(str(entry)) == entry
+    found = list(islice(entry.windows(now), 9))
+    assert all(each.end_unix_s > now and each.begin_unix_s < each.end_unix_s for each in found)
+    assert [each.begin_unix_s for each in found] == sorted({each.begin_unix_s for each in found})
+    assert found[0].begin_unix_s <= now + 8 * 24 * HOUR_S, "each week has one"
