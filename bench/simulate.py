@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.report import Check, finish, progress
 from bench.simulation.results import draw, write_json, write_table
-from bench.simulation.size import STRETCH_S, size_figures
+from bench.simulation.size import shortest_s, size_figures, stretch
 from torchrelay.sim.fleets import CLUSTER_A, CLUSTER_B, twelve_models
 from torchrelay.sim.plots import plot_runs
 from torchrelay.sim.policies.runs import SETTLE_S, Run, run_system
@@ -246,7 +246,7 @@ def main() -> None:
             "seconds": options.seconds,
             "seed": SEED,
             "trace": name,
-            "cost_of_requests_that_came_between_s": STRETCH_S,
+            "cost_of_requests_that_came_between_s": stretch(shortest_s(options.seconds, is_quick=options.quick)),
         }
         figures = size_figures(
             halved[0],

@@ -99,6 +99,12 @@ def stretch(seconds: float) -> tuple[float, float]:
     return min(begin_s, seconds / 3), min(end_s, seconds)
 
 
+def shortest_s(most_seconds: float | None, *, is_quick: bool) -> float:
+    """Of the runs of all sizes, cut to so many seconds."""
+    seconds = min(size.seconds for size in (QUICK if is_quick else FULL))
+    return seconds if most_seconds is None else min(seconds, most_seconds)
+
+
 def copies_for(fleet: Fleet, models: Sequence[ServedModel], arrivals: Sequence[Arrival], seconds: float) -> float:
     """How often each arrival must happen so that prompts and answers take ``USE`` of the slots that are scarcest."""
     weights = [1 / rank**ZIPF for rank in range(1, len(models) + 1)]

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_copy, a_model, a_store, a_worker
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Placement, SlotStatus, WorkerRef
+from torchrelay.scheduler.policy.core import (
+    BOTH,
+    Admission,
+    AttemptKey,
+    InstancePhase,
+    Model,
+    Placement,
+    SlotStatus,
+    WorkerRef,
+)
+from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
@@ -83,9 +93,18 @@ class CountedPlacements:
     def __init__(self) -> None:
         self.numbers: list[int] = []
 
-    def __call__(self, admission, model, candidates: Sequence[Candidate], *args) -> Placement | NoPlacement:  # type: ignore[no-untyped-def]
+    def __call__(
+        self,
+        admission: Admission,
+        model: Model,
+        candidates: Sequence[Candidate],
+        kv_transfer_times: KvTransferTimes,
+        config: PolicyConfig,
+        now: float,
+        num_answer_tokens: int | None = None,
+    ) -> Placement | NoPlacement:
         self.numbers.append(len(candidates))
-        return place(admission, model, candidates, *args)
+        return place(admission, model, candidates, kv_transfer_times, config, now, num_answer_tokens)
 
 
 def a_cluster(num_workers: int) -> tuple[PaperCluster, CountedPlacements]:
@@ -101,7 +120,7 @@ def a_cluster(num_workers: int) -> tuple[PaperCluster, CountedPlacements]:
                 MODEL.name,
                 MODEL.version_id,
                 MODEL.pack_id,
-                frozenset(a_worker("w").playable_roles),
+                BOTH,
                 4,
                 4,
             ),
