@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.report import Check, finish, progress
 from bench.simulation.results import draw, write_json, write_table
-from bench.simulation.size import size_figures
+from bench.simulation.size import shortest_s, size_figures, stretch
 from torchrelay.sim.fleets import CLUSTER_A, CLUSTER_B, twelve_models
 from torchrelay.sim.plots import plot_runs
 from torchrelay.sim.policies.runs import SETTLE_S, Run, run_system
@@ -96,6 +96,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, default=TRACES, help="a folder of CSV files (%(default)s)")
     parser.add_argument("--tune", type=Path, help="a trace to tune on, with --score")
     parser.add_argument("--score", type=Path, help="a trace to score on, with --tune")
+    parser.add_argument(
+        "--devices", type=int, nargs="+", default=(), help="with --size: only clusters of so many devices"
+    )
     parser.add_argument(
         "--seconds", type=float, help="of each half (300; quick: 60); with --size: at most, of each size"
     )
@@ -259,8 +262,20 @@ def main() -> None:
     options = arguments()
     if options.size:
         name, halved = next(reversed(traces(options).items()))
-        conditions = {"quick": options.quick, "seconds": options.seconds, "seed": SEED, "trace": name}
-        figures = size_figures(halved[0], is_quick=options.quick, most_seconds=options.seconds, out=options.out)
+        conditions = {
+            "quick": options.quick,
+            "seconds": options.seconds,
+            "seed": SEED,
+            "trace": name,
+            "cost_of_requests_that_came_between_s": stretch(shortest_s(options.seconds, is_quick=options.quick)),
+        }
+        figures = size_figures(
+            halved[0],
+            is_quick=options.quick,
+            num_devices=options.devices,
+            most_seconds=options.seconds,
+            out=options.out,
+        )
         finish("simulate_size", conditions, figures)
     seconds = options.seconds or (60.0 if options.quick else 300.0)
     grid = QUICK_GRID if options.quick else GRID

@@ -23,6 +23,7 @@ from torchrelay.scheduler.policy.core import (
     StoreStatus,
     WorkerStatus,
 )
+from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.effects import (
     AdmissionRefused,
     Answer,
@@ -56,6 +57,7 @@ from torchrelay.scheduler.policy.inputs import (
     WorkerReported,
 )
 from torchrelay.scheduler.policy.policy import Policy
+from torchrelay.scheduler.policy.transitions import admissions
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
 
 MB = 1 << 20
@@ -277,6 +279,17 @@ class PaperCluster:
         }
         state.attempts.check_integrity(pools)
         state.queues.check_integrity()
+        for version_id in state.queues.versions:
+            if state.rosters.is_blocked(version_id, self.now):
+                self._check_nobody_has_a_place(version_id)
+
+    def _check_nobody_has_a_place(self, version_id: str) -> None:
+        """Whoever waits for the version, and wherever they look."""
+        state, model = self.policy.state, self.policy.state.models[version_id]
+        for admission in state.queues.waiting(version_id):
+            among = admissions.candidates(state, admission, model, self.now)
+            found = place(admission, model, among, state.kv_transfer_times, state.config, self.now)
+            assert isinstance(found, NoPlacement)
 
 
 def two_workers_one_host(**config: object) -> PaperCluster:

@@ -14,3 +14,12 @@ def test_the_earliest_is_that_of_what_is_left() -> None:
         else:
             due[version_id] = float(random.randrange(50))
         assert due.earliest == min(due.values(), default=math.inf)
+
+
+def test_what_has_passed_is_taken_out_in_the_order_of_its_times() -> None:
+    due = DueTimes()
+    for version_id, at in (("a", 3.0), ("b", 1.0), ("c", 2.0), ("b", 2.5)):
+        due[version_id] = at
+    assert due.passed(2.5) == ["c", "b"]
+    assert due == {"a": 3.0} and due.earliest == 3.0
+    assert due.passed(2.5) == []

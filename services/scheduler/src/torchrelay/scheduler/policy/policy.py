@@ -136,7 +136,8 @@ class Policy:
             opened = state.attempts.get(admission.key)
             if opened is None:
                 admissions.refuse_if_infeasible(state, admission, now)
-            if opened is None or opened.placement.cold:
+            is_short = opened is None or opened.placement.cold
+            if is_short and scaling.may_act_alone(state, model, now):
                 scaling.scale(state, now, (model.version_id,))
             admissions.send_waiting(state, admission, now)
 
@@ -174,17 +175,23 @@ class Policy:
         changes = state.instances.observe(accepted, now)
         for change in changes:
             self._record_transition(change, now)
-        if before is None or was_suspect or not all(change.is_progress for change in changes):
-            own = {change.instance.version_id for change in changes}
-            if instance is not None:
-                own.add(instance.version_id)
-            admissions.place_waiting(state, now, sorted(own))
+        own = sorted({change.instance.version_id for change in changes})
+        is_new = before is None or was_suspect
+        if not is_new and all(change.is_progress for change in changes):
+            admissions.place_waiting(state, now, own)
+            return
+        if not state.strategies.decides_in_turns:
+            admissions.place_waiting(state, now)
             take_backs.take_back(state, now, own)
-            if before is None or was_suspect or any(change.gone for change in changes):
-                own.update(scaling.slotless_versions(state))  # the slot may be theirs; to grow is decided at ticks
-            scaling.scale(state, now, sorted(own))
-        elif changes:
-            admissions.place_waiting(state, now, [change.instance.version_id for change in changes])
+            scaling.scale(state, now, sorted({*state.queues.versions, *own}))
+            return
+        if is_new and (instance := state.instances.on_worker(accepted.worker_id)):
+            own = sorted({*own, instance.version_id})
+        admissions.place_waiting(state, now, own)
+        take_backs.take_back(state, now, own)
+        if is_new or any(change.gone for change in changes):  # there may be a free slot, for who has none
+            own = sorted({*own, *scaling.starving_versions(state, now)})
+        scaling.scale(state, now, own)
 
     def _drop_worker(self, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
         if self.state.membership.drop_worker(worker_id, now):

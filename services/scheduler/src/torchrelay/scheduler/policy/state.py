@@ -29,7 +29,7 @@ from torchrelay.scheduler.policy.dispatch.load_times import LoadTimes
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.prompt_time import PromptTimes
-from torchrelay.scheduler.policy.dispatch.roster import Rosters
+from torchrelay.scheduler.policy.dispatch.rosters import Rosters
 from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions
 from torchrelay.scheduler.policy.dispatch.token_time import TokenTimes
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
@@ -103,6 +103,7 @@ class State:
             config, new_id, now, queues, failures, progress, gateways, membership, turns, strategies, links=links
         )
         state.instances = Instances(on_change=state.rosters.forget)
+        state.attempts = OpenAttempts(on_change=state.rosters.work_changed)
         return state
 
     def take_effects(self) -> Effects:

@@ -22,6 +22,15 @@ class DueTimes(dict[str, float]):
             self._heap = [(at, version_id) for version_id, at in self.items()]
             heapq.heapify(self._heap)
 
+    def passed(self, now: float) -> list[str]:
+        """Takes out those that are due."""
+        passed = []
+        while self.earliest <= now:
+            version_id = heapq.heappop(self._heap)[1]
+            del self[version_id]
+            passed.append(version_id)
+        return passed
+
     @property
     def earliest(self) -> float:
         """Infinite: nothing is due at a known time."""

@@ -238,6 +238,10 @@ class AdmissionQueues:
         queue = self._queues.get(version_id)
         return now - next(iter(queue.waiting.values())).admission.admitted_at if queue is not None else 0.0
 
+    def others_wait(self, version_id: str) -> bool:
+        """Whether requests wait for any other version."""
+        return len(self._queues) > (version_id in self._queues)
+
     @property
     def versions(self) -> tuple[str, ...]:
         """Versions with waiting admissions."""

@@ -96,7 +96,12 @@ class InstanceLoad(NamedTuple):
     tenants: frozenset[str] = frozenset()  # whose models it serves: identical uploads share an instance
     arrivals_per_s: float = 0.0  # of its version, of late
     num_waiting: int = 0  # for its version
-    drain_s: float = 0.0  # until its answers have ended
+    predict_drain_s: Callable[[], float] = lambda: 0.0
+
+    @property
+    def drain_s(self) -> float:
+        """Until its answers have ended."""
+        return self.predict_drain_s()
 
     @property
     def busy(self) -> bool:

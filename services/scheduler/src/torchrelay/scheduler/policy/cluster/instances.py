@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, WorkerStatus
@@ -57,7 +57,8 @@ class Instances:
         self._of_version: dict[str, dict[str, Instance]] = {}
         self._on_host: dict[str, dict[str, None]] = {}  # instance ids
         self._last_active: dict[str, float] = {}
-        self._loading: dict[str, str] = {}  # version ids, by instance
+        self._loading: dict[str, None] = {}
+        self._num_loading: dict[str, int] = {}  # by version, of those that have any
         self._draining: dict[str, None] = {}
 
     def __iter__(self) -> Iterator[Instance]:
@@ -84,8 +85,8 @@ class Instances:
         return tuple(self._by_id[instance_id] for instance_id in self._draining)
 
     @property
-    def loading_versions(self) -> frozenset[str]:
-        return frozenset(self._loading.values())
+    def loading_versions(self) -> Collection[str]:
+        return self._num_loading.keys()
 
     @property
     def versions(self) -> Iterable[str]:
@@ -110,10 +111,7 @@ class Instances:
         self._of_version.setdefault(instance.version_id, {})[instance.instance_id] = instance
         self._on_host.setdefault(instance.host_id, {})[instance.instance_id] = None
         self._last_active.setdefault(instance.instance_id, instance.created_at)
-        if instance.phase is InstancePhase.LOADING:
-            self._loading[instance.instance_id] = instance.version_id
-        else:
-            self._loading.pop(instance.instance_id, None)
+        self._set_loading(instance, instance.phase is InstancePhase.LOADING)
         if instance.phase is InstancePhase.DRAINING:
             self._draining[instance.instance_id] = None
         else:
@@ -124,7 +122,7 @@ class Instances:
         instance = self._by_id.pop(instance_id, None)
         if instance is not None:
             del self._on_worker[instance.worker_id], self._last_active[instance_id]
-            self._loading.pop(instance_id, None)
+            self._set_loading(instance, False)
             self._draining.pop(instance_id, None)
             for index, name in ((self._of_version, instance.version_id), (self._on_host, instance.host_id)):
                 del index[name][instance_id]
@@ -132,6 +130,17 @@ class Instances:
                     del index[name]
             self._on_change(instance.version_id)
         return instance
+
+    def _set_loading(self, instance: Instance, is_loading: bool) -> None:
+        if is_loading is (instance.instance_id in self._loading):
+            return
+        num_loading = self._num_loading.pop(instance.version_id, 0) + (1 if is_loading else -1)
+        if num_loading:
+            self._num_loading[instance.version_id] = num_loading
+        if is_loading:
+            self._loading[instance.instance_id] = None
+        else:
+            del self._loading[instance.instance_id]
 
     def touch(self, instance_id: str, now: float) -> None:
         """An attempt was placed or released."""

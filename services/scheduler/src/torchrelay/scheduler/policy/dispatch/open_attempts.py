@@ -6,7 +6,7 @@ here, so no instance is promised more KV than its worker's pool holds, and none 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torchrelay.scheduler.policy.core import Admission, AttemptKey, Placement
@@ -47,6 +47,8 @@ class BoundWork:
     @property
     def num_open(self) -> int:
         """Attempts that the instance prefills or decodes."""
+        if not self.prefills:
+            return len(self.decodes)
         return len(self.decodes) + sum(key not in self.decodes for key in self.prefills)
 
     @property
@@ -60,7 +62,9 @@ NOTHING_BOUND = BoundWork()
 class OpenAttempts:
     """Open attempts by key, and what they have bound by instance."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: Callable[[str], None] = lambda instance_id: None) -> None:
+        """``on_change`` is called with each instance to which something was bound, or which something left."""
+        self._on_change = on_change
         self._open: dict[AttemptKey, OpenAttempt] = {}
         self._bound: dict[str, BoundWork] = {}
 
@@ -100,6 +104,8 @@ class OpenAttempts:
         decode.kv_bytes += attempt.kv_bytes
         decode.num_choices += attempt.admission.num_choices
         decode.num_attended += attempt.num_attended
+        for instance_id in attempt.instance_ids:
+            self._on_change(instance_id)
 
     def computed(self, key: AttemptKey, now: float) -> OpenAttempt | None:
         """The first token is there. Returns the attempt, the first time."""
@@ -108,6 +114,7 @@ class OpenAttempts:
             return None
         attempt.is_computed, attempt.computed_at = True, now
         self._leave_prefill(attempt, now)
+        self._on_change(attempt.placement.prefill.instance_id)
         return attempt
 
     def close(self, key: AttemptKey, now: float) -> OpenAttempt | None:
@@ -123,12 +130,15 @@ class OpenAttempts:
         decode.num_attended -= attempt.num_attended
         if decode.is_idle:
             del self._bound[instance_id]
+        for instance_id in attempt.instance_ids:
+            self._on_change(instance_id)
         return attempt
 
     def resumed(self, instance_id: str, now: float) -> None:
         """The instance is loaded: it begins with what was bound to it meanwhile."""
         if work := self._bound.get(instance_id):
             work.lane.resume(now)
+            self._on_change(instance_id)
 
     def _leave_prefill(self, attempt: OpenAttempt, now: float) -> None:
         instance_id, key = attempt.placement.prefill.instance_id, attempt.admission.key

@@ -52,12 +52,14 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 @dataclass(frozen=True, slots=True)
 class NoPlacement:
     """Why the attempt must wait. ``due``: when a prompt may be bound again, by prediction; infinite: time alone does
-    not help. ``is_own``: it is about this attempt; another one may fit.
+    not help. ``is_own``: it is about this attempt; another one may fit. ``is_of_all``: no attempt can be placed before
+    ``due``, unless an instance changes or prompts leave it.
     """
 
     reason: str
     due: float = math.inf
     is_own: bool = False
+    is_of_all: bool = False
 
 
 # Plain tuples: each admission makes one for every candidate, and they are compared in the order of fields.
@@ -150,7 +152,8 @@ def _prefills(
             return found[:MAX_SCORED]
     if math.isinf(soonest_s):
         return NoPlacement("no instance plays prefill")
-    return NoPlacement("a step of prompts is ahead of it on the instance that will have it soonest", due)
+    reason = "a step of prompts is ahead of it on the instance that will have it soonest"
+    return NoPlacement(reason, due, is_of_all=not found)
 
 
 def _decodes(

@@ -58,6 +58,10 @@ class PrefillLane:
         """Predicted for all that is bound, as if nothing had begun."""
         return max(self._work_s, 0.0) if self._bound else 0.0
 
+    def end_at(self) -> float:
+        """When all that is bound is predicted to be computed; it is not empty."""
+        return self._head_since + self._work_s
+
     def less_ahead_at(self, limit_s: float) -> float:
         """When less than ``limit_s`` will be ahead, by the passing of time alone; infinite: not before a report."""
         if self._work_s < limit_s or not self._bound:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy.core import InstancePhase, WorkerRef, WorkerStatus
@@ -65,27 +63,3 @@ def computes_alike(before: WorkerStatus, after: WorkerStatus) -> bool:
         and (before.step_s, before.prefill_tokens_per_s) == (after.step_s, after.prefill_tokens_per_s)
         and (before.latency is after.latency or before.latency == after.latency)
     )
-
-
-class Roster(NamedTuple):
-    """The instances of one version that take requests."""
-
-    entries: tuple[RosterEntry, ...]
-    prefills: tuple[RosterEntry, ...]  # those that play prefill
-
-
-class Rosters:
-    """By version, built when they are asked for, and again after ``forget``."""
-
-    def __init__(self) -> None:
-        self._of: dict[str, Roster] = {}
-
-    def of(self, version_id: str, build: Callable[[], Sequence[RosterEntry]]) -> Roster:
-        found = self._of.get(version_id)
-        if found is None:
-            entries = tuple(build())
-            found = self._of[version_id] = Roster(entries, tuple(one for one in entries if one.plays_prefill))
-        return found
-
-    def forget(self, version_id: str) -> None:
-        self._of.pop(version_id, None)

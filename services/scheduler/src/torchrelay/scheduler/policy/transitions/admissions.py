@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import replace
+from heapq import nlargest
+from operator import itemgetter
 
 from msgspec import structs
 
@@ -28,8 +31,8 @@ from torchrelay.scheduler.policy.core import (
 )
 from torchrelay.scheduler.policy.dispatch.latency import load_left_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, OpenAttempt
-from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement
-from torchrelay.scheduler.policy.dispatch.roster import Roster, RosterEntry, computes_alike
+from torchrelay.scheduler.policy.dispatch.placement import MAX_SCORED, Candidate, NoPlacement
+from torchrelay.scheduler.policy.dispatch.roster import RosterEntry, computes_alike
 from torchrelay.scheduler.policy.dispatch.shared_versions import max_prompts_ahead
 from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN
 from torchrelay.scheduler.policy.prediction import Outcome
@@ -181,6 +184,7 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     state.queues.remove(key, now)
     attempt = state.attempts.close(key, now)
     if attempt is not None:
+        state.rosters.unblock(attempt.admission.version_id)
         state.aliases.used(attempt.admission.version_id, attempt.admission.model, now)
         state.arrivals.used(attempt.admission.version_id, now)
         for instance_id in attempt.instance_ids:
@@ -309,29 +313,22 @@ def place_waiting(state: State, now: float, version_ids: Iterable[str] | None = 
 
 def place_due(state: State, now: float) -> None:
     """Places what waited for an instance to come near the end of its prompts."""
-    if state.due.earliest > now:
-        return
-    for version_id in [version_id for version_id, due in state.due.items() if due <= now]:
+    for version_id in state.due.passed(now):
         _place_version(state, version_id, now)
 
 
 def _place_version(state: State, version_id: str, now: float) -> None:
+    if state.rosters.is_blocked(version_id, now):
+        return
     state.due.pop(version_id, None)
+    state.rosters.unblock(version_id)
     model = state.models.get(version_id)
     if model is None or not state.queues.num_waiting(version_id):
         return
     entries = roster(state, model, now)
     too_large: list[AttemptKey] = []
     while entries and (admission := state.queues.next(version_id, now)) is not None:
-        found = state.strategies.place(
-            admission,
-            model,
-            _candidates(state, admission, model, entries, now),
-            state.kv_transfer_times,
-            state.config,
-            now,
-            state.answer_lengths.expected(version_id, admission.max_tokens),
-        )
+        found = _placement(state, admission, model, entries, now)
         if isinstance(found, NoPlacement):
             if found.is_own:
                 state.queues.park(admission.key)  # for every instance there is; others need not wait for it
@@ -339,6 +336,8 @@ def _place_version(state: State, version_id: str, now: float) -> None:
                 continue
             if not math.isinf(found.due):
                 state.due[version_id] = found.due
+            if found.is_of_all and not state.shared_versions.is_shared(version_id, now):
+                state.rosters.block(version_id, found.due)
             break
         if now + found.predicted.ttft_s > admission.deadline and state.queues.fall_late(admission.key):
             continue
@@ -346,6 +345,42 @@ def _place_version(state: State, version_id: str, now: float) -> None:
         bind(state, admission, found, now)
     for key in too_large:
         state.queues.unpark(key)
+
+
+def _placement(
+    state: State, admission: Admission, model: Model, entries: Sequence[RosterEntry], now: float
+) -> Placement | NoPlacement:
+    """Of a large roster only those are looked at that are likely to be best, unless none of them will do."""
+
+    def placed(among: Sequence[RosterEntry]) -> Placement | NoPlacement:
+        return state.strategies.place(
+            admission,
+            model,
+            _candidates(state, admission, model, among, now),
+            state.kv_transfer_times,
+            state.config,
+            now,
+            state.answer_lengths.expected(model.version_id, admission.max_tokens),
+        )
+
+    shortlist = state.rosters.shortlist(model.version_id, state.attempts.at)
+    if shortlist is not None:
+        likely = shortlist.entries()
+        if admission.block_hashes:
+            likely += _prefix_affine(state, admission, entries, {entry.instance_id for entry in likely})
+        found = placed(likely)
+        if not isinstance(found, NoPlacement) or (found.is_of_all and shortlist.is_full(now)):
+            return found
+    return placed(entries)
+
+
+def _prefix_affine(
+    state: State, admission: Admission, entries: Sequence[RosterEntry], known: Container[str]
+) -> list[RosterEntry]:
+    """Those not known that have most of the prompt's beginning in their caches."""
+    hashes, index = admission.block_hashes, state.prefix_index
+    having = [(index.num_blocks(one.instance_id, hashes), one) for one in entries if one.instance_id not in known]
+    return [one for num_blocks, one in nlargest(MAX_SCORED, having, key=itemgetter(0)) if num_blocks]
 
 
 def bind(state: State, admission: Admission, found: Placement, now: float) -> None:
@@ -382,21 +417,22 @@ def note_earlier_prompts(state: State, worker: WorkerStatus, now: float) -> None
 
 def roster(state: State, model: Model, now: float) -> Sequence[RosterEntry]:
     """The instances of the version that take requests."""
-    return _roster(state, model, now).entries
+
+    def load_of(before: RosterEntry) -> RosterEntry:
+        instance = state.instances.get(before.instance_id)
+        assert instance is not None, "a roster is forgotten when an instance goes"
+        return replace(before, loaded_at=now + _load_left_s(state, model, instance, now))
+
+    return state.rosters.of(model.version_id, lambda: _roster(state, model, now), load_of)
 
 
-def _roster(state: State, model: Model, now: float) -> Roster:
-    return state.rosters.of(model.version_id, lambda: _entries(state, model, now))
-
-
-def _entries(state: State, model: Model, now: float) -> list[RosterEntry]:
-    found = []
+def _roster(state: State, model: Model, now: float) -> Iterator[RosterEntry]:
     for instance in state.instances.of_version(model.version_id):
         worker = state.membership.workers.get(instance.worker_id)
         if not instance.placeable or worker is None or state.membership.is_suspect(worker.worker_id):
             continue
         latency = state.latency_models.of(worker, model.pack_id, state.config)
-        entry = RosterEntry(
+        yield RosterEntry(
             worker_ref=WorkerRef(worker.worker_id, worker.grpc_address, instance.instance_id),
             host_id=instance.host_id,
             plays_prefill=instance.plays(Role.PREFILL),
@@ -408,15 +444,16 @@ def _entries(state: State, model: Model, now: float) -> list[RosterEntry]:
             full_step_s=latency.queued_s(latency.token_budget),
             excess_until=state.earlier_prompts_until.get(worker.worker_id, 0.0),
         )
-        found.append(entry)
-    return found
 
 
 def forget_roster(state: State, before: WorkerStatus | None, worker: WorkerStatus, instance: Instance) -> None:
-    """If the worker's report, after the one ``before``, says anything new about what its instance can take."""
-    is_loading = instance.version_id in state.instances.loading_versions
-    if before is None or is_loading or not computes_alike(before, worker):
+    """If the worker's report, after the one ``before``, says anything new of what its instance can take. All loads of
+    its version are predicted anew.
+    """
+    if before is None or not computes_alike(before, worker):
         state.rosters.forget(instance.version_id)
+    elif instance.version_id in state.instances.loading_versions:
+        state.rosters.forget_loads(instance.version_id)
 
 
 def candidates(state: State, admission: Admission, model: Model, now: float) -> list[Candidate]:
@@ -464,6 +501,7 @@ def first_token(state: State, key: AttemptKey, now: float, *, is_measured: bool 
     attempt = state.attempts.computed(key, now)
     if attempt is None:
         return
+    state.rosters.unblock(attempt.admission.version_id)
     if state.instances.get(attempt.placement.prefill.instance_id):
         _learn_from_first_token(state, attempt, now, is_measured=is_measured)
     _place_version(state, attempt.admission.version_id, now)
@@ -498,17 +536,28 @@ def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> 
 
 def backlog_s(state: State, model: Model, now: float, num_left_out: int = 0) -> float:
     """All prompts that wait for the version, here (but for so many tokens) and at its instances, in seconds of one."""
-    bound_s = sum(
-        entry.queued_s(state.attempts.at(entry.instance_id).lane, now) for entry in prefills(state, model, now)
-    )
-    return bound_s + prompts_s(state, model, state.queues.num_prefill_tokens(model.version_id) - num_left_out, now)
+    return _backlog_s(state, model, prefills(state, model, now), now, num_left_out)
+
+
+def _backlog_s(state: State, model: Model, entries: Sequence[RosterEntry], now: float, num_left_out: int = 0) -> float:
+    """``entries``: the version's instances that play prefill."""
+    bound = state.attempts.bound
+    works = [(entry, work) for entry in entries if (work := bound.get(entry.instance_id)) is not None]
+    bound_s = sum(entry.queued_s(work.lane, now) for entry, work in works)
+    bound_s += sum(one.excess_until - now for one in entries if one.excess_until > now and one.instance_id not in bound)
+    num_tokens = state.queues.num_prefill_tokens(model.version_id) - num_left_out
+    return bound_s + _prompts_s(state, model, entries, num_tokens)
 
 
 def prompts_s(state: State, model: Model, num_tokens: float, now: float) -> float:
     """Prompts of so many tokens in all, in seconds of one instance, or of a worker that could have one."""
+    return _prompts_s(state, model, prefills(state, model, now), num_tokens) if num_tokens else 0.0
+
+
+def _prompts_s(state: State, model: Model, entries: Sequence[RosterEntry], num_tokens: float) -> float:
     if not num_tokens:
         return 0.0
-    if entries := prefills(state, model, now):
+    if entries:
         return entries[0].latency.queued_s(round(num_tokens))
     able = (one for one in state.membership.workers.values() if one.num_devices == model.num_devices)
     worker = next(able, None)
@@ -525,6 +574,8 @@ def _first_load_left_s(state: State, model: Model, now: float) -> float:
     entries = prefills(state, model, now)
     if not entries:
         return state.config.slot_setup_s + model.pack_bytes / state.config.relay_bytes_per_s
+    if any(entry.phase is not InstancePhase.LOADING for entry in entries):
+        return 0.0
     return min(entry.load_left_s(now) for entry in entries)
 
 
@@ -532,9 +583,10 @@ def _prompts_ahead_s(state: State, model: Model, now: float) -> float:
     entries = prefills(state, model, now)
     if not entries:
         return state.queues.num_prefill_tokens(model.version_id) / state.config.default_prefill_tokens_per_s
-    return backlog_s(state, model, now) / len(entries)
+    return _backlog_s(state, model, entries, now) / len(entries)
 
 
-def prefills(state: State, model: Model, now: float) -> tuple[RosterEntry, ...]:
+def prefills(state: State, model: Model, now: float) -> Sequence[RosterEntry]:
     """The instances of the version that take prompts."""
-    return _roster(state, model, now).prefills
+    roster(state, model, now)
+    return state.rosters.prefills(model.version_id)

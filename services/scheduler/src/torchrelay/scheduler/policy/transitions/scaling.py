@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     AutoscalerInput,
@@ -15,16 +16,17 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Loads,
     SetRoles,
     Wake,
-    cover_both_roles,
 )
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import (
+    BOTH,
     ROLES,
     Instance,
     InstancePhase,
     Model,
+    Role,
     Roles,
     StoreStatus,
     WorkerStatus,
@@ -55,13 +57,32 @@ def scale(state: State, now: float, version_ids: Iterable[str] | None = None) ->
                 _drain(state, action, now)
 
 
-def slotless_versions(state: State) -> list[str]:
-    """Those that requests wait for, and whose instances do not play both roles."""
-    return [
-        version_id
-        for version_id in state.queues.versions
-        if not cover_both_roles(one for one in state.instances.of_version(version_id) if one.staying)
-    ]
+def may_act_alone(state: State, model: Model, now: float) -> bool:
+    """Whether a decision on this model alone may do anything now: one that plays both roles at most grows, and that is
+    decided with all that requests wait for. These are looked at with each tick.
+    """
+    if not state.strategies.decides_in_turns or not state.queues.others_wait(model.version_id):
+        return True
+    return _lacks_role(state, model, now)
+
+
+def starving_versions(state: State, now: float) -> list[str]:
+    """Those that requests wait for, and that lack a role for any of these."""
+    models = [state.models[version_id] for version_id in state.queues.versions if version_id in state.models]
+    return [model.version_id for model in models if _lacks_role(state, model, now)]
+
+
+def _lacks_role(state: State, model: Model, now: float) -> bool:
+    """As ``AutoscalerInput.missing`` says it."""
+    kv_bytes = _waiting(state, model, now).most_kv_bytes
+    played: set[Role] = set()
+    for instance in state.instances.of_version(model.version_id):
+        worker = state.membership.workers.get(instance.worker_id)
+        if instance.staying and not (worker is not None and worker.kv_pool_bytes < kv_bytes):
+            played |= instance.target_roles
+            if played >= BOTH:
+                return False
+    return True
 
 
 def idle_versions(state: State, now: float) -> list[str]:
@@ -183,14 +204,16 @@ def _loads_of_version(state: State, version_id: str, now: float) -> tuple[Instan
                 tenants if names else frozenset((tenant_of(instance.model),)),
                 arrivals_per_s,
                 num_waiting,
-                _drain_s(state, instance, worker, work) if work.num_choices and worker is not None else 0.0,
+                partial(_drain_s, state, instance, worker, work),
             )
         )
     return tuple(found)
 
 
-def _drain_s(state: State, instance: Instance, worker: WorkerStatus, work: BoundWork) -> float:
+def _drain_s(state: State, instance: Instance, worker: WorkerStatus | None, work: BoundWork) -> float:
     """Until the answers that run there have ended: the longest has twice the mean left, if that is known."""
+    if not work.num_choices or worker is None:
+        return 0.0
     tbt_s = state.latency_models.of(worker, instance.pack_id, state.config).tbt_s(work.num_choices, work.num_attended)
     num_tokens = state.answer_lengths.mean(instance.version_id) or 0.0
     return min(2 * num_tokens * tbt_s, state.config.drain_s)

@@ -1,0 +1,95 @@
+"""The rosters of all versions, and which of them take no prompt now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torchrelay.scheduler.policy.core import InstancePhase
+from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork
+from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.dispatch.shortlist import LEAST_ENTRIES, Shortlist
+
+
+class Rosters:
+    """By version, built when they are asked for, and again after ``forget``; after ``forget_loads`` only the entries of
+    instances that load. A version is blocked while a full step of prompts is ahead on each of its instances: nothing is
+    placed there.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[RosterEntry, ...]] = {}
+        self._prefills: dict[str, Sequence[RosterEntry]] = {}
+        self._with_old_loads: set[str] = set()
+        self._blocked_until: dict[str, float] = {}
+        self._shortlists: dict[str, Shortlist] = {}  # of large rosters
+        self._listed: dict[str, Shortlist] = {}  # by instance
+
+    def of(
+        self,
+        version_id: str,
+        build: Callable[[], Iterable[RosterEntry]],
+        build_load: Callable[[RosterEntry], RosterEntry],
+    ) -> tuple[RosterEntry, ...]:
+        """``build_load``: an instance that loads, as it is now."""
+        found = self._of.get(version_id)
+        if found is None:
+            found = self._of[version_id] = tuple(build())
+        elif version_id in self._with_old_loads:
+            shortlist, entries = self._shortlists.get(version_id), list(found)
+            for place, entry in enumerate(entries):
+                if entry.phase is InstancePhase.LOADING:
+                    entries[place] = build_load(entry)
+                    if shortlist is not None:
+                        shortlist.replace(entries[place])
+            found = self._of[version_id] = tuple(entries)
+            self._prefills.pop(version_id, None)
+        self._with_old_loads.discard(version_id)
+        return found
+
+    def prefills(self, version_id: str) -> Sequence[RosterEntry]:
+        """Of the roster that was given last those that play prefill."""
+        found = self._prefills.get(version_id)
+        if found is None:
+            entries = self._of[version_id]
+            are_all = all(entry.plays_prefill for entry in entries)
+            found = entries if are_all else tuple(entry for entry in entries if entry.plays_prefill)
+            self._prefills[version_id] = found
+        return found
+
+    def shortlist(self, version_id: str, work_of: Callable[[str], BoundWork]) -> Shortlist | None:
+        """Of the roster that was given last; none of a small one. ``work_of``: what is bound of an instance."""
+        entries = self._of[version_id]
+        if len(entries) < LEAST_ENTRIES:
+            return None
+        found = self._shortlists.get(version_id)
+        if found is None:
+            found = self._shortlists[version_id] = Shortlist(entries, work_of)
+            self._listed |= {entry.instance_id: found for entry in entries}
+        return found
+
+    def work_changed(self, instance_id: str) -> None:
+        """Something was bound to it, or left it."""
+        if (shortlist := self._listed.get(instance_id)) is not None:
+            shortlist.change(instance_id)
+
+    def forget(self, version_id: str) -> None:
+        entries = self._of.pop(version_id, ())
+        self._prefills.pop(version_id, None)
+        self._blocked_until.pop(version_id, None)
+        if self._shortlists.pop(version_id, None) is not None:
+            for entry in entries:
+                del self._listed[entry.instance_id]
+
+    def forget_loads(self, version_id: str) -> None:
+        """What is predicted of its loads has changed, and nothing else."""
+        self._with_old_loads.add(version_id)
+
+    def block(self, version_id: str, until: float) -> None:
+        """Until then, unless its instances change or prompts leave them."""
+        self._blocked_until[version_id] = until
+
+    def unblock(self, version_id: str) -> None:
+        self._blocked_until.pop(version_id, None)
+
+    def is_blocked(self, version_id: str, now: float) -> bool:
+        return version_id in self._blocked_until and now < self._blocked_until[version_id]

@@ -1,0 +1,94 @@
+"""Which instances of a large roster a placement looks at: an order that work changes, and time does not."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from torchrelay.scheduler.policy.core import InstancePhase
+from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork
+from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+
+LEAST_ENTRIES = 32  # a roster with fewer is looked at whole
+_NUM_LISTED = 16  # of each order
+
+_Key = tuple[float, int, str]
+
+
+class Shortlist:
+    """The instances that have room for a prompt soonest, those that decode least, and those that are loaded soonest.
+    ``work_of``: what is bound of an instance.
+    """
+
+    def __init__(self, entries: Sequence[RosterEntry], work_of: Callable[[str], BoundWork]) -> None:
+        self._work_of = work_of
+        self._entries = {entry.instance_id: entry for entry in entries}
+        self._changed = set(self._entries)
+        self._prefills, self._decodes, self._loads = _Order(), _Order(), _Order()
+
+    def change(self, instance_id: str) -> None:
+        """Something was bound to it, or left it."""
+        self._changed.add(instance_id)
+
+    def replace(self, entry: RosterEntry) -> None:
+        """It is predicted to be loaded at another time."""
+        self._entries[entry.instance_id] = entry
+        self._changed.add(entry.instance_id)
+
+    def entries(self) -> list[RosterEntry]:
+        self._sort()
+        orders = (self._prefills, self._decodes, self._loads)
+        found = dict.fromkeys(instance_id for order in orders for instance_id in order.first(_NUM_LISTED))
+        return [self._entries[instance_id] for instance_id in found]
+
+    def is_full(self, now: float) -> bool:
+        """Whether no instance has room for a prompt if those of ``entries`` have none."""
+        self._sort()
+        return len(self._loads) <= _NUM_LISTED and self._prefills.key_of_last(_NUM_LISTED) > now
+
+    def _sort(self) -> None:
+        for instance_id in self._changed:
+            self._place(self._entries[instance_id])
+        self._changed.clear()
+
+    def _place(self, entry: RosterEntry) -> None:
+        instance_id, work = entry.instance_id, self._work_of(entry.instance_id)
+        if entry.phase is InstancePhase.LOADING:
+            self._loads.put(instance_id, entry.loaded_at + work.lane.work_s(), work.num_choices)
+            return
+        if entry.plays_prefill:
+            # No later than it has room for another prompt.
+            begin_at = work.lane.end_at() - entry.full_step_s if len(work.lane) else -math.inf
+            self._prefills.put(instance_id, max(begin_at, entry.excess_until - entry.full_step_s), work.num_choices)
+        if entry.plays_decode:
+            self._decodes.put(instance_id, work.num_choices, 0)
+
+
+class _Order:
+    """Instances by a key of each; equal ones by a second key."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, _Key] = {}
+        self._sorted: list[_Key] = []
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def put(self, instance_id: str, first: float, second: int) -> None:
+        key = first, second, instance_id
+        before = self._keys.get(instance_id)
+        if before == key:
+            return
+        if before is not None:
+            del self._sorted[bisect_left(self._sorted, before)]
+        self._keys[instance_id] = key
+        insort(self._sorted, key)
+
+    def first(self, number: int) -> Iterator[str]:
+        return (key[2] for key in islice(self._sorted, number))
+
+    def key_of_last(self, number: int) -> float:
+        """Of the first ``number``; infinite: there are not more."""
+        return self._sorted[number - 1][0] if len(self._sorted) > number else math.inf
