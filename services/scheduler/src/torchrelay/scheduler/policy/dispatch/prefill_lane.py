@@ -47,6 +47,13 @@ class PrefillLane:
         """
         return max(self._owed_at(now) - decode_step_s, 0.0)
 
+    def paused_until(self, decode_step_s: float) -> float:
+        """When that will be over, if all that is bound is computed as predicted; of none minus infinity."""
+        left_s = self._owed_s - decode_step_s
+        if left_s <= 0:
+            return -math.inf
+        return (self.end_at() if self._bound else self._left_at) + left_s
+
     def _owed_at(self, now: float) -> float:
         return self._owed_s if self._bound else max(self._owed_s - (now - self._left_at), 0.0)
 

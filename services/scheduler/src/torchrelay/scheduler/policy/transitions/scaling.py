@@ -254,7 +254,12 @@ def _demand(state: State, model: Model, price_s: float, now: float) -> Demand:
     if now < demand.forecast[1] < math.inf:
         state.forecasts[version_id] = demand.forecast
     num_serving = min(sum(role in one.target_roles for one in instances) for role in ROLES)
-    if num_serving > 1 and demand.num_saved(num_serving - 1, 0.0) >= 1:
+    if num_serving < 2:
+        return demand
+    lanes = (state.attempts.at(one.instance_id).lane for one in instances)
+    num_stuck = sum(lane.overdue_s(now) > state.config.take_back_gain_s for lane in lanes)  # these may compute nothing
+    num_able = num_serving - num_stuck
+    if num_able < 2 or demand.num_saved(num_able - 1, 0.0) >= 1:
         history.crowded_at = now
         return replace(demand, crowded_at=now)
     return demand
