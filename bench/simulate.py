@@ -183,10 +183,10 @@ def compare(case: Case, tuned: Sequence[Tuned]) -> list[Comparison]:
         by_price = [scored(one) for one in sorted(equal, key=lambda one: one.summary.device_s)]
         mine = next((one for one in by_price if one.attainment >= EQUAL * other.attainment), None)
         if mine is None:
-            best = max(by_price, key=lambda one: one.attainment)
+            most = max(by_price, key=lambda one: one.attainment)
             text = (
-                f"{where}: ours attains {best.attainment:.3f} of {other.attainment:.3f} at most, "
-                f"{best.device_s:.0f} and {other.device_s:.0f} device s"
+                f"{where}: ours attains {most.attainment:.3f} of {other.attainment:.3f} at most, "
+                f"{most.device_s:.0f} and {other.device_s:.0f} device s"
             )
             found.append(Comparison(f"gpu_over_{rival}", math.inf, text))
             continue
