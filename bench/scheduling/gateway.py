@@ -82,11 +82,14 @@ class BenchGateway:
             await self._next_answer()
 
     async def drain(self) -> None:
-        """Until all are answered; then all of them end."""
+        """Until all are answered; then all of them end, and the scheduler has heard of it: one more is answered."""
         while self._sent:
             await self._next_answer()
         while self._running:
             self._release()
+        self.admit()
+        while self._sent:
+            await self._next_answer()
 
     async def _next_answer(self) -> None:
         self._answered.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,11 +29,13 @@ def num_bytecodes(act: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # what other tests have left would be finalized, and counted
     sys.settrace(trace)
     try:
         act()
     finally:
         sys.settrace(before)
+        gc.enable()
     return num
 
 
