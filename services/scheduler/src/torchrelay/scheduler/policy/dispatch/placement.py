@@ -48,6 +48,11 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     def kv_unreserved_bytes(self) -> int:
         return self.entry.kv_pool_bytes - self.work.kv_bytes
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether it computes prompts and decodes answers that have their first token."""
+        return self.entry.plays_prefill and len(self.work.decodes) > len(self.work.prefills)
+
 
 @dataclass(frozen=True, slots=True)
 class NoPlacement:
@@ -63,8 +68,8 @@ class NoPlacement:
 
 
 # Plain tuples: each admission makes one for every candidate, and they are compared in the order of fields.
-# TTFT, instance, seconds of the prompt itself, of its steps alone if nothing is ahead, and of the pause after it.
-_Prefill: TypeAlias = tuple[float, str, float, float, float, Candidate]
+# TTFT, instance, seconds of the prompt itself, of its steps alone if nothing is ahead.
+_Prefill: TypeAlias = tuple[float, str, float, float, Candidate]
 # Cost of later tokens, instance, TBT, seconds of a step, load left.
 _Decode: TypeAlias = tuple[float, str, float, float, float, Candidate]
 
@@ -79,7 +84,7 @@ def place(
     num_answer_tokens: int | None = None,
 ) -> core.Placement | NoPlacement:
     """The best pair of instances, or why there is none. ``num_answer_tokens``: expected per choice; None: the most."""
-    prefills = _prefills(admission, candidates, config, now)
+    prefills = _prefills(admission, candidates, now)
     if isinstance(prefills, NoPlacement):
         return prefills
     num_tokens = admission.max_tokens if num_answer_tokens is None else num_answer_tokens
@@ -93,10 +98,11 @@ def place(
             return 0.0
         return kv_transfer_times.predict_s(prefill.host_id, decode.host_id, prompt_bytes, config.kv_bytes_per_s)
 
-    (ttft_s, _, prefill_s, steps_s, after_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(
+    (ttft_s, _, prefill_s, steps_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(
         prefills, decodes, transfer_s
     )
     first, second = prefill.entry, decode.entry
+    after_s = _pause_after_s(admission, prefill, config)
     return core.Placement(
         key=admission.key,
         prefill=first.worker_ref,
@@ -106,14 +112,23 @@ def place(
     )
 
 
-def _prefills(
-    admission: core.Admission, candidates: Sequence[Candidate], config: PolicyConfig, now: float
-) -> list[_Prefill] | NoPlacement:
+def _pause_after_s(admission: core.Admission, candidate: Candidate, config: PolicyConfig) -> float:
+    """Without prompts that the answers there need after this one."""
+    work, latency = candidate.work, candidate.entry.latency
+    if not candidate.has_answers:
+        return 0.0
+    decode_s = latency.tbt_s(work.num_choices, work.num_attended)
+    full_s = candidate.entry.full_step_s + latency.decode.marginal_s(work.num_choices, work.num_attended)
+    num_positions = admission.num_contexts * (admission.num_context_tokens - candidate.num_cached_tokens)
+    target_s = admission.tbt_target_s or config.tbt_target_s
+    return num_positions / latency.token_budget * pause_s(full_s, decode_s, target_s)
+
+
+def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: float) -> list[_Prefill] | NoPlacement:
     """The best few for the prompt, by predicted time to its first token; none while it is sooner computed by an
     instance that has a full step ahead of it yet, or decodes alone for a moment.
     """
     num_contexts, num_tokens = admission.num_contexts, admission.num_context_tokens
-    tbt_target_s = admission.tbt_target_s or config.tbt_target_s
     due = soonest_s = math.inf
     found: list[_Prefill] = []
     for candidate in candidates:
@@ -121,17 +136,13 @@ def _prefills(
         if not entry.plays_prefill:
             continue
         work, num_cached, latency = candidate.work, candidate.num_cached_tokens, entry.latency
-        after_s = paused_s = 0.0
+        paused_s = 0.0
         if entry.plays_decode:
             one_s = latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
+            if work.lane.owes_pauses and candidate.has_answers:
+                paused_s = work.lane.paused_s(latency.tbt_s(work.num_choices, work.num_attended), now)
         else:
             one_s = latency.prefill_s(num_tokens, num_cached)
-        if entry.plays_decode and len(work.decodes) > len(work.prefills):  # answers get tokens there
-            decode_s = latency.tbt_s(work.num_choices, work.num_attended)
-            full_s = entry.full_step_s + latency.decode.marginal_s(work.num_choices, work.num_attended)
-            num_steps = num_contexts * (num_tokens - num_cached) / latency.token_budget
-            after_s = num_steps * pause_s(full_s, decode_s, tbt_target_s)
-            paused_s = work.lane.paused_s(decode_s, now)
         steps_s, load_left_s, queued_s = num_contexts * one_s, entry.load_left_s(now), entry.queued_s(work.lane, now)
         if load_left_s or queued_s:
             prefill_s, alone_s = steps_s * candidate.correction, 0.0
@@ -139,7 +150,7 @@ def _prefills(
             prefill_s, alone_s = candidate.prompt_time.alone_s(steps_s) * candidate.correction, steps_s
         ttft_s = load_left_s + queued_s + entry.overdue_s(work.lane, now) + paused_s + prefill_s
         if queued_s < entry.full_step_s and not paused_s:
-            found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, alone_s, after_s, candidate))
+            found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, alone_s, candidate))
             continue
         soonest_s = min(soonest_s, ttft_s)
         if not paused_s:
@@ -208,7 +219,7 @@ def _best_pair(
     best: tuple[float, int, str, str] = (math.inf, 0, "", "")
     pair = prefills[0], decodes[0]
     for prefill in prefills:
-        ttft_s, prefill_id, _, _, _, first = prefill
+        ttft_s, prefill_id, _, _, first = prefill
         for decode in decodes:
             later_s, decode_id, _, _, load_left_s, second = decode
             if ttft_s + later_s > best[0]:

@@ -41,6 +41,11 @@ class PrefillLane:
         self._work_s -= self._bound.pop(key)
         self._left_at = now
 
+    @property
+    def owes_pauses(self) -> bool:
+        """Whether any prompt of late needed a pause after it."""
+        return self._owed_s > 0.0
+
     def paused_s(self, decode_step_s: float, now: float) -> float:
         """For how long no prompt should be bound yet, as the answers there decode alone; less than one such step may
         stay owed to them. It passes while no prompt is bound.
