@@ -77,8 +77,8 @@ def test_the_role_that_lacks_an_instance_gets_one_alone() -> None:
     busy_prefill = crowded_demand(MODEL, 60, load_s={}, decode=answers(2, 0.2))
     assert roles_woken(decided(busy_prefill, pair, num_free=1)) == [PREFILL]
     busy_both = crowded_demand(MODEL, 60, load_s={}, decode=answers(20, 2.0))
-    assert roles_woken(decided(busy_both, pair)) == [PREFILL, DECODE]
-    assert roles_woken(decided(busy_both, pair, num_free=1)) == [PREFILL]
+    assert roles_woken(decided(busy_both, pair)) == [DECODE, PREFILL], "what saves more first"
+    assert roles_woken(decided(busy_both, pair, num_free=1)) == [DECODE]
 
 
 def test_the_role_that_can_spare_one_gives_it_back_alone() -> None:
@@ -95,11 +95,11 @@ def test_the_role_that_can_spare_one_gives_it_back_alone() -> None:
     assert drained(prefill_crowded_at=90.0, decode_crowded_at=90.0) == []
 
 
-def test_what_was_late_is_laid_to_the_busier_role() -> None:
+def test_what_was_late_is_laid_to_decode_if_it_has_more_answers_than_it_holds() -> None:
     pair = {"p": PREFILL, "d": DECODE}
     late = a_demand(MODEL, 0, arrivals_per_s=0.9, load=0.5, num_late_before=5)
-    assert roles_woken(decided(replace(late, decode=answers(9, 0.9)), pair)) == [DECODE]
-    assert roles_woken(decided(replace(late, decode=answers(1, 0.1)), pair)) == [PREFILL]
+    assert roles_woken(decided(replace(late, decode=answers(11, 0.9)), pair)) == [DECODE]
+    assert roles_woken(decided(replace(late, decode=answers(9, 0.9)), pair)) == [PREFILL]
 
 
 def apart(num_decode: int = 1) -> PaperCluster:
@@ -141,3 +141,17 @@ def test_full_pools_get_another_decode_instance_and_no_prefill() -> None:
     playing = [role for one in scene.policy.state.instances for role in one.target_roles]
     assert sorted(playing) == [Role.PREFILL, Role.DECODE, Role.DECODE]
     scene.check()
+
+
+def test_where_no_slot_is_free_the_role_that_loses_less_gives_one_up() -> None:
+    playing = {"p0": PREFILL, "p1": PREFILL, "d": DECODE}
+
+    def drained(demand: Demand, **changes: Roles) -> list[str]:
+        return [one.instance_id for one in decided(demand, playing | changes, num_free=0) if isinstance(one, Drain)]
+
+    lacking = a_demand(MODEL, 0, arrivals_per_s=2.0, load=0.1, crowded_at=80.0, decode=answers(20, 2.0))
+    assert drained(lacking) == ["i-p0"]
+    assert drained(replace(lacking, crowded_at=95.0)) == [], "it was needed a moment ago"
+    assert drained(replace(lacking, load=3.0, backlog_s=90.0)) == [], "prefill would lose as much"
+    enough = replace(lacking, crowded_at=80.0, decode=answers(5, 0.5, crowded_at=99.0))
+    assert drained(enough) == [], "decode lacks nothing"

@@ -94,7 +94,8 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         missing = growth.missing - Counter(role for one in assignments for role in one.roles)
         if missing:
             gain = Gain(growth.num_saved, growth.held_s, f"saves {growth.num_saved:.1f} late requests")
-            actions += evict_to_grow(demand, missing, gain, autoscaler_input, freeing())
+            evicted = evict_to_grow(demand, missing, gain, autoscaler_input, freeing())
+            actions += evicted or _trade(demand, growth, missing, autoscaler_input, config)
     for demand in demands if autoscaler_input.has_all_waiting else ():
         actions += _fill_minimum(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, freeing)
         actions += _expect(demand, autoscaler_input, granted.get(demand.model.version_id, []), free)
@@ -114,15 +115,17 @@ def _mark_taken(actions: Sequence[Action], free: FreeSlots, granted: dict[str, l
 
 def wanted_instances(demand: Demand, playing: Counter[Role], load_s: float, config: PolicyConfig) -> Counter[Role]:
     """Instances of each role, beside those ``playing`` it: as many more, up to the model's maximum, as each save more
-    late requests than they cost; by prediction, or one more by what was late before, which is laid to the busier role.
+    late requests than they cost; by prediction, or one more by what was late before. Where roles are sized apart, that
+    is laid to decode if it has more answers than it holds.
     """
     most = demand.model.max_instances or config.max_instances
     sizings = _sizings(demand, playing)
-    busiest = max(sizings, key=lambda one: one.work.load / one.number)
+    is_full = demand.decode is not None and demand.decode.backlog_s(playing[Role.DECODE]) > 0
+    late_role = Role.DECODE if is_full else Role.PREFILL
     wanted: Counter[Role] = Counter()
     for sizing in sizings:
         work, number = sizing.work, sizing.number
-        num_late = demand.num_late_before if sizing is busiest and load_s < demand.price_s else 0
+        num_late = demand.num_late_before if late_role in sizing.roles and load_s < demand.price_s else 0
         if number < most and num_late >= work.least_saved(number, load_s):
             number += 1
         while number < most and work.num_saved(number, load_s) >= work.least_saved(number, load_s):
@@ -254,17 +257,56 @@ def _growth(
 
 
 def _assign_growth(demand: Demand, growth: Growth) -> tuple[SlotAssignment, ...]:
-    """Slots for what is missing: where roles are sized apart, of one role each, in turns."""
+    """Slots for what is missing: where roles are sized apart, of one role each, what saves most first."""
     missing = growth.missing
     if demand.decode is None:
         return assign(growth.slots, missing[Role.PREFILL], missing[Role.DECODE])
+    savings = [
+        (-sizing.work.num_saved(sizing.number + more, growth.load_s), role)
+        for sizing in _sizings(demand, growth.wanted - missing)
+        for role in sizing.roles
+        for more in range(missing[role])
+    ]
     chosen: dict[str, SlotAssignment] = {}
-    turns = sorted((number, role) for role in missing for number in range(missing[role]))
-    for _, role in turns:
+    for _, role in sorted(savings):
         left = [slot for slot in growth.slots if slot.worker_id not in chosen]
         found = assign(left, int(role is Role.PREFILL), int(role is Role.DECODE))
         chosen |= {one.worker_id: one for one in found}
     return tuple(chosen.values())
+
+
+def _trade(
+    demand: Demand, growth: Growth, missing: Counter[Role], autoscaler_input: AutoscalerInput, config: PolicyConfig
+) -> list[Drain]:
+    """Where roles are sized apart and no other slot is to be had: an instance of the model's own other role goes, if
+    that loses less than half of what the role that lacks one gains. So no trade is undone by the same demand.
+    """
+    everything = autoscaler_input.instance_loads.of_version(demand.model.version_id)
+    if demand.decode is None or len(missing) > 1 or not all(load.instance.staying for load in everything):
+        return []
+    gaining, losing = sorted(
+        _sizings(demand, growth.wanted - growth.missing), key=lambda one: one.roles.isdisjoint(missing)
+    )
+    gained = gaining.work.num_saved(gaining.number, growth.load_s)
+    lost = losing.work.num_saved(losing.number - 1, 0.0) if losing.number > 1 else math.inf
+    if gained < 2 * lost + gaining.work.least_saved(gaining.number, growth.load_s):
+        return []
+    if lost < 1 and autoscaler_input.now - losing.work.crowded_at < config.turn_s:
+        return []  # it was needed a moment ago
+    able = [
+        load
+        for load in everything
+        if load.instance.target_roles == losing.roles
+        and load.instance.phase is InstancePhase.READY
+        and load.instance.since <= autoscaler_input.now - config.turn_s
+        and load.instance.instance_id not in autoscaler_input.kept
+    ]
+    if not able:
+        return []
+    chosen = min(able, key=lambda load: (load.num_open, load.instance.instance_id))
+    (role,) = gaining.roles
+    text = f"its slot is worth more for {role.name.lower()}: {gained:.1f} late requests saved, {lost:.1f} lost"
+    return [Drain(chosen.instance.instance_id, Reason("share", text, {"num_saved": gained, "num_displaced": lost}))]
 
 
 def _nearest(demand: Demand, idle: Iterable[InstanceLoad], autoscaler_input: AutoscalerInput) -> Tier:

@@ -16,7 +16,7 @@ class DecodeDemand:
     num_answers: int  # those open, and those of requests that wait
     num_held: int  # whose tokens meet the target together, and whose KV the pool holds
     num_most: int  # by the pool alone: more wait
-    answer_s: float  # from the first token to the last, beside as many others
+    answer_s: float  # from its placement, before its prompt is computed, to its last token, beside as many others
     arrivals_per_s: float
     target_s: float  # for the first token: an answer that waits for a place is late after it
     price_s: float

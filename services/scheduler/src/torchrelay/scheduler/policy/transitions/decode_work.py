@@ -18,9 +18,9 @@ def decode_demand(
     num_tokens = state.answer_lengths.mean(model.version_id)
     if not num_tokens or any(one.target_roles >= BOTH for one in instances):
         return None
-    entries = _decodes(state, model, now)
+    entries, prefills = _decodes(state, model, now), admissions.prefills(state, model, now)
     work = [state.attempts.at(entry.instance_id) for entry in entries]
-    if not (num_open := sum(one.num_choices for one in work)):
+    if not (num_open := sum(one.num_choices for one in work)) or not prefills:
         return None
     first, history = entries[0], state.arrivals.of(model.version_id)
     correction, cost = state.token_times.of(first.instance_id, now).correction, first.latency.decode
@@ -36,7 +36,7 @@ def decode_demand(
         num_answers=num_open + num_waiting,
         num_held=num_held,
         num_most=num_most,
-        answer_s=num_tokens * (base_s + per_answer_s * num_held),
+        answer_s=prefills[0].full_step_s + num_tokens * (base_s + per_answer_s * num_held),
         arrivals_per_s=history.rate(now).requests_per_s,
         target_s=history.target_s or state.config.standard_ttft_s,
         price_s=price_s,

@@ -20,7 +20,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Role, Roles, StoreStatus
+from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Model, Role, Roles, StoreStatus
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.policy.reasons import Reason
@@ -339,6 +339,12 @@ def _drain(state: State, action: Drain, now: float) -> None:
     instance = state.instances.get(action.instance_id)
     assert instance is not None
     drain(state, instance, action.reason, now)
+    if instance.target_roles != BOTH:  # for the next of this role another time is to pass in which it is not needed
+        history = state.arrivals.of(instance.version_id)
+        if Role.DECODE in instance.target_roles:
+            history.decode_crowded_at = now
+        else:
+            history.crowded_at = now
     kind = action.reason.cause
     state.happened(now, kind, instance, action.reason, f"scale.{_SCALE_EVENTS[kind]}", event_fields(instance))
 
