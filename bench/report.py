@@ -16,7 +16,7 @@ from typing import Any
 class Check:
     """One measured figure; ``bound`` is None if it is only printed; ``against``: the peer or limit compared with.
 
-    NaN: could not be measured; it meets no bound and is null in the JSON line.
+    NaN: could not be measured; it meets no bound. That and infinite ones are null in the JSON line.
     """
 
     name: str
@@ -52,7 +52,8 @@ def finish(bench: str, conditions: dict[str, Any], checks: list[Check]) -> None:
         verdict = "ok  " if check.ok else "MISS"
         print(f"{verdict}  {check.name:<26} {check.value:12.4g} {check.unit:<8}{bound:<12} {check.against}")
     rows = [
-        {**asdict(check), "value": None if math.isnan(check.value) else check.value, "ok": check.ok} for check in checks
+        {**asdict(check), "value": check.value if math.isfinite(check.value) else None, "ok": check.ok}
+        for check in checks
     ]
     for row in rows:
         del row["at_least"]

@@ -1,8 +1,17 @@
 """The scheduler against ServerlessLLM, BlitzScale, DistServe, AllCache and a clairvoyant, in virtual time.
 
 Each half of a trace is brought to half of the cluster's capacity, its arrivals divided among twelve models by a Zipf
-law. Each system is tuned by the same grid on one half and scored on the other. The systems' docstrings
-(sim/src/torchrelay/sim/policies) say what is modelled of each.
+law. Each system is tuned by the same grid on one half and scored on the other: each point of it has another idle
+timeout, which is the price of all of ours. The systems' docstrings (sim/src/torchrelay/sim/policies) say what is
+modelled of each.
+
+Device time is compared at equal attainment: each system's cheapest setting that attains 99% of what the lesser of both
+attains at best, on the half that they are tuned on. Where ours then does not attain 99% of the rival's on the other
+half, its next dearer setting counts, and where none does, the ratio is infinite: no device time buys it. A rival gets
+no such second choice, which could only cost it more; and where it attains less than ours, it is not charged for that.
+
+P95 is compared at equal device time: the rival's best one, and our best one that takes no more than 1% more on either
+half. Where ours cannot take so little, its cheapest setting counts: the rival would do no worse with as much.
 
 Without ``--tune`` and ``--score``, each trace of ``--traces`` is split in halves; where that folder is missing, a trace
 is generated from the seed, and ``conditions`` say so.
@@ -42,7 +51,7 @@ FLEETS: Mapping[str, Fleet] = {"A": CLUSTER_A, "B": CLUSTER_B}
 MODELS = twelve_models()
 ZIPF, SEED = 1.0, 1
 EQUAL = 0.99  # so much of an attainment or a price is as much
-GRID = [Knobs(idle_s, number) for idle_s in (10.0, 40.0, 160.0) for number in (4, 16)]
+GRID = [Knobs(float(round(5 * 1.7**point)), (4, 16)[point % 2]) for point in range(8)]  # 5 s to 205 s
 QUICK_GRID = [Knobs(10.0, 4), Knobs(60.0, 16)]
 RIVALS = {
     "oracle": ["clairvoyant"],
@@ -166,25 +175,38 @@ def compare(case: Case, tuned: Sequence[Tuned]) -> list[Comparison]:
     for rival in GPU_BOUNDS:
         others = [one for one in tuned if one.system in RIVALS[rival]]
         both_attain = min(best_attainment(ours), best_attainment(others))
-        mine, other = scored(cheapest(ours, both_attain)), scored(cheapest(others, both_attain))
-        ratio = _ratio(mine.device_s, other.device_s)
-        text = f"{where}: {ratio:.3f}, attained {mine.attainment:.3f} and {other.attainment:.3f}"
-        is_equal = mine.attainment >= EQUAL * other.attainment  # else it is no price of the same
-        found.append(Comparison(f"gpu_over_{rival}", ratio if is_equal else math.nan, text))
+        other = scored(cheapest(others, both_attain))
+        equal = [one for one in ours if one.summary.attainment >= EQUAL * both_attain]
+        by_price = [scored(one) for one in sorted(equal, key=lambda one: one.summary.device_s)]
+        mine = next((one for one in by_price if one.attainment >= EQUAL * other.attainment), None)
+        if mine is None:
+            most = max(by_price, key=lambda one: one.attainment)
+            text = (
+                f"{where}: ours attains {most.attainment:.3f} of {other.attainment:.3f} at most, "
+                f"{most.device_s:.0f} and {other.device_s:.0f} device s"
+            )
+            found.append(Comparison(f"gpu_over_{rival}", math.inf, text))
+            continue
+        text = (
+            f"{where}: {mine.device_s:.0f} over {other.device_s:.0f} device s, "
+            f"attained {mine.attainment:.3f} and {other.attainment:.3f}"
+        )
+        found.append(Comparison(f"gpu_over_{rival}", _ratio(mine.device_s, other.device_s), text))
     for rival in P95_BOUNDS:
         others = [one for one in tuned if one.system in RIVALS[rival]]
         chosen = min(others, key=lambda one: (one.summary.ttft_p95_s, one.summary.device_s))
-        affordable = [one for one in ours if one.summary.device_s * EQUAL <= chosen.summary.device_s]
         other = scored(chosen)
-        if not affordable:
-            least = min(one.summary.device_s for one in ours)
-            text = (
-                f"{where}: no setting of ours takes so little, {least:.0f} over {chosen.summary.device_s:.0f} device s"
-            )
-            found.append(Comparison(f"p95_over_{rival}", math.nan, text))
-            continue
-        mine = scored(min(affordable, key=lambda one: one.summary.ttft_p95_s))
-        text = f"{where}: {mine.ttft_p95_s:.2f} s and {other.ttft_p95_s:.2f} s"
+        affordable = [
+            one
+            for one in sorted(ours, key=lambda one: one.summary.ttft_p95_s)
+            if one.summary.device_s * EQUAL <= chosen.summary.device_s
+            and scored(one).device_s * EQUAL <= other.device_s
+        ]
+        mine = scored(affordable[0] if affordable else min(ours, key=lambda one: scored(one).device_s))
+        text = (
+            f"{where}: {mine.ttft_p95_s:.2f} s and {other.ttft_p95_s:.2f} s, "
+            f"{mine.device_s:.0f} and {other.device_s:.0f} device s"
+        )
         found.append(Comparison(f"p95_over_{rival}", _ratio(mine.ttft_p95_s, other.ttft_p95_s), text))
     existing = [one for one in tuned if one.system != "clairvoyant"]
     best = cheapest(existing, best_attainment(existing))
@@ -195,7 +217,8 @@ def compare(case: Case, tuned: Sequence[Tuned]) -> list[Comparison]:
 
 
 def _ratio(mine: float, other: float) -> float:
-    return mine / other if math.isfinite(mine) and math.isfinite(other) and other else math.nan
+    """Infinite, if ours is: of what was refused."""
+    return mine / other if math.isfinite(mine) and other else math.inf
 
 
 def solve(case: Case, grid: Sequence[Knobs]) -> tuple[Case, list[Tuned], list[Comparison]]:
@@ -228,8 +251,6 @@ def write_case(folder: Path, case: Case, tuned: Sequence[Tuned], pool: ProcessPo
 
 def worst(name: str, found: Sequence[Comparison], key: Callable[[Sequence[float]], float]) -> tuple[float, str]:
     of_name = [one for one in found if one.name == name]
-    if unknown := [one for one in of_name if math.isnan(one.ratio)]:
-        return math.nan, unknown[0].text
     value = key([one.ratio for one in of_name])
     return value, next(one.text for one in of_name if one.ratio == value)
 

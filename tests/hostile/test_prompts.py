@@ -65,9 +65,8 @@ TEMPLATES = {
     "file": "{% include '/etc/passwd' %}",
     "import": "{% import 'os' as os %}{{ os.environ }}",
     "environment": "{{ environ }}{{ self._TemplateReference__context.environment.loader.searchpath }}",
-    "syntax": "{% for %}",
-    "deep": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
-    "deep expression": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "unknown filter": "{{ messages | filter_of_nobody }}",
+    "nested blocks": "{% if 1 %}" * 50 + "{% endif %}" * 50,
     "error of its own": "{{ raise_exception('tr-secret' * 100000) }}",
     "division": "{{ 1 / 0 }}",
 }

@@ -20,6 +20,11 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
+DEEP_TEMPLATES = {
+    "blocks": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
+    "expression": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+}
+
 Change = Callable[[Path], object]
 Fault = tuple[str, Change, str, str]  # name, change, file, a part of the refusal
 
@@ -169,6 +174,22 @@ FAULTS: list[Fault] = [
     ("other document", write("tokenizer_config.json", "no"), "tokenizer_config.json", "not valid JSON"),
     ("template", write("chat_template.jinja", b"x" * (257 << 10)), "chat_template.jinja", "at most 262,144 are read"),
     ("template not text", write("chat_template.jinja", b"\xff"), "chat_template.jinja", "not UTF-8"),
+    (
+        "template that does not parse",
+        write("chat_template.jinja", "{{ messages }}\n{% for %}"),
+        "chat_template.jinja",
+        "the chat template does not parse: line 2: ",
+    ),
+    (
+        "template without an end",
+        write("tokenizer_config.json", json.dumps({"chat_template": "{% if messages %}"})),
+        "tokenizer_config.json",
+        "chat_template: the chat template does not parse: line 1: ",
+    ),
+    *(
+        (f"template deep: {name}", write("chat_template.jinja", deep), "chat_template.jinja", "it is nested too deeply")
+        for name, deep in DEEP_TEMPLATES.items()
+    ),
     (
         "template in the configuration",
         write("tokenizer_config.json", json.dumps({"chat_template": "x" * (257 << 10)})),

@@ -269,3 +269,12 @@ def test_what_is_held_at_the_start_is_kept_as_an_earlier_scheduler_would_have_it
     plant = Plant(policy, replace(FLEET, arena_bytes=LARGE.pack_bytes), [SMALL, LARGE], held={0: ["t/large"]})
     _, *outcomes = plant.run([*requests("t/small", 40, 1.0), Request("last", 45.0, "t/large", 1000, 50)], 10.0)
     assert outcomes[-1].ttft_s < LARGE.pack_bytes / FLEET.disk_bytes_per_s / 2
+
+
+def test_of_three_times_as_many_prompts_as_can_be_computed_most_of_a_third_is_in_time_and_all_end() -> None:
+    computed_per_s = 15e3 / 2000
+    found = requests("t/small", round(3 * computed_per_s * 30), 1 / (3 * computed_per_s), 2000, 30)
+    _, outcomes = run(found, max_instances=1)
+    in_time = [one for one in outcomes if one.arrived_at > outcomes[0].arrived_at + 5.0 and one.attains(SMALL)]
+    assert len(in_time) / (25 * computed_per_s) >= 0.6, "an eighth is for those that are late, a tenth for answers"
+    assert all(one.ended_at for one in outcomes)

@@ -92,6 +92,7 @@ class SimulatedGateway:
             model=name,
             service_class=request.service_class,
             ttft_target_s=0.0 if is_batch else served.ttft_target_s(request.num_prompt_tokens),
+            tbt_target_s=served.tpot_target_s,
             weight=request.weight,
             migrates=migrates,
         )

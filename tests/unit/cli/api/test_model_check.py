@@ -65,7 +65,12 @@ def test_a_config_that_cannot_be_served(model_folder: Path, config: str, said: s
         (b"\xff" * 64, "claims 18,446,744,073,709,551,615 bytes, but 56 follow"),
         ((100).to_bytes(8, "little") + b"{" * 99, "claims 100 bytes, but 99 follow"),
         (b"version https://git-lfs.github.com/spec/v1\n", "claims"),
-        ((2).to_bytes(8, "little") + b"[]", "does not begin"),
+        ((2).to_bytes(8, "little") + b"[]", "its header is not that of a safetensors file"),
+        ((9).to_bytes(8, "little") + b'{"w": {}}', "its header is not that of a safetensors file"),
+        (
+            (30).to_bytes(8, "little") + b'{"w":{"data_offsets":[0,400]}}' + bytes(399),
+            "its tensors take 400 bytes, but 399 follow the header",
+        ),
     ],
 )
 def test_weights_that_are_cut_off_or_something_else(model_folder: Path, content: bytes, said: str) -> None:

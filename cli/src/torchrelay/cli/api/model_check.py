@@ -12,6 +12,8 @@ from torchrelay.modelspec.config import UnsupportedModel, read_config
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # the gateway's rule
 _LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 8 << 20  # the param-store reads no more
+_METADATA = "__metadata__"
 
 
 def is_model_name(name: str) -> bool:
@@ -31,7 +33,7 @@ def check_name(name: str) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Reads the config and the length of each header, but no weights. Raises ``CliError``."""
+    """Reads the config and each header, but no weights. Raises ``CliError``."""
     paths = model_paths(folder)
     _check_config(folder / "config.json")
     for path in paths:
@@ -53,14 +55,26 @@ def _check_config(path: Path) -> None:
 
 
 def _check_header(path: Path) -> None:
-    """A safetensors file begins with the length of its header (little endian), which is a JSON object."""
+    """A safetensors file begins with the length of its header (little endian), which says where each tensor ends."""
     with path.open("rb") as file:
-        prefix, begin = file.read(_LENGTH_BYTES), file.read(1)
-    length, room = int.from_bytes(prefix, "little"), path.stat().st_size - _LENGTH_BYTES
+        prefix = file.read(_LENGTH_BYTES)
+        length, room = int.from_bytes(prefix, "little"), path.stat().st_size - _LENGTH_BYTES
+        header = file.read(min(length, _MAX_HEADER_BYTES))
     if len(prefix) < _LENGTH_BYTES or length > room:
         fault = f"its header claims {length:,} bytes, but {max(room, 0):,} follow the length"
-    elif begin != b"{":
-        fault = "its header does not begin with '{'"
+    elif (num_weights := _weight_bytes(header)) is None:
+        fault = "its header is not that of a safetensors file"
+    elif num_weights > room - length:
+        fault = f"its tensors take {num_weights:,} bytes, but {room - length:,} follow the header"
     else:
         return
     raise CliError(f"{path} is not a complete safetensors file: {fault}", "download it again")
+
+
+def _weight_bytes(header: bytes) -> int | None:
+    """Where the last tensor ends, behind the header; None if this is no header."""
+    try:
+        tensors = {name: tensor for name, tensor in json.loads(header).items() if name != _METADATA}
+        return max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        return None

@@ -95,6 +95,13 @@ class Serving(RuleBasedStateMachine):
         assert self.queues.remove(key, 0.0) is self.waiting.pop(key)
 
     @precondition(lambda self: self.waiting)
+    @rule()
+    def the_next_will_be_late(self) -> None:
+        admission = self.queues.next(VERSION_ID, 0.0)
+        assert admission is not None
+        self.queues.fall_late(admission.key)
+
+    @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def one_is_parked(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(list(self.waiting)))

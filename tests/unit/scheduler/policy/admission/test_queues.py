@@ -202,3 +202,22 @@ def test_everything_comes_once_and_nobody_is_far_behind(found: list[tuple[str, i
         queues.take(admission.key, NOW)
         taken.append(admission.key)
     assert sorted(taken) == sorted(each.key for each in admissions) and len(queues) == 0
+
+
+def test_who_can_be_in_time_goes_before_who_cannot_but_those_get_an_eighth() -> None:
+    late = [of("a", f"late{n}", ttft_target_s=1.0) for n in range(10)]
+    queues = queues_with(*late, *(of("a", f"r{n}", ttft_target_s=5.0) for n in range(64)))
+    for one in late:
+        assert queues.fall_late(one.key)
+    assert not queues.fall_late(late[0].key), "it is known"
+    order = order_of(queues)
+    assert [order.index(f"late{n}") // 8 for n in range(9)] == list(range(9)), "by their deadlines, one in eight"
+    assert order[-1] == "late9"
+
+
+def test_of_two_tenants_the_one_whose_requests_are_late_has_its_turns() -> None:
+    late = [of("a", f"a{n}", ttft_target_s=1.0) for n in range(3)]
+    queues = queues_with(*late, *(of("b", f"b{n}", ttft_target_s=5.0) for n in range(3)))
+    for one in late:
+        queues.fall_late(one.key)
+    assert order_of(queues) == ["a0", "b0", "a1", "b1", "a2", "b2"]

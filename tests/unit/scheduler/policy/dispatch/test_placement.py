@@ -100,6 +100,25 @@ def test_a_prompt_waits_for_the_instance_that_will_have_it_soonest_until_less_th
     assert found.due == pytest.approx(NOW + 1.0 - 0.512)
 
 
+def test_no_prompt_comes_before_the_answers_there_had_their_pause() -> None:
+    both = a_candidate("b", BOTH, num_decoding=3, seen=800)
+    asked = an_admission(MODEL, "r1", num_prompt_tokens=512)
+    decode_s = 0.01 * (1 + 3 / 8 + 800 / 8000)
+    full_s = 0.512 + decode_s - 0.01
+    first = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
+    assert isinstance(first, Placement)
+    pause_s = (full_s - 0.085) / (0.085 - decode_s) * decode_s
+    assert first.predicted.pause_s == pytest.approx(pause_s)
+    both.work.lane.bind(asked.key, first.predicted.prefill_s, NOW - 0.6, pause_s)
+    both.work.lane.leave(asked.key, NOW)
+    found = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
+    assert isinstance(found, NoPlacement) and found.due == pytest.approx(NOW + pause_s - decode_s)
+    assert isinstance(place(asked, MODEL, [both], KvTransferTimes(), RULES, found.due + 1e-6), Placement)
+    patient = structs.replace(asked, tbt_target_s=1.0)
+    generous = place(patient, MODEL, [a_candidate("b", BOTH, num_decoding=3)], KvTransferTimes(), RULES, NOW)
+    assert isinstance(generous, Placement) and not generous.predicted.pause_s
+
+
 def test_measured_rates_count() -> None:
     slow = a_candidate("p1", PREFILL, queued=100, tokens_per_s=100.0)
     fast = a_candidate("p2", PREFILL, queued=500, tokens_per_s=2000.0)

@@ -67,3 +67,18 @@ def test_on_an_instance_that_loads_nothing_has_begun() -> None:
     assert lane.work_s() == pytest.approx(2.0)
     lane.resume(now=30.0)
     assert lane.ahead_s(30.5) == pytest.approx(1.5)
+
+
+def test_pauses_add_up_to_a_decode_step_and_pass_while_no_prompt_is_bound() -> None:
+    lane = PrefillLane()
+    lane.bind(A, 1.0, now=10.0, pause_s=0.15)
+    assert lane.paused_s(0.2, now=10.5) == 0.0, "less than a step"
+    lane.bind(B, 1.0, now=10.5, pause_s=0.15)
+    assert lane.paused_s(0.2, now=10.5) == pytest.approx(0.1)
+    lane.leave(A, now=11.0)
+    assert lane.paused_s(0.2, now=11.9) == pytest.approx(0.1), "B is computed meanwhile"
+    lane.leave(B, now=12.0)
+    assert lane.paused_s(0.2, now=12.04) == pytest.approx(0.06)
+    assert lane.paused_s(0.2, now=12.1) == pytest.approx(0.0)
+    lane.bind(C, 1.0, now=12.1, pause_s=0.1)
+    assert lane.paused_s(0.2, now=12.1) == pytest.approx(0.1), "a step was owed yet"

@@ -271,7 +271,7 @@ def test_no_more_are_told_than_begin_within_a_step() -> None:
     """Their prompts take 150 ms each, a full step 205 ms."""
     scene = a_cluster("w1")
     for number in range(6):
-        begin(scene, f"r{number}", num_prompt_tokens=1500)
+        begin(scene, f"r{number}", num_prompt_tokens=1500, tbt_target_s=1.0)
     scene.settle(ready("w2"))
     drain(scene, "w1")
     scene.pass_time(0.6)

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from torchrelay.common.chat_syntax import InvalidSyntax, check_syntax
 from torchrelay.common.tokens.tokenizer_document import read_tokenizer
 from torchrelay.common.tokens.tokenizer_limits import MAX_TOKEN_CHARS, TokenizerRefused
 from torchrelay.modelspec.config import ModelConfig, UnsupportedModel, read_config
@@ -159,12 +160,12 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def check_other_documents(folder: Path) -> None:
-    """Documents that are only passed on must at least be valid JSON, and their texts within limits."""
+    """Documents that are only passed on must be valid JSON, with texts within limits and templates that parse."""
     for file in PASSED_ON:
         _check_texts(file, _optional(folder, file))
     if (folder / TEMPLATE).exists():
         try:
-            _read_bounded(folder, TEMPLATE).decode("utf-8")
+            _check_template(TEMPLATE, "", _read_bounded(folder, TEMPLATE).decode("utf-8"))
         except UnicodeDecodeError:
             raise PackRefused(TEMPLATE, "it is not UTF-8 text") from None
 
@@ -174,11 +175,22 @@ def _check_texts(file: str, document: dict[str, Any]) -> None:
     for name, value in document.items():
         if name == "chat_template":
             for template in value if isinstance(value, list) else [value]:
-                _check_text(file, name, template.get("template") if isinstance(template, dict) else template)
+                _check_template(file, f"{name}: ", template.get("template") if isinstance(template, dict) else template)
         elif name.endswith("_token"):
-            _check_text(file, name, value.get("content") if isinstance(value, dict) else value, MAX_TOKEN_CHARS)
+            content = value.get("content") if isinstance(value, dict) else value
+            if isinstance(content, str):
+                _check_length(file, f"{name}: ", content, MAX_TOKEN_CHARS)
 
 
-def _check_text(file: str, name: str, text: Any, limit: int = MAX_FILE_BYTES[TEMPLATE]) -> None:
-    if isinstance(text, str) and len(text) > limit:
-        raise PackRefused(file, f"{name}: it has {len(text):,} characters; at most {limit:,} are allowed")
+def _check_template(file: str, where: str, template: Any) -> None:
+    if isinstance(template, str):
+        _check_length(file, where, template, MAX_FILE_BYTES[TEMPLATE])
+        try:
+            check_syntax(template)
+        except InvalidSyntax as error:
+            raise PackRefused(file, f"{where}the chat template does not parse: {error}") from None
+
+
+def _check_length(file: str, where: str, text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise PackRefused(file, f"{where}it has {len(text):,} characters; at most {limit:,} are allowed")

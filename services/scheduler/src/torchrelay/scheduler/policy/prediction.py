@@ -18,6 +18,7 @@ class Prediction(msgspec.Struct, frozen=True, gc=False):
     tbt_s: float = 0.0
     step_s: float = 0.0  # of decoding, with the batch that there is then
     num_cached_tokens: int = 0  # of the prompt, expected to be cached
+    pause_s: float = 0.0  # without prompts that the instance's answers need after it, to have their tokens in time
 
 
 UNPREDICTED: Final = Prediction()

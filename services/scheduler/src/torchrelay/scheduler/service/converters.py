@@ -175,6 +175,7 @@ def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, n
         model=request.version.model,
         service_class=_SERVICE_CLASSES.get(request.service_class, core.ServiceClass.STANDARD),
         ttft_target_s=request.ttft_target_ms / 1000,
+        tbt_target_s=request.tbt_target_ms / 1000,
         weight=_weight_from_proto(request.weight),
         migrates=request.migrates,
     )

@@ -140,6 +140,14 @@ class AdmissionQueues:
         self._place_rates.setdefault(version_id, PlaceRate()).take(now, is_last=len(queue.waiting) == 1)
         self._forget(key, now)
 
+    def fall_late(self, key: AttemptKey) -> bool:
+        """The request, which is next, will miss its deadline: others of its tenant come first, as far as they will not.
+        False if that is known already.
+        """
+        one = self._queues[self._version_of[key]].waiting[key]
+        assert one.fair_queue is not None
+        return one.fair_queue.fall_late(one.admission)
+
     def refund(self, admission: Admission) -> None:
         """A request that was taken comes back: its tenant has not been served."""
         _, queue = self._emptied.get(admission.version_id, (0.0, self._queues.get(admission.version_id)))

@@ -94,7 +94,7 @@ class OpenAttempts:
         if not attempt.is_computed:
             prefill = self._bound.setdefault(placement.prefill.instance_id, BoundWork())
             prefill.prefills[key] = attempt
-            prefill.lane.bind(key, placement.predicted.prefill_s, now)
+            prefill.lane.bind(key, placement.predicted.prefill_s, now, placement.predicted.pause_s)
         decode = self._bound.setdefault(placement.decode.instance_id, BoundWork())
         decode.decodes[key] = attempt
         decode.kv_bytes += attempt.kv_bytes

@@ -5,7 +5,8 @@ yet waits at the scheduler, where it can still go elsewhere. Time to first token
 prompt without its cached part. The decode instance must have unreserved KV bytes up to the last token; its cost is what
 delays the second token: its own load left, the KV that arrives after the first token, and a step with this attempt in
 its batch. If such a step exceeds the TBT objective, each token to come costs the excess. The pair with the lowest sum
-wins; one worker that plays both roles saves the KV transfer, but prompts interrupt its decode steps.
+wins; one worker that plays both roles saves the KV transfer, but prompts interrupt its decode steps: between prompts it
+gets the pauses that its answers need.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, BoundWork
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.dispatch.token_pause import pause_s
 from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN, TokenTime
 from torchrelay.scheduler.policy.prediction import Prediction
 
@@ -56,7 +58,8 @@ class NoPlacement:
 
 
 # Plain tuples: each admission makes one for every candidate, and they are compared in the order of fields.
-_Prefill: TypeAlias = tuple[float, str, float, Candidate]  # TTFT, instance, seconds of the prompt itself
+# TTFT, instance, seconds of the prompt itself, and of the pause after it.
+_Prefill: TypeAlias = tuple[float, str, float, float, Candidate]
 # Cost of later tokens, instance, TBT, seconds of a step, load left.
 _Decode: TypeAlias = tuple[float, str, float, float, float, Candidate]
 
@@ -71,7 +74,7 @@ def place(
     num_answer_tokens: int | None = None,
 ) -> core.Placement | NoPlacement:
     """The best pair of instances, or why there is none. ``num_answer_tokens``: expected per choice; None: the most."""
-    prefills = _prefills(admission, candidates, now)
+    prefills = _prefills(admission, candidates, config, now)
     if isinstance(prefills, NoPlacement):
         return prefills
     num_tokens = admission.max_tokens if num_answer_tokens is None else num_answer_tokens
@@ -85,41 +88,56 @@ def place(
             return 0.0
         return kv_transfer_times.predict_s(prefill.host_id, decode.host_id, prompt_bytes, config.kv_bytes_per_s)
 
-    (ttft_s, _, prefill_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(prefills, decodes, transfer_s)
+    (ttft_s, _, prefill_s, after_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(
+        prefills, decodes, transfer_s
+    )
     first, second = prefill.entry, decode.entry
     return core.Placement(
         key=admission.key,
         prefill=first.worker_ref,
         decode=second.worker_ref,
         cold=core.InstancePhase.LOADING in (first.phase, second.phase),
-        predicted=Prediction(ttft_s, prefill_s, tbt_s, step_s, prefill.num_cached_tokens),
+        predicted=Prediction(ttft_s, prefill_s, tbt_s, step_s, prefill.num_cached_tokens, after_s),
     )
 
 
-def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: float) -> list[_Prefill] | NoPlacement:
+def _prefills(
+    admission: core.Admission, candidates: Sequence[Candidate], config: PolicyConfig, now: float
+) -> list[_Prefill] | NoPlacement:
     """The best few for the prompt, by predicted time to its first token; none while it is sooner computed by an
-    instance that has a full step ahead of it yet.
+    instance that has a full step ahead of it yet, or decodes alone for a moment.
     """
     num_contexts, num_tokens = admission.num_contexts, admission.num_context_tokens
+    tbt_target_s = admission.tbt_target_s or config.tbt_target_s
     due = soonest_s = math.inf
     found: list[_Prefill] = []
     for candidate in candidates:
         entry = candidate.entry
         if not entry.plays_prefill:
             continue
-        work, num_cached = candidate.work, candidate.num_cached_tokens
+        work, num_cached, latency = candidate.work, candidate.num_cached_tokens, entry.latency
+        after_s = paused_s = 0.0
         if entry.plays_decode:
-            one_s = entry.latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
+            one_s = latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
         else:
-            one_s = entry.latency.prefill_s(num_tokens, num_cached)
+            one_s = latency.prefill_s(num_tokens, num_cached)
+        if entry.plays_decode and len(work.decodes) > len(work.prefills):  # answers get tokens there
+            decode_s = latency.tbt_s(work.num_choices, work.num_attended)
+            full_s = entry.full_step_s + latency.decode.marginal_s(work.num_choices, work.num_attended)
+            num_steps = num_contexts * (num_tokens - num_cached) / latency.token_budget
+            after_s = num_steps * pause_s(full_s, decode_s, tbt_target_s)
+            paused_s = work.lane.paused_s(decode_s, now)
         prefill_s = num_contexts * one_s * candidate.correction
         queued_s = entry.queued_s(work.lane, now)
-        ttft_s = entry.load_left_s(now) + queued_s + entry.overdue_s(work.lane, now) + prefill_s
-        if queued_s < entry.full_step_s:
-            found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, candidate))
-        else:
-            soonest_s = min(soonest_s, ttft_s)
+        ttft_s = entry.load_left_s(now) + queued_s + entry.overdue_s(work.lane, now) + paused_s + prefill_s
+        if queued_s < entry.full_step_s and not paused_s:
+            found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, after_s, candidate))
+            continue
+        soonest_s = min(soonest_s, ttft_s)
+        if not paused_s:
             due = min(due, max(entry.bindable_at(work.lane), now + _MIN_WAIT_S))
+        elif not len(work.lane):  # else it begins when the last prompt there is reported
+            due = min(due, now + max(paused_s, _MIN_WAIT_S))
     if found:
         found.sort()
         if found[0][0] <= soonest_s:
@@ -141,7 +159,7 @@ def _decodes(
     kv_bytes, num_choices = admission.kv_bytes(model), admission.num_choices
     num_attended = admission.num_attended(num_answer_tokens)
     num_tokens = min(num_answer_tokens, _MAX_PENALIZED_TOKENS)
-    target_s, max_open = config.tbt_target_s, config.max_open_per_instance
+    target_s, max_open = admission.tbt_target_s or config.tbt_target_s, config.max_open_per_instance
     most_bytes = largest_pool = -1
     found: list[_Decode] = []
     for candidate in candidates:
@@ -181,7 +199,7 @@ def _best_pair(
     best: tuple[float, int, str, str] = (math.inf, 0, "", "")
     pair = prefills[0], decodes[0]
     for prefill in prefills:
-        ttft_s, prefill_id, _, first = prefill
+        ttft_s, prefill_id, _, _, first = prefill
         for decode in decodes:
             later_s, decode_id, _, _, load_left_s, second = decode
             if ttft_s + later_s > best[0]:

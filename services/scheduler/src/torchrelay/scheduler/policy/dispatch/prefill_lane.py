@@ -18,11 +18,15 @@ class PrefillLane:
     _bound: dict[AttemptKey, float] = field(default_factory=dict)  # predicted seconds
     _work_s: float = 0.0
     _head_since: float = 0.0  # when the instance could begin with the first
+    _owed_s: float = 0.0  # of the pauses after its prompts, when the last one was bound or left
+    _left_at: float = 0.0  # when the last one left
 
     def __len__(self) -> int:
         return len(self._bound)
 
-    def bind(self, key: AttemptKey, prefill_s: float, now: float) -> None:
+    def bind(self, key: AttemptKey, prefill_s: float, now: float, pause_s: float = 0.0) -> None:
+        """``pause_s``: without prompts that the answers there need after it."""
+        self._owed_s = self._owed_at(now) + pause_s
         if not self._bound:
             self._head_since, self._work_s = now, 0.0
         self._bound[key] = prefill_s
@@ -35,6 +39,16 @@ class PrefillLane:
         if key == next(iter(self._bound)):
             self._head_since = now
         self._work_s -= self._bound.pop(key)
+        self._left_at = now
+
+    def paused_s(self, decode_step_s: float, now: float) -> float:
+        """For how long no prompt should be bound yet, as the answers there decode alone; less than one such step may
+        stay owed to them. It passes while no prompt is bound.
+        """
+        return max(self._owed_at(now) - decode_step_s, 0.0)
+
+    def _owed_at(self, now: float) -> float:
+        return self._owed_s if self._bound else max(self._owed_s - (now - self._left_at), 0.0)
 
     def resume(self, now: float) -> None:
         """The instance was still loading: its first prompt begins now."""

@@ -339,6 +339,8 @@ def _place_version(state: State, version_id: str, now: float) -> None:
             if not math.isinf(found.due):
                 state.due[version_id] = found.due
             break
+        if now + found.predicted.ttft_s > admission.deadline and state.queues.fall_late(admission.key):
+            continue
         state.queues.take(admission.key, now)
         bind(state, admission, found, now)
     for key in too_large:

@@ -12,9 +12,10 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.ext
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from torchrelay.common.chat_syntax import template_environment
 
 
 def raise_exception(message: object) -> NoReturn:
@@ -35,16 +36,6 @@ def tojson(
 
 def strftime_now(format_: str) -> str:
     return datetime.now().strftime(format_)
-
-
-class GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}`` marks assistant text for training; rendered here as its content."""
-
-    tags = {"generation"}  # noqa: RUF012 -- as Jinja2 declares it
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class PlainDict:
@@ -77,9 +68,7 @@ def _check_name(name: object) -> None:
 
 
 def _make_environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
-    )
+    environment = template_environment()
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
