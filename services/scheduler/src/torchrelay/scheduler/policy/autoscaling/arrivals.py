@@ -35,6 +35,7 @@ class ArrivalHistory:
     target_s: float = 0.0  # for the first token: the mean of late; 0: none came
     last_used: float | None = None  # the last arrival or end of a request
     crowded_at: float = 0.0  # when it last needed all instances that it has
+    decode_crowded_at: float = 0.0  # the same of those that decode alone
     _late: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_LATE))
     _came: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_ARRIVALS))
     _num_tokens: int = 0

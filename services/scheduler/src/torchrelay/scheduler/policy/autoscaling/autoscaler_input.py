@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from torchrelay.scheduler.policy.autoscaling import price
+from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum, kept_instances
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
@@ -52,6 +53,7 @@ class Demand:
     forecast: tuple[float, float] = (math.inf, math.inf)  # between these its next request is expected: see ``price``
     crowded_at: float = 0.0  # when it last needed all its instances
     load_s: Mapping[Tier, float] = field(default_factory=dict)
+    decode: DecodeDemand | None = None  # where roles are sized apart: all else is of prefill then
 
     @property
     def num_late(self) -> float:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
@@ -25,10 +26,11 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Wake,
     cover_both_roles,
 )
+from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots
 from torchrelay.scheduler.policy.autoscaling.instance_eviction import Gain, evict, evict_to_grow
-from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, SlotAssignment, assign
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -38,9 +40,9 @@ from torchrelay.scheduler.policy.reasons import Reason
 
 @dataclass(frozen=True)
 class Growth:
-    """More instances for a model that serves. ``wanted``: per role; ``missing``: how many more these are."""
+    """More instances for a model that serves. ``missing``: how many more than it has are ``wanted``."""
 
-    wanted: int
+    wanted: Counter[Role]
     missing: Counter[Role]
     slots: Sequence[FreeSlot]
     load_s: float
@@ -57,7 +59,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     """
     actions: list[Action] = []
     is_wanted = bool(autoscaler_input.minimums) or any(
-        one.num_waiting or one.num_cold or one.backlog_s or one.is_expected(autoscaler_input.now)
+        one.num_waiting or one.num_cold or one.backlog_s or one.decode or one.is_expected(autoscaler_input.now)
         for one in autoscaler_input.demands
     )
     free = FreeSlots(autoscaler_input, autoscaler_input.free_workers if is_wanted else FreeWorkers())
@@ -84,7 +86,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         growth = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, freeing, config)
         if growth is None:
             continue
-        assignments = assign(growth.slots, growth.missing[Role.PREFILL], growth.missing[Role.DECODE])
+        assignments = _assign_growth(demand, growth)
         if assignments:
             grown = [Wake(demand.model, assignments, _growth_reason(demand, growth))]
             _mark_taken(grown, free, granted)
@@ -92,7 +94,8 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         missing = growth.missing - Counter(role for one in assignments for role in one.roles)
         if missing:
             gain = Gain(growth.num_saved, growth.held_s, f"saves {growth.num_saved:.1f} late requests")
-            actions += evict_to_grow(demand, missing, gain, autoscaler_input, freeing())
+            evicted = evict_to_grow(demand, missing, gain, autoscaler_input, freeing())
+            actions += evicted or _trade(demand, growth, missing, autoscaler_input, config)
     for demand in demands if autoscaler_input.has_all_waiting else ():
         actions += _fill_minimum(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, freeing)
         actions += _expect(demand, autoscaler_input, granted.get(demand.model.version_id, []), free)
@@ -110,17 +113,43 @@ def _mark_taken(actions: Sequence[Action], free: FreeSlots, granted: dict[str, l
                 granted.setdefault(action.model.version_id, []).append(assignment.roles)
 
 
-def wanted_instances(demand: Demand, num_instances: int, load_s: float, config: PolicyConfig) -> int:
-    """Instances per role: as many more, up to the model's maximum, as each save more late requests than they cost; by
-    prediction, or one more by what was late before.
+def wanted_instances(demand: Demand, playing: Counter[Role], load_s: float, config: PolicyConfig) -> Counter[Role]:
+    """Instances of each role, beside those ``playing`` it: as many more, up to the model's maximum, as each save more
+    late requests than they cost; by prediction, or one more by what was late before. Where roles are sized apart, that
+    is laid to decode if it has more answers than it holds.
     """
     most = demand.model.max_instances or config.max_instances
-    wanted = num_instances
-    if wanted < most and load_s < demand.price_s and demand.num_late_before >= demand.least_saved(wanted, load_s):
-        wanted += 1
-    while wanted < most and demand.num_saved(wanted, load_s) >= demand.least_saved(wanted, load_s):
-        wanted += 1
+    sizings = _sizings(demand, playing)
+    is_full = demand.decode is not None and demand.decode.backlog_s(playing[Role.DECODE]) > 0
+    late_role = Role.DECODE if is_full else Role.PREFILL
+    wanted: Counter[Role] = Counter()
+    for sizing in sizings:
+        work, number = sizing.work, sizing.number
+        num_late = demand.num_late_before if late_role in sizing.roles and load_s < demand.price_s else 0
+        if number < most and num_late >= work.least_saved(number, load_s):
+            number += 1
+        while number < most and work.num_saved(number, load_s) >= work.least_saved(number, load_s):
+            number += 1
+        wanted.update(dict.fromkeys(sizing.roles, number))
     return wanted
+
+
+class _Sizing(NamedTuple):
+    """``roles`` of which as many are wanted as this work needs; ``number``: that play all of them."""
+
+    roles: Roles
+    work: Demand | DecodeDemand
+    number: int
+
+
+def _sizings(demand: Demand, playing: Counter[Role]) -> list[_Sizing]:
+    """Prompts size both roles, or prefill alone where answers size decode."""
+    if demand.decode is None:
+        return [_Sizing(BOTH, demand, min(playing[role] for role in ROLES))]
+    return [
+        _Sizing(frozenset((Role.PREFILL,)), demand, playing[Role.PREFILL]),
+        _Sizing(frozenset((Role.DECODE,)), demand.decode, playing[Role.DECODE]),
+    ]
 
 
 def _scale_from_zero(demand: Demand, autoscaler_input: AutoscalerInput, free: FreeSlots) -> list[Action]:
@@ -200,26 +229,84 @@ def _growth(
     """What a model that can serve already gains by more instances, if that is worth their slots."""
     own = autoscaler_input.of(demand.model)
     roles = [*(load.instance.target_roles for load in own), *granted]
-    num_instances = min(sum(role in one for one in roles) for role in ROLES)
+    playing = Counter(role for one in roles for role in one)
+    sizings = _sizings(demand, playing)
     if (
-        not num_instances
+        not all(playing[role] for role in ROLES)
         or autoscaler_input.now < demand.not_before
-        or not (demand.num_late_before or demand.num_saved(num_instances, 0.0))
+        or not (demand.num_late_before or any(sizing.work.num_saved(sizing.number, 0.0) for sizing in sizings))
     ):
         return None
     nearest = free.of(demand.model, demand.avoid, demand.least_kv_bytes, most=1)
     tier = min(slot.tier for slot in nearest) if nearest else _nearest(demand, freeing().idle, autoscaler_input)
     load_s = demand.load_s.get(tier, 0.0)
-    wanted = wanted_instances(demand, num_instances, load_s, config)
-    missing = +Counter({role: wanted - sum(role in one for one in roles) for role in ROLES})
+    wanted = wanted_instances(demand, playing, load_s, config)
+    missing = wanted - playing
     if not missing:
         return None
     slots = free.for_roles(
         demand.model, demand.avoid, demand.least_kv_bytes, missing[Role.PREFILL], missing[Role.DECODE]
     )
-    saved = max(demand.num_saved(num_instances, load_s), demand.num_late_before)
-    held_s = demand.held_s(num_instances, load_s)
-    return Growth(wanted, missing, slots, load_s, saved, held_s)
+    gains = [
+        (sizing.work.num_saved(sizing.number, load_s), sizing.work.held_s(sizing.number, load_s))
+        for sizing in sizings
+        if not sizing.roles.isdisjoint(missing)
+    ]
+    saved, held_s = max(gains)
+    return Growth(wanted, missing, slots, load_s, max(saved, demand.num_late_before), held_s)
+
+
+def _assign_growth(demand: Demand, growth: Growth) -> tuple[SlotAssignment, ...]:
+    """Slots for what is missing: where roles are sized apart, of one role each, what saves most first."""
+    missing = growth.missing
+    if demand.decode is None:
+        return assign(growth.slots, missing[Role.PREFILL], missing[Role.DECODE])
+    savings = [
+        (-sizing.work.num_saved(sizing.number + more, growth.load_s), role)
+        for sizing in _sizings(demand, growth.wanted - missing)
+        for role in sizing.roles
+        for more in range(missing[role])
+    ]
+    chosen: dict[str, SlotAssignment] = {}
+    for _, role in sorted(savings):
+        left = [slot for slot in growth.slots if slot.worker_id not in chosen]
+        found = assign(left, int(role is Role.PREFILL), int(role is Role.DECODE))
+        chosen |= {one.worker_id: one for one in found}
+    return tuple(chosen.values())
+
+
+def _trade(
+    demand: Demand, growth: Growth, missing: Counter[Role], autoscaler_input: AutoscalerInput, config: PolicyConfig
+) -> list[Drain]:
+    """Where roles are sized apart and no other slot is to be had: an instance of the model's own other role goes, if
+    that loses less than half of what the role that lacks one gains. So no trade is undone by the same demand.
+    """
+    everything = autoscaler_input.instance_loads.of_version(demand.model.version_id)
+    if demand.decode is None or len(missing) > 1 or not all(load.instance.staying for load in everything):
+        return []
+    gaining, losing = sorted(
+        _sizings(demand, growth.wanted - growth.missing), key=lambda one: one.roles.isdisjoint(missing)
+    )
+    gained = gaining.work.num_saved(gaining.number, growth.load_s)
+    lost = losing.work.num_saved(losing.number - 1, 0.0) if losing.number > 1 else math.inf
+    if gained < 2 * lost + gaining.work.least_saved(gaining.number, growth.load_s):
+        return []
+    if lost < 1 and autoscaler_input.now - losing.work.crowded_at < config.turn_s:
+        return []  # it was needed a moment ago
+    able = [
+        load
+        for load in everything
+        if load.instance.target_roles == losing.roles
+        and load.instance.phase is InstancePhase.READY
+        and load.instance.since <= autoscaler_input.now - config.turn_s
+        and load.instance.instance_id not in autoscaler_input.kept
+    ]
+    if not able:
+        return []
+    chosen = min(able, key=lambda load: (load.num_open, load.instance.instance_id))
+    (role,) = gaining.roles
+    text = f"its slot is worth more for {role.name.lower()}: {gained:.1f} late requests saved, {lost:.1f} lost"
+    return [Drain(chosen.instance.instance_id, Reason("share", text, {"num_saved": gained, "num_displaced": lost}))]
 
 
 def _nearest(demand: Demand, idle: Iterable[InstanceLoad], autoscaler_input: AutoscalerInput) -> Tier:
@@ -236,13 +323,18 @@ def _nearest(demand: Demand, idle: Iterable[InstanceLoad], autoscaler_input: Aut
 
 def _growth_reason(demand: Demand, growth: Growth) -> Reason:
     """What it saves, and what that costs."""
+    numbers = [growth.wanted[role] for role in ROLES]
+    wanted = f"{numbers[0]} per role wanted"
+    if (decode := demand.decode) is not None:
+        answers = f"{decode.num_answers} answers, {decode.num_held} on each"
+        wanted = f"{numbers[0]} prefill and {numbers[1]} decode wanted ({answers})"
     text = (
-        f"{growth.wanted} per role wanted: the next saves {growth.num_saved:.1f} late requests, and loads in "
+        f"{wanted}: the next saves {growth.num_saved:.1f} late requests, and loads in "
         f"{format_duration(growth.load_s)}; a queue of {format_duration(demand.backlog_s)}, "
         f"a wait of {format_duration(demand.oldest_wait_s)} (target {format_duration(demand.target_s)})"
     )
     figures = {
-        "num_wanted": growth.wanted,
+        "num_wanted": max(growth.wanted[role] for role in growth.missing),
         "num_saved": growth.num_saved,
         "load_s": growth.load_s,
         "backlog_s": demand.backlog_s,
@@ -330,15 +422,28 @@ def can_spare(load: InstanceLoad, loads: Sequence[InstanceLoad]) -> bool:
 
 def _uncrowded(demand: Demand, loads: Sequence[InstanceLoad], kept: Sequence[InstanceLoad], now: float) -> list[Drain]:
     """The instance with least to do, where one less was enough for as long as a cold start is worth: dispatch spreads
-    requests over all, so that none is ever idle.
+    requests over all, so that none is ever idle. Where roles are sized apart, one of each that can spare it.
     """
     if demand.num_cold:
         return []  # what loads may be meant for them
-    spare_s = now - max(demand.crowded_at, *(load.instance.since for load in loads))
-    if spare_s < demand.price_s or min(sum(role in load.instance.target_roles for load in loads) for role in ROLES) < 2:
+    playing = Counter(role for load in loads for role in load.instance.target_roles)
+    found = []
+    for sizing in _sizings(demand, playing):
+        if sizing.number > 1:
+            found += _spare(demand, loads, sizing, kept, now)
+    return found
+
+
+def _spare(
+    demand: Demand, loads: Sequence[InstanceLoad], sizing: _Sizing, kept: Sequence[InstanceLoad], now: float
+) -> list[Drain]:
+    """One that plays nothing but these roles, unless all that play them were needed."""
+    playing = [load for load in loads if load.instance.target_roles & sizing.roles]
+    spare_s = now - max(sizing.work.crowded_at, *(load.instance.since for load in playing))
+    if spare_s < demand.price_s:
         return []
-    for load in sorted(loads, key=lambda load: (load.num_open, load.instance.instance_id)):
-        if load not in kept and can_spare(load, loads):
+    for load in sorted(playing, key=lambda load: (load.num_open, load.instance.instance_id)):
+        if load not in kept and load.instance.target_roles <= sizing.roles and can_spare(load, loads):
             text = f"the others were enough for {format_duration(spare_s)} (limit {format_duration(demand.price_s)})"
             figures = {"idle_s": spare_s, "idle_timeout_s": demand.price_s}
             return [Drain(load.instance.instance_id, Reason("idle", text, figures))]

@@ -35,7 +35,7 @@ from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork, OpenAt
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import admissions, relays
+from torchrelay.scheduler.policy.transitions import admissions, decode_work, relays
 
 LOAD_STALLED = "load_stalled"
 _UNLOAD_RETRY_S = 1.0
@@ -229,13 +229,19 @@ def _demand(state: State, model: Model, price_s: float, now: float) -> Demand:
     rate, late_since = history.rate(now), max([now - price_s, *(one.since for one in instances)])
     load_s = state.load_times.by_tier(model, state.config)
     idle_plan = history.idle_gaps.plan(price_s, load_s[Tier.PEER])
+    backlog_s = admissions.backlog_s(state, model, now, waiting.num_too_large_tokens)
+    decode = decode_work.decode_demand(state, model, instances, waiting.number, price_s, now)
+    if decode is not None and waiting.number:
+        num_tokens = state.queues.num_prefill_tokens(version_id) - waiting.num_too_large_tokens
+        held_up = decode_work.num_held_up(state, model, decode, now) / waiting.number
+        backlog_s -= min(held_up, 1.0) * admissions.prompts_s(state, model, num_tokens, now)
     demand = Demand(
         model=model,
         num_waiting=waiting.number,
         num_cold=len(cold),
         oldest_wait_s=waiting.oldest_s,
         slotless_s=now - state.slot_lost_at[version_id] if version_id in state.slot_lost_at else math.inf,
-        backlog_s=admissions.backlog_s(state, model, now, waiting.num_too_large_tokens),
+        backlog_s=max(backlog_s, 0.0),
         not_before=state.load_failures.not_before(version_id),
         avoid=state.load_failures.avoid(now),
         most_kv_bytes=waiting.most_kv_bytes,
@@ -250,10 +256,15 @@ def _demand(state: State, model: Model, price_s: float, now: float) -> Demand:
         forecast=history.forecast(idle_plan),
         load_s=load_s,
         crowded_at=history.crowded_at,
+        decode=decode,
     )
     if now < demand.forecast[1] < math.inf:
         state.forecasts[version_id] = demand.forecast
-    num_serving = min(sum(role in one.target_roles for one in instances) for role in ROLES)
+    playing = Counter(role for one in instances for role in one.target_roles)
+    if decode is not None and playing[Role.DECODE] > 1 and decode.num_saved(playing[Role.DECODE] - 1, 0.0) >= 1:
+        history.decode_crowded_at = now
+        demand = replace(demand, decode=replace(decode, crowded_at=now))
+    num_serving = playing[Role.PREFILL] if decode is not None else min(playing[role] for role in ROLES)
     if num_serving < 2:
         return demand
     lanes = (state.attempts.at(one.instance_id).lane for one in instances)
@@ -377,6 +388,12 @@ def _drain(state: State, action: Drain, now: float) -> None:
     instance = state.instances.get(action.instance_id)
     assert instance is not None
     drain(state, instance, action.reason, now)
+    if instance.target_roles != BOTH:  # for the next of this role another time is to pass in which it is not needed
+        history = state.arrivals.of(instance.version_id)
+        if Role.DECODE in instance.target_roles:
+            history.decode_crowded_at = now
+        else:
+            history.crowded_at = now
     kind = action.reason.cause
     state.happened(now, kind, instance, action.reason, f"scale.{_SCALE_EVENTS[kind]}", event_fields(instance))
 

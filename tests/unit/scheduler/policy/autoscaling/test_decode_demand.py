@@ -1,0 +1,157 @@
+"""Prefill and decode sized apart: each role gets and gives back instances by its own work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.scheduler.policy.autoscaling.test_decision import (
+    DECODE,
+    PREFILL,
+    RULES,
+    a_demand,
+    a_situation,
+    an_instance,
+    crowded_demand,
+)
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, Demand, Drain, InstanceLoad, Wake
+from torchrelay.scheduler.policy.autoscaling.decision import decide
+from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand, most_in_time
+from torchrelay.scheduler.policy.core import AttemptKey, Role, Roles
+from torchrelay.scheduler.policy.inputs import FirstToken, Release
+from torchrelay.scheduler.policy.prediction import Outcome
+from torchrelay.scheduler.policy.transitions import scaling
+
+MODEL = a_model()
+STORE = a_store("s1", "host-1")
+
+
+def answers(num_answers: int, arrivals_per_s: float, **changes: object) -> DecodeDemand:
+    """An instance holds 10 answers of 10 s each: one of them is one second of its work."""
+    demand = DecodeDemand(
+        num_answers, num_held=10, num_most=20, answer_s=10.0, arrivals_per_s=arrivals_per_s, target_s=2.0, price_s=60.0
+    )
+    return replace(demand, **changes)  # type: ignore[arg-type]
+
+
+def decided(demand: Demand, playing: dict[str, Roles], num_free: int = 2, num_open: int = 3) -> list[Action]:
+    workers = [a_worker(name) for name in playing] + [a_worker(f"free-{number}") for number in range(num_free)]
+    loads = [
+        InstanceLoad(an_instance(MODEL, worker, playing[worker.worker_id]), num_open, 0, last_active=100.0)
+        for worker in workers[: len(playing)]
+    ]
+    return list(decide(a_situation([demand], loads, workers, [STORE]), RULES))
+
+
+def roles_woken(actions: list[Action]) -> list[Roles]:
+    return [one.roles for action in actions if isinstance(action, Wake) for one in action.assignments]
+
+
+def test_answers_within_what_the_instances_hold_are_no_reason_for_more() -> None:
+    assert answers(10, 1.0).num_saved(1, 5.0) == 0
+    assert answers(5, 0.5).num_saved(1, 0.0) == 0
+    # The queue of answers grows by half a second of work per second from nothing: after 4 s a target is exceeded.
+    assert answers(10, 1.5).num_saved(1, 0.0) == pytest.approx(((0.5 * 60 - 2) ** 2 / (2 * 0.5)) / 2)
+    assert answers(10, 1.5).num_saved(2, 0.0) == 0
+    assert answers(30, 1.0).num_saved(1, 0.0) > answers(20, 1.0).num_saved(1, 0.0) > 1
+
+
+def test_a_batch_is_as_large_as_its_tokens_are_in_time() -> None:
+    assert most_in_time(64, 0.1, 0.02, 0.005) == 16
+    assert most_in_time(8, 0.1, 0.02, 0.005) == 8, "its pool holds no more"
+    assert most_in_time(8, 0.1, 0.2, 0.005) == 8, "more instances would not help"
+    assert most_in_time(8, 0.1, 0.02, 0.0) == 8
+
+
+def test_the_role_that_lacks_an_instance_gets_one_alone() -> None:
+    pair = {"p": PREFILL, "d": DECODE}
+    busy_decode = a_demand(MODEL, 0, arrivals_per_s=2.0, load=0.1, decode=answers(20, 2.0))
+    actions = decided(busy_decode, pair)
+    assert roles_woken(actions) == [DECODE]
+    assert isinstance(actions[0], Wake) and actions[0].reason.text.startswith(
+        "1 prefill and 2 decode wanted (20 answers, 10 on each): the"
+    )
+    busy_prefill = crowded_demand(MODEL, 60, load_s={}, decode=answers(2, 0.2))
+    assert roles_woken(decided(busy_prefill, pair, num_free=1)) == [PREFILL]
+    busy_both = crowded_demand(MODEL, 60, load_s={}, decode=answers(20, 2.0))
+    assert roles_woken(decided(busy_both, pair)) == [DECODE, PREFILL], "what saves more first"
+    assert roles_woken(decided(busy_both, pair, num_free=1)) == [DECODE]
+
+
+def test_the_role_that_can_spare_one_gives_it_back_alone() -> None:
+    playing = {"p0": PREFILL, "p1": PREFILL, "d0": DECODE, "d1": DECODE}
+
+    def drained(prefill_crowded_at: float, decode_crowded_at: float) -> list[str]:
+        decode = answers(8, 0.8, crowded_at=decode_crowded_at)
+        demand = a_demand(MODEL, 0, crowded_at=prefill_crowded_at, arrivals_per_s=0.8, load=0.4, decode=decode)
+        return [one.instance_id for one in decided(demand, playing) if isinstance(one, Drain)]
+
+    assert drained(prefill_crowded_at=90.0, decode_crowded_at=30.0) == ["i-d0"]
+    assert drained(prefill_crowded_at=30.0, decode_crowded_at=90.0) == ["i-p0"]
+    assert drained(prefill_crowded_at=30.0, decode_crowded_at=30.0) == ["i-p0", "i-d0"]
+    assert drained(prefill_crowded_at=90.0, decode_crowded_at=90.0) == []
+
+
+def test_what_was_late_is_laid_to_decode_if_it_has_more_answers_than_it_holds() -> None:
+    pair = {"p": PREFILL, "d": DECODE}
+    late = a_demand(MODEL, 0, arrivals_per_s=0.9, load=0.5, num_late_before=5)
+    assert roles_woken(decided(replace(late, decode=answers(11, 0.9)), pair)) == [DECODE]
+    assert roles_woken(decided(replace(late, decode=answers(9, 0.9)), pair)) == [PREFILL]
+
+
+def apart(num_decode: int = 1) -> PaperCluster:
+    """A prefill worker, decode workers whose pools hold three answers each, and a free one of each kind."""
+    latency = LatencyModel(
+        prefill=StepCost(per_position_s=1e-5, num_steps=100),
+        decode=StepCost(base_s=0.05, per_position_s=0.001, num_steps=100),
+        token_budget=2048,
+    )
+    pool = 3 * 160 * MODEL.kv_bytes_per_token
+    decodes = [
+        a_worker(f"d{number}", "host-1", DECODE, kv_pool_bytes=pool, latency=latency)
+        for number in range(num_decode + 1)
+    ]
+    prefills = [a_worker(f"p{number}", "host-1", PREFILL, latency=latency) for number in range(2)]
+    return PaperCluster().settle(a_store("store-1", "host-1"), *prefills, *decodes)
+
+
+def test_full_pools_get_another_decode_instance_and_no_prefill() -> None:
+    scene = apart()
+    for number in range(8):  # how long answers are is learned
+        scene.admit(MODEL, f"first-{number}")
+        scene.finish_loads()
+        scene.apply(FirstToken(AttemptKey(f"first-{number}", 1)))
+        scene.pass_time(0.5)
+        outcome = Outcome(ttft_s=0.01, tbt_s=0.02, num_output_tokens=50, ended_at=scene.now)
+        scene.apply(Release(AttemptKey(f"first-{number}", 1), True, outcome))
+    for number in range(12):
+        scene.admit(MODEL, f"r-{number}")
+        if scene.placement(f"r-{number}"):
+            scene.apply(FirstToken(AttemptKey(f"r-{number}", 1)))
+    demand = next(one for one in scaling.autoscaler_input(scene.policy.state, scene.now).demands)
+    assert demand.decode is not None and (demand.decode.num_answers, demand.decode.num_held) == (12, 3)
+    # Nine prompts of 1 ms wait; the instance that is being loaded has places for three of them.
+    assert demand.backlog_s == pytest.approx(0.003), "what waits for a place to decode is not a queue of prompts"
+    scene.pass_time(20.0)
+    scene.finish_loads()
+    scene.pass_time(1.0)
+    playing = [role for one in scene.policy.state.instances for role in one.target_roles]
+    assert sorted(playing) == [Role.PREFILL, Role.DECODE, Role.DECODE]
+    scene.check()
+
+
+def test_where_no_slot_is_free_the_role_that_loses_less_gives_one_up() -> None:
+    playing = {"p0": PREFILL, "p1": PREFILL, "d": DECODE}
+
+    def drained(demand: Demand, **changes: Roles) -> list[str]:
+        return [one.instance_id for one in decided(demand, playing | changes, num_free=0) if isinstance(one, Drain)]
+
+    lacking = a_demand(MODEL, 0, arrivals_per_s=2.0, load=0.1, crowded_at=80.0, decode=answers(20, 2.0))
+    assert drained(lacking) == ["i-p0"]
+    assert drained(replace(lacking, crowded_at=95.0)) == [], "it was needed a moment ago"
+    assert drained(replace(lacking, load=3.0, backlog_s=90.0)) == [], "prefill would lose as much"
+    enough = replace(lacking, crowded_at=80.0, decode=answers(5, 0.5, crowded_at=99.0))
+    assert drained(enough) == [], "decode lacks nothing"
