@@ -46,7 +46,7 @@ check: .venv/.installed ## Format, lint, strict types and import contracts, noth
 	$(BIN)/lint-imports
 
 test: setup test-servers ## All tests: unit, integration, end to end, lab
-	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --no-loadscope-reorder
 
 ci: check test ## What CI runs
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.brokers import nats_server, redis_server
 
@@ -17,7 +19,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # How long an example takes says something about the machine, and nothing about the code.
 hypothesis.settings.register_profile("torchrelay", deadline=None)
 hypothesis.settings.load_profile("torchrelay")
-_OF_PROCESSES = ("tests/e2e/", "tests/hostile/", "tests/integration/", "tests/lab/")
 # Read when triton is imported: its kernels run in an interpreter, on any machine. With 0 the same tests use the GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -36,12 +37,20 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
+class _Schedule(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """Of ``-n``: unit tests are shared out by module; tests of processes come after them, one at a time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid.partition("::")[0] if _is_unit_test(nodeid) else "processes"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Schedule:
+    return _Schedule(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``-n``, the modules of unit tests are shared out; tests of processes come after them, one at a time."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0] if _is_unit_test(item) else "processes"))
-    items.sort(key=lambda item: not _is_unit_test(item))
+    items.sort(key=lambda item: not _is_unit_test(item.nodeid))
 
 
-def _is_unit_test(item: pytest.Item) -> bool:
-    return not item.nodeid.startswith(_OF_PROCESSES)
+def _is_unit_test(nodeid: str) -> bool:
+    return not nodeid.startswith(("tests/e2e/", "tests/hostile/", "tests/integration/", "tests/lab/"))

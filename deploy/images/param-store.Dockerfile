@@ -10,7 +10,7 @@ COPY libs/transfer ./libs/transfer
 COPY services/param-store ./services/param-store
 RUN python -m venv /opt/torchrelay \
     && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt hatchling \
-    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto ./libs/common ./libs/modelspec ./libs/transfer ./services/param-store
+    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto './libs/common[templates]' ./libs/modelspec ./libs/transfer ./services/param-store
 
 FROM python:3.11.10-slim-bookworm
 RUN useradd --system --uid 10001 --create-home torchrelay && install -d -o torchrelay /data
