@@ -93,10 +93,8 @@ def place(
         return decodes
     prompt_bytes = admission.num_prefill_tokens * model.kv_bytes_per_token
 
-    def transfer_s(prefill: RosterEntry, decode: RosterEntry) -> float:
-        if prefill is decode:
-            return 0.0
-        return kv_transfer_times.predict_s(prefill.host_id, decode.host_id, prompt_bytes, config.kv_bytes_per_s)
+    def transfer_s(prefill_host: str, decode_host: str) -> float:
+        return kv_transfer_times.predict_s(prefill_host, decode_host, prompt_bytes, config.kv_bytes_per_s)
 
     (ttft_s, _, prefill_s, steps_s, prefill), (_, _, tbt_s, step_s, _, decode) = _best_pair(
         prefills, decodes, transfer_s
@@ -209,28 +207,33 @@ def _decodes(
 
 
 def _best_pair(
-    prefills: Sequence[_Prefill],
-    decodes: Sequence[_Decode],
-    transfer_s: Callable[[RosterEntry, RosterEntry], float],
+    prefills: Sequence[_Prefill], decodes: Sequence[_Decode], transfer_s: Callable[[str, str], float]
 ) -> tuple[_Prefill, _Decode]:
     """The least time to the second token plus all later delays beyond the objective, by branch and bound: both lists
-    are sorted, and a transfer never takes less than nothing.
+    are sorted, and a transfer never takes less than nothing. ``transfer_s``: between two hosts.
     """
-    best: tuple[float, int, str, str] = (math.inf, 0, "", "")
+    transfers_s: dict[tuple[str, str], float] = {}
+    least_s = math.inf
+    best: tuple[float, int, str, str] = (least_s, 0, "", "")
     pair = prefills[0], decodes[0]
     for prefill in prefills:
         ttft_s, prefill_id, _, _, first = prefill
+        prefill_entry = first.entry
         for decode in decodes:
             later_s, decode_id, _, _, load_left_s, second = decode
-            if ttft_s + later_s > best[0]:
+            if ttft_s + later_s > least_s:
                 break
-            arrival_s = transfer_s(first.entry, second.entry)
-            cost_s = ttft_s + max(load_left_s - ttft_s, 0.0) + later_s + arrival_s
-            if cost_s > best[0]:
+            cost_s = later_s + (load_left_s if load_left_s > ttft_s else ttft_s)
+            if second.entry is not prefill_entry:
+                hosts = prefill_entry.host_id, second.entry.host_id
+                if (arrival_s := transfers_s.get(hosts)) is None:
+                    arrival_s = transfers_s[hosts] = transfer_s(*hosts)
+                cost_s += arrival_s
+            if cost_s > least_s:
                 continue
             rank = (cost_s, -second.kv_unreserved_bytes, prefill_id, decode_id)
             if rank < best:
-                best, pair = rank, (prefill, decode)
-        if ttft_s + decodes[0][0] > best[0]:
+                best, least_s, pair = rank, cost_s, (prefill, decode)
+        if ttft_s + decodes[0][0] > least_s:
             break  # and with every later prefill instance
     return pair

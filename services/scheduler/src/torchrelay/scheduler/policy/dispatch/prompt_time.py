@@ -14,6 +14,8 @@ from torchrelay.common.latency.online_fit import OnlineFit
 
 _SHAPE = (0.002, 1.0)  # seconds, and steps as predicted
 _MIN_PROMPTS = 16  # measured; before, steps count as predicted
+_NUM_LEARNED = 64  # the memory of a fit: when it is full, one of _EVERY prompts is learned from, as a lesson takes time
+_EVERY = 8
 
 
 class PromptTime(NamedTuple):
@@ -32,8 +34,9 @@ UNKNOWN = PromptTime()
 
 class PromptTimes:
     def __init__(self) -> None:
-        self._fits: dict[str, OnlineFit] = {}  # by instance
-        self._known: dict[str, PromptTime] = {}
+        self._known: dict[str, PromptTime] = {}  # by instance
+        self._fits: dict[str, OnlineFit] = {}
+        self._num_skipped: dict[str, int] = {}
 
     def of(self, instance_id: str) -> PromptTime:
         return self._known.get(instance_id, UNKNOWN)
@@ -42,12 +45,18 @@ class PromptTimes:
         """A prompt that had nothing ahead of it; ``measured_s``: without the correction of its instance."""
         if steps_s <= 0 or measured_s <= 0:
             return
-        fit = self._fits.setdefault(instance_id, OnlineFit(_SHAPE))
+        fit = self._fits.get(instance_id)
+        if fit is None:
+            fit = self._fits[instance_id] = OnlineFit(_SHAPE, _NUM_LEARNED)
+        if fit.num_steps >= _NUM_LEARNED:
+            num_skipped = self._num_skipped[instance_id] = (self._num_skipped.get(instance_id, 0) + 1) % _EVERY
+            if num_skipped:
+                return
         fit.observe((1.0, steps_s), measured_s)
         if fit.num_steps >= _MIN_PROMPTS:
             self._known[instance_id] = PromptTime(*fit.costs)
 
     def forget(self, instance_id: str) -> None:
         """The instance is gone."""
-        self._fits.pop(instance_id, None)
-        self._known.pop(instance_id, None)
+        for by_instance in (self._known, self._fits, self._num_skipped):
+            by_instance.pop(instance_id, None)

@@ -32,9 +32,10 @@ from torchrelay.scheduler.policy.core import (
 from torchrelay.scheduler.policy.dispatch.latency import load_left_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import MAX_SCORED, Candidate, NoPlacement
+from torchrelay.scheduler.policy.dispatch.prompt_time import UNKNOWN as UNKNOWN_PROMPT_TIME
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry, computes_alike
 from torchrelay.scheduler.policy.dispatch.shared_versions import max_prompts_ahead
-from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN
+from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN as UNKNOWN_TOKEN_TIME
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
 
@@ -466,11 +467,11 @@ def _candidates(
 ) -> list[Candidate]:
     hashes, index, block_tokens = admission.block_hashes, state.prefix_index, model.routing_block_tokens
     bound, corrections, token_times, found = state.attempts.bound, state.corrections, state.token_times, []
-    prompt_times = state.prompt_times
     for entry in entries:
         instance_id, num_cached, correction = entry.worker_ref.instance_id, 0, 1.0
-        prompt_time, token_time = prompt_times.of(entry.worker_ref.instance_id), UNKNOWN
+        prompt_time, token_time = UNKNOWN_PROMPT_TIME, UNKNOWN_TOKEN_TIME
         if entry.plays_prefill:
+            prompt_time = state.prompt_times.of(instance_id)
             num_cached = index.num_blocks(instance_id, hashes) * block_tokens if hashes else 0
             correction = corrections.of(instance_id, now)
         if entry.plays_decode:
