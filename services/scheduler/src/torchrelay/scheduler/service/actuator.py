@@ -126,7 +126,7 @@ class Actuator:
         try:
             await self._relay_wake(command, hop, relay)
         except TorchrelayError as error:
-            cause = f"the relay to {hop.store_id} could not be started: {error.message}"
+            cause = _refusal(hop, error)
             for order in hop.loads:
                 self._controller.apply(inputs.LoadRefused(order.instance_id, cause, hop.store_id))
             return
@@ -156,7 +156,7 @@ class Actuator:
             await self._relay_wake(command, hop, relay)
         except TorchrelayError as error:
             log.info("relay_refused", store_id=hop.store_id, error=error.message)
-            return f"the relay to {hop.store_id} could not be started: {error.message}"
+            return _refusal(hop, error)
         return ""
 
     def _hop_of_wake(self, command: effects.WakeCommand, hop: effects.Hop) -> effects.Hop:
@@ -312,3 +312,7 @@ class Actuator:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise _Unanswered(f"there was no answer within {begun.timeout_s:g} s") from error
             raise error_from_rpc(error) from error
+
+
+def _refusal(hop: effects.Hop, error: TorchrelayError) -> str:
+    return f"param-store {hop.store_id} did not take the relay: {error.message}"
