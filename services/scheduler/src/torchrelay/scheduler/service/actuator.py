@@ -86,7 +86,7 @@ class Actuator:
         """The relay of a wake of one host, begun before the event loop turns to anything else: requests wait for it.
         None: of several hosts, or the store is gone.
         """
-        if len(command.hops) > 1:
+        if len(command.hops) != 1:
             return None
         try:
             return self._begin_relay(command, self._hop_of_wake(command, command.hops[0]))

@@ -134,11 +134,12 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
         if not entry.plays_prefill:
             continue
         work, num_cached, latency = candidate.work, candidate.num_cached_tokens, entry.latency
-        paused_s = 0.0
+        paused_s = decode_s = 0.0
         if entry.plays_decode:
             one_s = latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
             if work.lane.owes_pauses and candidate.has_answers:
-                paused_s = work.lane.paused_s(latency.tbt_s(work.num_choices, work.num_attended), now)
+                decode_s = latency.tbt_s(work.num_choices, work.num_attended)
+                paused_s = work.lane.paused_s(decode_s, now)
         else:
             one_s = latency.prefill_s(num_tokens, num_cached)
         steps_s, load_left_s, queued_s = num_contexts * one_s, entry.load_left_s(now), entry.queued_s(work.lane, now)
@@ -151,10 +152,8 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
             found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, alone_s, candidate))
             continue
         soonest_s = min(soonest_s, ttft_s)
-        if not paused_s:
-            due = min(due, max(entry.bindable_at(work.lane), now + _MIN_WAIT_S))
-        elif not len(work.lane):  # else it begins when the last prompt there is reported
-            due = min(due, now + max(paused_s, _MIN_WAIT_S))
+        unpaused_at = work.lane.paused_until(decode_s) if paused_s else 0.0
+        due = min(due, max(entry.bindable_at(work.lane), unpaused_at, now + _MIN_WAIT_S))
     if found:
         found.sort()
         if found[0][0] <= soonest_s:

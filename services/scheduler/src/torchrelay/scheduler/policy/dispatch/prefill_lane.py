@@ -48,7 +48,7 @@ class PrefillLane:
 
     def paused_s(self, decode_step_s: float, now: float) -> float:
         """For how long no prompt should be bound yet, as the answers there decode alone; less than one such step may
-        stay owed to them. It passes while no prompt is bound.
+        stay owed to them. It passes while no prompt is bound, or those that are should be computed.
         """
         return max(self._owed_at(now) - decode_step_s, 0.0)
 
@@ -60,7 +60,7 @@ class PrefillLane:
         return (self.end_at() if self._bound else self._left_at) + left_s
 
     def _owed_at(self, now: float) -> float:
-        return self._owed_s if self._bound else max(self._owed_s - (now - self._left_at), 0.0)
+        return max(self._owed_s - max(now - (self.end_at() if self._bound else self._left_at), 0.0), 0.0)
 
     def resume(self, now: float) -> None:
         """The instance was still loading: its first prompt begins now."""

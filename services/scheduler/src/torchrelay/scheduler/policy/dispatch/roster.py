@@ -49,9 +49,11 @@ class RosterEntry:
 
     def bindable_at(self, lane: PrefillLane) -> float:
         """When less than a full step will be ahead, by the passing of time alone."""
-        if self.phase is InstancePhase.LOADING:
+        room_s = self.full_step_s - lane.work_s()
+        if self.phase is InstancePhase.LOADING and room_s <= 0:
             return math.inf
-        return max(lane.less_ahead_at(self.full_step_s), self.excess_until - max(self.full_step_s - lane.work_s(), 0.0))
+        room_at = 0.0 if self.phase is InstancePhase.LOADING else lane.less_ahead_at(self.full_step_s)
+        return max(room_at, self.excess_until - max(room_s, 0.0))
 
 
 def computes_alike(before: WorkerStatus, after: WorkerStatus) -> bool:

@@ -340,7 +340,9 @@ def _place_version(state: State, version_id: str, now: float) -> None:
             if found.is_of_all and not state.shared_versions.is_shared(version_id, now):
                 state.rosters.block(version_id, found.due)
             break
-        if now + found.predicted.ttft_s > admission.deadline and state.queues.fall_late(admission.key):
+        has_begun = admission.was_taken_back or admission.num_forced_tokens  # it leaves its place to no newcomer
+        is_late = now + found.predicted.ttft_s > admission.deadline
+        if is_late and not has_begun and state.queues.fall_late(admission.key):
             continue
         state.queues.take(admission.key, now)
         bind(state, admission, found, now)

@@ -53,10 +53,16 @@ class _KeptSlots:
             if not holders:
                 continue
             rest = [one for one in workers if self._holder(one, model) is None and self._has_room(one, model)]
+            rest += self._own(version_id)
             for admission in self._state.queues.waiting(version_id):
                 kv_bytes = admission.kv_bytes(model)
                 if _can_serve(workers, kv_bytes) and not _can_serve(rest, kv_bytes):
                     yield admission.key, (admission, holders)
+
+    def _own(self, version_id: str) -> list[WorkerStatus]:
+        """Those that have an instance of the version, whatever its host's store has room for."""
+        workers, instances = self._state.membership.workers, self._state.instances.of_version(version_id)
+        return [workers[one.worker_id] for one in instances if one.staying and one.worker_id in workers]
 
     @cached_property
     def _able(self) -> list[WorkerStatus]:
