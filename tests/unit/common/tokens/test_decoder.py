@@ -163,6 +163,25 @@ DECODERS: list[dict[str, Any] | None] = [
     ids=[0, 0],
     added_per_slice=1,
 )
+@example(
+    vocabulary=[("a", 0)],
+    added=[{"content": "A", "special": False, "normalized": normalized, "id": 1} for normalized in (False, True)],
+    decoder=None,
+    normalizer={"type": "Lowercase"},
+    ids=[1],
+    added_per_slice=1,
+)
+@example(  # the vocabulary has two tokens, so the first that is new gets the id of its second
+    vocabulary=[("a", 0), ("A", 2)],
+    added=[
+        {"content": "B", "special": False, "normalized": True, "id": 0},
+        {"content": "A", "special": False, "normalized": False, "id": 0},
+    ],
+    decoder=None,
+    normalizer={"type": "Lowercase"},
+    ids=[2],
+    added_per_slice=1,
+)
 def test_ids_that_collide_or_are_far_apart_and_equal_tokens_are_decoded_as_the_library_does(
     vocabulary: list[Any], added: list[Any], decoder: Any, normalizer: Any, ids: list[int], added_per_slice: int
 ) -> None:

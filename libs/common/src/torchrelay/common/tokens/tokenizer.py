@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import Decoder
 from tokenizers.models import BPE, Model
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer_document import (
-    AddedTokenEntry,
     TokenizerDocument,
     decode_json,
     read_tokenizer,
@@ -112,28 +112,36 @@ def _load_decoding(read: Callable[[], TokenizerDocument]) -> TokenDecoder:
     ids, repeated = _vocabulary(document)
     document = replace(document, model={})  # the JSON is freed before the decoder is built
     added = _added_ids(document, ids, len(ids) + len(repeated))
-    declared: dict[int, str] = {}
-    spelt: list[tuple[str, int]] = []
-    first: dict[str, AddedTokenEntry] = {}  # of equal tokens the library takes the first
-    for token in document.added_tokens:
-        first.setdefault(token.content, token)
-    tokens = tuple(first.values())
+    changed, decoder = _normalized(document)
+    # Several may have one id, by their text or by chance: the last is declared, the last that changes is spelt.
+    declared = {added[token.content]: token.content for token in document.added_tokens if token.content}
+    spelt = declared | {
+        added[token.content]: changed[token.content]
+        for token in document.added_tokens
+        if token.is_normalized and token.content in changed
+    }
+    return TokenDecoder(
+        chain(repeated, _emptied(ids), ((spelling, token_id) for token_id, spelling in spelt.items())),
+        declared,
+        {token.content for token in document.added_tokens if token.special},
+        decoder,
+    )
+
+
+def _normalized(document: TokenizerDocument) -> tuple[dict[str, str], Decoder | None]:
+    """Texts of added tokens that the normalizer changes, as it changes them; and the decoder."""
+    changed: dict[str, str] = {}
+    tokens = tuple({token.content: token for token in document.added_tokens if token.is_normalized}.values())
     # The library holds the interpreter while it adds tokens: in slices, so that other threads run meanwhile.
     for begin in range(0, max(1, len(tokens)), ADDED_TOKENS_PER_SLICE):
         part = tokens[begin : begin + ADDED_TOKENS_PER_SLICE]
-        model = _model_of({token.content: added[token.content] for token in part if token.content})
+        model = _model_of({token.content: i for i, token in enumerate(part)})
         stand_in = _tokenizer(model, replace(document, added_tokens=part), decodes_only=True)
-        for token_id, entry in stand_in.get_added_tokens_decoder().items():
-            declared[token_id] = entry.content
-            spelling = stand_in.id_to_token(token_id)  # a normalizer may have changed it
-            if spelling is not None:
-                spelt.append((spelling, token_id))
-    return TokenDecoder(
-        chain(repeated, _emptied(ids), spelt),
-        declared,
-        {token.content for token in document.added_tokens if token.special},
-        stand_in.decoder,
-    )
+        for i, token in enumerate(part):
+            spelling = stand_in.id_to_token(i)
+            if spelling is not None and spelling != token.content:
+                changed[token.content] = spelling
+    return changed, stand_in.decoder
 
 
 def _vocabulary(document: TokenizerDocument) -> tuple[dict[str, int], list[tuple[str, int]]]:

@@ -36,10 +36,14 @@ class AddedTokenEntry(msgspec.Struct, frozen=True):
     normalized: bool | None = None
     special: bool = False
 
+    @property
+    def is_normalized(self) -> bool:
+        """Whether the normalizer changes its text too."""
+        return not self.special if self.normalized is None else self.normalized
+
     def fields(self) -> dict[str, Any]:
         """All fields, as the library requires."""
-        normalized = not self.special if self.normalized is None else self.normalized
-        return {**msgspec.structs.asdict(self), "normalized": normalized}
+        return {**msgspec.structs.asdict(self), "normalized": self.is_normalized}
 
 
 class _Fields(msgspec.Struct):
