@@ -251,7 +251,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter loads, about a minute")
+    parser.add_argument("--quick", action="store_true", help="shorter loads, under 50 s")
     parser.add_argument("--record", type=Path, help="keep the scheduler's inputs in this file")
     parser.add_argument("--padded", action="store_true", help="layers take fixed times")
     arguments = parser.parse_args()
