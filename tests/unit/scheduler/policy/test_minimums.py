@@ -232,3 +232,20 @@ def test_a_model_for_which_packs_of_minimums_leave_no_memory_is_refused() -> Non
     scene.admit(replace(OTHER, pack_bytes=200 << 20), "r1")
     scene.pass_time(11.0)
     assert "held by the minimum instances" in why_refused(scene, "r1")
+
+
+def test_who_waits_for_an_instance_of_its_own_model_is_not_refused_however_full_its_host_is() -> None:
+    """Its slot needs no room for the weights a second time; it was refused after 10 s."""
+    scene = PaperCluster(PolicyConfig(replicate=False))
+    scene.settle(a_store("store-1", "host-1"), a_worker("w-a", kv_pool_bytes=1024 * 200))
+    scene.admit(OTHER, "r1")
+    scene.finish_loads()
+    scene.settle(a_worker("w-b"))
+    kept = replace(KEPT, pack_bytes=1000 << 20)
+    set_minimums(scene, kept)
+    scene.hold("store-1", kept, num_pins=1)
+    scene.admit(OTHER, "r2")
+    scene.pass_time(15.0)
+    assert scene.placement("r2") is None and not why_refused(scene, "r2")
+    scene.release("r1")
+    assert scene.placement("r2") is not None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+from tests.unit.scheduler.policy.paper_cluster import a_model
 from tests.unit.scheduler.service.scripted_cluster import (
     GatewayClient,
     ScriptedCluster,
@@ -14,6 +16,8 @@ from tests.unit.scheduler.service.scripted_cluster import (
 )
 from tests.unit.scheduler.service.scripted_peers import ScriptedStore
 from torchrelay.control.v1 import param_store_pb2, reports_pb2
+from torchrelay.scheduler.policy.effects import WakeCommand
+from torchrelay.scheduler.service.actuator import Actuator
 
 PACK = a_version().pack_id
 MB = 1e6
@@ -135,3 +139,10 @@ async def test_of_two_wakes_over_one_link_the_later_is_idle_until_the_other_has_
             await eventually(lambda: len(second.relays) == 2)
             assert second.relays[1].urgency == param_store_pb2.RELAY_URGENCY_URGENT
             assert len(first.relays) == 1
+
+
+async def test_a_wake_of_no_host_asks_nobody() -> None:
+    """It was taken for a wake of one, and ended the service."""
+    nobody: Any = None
+    async with asyncio.TaskGroup() as tasks:
+        Actuator(nobody, nobody, tasks).start(WakeCommand(a_model(), ()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,9 +116,44 @@ def test_no_prompt_comes_before_the_answers_there_had_their_pause() -> None:
     found = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
     assert isinstance(found, NoPlacement) and found.due == pytest.approx(NOW + pause_s - decode_s)
     assert isinstance(place(asked, MODEL, [both], KvTransferTimes(), RULES, found.due + 1e-6), Placement)
-    patient = structs.replace(asked, tbt_target_s=1.0)
-    generous = place(patient, MODEL, [a_candidate("b", BOTH, num_decoding=3)], KvTransferTimes(), RULES, NOW)
-    assert isinstance(generous, Placement) and not generous.predicted.pause_s
+
+
+def test_the_pause_after_a_prompt_is_that_of_the_strictest_answer_there() -> None:
+    """It was that of the newcomer."""
+
+    def pause_s(*targets_s: float, newcomer_s: float = 0.0) -> float:
+        both = a_candidate("b", BOTH, num_decoding=len(targets_s), seen=800)
+        for attempt, target_s in zip(both.work.decodes.values(), targets_s, strict=True):
+            attempt.admission = structs.replace(attempt.admission, tbt_target_s=target_s)
+        asked = an_admission(MODEL, "r1", num_prompt_tokens=512, tbt_target_s=newcomer_s)
+        found = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
+        assert isinstance(found, Placement)
+        return found.predicted.pause_s
+
+    strictest_s = pause_s(0.08, 0.08, 0.08, newcomer_s=0.08)
+    assert strictest_s > pause_s(0.0, 0.0, 0.0) > pause_s(1.0, 1.0, 1.0, newcomer_s=1.0) == 0.0
+    assert pause_s(1.0, 0.08, 0.0, newcomer_s=1.0) == pytest.approx(strictest_s)
+    assert pause_s(1.0, 1.0, 1.0, newcomer_s=0.08) == pytest.approx(strictest_s)
+    assert pause_s(0.001, 0.08, 1.0) == pytest.approx(strictest_s), "a target that no pause meets says nothing"
+
+
+def test_who_waits_for_a_pause_is_due_when_the_prompts_before_it_and_the_pause_are_over() -> None:
+    """While prompts were bound there, it was never due."""
+    both = a_candidate("b", BOTH, num_decoding=3, seen=800)
+    asked, decode_s = an_admission(MODEL, "r1", num_prompt_tokens=100), 0.01 * (1 + 3 / 8 + 800 / 8000)
+    both.work.lane.bind(AttemptKey("other", 1), 0.2, NOW, pause_s=0.1)
+    found = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
+    assert isinstance(found, NoPlacement) and found.due == pytest.approx(NOW + 0.2 + 0.1 - decode_s)
+    assert isinstance(place(asked, MODEL, [both], KvTransferTimes(), RULES, found.due + 1e-6), Placement)
+
+
+def test_an_instance_that_loads_takes_prompts_up_to_a_full_step_when_earlier_ones_are_computed() -> None:
+    loading = a_candidate("p", PREFILL, load_left_s=2.0)
+    assert loading.entry.bindable_at(loading.work.lane) <= NOW
+    earlier = a_candidate("p", PREFILL, load_left_s=2.0, queued=1000)
+    assert earlier.entry.bindable_at(earlier.work.lane) == pytest.approx(NOW + 1.0 - 0.512)
+    loading.work.lane.bind(AttemptKey("other", 1), 0.6, NOW)
+    assert math.isinf(loading.entry.bindable_at(loading.work.lane)), "nothing begins there by the passing of time"
 
 
 def test_measured_rates_count() -> None:

@@ -19,6 +19,15 @@ def test_the_way_to_a_worker_is_learned_apart_from_the_steps_there() -> None:
         assert prompt_times.of("i").alone_s(steps_s) == pytest.approx(0.005 + 0.9 * steps_s, rel=0.08)
 
 
+def test_prompts_that_are_all_alike_do_not_make_a_long_one_seem_free() -> None:
+    """The factor of the steps that says most about them is 0."""
+    prompt_times = PromptTimes()
+    for number in range(200):
+        prompt_times.observe("i", 0.01 * (1 + 0.1 * (number % 2)), 0.012 - 0.001 * (number % 2))
+    assert prompt_times.of("i").alone_s(0.01) == pytest.approx(0.0115, rel=0.1)
+    assert 0.5 <= prompt_times.of("i").alone_s(1.0) <= 1.5
+
+
 def test_a_few_prompts_teach_nothing_and_an_instance_takes_with_it_what_was_learned_there() -> None:
     prompt_times = PromptTimes()
     for _ in range(15):

@@ -31,6 +31,7 @@ from torchrelay.scheduler.policy.inputs import (
     FirstToken,
     GatewayConnected,
     GatewayDisconnected,
+    Release,
     Tick,
     Withdraw,
 )
@@ -341,3 +342,24 @@ def test_beside_another_tenant_few_prompts_are_bound_ahead_however_short(other: 
     assert sum(scene.placement(f"r{number}") is not None for number in range(20)) == (4 if other else 20)
     scene.apply(FirstToken(AttemptKey("r0", 1)))
     assert scene.placement("r4") is not None
+
+
+@pytest.mark.parametrize("had_tokens", [True, False])
+def test_who_had_a_place_is_next_by_its_deadline_though_that_has_passed(had_tokens: bool) -> None:
+    """It went behind all newcomers that could be in time yet."""
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    scene.admit(MODEL, "cold")
+    scene.finish_loads()
+    scene.apply(FirstToken(AttemptKey("cold", 1)))
+    scene.release("cold")
+    full: dict[str, Any] = {"num_prompt_tokens": 2 * LATENCY.token_budget, "tbt_target_s": 10.0}
+    if not had_tokens:
+        scene.admit(MODEL, "first", **full)
+        scene.apply(Release(AttemptKey("first", 1), delivered=False, is_taken_back=True))
+    scene.admit(MODEL, "ahead", **full)
+    scene.admit(MODEL, "newcomer", ttft_target_s=1000.0, **full)
+    scene.admit(MODEL, "first", attempt=2, ttft_target_s=0.01, num_forced_tokens=5 if had_tokens else 0, **full)
+    assert scene.placement("ahead") is not None
+    assert scene.placement("newcomer") is None and scene.placement("first", attempt=2) is None
+    scene.apply(FirstToken(AttemptKey("ahead", 1)))
+    assert scene.placement("first", attempt=2) is not None and scene.placement("newcomer") is None

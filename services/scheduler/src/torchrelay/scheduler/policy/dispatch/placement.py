@@ -100,7 +100,7 @@ def place(
         prefills, decodes, transfer_s
     )
     first, second = prefill.entry, decode.entry
-    after_s = _pause_after_s(admission, prefill, config)
+    after_s = _pause_after_s(admission, prefill, config, is_answered_there=second is first)
     return core.Placement(
         key=admission.key,
         prefill=first.worker_ref,
@@ -110,16 +110,22 @@ def place(
     )
 
 
-def _pause_after_s(admission: core.Admission, candidate: Candidate, config: PolicyConfig) -> float:
-    """Without prompts that the answers there need after this one."""
+def _pause_after_s(
+    admission: core.Admission, candidate: Candidate, config: PolicyConfig, *, is_answered_there: bool
+) -> float:
+    """Without prompts that the answers there need after this one: those whose targets, among what can be met, are the
+    strictest.
+    """
     work, latency = candidate.work, candidate.entry.latency
     if not candidate.has_answers:
         return 0.0
     decode_s = latency.tbt_s(work.num_choices, work.num_attended)
     full_s = candidate.entry.full_step_s + latency.decode.marginal_s(work.num_choices, work.num_attended)
     num_positions = admission.num_contexts * (admission.num_context_tokens - candidate.num_cached_tokens)
-    target_s = admission.tbt_target_s or config.tbt_target_s
-    return num_positions / latency.token_budget * pause_s(full_s, decode_s, target_s)
+    targets_s = {one.admission.tbt_target_s or config.tbt_target_s for one in work.decodes.values()}
+    if is_answered_there:
+        targets_s.add(admission.tbt_target_s or config.tbt_target_s)
+    return num_positions / latency.token_budget * max(pause_s(full_s, decode_s, target_s) for target_s in targets_s)
 
 
 def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: float) -> list[_Prefill] | NoPlacement:
@@ -139,7 +145,7 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
             one_s = latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
             if work.lane.owes_pauses and candidate.has_answers:
                 decode_s = latency.tbt_s(work.num_choices, work.num_attended)
-                paused_s = work.lane.paused_s(decode_s, now)
+                paused_s = work.lane.paused_s(decode_s, entry.full_step_s, now)
         else:
             one_s = latency.prefill_s(num_tokens, num_cached)
         steps_s, load_left_s, queued_s = num_contexts * one_s, entry.load_left_s(now), entry.queued_s(work.lane, now)
@@ -152,7 +158,7 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
             found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, alone_s, candidate))
             continue
         soonest_s = min(soonest_s, ttft_s)
-        unpaused_at = work.lane.paused_until(decode_s) if paused_s else 0.0
+        unpaused_at = work.lane.paused_until(decode_s, entry.full_step_s) if paused_s else 0.0
         due = min(due, max(entry.bindable_at(work.lane), unpaused_at, now + _MIN_WAIT_S))
     if found:
         found.sort()

@@ -26,7 +26,7 @@ class PrefillLane:
 
     def bind(self, key: AttemptKey, prefill_s: float, now: float, pause_s: float = 0.0) -> None:
         """``pause_s``: without prompts that the answers there need after it."""
-        self._owed_s = self._owed_at(now) + pause_s
+        self._owed_s = max(self._owed_s - self._passed_s(now), 0.0) + pause_s
         if not self._bound:
             self._head_since, self._work_s = now, 0.0
         self._bound[key] = prefill_s
@@ -46,21 +46,25 @@ class PrefillLane:
         """Whether any prompt of late needed a pause after it."""
         return self._owed_s > 0.0
 
-    def paused_s(self, decode_step_s: float, now: float) -> float:
-        """For how long no prompt should be bound yet, as the answers there decode alone; less than one such step may
-        stay owed to them. It passes while no prompt is bound, or those that are should be computed.
+    def paused_s(self, decode_step_s: float, most_s: float, now: float) -> float:
+        """For how long no prompt should be bound yet, as the answers there decode alone: at most ``most_s`` before each
+        prompt, and less than one such step may stay owed to them. It passes while no prompt is bound, or those that are
+        should be computed.
         """
-        return max(self._owed_at(now) - decode_step_s, 0.0)
+        pause_s = min(self._owed_s - decode_step_s, most_s)
+        return max(pause_s - self._passed_s(now), 0.0) if pause_s > 0.0 else 0.0
 
-    def paused_until(self, decode_step_s: float) -> float:
+    def paused_until(self, decode_step_s: float, most_s: float) -> float:
         """When that will be over, if all that is bound is computed as predicted; of none minus infinity."""
-        left_s = self._owed_s - decode_step_s
-        if left_s <= 0:
-            return -math.inf
-        return (self.end_at() if self._bound else self._left_at) + left_s
+        pause_s = min(self._owed_s - decode_step_s, most_s)
+        return self._pause_begins_at() + pause_s if pause_s > 0.0 else -math.inf
 
-    def _owed_at(self, now: float) -> float:
-        return max(self._owed_s - max(now - (self.end_at() if self._bound else self._left_at), 0.0), 0.0)
+    def _pause_begins_at(self) -> float:
+        return self.end_at() if self._bound else self._left_at
+
+    def _passed_s(self, now: float) -> float:
+        """Of the pause that comes after what was bound last."""
+        return max(now - self._pause_begins_at(), 0.0)
 
     def resume(self, now: float) -> None:
         """The instance was still loading: its first prompt begins now."""

@@ -16,6 +16,7 @@ _SHAPE = (0.002, 1.0)  # seconds, and steps as predicted
 _MIN_PROMPTS = 16  # measured; before, steps count as predicted
 _NUM_LEARNED = 64  # the memory of a fit: when it is full, one of _EVERY prompts is learned from, as a lesson takes time
 _EVERY = 8
+_LEAST = 0.5  # of its steps: prompts that are all alike say nothing of longer ones
 
 
 class PromptTime(NamedTuple):
@@ -26,7 +27,7 @@ class PromptTime(NamedTuple):
 
     def alone_s(self, steps_s: float) -> float:
         """With nothing ahead; ``steps_s``: as the latency model says."""
-        return self.fixed_s + self.factor * steps_s
+        return max(self.fixed_s + self.factor * steps_s, _LEAST * steps_s)
 
 
 UNKNOWN = PromptTime()
