@@ -190,8 +190,6 @@ class AdmitRequest(_message.Message):
     IS_COMPUTED_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SERVICE_CLASS_FIELD_NUMBER: _builtins.int
-    TTFT_TARGET_MS_FIELD_NUMBER: _builtins.int
-    TBT_TARGET_MS_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     MIGRATES_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
@@ -205,10 +203,6 @@ class AdmitRequest(_message.Message):
     traceparent: _builtins.str
     service_class: Global___ServiceClass.ValueType
     """one that the scheduler does not know counts as standard"""
-    ttft_target_ms: _builtins.int
-    """for the first token, from now on; 0: that of the class"""
-    tbt_target_ms: _builtins.int
-    """between tokens, in the mean; 0: the scheduler's own"""
     weight: _builtins.float
     """of its tenant's share, 0.001 to 1,000; 0: 1"""
     migrates: _builtins.int
@@ -244,14 +238,12 @@ class AdmitRequest(_message.Message):
         is_computed: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
         service_class: Global___ServiceClass.ValueType = ...,
-        ttft_target_ms: _builtins.int = ...,
-        tbt_target_ms: _builtins.int = ...,
         weight: _builtins.float = ...,
         migrates: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "key", b"key", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "is_computed", b"is_computed", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "migrates", b"migrates", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "service_class", b"service_class", "tbt_target_ms", b"tbt_target_ms", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "version", b"version", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "is_computed", b"is_computed", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "migrates", b"migrates", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "service_class", b"service_class", "traceparent", b"traceparent", "version", b"version", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,7 +14,7 @@ from tests.unit.scheduler.policy.paper_cluster import (
 )
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import MAX_VERSIONS, InstancePhase
+from torchrelay.scheduler.policy.core import MAX_VERSIONS, InstancePhase, LatencyTargets
 from torchrelay.scheduler.policy.effects import RefusalReason, SchedulerEvent
 from torchrelay.scheduler.policy.explain import ExplainLog
 
@@ -158,11 +158,23 @@ def test_nobodys_limit_of_instances_binds_another_tenant_that_uploaded_the_same_
     assert len({instance.host_id for instance in scene.policy.state.instances}) == 3
 
 
+def test_the_shortest_target_between_tokens_holds_where_several_share_instances() -> None:
+    state, quick = hosts(1).policy.state, LatencyTargets(tbt_target_s=0.05)
+    state.note_model(replace(ACME, targets=LatencyTargets(tbt_target_s=0.5)), 10.0)
+    assert state.tbt_target_s(ACME.version_id, 10.0) == 0.5
+    state.note_model(replace(BIRCH, targets=quick, idle_timeout_s=5.0), 10.0)
+    state.note_model(replace(ACME, targets=LatencyTargets(tbt_target_s=0.5)), 11.0)
+    assert state.tbt_target_s(ACME.version_id, 12.0) == 0.05
+    assert state.tbt_target_s(ACME.version_id, 20.0) == 0.5, "the other is not in use any more"
+    state.note_model(ACME, 21.0)
+    assert state.tbt_target_s(ACME.version_id, 21.0) == state.tbt_target_s("unknown", 21.0) == 0.1, "the default"
+
+
 def test_names_are_bounded() -> None:
     names = VersionAliases()
     for number in range(100):
-        names.note("v", "p", f"tenant-{number:03}/m", 60.0, 0.0)
+        names.note(replace(ACME, version_id="v", name=f"tenant-{number:03}/m"), 60.0, 0.1, 0.0)
     assert len(names.of("v")) == 64 and "tenant-099/m" in names.of("v")
     for number in range(20_000):
-        names.note(f"v{number}", "p", "acme/m", 60.0, 0.0)
+        names.note(replace(ACME, version_id=f"v{number}"), 60.0, 0.1, 0.0)
     assert len(list(names)) == MAX_VERSIONS and names.of("v") == ()

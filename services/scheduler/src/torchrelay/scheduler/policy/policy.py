@@ -126,7 +126,8 @@ class Policy:
     # Requests
 
     def _admit(self, input_: inputs.Admit, now: float) -> None:
-        state, admission, model = self.state, input_.admission, input_.model
+        state, model = self.state, input_.model
+        admission = admissions.with_targets(input_.admission, model, state.config)
         state.replication_state.recent_packs.note(model, now)
         if admission.migrates and input_.current is None:
             migrations.admit(state, admission, now)

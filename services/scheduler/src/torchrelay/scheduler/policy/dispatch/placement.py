@@ -100,7 +100,7 @@ def place(
         prefills, decodes, transfer_s
     )
     first, second = prefill.entry, decode.entry
-    after_s = _pause_after_s(admission, prefill, config)
+    after_s = _pause_after_s(admission, prefill)
     return core.Placement(
         key=admission.key,
         prefill=first.worker_ref,
@@ -110,7 +110,7 @@ def place(
     )
 
 
-def _pause_after_s(admission: core.Admission, candidate: Candidate, config: PolicyConfig) -> float:
+def _pause_after_s(admission: core.Admission, candidate: Candidate) -> float:
     """Without prompts that the answers there need after this one."""
     work, latency = candidate.work, candidate.entry.latency
     if not candidate.has_answers:
@@ -118,8 +118,7 @@ def _pause_after_s(admission: core.Admission, candidate: Candidate, config: Poli
     decode_s = latency.tbt_s(work.num_choices, work.num_attended)
     full_s = candidate.entry.full_step_s + latency.decode.marginal_s(work.num_choices, work.num_attended)
     num_positions = admission.num_contexts * (admission.num_context_tokens - candidate.num_cached_tokens)
-    target_s = admission.tbt_target_s or config.tbt_target_s
-    return num_positions / latency.token_budget * pause_s(full_s, decode_s, target_s)
+    return num_positions / latency.token_budget * pause_s(full_s, decode_s, admission.tbt_target_s)
 
 
 def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: float) -> list[_Prefill] | NoPlacement:
@@ -176,7 +175,7 @@ def _decodes(
     kv_bytes, num_choices = admission.kv_bytes(model), admission.num_choices
     num_attended = admission.num_attended(num_answer_tokens)
     num_tokens = min(num_answer_tokens, _MAX_PENALIZED_TOKENS)
-    target_s, max_open = admission.tbt_target_s or config.tbt_target_s, config.max_open_per_instance
+    target_s, max_open = admission.tbt_target_s, config.max_open_per_instance
     most_bytes = largest_pool = -1
     found: list[_Decode] = []
     for candidate in candidates:
