@@ -19,7 +19,6 @@ import grpc
 
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.liveness import BEAT_S, SILENT_S
-from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.net.rpc.message_pace import MessagePace
 from torchrelay.common.net.rpc.options import MAX_MESSAGE_BYTES
 from torchrelay.common.process.telemetry import get_logger
@@ -133,7 +132,7 @@ class AdmissionStream:
             except grpc.aio.AioRpcError as error:
                 self._is_hung = False
                 if num_failures == 0:
-                    log.warning("scheduler_lost", why=error_from_rpc(error).message)
+                    log.warning("scheduler_lost", why=error.details())
             except asyncio.InvalidStateError:
                 pass  # the call ended between two writes
             except asyncio.CancelledError:
