@@ -21,7 +21,7 @@ Status: TypeAlias = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], .
 def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
     """The error raised by the server, or ``Unavailable`` when it could not be reached.
 
-    gRPC's own text for the latter names addresses, and the messages of errors reach tenants: for logs, use ``details()``.
+    gRPC's own text for the latter names addresses, and messages of errors reach tenants: for logs, use ``details()``.
     """
     trailing = {str(key): value for key, value in (error.trailing_metadata() or ())}
     code, field = trailing.get(_CODE), trailing.get(_FIELD) or trailing.get(_BINARY_FIELD)
