@@ -93,6 +93,7 @@ class AdmitCommand(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     MINIMUMS_FIELD_NUMBER: _builtins.int
+    MODEL_DELETED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___AdmitHello:
         """first of every stream"""
@@ -109,6 +110,8 @@ class AdmitCommand(_message.Message):
     def minimums(self) -> Global___Minimums:
         """after every hello, and when they change"""
 
+    @_builtins.property
+    def model_deleted(self) -> Global___ModelDeleted: ...
     def __init__(
         self,
         *,
@@ -118,16 +121,39 @@ class AdmitCommand(_message.Message):
         release: Global___Release | None = ...,
         first_token: Global___FirstToken | None = ...,
         minimums: Global___Minimums | None = ...,
+        model_deleted: Global___ModelDeleted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "first_token", b"first_token", "hello", b"hello", "minimums", b"minimums", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "first_token", b"first_token", "hello", b"hello", "minimums", b"minimums", "model_deleted", b"model_deleted", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "first_token", b"first_token", "hello", b"hello", "minimums", b"minimums", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "first_token", b"first_token", "hello", b"hello", "minimums", b"minimums", "model_deleted", b"model_deleted", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "admit", "withdraw", "release", "first_token", "minimums"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "admit", "withdraw", "release", "first_token", "minimums", "model_deleted"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___AdmitCommand: _TypeAlias = AdmitCommand  # noqa: Y015
+
+@_typing.final
+class ModelDeleted(_message.Message):
+    """The model is not in the catalog any more; its requests that run go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """"tenant/model" """
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelDeleted: _TypeAlias = ModelDeleted  # noqa: Y015
 
 @_typing.final
 class Minimums(_message.Message):

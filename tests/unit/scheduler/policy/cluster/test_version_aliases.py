@@ -17,6 +17,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, InstancePhase, LatencyTargets
 from torchrelay.scheduler.policy.effects import RefusalReason, SchedulerEvent
 from torchrelay.scheduler.policy.explain import ExplainLog
+from torchrelay.scheduler.policy.inputs import ModelDeleted
 
 ACME = a_model("acme/tiny", idle_timeout_s=1.0)
 BIRCH = replace(ACME, name="birch/words")
@@ -168,6 +169,27 @@ def test_the_shortest_target_between_tokens_holds_where_several_share_instances(
     assert state.tbt_target_s(ACME.version_id, 20.0) == 0.5, "the other is not in use any more"
     state.note_model(ACME, 21.0)
     assert state.tbt_target_s(ACME.version_id, 21.0) == state.tbt_target_s("unknown", 21.0) == 0.1, "the default"
+
+
+def test_a_model_that_is_deleted_is_named_no_more_and_leaves_the_others_and_what_runs() -> None:
+    scene = two_workers_one_host()
+    scene.admit(ACME, "r1")
+    scene.finish_loads()
+    scene.admit(BIRCH, "r2")
+    names, version_id = scene.policy.state.aliases, ACME.version_id
+    assert names.of(version_id) == (ACME.name, BIRCH.name)
+    scene.apply(ModelDeleted(BIRCH.name))
+    assert names.of(version_id) == (ACME.name,)
+    assert scene.policy.state.idle_timeout_s(version_id, scene.now + 100.0) == 1.0
+    scene.apply(ModelDeleted(ACME.name))
+    scene.apply(ModelDeleted("acme/unknown"))
+    assert names.of(version_id) == () and list(names) == []
+    for request_id in ("r1", "r2"):
+        assert scene.placement(request_id) is not None
+        scene.release(request_id)
+    scene.pass_time(scene.config.idle_timeout_s + 2.0)
+    assert list(scene.policy.state.instances) == []
+    scene.check()
 
 
 def test_names_are_bounded() -> None:

@@ -56,6 +56,8 @@ class Policy:
             case inputs.MinimumsSet(models):
                 scaling.set_minimums(state, models, now)
                 self._react(now)
+            case inputs.ModelDeleted(model):
+                state.aliases.forget(model)
             case inputs.GatewayConnected(gateway_id):
                 admissions.park(state, state.gateways.connected(gateway_id, now))
             case inputs.GatewayDisconnected(gateway_id):

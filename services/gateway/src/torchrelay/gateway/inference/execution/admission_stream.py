@@ -84,6 +84,10 @@ class AdmissionStream:
         self._minimums = pb.Minimums(versions=versions)
         self._send(pb.AdmitCommand(minimums=self._minimums))
 
+    def model_deleted(self, model: str) -> None:
+        """Says that the model is not in the catalog any more, to the present scheduler: a later one never knew it."""
+        self._send(pb.AdmitCommand(model_deleted=pb.ModelDeleted(model=model)))
+
     @property
     def num_open(self) -> int:
         return len(self._open)

@@ -52,6 +52,16 @@ class VersionAliases:
         shared.uses[model.name] = _AliasUse(idle_timeout_s, model.max_instances, tbt_target_s, now)
         shared.last_used = model.name
 
+    def forget(self, name: str) -> None:
+        """The model is called no more."""
+        for version_id, shared in list(self._versions.items()):
+            if shared.uses.pop(name, None) is None:
+                continue
+            if not shared.uses:
+                del self._versions[version_id]
+            elif shared.last_used == name:
+                shared.last_used = next(reversed(shared.uses))
+
     def of(self, version_id: str) -> tuple[str, ...]:
         """The models of a version; empty before the first request."""
         shared = self._versions.get(version_id)
