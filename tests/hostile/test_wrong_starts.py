@@ -71,6 +71,7 @@ def test_up_refuses_in_a_sentence_what_the_machine_cannot_do(
     assert status == 1, said
     assert lines[0].startswith("torchrelay: ") and message in " ".join(said.split())
     assert hint in lines[-1] and "Traceback" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "no home is left behind"
 
 
 def test_up_names_a_taken_port_and_what_asks_for_it(tmp_path: Path) -> None:
@@ -83,6 +84,7 @@ def test_up_names_a_taken_port_and_what_asks_for_it(tmp_path: Path) -> None:
         ):
             status, said = ended("torchrelay", "up", *args, cwd=tmp_path, env=env)
             assert status == 1 and f"port {port} on 127.0.0.1 is taken" in said and setting in said
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class EchoScheduler:
         self.releases: list[admit_pb.Release] = []
         self.withdrawals: list[admit_pb.Withdraw] = []
         self.minimums: list[admit_pb.Minimums] = []
+        self.deleted: list[str] = []
         self._streams: list[asyncio.Queue[admit_pb.AdmitEvent]] = []
         self._server = self._new_server(0)
         self.port = self._server.port
@@ -99,6 +100,8 @@ class EchoScheduler:
                         self.releases.append(command.release)
                     case "withdraw":
                         self.withdrawals.append(command.withdraw)
+                    case "model_deleted":
+                        self.deleted.append(command.model_deleted.model)
                     case "minimums":
                         self.minimums.append(command.minimums)
 

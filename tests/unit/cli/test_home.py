@@ -114,6 +114,27 @@ def test_one_owner_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+def test_a_new_home_is_removed_if_its_first_start_is_refused_and_only_then(tmp_path: Path) -> None:
+    def refused(home: Home) -> None:
+        home.make()
+        with pytest.raises(CliError, match="no room"), home.owned():
+            home.admin_key()
+            raise CliError("no room")
+
+    home = Home(tmp_path / "parent" / "home")
+    refused(home)
+    assert list((tmp_path / "parent").iterdir()) == []
+    home.make()
+    with home.owned():
+        key = home.admin_key()
+        home.keep()
+    refused(Home(home.path))
+    assert home.admin_key() == key
+    (tmp_path / "other").mkdir()
+    refused(Home(tmp_path / "other"))
+    assert (tmp_path / "other").is_dir(), "it was there before"
+
+
 def test_a_home_without_a_running_platform_has_no_endpoints(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.make()

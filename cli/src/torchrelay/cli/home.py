@@ -43,6 +43,7 @@ class Home:
         self.endpoints_file = self.run / "up.json"
         self.saved_key_file = path / "cli.key"
         self._http_port_file = path / "http.port"
+        self._is_on_trial = False  # made just now, and nothing in it is worth keeping yet
 
     @classmethod
     def at(cls, path: Path | None) -> Home:
@@ -64,12 +65,12 @@ class Home:
     def make(self) -> None:
         """Creates the folders, and closes to others what they may read. Raises ``CliError`` when it cannot."""
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # the ledger and traces are private
+            self._is_on_trial = self._make_folder()
             if self.run.is_symlink() and not self.run.exists():  # the memory is gone with a restart of the machine
                 self.run.unlink()
             private = [self.path / name for name in _SECRETS]
             # A folder that holds something else, such as /tmp, is not ours to close, nor are the keys in its tls/.
-            if all(entry.name in _ENTRIES for entry in self.path.iterdir()):
+            if self._is_ours_alone():
                 _make_private(self.path)
                 private += self.path.glob("tls/*.key")
             for folder in (self.run, self.logs, self.path / "store", self.path / "remote"):
@@ -78,6 +79,23 @@ class Home:
                 _make_private(secret)
         except OSError as error:
             raise CliError(f"{self.path} cannot be used as home: {error.strerror}", "choose another") from error
+
+    def _make_folder(self) -> bool:
+        """Whether it was not there before."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True)  # the ledger and traces are private
+        except FileExistsError:
+            if not self.path.is_dir():
+                raise
+            return False
+        return True
+
+    def keep(self) -> None:
+        """Whatever becomes of this `up`, the folder stays: without this, ``owned`` removes one that was made for it."""
+        self._is_on_trial = False
+
+    def _is_ours_alone(self) -> bool:
+        return all(entry.name in _ENTRIES for entry in self.path.iterdir())
 
     def write_private(self, name: str, text: str) -> Path:
         """Writes a file of the home that its owner alone may read; returns its path."""
@@ -100,8 +118,12 @@ class Home:
                 message = f"the file system of {self.path} has no file locks: {error.strerror}"
                 raise CliError(message, "choose a --home on a local disk") from error
             self.endpoints_file.unlink(missing_ok=True)  # left behind by a killed `up`
-            with self._run_in_memory():
-                yield
+            try:
+                with self._run_in_memory():
+                    yield
+            finally:
+                if self._is_on_trial and self._is_ours_alone():
+                    shutil.rmtree(self.path)
 
     def _lock_file(self) -> TextIO:
         try:

@@ -96,6 +96,14 @@ def test_a_model_is_set_and_deleted(run: Run, home: Home, door: FakeGateway) -> 
     run("models", "set", "tiny", "--schedule", "none")
     assert door.asked.pop()[2] == {"schedule": []}
     assert isinstance(run("models", "set", "tiny", "--schedule", "none", "--schedule", "x").exception, CliError)
+    targets = {"interactive_ttft_s": 0.2, "standard_ttft_s": 0.5, "batch_ttft_s": 60, "tbt_target_s": 0.05}
+    options = [word for name, value in targets.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    shown = run("models", "set", "tiny", *options)
+    assert door.asked.pop()[2] == targets
+    first = "first token in 200 ms (interactive), 500 ms (standard), 60 s (batch)"
+    assert f"acme/tiny: targets: {first}; 50 ms between tokens\n" in shown.stdout
+    run("models", "set", "tiny", "--tbt-target-s", "0")
+    assert door.asked.pop()[2] == {"tbt_target_s": 0}
     deleted = run("models", "delete", "acme/tiny", "--yes")
     assert deleted.stdout == "deleted acme/tiny\n"
     assert "`torchrelay top` shows" in deleted.stderr

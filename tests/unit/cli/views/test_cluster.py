@@ -123,7 +123,7 @@ def test_a_narrow_explanation_has_no_bars_and_ids_are_short() -> None:
 def test_a_cluster_at_zero_says_so() -> None:
     cold = view(is_cold=True)
     shown = drawn(cluster_screen(cold, {}, "127.0.0.1:1"))
-    assert "every model is at zero" in shown and "not called yet" in shown
+    assert "every model is at zero" in shown and "not called" in shown
     cold.versions.add(version_id="v", pack_id="feed" * 16, models=["acme/tiny"])
     for num_verified, words in ((128, "at zero, no host copies"), (256, "at zero, 1 host copy")):
         cold.stores[0].copies[0].num_chunks_verified = num_verified

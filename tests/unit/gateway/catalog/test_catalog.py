@@ -10,7 +10,7 @@ from torchrelay.common.errors import NotFound
 from torchrelay.gateway.auth.api_keys import ADMIN, ApiKeys
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
-from torchrelay.gateway.core import ModelShape, Principal, Version
+from torchrelay.gateway.core import LatencyTargets, ModelShape, Principal, Version
 from torchrelay.gateway.sql.table_versions import TableVersions
 from torchrelay.gateway.sql.tables import retired_versions
 
@@ -172,3 +172,18 @@ async def test_models_with_a_minimum_are_found(parts: AccountingRig, caller: Pri
     assert [one.schedule for one in await parts.catalog.with_minimum()] == [("daily 08:00-18:00 UTC = 1",)]
     await parts.catalog.set_scaling(after, ScalingSettings(schedule=()))
     assert await parts.catalog.with_minimum() == []
+
+
+async def test_targets_outlive_a_new_version_and_every_gateway_reads_them(
+    parts: AccountingRig, caller: Principal
+) -> None:
+    await publish(parts, "glossary", version("v1"))
+    other = Catalog(parts.database, TableVersions(parts.database, confirm_s=0), parts.prices)
+    model = await other.resolve(caller, "glossary")
+    assert model.targets == LatencyTargets()
+    await parts.catalog.set_scaling(model, ScalingSettings(standard_ttft_s=0.5, tbt_target_s=0.05))
+    await publish(parts, "glossary", version("v2"))
+    found = [await each.resolve(caller, "glossary") for each in (other, parts.catalog)]
+    assert [(one.version.version_id, one.targets) for one in found] == [
+        ("v2", LatencyTargets(standard_ttft_s=0.5, tbt_target_s=0.05))
+    ] * 2

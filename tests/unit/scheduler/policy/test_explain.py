@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS, two_workers_one_host
 from tests.unit.scheduler.policy.paper_cluster import a_model as model_of
@@ -12,6 +13,7 @@ from torchrelay.scheduler.policy.core import (
     InstancePhase,
     PackCopy,
     Placement,
+    ServiceClass,
     SlotStatus,
     WorkerRef,
 )
@@ -52,6 +54,18 @@ def test_a_cold_request_shows_the_load_of_its_instances() -> None:
     assert [phase.name for phase in phases] == ["queue", "plan", "relay", "map", "first_token"]
     assert phases[2].where == "store-1" and phases[2].detail == "1 kB from store-9, first chunk after 10.0 ms"
     assert [one.kind for one in decisions] == ["place"] and "250 ms" in decisions[0].reason
+
+
+def test_a_placement_says_what_was_wanted() -> None:
+    explain = ExplainLog()
+    wanted = {"service_class": ServiceClass.INTERACTIVE, "ttft_target_s": 0.2, "tbt_target_s": 0.05}
+    explain.placed(structs.replace(opened(cold=False), **wanted))
+    explain.placed(structs.replace(opened(cold=False, key=AttemptKey("r1", 2)), **wanted | {"ttft_target_s": 0.0}))
+    found = explain.request("r1")
+    assert found is not None
+    first, resumed = (one.reason for one in found[1])
+    assert first.endswith("in 250 ms; targets (interactive): the first 200 ms after it came, 50 ms between tokens")
+    assert resumed.endswith("in 250 ms; target: 50 ms between tokens")
 
 
 def test_a_copy_that_was_there_before_is_a_relay_of_no_length_and_a_warm_request_shows_no_load() -> None:

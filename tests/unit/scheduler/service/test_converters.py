@@ -7,21 +7,28 @@ from typing import Any
 
 import pytest
 
-from tests.unit.scheduler.service.scripted_cluster import a_request
-from torchrelay.control.v1 import scheduler_pb2
-from torchrelay.scheduler.policy.core import Admission, ServiceClass
-from torchrelay.scheduler.service.converters import admission_from_proto
+from tests.unit.scheduler.service.scripted_cluster import a_request, a_version
+from torchrelay.control.v1 import scheduler_pb2, types_pb2
+from torchrelay.scheduler.policy.core import Admission, LatencyTargets, ServiceClass
+from torchrelay.scheduler.service.converters import admission_from_proto, model_from_proto
 
 
 def admission(**fields: Any) -> Admission:
     return admission_from_proto(a_request("r1", **fields), "gateway-1", now=100.0)
 
 
-def test_class_target_and_weight_are_those_of_the_request() -> None:
-    given = admission(service_class=scheduler_pb2.SERVICE_CLASS_BATCH, ttft_target_ms=1500, weight=2.0)
-    assert (given.service_class, given.ttft_target_s, given.weight) == (ServiceClass.BATCH, 1.5, 2.0)
+def test_class_and_weight_are_those_of_the_request() -> None:
+    given = admission(service_class=scheduler_pb2.SERVICE_CLASS_BATCH, weight=2.0)
+    assert (given.service_class, given.weight) == (ServiceClass.BATCH, 2.0)
     default = admission()
-    assert (default.service_class, default.ttft_target_s, default.weight) == (ServiceClass.STANDARD, 0.0, 1.0)
+    assert (default.service_class, default.weight) == (ServiceClass.STANDARD, 1.0)
+
+
+def test_targets_are_those_of_the_model() -> None:
+    version = a_version()
+    assert model_from_proto(version).targets == LatencyTargets()
+    version.targets.CopyFrom(types_pb2.LatencyTargets(interactive_ttft_s=0.2, standard_ttft_s=0.5, tbt_target_s=0.05))
+    assert model_from_proto(version).targets == LatencyTargets(0.2, 0.5, 0.0, 0.05)
 
 
 def test_the_numbers_of_classes_are_those_of_the_protocol() -> None:

@@ -60,6 +60,19 @@ async def test_a_model_with_a_minimum_is_loaded_without_a_request(nats_url: str)
             await eventually(lambda: all(worker.loads for worker in workers))
 
 
+async def test_a_deleted_model_is_shown_no_more_though_its_copies_are_still_there(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        await it.host(1)
+        async with it.scheduler(2) as address, GatewayClient(address) as door:
+            await door.admit("r1")
+            await door.placement()
+            view = await cluster(address, lambda view: bool(view.versions))
+            assert list(view.versions[0].models) == [a_version().model]
+            await door.send(model_deleted=scheduler_pb2.ModelDeleted(model=a_version().model))
+            view = await cluster(address, lambda view: not view.versions)
+            assert len(view.instances) == 2, "what runs goes on"
+
+
 async def test_three_hosts_are_woken_by_a_chain_with_tickets(nats_url: str) -> None:
     async with house(nats_url) as it:
         hosts = [await it.host(number) for number in (1, 2, 3)]

@@ -47,6 +47,19 @@ ScheduleOption = Annotated[
         metavar="ENTRY",
     ),
 ]
+InteractiveTtftOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0, help="Target of requests with service_tier priority: seconds to the first token; 0: default; admin."
+    ),
+]
+StandardTtftOption = Annotated[
+    float | None, typer.Option(min=0, help="The same of requests without service_tier; 0: default; admin.")
+]
+BatchTtftOption = Annotated[
+    float | None, typer.Option(min=0, help="The same of requests with service_tier flex; 0: default; admin.")
+]
+TbtTargetOption = Annotated[float | None, typer.Option(min=0, help="Target between tokens; 0: default; admin.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 _NEED_KEY = "pass one with --key or TORCHRELAY_API_KEY"

@@ -12,13 +12,17 @@ from rich.console import Group
 from rich.text import Text
 
 from torchrelay.cli.api.access import (
+    BatchTtftOption,
     HomeOption,
     IdleTimeoutOption,
+    InteractiveTtftOption,
     JsonOption,
     KeyOption,
     MaxInstancesOption,
     MinInstancesOption,
     ScheduleOption,
+    StandardTtftOption,
+    TbtTargetOption,
     UrlOption,
     tenant_access,
 )
@@ -27,7 +31,7 @@ from torchrelay.cli.command_group import has_subcommand
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
-from torchrelay.common.quantities import format_bytes
+from torchrelay.common.quantities import format_bytes, format_duration
 
 SCHEDULE_EXAMPLE = "mon-fri 08:00-18:00 Europe/Berlin = 2"
 EXAMPLE = "Example:  torchrelay models\n\nTo zero sooner:  torchrelay models set glossary --idle-timeout-s 30"
@@ -57,11 +61,23 @@ def models(
 
 
 def models_table(models: list[dict[str, Any]]) -> WidthAware:
-    """A row per model, fewer columns on a narrow terminal; below it the schedules of their minimums."""
-    schedules = [
-        Text(f"{model['id']}: min {entry}", overflow="fold") for model in models for entry in model.get("schedule", ())
+    """A row per model, fewer columns on a narrow terminal; below it schedules of minimums, and targets."""
+    lines = [Text(f"{model['id']}: {line}", overflow="fold") for model in models for line in _more_settings(model)]
+    return WidthAware(lambda width: Group(_table(models, is_small=width < NARROW_CELLS), *lines))
+
+
+def _more_settings(model: dict[str, Any]) -> list[str]:
+    """What few models have: a line for each entry of a schedule, and one for the targets."""
+    firsts = [
+        f"{format_duration(seconds)} ({name})"
+        for name in ("interactive", "standard", "batch")
+        if (seconds := model.get(f"{name}_ttft_s"))
     ]
-    return WidthAware(lambda width: Group(_table(models, is_small=width < NARROW_CELLS), *schedules))
+    targets = [f"first token in {', '.join(firsts)}"] if firsts else []
+    if between_s := model.get("tbt_target_s"):
+        targets.append(f"{format_duration(between_s)} between tokens")
+    schedule = [f"min {entry}" for entry in model.get("schedule", ())]
+    return [*schedule, f"targets: {'; '.join(targets)}"] if targets else schedule
 
 
 def _table(models: list[dict[str, Any]], is_small: bool) -> ResultTable:
@@ -96,7 +112,8 @@ def _scaling(model: dict[str, Any]) -> tuple[str, str]:
 @app.command(
     "set",
     epilog="Example:  torchrelay models set glossary --idle-timeout-s 30\n\n"
-    f"At times: torchrelay models set acme/glossary --schedule '{SCHEDULE_EXAMPLE}'",
+    f"At times: torchrelay models set acme/glossary --schedule '{SCHEDULE_EXAMPLE}'\n\n"
+    "Targets:  torchrelay models set acme/glossary --standard-ttft-s 0.5 --tbt-target-s 0.05",
 )
 def set_model(
     name: NameArgument,
@@ -104,11 +121,15 @@ def set_model(
     max_instances: MaxInstancesOption = None,
     min_instances: MinInstancesOption = None,
     schedule: ScheduleOption = None,
+    interactive_ttft_s: InteractiveTtftOption = None,
+    standard_ttft_s: StandardTtftOption = None,
+    batch_ttft_s: BatchTtftOption = None,
+    tbt_target_s: TbtTargetOption = None,
     home: HomeOption = None,
     url: UrlOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Change how a model scales; its version stays the same.
+    """Change how a model scales, and what its requests are to attain; its version stays the same.
 
     Running instances adopt the change with the model's next request, minimums within seconds. A minimum at times
     is as large as the greatest that is in force, loaded by its begin; an end before the begin is of the next day.
@@ -118,16 +139,20 @@ def set_model(
         max_instances=max_instances,
         min_instances=min_instances,
         schedule=_entries(schedule or None),
+        interactive_ttft_s=interactive_ttft_s,
+        standard_ttft_s=standard_ttft_s,
+        batch_ttft_s=batch_ttft_s,
+        tbt_target_s=tbt_target_s,
     )
     if not wanted:
-        raise CliError("nothing to set", "pass --idle-timeout-s, --max-instances, --min-instances or --schedule")
+        raise CliError("nothing to set", "pass one of the options: torchrelay models set --help")
     with tenant_access(home, url, key).client() as client:
         model = client.call("PATCH", f"/v1/models/{quote(name)}", json=wanted)
     idle_s, most = _scaling(model)
     least = f", min {model['min_instances']}" if model.get("min_instances") else ""
     console.out().print(f"[bold]{model['id']}[/]: idle s {idle_s}, max instances per role {most}{least}")
-    for entry in model.get("schedule", ()):
-        console.out().print(f"[bold]{model['id']}[/]: min {entry}")
+    for line in _more_settings(model):
+        console.out().print(f"[bold]{model['id']}[/]: {line}")
     adopted = "within seconds" if schedule or min_instances is not None else "with the model's next request"
     console.err().print(f"[dim]running instances adopt it {adopted}[/]")
 

@@ -31,6 +31,7 @@ async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None
         plan = StackPlan(home, options, ports, tls_of_install(home, options))
         check_machine(options, plan.arena, Machine.here())
         stack = plan.stack()
+        home.keep()
         progress = StartupProgress(home, out(), is_quiet=is_quiet)
         if stack.taken_http_port:
             progress.port_taken(stack.taken_http_port, stack.endpoints["http"])

@@ -47,7 +47,7 @@ class PackIndex:
         """The models of a pack."""
         models = [name for version in self._versions.get(pack_id, ()) for name in version.models]
         models += [instance.model for instance in self._instances if instance.pack_id == pack_id]
-        return join_names(sorted(set(models))) if models else "not called yet"
+        return join_names(sorted(set(models))) if models else "not called"
 
     def num_copies(self, pack_id: str) -> int:
         """Complete copies in host memory."""

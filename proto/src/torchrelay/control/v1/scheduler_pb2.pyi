@@ -93,6 +93,7 @@ class AdmitCommand(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     MINIMUMS_FIELD_NUMBER: _builtins.int
+    MODEL_DELETED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___AdmitHello:
         """first of every stream"""
@@ -109,6 +110,8 @@ class AdmitCommand(_message.Message):
     def minimums(self) -> Global___Minimums:
         """after every hello, and when they change"""
 
+    @_builtins.property
+    def model_deleted(self) -> Global___ModelDeleted: ...
     def __init__(
         self,
         *,
@@ -118,16 +121,39 @@ class AdmitCommand(_message.Message):
         release: Global___Release | None = ...,
         first_token: Global___FirstToken | None = ...,
         minimums: Global___Minimums | None = ...,
+        model_deleted: Global___ModelDeleted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "first_token", b"first_token", "hello", b"hello", "minimums", b"minimums", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "first_token", b"first_token", "hello", b"hello", "minimums", b"minimums", "model_deleted", b"model_deleted", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "first_token", b"first_token", "hello", b"hello", "minimums", b"minimums", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "command", b"command", "first_token", b"first_token", "hello", b"hello", "minimums", b"minimums", "model_deleted", b"model_deleted", "release", b"release", "withdraw", b"withdraw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "admit", "withdraw", "release", "first_token", "minimums"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "admit", "withdraw", "release", "first_token", "minimums", "model_deleted"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___AdmitCommand: _TypeAlias = AdmitCommand  # noqa: Y015
+
+@_typing.final
+class ModelDeleted(_message.Message):
+    """The model is not in the catalog any more; its requests that run go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """"tenant/model" """
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelDeleted: _TypeAlias = ModelDeleted  # noqa: Y015
 
 @_typing.final
 class Minimums(_message.Message):
@@ -190,8 +216,6 @@ class AdmitRequest(_message.Message):
     IS_COMPUTED_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SERVICE_CLASS_FIELD_NUMBER: _builtins.int
-    TTFT_TARGET_MS_FIELD_NUMBER: _builtins.int
-    TBT_TARGET_MS_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     MIGRATES_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
@@ -205,10 +229,6 @@ class AdmitRequest(_message.Message):
     traceparent: _builtins.str
     service_class: Global___ServiceClass.ValueType
     """one that the scheduler does not know counts as standard"""
-    ttft_target_ms: _builtins.int
-    """for the first token, from now on; 0: that of the class"""
-    tbt_target_ms: _builtins.int
-    """between tokens, in the mean; 0: the scheduler's own"""
     weight: _builtins.float
     """of its tenant's share, 0.001 to 1,000; 0: 1"""
     migrates: _builtins.int
@@ -244,14 +264,12 @@ class AdmitRequest(_message.Message):
         is_computed: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
         service_class: Global___ServiceClass.ValueType = ...,
-        ttft_target_ms: _builtins.int = ...,
-        tbt_target_ms: _builtins.int = ...,
         weight: _builtins.float = ...,
         migrates: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "key", b"key", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "is_computed", b"is_computed", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "migrates", b"migrates", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "service_class", b"service_class", "tbt_target_ms", b"tbt_target_ms", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "version", b"version", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "is_computed", b"is_computed", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "migrates", b"migrates", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "service_class", b"service_class", "traceparent", b"traceparent", "version", b"version", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

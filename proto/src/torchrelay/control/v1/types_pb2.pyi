@@ -87,6 +87,7 @@ class ModelVersion(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     ROUTING_BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     SCALING_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
     version_id: _builtins.str
     """digest over packs, config, tokenizer, template"""
     model: _builtins.str
@@ -102,6 +103,8 @@ class ModelVersion(_message.Message):
     def shape(self) -> Global___ModelShape: ...
     @_builtins.property
     def scaling(self) -> Global___ScalingSettings: ...
+    @_builtins.property
+    def targets(self) -> Global___LatencyTargets: ...
     def __init__(
         self,
         *,
@@ -114,18 +117,51 @@ class ModelVersion(_message.Message):
         tokenizer_digest: _builtins.str = ...,
         routing_block_tokens: _builtins.int = ...,
         scaling: Global___ScalingSettings | None = ...,
+        targets: Global___LatencyTargets | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["scaling", b"scaling", "shape", b"shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["scaling", b"scaling", "shape", b"shape", "targets", b"targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "routing_block_tokens", b"routing_block_tokens", "scaling", b"scaling", "shape", b"shape", "tenant_id", b"tenant_id", "tokenizer_digest", b"tokenizer_digest", "version_id", b"version_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "routing_block_tokens", b"routing_block_tokens", "scaling", b"scaling", "shape", b"shape", "targets", b"targets", "tenant_id", b"tenant_id", "tokenizer_digest", b"tokenizer_digest", "version_id", b"version_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelVersion: _TypeAlias = ModelVersion  # noqa: Y015
 
 @_typing.final
+class LatencyTargets(_message.Message):
+    """What a model's requests are to attain, in seconds; 0 takes the scheduler's setting of the same name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERACTIVE_TTFT_S_FIELD_NUMBER: _builtins.int
+    STANDARD_TTFT_S_FIELD_NUMBER: _builtins.int
+    BATCH_TTFT_S_FIELD_NUMBER: _builtins.int
+    TBT_TARGET_S_FIELD_NUMBER: _builtins.int
+    interactive_ttft_s: _builtins.float
+    """from a request's arrival to its first token, by its ServiceClass"""
+    standard_ttft_s: _builtins.float
+    batch_ttft_s: _builtins.float
+    tbt_target_s: _builtins.float
+    """between tokens, in the mean"""
+    def __init__(
+        self,
+        *,
+        interactive_ttft_s: _builtins.float = ...,
+        standard_ttft_s: _builtins.float = ...,
+        batch_ttft_s: _builtins.float = ...,
+        tbt_target_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_ttft_s", b"batch_ttft_s", "interactive_ttft_s", b"interactive_ttft_s", "standard_ttft_s", b"standard_ttft_s", "tbt_target_s", b"tbt_target_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LatencyTargets: _TypeAlias = LatencyTargets  # noqa: Y015
+
+@_typing.final
 class ScalingSettings(_message.Message):
-    """Per-model settings the tenant may change without publishing a new version."""
+    """Per-model settings that may change without a new version: the tenant's, and the operator's minimums."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

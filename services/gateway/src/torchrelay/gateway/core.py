@@ -60,8 +60,18 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
+class LatencyTargets:
+    """What the operator wants a model's requests to attain, in seconds; 0: the scheduler's setting of the same name."""
+
+    interactive_ttft_s: float = 0.0  # from a request's arrival to its first token, by its service class
+    standard_ttft_s: float = 0.0
+    batch_ttft_s: float = 0.0
+    tbt_target_s: float = 0.0  # between tokens, in the mean
+
+
+@dataclass(frozen=True, slots=True)
 class PublishedModel:
-    """A model as a caller resolves it: current version, the tenant's settings, and the current price."""
+    """A model as a caller resolves it: current version, its tenant's and operator's settings, and the current price."""
 
     name: str  # "tenant/model"
     tenant_id: str
@@ -72,6 +82,7 @@ class PublishedModel:
     created_unix_us: int
     min_instances: int = 0  # per role, loaded though nobody asks
     schedule: tuple[str, ...] = ()  # at times more of them: see ``catalog.schedules``
+    targets: LatencyTargets = LatencyTargets()
 
     @property
     def price_id(self) -> str:

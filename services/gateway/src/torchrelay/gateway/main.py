@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 import uvloop
@@ -35,8 +35,9 @@ from torchrelay.gateway.catalog.garbage_collection import collect_garbage
 from torchrelay.gateway.catalog.uploads import UploadLimits, Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
+from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.http.connections import ConnectionLimits, divide_descriptors
-from torchrelay.gateway.http.dependencies import Services
+from torchrelay.gateway.http.dependencies import ModelChanged, Services
 from torchrelay.gateway.http.read_limits import ReadLimits
 from torchrelay.gateway.http.rest_app import make_app, public_pages
 from torchrelay.gateway.http.router import AsgiRouter
@@ -96,14 +97,24 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
             components.services.catalog.with_minimum, token_path.admissions, MINIMUMS_EVERY_S
         )
         await stack.enter_async_context(background(announcing))
-        addresses = await stack.enter_async_context(
-            _servers(settings, token_path, components.services, components.shares)
-        )
+        services = replace(components.services, model_changed=_model_changed(components.nats_events, token_path))
+        addresses = await stack.enter_async_context(_servers(settings, token_path, services, components.shares))
         # Everything allocated so far lives as long as the process; frozen, it is not traversed under load.
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
         yield {**addresses, "gateway_id": gateway_id}
+
+
+def _model_changed(nats_events: NatsEvents, token_path: TokenPath) -> ModelChanged:
+    """Tells the history, and of a deletion the scheduler too."""
+
+    async def changed(kind: str, name: str, model: PublishedModel | None) -> None:
+        if kind == "deleted":
+            token_path.admissions.model_deleted(name)
+        await nats_events.model_changed(kind, name, model)
+
+    return changed
 
 
 @asynccontextmanager

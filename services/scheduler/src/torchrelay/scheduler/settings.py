@@ -46,7 +46,10 @@ class SchedulerSettings(ServiceSettings):
     )
     queue_limit_total: int = Field(8192, ge=1, description="Maximum waiting requests in total.")
     interactive_ttft_s: float = Field(
-        0.5, gt=0, description="Objective for the time to the first token of requests with service_tier priority."
+        0.5,
+        gt=0,
+        description="Objective for the time to the first token of requests with service_tier priority; models may "
+        "override it, as those that follow.",
     )
     standard_ttft_s: float = Field(2.0, gt=0, description="The same for requests that name no service_tier.")
     batch_ttft_s: float = Field(
@@ -54,7 +57,10 @@ class SchedulerSettings(ServiceSettings):
     )
     max_open_per_instance: int = Field(64, ge=1, description="Maximum concurrent requests on one decode instance.")
     tbt_target_s: float = Field(
-        0.1, gt=0, description="Objective for the time between tokens: requests go where it is met, if anywhere."
+        0.1,
+        gt=0,
+        description="Objective for the time between tokens: requests go where it is met, if anywhere; models may "
+        "override it.",
     )
     drain_s: float = Field(30.0, ge=0, description="Time for the running requests of a drained instance to finish.")
     load_tries: int = Field(3, ge=1, description="Failed loads of a model before its waiting requests are refused.")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from tests.unit.gateway.http.conftest import RestRig
 from tests.unit.gateway.http.routes.test_uploads import published
 
@@ -51,6 +53,37 @@ async def test_a_schedule_is_the_admins_to_set_is_shown_as_understood_and_cleare
     kept = await rig.admin.patch("/v1/models/acme/glossary", json={"min_instances": 1})
     assert kept.json() == model | {"schedule": understood, "min_instances": 1}
     assert (await rig.admin.patch("/v1/models/acme/glossary", json={"schedule": []})).json()["schedule"] == []
+
+
+async def test_targets_are_the_admins_to_set_each_by_itself_and_0_takes_the_default_again(rig: RestRig) -> None:
+    model = await published(rig.acme)
+    targets = {"interactive_ttft_s": 0.2, "standard_ttft_s": 0.5, "batch_ttft_s": 60, "tbt_target_s": 0.05}
+    assert model == model | dict.fromkeys(targets, 0.0)
+    for field, value in targets.items():
+        refused = await rig.acme.patch("/v1/models/glossary", json={field: value})
+        assert refused.status_code == 403 and f"{field} requires the admin key" in refused.json()["error"]["message"]
+    for field, value in targets.items():
+        assert (await rig.admin.patch("/v1/models/acme/glossary", json={field: value})).status_code == 200
+    assert (await rig.acme.get("/v1/models/glossary")).json() == model | targets
+    back = await rig.admin.patch("/v1/models/acme/glossary", json={"standard_ttft_s": 0})
+    assert back.json() == model | targets | {"standard_ttft_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (-1, "tbt_target_s must be at least 0.0, not -1"),
+        (0.0005, "tbt_target_s: a target is 0.001 s or more; 0 takes the scheduler's default"),
+        (86401, "tbt_target_s must be at most 86400.0, not 86401"),
+        ("50ms", "tbt_target_s must be a number, not '50ms'"),
+    ],
+)
+async def test_a_target_out_of_range_is_refused_by_name(rig: RestRig, value: object, message: str) -> None:
+    model = await published(rig.acme)
+    refused = await rig.admin.patch("/v1/models/acme/glossary", json={"tbt_target_s": value})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["message"]) == (400, "tbt_target_s", message)
+    assert (await rig.acme.get("/v1/models/glossary")).json() == model
 
 
 async def test_a_schedule_that_cannot_be_read_is_refused_and_changes_nothing(rig: RestRig) -> None:

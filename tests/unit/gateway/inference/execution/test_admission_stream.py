@@ -184,3 +184,9 @@ async def test_who_waits_is_told_when_the_scheduler_hangs_and_what_runs_goes_on(
         assert not any(isinstance(one, AdmissionFailed) for one in running)
         there.answers.set()
         await until(lambda: any(one.HasField("current") for one in there.admits), timeout_s=8)
+
+
+async def test_the_scheduler_is_told_of_a_deleted_model() -> None:
+    async with scheduler() as made, admissions_to(made.address) as admissions:
+        admissions.model_deleted("acme/m")
+        await until(lambda: made.deleted == ["acme/m"])

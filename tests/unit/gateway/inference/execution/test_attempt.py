@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from tests.support.gateway_ports import PRINCIPAL
+from dataclasses import replace
+
+from tests.support.gateway_ports import PRINCIPAL, published_model
 from tests.unit.gateway.token_path_rig import TokenPathRig
 from torchrelay.common.tokens.prefix_hashes import page_hashes
 from torchrelay.control.v1 import scheduler_pb2
-from torchrelay.gateway.core import ServiceClass
+from torchrelay.gateway.core import LatencyTargets, ServiceClass
+from torchrelay.gateway.inference.execution.attempt import model_version
 
 
 async def test_the_routing_keys_of_a_prompt_are_page_keys_of_its_tenant(rig: TokenPathRig) -> None:
@@ -16,6 +19,14 @@ async def test_the_routing_keys_of_a_prompt_are_page_keys_of_its_tenant(rig: Tok
     [admit] = rig.scheduler.admits
     assert list(admit.block_hashes) == list(page_hashes(PRINCIPAL.tenant_id, prompt))[3::4]
     assert len(admit.block_hashes) == 2
+
+
+def test_the_targets_of_a_model_go_with_every_request_and_minimum() -> None:
+    model = published_model("acme/m", file_digests={})
+    assert not model_version(model).targets.ListFields()
+    targets = model_version(replace(model, targets=LatencyTargets(0.2, 0.5, 60.0, 0.05))).targets
+    assert (targets.interactive_ttft_s, targets.standard_ttft_s, targets.batch_ttft_s) == (0.2, 0.5, 60.0)
+    assert targets.tbt_target_s == 0.05
 
 
 def test_the_numbers_of_classes_are_those_of_the_protocol() -> None:

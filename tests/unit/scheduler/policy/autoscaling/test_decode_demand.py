@@ -20,7 +20,7 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, Demand, Drain, InstanceLoad, Wake
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand, most_in_time
-from torchrelay.scheduler.policy.core import AttemptKey, Role, Roles
+from torchrelay.scheduler.policy.core import AttemptKey, LatencyTargets, Role, Roles
 from torchrelay.scheduler.policy.inputs import FirstToken, Release
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.transitions import scaling
@@ -141,6 +141,10 @@ def test_full_pools_get_another_decode_instance_and_no_prefill() -> None:
     playing = [role for one in scene.policy.state.instances for role in one.target_roles]
     assert sorted(playing) == [Role.PREFILL, Role.DECODE, Role.DECODE]
     scene.check()
+
+    scene.policy.state.note_model(replace(MODEL, targets=LatencyTargets(tbt_target_s=0.0415)), scene.now)
+    demand = next(one for one in scaling.autoscaler_input(scene.policy.state, scene.now).demands)
+    assert demand.decode is not None and demand.decode.num_held == 2, "the tokens of three are 42 ms apart"
 
 
 def test_where_no_slot_is_free_the_role_that_loses_less_gives_one_up() -> None:

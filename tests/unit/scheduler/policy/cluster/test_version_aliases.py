@@ -14,9 +14,10 @@ from tests.unit.scheduler.policy.paper_cluster import (
 )
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import MAX_VERSIONS, InstancePhase
+from torchrelay.scheduler.policy.core import MAX_VERSIONS, InstancePhase, LatencyTargets
 from torchrelay.scheduler.policy.effects import RefusalReason, SchedulerEvent
 from torchrelay.scheduler.policy.explain import ExplainLog
+from torchrelay.scheduler.policy.inputs import ModelDeleted
 
 ACME = a_model("acme/tiny", idle_timeout_s=1.0)
 BIRCH = replace(ACME, name="birch/words")
@@ -158,11 +159,44 @@ def test_nobodys_limit_of_instances_binds_another_tenant_that_uploaded_the_same_
     assert len({instance.host_id for instance in scene.policy.state.instances}) == 3
 
 
+def test_the_shortest_target_between_tokens_holds_where_several_share_instances() -> None:
+    state, quick = hosts(1).policy.state, LatencyTargets(tbt_target_s=0.05)
+    state.note_model(replace(ACME, targets=LatencyTargets(tbt_target_s=0.5)), 10.0)
+    assert state.tbt_target_s(ACME.version_id, 10.0) == 0.5
+    state.note_model(replace(BIRCH, targets=quick, idle_timeout_s=5.0), 10.0)
+    state.note_model(replace(ACME, targets=LatencyTargets(tbt_target_s=0.5)), 11.0)
+    assert state.tbt_target_s(ACME.version_id, 12.0) == 0.05
+    assert state.tbt_target_s(ACME.version_id, 20.0) == 0.5, "the other is not in use any more"
+    state.note_model(ACME, 21.0)
+    assert state.tbt_target_s(ACME.version_id, 21.0) == state.tbt_target_s("unknown", 21.0) == 0.1, "the default"
+
+
+def test_a_model_that_is_deleted_is_named_no_more_and_leaves_the_others_and_what_runs() -> None:
+    scene = two_workers_one_host()
+    scene.admit(ACME, "r1")
+    scene.finish_loads()
+    scene.admit(BIRCH, "r2")
+    names, version_id = scene.policy.state.aliases, ACME.version_id
+    assert names.of(version_id) == (ACME.name, BIRCH.name)
+    scene.apply(ModelDeleted(BIRCH.name))
+    assert names.of(version_id) == (ACME.name,)
+    assert scene.policy.state.idle_timeout_s(version_id, scene.now + 100.0) == 1.0
+    scene.apply(ModelDeleted(ACME.name))
+    scene.apply(ModelDeleted("acme/unknown"))
+    assert names.of(version_id) == () and list(names) == []
+    for request_id in ("r1", "r2"):
+        assert scene.placement(request_id) is not None
+        scene.release(request_id)
+    scene.pass_time(scene.config.idle_timeout_s + 2.0)
+    assert list(scene.policy.state.instances) == []
+    scene.check()
+
+
 def test_names_are_bounded() -> None:
     names = VersionAliases()
     for number in range(100):
-        names.note("v", "p", f"tenant-{number:03}/m", 60.0, 0.0)
+        names.note(replace(ACME, version_id="v", name=f"tenant-{number:03}/m"), 60.0, 0.1, 0.0)
     assert len(names.of("v")) == 64 and "tenant-099/m" in names.of("v")
     for number in range(20_000):
-        names.note(f"v{number}", "p", "acme/m", 60.0, 0.0)
+        names.note(replace(ACME, version_id=f"v{number}"), 60.0, 0.1, 0.0)
     assert len(list(names)) == MAX_VERSIONS and names.of("v") == ()

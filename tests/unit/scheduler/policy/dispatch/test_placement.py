@@ -9,15 +9,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from tests.unit.scheduler.policy.paper_cluster import MB, a_model, an_admission
+from tests.unit.scheduler.policy.paper_cluster import MB, a_model
+from tests.unit.scheduler.policy.paper_cluster import an_admission as an_untargeted_admission
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, Placement, Role, Roles, WorkerRef
+from torchrelay.scheduler.policy.core import (
+    BOTH,
+    Admission,
+    AttemptKey,
+    InstancePhase,
+    Model,
+    Placement,
+    Role,
+    Roles,
+    WorkerRef,
+)
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
 from torchrelay.scheduler.policy.dispatch.prefill_lane import PrefillLane
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.transitions.admissions import with_targets
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 RULES = PolicyConfig()
@@ -25,6 +37,10 @@ MODEL = a_model()
 
 
 NOW = 1000.0
+
+
+def an_admission(model: Model, request_id: str, **changes: object) -> Admission:
+    return with_targets(structs.replace(an_untargeted_admission(model, request_id), **changes), model, RULES)
 
 
 def a_candidate(

@@ -24,7 +24,7 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy import state
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import AttemptKey, ServiceClass
+from torchrelay.scheduler.policy.core import AttemptKey, LatencyTargets, ServiceClass
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, Waiting
 from torchrelay.scheduler.policy.inputs import (
     Admit,
@@ -102,6 +102,31 @@ def test_requests_without_a_target_have_that_of_their_class() -> None:
     for name in ("soon", "aimed", "plain", "batch"):
         assert [placed.key.request_id for placed in scene.opened][-1] == name
         scene.release(name)
+
+
+def test_the_targets_of_a_model_come_before_those_of_the_scheduler() -> None:
+    scene = PaperCluster().settle(a_worker("w"), a_store("s1", "host-1"))
+    model = replace(MODEL, targets=LatencyTargets(interactive_ttft_s=0.3, tbt_target_s=0.05))
+    scene.admit(model, "soon", service_class=ServiceClass.INTERACTIVE)
+    scene.admit(model, "plain")
+    scene.admit(MODEL, "changed back", service_class=ServiceClass.INTERACTIVE)
+    scene.finish_loads()
+    found = {placed.key.request_id: (placed.ttft_target_s, placed.tbt_target_s) for placed in scene.opened}
+    assert found == {"soon": (0.3, 0.05), "plain": (2.0, 0.05), "changed back": (0.5, 0.1)}
+    deadlines = {one.admission.key.request_id: one.admission.deadline for one in scene.policy.state.attempts.attempts()}
+    assert deadlines["soon"] - deadlines["plain"] == pytest.approx(0.3 - 2.0)
+
+
+def test_more_instances_are_wanted_sooner_for_a_shorter_target() -> None:
+    def num_wanted(target_s: float) -> int:
+        scene = PaperCluster().settle(a_store("s1", "host-1"), *(a_worker(f"w{number}") for number in range(4)))
+        model = replace(MODEL, targets=LatencyTargets(standard_ttft_s=target_s))
+        for number in range(20):
+            scene.admit(model, f"r{number}", num_prompt_tokens=500)
+        scene.finish_loads()
+        return len(list(scene.policy.state.instances))
+
+    assert num_wanted(60.0) == 1 < num_wanted(0.5)
 
 
 def test_the_same_key_again_is_answered_again_and_runs_once() -> None:

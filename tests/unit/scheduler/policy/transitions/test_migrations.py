@@ -11,7 +11,16 @@ from msgspec import structs
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, Placement, Role, SlotStatus, WorkerStatus
+from torchrelay.scheduler.policy.core import (
+    BOTH,
+    AttemptKey,
+    InstancePhase,
+    LatencyTargets,
+    Placement,
+    Role,
+    SlotStatus,
+    WorkerStatus,
+)
 from torchrelay.scheduler.policy.effects import Migrate, RefusalReason, TakeBack
 from torchrelay.scheduler.policy.inputs import FirstToken, GatewayConnected, Release
 from torchrelay.scheduler.policy.prediction import Outcome
@@ -198,6 +207,21 @@ def test_an_answer_leaves_for_an_instance_that_meets_the_target() -> None:
     reasons = [event.reason for event in scene.events if event.kind == "migrate"]
     assert all(" on w1, " in one and one.endswith(" there") for one in reasons)
     scene.check()
+
+
+def test_the_target_between_tokens_is_the_models() -> None:
+    """Of seven at one each token takes 90 ms."""
+
+    def moves(target_s: float) -> bool:
+        scene = a_cluster("w1")
+        model = replace(MODEL, targets=LatencyTargets(tbt_target_s=target_s))
+        for number in range(7):
+            scene.admit(model, f"r{number}", max_tokens=1000)
+            scene.apply(FirstToken(AttemptKey(f"r{number}", 1)))
+        scene.settle(ready("w2"))
+        return bool(told(scene))
+
+    assert [moves(target_s) for target_s in (0.0, 0.05)] == [False, True]
 
 
 def test_an_answer_that_ends_soon_stays_however_long_its_tokens_take() -> None:

@@ -6,7 +6,7 @@ the same ``NotFound`` as one that does not exist.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import msgspec
 from sqlalchemy import ColumnElement, Row, Select, delete, exists, insert, or_, select, update
@@ -15,7 +15,7 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import NotFound
 from torchrelay.gateway.billing.price_list import price_at
 from torchrelay.gateway.billing.prices import Prices
-from torchrelay.gateway.core import Price, Principal, PublishedModel, Version
+from torchrelay.gateway.core import LatencyTargets, Price, Principal, PublishedModel, Version
 from torchrelay.gateway.resource_names import is_name
 from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
@@ -25,23 +25,25 @@ from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
-    """Settings of a model. ``None``: unchanged; for a new model 0, the scheduler's default. The minimum and its
-    schedule are the operator's, all else the tenant's.
+    """Settings of a model. ``None``: unchanged; for a new model 0, the scheduler's default. The first two are the
+    tenant's, all others the operator's.
     """
 
     idle_timeout_s: float | None = None
     max_instances: int | None = None
     min_instances: int | None = None
     schedule: tuple[str, ...] | None = None
+    interactive_ttft_s: float | None = None  # this and what follows: see ``LatencyTargets``
+    standard_ttft_s: float | None = None
+    batch_ttft_s: float | None = None
+    tbt_target_s: float | None = None
 
     def values(self) -> dict[str, float | int | str]:
-        given: dict[str, float | int | str | None] = {
-            "idle_timeout_s": self.idle_timeout_s,
-            "max_instances": self.max_instances,
-            "min_instances": self.min_instances,
-            "schedule": None if self.schedule is None else msgspec.json.encode(self.schedule).decode(),
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        """The columns to change."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.schedule is not None:
+            given["schedule"] = msgspec.json.encode(self.schedule).decode()
+        return given
 
 
 class Catalog:
@@ -188,6 +190,7 @@ def _published(row: Row[tuple[object, ...]], price: Price) -> PublishedModel:
         created_unix_us=row.created_unix_us,
         min_instances=row.min_instances,
         schedule=msgspec.json.decode(row.schedule, type=tuple[str, ...]),
+        targets=LatencyTargets(row.interactive_ttft_s, row.standard_ttft_s, row.batch_ttft_s, row.tbt_target_s),
     )
 
 

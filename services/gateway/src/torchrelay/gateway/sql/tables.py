@@ -80,6 +80,10 @@ models = Table(
     Column("max_instances", Integer, nullable=False),
     Column("min_instances", Integer, nullable=False, server_default="0"),
     Column("schedule", Text, nullable=False, server_default="[]"),  # a JSON array of its entries
+    Column("interactive_ttft_s", Float, nullable=False, server_default="0"),
+    Column("standard_ttft_s", Float, nullable=False, server_default="0"),
+    Column("batch_ttft_s", Float, nullable=False, server_default="0"),
+    Column("tbt_target_s", Float, nullable=False, server_default="0"),
     Column("created_unix_us", BigInteger, nullable=False),
     Column("updated_unix_us", BigInteger, nullable=False),
 )

@@ -16,7 +16,7 @@ class PolicyConfig:
     queue_limit_total: int = 8192
     max_open_per_instance: int = 64  # attempts placed on one instance at once, per role
 
-    # Time from a request's arrival to its first token, where it names none: the earliest deadline goes first
+    # Time from a request's arrival to its first token, for models without targets: the earliest deadline goes first
     interactive_ttft_s: float = 0.5
     standard_ttft_s: float = 2.0
     batch_ttft_s: float = 600.0
@@ -69,7 +69,7 @@ class PolicyConfig:
     migrations_at_once: int = 8  # from an instance that drains
 
     # Latency
-    tbt_target_s: float = 0.1  # a decode instance with longer steps is chosen only if the others are worse
+    tbt_target_s: float = 0.1  # for models without; a decode instance with longer steps is chosen if others are worse
 
     # Predictions where nothing has been measured yet
     default_prefill_tokens_per_s: float = 1000.0

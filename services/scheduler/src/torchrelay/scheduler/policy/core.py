@@ -93,8 +93,18 @@ class ScheduledMinimum:
 
 
 @dataclass(frozen=True)
+class LatencyTargets:
+    """What a model's requests are to attain; 0: the scheduler's setting of the same name."""
+
+    interactive_ttft_s: float = 0.0  # from a request's arrival to its first token, by its class
+    standard_ttft_s: float = 0.0
+    batch_ttft_s: float = 0.0
+    tbt_target_s: float = 0.0  # between tokens, in the mean
+
+
+@dataclass(frozen=True)
 class Model:
-    """One published version of a model and its scaling settings."""
+    """One published version of a model and its settings."""
 
     name: str
     version_id: str
@@ -107,6 +117,7 @@ class Model:
     num_devices: int = 1  # of the group that it runs on: one slot
     min_instances: int = 0  # per role, that stay loaded though nobody asks for it
     scheduled: tuple[ScheduledMinimum, ...] = ()  # in force, and what comes next
+    targets: LatencyTargets = LatencyTargets()
 
 
 @dataclass(frozen=True)
@@ -321,8 +332,8 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
     block_hashes: tuple[bytes, ...] = ()  # chained, one per whole routing block of the prompt
     model: str = ""  # the tenant's name for the version; others may have uploaded the same files
     service_class: ServiceClass = ServiceClass.STANDARD
-    ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0: that of the class
-    tbt_target_s: float = 0.0  # between its tokens, in the mean; 0: the scheduler's own
+    ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0, until it is admitted: that of the model for its class
+    tbt_target_s: float = 0.0  # between its tokens, in the mean; 0, until it is admitted: that of the model
     weight: float = 1.0  # of its tenant
     was_taken_back: bool = False  # it had a place, and has kept its time of arrival
     migrates: int = 0  # the attempt that goes on until this one is placed; 0: none

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from torchrelay.scheduler.policy.core import AttemptKey, Model, Placement, Roles
+from torchrelay.scheduler.policy.core import AttemptKey, Model, Placement, Roles, ServiceClass
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,9 @@ class AttemptPlaced(msgspec.Struct, frozen=True, gc=False):
     placed_at: float
     placement: Placement
     traceparent: str = ""
+    service_class: ServiceClass = ServiceClass.STANDARD
+    ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0: it has had its first token
+    tbt_target_s: float = 0.0
 
 
 @dataclass

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from torchrelay.common.quantities import format_bytes
+from torchrelay.common.quantities import format_bytes, format_duration
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import AttemptKey, Instance, PackCopy, Placement, SlotStatus
@@ -162,9 +162,17 @@ def _placement_event(opened: AttemptPlaced) -> SchedulerEvent:
     reason = (
         f"attempt {opened.key.attempt}: prefill on {placement.prefill.worker_id}, decode on "
         f"{placement.decode.worker_id}; first token predicted in {_ms(placement.predicted.ttft_s)}"
-        f"{', still loading' if placement.cold else ''}"
+        f"{', still loading' if placement.cold else ''}; {_wanted(opened)}"
     )
     return SchedulerEvent(opened.placed_at, "place", opened.model, opened.key.request_id, reason)
+
+
+def _wanted(opened: AttemptPlaced) -> str:
+    between = f"{format_duration(opened.tbt_target_s)} between tokens"
+    if not opened.ttft_target_s:
+        return f"target: {between}"
+    first = f"the first {format_duration(opened.ttft_target_s)} after it came"
+    return f"targets ({opened.service_class.name.lower()}): {first}, {between}"
 
 
 def _accuracy_event(model: str, key: AttemptKey, placement: Placement, outcome: Outcome, now: float) -> SchedulerEvent:

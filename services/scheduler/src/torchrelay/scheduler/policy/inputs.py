@@ -54,6 +54,12 @@ class MinimumsSet(_Input, frozen=True):
     models: tuple[Model, ...]
 
 
+class ModelDeleted(_Input, frozen=True):
+    """The model is not in the catalog any more; its requests that run go on."""
+
+    model: str
+
+
 class GatewayConnected(_Input, frozen=True):
     gateway_id: str
 
@@ -176,6 +182,7 @@ Input = (
     | FirstToken
     | Release
     | MinimumsSet
+    | ModelDeleted
     | GatewayConnected
     | GatewayDisconnected
     | WorkerReported

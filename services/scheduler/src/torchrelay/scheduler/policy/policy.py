@@ -56,6 +56,8 @@ class Policy:
             case inputs.MinimumsSet(models):
                 scaling.set_minimums(state, models, now)
                 self._react(now)
+            case inputs.ModelDeleted(model):
+                state.aliases.forget(model)
             case inputs.GatewayConnected(gateway_id):
                 admissions.park(state, state.gateways.connected(gateway_id, now))
             case inputs.GatewayDisconnected(gateway_id):
@@ -126,7 +128,8 @@ class Policy:
     # Requests
 
     def _admit(self, input_: inputs.Admit, now: float) -> None:
-        state, admission, model = self.state, input_.admission, input_.model
+        state, model = self.state, input_.model
+        admission = admissions.with_targets(input_.admission, model, state.config)
         state.replication_state.recent_packs.note(model, now)
         if admission.migrates and input_.current is None:
             migrations.admit(state, admission, now)

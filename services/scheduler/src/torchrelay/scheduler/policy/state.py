@@ -113,7 +113,7 @@ class State:
     def note_model(self, model: Model, now: float) -> None:
         """Remembers the newest settings of a version; bounded, unused versions are evicted first."""
         timeout_s = model.idle_timeout_s or self.config.idle_timeout_s
-        self.aliases.note(model.version_id, model.pack_id, model.name, timeout_s, now, model.max_instances)
+        self.aliases.note(model, timeout_s, model.targets.tbt_target_s or self.config.tbt_target_s, now)
         max_instances = self.aliases.max_instances(model.version_id, now, self.config.max_instances)
         self.models.pop(model.version_id, None)
         is_own = model.max_instances == max_instances
@@ -132,6 +132,10 @@ class State:
     def idle_timeout_s(self, version_id: str, now: float) -> float:
         """After which an idle instance of the version is drained: the longest that any of its users asked for."""
         return self.aliases.idle_timeout_s(version_id, now) or self.config.idle_timeout_s
+
+    def tbt_target_s(self, version_id: str, now: float) -> float:
+        """Between the tokens of all the version's answers: the shortest of its users' targets."""
+        return self.aliases.tbt_target_s(version_id, now) or self.config.tbt_target_s
 
     def model_of_pack(self, pack_id: str, pack_bytes: int = 0) -> Model:
         """The model that a pack belongs to; named by the start of the pack's id until an admission names it."""

@@ -129,7 +129,7 @@ def store_from_proto(report: reports_pb2.StoreReport, now: float) -> core.StoreS
 
 
 def model_from_proto(version: types_pb2.ModelVersion) -> core.Model:
-    shape = version.shape
+    shape, targets = version.shape, version.targets
     return core.Model(
         name=version.model,
         version_id=version.version_id,
@@ -143,6 +143,9 @@ def model_from_proto(version: types_pb2.ModelVersion) -> core.Model:
         scheduled=tuple(
             core.ScheduledMinimum(float(each.begin_unix_s), float(each.end_unix_s), each.num_instances, each.entry)
             for each in version.scaling.scheduled
+        ),
+        targets=core.LatencyTargets(
+            targets.interactive_ttft_s, targets.standard_ttft_s, targets.batch_ttft_s, targets.tbt_target_s
         ),
     )
 
@@ -175,8 +178,6 @@ def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, n
         block_hashes=tuple(request.block_hashes),
         model=model,
         service_class=_SERVICE_CLASSES.get(request.service_class, core.ServiceClass.STANDARD),
-        ttft_target_s=request.ttft_target_ms / 1000,
-        tbt_target_s=request.tbt_target_ms / 1000,
         weight=_weight_from_proto(request.weight),
         migrates=request.migrates,
     )

@@ -15,6 +15,7 @@ from torchrelay.scheduler.policy.inputs import (
     FirstToken,
     GatewayConnected,
     GatewayDisconnected,
+    ModelDeleted,
     Withdraw,
 )
 from torchrelay.scheduler.service import converters
@@ -89,6 +90,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             self._controller.release(command.release)
         elif kind == "minimums":
             self._controller.set_minimums(command.minimums)
+        elif kind == "model_deleted":
+            self._controller.apply(ModelDeleted(command.model_deleted.model))
 
     def _leave(self, stream: AdmitStream, reading: asyncio.Task[None]) -> None:
         reading.cancel()

@@ -19,12 +19,17 @@ Status: TypeAlias = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], .
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
-    """The error raised by the server, or ``Unavailable`` when it could not be reached."""
+    """The error raised by the server, or ``Unavailable`` when it could not be reached.
+
+    gRPC's own text for the latter names addresses, and messages of errors reach tenants: for logs, use ``details()``.
+    """
     trailing = {str(key): value for key, value in (error.trailing_metadata() or ())}
-    message = error.details() or "the call failed without a message"
     code, field = trailing.get(_CODE), trailing.get(_FIELD) or trailing.get(_BINARY_FIELD)
+    if code is None and error.code() == grpc.StatusCode.UNAVAILABLE:
+        return Unavailable("the peer cannot be reached")
+    message = error.details() or "the call failed without a message"
     if code is None:
-        return Unavailable(message) if error.code() == grpc.StatusCode.UNAVAILABLE else TorchrelayError(message)
+        return TorchrelayError(message)
     kind = error_class(str(code))
     if (retry_after_s := trailing.get(_RETRY)) is not None:
         return kind(message, field=text_of(field), retry_after_s=float(str(retry_after_s)))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from torchrelay.common.errors import PermissionDenied
 from torchrelay.gateway.catalog.catalog import ScalingSettings
@@ -14,6 +15,16 @@ from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf
 
 router = APIRouter(prefix="/v1/models")
+_LEAST_TARGET_S = 0.001
+
+
+def _checked_target(seconds: float) -> float:
+    if 0 < seconds < _LEAST_TARGET_S:
+        raise ValueError(f"a target is {_LEAST_TARGET_S} s or more; 0 takes the scheduler's default")
+    return seconds
+
+
+TargetS = Annotated[float, Field(ge=0, le=86400), AfterValidator(_checked_target)]
 
 
 class ScalingSettingsBody(BaseModel):
@@ -28,14 +39,23 @@ class ScalingSettingsBody(BaseModel):
 
 
 class SettingsBody(ScalingSettingsBody):
-    """``min_instances`` and ``schedule`` hold slots that no request pays for, so only the admin may set them."""
+    """What it adds is the operator's, so only the admin may set it: a minimum holds slots that no request pays for, and
+    by targets models compete for slots.
+    """
 
     min_instances: int | None = Field(default=None, ge=0, le=MAX_INSTANCES)
     schedule: list[Annotated[str, Field(max_length=128)]] | None = Field(default=None, max_length=MAX_ENTRIES)
+    interactive_ttft_s: TargetS | None = None
+    standard_ttft_s: TargetS | None = None
+    batch_ttft_s: TargetS | None = None
+    tbt_target_s: TargetS | None = None
 
     def scaling(self) -> ScalingSettings:
         schedule = None if self.schedule is None else tuple(str(parse_entry(entry)) for entry in self.schedule)
-        return ScalingSettings(self.idle_timeout_s, self.max_instances, self.min_instances, schedule)
+        return ScalingSettings(**{**self.model_dump(), "schedule": schedule})
+
+
+_OPERATORS_FIELDS = [name for name in SettingsBody.model_fields if name not in ScalingSettingsBody.model_fields]
 
 
 @router.get("")
@@ -55,7 +75,7 @@ async def change(services: ServicesOf, caller: Caller, name: str, body: Settings
     """Takes effect with the model's next request, which carries the settings to the scheduler; a minimum of instances
     and its schedule within seconds.
     """
-    for field in ("min_instances", "schedule"):
+    for field in _OPERATORS_FIELDS:
         if getattr(body, field) is not None and not caller.is_admin:
             raise PermissionDenied(f"{field} requires the admin key", field=field)
     await services.catalog.set_scaling(await services.catalog.resolve(caller, name), body.scaling())
@@ -87,6 +107,7 @@ def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
         "max_instances": model.max_instances,
         "min_instances": model.min_instances,
         "schedule": model.schedule,
+        **asdict(model.targets),
         "effective_idle_timeout_s": model.idle_timeout_s or default.idle_timeout_s,
         "effective_max_instances": model.max_instances or default.max_instances,
     }

@@ -19,7 +19,6 @@ import grpc
 
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.liveness import BEAT_S, SILENT_S
-from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.net.rpc.message_pace import MessagePace
 from torchrelay.common.net.rpc.options import MAX_MESSAGE_BYTES
 from torchrelay.common.process.telemetry import get_logger
@@ -85,6 +84,10 @@ class AdmissionStream:
         self._minimums = pb.Minimums(versions=versions)
         self._send(pb.AdmitCommand(minimums=self._minimums))
 
+    def model_deleted(self, model: str) -> None:
+        """Says that the model is not in the catalog any more, to the present scheduler: a later one never knew it."""
+        self._send(pb.AdmitCommand(model_deleted=pb.ModelDeleted(model=model)))
+
     @property
     def num_open(self) -> int:
         return len(self._open)
@@ -133,7 +136,7 @@ class AdmissionStream:
             except grpc.aio.AioRpcError as error:
                 self._is_hung = False
                 if num_failures == 0:
-                    log.warning("scheduler_lost", why=error_from_rpc(error).message)
+                    log.warning("scheduler_lost", why=error.details())
             except asyncio.InvalidStateError:
                 pass  # the call ended between two writes
             except asyncio.CancelledError:

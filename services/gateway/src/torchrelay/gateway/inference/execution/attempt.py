@@ -40,6 +40,7 @@ def model_version(model: PublishedModel) -> types_pb2.ModelVersion:
         tokenizer_digest=version.file_digests.get("tokenizer.json", ""),
         routing_block_tokens=version.routing_block_tokens,
         scaling=types_pb2.ScalingSettings(idle_timeout_s=model.idle_timeout_s, max_instances=model.max_instances),
+        targets=types_pb2.LatencyTargets(**msgspec.to_builtins(model.targets)),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torchrelay.common.recent import Recent
-from torchrelay.scheduler.policy.core import MAX_VERSIONS
+from torchrelay.scheduler.policy.core import MAX_VERSIONS, Model
 
 _MAX_NAMES = 64  # of one version
 
@@ -23,6 +23,7 @@ def tenant_of(model: str) -> str:
 class _AliasUse:
     idle_timeout_s: float
     max_instances: int  # 0: the scheduler's default
+    tbt_target_s: float
     at: float  # of the last admission or release
 
 
@@ -44,16 +45,22 @@ class VersionAliases:
         for version_id, shared in self._versions.items():
             yield version_id, shared.pack_id, tuple(sorted(shared.uses))
 
-    def note(
-        self, version_id: str, pack_id: str, name: str, idle_timeout_s: float, now: float, max_instances: int = 0
-    ) -> None:
-        """A request used this name for the version; ``idle_timeout_s``, ``max_instances``: the model's own settings."""
-        shared = self._versions.get(version_id) or _Aliases(pack_id)
-        self._versions[version_id] = shared
-        if (use := shared.uses.get(name)) is None:
-            use = _AliasUse(idle_timeout_s, max_instances, now)
-        use.idle_timeout_s, use.max_instances, use.at = idle_timeout_s, max_instances, now
-        shared.uses[name], shared.last_used = use, name
+    def note(self, model: Model, idle_timeout_s: float, tbt_target_s: float, now: float) -> None:
+        """A request used the model's name for its version; ``idle_timeout_s``, ``tbt_target_s``: its own or default."""
+        shared = self._versions.get(model.version_id) or _Aliases(model.pack_id)
+        self._versions[model.version_id] = shared
+        shared.uses[model.name] = _AliasUse(idle_timeout_s, model.max_instances, tbt_target_s, now)
+        shared.last_used = model.name
+
+    def forget(self, name: str) -> None:
+        """The model is called no more."""
+        for version_id, shared in list(self._versions.items()):
+            if shared.uses.pop(name, None) is None:
+                continue
+            if not shared.uses:
+                del self._versions[version_id]
+            elif shared.last_used == name:
+                shared.last_used = next(reversed(shared.uses))
 
     def of(self, version_id: str) -> tuple[str, ...]:
         """The models of a version; empty before the first request."""
@@ -75,6 +82,13 @@ class VersionAliases:
         if shared is None:
             return None
         return max(use.idle_timeout_s for use in _in_use(shared, now))
+
+    def tbt_target_s(self, version_id: str, now: float) -> float | None:
+        """The shortest among the models in use; None before the first request."""
+        shared = self._versions.get(version_id)
+        if shared is None:
+            return None
+        return min(use.tbt_target_s for use in _in_use(shared, now))
 
     def max_instances(self, version_id: str, now: float, default: int) -> int:
         """The most among the models in use: nobody's setting takes instances from another tenant. 0 for ``default``."""

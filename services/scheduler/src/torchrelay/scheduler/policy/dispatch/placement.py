@@ -100,7 +100,7 @@ def place(
         prefills, decodes, transfer_s
     )
     first, second = prefill.entry, decode.entry
-    after_s = _pause_after_s(admission, prefill, config, is_answered_there=second is first)
+    after_s = _pause_after_s(admission, prefill, is_answered_there=second is first)
     return core.Placement(
         key=admission.key,
         prefill=first.worker_ref,
@@ -110,9 +110,7 @@ def place(
     )
 
 
-def _pause_after_s(
-    admission: core.Admission, candidate: Candidate, config: PolicyConfig, *, is_answered_there: bool
-) -> float:
+def _pause_after_s(admission: core.Admission, candidate: Candidate, *, is_answered_there: bool) -> float:
     """Without prompts that the answers there need after this one: those whose targets, among what can be met, are the
     strictest.
     """
@@ -122,9 +120,9 @@ def _pause_after_s(
     decode_s = latency.tbt_s(work.num_choices, work.num_attended)
     full_s = candidate.entry.full_step_s + latency.decode.marginal_s(work.num_choices, work.num_attended)
     num_positions = admission.num_contexts * (admission.num_context_tokens - candidate.num_cached_tokens)
-    targets_s = {one.admission.tbt_target_s or config.tbt_target_s for one in work.decodes.values()}
+    targets_s = {one.admission.tbt_target_s for one in work.decodes.values()}
     if is_answered_there:
-        targets_s.add(admission.tbt_target_s or config.tbt_target_s)
+        targets_s.add(admission.tbt_target_s)
     return num_positions / latency.token_budget * max(pause_s(full_s, decode_s, target_s) for target_s in targets_s)
 
 
@@ -182,7 +180,7 @@ def _decodes(
     kv_bytes, num_choices = admission.kv_bytes(model), admission.num_choices
     num_attended = admission.num_attended(num_answer_tokens)
     num_tokens = min(num_answer_tokens, _MAX_PENALIZED_TOKENS)
-    target_s, max_open = admission.tbt_target_s or config.tbt_target_s, config.max_open_per_instance
+    target_s, max_open = admission.tbt_target_s, config.max_open_per_instance
     most_bytes = largest_pool = -1
     found: list[_Decode] = []
     for candidate in candidates:

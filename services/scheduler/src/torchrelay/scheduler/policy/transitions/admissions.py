@@ -22,6 +22,7 @@ from torchrelay.scheduler.policy.core import (
     AttemptKey,
     Instance,
     InstancePhase,
+    LatencyTargets,
     Model,
     Placement,
     Role,
@@ -73,8 +74,6 @@ def admit(
         and refuse_if_given_up(state, admission, now)
     ):
         return False
-    if not admission.ttft_target_s:
-        admission = structs.replace(admission, ttft_target_s=_ttft_target_s(state.config, admission.service_class))
     admitted_at = state.taken_back.pop(key.request_id, None)
     if admitted_at is not None:  # it had a place, and leaves to no newcomer the one that it waits for now
         state.queues.push(structs.replace(admission, admitted_at=admitted_at, was_taken_back=True))
@@ -102,14 +101,24 @@ def _note_arrival(state: State, admission: Admission, now: float) -> None:
     state.forecasts.pop(version_id, None)
 
 
-def _ttft_target_s(config: PolicyConfig, service_class: ServiceClass) -> float:
+def with_targets(admission: Admission, model: Model, config: PolicyConfig) -> Admission:
+    """With its model's targets, or else the scheduler's, unless it has its own."""
+    service_class, of_model = admission.service_class, model.targets
+    return structs.replace(
+        admission,
+        ttft_target_s=admission.ttft_target_s or _ttft_s(of_model, service_class) or _ttft_s(config, service_class),
+        tbt_target_s=admission.tbt_target_s or of_model.tbt_target_s or config.tbt_target_s,
+    )
+
+
+def _ttft_s(targets: LatencyTargets | PolicyConfig, service_class: ServiceClass) -> float:
     match service_class:
         case ServiceClass.INTERACTIVE:
-            return config.interactive_ttft_s
+            return targets.interactive_ttft_s
         case ServiceClass.STANDARD:
-            return config.standard_ttft_s
+            return targets.standard_ttft_s
         case ServiceClass.BATCH:
-            return config.batch_ttft_s
+            return targets.batch_ttft_s
 
 
 def _refuse_as_full(state: State, admission: Admission, model: Model, now: float) -> None:
@@ -393,7 +402,15 @@ def bind(state: State, admission: Admission, found: Placement, now: float) -> No
         state.token_times.placed(found.decode.instance_id, found.predicted.step_s, now)
     state.effects.answers.append(effects.Placed(admission.gateway_id, found))
     placed = effects.AttemptPlaced(
-        admission.key, admission.model, admission.admitted_at, now, found, admission.traceparent
+        admission.key,
+        admission.model,
+        admission.admitted_at,
+        now,
+        found,
+        admission.traceparent,
+        admission.service_class,
+        0.0 if admission.num_forced_tokens else admission.ttft_target_s,
+        admission.tbt_target_s,
     )
     state.effects.opened.append(placed)
 

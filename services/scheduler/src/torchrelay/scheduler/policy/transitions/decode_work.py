@@ -31,7 +31,7 @@ def decode_demand(
     pool_bytes = sum(entry.kv_pool_bytes for entry in entries) / len(entries)
     kv_bytes = sum(one.kv_bytes for one in work) / num_open
     num_most = max(min(int(pool_bytes / kv_bytes), most_open), 1) if kv_bytes else most_open
-    num_held = most_in_time(num_most, state.config.tbt_target_s, base_s, per_answer_s)
+    num_held = most_in_time(num_most, state.tbt_target_s(model.version_id, now), base_s, per_answer_s)
     return DecodeDemand(
         num_answers=num_open + num_waiting,
         num_held=num_held,

@@ -42,6 +42,7 @@ class _Source:
     work: BoundWork
     latency: LatencyModel
     tbt_s: float
+    target_s: float
     limit_s: float
 
 
@@ -85,7 +86,7 @@ def admit(state: State, admission: Admission, now: float) -> None:
 
 def _empty(state: State, instance: Instance, now: float) -> None:
     """As many of its answers leave as end the drain sooner by more than their moves cost."""
-    source = _source(state, instance, math.inf, now)
+    source = _source(state, instance, now)
     if source is None or not source.work.decodes or state.queues.num_waiting(instance.version_id):
         return
     attempts = source.work.decodes
@@ -125,14 +126,13 @@ def _versions_that_decode(state: State) -> set[str]:
 
 def _rebalance(state: State, model: Model, now: float) -> None:
     """One answer leaves each instance whose tokens take longer than the target, if that gains most and enough."""
-    target_s = state.config.tbt_target_s
     roster = admissions.roster(state, model, now)
     decoding = [one.instance_id for one in roster if one.plays_decode and one.phase is InstancePhase.READY]
     if len(decoding) < 2:
         return
     instances = [instance for one in decoding if (instance := state.instances.get(one)) is not None]
-    sources = [source for one in instances if (source := _source(state, one, target_s, now)) is not None]
-    late = [one for one in sources if one.tbt_s > target_s and len(one.work.decodes) > 1]
+    sources = [source for one in instances if (source := _source(state, one, now)) is not None]
+    late = [one for one in sources if one.tbt_s > one.target_s and len(one.work.decodes) > 1]
     if not late or len(late) == len(sources):
         return
     for source in sorted(late, key=lambda one: (-one.tbt_s, one.instance_id)):
@@ -141,14 +141,14 @@ def _rebalance(state: State, model: Model, now: float) -> None:
 
 
 def _relieve(state: State, source: _Source, now: float) -> None:
-    attempts, target_s = source.work.decodes, state.config.tbt_target_s
+    attempts = source.work.decodes
     answers = [_answer(state, source, one, now) for one in attempts.values()]
     found: list[tuple[float, AttemptKey, _Move]] = []
     movable = [one for one in answers if _is_movable(attempts[one.key])]
     for answer in sorted(movable, key=lambda one: (-one.num_left, one.key))[:_MAX_COMPARED]:
         others = [one for one in answers if one is not answer]
         share_s = _share_s(source, attempts[answer.key])
-        gain_s = lateness_gain_s(answer, others, source.tbt_s, target_s, share_s)
+        gain_s = lateness_gain_s(answer, others, source.tbt_s, source.target_s, share_s)
         if gain_s > state.config.migration_gain_s:
             move = _move_of(state, source, attempts[answer.key], answer, now)
             if move is not None:
@@ -168,14 +168,11 @@ def _relieve(state: State, source: _Source, now: float) -> None:
 def _source_of(state: State, attempt: OpenAttempt, now: float) -> _Source | None:
     """Where the attempt decodes, whatever is wrong with it there."""
     instance = state.instances.get(attempt.placement.decode.instance_id)
-    if instance is None:
-        return None
-    drains = instance.phase is InstancePhase.DRAINING
-    return _source(state, instance, math.inf if drains else state.config.tbt_target_s, now)
+    return None if instance is None else _source(state, instance, now)
 
 
-def _source(state: State, instance: Instance, limit_s: float, now: float) -> _Source | None:
-    """Answers may go where tokens take no longer than ``limit_s``; nor longer than here, unless the target is met."""
+def _source(state: State, instance: Instance, now: float) -> _Source | None:
+    """Answers may go where the target is met; if it drains, also where tokens take no longer than here."""
     model, worker = state.models.get(instance.version_id), state.membership.workers.get(instance.worker_id)
     if model is None or worker is None:
         return None
@@ -183,8 +180,9 @@ def _source(state: State, instance: Instance, limit_s: float, now: float) -> _So
     latency = state.latency_models.of(worker, model.pack_id, state.config)
     step_s = latency.tbt_s(work.num_choices, work.num_attended)
     tbt_s = max(state.token_times.of(instance.instance_id, now).mean_s(step_s), _LEAST_STEP_S)
-    limit_s = min(limit_s, max(tbt_s, state.config.tbt_target_s))
-    return _Source(instance.instance_id, instance.worker_id, model, work, latency, tbt_s, limit_s)
+    target_s = state.tbt_target_s(model.version_id, now)
+    limit_s = max(tbt_s, target_s) if instance.phase is InstancePhase.DRAINING else target_s
+    return _Source(instance.instance_id, instance.worker_id, model, work, latency, tbt_s, target_s, limit_s)
 
 
 def _answer(state: State, source: _Source, attempt: OpenAttempt, now: float) -> RunningAnswer:

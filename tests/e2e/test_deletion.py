@@ -1,0 +1,30 @@
+"""A model that is deleted is shown no more, while its copies wait to be freed."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.e2e.conftest import Tenant
+from tests.support.completions import complete
+from tests.support.platform import SCRIPTS, Platform
+
+pytestmark = pytest.mark.e2e
+
+
+def test_top_does_not_show_a_deleted_model(platform: Platform, tenant: Tenant) -> None:
+    model = platform.upload(tenant.key, tenant.checkpoint("llama"), "short-lived")
+    complete(platform, tenant.key, model, [5, 6, 7], max_tokens=2)
+    platform.await_zero()
+
+    def run(*words: str) -> str:
+        command = [str(SCRIPTS / "torchrelay"), *words, "--home", str(platform.home.path)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    assert model in run("top", "--once")
+    run("models", "delete", model, "--yes")
+    for view in platform.views():
+        if not any(model in version.models for version in view.versions):
+            break
+    assert model not in run("top", "--once") and any(store.copies for store in view.stores)
