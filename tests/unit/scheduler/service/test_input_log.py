@@ -43,6 +43,7 @@ from torchrelay.scheduler.policy.inputs import (
     Input,
     LoadUnanswered,
     MinimumsSet,
+    ModelDeleted,
     Release,
     RetainFailed,
     RolesFailed,
@@ -207,6 +208,7 @@ class Life:
         begin = self.scene.now + 5.0
         timed = replace(MODELS[1], scheduled=(ScheduledMinimum(begin, begin + 10.0, 1, "daily 08:00-18:00 UTC = 1"),))
         self.scene.apply(MinimumsSet((replace(MODELS[0], min_instances=1), timed)))
+        self.scene.apply(ModelDeleted(MODELS[2].name))
         self.open = self.open[: len(self.open) // 2]
         self.scene.pass_time(1.5, step_s=0.5)
 
