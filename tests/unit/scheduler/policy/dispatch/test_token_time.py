@@ -22,6 +22,19 @@ def test_a_batch_is_expected_to_become_the_usual_one_unless_that_was_long_ago() 
     assert times.of("other", now=0.0).mean_s(0.02) == 0.02
 
 
+def test_a_burst_is_not_what_is_usual() -> None:
+    """Twenty placements at once were two thirds of it."""
+    times = TokenTimes()
+    for number in range(400):
+        times.placed("i", 0.01, now=0.1 * number)
+    for _ in range(20):
+        times.placed("i", 0.04, now=40.0)
+    assert times.of("i", now=40.0).mean_s(0.01) < 0.011
+    for number in range(400):
+        times.placed("i", 0.04, now=100.0 + 0.1 * number)
+    assert times.of("i", now=140.0).mean_s(0.04) > 0.038
+
+
 def test_a_worker_whose_tokens_take_thrice_as_long_is_known_after_some_answers_until_it_is_gone() -> None:
     times = TokenTimes()
     for _ in range(40):
