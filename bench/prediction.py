@@ -241,7 +241,9 @@ def checks_of(record: Record, measured: Measured) -> list[Check]:
         checks.append(Check(f"{name}_alone", own_deviation(alike, figure), "ratio", None, note))
     for load, attempts in by_load.items():
         note = "knows all batches to come, and what fits these best"
-        checks.append(Check(f"tbt_oracle_{load * 100:.0f}", oracle_error(attempts, record.attempts), "ratio", None, note))
+        checks.append(
+            Check(f"tbt_oracle_{load * 100:.0f}", oracle_error(attempts, record.attempts), "ratio", None, note)
+        )
     for role, error in record.step_errors.items():
         note = "mean of the last steps, measured over what their own worker had learned"
         checks.append(Check(f"{role}_step_error", error, "ratio", None, note))

@@ -9,7 +9,7 @@ from torchrelay.scheduler.policy.dispatch.token_time import TokenTimes
 
 def test_nothing_is_corrected_where_nothing_was_placed() -> None:
     times = TokenTimes()
-    times.observe("i", 0.01, 0.02, now=0.0)
+    times.observe("i", 0.01, 1.0, 0.02, now=0.0)
     assert times.of("i", now=0.0).mean_s(0.01) == 0.01
 
 
@@ -39,7 +39,8 @@ def test_a_worker_whose_tokens_take_thrice_as_long_is_known_after_some_answers_u
     times = TokenTimes()
     for _ in range(40):
         times.placed("i", 0.01, now=0.0)
-        times.observe("i", times.of("i", now=0.0).mean_s(0.01), 0.03, now=0.0)
+        found = times.of("i", now=0.0)
+        times.observe("i", found.mean_s(0.01), found.correction, 0.03, now=0.0)
     assert times.of("i", now=0.0).mean_s(0.01) == pytest.approx(0.03, rel=0.2)
     assert times.of("i", now=3600.0).mean_s(0.01) == pytest.approx(0.01, rel=0.01)
     times.forget("i")

@@ -4,8 +4,6 @@ The logarithm of measured over predicted times, uncorrected, has a mean and a va
 would come about by chance it is not believed (James and Stein, *Estimation with Quadratic Loss*, 1961):
 
     believed = mean * (1 - variance of the mean / mean^2), or nothing if that is negative
-
-Late errors that are nearly all on one side are no chance: the newest weighs more then.
 """
 
 from __future__ import annotations
@@ -15,10 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 TTFT_WEIGHT: Final = 0.15  # of the newest measurement
-TBT_WEIGHT: Final = 0.03  # less: how many prompts and answers come during one answer is chance
-_MOST_WEIGHT = 0.15  # of the newest measurement where all late errors are on one side
-_SIDE_WEIGHT = 1 / 16  # of the newest measurement in the mean sign
-_ONE_SIDED = 0.6  # a greater mean sign is no chance
+TBT_WEIGHT: Final = 0.05  # less: how many prompts and answers come during one answer is chance
 # Of the logarithm: an instance that is left because it was slow is not measured, and is tried again.
 HALF_LIFE_S: Final = 120.0
 # Logarithms to base 2.
@@ -35,14 +30,14 @@ class _Measured:
     mean: float = 0.0
     variance: float = _USUAL_VARIANCE
     believed: float = 0.0
-    side: float = 0.0  # mean sign of late errors
 
 
 class Corrections:
-    """``weight``: of the newest measurement, at least."""
+    """``weight``: of the newest measurement."""
 
     def __init__(self, weight: float) -> None:
         self._weight = weight
+        self._chance = weight / (2 - weight)  # variance of the mean, in those of one measurement
         self._measured: dict[str, _Measured] = {}
 
     def of(self, instance_id: str, now: float) -> float:
@@ -50,22 +45,19 @@ class Corrections:
         found = self._measured.get(instance_id)
         return float(2.0 ** (found.believed * _left(found, now))) if found and found.believed else 1.0
 
-    def observe(self, instance_id: str, predicted_s: float, measured_s: float, now: float) -> None:
-        """``predicted_s``: with the correction of its time."""
+    def observe(self, instance_id: str, predicted_s: float, correction: float, measured_s: float, now: float) -> None:
+        """``correction``: the factor that is part of ``predicted_s``. Many are predicted before the first of them is
+        measured: with the factor of now, each of them would add to it what all have in common.
+        """
         if predicted_s <= 0 or measured_s <= 0:
             return
         found = self._measured.setdefault(instance_id, _Measured(now))
-        ratio, left = min(max(math.log2(measured_s / predicted_s), -_MAX_LOG), _MAX_LOG), _left(found, now)
-        found.side += _SIDE_WEIGHT * (math.copysign(1.0, ratio) - found.side)
-        same_side = found.side if ratio > 0 else -found.side
-        beyond_chance = max(same_side - _ONE_SIDED, 0.0) / (1 - _ONE_SIDED)
-        weight = self._weight + (_MOST_WEIGHT - self._weight) * beyond_chance
-        mean = found.mean * left
-        off = ratio + found.believed * left - mean
-        mean = min(max(mean + weight * off, -_MAX_LOG - _MOST), _MAX_LOG + _MOST)
+        ratio = min(max(math.log2(measured_s / predicted_s), -_MAX_LOG), _MAX_LOG)
+        mean = found.mean * _left(found, now)
+        off = ratio + math.log2(correction) - mean
+        mean = min(max(mean + self._weight * off, -_MAX_LOG - _MOST), _MAX_LOG + _MOST)
         found.variance += self._weight * (off * off - found.variance)
-        chance = weight / (2 - weight)  # variance of the mean, in those of one measurement
-        part = 1 - chance * found.variance / (mean * mean) if mean else 0.0
+        part = 1 - self._chance * found.variance / (mean * mean) if mean else 0.0
         found.at, found.mean, found.believed = now, mean, min(max(mean * max(part, 0.0), _LEAST), _MOST)
 
     def forget(self, instance_id: str) -> None:

@@ -49,10 +49,10 @@ class TokenTimes:
         number = 1.0 + number * 0.5 ** ((now - placed_at) / _USUAL_S)
         self._usual[instance_id] = usual_s + (step_s - usual_s) / number, number, now
 
-    def observe(self, instance_id: str, predicted_s: float, measured_s: float, now: float) -> None:
-        """``predicted_s``: as ``mean_s`` gave it."""
+    def observe(self, instance_id: str, predicted_s: float, correction: float, measured_s: float, now: float) -> None:
+        """``predicted_s``: as ``mean_s`` gave it, with this ``correction``."""
         if instance_id in self._usual:
-            self._corrections.observe(instance_id, predicted_s, measured_s, now)
+            self._corrections.observe(instance_id, predicted_s, correction, measured_s, now)
 
     def forget(self, instance_id: str) -> None:
         """The instance is gone."""
