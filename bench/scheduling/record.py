@@ -42,9 +42,9 @@ class MeasuredAttempt:
         return self.outcome.ended_at or self.ended_at
 
     @property
-    def num_attended(self) -> float:
+    def num_attended(self) -> int:
         """By a step in the middle of its answer."""
-        return self.num_choices * self.num_prompt_tokens + self.outcome.num_output_tokens / 2
+        return self.num_choices * self.num_prompt_tokens + self.outcome.num_output_tokens // 2
 
 
 @dataclass(frozen=True, slots=True)
