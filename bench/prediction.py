@@ -9,8 +9,9 @@ the request when it placed it; each measurement is the gateway's, from there on.
 
 Workers compute with one thread each. On two cores they, the services and their clients interrupt each other at random,
 which no prediction can know. How much requests that are alone, and alike, differ from their own median is measured too
-(`ttft_alone`, `tbt_alone`). With --padded, layers take fixed times (`calibration/padded_worker.py`): what is left is
-the error of the queue and of the batch.
+(`ttft_alone`, `tbt_alone`), and how far an oracle is off that knows all batches to come (`tbt_oracle_30`). With
+--padded, layers take fixed times (`calibration/padded_worker.py`): what is left is the error of the queue and of the
+batch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.calibration.padding import padded_workers
 from bench.report import Check, finish, progress
-from bench.scheduling.record import MeasuredAttempt, Record, read_record
+from bench.scheduling.record import MeasuredAttempt, Record, read_record, step_of_known_batches_s
 from bench.scheduling.refusals import Refusal, refusals_of
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.platform import Platform, running_platform
@@ -197,6 +198,16 @@ def own_deviation(attempts: Sequence[MeasuredAttempt], figure: Figure) -> float:
     return median(abs(each - usual) / each for each in measured)
 
 
+def oracle_error(attempts: Sequence[MeasuredAttempt], every: Sequence[MeasuredAttempt]) -> float:
+    """Median error of the times between tokens if each batch to come was known, of ``every`` attempt, when an answer
+    began, and what the steps of its worker's model must be multiplied by to fit these attempts best.
+    """
+    counted = [one for one in attempts if counts(one) and one.outcome.tbt_s]
+    known = [(step_of_known_batches_s(one, every), one.outcome.tbt_s or 0.0) for one in counted]
+    factor = median(measured_s / step_s for step_s, measured_s in known)
+    return median(abs(measured_s - factor * step_s) / measured_s for step_s, measured_s in known)
+
+
 def counts(attempt: MeasuredAttempt) -> bool:
     return not attempt.is_cold and attempt.outcome.ended_at - attempt.placed_at >= MIN_S and has_ttft(attempt)
 
@@ -228,6 +239,11 @@ def checks_of(record: Record, measured: Measured) -> list[Check]:
         alike = [attempt for attempt in record.attempts if attempt.request_id in measured.alone]
         note = f"{len(alike)} requests that are alone and alike, against their own median"
         checks.append(Check(f"{name}_alone", own_deviation(alike, figure), "ratio", None, note))
+    for load, attempts in by_load.items():
+        note = "knows all batches to come, and what fits these best"
+        checks.append(
+            Check(f"tbt_oracle_{load * 100:.0f}", oracle_error(attempts, record.attempts), "ratio", None, note)
+        )
     for role, error in record.step_errors.items():
         note = "mean of the last steps, measured over what their own worker had learned"
         checks.append(Check(f"{role}_step_error", error, "ratio", None, note))

@@ -17,10 +17,11 @@ from torchrelay.scheduler.policy.inputs import FirstToken
 def test_an_instance_that_is_slower_than_predicted_is_corrected_within_bounds() -> None:
     corrections = Corrections(TTFT_WEIGHT)
     assert corrections.of("i", now=0.0) == 1.0
-    corrections.observe("i", 1.0, 2.0, now=0.0)
+    corrections.observe("i", 1.0, 1.0, 2.0, now=0.0)
     assert 1.0 < corrections.of("i", now=0.0) < 2.0**0.15, "it may be chance"
     for _ in range(200):
-        corrections.observe("i", 1.0, 100.0, now=0.0)
+        factor = corrections.of("i", now=0.0)
+        corrections.observe("i", factor, factor, 100.0, now=0.0)
     assert corrections.of("i", now=0.0) == 8.0
     assert corrections.of("other", now=0.0) == 1.0
 
@@ -35,8 +36,23 @@ def test_what_is_chance_is_not_corrected(true: float, weight: float) -> None:
     for number in range(600):
         factor, now = corrections.of("i", number * 0.1), number * 0.1
         factors.append(factor)
-        corrections.observe("i", factor, true * math.exp(rng.gauss(0.0, 0.4)), now)
+        corrections.observe("i", factor, factor, true * math.exp(rng.gauss(0.0, 0.4)), now)
     assert median(abs(math.log(factor / true)) for factor in factors[100:]) < (0.02 if true == 1.0 else 0.1)
+
+
+def test_what_is_measured_late_is_corrected_once() -> None:
+    """Thirty answers that were predicted at once, before a first one had ended, each added to the correction what all
+    had in common: tokens were predicted to take twice as long as they did, some seconds later half as long, and so on.
+    """
+    corrections, factors = Corrections(TBT_WEIGHT), []
+    in_flight: list[tuple[float, float]] = []
+    for number in range(600):
+        factor = corrections.of("i", number * 0.1)
+        factors.append(factor)
+        in_flight.append((factor, factor))
+        if len(in_flight) > 30:
+            corrections.observe("i", *in_flight.pop(0), 1.5, number * 0.1)
+    assert max(factors) < 1.51 and factors[-1] == pytest.approx(1.5, rel=0.01)
 
 
 @pytest.mark.parametrize("times", [3.0, 20.0])
@@ -44,14 +60,16 @@ def test_a_worker_that_is_much_slower_than_it_says_is_known_after_twenty_prompts
     rng, corrections = random.Random(3), Corrections(TTFT_WEIGHT)
     for number in range(220):
         slow = times if number >= 200 else 1.0
-        corrections.observe("i", corrections.of("i", number), slow * math.exp(rng.gauss(0.0, 0.3)), number)
+        factor = corrections.of("i", number)
+        corrections.observe("i", factor, factor, slow * math.exp(rng.gauss(0.0, 0.3)), number)
     assert corrections.of("i", 220.0) > 0.7 * min(times, 8.0)
 
 
 def test_an_instance_that_was_left_is_tried_again_in_a_while() -> None:
     corrections = Corrections(TTFT_WEIGHT)
     for _ in range(200):
-        corrections.observe("i", 1.0, 100.0, now=0.0)
+        factor = corrections.of("i", now=0.0)
+        corrections.observe("i", factor, factor, 100.0, now=0.0)
     found = [corrections.of("i", now) for now in (0.0, 120.0, 240.0, 3600.0)]
     assert found == pytest.approx([8.0, 8.0**0.5, 8.0**0.25, 1.0], rel=1e-3)
 

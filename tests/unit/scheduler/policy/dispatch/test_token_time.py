@@ -9,7 +9,7 @@ from torchrelay.scheduler.policy.dispatch.token_time import TokenTimes
 
 def test_nothing_is_corrected_where_nothing_was_placed() -> None:
     times = TokenTimes()
-    times.observe("i", 0.01, 0.02, now=0.0)
+    times.observe("i", 0.01, 1.0, 0.02, now=0.0)
     assert times.of("i", now=0.0).mean_s(0.01) == 0.01
 
 
@@ -22,11 +22,25 @@ def test_a_batch_is_expected_to_become_the_usual_one_unless_that_was_long_ago() 
     assert times.of("other", now=0.0).mean_s(0.02) == 0.02
 
 
+def test_a_burst_is_not_what_is_usual() -> None:
+    """Twenty placements at once were two thirds of it."""
+    times = TokenTimes()
+    for number in range(400):
+        times.placed("i", 0.01, now=0.1 * number)
+    for _ in range(20):
+        times.placed("i", 0.04, now=40.0)
+    assert times.of("i", now=40.0).mean_s(0.01) < 0.011
+    for number in range(400):
+        times.placed("i", 0.04, now=100.0 + 0.1 * number)
+    assert times.of("i", now=140.0).mean_s(0.04) > 0.038
+
+
 def test_a_worker_whose_tokens_take_thrice_as_long_is_known_after_some_answers_until_it_is_gone() -> None:
     times = TokenTimes()
     for _ in range(40):
         times.placed("i", 0.01, now=0.0)
-        times.observe("i", times.of("i", now=0.0).mean_s(0.01), 0.03, now=0.0)
+        found = times.of("i", now=0.0)
+        times.observe("i", found.mean_s(0.01), found.correction, 0.03, now=0.0)
     assert times.of("i", now=0.0).mean_s(0.01) == pytest.approx(0.03, rel=0.2)
     assert times.of("i", now=3600.0).mean_s(0.01) == pytest.approx(0.01, rel=0.01)
     times.forget("i")

@@ -24,7 +24,7 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy import state
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import AttemptKey, LatencyTargets, ServiceClass
+from torchrelay.scheduler.policy.core import AttemptKey, LatencyTargets, Placement, ServiceClass
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, Waiting
 from torchrelay.scheduler.policy.inputs import (
     Admit,
@@ -35,6 +35,7 @@ from torchrelay.scheduler.policy.inputs import (
     Tick,
     Withdraw,
 )
+from torchrelay.scheduler.policy.prediction import Outcome
 
 MODEL = a_model()
 
@@ -388,3 +389,26 @@ def test_who_had_a_place_is_next_by_its_deadline_though_that_has_passed(had_toke
     assert scene.placement("newcomer") is None and scene.placement("first", attempt=2) is None
     scene.apply(FirstToken(AttemptKey("ahead", 1)))
     assert scene.placement("first", attempt=2) is not None and scene.placement("newcomer") is None
+
+
+def test_of_many_answers_in_flight_each_is_corrected_by_what_its_own_prediction_lacked() -> None:
+    """The factor that had been learned since its placement was counted as part of its prediction."""
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
+    scene.admit(MODEL, "cold")
+    scene.finish_loads()
+    scene.release("cold")
+    factors, in_flight = [], list[Placement]()
+    for number in range(300):
+        scene.admit(MODEL, f"r{number}", tbt_target_s=10.0)
+        scene.apply(FirstToken(AttemptKey(f"r{number}", 1)))
+        placement = scene.placement(f"r{number}")
+        assert placement is not None
+        in_flight.append(placement)
+        factors.append(placement.predicted.tbt_correction)
+        if len(in_flight) > 20:
+            first = in_flight.pop(0)
+            predicted = first.predicted
+            outcome = Outcome(tbt_s=1.5 * predicted.tbt_s / predicted.tbt_correction, num_output_tokens=50)
+            scene.apply(Release(first.key, True, outcome))
+        scene.now += 0.05
+    assert max(factors) < 1.51 and factors[-1] > 1.4

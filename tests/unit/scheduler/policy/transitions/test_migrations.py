@@ -224,13 +224,15 @@ def test_the_target_between_tokens_is_the_models() -> None:
     assert [moves(target_s) for target_s in (0.0, 0.05)] == [False, True]
 
 
-def test_an_answer_that_ends_soon_stays_however_long_its_tokens_take() -> None:
+@pytest.mark.parametrize("max_tokens", [5, 1000])
+def test_an_answer_that_ends_soon_stays_though_its_tokens_take_too_long(max_tokens: int) -> None:
     scene = a_cluster("w1")
     for number in range(10):
-        begin(scene, f"r{number}", max_tokens=20)
+        begin(scene, f"r{number}", max_tokens=max_tokens)
+    assert max(one.placement.predicted.tbt_s for one in scene.opened) > scene.config.tbt_target_s
     scene.settle(ready("w2"))
     scene.pass_time(1.0)
-    assert told(scene) == []
+    assert bool(told(scene)) == (max_tokens == 1000)
 
 
 def test_nothing_moves_between_instances_that_all_are_too_slow() -> None:

@@ -19,6 +19,8 @@ class Prediction(msgspec.Struct, frozen=True, gc=False):
     step_s: float = 0.0  # of decoding, with the batch that there is then
     num_cached_tokens: int = 0  # of the prompt, expected to be cached
     steps_s: float = 0.0  # of the prompt alone, by its worker's own model; 0: something is ahead of it
+    ttft_correction: float = 1.0  # of its prefill instance at that time: factors that are part of the above
+    tbt_correction: float = 1.0  # of its decode instance
     pause_s: float = 0.0  # without prompts that the instance's answers need after it, to have their tokens in time
 
 

@@ -45,14 +45,16 @@ class Corrections:
         found = self._measured.get(instance_id)
         return float(2.0 ** (found.believed * _left(found, now))) if found and found.believed else 1.0
 
-    def observe(self, instance_id: str, predicted_s: float, measured_s: float, now: float) -> None:
-        """``predicted_s``: with the correction of its time."""
+    def observe(self, instance_id: str, predicted_s: float, correction: float, measured_s: float, now: float) -> None:
+        """``correction``: the factor that is part of ``predicted_s``. Many are predicted before the first of them is
+        measured: with the factor of now, each of them would add to it what all have in common.
+        """
         if predicted_s <= 0 or measured_s <= 0:
             return
         found = self._measured.setdefault(instance_id, _Measured(now))
-        ratio, left = min(max(math.log2(measured_s / predicted_s), -_MAX_LOG), _MAX_LOG), _left(found, now)
-        mean = found.mean * left
-        off = ratio + found.believed * left - mean
+        ratio = min(max(math.log2(measured_s / predicted_s), -_MAX_LOG), _MAX_LOG)
+        mean = found.mean * _left(found, now)
+        off = ratio + math.log2(correction) - mean
         mean = min(max(mean + self._weight * off, -_MAX_LOG - _MOST), _MAX_LOG + _MOST)
         found.variance += self._weight * (off * off - found.variance)
         part = 1 - self._chance * found.variance / (mean * mean) if mean else 0.0

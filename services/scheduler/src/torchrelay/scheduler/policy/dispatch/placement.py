@@ -106,7 +106,17 @@ def place(
         prefill=first.worker_ref,
         decode=second.worker_ref,
         cold=core.InstancePhase.LOADING in (first.phase, second.phase),
-        predicted=Prediction(ttft_s, prefill_s, tbt_s, step_s, prefill.num_cached_tokens, steps_s, after_s),
+        predicted=Prediction(
+            ttft_s=ttft_s,
+            prefill_s=prefill_s,
+            tbt_s=tbt_s,
+            step_s=step_s,
+            num_cached_tokens=prefill.num_cached_tokens,
+            steps_s=steps_s,
+            ttft_correction=prefill.correction,
+            tbt_correction=decode.token_time.correction,
+            pause_s=after_s,
+        ),
     )
 
 

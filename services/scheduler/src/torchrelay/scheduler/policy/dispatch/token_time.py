@@ -1,7 +1,8 @@
 """Times between the tokens of an answer, by instance.
 
 A decode step is predicted for the batch that there is; until the answer ends, that batch becomes the usual one, and
-prompts come that interrupt it. The first is a mean over late placements, the second a correction by what was measured.
+prompts come that interrupt it. The first is a mean over the placements of late, the second a correction by what was
+measured.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 from torchrelay.scheduler.policy.dispatch.correction import HALF_LIFE_S, TBT_WEIGHT, Corrections
 
 _USUAL_SHARE = 0.3  # of the usual step in the mean over an answer
-_WEIGHT = 0.05  # of the newest placement in the usual step
+_USUAL_S = 20.0  # a placement counts half after this time in the usual step
 
 
 class TokenTime(NamedTuple):
@@ -32,24 +33,26 @@ UNKNOWN = TokenTime()
 class TokenTimes:
     def __init__(self) -> None:
         self._corrections = Corrections(TBT_WEIGHT)
-        self._usual: dict[str, tuple[float, float]] = {}  # the step in seconds, and the last placement
+        self._usual: dict[str, tuple[float, float, float]] = {}  # the step in seconds, of how many, the last placement
 
     def of(self, instance_id: str, now: float) -> TokenTime:
         """What is usual counts the less, the longer ago it was."""
         if (found := self._usual.get(instance_id)) is None:
             return UNKNOWN
-        share = _USUAL_SHARE * 0.5 ** ((now - found[1]) / HALF_LIFE_S)
-        return TokenTime(self._corrections.of(instance_id, now), found[0], share)
+        usual_s, _, placed_at = found
+        share = _USUAL_SHARE * 0.5 ** ((now - placed_at) / HALF_LIFE_S)
+        return TokenTime(self._corrections.of(instance_id, now), usual_s, share)
 
     def placed(self, instance_id: str, step_s: float, now: float) -> None:
         """An attempt was placed there, with which a decode step takes ``step_s``."""
-        usual_s = self._usual.get(instance_id, (step_s, now))[0]
-        self._usual[instance_id] = usual_s + _WEIGHT * (step_s - usual_s), now
+        usual_s, number, placed_at = self._usual.get(instance_id, (step_s, 0.0, now))
+        number = 1.0 + number * 0.5 ** ((now - placed_at) / _USUAL_S)
+        self._usual[instance_id] = usual_s + (step_s - usual_s) / number, number, now
 
-    def observe(self, instance_id: str, predicted_s: float, measured_s: float, now: float) -> None:
-        """``predicted_s``: as ``mean_s`` gave it."""
+    def observe(self, instance_id: str, predicted_s: float, correction: float, measured_s: float, now: float) -> None:
+        """``predicted_s``: as ``mean_s`` gave it, with this ``correction``."""
         if instance_id in self._usual:
-            self._corrections.observe(instance_id, predicted_s, measured_s, now)
+            self._corrections.observe(instance_id, predicted_s, correction, measured_s, now)
 
     def forget(self, instance_id: str) -> None:
         """The instance is gone."""

@@ -208,7 +208,10 @@ def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome, now: f
     """Learns from the KV transfer time and the time between tokens; workers learn their step times themselves."""
     placement = attempt.placement
     if outcome.tbt_s is not None and not placement.cold and state.instances.get(placement.decode.instance_id):
-        state.token_times.observe(placement.decode.instance_id, placement.predicted.tbt_s, outcome.tbt_s, now)
+        predicted = placement.predicted
+        state.token_times.observe(
+            placement.decode.instance_id, predicted.tbt_s, predicted.tbt_correction, outcome.tbt_s, now
+        )
     model, admission = state.models.get(attempt.admission.version_id), attempt.admission
     workers = state.membership.workers
     prefill = workers.get(attempt.placement.prefill.worker_id)
@@ -532,9 +535,9 @@ def _learn_from_first_token(state: State, attempt: OpenAttempt, now: float, *, i
     instance_id, worker_id = placement.prefill.instance_id, placement.prefill.worker_id
     state.instances.touch(instance_id, now)
     if is_measured and not placement.cold:
-        ttft_s, correction = now - attempt.placed_at, state.corrections.of(instance_id, now)
-        state.prompt_times.observe(instance_id, placement.predicted.steps_s, ttft_s / correction)
-        state.corrections.observe(instance_id, placement.predicted.ttft_s, ttft_s, now)
+        ttft_s, predicted = now - attempt.placed_at, placement.predicted
+        state.prompt_times.observe(instance_id, predicted.steps_s, ttft_s / predicted.ttft_correction)
+        state.corrections.observe(instance_id, predicted.ttft_s, predicted.ttft_correction, ttft_s, now)
     instance = state.instances.get(instance_id)
     if is_measured and instance is not None and admission.admitted_at > instance.since and now > admission.deadline:
         state.arrivals.of(admission.version_id).late(admission.admitted_at)
