@@ -42,7 +42,7 @@ def test_a_slot_that_is_freed_for_a_model_is_not_taken_by_the_one_whose_turn_has
     """Whose oldest request had waited longest got it: the model with the long queue was loaded again at once, for
     nothing, until all of its requests that were older had been served.
     """
-    cluster = a_cluster(1)
+    cluster = a_cluster(1, replace(CONFIG, longest_wait_s=CONFIG.turn_s))
     crowded, other = a_model("acme/crowded"), a_model("acme/other")
     for number in range(12):
         cluster.call(f"c{number}", crowded, num_tokens=1500)

@@ -71,7 +71,7 @@ class Life:
     def __init__(self, log: BinaryIO) -> None:
         config = PolicyConfig(recent_s=60.0, load_tries=2, turn_s=2.0, gateway_grace_s=1.0)
         self.scene = PaperCluster(config, log=log)
-        self.random = Random(7)
+        self.random = Random(8)
         self.num_requests = 0
         self.open: list[AttemptKey] = []
         for number, letters in enumerate(("abcde", "abcd", "a", "a"), 1):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from torchrelay.scheduler.planning import REMOTE
 from torchrelay.sim.fleets import served_model
 from torchrelay.sim.plant import Plant
+from torchrelay.sim.policies.distserve import StaticInstances, fitting
 from torchrelay.sim.policies.relay_plans import by_chain, from_disk
 from torchrelay.sim.policies.setup import Knobs, one_copy_each
 from torchrelay.sim.policies.systems import SYSTEMS
@@ -76,9 +79,22 @@ def test_static_instances_are_there_at_the_start_and_stay(system: str) -> None:
     assert devices_held(plant, 60.0) == 4, "prefill and decode of both models"
 
 
-def test_hosts_are_added_for_static_instances() -> None:
-    found = SYSTEMS["distserve_mean"](Fleet(1, (1,), 1e9, 1e9, 1e9, 10**9), [FIRST, SECOND], KNOBS, [])
-    assert found.fleet.num_hosts == 4
+def test_static_instances_live_within_the_cluster_those_with_most_requests_per_slot_first() -> None:
+    four, three = Fleet(1, (1, 1, 1, 1), 1e9, 1e9, 1e9, 10**9), Fleet(1, (1, 1, 1), 1e9, 1e9, 1e9, 10**9)
+    num_requests = {"t/first": 10, "t/second": 30}
+    assert fitting(four, {FIRST: (1, 1), SECOND: (1, 1)}, num_requests) == {FIRST: (1, 1), SECOND: (1, 1)}
+    assert fitting(three, {FIRST: (1, 1), SECOND: (1, 1)}, num_requests) == {SECOND: (1, 1)}
+    assert fitting(four, {FIRST: (1, 1), SECOND: (6, 3)}, num_requests) == {FIRST: (1, 1), SECOND: (1, 1)}
+    assert fitting(four, {FIRST: (1, 1), SECOND: (6, 3)}, {"t/second": 30}) == {SECOND: (3, 1)}
+
+
+def test_a_model_without_static_instances_is_not_served() -> None:
+    found = requests("t/first", 3, 0.1) + requests("t/second", 4, 0.1)
+    small = replace(FLEET, num_hosts=1)
+    setup = SYSTEMS["distserve_mean"](small, [FIRST, SECOND], KNOBS, found)
+    assert setup.fleet.num_devices == small.num_devices
+    assert isinstance(setup.strategies.decide, StaticInstances)
+    assert [(model.name, *numbers) for model, *numbers in setup.strategies.decide.numbers] == [("t/second", 1, 1)]
 
 
 def test_a_chain_and_a_disk() -> None:

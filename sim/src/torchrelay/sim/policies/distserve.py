@@ -1,9 +1,11 @@
 """Like DistServe (Zhong et al., OSDI 2024): prefill and decode apart, in numbers that are fixed beforehand.
 
 Modelled: for each model as many prefill and decode instances as the requests it is tuned on need, on average or in
-their busiest ten seconds; all are loaded at the start and stay. Hosts are added until each has its slots: its price is
-the devices that it holds, and its RAM is not counted as it would be. Not modelled: its search over parallelism (groups
-of devices are given), and placement that keeps KV within a host. Requests are placed and bound by our own prediction.
+their busiest ten seconds; all are loaded at the start and stay. It has the same cluster as all others: where that has
+too few slots of a size, models get theirs in the order of their requests per slot, the last one as many as are left in
+the same proportion, and one that is left less than a prefill and a decode instance is not served. Its RAM is not
+counted as it would be. Not modelled: its search over parallelism (groups of devices are given), and placement that
+keeps KV within a host. Requests are placed and bound by our own prediction.
 """
 
 from __future__ import annotations
@@ -58,29 +60,41 @@ class StaticInstances:
 
 
 def distserve_mean(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:
-    return _setup(fleet, models, knobs, _rates(tuned_on, is_peak=False))
+    return _setup(fleet, models, knobs, tuned_on, is_peak=False)
 
 
 def distserve_peak(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:
-    return _setup(fleet, models, knobs, _rates(tuned_on, is_peak=True))
+    return _setup(fleet, models, knobs, tuned_on, is_peak=True)
 
 
 def _setup(
-    fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, rates: Mapping[str, tuple[float, float]]
+    fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request], *, is_peak: bool
 ) -> Setup:
-    numbers = {model: _numbers(model, *rates.get(model.name, (0.0, 0.0)), knobs) for model in models}
-    needed = Counter[int]()
-    for model, (num_prefill, num_decode) in numbers.items():
-        needed[model.num_devices] += num_prefill + num_decode
-    of_host = Counter(fleet.groups)
-    num_hosts = max(fleet.num_hosts, *(math.ceil(number / of_host[size]) for size, number in needed.items()))
-    of_models = [(policy_model(model), *both) for model, both in numbers.items()]
-    decide = StaticInstances(of_models, num_hosts * len(fleet.groups))
-    enlarged = replace(
-        fleet, num_hosts=num_hosts, arena_bytes=max(fleet.arena_bytes, sum(m.pack_bytes for m in models))
-    )
+    rates = _rates(tuned_on, is_peak=is_peak)
+    wanted = {model: _numbers(model, *rates.get(model.name, (0.0, 0.0)), knobs) for model in models}
+    num_requests = Counter(request.model for request in tuned_on)
+    numbers = [(policy_model(model), *both) for model, both in fitting(fleet, wanted, num_requests).items()]
+    decide = StaticInstances(numbers, fleet.num_hosts * len(fleet.groups))
+    enlarged = replace(fleet, arena_bytes=max(fleet.arena_bytes, sum(model.pack_bytes for model in models)))
     held = all_everywhere(enlarged, models)  # so that the start does not wait for disks
     return Setup(knobs.config(), enlarged, Strategies(decide=decide, plan=from_disk, repair=no_copies), held)
+
+
+def fitting(
+    fleet: Fleet, wanted: Mapping[ServedModel, tuple[int, int]], num_requests: Mapping[str, int]
+) -> dict[ServedModel, tuple[int, int]]:
+    """Prefill and decode instances that there are slots for, by model: those with most requests per slot first."""
+    left = Counter({size: fleet.num_hosts * number for size, number in Counter(fleet.groups).items()})
+    found = {}
+    for model in sorted(wanted, key=lambda model: (-num_requests.get(model.name, 0) / sum(wanted[model]), model.name)):
+        num_slots = min(sum(wanted[model]), left[model.num_devices])
+        if num_slots < 2:
+            continue
+        share = round(num_slots * wanted[model][0] / sum(wanted[model]))
+        num_prefill = min(max(share, 1), num_slots - 1)
+        found[model] = num_prefill, num_slots - num_prefill
+        left[model.num_devices] -= num_slots
+    return found
 
 
 def _numbers(model: ServedModel, prompt_rate: float, answer_rate: float, knobs: Knobs) -> tuple[int, int]:

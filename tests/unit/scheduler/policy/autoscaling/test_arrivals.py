@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrelay.scheduler.policy.autoscaling.arrivals import WINDOW_S, ArrivalRate, Arrivals
+from torchrelay.scheduler.policy.autoscaling.arrivals import MEAN_S, WINDOW_S, ArrivalRate, Arrivals
 
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:
@@ -21,6 +21,19 @@ def test_of_many_requests_the_last_count() -> None:
         history.arrive(10, 0.5, 60.0, 1.0, number * 0.001, is_unused=False)
     rate = history.rate(5.0)
     assert 900 < rate.requests_per_s < 1100 and 9000 < rate.tokens_per_s < 11000
+
+
+def test_between_bursts_a_model_is_expected_to_be_asked_for_as_in_the_long_run() -> None:
+    """The most popular model, idle between two bursts, gave its slot to the first request of any other."""
+    history = Arrivals().of("v")
+    assert history.expected_per_s(0.0) == 0.0
+    for burst in range(10):
+        for number in range(50):
+            history.arrive(10, 0.5, 60.0, 1.0, burst * 50.0 + number * 0.1, is_unused=False)
+    assert history.expected_per_s(455.0) == 5.0  # of late
+    assert history.rate(499.0) == ArrivalRate() and 0.9 < history.expected_per_s(499.0) < 1.2
+    assert history.expected_per_s(499.0 + 5 * MEAN_S) < 0.01
+    assert history.expected_per_s(1e9) < 1e-9
 
 
 def test_gaps_are_of_time_without_any_request() -> None:

@@ -125,6 +125,15 @@ def test_a_slot_is_taken_when_who_waits_has_lost_as_much_as_its_model_would() ->
         assert drained(replace(situation, instance_loads=Loads.listed([load]))) == evicted
 
 
+@pytest.mark.parametrize("busy", [0, 1], ids=["idle", "busy"])
+def test_who_has_waited_the_longest_time_takes_a_slot_whatever_its_model_loses(busy: int) -> None:
+    used = an_instance(0, a_model("acme/used"))
+    load = InstanceLoad(used, busy, 0, NOW - 1.0, reload_s=4.0, arrivals_per_s=1000.0)
+    for wait_s, evicted in [(RULES.longest_wait_s - 1.0, []), (RULES.longest_wait_s, ["i0"])]:
+        situation = a_full_host([used], [waiting("acme/new", wait_s)], [a_store("s", "host-1")], busy)
+        assert drained(replace(situation, instance_loads=Loads.listed([load]))) == evicted
+
+
 def test_a_reload_is_expected_to_take_no_longer_than_the_load_did() -> None:
     """By the default rate 40 GB take ten seconds, for which a waiting model was kept from an idle one's slot."""
     arena = 100_000 * MB
@@ -147,6 +156,15 @@ def test_of_idle_models_the_one_that_loses_least_goes() -> None:
     ]
     situation = a_full_host(instances, [waiting("acme/new")], [a_store("s", "host-1")])
     assert drained(replace(situation, instance_loads=Loads.listed(loads))) == ["i1"]
+
+
+def test_the_requests_of_many_who_are_late_end_no_turn_of_a_model_whose_requests_are_in_time() -> None:
+    """A dozen that had waited half a minute did, though all requests of the other were late from then on."""
+    busy = InstanceLoad(an_instance(0, a_model("acme/busy")), 3, 0, reload_s=2.0, arrivals_per_s=1.5)
+    for num_waiting, ends in [(12, []), (24, ["i0"])]:
+        late = Demand(a_model("acme/late"), num_waiting, 0, 30.0, target_s=1.0, load_s={Tier.HOST: 2.0})
+        situation = a_full_host([busy.instance], [late], [a_store("s", "host-1")], busy=1)
+        assert drained(replace(situation, instance_loads=Loads.listed([busy]))) == ends
 
 
 def crowded_demand(model: Model, backlog_s: float) -> Demand:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from torchrelay.scheduler.policy.autoscaling.price import (
     IdleGaps,
     IdlePlan,
+    busy_displacement,
     displacement,
     held_s,
     lateness,
+    lateness_weight,
     least_keep_s,
     least_plan,
     least_saved,
@@ -49,6 +51,14 @@ def test_the_worked_example_of_the_docs() -> None:
     assert displacement(0.1, 0, 4.0, 0.5) == pytest.approx(1.6)  # 0.4 requests, each four targets late
     assert displacement(0.1, 0, 0.5, 0.5) == pytest.approx(0.05)
     assert displacement(0.0, 3, 4.0, 0.5) == pytest.approx(24.0)
+    assert busy_displacement(2.0, 0, 14.0, 1.0) == pytest.approx(28 * (1 + math.log(8)))  # 28 requests: 86
+    assert busy_displacement(0.0, 3, 4.0, 0.5) == pytest.approx(3 * math.log(9))  # late already
+
+
+def test_who_is_late_already_loses_little_more() -> None:
+    weights = [lateness_weight(number * 1.0, 0.5) for number in range(50)]
+    added = [later - sooner for sooner, later in pairwise(weights)]
+    assert weights[0] == 1.0 and added == sorted(added, reverse=True) and weights[-1] < 6.0
 
 
 def test_more_instances_save_less_each() -> None:

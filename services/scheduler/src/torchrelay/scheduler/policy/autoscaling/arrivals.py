@@ -11,6 +11,7 @@ from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.autoscaling.price import IdleGaps, IdlePlan
 
 WINDOW_S = 10.0  # what comes next is expected to be as much as in the last so many seconds
+MEAN_S = 600.0  # an arrival counts in the mean rate by 1/e after so long
 _MAX_ARRIVALS = 1024  # counted of one window
 _MAX_LATE = 64
 _MAX_VERSIONS = 4096
@@ -28,6 +29,25 @@ NO_ARRIVALS: Final = ArrivalRate()
 
 
 @dataclass(slots=True)
+class MeanRate:
+    """Requests per second since ``begun_at``, each by its age: an exponential mean."""
+
+    begun_at: float
+    _num: float = 0.0
+    _at: float = 0.0
+
+    def arrive(self, now: float) -> None:
+        self._num, self._at = self._num_at(now) + 1.0, now
+
+    def requests_per_s(self, now: float) -> float:
+        known_s = MEAN_S * -math.expm1(-max(now - self.begun_at, WINDOW_S) / MEAN_S)
+        return self._num_at(now) / known_s
+
+    def _num_at(self, now: float) -> float:
+        return self._num * math.exp((self._at - now) / MEAN_S) if self._num else 0.0
+
+
+@dataclass(slots=True)
 class ArrivalHistory:
     """Of one version."""
 
@@ -39,6 +59,7 @@ class ArrivalHistory:
     _late: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_LATE))
     _came: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_ARRIVALS))
     _num_tokens: int = 0
+    _mean: MeanRate | None = None
 
     def arrive(
         self, num_tokens: int, target_s: float, price_s: float, load_s: float, now: float, *, is_unused: bool
@@ -52,6 +73,9 @@ class ArrivalHistory:
             self._num_tokens -= self._came[0][1]
         self._came.append((now, num_tokens))
         self._num_tokens += num_tokens
+        if self._mean is None:
+            self._mean = MeanRate(now)
+        self._mean.arrive(now)
 
     def forecast(self, plan: IdlePlan) -> tuple[float, float]:
         """When the model should be loaded again though nobody asks, and until when it is worth to hold it."""
@@ -73,6 +97,13 @@ class ArrivalHistory:
             return NO_ARRIVALS
         since_s = now - self._came[0][0] if len(self._came) == _MAX_ARRIVALS else WINDOW_S
         return ArrivalRate(len(self._came) / max(since_s, 1.0), self._num_tokens / max(since_s, 1.0))
+
+    def expected_per_s(self, now: float) -> float:
+        """Requests to expect per second, if it is to have a slot: those of late, or those of the long run if these are
+        more. Where requests come in bursts, none of late is no sign that none will come.
+        """
+        mean = self._mean.requests_per_s(now) if self._mean is not None else 0.0
+        return max(self.rate(now).requests_per_s, mean)
 
 
 class Arrivals:

@@ -58,7 +58,17 @@ class Demand:
     @property
     def num_late(self) -> float:
         """Requests that wait, and each once more for every target that it has waited: the last one has just come."""
-        return self.num_waiting + (self.num_waiting + 1) / 2 * self.oldest_wait_s / self.target_s
+        return self.num_waiting + self._waited_s / self.target_s
+
+    @property
+    def late_weight(self) -> float:
+        """Requests that wait, each by its ``price.lateness_weight``."""
+        return self.num_waiting * price.lateness_weight(self._waited_s / max(self.num_waiting, 1), self.target_s)
+
+    @property
+    def _waited_s(self) -> float:
+        """All of them together."""
+        return (self.num_waiting + 1) / 2 * self.oldest_wait_s
 
     def num_saved(self, num_instances: int, load_s: float) -> float:
         """Late requests that one more instance saves while it is held; see ``price``."""
@@ -96,7 +106,7 @@ class InstanceLoad(NamedTuple):
     last_active: float = 0.0  # when an attempt was last placed there, or released
     reload_s: float = 0.0  # to have it back after an eviction: its weights stay in host memory
     tenants: frozenset[str] = frozenset()  # whose models it serves: identical uploads share an instance
-    arrivals_per_s: float = 0.0  # of its version, of late
+    arrivals_per_s: float = 0.0  # of its version, of late or in the long run: the greater
     num_waiting: int = 0  # for its version
     predict_drain_s: Callable[[], float] = lambda: 0.0
 

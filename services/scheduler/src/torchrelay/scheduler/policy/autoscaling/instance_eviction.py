@@ -18,7 +18,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     cover_both_roles,
 )
 from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots, fewest
-from torchrelay.scheduler.policy.autoscaling.price import displacement
+from torchrelay.scheduler.policy.autoscaling.price import busy_displacement, displacement
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -45,7 +45,8 @@ def _drains(
 ) -> list[SetRoles | Drain]:
     # Rent or buy: who waits takes a slot when it has lost as much as the other would lose, so that both lose at
     # most twice as much as if all arrivals had been known.
-    idle = [load for load in freeing.idle if _displacement(load, demand) <= demand.num_late]
+    is_starving = demand.slot_wait_s >= config.longest_wait_s
+    idle = [load for load in freeing.idle if _displacement(load, demand) <= demand.num_late or is_starving]
     idle.sort(key=lambda load: _displacement(load, demand))
     if victims := _enough_of(idle, demand, missing, freeing):
         waited = f"and {{}} has waited {format_duration(demand.oldest_wait_s)} for a slot"
@@ -108,6 +109,12 @@ def _displacement(load: InstanceLoad, demand: Demand, held_s: float = 0.0) -> fl
     return displacement(load.arrivals_per_s, load.num_waiting, away_s, demand.target_s)
 
 
+def _busy_displacement(load: InstanceLoad, demand: Demand, held_s: float = 0.0) -> float:
+    """The same where requests of both are late, one or the other."""
+    away_s = _away_s(load, demand) + held_s
+    return busy_displacement(load.arrivals_per_s, load.num_waiting, away_s, demand.target_s)
+
+
 def _idle_s(load: InstanceLoad, autoscaler_input: AutoscalerInput) -> float:
     return autoscaler_input.now - load.unused_since
 
@@ -158,10 +165,10 @@ def _end_turn(
     demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, freeing: FreeingSlots, config: PolicyConfig
 ) -> list[SetRoles | Drain]:
     """More models are busy than there are slots: a model takes the slot whose model loses least, when it has lost as
-    much itself, if that slot was held for a turn; all slots of a pack on one host, if its weights
-    are in the way. Requests of the drained model wait for its next turn.
+    much itself or has waited for the longest time, if that slot was held for a turn; all slots of a pack on one host,
+    if its weights are in the way. Requests of the drained model wait for its next turn.
     """
-    model = demand.model
+    model, is_starving = demand.model, demand.slot_wait_s >= config.longest_wait_s
     candidates = [
         load
         for load in autoscaler_input.loads
@@ -169,9 +176,9 @@ def _end_turn(
         and load.instance.phase is InstancePhase.READY
         and load.instance.instance_id not in autoscaler_input.kept
         and load.instance.since <= autoscaler_input.now - config.turn_s
-        and _displacement(load, demand, config.turn_s) <= demand.num_late
+        and (_busy_displacement(load, demand, config.turn_s) <= demand.late_weight or is_starving)
     ]
-    candidates.sort(key=lambda load: (_displacement(load, demand), load.instance.since, load.instance.instance_id))
+    candidates.sort(key=lambda load: (_busy_displacement(load, demand), load.instance.since, load.instance.instance_id))
     alone = {
         load.instance.instance_id: freeing.roles(demand, load.instance.worker_id, without=[load]) for load in candidates
     }
@@ -190,7 +197,7 @@ def _end_turn(
     )
     drains: list[SetRoles | Drain] = []
     for load in victims:
-        figures = {"num_displaced": _displacement(load, demand, config.turn_s), "num_late": demand.num_late}
+        figures = {"num_displaced": _busy_displacement(load, demand, config.turn_s), "num_late": demand.late_weight}
         held = format_duration(autoscaler_input.now - load.instance.since)
         drains.append(_drain(load, "turn", f"{waited} {held}", model, figures))
     return drains

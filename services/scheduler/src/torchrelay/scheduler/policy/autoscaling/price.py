@@ -69,6 +69,19 @@ def displacement(arrivals_per_s: float, num_waiting: int, away_s: float, target_
     return num_waiting * away_s / target_s + arrivals_per_s * away_s * max(away_s / (2 * target_s), 1.0)
 
 
+def lateness_weight(wait_s: float, target_s: float) -> float:
+    """What a request counts as where all models are late, one or another: late once, and more by the logarithm of its
+    wait. A queue that is late already is no reason to make the requests of others late.
+    """
+    return 1.0 + math.log1p(wait_s / target_s)
+
+
+def busy_displacement(arrivals_per_s: float, num_waiting: int, away_s: float, target_s: float) -> float:
+    """``displacement`` by ``lateness_weight``: who waits already is late for no second time."""
+    still = lateness_weight(away_s, target_s) - 1.0
+    return num_waiting * still + arrivals_per_s * away_s * lateness_weight(away_s / 2, target_s)
+
+
 def least_keep_s(gaps_s: Sequence[float], break_even_s: float) -> float:
     """The time to keep an idle slot that would have cost least in these gaps: a gap that is shorter costs itself, a
     longer one the time kept and the break-even time. No longer than that (ski rental).

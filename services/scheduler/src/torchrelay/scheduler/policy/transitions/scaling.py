@@ -182,7 +182,7 @@ def _loads_of_version(state: State, version_id: str, now: float) -> tuple[Instan
         return ()
     names, workers, model = state.aliases.of(version_id), state.membership.workers, state.models.get(version_id)
     tenants = frozenset(map(tenant_of, names))
-    arrivals_per_s = state.arrivals.of(version_id).rate(now).requests_per_s
+    arrivals_per_s = state.arrivals.of(version_id).expected_per_s(now)
     num_waiting = state.queues.num_waiting(version_id)
     reload_s = state.load_times.by_tier(model, state.config)[Tier.HOST] if model is not None else 0.0
     drain_limit_s, found = state.config.drain_s, []
