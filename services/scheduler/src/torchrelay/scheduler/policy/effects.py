@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
@@ -171,7 +172,7 @@ class AttemptPlaced(msgspec.Struct, frozen=True, gc=False):
     traceparent: str = ""
 
 
-@dataclass
+@dataclass(slots=True)
 class Effects:
     """Everything that one input caused, in order."""
 
@@ -182,3 +183,6 @@ class Effects:
 
     def __bool__(self) -> bool:
         return bool(self.commands or self.answers or self.events or self.opened)
+
+
+NO_EFFECTS: Final = Effects()  # of most inputs; not to be changed
