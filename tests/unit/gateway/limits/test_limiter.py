@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from tests.support.silent_proxy import SilentProxy
 from tests.unit.gateway.conftest import AccountingRig
 from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.gateway.core import ModelShape, Price, Principal, PublishedModel, Version
+from torchrelay.gateway.limits import script_runner
 from torchrelay.gateway.limits.limiter import Limiter
+from torchrelay.gateway.limits.script_runner import RedisScriptRunner
 from torchrelay.gateway.sql.tables import balances
 
 PRICE = Price("p", "", 1, 1, 10, 0)
@@ -42,7 +45,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-async def limits(parts: AccountingRig, redis_url: str, clock: Clock) -> AsyncIterator[Limiter]:
+async def limits(
+    parts: AccountingRig, redis_url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Limiter]:
+    """Waits long for its Redis: on a busy machine half a second can pass."""
+    monkeypatch.setattr(script_runner, "RedisScriptRunner", partial(RedisScriptRunner, answer_limit_s=60))
     made = Limiter(redis_url, parts.database, lease_s=60, clock=clock)
     yield made
     await made.close()

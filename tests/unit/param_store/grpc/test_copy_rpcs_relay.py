@@ -43,7 +43,7 @@ async def test_a_hold_waits_for_the_relay_that_was_told_beside_it(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker may be told to load a pack that its host had, and has just let go."""
-    pack, version = published
+    _, version = published
     async with running_store(tmp_path) as store, held(store, version.pack_id) as replies:
         first = asyncio.ensure_future(anext(replies))
         await store.report()  # the store has served another call meanwhile

@@ -126,7 +126,7 @@ def test_slots_that_minimums_hold_are_looked_at_once_however_many_models_wait() 
 def test_requests_whose_time_has_passed_are_not_looked_for_a_place_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever place each would have, it would be late: all were evaluated for the first that one of them could have."""
+    """Whatever place each would have, it would be late: all were evaluated when one of them could be placed."""
     scene = PaperCluster(PolicyConfig(replicate=False)).settle(a_store("s1", "h1"), a_worker("w1", "h1"))
     for number in range(100):
         scene.admit(MODEL, f"r{number}", num_prompt_tokens=1000, ttft_target_s=0.5)

@@ -18,8 +18,8 @@ import os
 import struct
 from typing import Any
 
-from torchrelay.common.identity.keys import derive_node_key as derive_node_key
 from torchrelay.common.identity.keys import HmacKey, framed, framed_mac
+from torchrelay.common.identity.keys import derive_node_key as derive_node_key
 from torchrelay.common.recent import Recent
 from torchrelay.control.v1.types_pb2 import Ticket as Ticket
 from torchrelay.transfer.errors import TicketExpired, TicketRefused, WrongHolder

@@ -295,7 +295,7 @@ class Policy:
             self._look(due, now)
 
     def _look(self, version_ids: Sequence[str], now: float, also: Iterable[str] = ()) -> None:
-        """At versions that nothing may have happened to: how many instances, and whether prompts and answers of them are
+        """At versions that nothing may have happened to: how many instances, and whether their prompts and answers are
         better off elsewhere. ``also``: how many instances of these.
         """
         scaling.scale(self.state, now, sorted({*version_ids, *also}))

@@ -15,8 +15,8 @@ from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
 CallTokens: TypeAlias = tuple[str, str]  # the gateway's, and the other worker's
-# Of an ``AdmitEvent``, of which there are thousands a second: the message that it goes out with is filled with them, but
-# would copy an event.
+# Of an ``AdmitEvent``, of which there are thousands a second: the message that it goes out with is filled with them,
+# but would copy an event.
 EventFields: TypeAlias = dict[str, Any]
 _ROLES = frozenset(core.Role)
 _SERVICE_CLASSES = {one.value: one for one in core.ServiceClass}

@@ -41,9 +41,7 @@ class ClusterTickets:
         return tokens
 
     def kv(self, placement: Placement) -> dict[str, Any] | None:
-        """Fields of a ticket: it lets the decode worker follow the prefill worker's KV buffer; None if they are the same
-        worker.
-        """
+        """Fields of a ticket: it lets the decode worker follow the prefill worker's KV buffer. None: they are one."""
         if not placement.needs_kv_transfer:
             return None
         holder, receiver = placement.prefill.worker_id, placement.decode.worker_id

@@ -210,8 +210,8 @@ def _best_pair(
     prefills: Sequence[_Prefill], decodes: Sequence[_Decode], transfer_s: Callable[[str, str], float]
 ) -> tuple[_Prefill, _Decode]:
     """The least time to the second token plus all later delays beyond the objective, by branch and bound: both lists
-    are sorted, and no transfer from a host takes less than the least of those that there may be. ``transfer_s``: between
-    two hosts.
+    are sorted, and no transfer from a host takes less than the least of those that there may be. ``transfer_s``:
+    between two hosts.
     """
     if len(prefills) == len(decodes) == 1:
         return prefills[0], decodes[0]

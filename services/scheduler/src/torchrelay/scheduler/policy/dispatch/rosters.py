@@ -12,8 +12,8 @@ from torchrelay.scheduler.policy.dispatch.shortlist import LEAST_ENTRIES, Shortl
 
 class Rosters:
     """By version, built when they are asked for, and again after ``forget``; after ``forget_loads`` only the entries of
-    instances that load. Nothing is kept of a version without instances. A version is blocked while a full step of prompts is ahead on each of its instances: nothing is
-    placed there.
+    instances that load. Nothing is kept of a version without instances. A version is blocked while a full step of
+    prompts is ahead on each of its instances: nothing is placed there.
     """
 
     def __init__(self) -> None:
