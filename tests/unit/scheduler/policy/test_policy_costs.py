@@ -133,10 +133,10 @@ def test_requests_whose_time_has_passed_are_not_looked_for_a_place_one_after_the
     scene.pass_time(1.0)
     num_looks = 0
 
-    def look(*args: Any) -> Placement | NoPlacement:
+    def look(*args: Any, **options: Any) -> Placement | NoPlacement:
         nonlocal num_looks
         num_looks += 1
-        return place(*args)
+        return place(*args, **options)
 
     strategies = replace(scene.policy.state.strategies, place=look)
     monkeypatch.setattr(scene.policy.state, "strategies", strategies)

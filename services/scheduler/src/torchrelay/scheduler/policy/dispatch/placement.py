@@ -229,8 +229,8 @@ def _best_pair(
             break  # and with every later prefill instance
         host_id = first.entry.host_id
         if (found := transfers_s.get(host_id)) is None:
-            arrivals_s = {one: transfer_s(host_id, one) for one in decode_hosts}
-            found = transfers_s[host_id] = arrivals_s, min(arrivals_s.values())
+            to_each_s = {one: transfer_s(host_id, one) for one in decode_hosts}
+            found = transfers_s[host_id] = to_each_s, min(to_each_s.values())
         arrivals_s, least_arrival_s = found
         own = by_id.get(prefill_id)  # the only one without a transfer
         for decode in decodes if own is None else (own, *decodes):
