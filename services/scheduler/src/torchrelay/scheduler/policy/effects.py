@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
 import msgspec
 
@@ -183,6 +182,3 @@ class Effects:
 
     def __bool__(self) -> bool:
         return bool(self.commands or self.answers or self.events or self.opened)
-
-
-NO_EFFECTS: Final = Effects()  # of most inputs; not to be changed

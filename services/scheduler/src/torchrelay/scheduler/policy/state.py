@@ -32,7 +32,7 @@ from torchrelay.scheduler.policy.dispatch.prompt_time import PromptTimes
 from torchrelay.scheduler.policy.dispatch.rosters import Rosters
 from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions
 from torchrelay.scheduler.policy.dispatch.token_time import TokenTimes
-from torchrelay.scheduler.policy.effects import NO_EFFECTS, Effects, SchedulerEvent
+from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.links import Links
 from torchrelay.scheduler.policy.relay.transfers import Transfers
@@ -107,8 +107,6 @@ class State:
         return state
 
     def take_effects(self) -> Effects:
-        if not self.effects:
-            return NO_EFFECTS
         effects, self.effects = self.effects, Effects()
         return effects
 
