@@ -15,6 +15,7 @@ from torchrelay.common.errors import InvalidRequest, NotFound
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.copies.pack_download import PackDownload
+from torchrelay.param_store.grpc import copy_rpcs
 from torchrelay.transfer.manifest import decode_manifest
 
 
@@ -36,6 +37,24 @@ async def test_a_relay_from_the_remote_store_fills_the_arena_once(
         await store.until(lambda report: report.copies[0].num_pins == 0)
         assert await drop(store, version.pack_id) is True
         assert (await store.report()).copies == []
+
+
+async def test_a_hold_waits_for_the_relay_that_was_told_beside_it(
+    tmp_path: Path, published: tuple[Path, pb.VersionDescription], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may be told to load a pack that its host had, and has just let go."""
+    _, version = published
+    async with running_store(tmp_path) as store, held(store, version.pack_id) as replies:
+        first = asyncio.ensure_future(anext(replies))
+        await store.report()  # the store has served another call meanwhile
+        assert not first.done()
+        await store.relay(version.pack_id, REMOTE)
+        assert (await first).slab_bytes >= version.pack_bytes
+    monkeypatch.setattr(copy_rpcs, "_RELAY_WAIT_S", 0.0)
+    async with running_store(tmp_path / "other") as store, held(store, version.pack_id) as replies:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await anext(replies)
+        assert isinstance(error_from_rpc(refused.value), NotFound)
 
 
 async def test_a_chain_forwards_while_it_receives(

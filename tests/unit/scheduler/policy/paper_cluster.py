@@ -51,6 +51,7 @@ from torchrelay.scheduler.policy.inputs import (
     StoreBeat,
     StoreReported,
     Tick,
+    Turn,
     UnloadFailed,
     WorkerBeat,
     WorkerGone,
@@ -156,11 +157,12 @@ class PaperCluster:
             self.apply(Tick())
 
     def pass_time(self, seconds: float, step_s: float = 0.1) -> None:
-        """Reports and ticks go on as they do in the service."""
+        """Reports, turns and ticks go on as they do in the service."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(self.now + step_s, end)
             self.report_all()
+            self.apply(Turn())
             self.apply(Tick())
 
     def report_all(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from tests.unit.scheduler.policy.paper_cluster import (
     MB,
@@ -17,7 +18,7 @@ from tests.unit.scheduler.policy.paper_cluster import (
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, REMOTE, InstancePhase, Role
 from torchrelay.scheduler.policy.effects import RefusalReason, UnloadCommand, Waiting
-from torchrelay.scheduler.policy.inputs import Withdraw
+from torchrelay.scheduler.policy.inputs import Turn, Withdraw
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
@@ -215,3 +216,26 @@ def test_idle_instances_found_at_a_restart_end_by_the_default_timeout() -> None:
     scene.workers, scene.stores = old.workers, old.stores
     scene.pass_time(4.0)
     assert [type(command) for command in scene.commands] == [UnloadCommand, UnloadCommand]
+
+
+def test_between_ticks_idle_models_go_and_a_few_others_are_looked_at() -> None:
+    """At ticks alone, all that became idle in a tenth of a second was told to go at once."""
+    scene = PaperCluster(PolicyConfig(replicate=False, idle_timeout_s=5.0))
+    models = [a_model(f"acme/m{number}") for number in range(8)]
+    scene.settle(a_store("s1", "h1"), *(a_worker(f"w{number}", "h1") for number in range(8)))
+    for model in models:
+        scene.now += 0.01
+        scene.admit(model, model.name)
+    scene.finish_loads()
+    for model in models:
+        scene.now += 0.01
+        scene.release(model.name)
+    scene.pass_time(4.8)
+    begin = len(scene.commands)
+    drained: list[int] = []
+    while len(drained) < 40:
+        scene.now += 0.01
+        scene.apply(Turn())
+        drained.append(sum(isinstance(one, UnloadCommand) for one in scene.commands[begin:]))
+    assert drained[-1] == len(models)
+    assert max(after - before for before, after in pairwise(drained)) == 1

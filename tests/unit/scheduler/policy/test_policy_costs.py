@@ -13,8 +13,11 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase
-from torchrelay.scheduler.policy.inputs import FirstToken, StoreReported, WorkerBeat
+from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Placement
+from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
+from torchrelay.scheduler.policy.effects import Placed
+from torchrelay.scheduler.policy.inputs import FirstToken, MinimumsSet, StoreReported, WorkerBeat
+from torchrelay.scheduler.policy.transitions import kept_slots
 
 MODEL = a_model("acme/m0")
 
@@ -93,3 +96,50 @@ def report_of_ready(num_waiting: int) -> int:
 def test_an_instance_that_becomes_ready_concerns_its_own_model_alone() -> None:
     """Every model that requests waited for was decided anew, though each had its slot."""
     assert report_of_ready(16) == pytest.approx(report_of_ready(2), rel=0.05)
+
+
+def bytecodes_of_tick(num_slots: int, num_waiting: int) -> int:
+    """Of one that looks for requests without a slot, where minimums hold all but one of the slots."""
+    kept = a_model("acme/kept", min_instances=num_slots - 1)
+    scene = PaperCluster(PolicyConfig(replicate=False))
+    scene.settle(
+        a_store("s1", "h1", arena_bytes=1 << 40), *(a_worker(f"w{number}", "h1") for number in range(num_slots))
+    )
+    scene.models[kept.version_id] = kept
+    scene.apply(MinimumsSet((kept,)))
+    scene.finish_loads()
+    scene.obedient = False
+    for number in range(num_waiting):
+        scene.admit(a_model(f"acme/m{number}"), f"of {number}")
+    state = scene.policy.state
+    assert len(state.queues) == num_waiting
+    return num_bytecodes(lambda: kept_slots.refuse_without_slot(state, scene.now))
+
+
+def test_slots_that_minimums_hold_are_looked_at_once_however_many_models_wait() -> None:
+    """All workers were looked at for each model that requests waited for."""
+    of_slots = bytecodes_of_tick(256, 2) - bytecodes_of_tick(16, 2)
+    of_slots_for_many = bytecodes_of_tick(256, 32) - bytecodes_of_tick(16, 32)
+    assert of_slots_for_many == pytest.approx(of_slots, rel=0.05)
+
+
+def test_requests_whose_time_has_passed_are_not_looked_for_a_place_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever place each would have, it would be late: all were evaluated when one of them could be placed."""
+    scene = PaperCluster(PolicyConfig(replicate=False)).settle(a_store("s1", "h1"), a_worker("w1", "h1"))
+    for number in range(100):
+        scene.admit(MODEL, f"r{number}", num_prompt_tokens=1000, ttft_target_s=0.5)
+    scene.pass_time(1.0)
+    num_looks = 0
+
+    def look(*args: Any, **options: Any) -> Placement | NoPlacement:
+        nonlocal num_looks
+        num_looks += 1
+        return place(*args, **options)
+
+    strategies = replace(scene.policy.state.strategies, place=look)
+    monkeypatch.setattr(scene.policy.state, "strategies", strategies)
+    scene.finish_loads()
+    placed = [each for each in scene.answers if isinstance(each, Placed)]
+    assert len(placed) >= 1 and num_looks <= 2 * len(placed) + 2

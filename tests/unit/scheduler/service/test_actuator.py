@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from tests.unit.scheduler.policy.paper_cluster import a_model
 from tests.unit.scheduler.service.scripted_cluster import (
     GatewayClient,
@@ -17,6 +19,7 @@ from tests.unit.scheduler.service.scripted_cluster import (
 from tests.unit.scheduler.service.scripted_peers import ScriptedStore
 from torchrelay.control.v1 import param_store_pb2, reports_pb2
 from torchrelay.scheduler.policy.effects import WakeCommand
+from torchrelay.scheduler.service import actuator
 from torchrelay.scheduler.service.actuator import Actuator
 
 PACK = a_version().pack_id
@@ -100,7 +103,11 @@ async def test_a_store_that_hangs_delays_no_other_host_of_its_wake(nats_url: str
             await door.placement()
 
 
-async def test_a_load_from_a_whole_copy_waits_for_no_answer_of_its_store(nats_url: str) -> None:
+async def test_a_load_from_a_whole_copy_waits_for_no_answer_of_its_store(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes out beside the relay: a store that is slow delays nobody."""
+    monkeypatch.setattr(actuator, "_WHOLE_S", 3600.0)
     async with house(nats_url) as it:
         store, *workers = await it.host(1)
         store.copies[PACK] = reports_pb2.PackCopy(

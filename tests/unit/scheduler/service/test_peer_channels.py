@@ -26,6 +26,23 @@ async def test_a_port_nobody_listens_on_is_refused() -> None:
     assert await is_refused(f"127.0.0.1:{port}")
 
 
+async def test_a_peer_is_connected_while_its_connection_stands() -> None:
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    channels = PeerChannels(CLUSTER_KEY)
+    assert not channels.is_connected(address, "store-1"), "nobody has called it"
+    channel = channels.channel(address, "store-1", Caller.STORE)
+    assert not channels.is_connected(address, "store-1")
+    channel.get_state(try_to_connect=True)
+    await channel.channel_ready()
+    assert channels.is_connected(address, "store-1")
+    await server.stop(None)
+    await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+    assert not channels.is_connected(address, "store-1")
+    await channels.close()
+
+
 async def test_each_node_at_an_address_gets_its_own_token(monkeypatch: MonkeyPatch) -> None:
     """A port may pass from one process to another before anybody noticed that the first is gone."""
     tokens: list[str] = []

@@ -23,6 +23,7 @@ from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.control.v1 import scheduler_pb2_grpc
 from torchrelay.scheduler.policy.explain import ExplainLog
+from torchrelay.scheduler.policy.inputs import Turn
 from torchrelay.scheduler.service.actuator import Actuator
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.controller import Clock, Controller
@@ -38,6 +39,7 @@ from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.scheduler.settings import SchedulerSettings
 
 TICK_S = 0.1
+TURN_S = 0.02  # looks at few versions each time hold up no request for long
 _COLLECT_EVERY_S = 0.05
 _COLLECT_ALL_EVERY_S = 600.0  # of a large fleet's state, this takes some tenths of a second
 _LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unread
@@ -122,6 +124,7 @@ async def _background(
         await discovery.start()
         tasks.create_task(event_publisher.run(), name="history")
         tasks.create_task(_tick_periodically(controller, tick_s), name="ticks")
+        tasks.create_task(_take_turns_periodically(controller), name="turns")
         tasks.create_task(_collect_periodically(), name="garbage")
         ready.set()
         try:
@@ -141,6 +144,12 @@ async def _tick_periodically(controller: Controller, tick_s: float) -> None:
             listening_since = now
         last = now
         controller.tick(listening_since)
+
+
+async def _take_turns_periodically(controller: Controller) -> None:
+    while True:
+        await asyncio.sleep(TURN_S)
+        controller.apply(Turn())
 
 
 async def _collect_periodically() -> None:

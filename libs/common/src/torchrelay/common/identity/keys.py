@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import struct
 
 MIN_KEY_BYTES = 16
 _LENGTH = struct.Struct(">Q")
+_BLOCK_BYTES = 64  # of SHA-256
+_INNER_PAD, _OUTER_PAD = (bytes(byte ^ pad for byte in range(256)) for pad in (0x36, 0x5C))
 
 
 def framed(*parts: bytes) -> bytes:
@@ -17,6 +20,26 @@ def framed(*parts: bytes) -> bytes:
 def framed_mac(key: bytes, *parts: bytes) -> bytes:
     """HMAC-SHA256 over ``framed`` parts."""
     return hmac.digest(key, framed(*parts), "sha256")
+
+
+class HmacKey:
+    """HMAC-SHA256 of many messages by one key (RFC 2104): what depends on the key alone is hashed once."""
+
+    __slots__ = ("_inner", "_outer")
+
+    def __init__(self, key: bytes) -> None:
+        """``key``: at most a block, 64 bytes, as every key here is."""
+        if len(key) > _BLOCK_BYTES:
+            raise ValueError(f"the key must have at most {_BLOCK_BYTES} bytes")
+        block = key.ljust(_BLOCK_BYTES, b"\0")
+        self._inner = hashlib.sha256(block.translate(_INNER_PAD))
+        self._outer = hashlib.sha256(block.translate(_OUTER_PAD))
+
+    def digest(self, message: bytes) -> bytes:
+        inner, outer = self._inner.copy(), self._outer.copy()
+        inner.update(message)
+        outer.update(inner.digest())
+        return outer.digest()
 
 
 def derive_node_key(cluster_key: bytes, node_id: str) -> bytes:

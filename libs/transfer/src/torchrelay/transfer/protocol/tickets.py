@@ -16,9 +16,10 @@ from __future__ import annotations
 import hmac
 import os
 import struct
+from typing import Any
 
+from torchrelay.common.identity.keys import HmacKey, framed, framed_mac
 from torchrelay.common.identity.keys import derive_node_key as derive_node_key
-from torchrelay.common.identity.keys import framed, framed_mac
 from torchrelay.common.recent import Recent
 from torchrelay.control.v1.types_pb2 import Ticket as Ticket
 from torchrelay.transfer.errors import TicketExpired, TicketRefused, WrongHolder
@@ -38,32 +39,38 @@ class TicketIssuer:
 
     def __init__(self, cluster_key: bytes) -> None:
         self._cluster_key = cluster_key
-        self._node_keys: Recent[str, bytes] = Recent(_MAX_NODES)
+        self._node_keys: Recent[str, HmacKey] = Recent(_MAX_NODES)
 
     def issue(
         self, buffer_id: str, holder_id: str, receiver_id: str, expires_unix_ms: int, begin: int = 0, end: int = 0
     ) -> Ticket:
         """A ticket for the bytes [begin, end) of a buffer; ``end`` 0: to its end."""
+        return Ticket(**self.issue_fields(buffer_id, holder_id, receiver_id, expires_unix_ms, begin, end))
+
+    def issue_fields(
+        self, buffer_id: str, holder_id: str, receiver_id: str, expires_unix_ms: int, begin: int = 0, end: int = 0
+    ) -> dict[str, Any]:
+        """The fields of such a ticket, for a message that holds it: it would copy a ticket."""
         nonce = os.urandom(NONCE_BYTES)
         fields = _framed_fields(buffer_id, holder_id, receiver_id, begin, end, expires_unix_ms, nonce)
         holder_key, receiver_key = self._node_key(holder_id), self._node_key(receiver_id)
         sealed_session = _xor(_session(fields, holder_key), _pad(fields, receiver_key))
-        return Ticket(
-            buffer_id=buffer_id,
-            begin=begin,
-            end=end,
-            holder_id=holder_id,
-            receiver_id=receiver_id,
-            expires_unix_ms=expires_unix_ms,
-            nonce=nonce,
-            sealed_session=sealed_session,
-            mac=_ticket_mac(fields, sealed_session, holder_key),
-        )
+        return {
+            "buffer_id": buffer_id,
+            "begin": begin,
+            "end": end,
+            "holder_id": holder_id,
+            "receiver_id": receiver_id,
+            "expires_unix_ms": expires_unix_ms,
+            "nonce": nonce,
+            "sealed_session": sealed_session,
+            "mac": _ticket_mac(fields, sealed_session, holder_key),
+        }
 
-    def _node_key(self, node_id: str) -> bytes:
+    def _node_key(self, node_id: str) -> HmacKey:
         key = self._node_keys.get(node_id)
         if key is None:
-            key = self._node_keys[node_id] = derive_node_key(self._cluster_key, node_id)
+            key = self._node_keys[node_id] = HmacKey(derive_node_key(self._cluster_key, node_id))
         return key
 
 
@@ -74,10 +81,11 @@ def verify_ticket(ticket: Ticket, holder_id: str, holder_key: bytes, now_unix_ms
     """
     if ticket.holder_id != holder_id:
         raise WrongHolder(f"the ticket is for holder {ticket.holder_id!r}, this is {holder_id!r}")
-    if not hmac.compare_digest(ticket.mac, _ticket_mac(_fields(ticket), ticket.sealed_session, holder_key)):
+    key, fields = HmacKey(holder_key), _fields(ticket)
+    if not hmac.compare_digest(ticket.mac, _ticket_mac(fields, ticket.sealed_session, key)):
         raise TicketRefused("the ticket's MAC does not match")
     check_expiry(ticket, now_unix_ms)
-    return _session(_fields(ticket), holder_key)
+    return _session(fields, key)
 
 
 def check_expiry(ticket: Ticket, now_unix_ms: int, grace_ms: int = 0) -> None:
@@ -90,7 +98,7 @@ def unseal_session(ticket: Ticket, receiver_key: bytes) -> bytes:
     """The receiver's side: the session key; with any other node's key, 32 meaningless bytes."""
     if len(ticket.sealed_session) != SESSION_BYTES:
         raise TicketRefused("the ticket has no sealed session key")
-    return _xor(ticket.sealed_session, _pad(_fields(ticket), receiver_key))
+    return _xor(ticket.sealed_session, _pad(_fields(ticket), HmacKey(receiver_key)))
 
 
 def prove_session(session: bytes, side: bytes, challenge: bytes) -> bytes:
@@ -98,16 +106,16 @@ def prove_session(session: bytes, side: bytes, challenge: bytes) -> bytes:
     return framed_mac(session, b"torchrelay proof", side, challenge)
 
 
-def _session(fields: bytes, holder_key: bytes) -> bytes:
-    return hmac.digest(holder_key, _SESSION + fields, "sha256")
+def _session(fields: bytes, holder_key: HmacKey) -> bytes:
+    return holder_key.digest(_SESSION + fields)
 
 
-def _pad(fields: bytes, receiver_key: bytes) -> bytes:
-    return hmac.digest(receiver_key, _SEAL + fields, "sha256")
+def _pad(fields: bytes, receiver_key: HmacKey) -> bytes:
+    return receiver_key.digest(_SEAL + fields)
 
 
-def _ticket_mac(fields: bytes, sealed_session: bytes, holder_key: bytes) -> bytes:
-    return hmac.digest(holder_key, _TICKET + fields + framed(sealed_session), "sha256")
+def _ticket_mac(fields: bytes, sealed_session: bytes, holder_key: HmacKey) -> bytes:
+    return holder_key.digest(_TICKET + fields + framed(sealed_session))
 
 
 def _fields(ticket: Ticket) -> bytes:

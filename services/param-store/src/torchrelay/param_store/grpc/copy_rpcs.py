@@ -22,6 +22,7 @@ from torchrelay.transfer.transport.interface import TransferClass
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger(__name__)
 _MAX_LEASE_S = 3600.0
+_RELAY_WAIT_S = 1.0  # how long a worker's hold of a pack waits for the relay that brings it
 _MIN_REPORT_INTERVAL_S = 0.05  # for each watcher
 
 
@@ -32,13 +33,7 @@ class CopyRpcs:
 
     async def Hold(self, request: pb.HoldRequest, context: Context) -> AsyncIterator[pb.HoldReply]:
         checked_digest(request.pack_id, "pack_id")
-        arena_copies = self.store.arena_copies
-        try:
-            slab, owner = arena_copies.hold(request.pack_id, request.owner_id)
-        except NotFound:
-            if failure := arena_copies.failure(request.pack_id):
-                raise Unavailable(f"pack {request.pack_id} is not in the arena: {failure}") from None
-            raise
+        slab, owner = await self._hold(request)
         log.info("pack_held", pack_id=request.pack_id, owner_id=request.owner_id)
         try:
             with self.store.changes.listen() as changed:
@@ -53,8 +48,24 @@ class CopyRpcs:
                         yield self._hold_reply(slab, *state)
                     await changed.wait()
         finally:
-            arena_copies.release(slab, owner)
+            self.store.arena_copies.release(slab, owner)
             log.info("pack_released", pack_id=request.pack_id, owner_id=request.owner_id)
+
+    async def _hold(self, request: pb.HoldRequest) -> tuple[Slab, str]:
+        """Pins the pack. A worker may be told to load it a moment before the relay that brings it comes here. Raises
+        ``NotFound`` if none comes, ``Unavailable`` if it failed.
+        """
+        arena_copies = self.store.arena_copies
+        with self.store.changes.listen() as changed, suppress(TimeoutError):
+            async with asyncio.timeout(_RELAY_WAIT_S):
+                while True:
+                    changed.clear()
+                    with suppress(NotFound):
+                        return arena_copies.hold(request.pack_id, request.owner_id)
+                    if failure := arena_copies.failure(request.pack_id):
+                        raise Unavailable(f"pack {request.pack_id} is not in the arena: {failure}")
+                    await changed.wait()
+        return arena_copies.hold(request.pack_id, request.owner_id)
 
     def _hold_reply(self, slab: Slab, num_segments_ready: int, error: str) -> pb.HoldReply:
         return pb.HoldReply(

@@ -174,7 +174,7 @@ class AttemptPlaced(msgspec.Struct, frozen=True, gc=False):
     tbt_target_s: float = 0.0
 
 
-@dataclass
+@dataclass(slots=True)
 class Effects:
     """Everything that one input caused, in order."""
 

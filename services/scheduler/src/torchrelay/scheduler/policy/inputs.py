@@ -170,6 +170,12 @@ class Due(_Input, frozen=True):
     """The time has come at which a waiting request may be placed; see ``Policy.next_due``."""
 
 
+class Turn(_Input, frozen=True):
+    """Time for a look at those versions that are idle by now, and at a few that nothing has happened to. Without it,
+    ticks do it, for many at once.
+    """
+
+
 class Tick(_Input, frozen=True):
     """Time has passed. ``listening_since``: nobody listened before, so silence until then is no loss."""
 
@@ -203,5 +209,6 @@ Input = (
     | CopyFailed
     | RetainFailed
     | Due
+    | Turn
     | Tick
 )

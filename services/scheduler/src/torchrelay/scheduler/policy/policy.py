@@ -5,7 +5,7 @@ Called from one thread, one input at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -115,6 +115,8 @@ class Policy:
                 state.replication_state.retain_failed(store_id, now)
             case inputs.Due():
                 admissions.place_due(state, now)
+            case inputs.Turn():
+                self._turn(now)
             case inputs.Tick(listening_since):
                 self._tick(listening_since, now)
             case _:
@@ -207,7 +209,11 @@ class Policy:
         if state.membership.accept_store(store):
             replication.store_seen(state, store, before, now)
             relays.store_reported(state, store, before, now)
-            if before is None:
+            if before is not None:
+                return
+            if state.strategies.decides_in_turns:  # its host's slots can be loaded, for who has none
+                scaling.scale(state, now, scaling.starving_versions(state, now))
+            else:
                 self._react(now)
 
     def _remove_store(self, store: StoreStatus, cause: str, now: float) -> None:
@@ -260,14 +266,15 @@ class Policy:
             self._give_up_load(instance, reason, now)
         admissions.refuse_infeasible(state, now)
         admissions.refuse_unserved(state, now)
-        kept_slots.refuse_without_slot(state, now)
         is_in_turns, is_whole = state.strategies.decides_in_turns, now >= state.whole_scale_due
         if is_whole:
             state.whole_scale_due = now + state.config.whole_scale_every_s
             scaling.evaluate_minimums(state, now)
+            kept_slots.refuse_without_slot(state, now)
         if is_whole and not is_in_turns:
             self._react(now)
-            take_backs.take_back(state, now, state.attempts.versions_in_prefill)
+            take_backs.take_back(state, now, state.instances.versions)
+            migrations.rebalance(state, now, state.instances.versions)
         else:
             admissions.place_waiting(state, now)
             due: list[str] = []
@@ -275,11 +282,28 @@ class Policy:
                 due = [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
                 if is_whole:  # these may have no instance
                     due += [*state.minimums.in_force, *scaling.expected_versions(state, now)]
-            scaling.scale(state, now, sorted({*state.queues.versions, *state.instances.loading_versions, *due}))
-            take_backs.take_back(state, now, state.attempts.versions_in_prefill.intersection(due))
+            self._look(due, now, also=(*state.queues.versions, *state.instances.loading_versions))
         if is_whole:
-            migrations.migrate(state, now)
+            migrations.empty_draining(state, now)
         replication.replicate(state, now)
+
+    def _turn(self, now: float) -> None:
+        state = self.state
+        if not state.strategies.decides_in_turns:
+            return
+        due = scaling.idle_versions(state, now)
+        if not state.queues.versions:  # else the next tick has these turns: growth is decided with all who wait
+            due += state.scale_turns.due(state.instances.versions, now)
+        if due:
+            self._look(due, now)
+
+    def _look(self, version_ids: Sequence[str], now: float, also: Iterable[str] = ()) -> None:
+        """At versions that nothing may have happened to: how many instances, and whether their prompts and answers are
+        better off elsewhere. ``also``: how many instances of these.
+        """
+        scaling.scale(self.state, now, sorted({*version_ids, *also}))
+        take_backs.take_back(self.state, now, version_ids)
+        migrations.rebalance(self.state, now, version_ids)
 
     def _give_up_load(self, instance: Instance, reason: Reason, now: float) -> None:
         if instance.accepted:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 from google.protobuf.message import Message
@@ -49,6 +49,13 @@ class _Begun:
     answer: Awaitable[object]
 
 
+class _BegunWake(NamedTuple):
+    """Of a wake of one host. ``loads``: by instance; none where they wait for the answer to the relay."""
+
+    relay: _Begun
+    loads: Mapping[str, _Begun]
+
+
 class Actuator:
     """``tasks`` owns the running commands."""
 
@@ -67,8 +74,8 @@ class Actuator:
             return
         match command:
             case effects.WakeCommand():
-                relay = self._only_relay(command)
-                self._tasks.create_task(self._wake(command, relay), name=f"wake {command.model.name}")
+                begun = self._begin_wake(command)
+                self._tasks.create_task(self._wake(command, begun), name=f"wake {command.model.name}")
             case effects.SetRolesCommand():
                 self._tasks.create_task(self._set_roles(command), name=f"set roles {command.instance_id}")
             case effects.UnloadCommand():
@@ -82,22 +89,31 @@ class Actuator:
             case effects.DisconnectCommand():
                 self._tasks.create_task(self._channels.forget(command.address), name=f"disconnect {command.address}")
 
-    def _only_relay(self, command: effects.WakeCommand) -> _Begun | None:
-        """The relay of a wake of one host, begun before the event loop turns to anything else: requests wait for it.
-        None: of several hosts, or the store is gone.
+    def _begin_wake(self, command: effects.WakeCommand) -> _BegunWake | None:
+        """A wake of one host begins before the event loop turns to anything else: requests wait for it. Where the host
+        has the pack, as far as is known, and its store is connected, the loads begin at once too: in case that the pack
+        was just let go, the store keeps them waiting for the relay. None: of several hosts, or a peer is gone.
         """
         if len(command.hops) != 1:
             return None
+        (hop,) = command.hops
         try:
-            return self._begin_relay(command, self._hop_of_wake(command, command.hops[0]))
+            relay = self._begin_relay(command, self._hop_of_wake(command, hop))
+            if not self._has_whole(hop.store_id, command.model.pack_id) or not self._is_connected(hop.store_id):
+                return _BegunWake(relay, {})
+            return _BegunWake(relay, {order.instance_id: self._begin_load(command, order) for order in hop.loads})
         except Unavailable:
             return None
 
-    async def _wake(self, command: effects.WakeCommand, relay: _Begun | None) -> None:
+    async def _wake(self, command: effects.WakeCommand, begun: _BegunWake | None) -> None:
         """All hosts at once, but each after those of this wake that it follows: a store that hangs delays its followers
         alone, for ``_UPSTREAM_S``, as they have other sources. Loads start once the store has accepted the relay.
         """
+        if begun is not None and begun.loads:
+            await self._finish_wake(command, begun)
+            return
         if len(command.hops) == 1:
+            relay = begun.relay if begun is not None else None
             await self._wake_host(command, command.hops[0], (), asyncio.Event(), relay)
             return
         told = {hop.store_id: asyncio.Event() for hop in command.hops}
@@ -105,6 +121,16 @@ class Actuator:
             for hop in command.hops:
                 upstream = [told[source] for source in hop.sources[: hop.num_striped] if source in told]
                 hosts.create_task(self._wake_host(command, hop, upstream, told[hop.store_id]))
+
+    async def _finish_wake(self, command: effects.WakeCommand, begun: _BegunWake) -> None:
+        """The relay and the loads of one host are under way: what becomes of the loads is for their worker to say."""
+        (hop,) = command.hops
+        first, *others = hop.loads
+        async with asyncio.TaskGroup() as loads:
+            for order in others:
+                loads.create_task(self._load(command, order, begun.loads[order.instance_id]))
+            await self._load(command, first, begun.loads[first.instance_id])
+        await self._keep(command, hop, begun.relay)
 
     async def _wake_host(
         self,
@@ -225,13 +251,19 @@ class Actuator:
             log.info("retain_failed", store_id=command.store_id, error=error.message)
             self._controller.apply(inputs.RetainFailed(command.store_id))
 
+    def _is_connected(self, store_id: str) -> bool:
+        """One whose process is gone is known to be so at once, and its host's loads are not begun in vain."""
+        store = self._controller.policy.state.membership.stores.get(store_id)
+        return store is not None and self._channels.is_connected(store.grpc_address, store_id)
+
     def _store(self, store_id: str) -> ParamStoreAsyncStub:
         store = self._controller.policy.state.membership.stores.get(store_id)
         if store is None:
             raise Unavailable("the store is gone")
         return self._channels.store(store.grpc_address, store_id)
 
-    async def _load(self, command: effects.WakeCommand, order: effects.LoadOrder) -> None:
+    def _begin_load(self, command: effects.WakeCommand, order: effects.LoadOrder) -> _Begun:
+        """Raises ``Unavailable`` if the worker is gone."""
         request = worker_pb2.LoadRequest(
             epoch=self._controller.epoch.value,
             instance_id=order.instance_id,
@@ -239,8 +271,11 @@ class Actuator:
             roles=converters.roles_to_proto(order.roles),
             traceparent=command.traceparent,
         )
+        return self._begin(self._worker(order.worker_id).Load, request, _TIMEOUT_S)
+
+    async def _load(self, command: effects.WakeCommand, order: effects.LoadOrder, begun: _Begun | None = None) -> None:
         try:
-            await self._call(self._worker(order.worker_id).Load, request)
+            await self._finish(begun or self._begin_load(command, order))
         except _Unanswered:
             self._controller.apply(inputs.LoadUnanswered(order.instance_id))
             return

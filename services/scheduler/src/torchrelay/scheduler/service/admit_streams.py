@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
+from typing import Any
 
 from torchrelay.common.errors import Overloaded, TorchrelayError
 from torchrelay.common.net.rpc.message_pace import MessagePace
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents, Beat
+from torchrelay.scheduler.service.converters import EventFields
 
 _BEAT = AdmitEvent(beat=Beat())
 MAX_BATCH = 64  # events in one message
@@ -19,7 +21,7 @@ class AdmitStream:
     """One stream. A gateway that reads too slowly loses the stream, not its admissions: it sends them again."""
 
     def __init__(self, max_queued: int) -> None:
-        self._queue: deque[AdmitEvent] = deque()
+        self._queue: deque[AdmitEvent | EventFields] = deque()
         self._max_queued = max_queued
         self._changed = asyncio.Event()
         self._error: TorchrelayError | None = None
@@ -27,7 +29,7 @@ class AdmitStream:
         self._beat_every_s: float | None = None
         self.gateway_id = ""  # known after its hello
 
-    def send(self, event: AdmitEvent) -> None:
+    def send(self, event: AdmitEvent | EventFields) -> None:
         if len(self._queue) >= self._max_queued:
             self.close(Overloaded("The gateway reads its stream too slowly; it may send its admissions again."))
             return
@@ -48,7 +50,8 @@ class AdmitStream:
                 if len(self._queue) < MAX_BATCH:
                     await pace.wait()
                 num_events = min(len(self._queue), MAX_BATCH)
-                yield AdmitEvents(events=[self._queue.popleft() for _ in range(num_events)])
+                batch: list[Any] = [self._queue.popleft() for _ in range(num_events)]  # fields are not in the stubs
+                yield AdmitEvents(events=batch)
             if self._error is not None:
                 raise self._error
             if self._closed:
@@ -91,7 +94,7 @@ class AdmitStreams:
         del self._of[stream.gateway_id]
         return True
 
-    def send(self, gateway_id: str, event: AdmitEvent) -> None:
+    def send(self, gateway_id: str, event: AdmitEvent | EventFields) -> None:
         """Drops the event if the gateway is away: it asks again when it is back."""
         if stream := self._of.get(gateway_id):
             stream.send(event)

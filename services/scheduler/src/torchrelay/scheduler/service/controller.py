@@ -277,10 +277,11 @@ class Controller:
         self._notify_watchers()
 
     def _send(self, answer: Answer) -> None:
+        event: AdmitEvent | converters.EventFields
         if isinstance(answer, Placed):
             ticket = self.cluster_tickets.kv(answer.placement)
             kind = "placed"
-            event = converters.placed_to_proto(answer.placement, ticket, self.cluster_tickets.call_tokens)
+            event = converters.placed_to_fields(answer.placement, ticket, self.cluster_tickets.call_tokens)
         elif isinstance(answer, AdmissionRefused):
             kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
         elif isinstance(answer, TakeBack):

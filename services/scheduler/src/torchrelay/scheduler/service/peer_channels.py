@@ -50,6 +50,11 @@ class PeerChannels:
             self._channels[key] = open_channel(address, self._tls, token, callee, is_thin=True)
         return self._channels[key]
 
+    def is_connected(self, address: str, node_id: str) -> bool:
+        """Whether the connection to the peer stands now."""
+        channel = self._channels.get((address, node_id))
+        return channel is not None and channel.get_state() is grpc.ChannelConnectivity.READY
+
     async def forget(self, address: str) -> None:
         """Closes the channels to an address whose process is gone; running calls fail."""
         for key in [key for key in self._channels if key[0] == address]:

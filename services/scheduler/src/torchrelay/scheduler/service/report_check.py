@@ -11,6 +11,7 @@ from torchrelay.common.recent import Recent
 
 log = get_logger(__name__)
 _MAX_NAMED = 1024
+_MAX_NODES = 16_384
 
 
 class ReportCheck:
@@ -18,6 +19,7 @@ class ReportCheck:
 
     def __init__(self, cluster_key: bytes) -> None:
         self._cluster_key = cluster_key
+        self._node_keys: Recent[str, bytes] = Recent(_MAX_NODES)
         self._logged: Recent[tuple[str, str], bool] = Recent(_MAX_NAMED)
 
     def is_signed(self, message: Msg) -> bool:
@@ -25,10 +27,15 @@ class ReportCheck:
         mac = (message.headers or {}).get(MAC_HEADER, "")
         if not mac:
             return self._refused(message, "it is not signed")
-        node_key = derive_node_key(self._cluster_key, node_id(message))
-        if not is_report_mac(mac, node_key, message.subject, message.data):
+        if not is_report_mac(mac, self._node_key(node_id(message)), message.subject, message.data):
             return self._refused(message, "its signature is not that of the node in its subject")
         return True
+
+    def _node_key(self, node_id: str) -> bytes:
+        key = self._node_keys.get(node_id)
+        if key is None:
+            key = self._node_keys[node_id] = derive_node_key(self._cluster_key, node_id)
+        return key
 
     def names_its_node(self, message: Msg, claimed_id: str) -> bool:
         """Whether the report in the message is about the node in its subject."""

@@ -8,11 +8,12 @@ Expiry is by this clock and checked by the holders': lifetimes are long beside a
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from torchrelay.common.identity.callers import Caller, call_token
 from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.recent import Recent
-from torchrelay.control.v1.types_pb2 import Source, Ticket
+from torchrelay.control.v1.types_pb2 import Source
 from torchrelay.scheduler.policy.core import REMOTE, Placement, StoreStatus
 from torchrelay.scheduler.service.converters import CallTokens
 from torchrelay.transfer.protocol.tickets import TicketIssuer
@@ -39,12 +40,12 @@ class ClusterTickets:
             self._call_tokens[worker_id] = tokens
         return tokens
 
-    def kv(self, placement: Placement) -> Ticket | None:
-        """Lets the decode worker follow the prefill worker's KV buffer; None if they are the same worker."""
+    def kv(self, placement: Placement) -> dict[str, Any] | None:
+        """Fields of a ticket: it lets the decode worker follow the prefill worker's KV buffer. None: they are one."""
         if not placement.needs_kv_transfer:
             return None
         holder, receiver = placement.prefill.worker_id, placement.decode.worker_id
-        return self._issuer.issue(placement.key.buffer_id, holder, receiver, _expiry_ms(_KV_TICKET_S))
+        return self._issuer.issue_fields(placement.key.buffer_id, holder, receiver, _expiry_ms(_KV_TICKET_S))
 
     def source(self, pack_id: str, holder: StoreStatus | None, receiver_id: str) -> Source:
         """A source from which a store can follow a pack; ``holder`` None: the remote store."""

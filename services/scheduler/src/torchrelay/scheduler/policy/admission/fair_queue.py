@@ -23,6 +23,8 @@ _MAX_LEFT = 64  # entries of a heap whose requests have left, more than there ar
 class DeadlineHeap:
     """Requests by deadline. Those that leave early are dropped when they come to the top, or when they are many."""
 
+    __slots__ = ("_entries", "_heap")
+
     def __init__(self) -> None:
         self._heap: list[Entry] = []
         self._entries: dict[AttemptKey, Entry] = {}

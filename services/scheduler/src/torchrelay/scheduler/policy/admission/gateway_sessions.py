@@ -55,7 +55,10 @@ class GatewaySessions:
         """The gateway sent this admission, for the first time or again."""
         self.forget(key)
         self._owner[key] = gateway_id
-        self._of.setdefault(gateway_id, _Session(connected=True)).confirmed[key] = None
+        session = self._of.get(gateway_id)
+        if session is None:
+            session = self._of[gateway_id] = _Session(connected=True)
+        session.confirmed[key] = None
 
     def forget(self, key: AttemptKey) -> None:
         gateway_id = self._owner.pop(key, None)

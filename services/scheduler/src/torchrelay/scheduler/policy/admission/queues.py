@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
-from cachetools import LRUCache
-
+from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.admission.fair_queue import FairQueue
 from torchrelay.scheduler.policy.admission.place_rate import PlaceRate
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, Admission, AttemptKey, ServiceClass
@@ -79,7 +78,7 @@ class AdmissionQueues:
         self._emptied: dict[str, tuple[float, _VersionQueue]] = {}  # those with debts, in the order of these times
         self._version_of: dict[AttemptKey, str] = {}
         self._num_of: Counter[str] = Counter()  # waiting requests, by tenant
-        self._place_rates: LRUCache[str, PlaceRate] = LRUCache(MAX_VERSIONS)  # by version
+        self._place_rates: Recent[str, PlaceRate] = Recent(MAX_VERSIONS)  # by version
         self._sequence = count()
 
     def __len__(self) -> int:
@@ -115,8 +114,8 @@ class AdmissionQueues:
         assert admission.key not in self._version_of
         queue = self._queues.get(admission.version_id)
         if queue is None:
-            _, queue = self._emptied.pop(admission.version_id, (0.0, _VersionQueue()))
-            self._queues[admission.version_id] = queue
+            emptied = self._emptied.pop(admission.version_id, None)
+            queue = self._queues[admission.version_id] = _VersionQueue() if emptied is None else emptied[1]
         queue.waiting[admission.key] = one = _Waiting(admission, next(self._sequence))
         queue.enter(one)
         tenant = admission.tenant
@@ -137,7 +136,9 @@ class AdmissionQueues:
         one = queue.waiting[key]
         assert one.fair_queue is not None
         one.fair_queue.take(one.admission)
-        self._place_rates.setdefault(version_id, PlaceRate()).take(now, is_last=len(queue.waiting) == 1)
+        rate = self._place_rates.get(version_id) or PlaceRate()
+        self._place_rates[version_id] = rate
+        rate.take(now, is_last=len(queue.waiting) == 1)
         self._forget(key, now)
 
     def fall_late(self, key: AttemptKey) -> bool:

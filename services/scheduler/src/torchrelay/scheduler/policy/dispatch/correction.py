@@ -20,6 +20,7 @@ HALF_LIFE_S: Final = 120.0
 _MAX_LOG = 3.0  # of one measurement, either way
 _LEAST, _MOST = -1.0, 3.0  # that are believed
 _USUAL_VARIANCE = 0.08  # before any was measured: a fifth more or less
+FADE_EVERY_S: Final = 0.25  # what fades with time is computed anew so often: it is asked for with each request
 
 
 @dataclass(slots=True)
@@ -30,6 +31,8 @@ class _Measured:
     mean: float = 0.0
     variance: float = _USUAL_VARIANCE
     believed: float = 0.0
+    factor: float = 1.0  # as it was when last computed,
+    factor_until: float = -math.inf  # and as it counts until then
 
 
 class Corrections:
@@ -43,7 +46,12 @@ class Corrections:
     def of(self, instance_id: str, now: float) -> float:
         """The factor; 1: none."""
         found = self._measured.get(instance_id)
-        return float(2.0 ** (found.believed * _left(found, now))) if found and found.believed else 1.0
+        if found is None or not found.believed:
+            return 1.0
+        if now >= found.factor_until:
+            found.factor = float(2.0 ** (found.believed * _left(found, now)))
+            found.factor_until = now + FADE_EVERY_S
+        return found.factor
 
     def observe(self, instance_id: str, predicted_s: float, correction: float, measured_s: float, now: float) -> None:
         """``correction``: the factor that is part of ``predicted_s``. Many are predicted before the first of them is
@@ -58,6 +66,7 @@ class Corrections:
         mean = min(max(mean + self._weight * off, -_MAX_LOG - _MOST), _MAX_LOG + _MOST)
         found.variance += self._weight * (off * off - found.variance)
         part = 1 - self._chance * found.variance / (mean * mean) if mean else 0.0
+        found.factor_until = now
         found.at, found.mean, found.believed = now, mean, min(max(mean * max(part, 0.0), _LEAST), _MOST)
 
     def forget(self, instance_id: str) -> None:

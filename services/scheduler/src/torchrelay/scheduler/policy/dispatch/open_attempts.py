@@ -30,7 +30,8 @@ class OpenAttempt:
     @property
     def instance_ids(self) -> tuple[str, ...]:
         """One where both ends are the same instance."""
-        return tuple(dict.fromkeys((self.placement.prefill.instance_id, self.placement.decode.instance_id)))
+        prefill_id, decode_id = self.placement.prefill.instance_id, self.placement.decode.instance_id
+        return (prefill_id,) if prefill_id == decode_id else (prefill_id, decode_id)
 
 
 @dataclass(eq=False, slots=True)
@@ -77,11 +78,6 @@ class OpenAttempts:
     def attempts(self) -> tuple[OpenAttempt, ...]:
         return tuple(self._open.values())
 
-    @property
-    def versions_in_prefill(self) -> set[str]:
-        """Versions of which prompts are bound and not computed."""
-        return {one.admission.version_id for work in self._bound.values() for one in work.prefills.values()}
-
     def at(self, instance_id: str) -> BoundWork:
         """What is bound of an instance; not to be changed."""
         return self._bound.get(instance_id, NOTHING_BOUND)
@@ -96,16 +92,22 @@ class OpenAttempts:
         assert key not in self._open
         self._open[key] = attempt
         if not attempt.is_computed:
-            prefill = self._bound.setdefault(placement.prefill.instance_id, BoundWork())
+            prefill = self._work(placement.prefill.instance_id)
             prefill.prefills[key] = attempt
             prefill.lane.bind(key, placement.predicted.prefill_s, now, placement.predicted.pause_s)
-        decode = self._bound.setdefault(placement.decode.instance_id, BoundWork())
+        decode = self._work(placement.decode.instance_id)
         decode.decodes[key] = attempt
         decode.kv_bytes += attempt.kv_bytes
         decode.num_choices += attempt.admission.num_choices
         decode.num_attended += attempt.num_attended
         for instance_id in attempt.instance_ids:
             self._on_change(instance_id)
+
+    def _work(self, instance_id: str) -> BoundWork:
+        work = self._bound.get(instance_id)
+        if work is None:
+            work = self._bound[instance_id] = BoundWork()
+        return work
 
     def computed(self, key: AttemptKey, now: float) -> OpenAttempt | None:
         """The first token is there. Returns the attempt, the first time."""

@@ -12,7 +12,7 @@ gets the pauses that its answers need.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -156,12 +156,13 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
                 paused_s = work.lane.paused_s(decode_s, entry.full_step_s, now)
         else:
             one_s = latency.prefill_s(num_tokens, num_cached)
-        steps_s, load_left_s, queued_s = num_contexts * one_s, entry.load_left_s(now), entry.queued_s(work.lane, now)
+        steps_s, load_left_s = num_contexts * one_s, entry.load_left_s(now)
+        queued_s, overdue_s = entry.queued_and_overdue_s(work.lane, now)
         if load_left_s or queued_s:
             prefill_s, alone_s = steps_s * candidate.correction, 0.0
         else:
             prefill_s, alone_s = candidate.prompt_time.alone_s(steps_s) * candidate.correction, steps_s
-        ttft_s = load_left_s + queued_s + entry.overdue_s(work.lane, now) + paused_s + prefill_s
+        ttft_s = load_left_s + queued_s + overdue_s + paused_s + prefill_s
         if queued_s < entry.full_step_s and not paused_s:
             found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, alone_s, candidate))
             continue
@@ -223,30 +224,39 @@ def _best_pair(
     prefills: Sequence[_Prefill], decodes: Sequence[_Decode], transfer_s: Callable[[str, str], float]
 ) -> tuple[_Prefill, _Decode]:
     """The least time to the second token plus all later delays beyond the objective, by branch and bound: both lists
-    are sorted, and a transfer never takes less than nothing. ``transfer_s``: between two hosts.
+    are sorted, and no transfer from a host takes less than the least of those that there may be. ``transfer_s``:
+    between two hosts.
     """
-    transfers_s: dict[tuple[str, str], float] = {}
+    if len(prefills) == len(decodes) == 1:
+        return prefills[0], decodes[0]
+    decode_hosts = {decode[-1].entry.host_id for decode in decodes}
+    by_id = {decode[1]: decode for decode in decodes}
+    transfers_s: dict[
+        str, tuple[Mapping[str, float], float]
+    ] = {}  # by prefill host: to each decode host, and the least
     least_s = math.inf
     best: tuple[float, int, str, str] = (least_s, 0, "", "")
     pair = prefills[0], decodes[0]
     for prefill in prefills:
         ttft_s, prefill_id, _, _, first = prefill
-        prefill_entry = first.entry
-        for decode in decodes:
+        if ttft_s + decodes[0][0] > least_s:
+            break  # and with every later prefill instance
+        host_id = first.entry.host_id
+        if (found := transfers_s.get(host_id)) is None:
+            to_each_s = {one: transfer_s(host_id, one) for one in decode_hosts}
+            found = transfers_s[host_id] = to_each_s, min(to_each_s.values())
+        arrivals_s, least_arrival_s = found
+        own = by_id.get(prefill_id)  # the only one without a transfer
+        for decode in decodes if own is None else (own, *decodes):
             later_s, decode_id, _, _, load_left_s, second = decode
-            if ttft_s + later_s > least_s:
-                break
             cost_s = later_s + (load_left_s if load_left_s > ttft_s else ttft_s)
-            if second.entry is not prefill_entry:
-                hosts = prefill_entry.host_id, second.entry.host_id
-                if (arrival_s := transfers_s.get(hosts)) is None:
-                    arrival_s = transfers_s[hosts] = transfer_s(*hosts)
-                cost_s += arrival_s
+            if decode is not own:
+                if ttft_s + later_s + least_arrival_s > least_s:
+                    break
+                cost_s += arrivals_s[second.entry.host_id]
             if cost_s > least_s:
                 continue
             rank = (cost_s, -second.kv_unreserved_bytes, prefill_id, decode_id)
             if rank < best:
                 best, least_s, pair = rank, cost_s, (prefill, decode)
-        if ttft_s + decodes[0][0] > least_s:
-            break  # and with every later prefill instance
     return pair

@@ -99,12 +99,19 @@ class PrefillLane:
 
     def ahead_s(self, now: float) -> float:
         """Predicted time until all that is bound is computed; the first counts until it is reported."""
-        if not self._bound:
-            return 0.0
-        first_s, since_s = next(iter(self._bound.values())), now - self._head_since
-        left_s = self._work_s - (first_s if since_s > first_s else since_s if since_s > 0.0 else 0.0)
-        return left_s if left_s > 0.0 else 0.0
+        return self.ahead_and_overdue_s(now)[0]
 
     def overdue_s(self, now: float) -> float:
         """How long ago the first should have been computed: it is expected to take as long again."""
-        return max(now - self._head_since - next(iter(self._bound.values())), 0.0) if self._bound else 0.0
+        return self.ahead_and_overdue_s(now)[1]
+
+    def ahead_and_overdue_s(self, now: float) -> tuple[float, float]:
+        """``ahead_s`` and ``overdue_s``; a placement asks for both of each candidate."""
+        if not self._bound:
+            return 0.0, 0.0
+        first_s, since_s = next(iter(self._bound.values())), now - self._head_since
+        if since_s > first_s:
+            left_s, overdue_s = self._work_s - first_s, since_s - first_s
+        else:
+            left_s, overdue_s = self._work_s - (since_s if since_s > 0.0 else 0.0), 0.0
+        return left_s if left_s > 0.0 else 0.0, overdue_s

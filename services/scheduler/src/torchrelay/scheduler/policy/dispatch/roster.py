@@ -37,15 +37,19 @@ class RosterEntry:
         bound_s = lane.work_s() if self.phase is InstancePhase.LOADING else lane.ahead_s(now)
         return bound_s + (self.excess_until - now) if self.excess_until > now else bound_s
 
-    def overdue_s(self, lane: PrefillLane, now: float) -> float:
-        """What these will take beyond that, as the first has: whatever an instance that computes nothing says of
-        itself, it gets nothing more where there is a choice.
+    def queued_and_overdue_s(self, lane: PrefillLane, now: float) -> tuple[float, float]:
+        """``queued_s``, and what these will take beyond that, as the first has: whatever an instance that computes
+        nothing says of itself, it gets nothing more where there is a choice.
         """
-        return 0.0 if self.phase is InstancePhase.LOADING else lane.overdue_s(now)
+        if self.phase is InstancePhase.LOADING:
+            return self.queued_s(lane, now), 0.0
+        ahead_s, overdue_s = lane.ahead_and_overdue_s(now)
+        return ahead_s + (self.excess_until - now) if self.excess_until > now else ahead_s, overdue_s
 
     def ahead_s(self, lane: PrefillLane, now: float) -> float:
         """The time that these will take."""
-        return self.queued_s(lane, now) + self.overdue_s(lane, now)
+        queued_s, overdue_s = self.queued_and_overdue_s(lane, now)
+        return queued_s + overdue_s
 
     def bindable_at(self, lane: PrefillLane) -> float:
         """When less than a full step will be ahead, by the passing of time alone."""

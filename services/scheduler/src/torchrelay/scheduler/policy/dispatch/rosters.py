@@ -12,8 +12,8 @@ from torchrelay.scheduler.policy.dispatch.shortlist import LEAST_ENTRIES, Shortl
 
 class Rosters:
     """By version, built when they are asked for, and again after ``forget``; after ``forget_loads`` only the entries of
-    instances that load. A version is blocked while a full step of prompts is ahead on each of its instances: nothing is
-    placed there.
+    instances that load. Nothing is kept of a version without instances. A version is blocked while a full step of
+    prompts is ahead on each of its instances: nothing is placed there.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,9 @@ class Rosters:
         """``build_load``: an instance that loads, as it is now."""
         found = self._of.get(version_id)
         if found is None:
-            found = self._of[version_id] = tuple(build())
+            found = tuple(build())
+            if found:
+                self._of[version_id] = found
         elif version_id in self._with_old_loads:
             shortlist, entries = self._shortlists.get(version_id), list(found)
             for place, entry in enumerate(entries):
@@ -43,14 +45,15 @@ class Rosters:
                         shortlist.replace(entries[place])
             found = self._of[version_id] = tuple(entries)
             self._prefills.pop(version_id, None)
-        self._with_old_loads.discard(version_id)
+            self._with_old_loads.discard(version_id)
         return found
 
     def prefills(self, version_id: str) -> Sequence[RosterEntry]:
         """Of the roster that was given last those that play prefill."""
         found = self._prefills.get(version_id)
         if found is None:
-            entries = self._of[version_id]
+            if (entries := self._of.get(version_id)) is None:
+                return ()
             are_all = all(entry.plays_prefill for entry in entries)
             found = entries if are_all else tuple(entry for entry in entries if entry.plays_prefill)
             self._prefills[version_id] = found
@@ -58,7 +61,7 @@ class Rosters:
 
     def shortlist(self, version_id: str, work_of: Callable[[str], BoundWork]) -> Shortlist | None:
         """Of the roster that was given last; none of a small one. ``work_of``: what is bound of an instance."""
-        entries = self._of[version_id]
+        entries = self._of.get(version_id, ())
         if len(entries) < LEAST_ENTRIES:
             return None
         found = self._shortlists.get(version_id)
@@ -76,17 +79,25 @@ class Rosters:
         entries = self._of.pop(version_id, ())
         self._prefills.pop(version_id, None)
         self._blocked_until.pop(version_id, None)
+        self._with_old_loads.discard(version_id)
         if self._shortlists.pop(version_id, None) is not None:
             for entry in entries:
                 del self._listed[entry.instance_id]
 
     def forget_loads(self, version_id: str) -> None:
         """What is predicted of its loads has changed, and nothing else."""
-        self._with_old_loads.add(version_id)
+        if version_id in self._of:
+            self._with_old_loads.add(version_id)
 
     def block(self, version_id: str, until: float) -> None:
         """Until then, unless its instances change or prompts leave them."""
         self._blocked_until[version_id] = until
+
+    @property
+    def num_known(self) -> int:
+        """Versions of which anything is remembered."""
+        known = (self._of, self._prefills, self._with_old_loads, self._blocked_until, self._shortlists)
+        return len(set[str]().union(*known))
 
     def unblock(self, version_id: str) -> None:
         self._blocked_until.pop(version_id, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.dispatch.correction import HALF_LIFE_S, TBT_WEIGHT, Corrections
+from torchrelay.scheduler.policy.dispatch.correction import FADE_EVERY_S, HALF_LIFE_S, TBT_WEIGHT, Corrections
 
 _USUAL_SHARE = 0.3  # of the usual step in the mean over an answer
 _USUAL_S = 20.0  # a placement counts half after this time in the usual step
@@ -34,27 +34,35 @@ class TokenTimes:
     def __init__(self) -> None:
         self._corrections = Corrections(TBT_WEIGHT)
         self._usual: dict[str, tuple[float, float, float]] = {}  # the step in seconds, of how many, the last placement
+        self._known: dict[str, tuple[float, TokenTime]] = {}  # until when it counts
 
     def of(self, instance_id: str, now: float) -> TokenTime:
         """What is usual counts the less, the longer ago it was."""
+        if (known := self._known.get(instance_id)) is not None and now < known[0]:
+            return known[1]
         if (found := self._usual.get(instance_id)) is None:
             return UNKNOWN
         usual_s, _, placed_at = found
         share = _USUAL_SHARE * 0.5 ** ((now - placed_at) / HALF_LIFE_S)
-        return TokenTime(self._corrections.of(instance_id, now), usual_s, share)
+        token_time = TokenTime(self._corrections.of(instance_id, now), usual_s, share)
+        self._known[instance_id] = now + FADE_EVERY_S, token_time
+        return token_time
 
     def placed(self, instance_id: str, step_s: float, now: float) -> None:
         """An attempt was placed there, with which a decode step takes ``step_s``."""
         usual_s, number, placed_at = self._usual.get(instance_id, (step_s, 0.0, now))
         number = 1.0 + number * 0.5 ** ((now - placed_at) / _USUAL_S)
         self._usual[instance_id] = usual_s + (step_s - usual_s) / number, number, now
+        self._known.pop(instance_id, None)
 
     def observe(self, instance_id: str, predicted_s: float, correction: float, measured_s: float, now: float) -> None:
         """``predicted_s``: as ``mean_s`` gave it, with this ``correction``."""
         if instance_id in self._usual:
             self._corrections.observe(instance_id, predicted_s, correction, measured_s, now)
+            self._known.pop(instance_id, None)
 
     def forget(self, instance_id: str) -> None:
         """The instance is gone."""
         self._usual.pop(instance_id, None)
+        self._known.pop(instance_id, None)
         self._corrections.forget(instance_id)

@@ -31,7 +31,7 @@ from torchrelay.scheduler.policy.core import (
     WorkerStatus,
 )
 from torchrelay.scheduler.policy.dispatch.latency import load_left_s
-from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, OpenAttempt
+from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import MAX_SCORED, Candidate, NoPlacement
 from torchrelay.scheduler.policy.dispatch.prompt_time import UNKNOWN as UNKNOWN_PROMPT_TIME
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry, computes_alike
@@ -341,6 +341,9 @@ def _place_version(state: State, version_id: str, now: float) -> None:
     entries = roster(state, model, now)
     too_large: list[AttemptKey] = []
     while entries and (admission := state.queues.next(version_id, now)) is not None:
+        has_begun = admission.was_taken_back or admission.num_forced_tokens  # it leaves its place to no newcomer
+        if now > admission.deadline and not has_begun and state.queues.fall_late(admission.key):
+            continue  # wherever it would be placed
         found = _placement(state, admission, model, entries, now)
         if isinstance(found, NoPlacement):
             if found.is_own:
@@ -352,7 +355,6 @@ def _place_version(state: State, version_id: str, now: float) -> None:
             if found.is_of_all and not state.shared_versions.is_shared(version_id, now):
                 state.rosters.block(version_id, found.due)
             break
-        has_begun = admission.was_taken_back or admission.num_forced_tokens  # it leaves its place to no newcomer
         is_late = now + found.predicted.ttft_s > admission.deadline
         if is_late and not has_begun and state.queues.fall_late(admission.key):
             continue
@@ -487,19 +489,20 @@ def candidates(state: State, admission: Admission, model: Model, now: float) -> 
 def _candidates(
     state: State, admission: Admission, model: Model, entries: Sequence[RosterEntry], now: float
 ) -> list[Candidate]:
-    hashes, index, block_tokens = admission.block_hashes, state.prefix_index, model.routing_block_tokens
-    bound, corrections, token_times, found = state.attempts.bound, state.corrections, state.token_times, []
+    # Thousands of times a second for a dozen entries: no look-ups where one will do.
+    hashes, block_tokens, work_of, found = admission.block_hashes, model.routing_block_tokens, state.attempts.at, []
+    num_cached_blocks, correction_of = state.prefix_index.num_blocks, state.corrections.of
+    prompt_time_of, token_time_of = state.prompt_times.of, state.token_times.of
     for entry in entries:
         instance_id, num_cached, correction = entry.worker_ref.instance_id, 0, 1.0
         prompt_time, token_time = UNKNOWN_PROMPT_TIME, UNKNOWN_TOKEN_TIME
         if entry.plays_prefill:
-            prompt_time = state.prompt_times.of(instance_id)
-            num_cached = index.num_blocks(instance_id, hashes) * block_tokens if hashes else 0
-            correction = corrections.of(instance_id, now)
+            prompt_time, correction = prompt_time_of(instance_id), correction_of(instance_id, now)
+            if hashes:
+                num_cached = num_cached_blocks(instance_id, hashes) * block_tokens
         if entry.plays_decode:
-            token_time = token_times.of(instance_id, now)
-        work = bound.get(instance_id, NOTHING_BOUND)
-        found.append(Candidate(entry, work, num_cached, correction, token_time, prompt_time))
+            token_time = token_time_of(instance_id, now)
+        found.append(Candidate(entry, work_of(instance_id), num_cached, correction, token_time, prompt_time))
     if state.shared_versions.is_shared(admission.version_id, now):
         return [one for one in found if _takes_beside_others(one)]
     return found

@@ -7,6 +7,7 @@ Their gateways ask for another attempt, and let the running one go on until that
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -51,11 +52,15 @@ class _Move(NamedTuple):
     pause_s: float  # from its last token here to its next one there
 
 
-def migrate(state: State, now: float) -> None:
-    """Tells gateways which attempts are to go on elsewhere."""
+def empty_draining(state: State, now: float) -> None:
+    """Tells gateways which attempts are to leave instances that drain."""
     for instance in state.instances.draining:
         _empty(state, instance, now)
-    for version_id in sorted(_versions_that_decode(state)):
+
+
+def rebalance(state: State, now: float, version_ids: Iterable[str]) -> None:
+    """Tells gateways which attempts of these versions are to leave instances whose tokens take too long."""
+    for version_id in sorted(version_ids):
         if (model := state.models.get(version_id)) is not None and not state.queues.num_waiting(version_id):
             _rebalance(state, model, now)
 
@@ -118,17 +123,11 @@ def _empty(state: State, instance: Instance, now: float) -> None:
 # Tokens that take too long
 
 
-def _versions_that_decode(state: State) -> set[str]:
-    """Versions with an instance that decodes several answers."""
-    several = (work for work in state.attempts.bound.values() if len(work.decodes) > 1)
-    return {next(iter(work.decodes.values())).admission.version_id for work in several}
-
-
 def _rebalance(state: State, model: Model, now: float) -> None:
     """One answer leaves each instance whose tokens take longer than the target, if that gains most and enough."""
     roster = admissions.roster(state, model, now)
     decoding = [one.instance_id for one in roster if one.plays_decode and one.phase is InstancePhase.READY]
-    if len(decoding) < 2:
+    if len(decoding) < 2 or not any(len(state.attempts.at(one).decodes) > 1 for one in decoding):
         return
     instances = [instance for one in decoding if (instance := state.instances.get(one)) is not None]
     sources = [source for one in instances if (source := _source(state, one, now)) is not None]

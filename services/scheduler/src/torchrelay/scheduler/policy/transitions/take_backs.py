@@ -25,7 +25,7 @@ def take_back(state: State, now: float, version_ids: Iterable[str]) -> None:
         if (model := state.models.get(version_id)) is None:
             continue
         prefills = admissions.prefills(state, model, now)
-        if len(prefills) < 2:
+        if len(prefills) < 2 or not any(state.attempts.at(one.instance_id).prefills for one in prefills):
             continue
         waiting_s = prefills[0].latency.queued_s(state.queues.num_prefill_tokens(version_id)) / len(prefills)
         begin_s = {one.instance_id: one.load_left_s(now) + _ahead_s(state, one, now) + waiting_s for one in prefills}

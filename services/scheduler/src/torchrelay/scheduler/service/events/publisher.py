@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
+import msgspec
 import nats.errors
 from nats.aio.client import Client
 
@@ -45,6 +46,7 @@ class EventPublisher:
         self._queue: deque[_QueuedEvent] = deque()
         self._max_queued = max_queued
         self._filled = asyncio.Event()
+        self._run_id, self._numbers = new_id("evt"), count(1)
         self.num_dropped = 0
 
     def note(self, event: SchedulerEvent) -> None:
@@ -56,7 +58,8 @@ class EventPublisher:
         if event.bytes_by_source:
             body["brought"] = event.bytes_by_source
         subject = self._subjects.event(event.topic)
-        self._queue.append(_QueuedEvent(subject, json.dumps(body).encode(), new_id("evt")))
+        message_id = f"{self._run_id}-{next(self._numbers)}"
+        self._queue.append(_QueuedEvent(subject, msgspec.json.encode(body), message_id))
         if len(self._queue) > self._max_queued:
             self._queue.popleft()
             self.num_dropped += 1
