@@ -56,5 +56,6 @@ def test_requests_that_name_no_class_have_that_of_their_key_else_of_their_tenant
     assert "targets (standard): the first 2 s" in explained(platform, key, model, service_tier="default")
     made = said(platform, "key", "create", "--tenant", "nightly", "--service-class", "interactive", "--no-save").strip()
     assert "targets (interactive): the first 500 ms" in explained(platform, made, model)
+    assert "interactive" in said(platform, "key", "list") and "batch" in said(platform, "tenant", "list")
     said(platform, "tenant", "set", "nightly", "--service-class", "none")
     assert "targets (standard): the first 2 s" in explained(platform, key, model, service_tier="auto")
