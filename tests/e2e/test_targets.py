@@ -1,8 +1,9 @@
-"""Targets that an operator sets with the CLI are those of the next request, until they are taken back."""
+"""Targets and service classes that are set with the CLI are those of the next request, until they are taken back."""
 
 from __future__ import annotations
 
 import subprocess
+from functools import partial
 
 import pytest
 
@@ -13,26 +14,48 @@ from tests.support.platform import SCRIPTS, Platform
 pytestmark = pytest.mark.e2e
 
 
+def said(platform: Platform, *words: str) -> str:
+    """What the CLI writes to standard output."""
+    command = [str(SCRIPTS / "torchrelay"), *words, "--home", str(platform.home.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def explained(platform: Platform, key: str, model: str, **body: str) -> str:
+    """The explanation of a new request."""
+    answer = complete(platform, key, model, [5, 6, 7], max_tokens=2, **body)
+    return said(platform, "explain", "--json", str(answer["id"]))
+
+
 def test_explain_says_the_targets_that_were_set_until_the_default_is_taken_again(
     platform: Platform, tenant: Tenant
 ) -> None:
     model = tenant.model()
-
-    def said(*words: str) -> str:
-        command = [str(SCRIPTS / "torchrelay"), *words, "--home", str(platform.home.path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def explained(tier: str) -> str:
-        body = {"max_tokens": 2, "service_tier": tier}
-        return said("explain", "--json", str(complete(platform, tenant.key, model, [5, 6, 7], **body)["id"]))
-
-    set_ = said("models", "set", model, "--interactive-ttft-s", "0.75", "--tbt-target-s", "0.125")
+    explain = partial(explained, platform, tenant.key, model)
+    set_ = said(platform, "models", "set", model, "--interactive-ttft-s", "0.75", "--tbt-target-s", "0.125")
     line = f"{model}: targets: first token in 750 ms (interactive); 125 ms between tokens"
-    assert line in set_ and line in said("models")
-    assert "targets (interactive): the first 750 ms after it came, 125 ms between tokens" in explained("priority")
-    assert "targets (standard): the first 2 s after it came, 125 ms between tokens" in explained("default")
-    back = said("models", "set", model, "--interactive-ttft-s", "0", "--tbt-target-s", "0")
-    assert "targets" not in back and line not in said("models")
-    assert "targets (interactive): the first 500 ms after it came, 100 ms between tokens" in explained("priority")
+    assert line in set_ and line in said(platform, "models")
+    assert "targets (interactive): the first 750 ms after it came, 125 ms between tokens" in explain(
+        service_tier="priority"
+    )
+    assert "targets (standard): the first 2 s after it came, 125 ms between tokens" in explain(service_tier="default")
+    back = said(platform, "models", "set", model, "--interactive-ttft-s", "0", "--tbt-target-s", "0")
+    assert "targets" not in back and line not in said(platform, "models")
+    assert "targets (interactive): the first 500 ms after it came, 100 ms between tokens" in explain(
+        service_tier="priority"
+    )
+
+
+def test_requests_that_name_no_class_have_that_of_their_key_else_of_their_tenant(
+    platform: Platform, tenant: Tenant
+) -> None:
+    key = platform.tenant("nightly", service_class="batch")
+    model = platform.upload(key, tenant.checkpoint("llama"), "llama")
+    assert "targets (batch): the first 600 s after it came" in explained(platform, key, model)
+    assert "targets (standard): the first 2 s" in explained(platform, key, model, service_tier="default")
+    made = said(platform, "key", "create", "--tenant", "nightly", "--service-class", "interactive", "--no-save").strip()
+    assert "targets (interactive): the first 500 ms" in explained(platform, made, model)
+    assert "interactive" in said(platform, "key", "list") and "batch" in said(platform, "tenant", "list")
+    said(platform, "tenant", "set", "nightly", "--service-class", "none")
+    assert "targets (standard): the first 2 s" in explained(platform, key, model, service_tier="auto")

@@ -139,6 +139,10 @@ def test_a_tenants_limits_are_set(run: Run, home: Home, door: FakeGateway) -> No
     )
     assert "acme: storage quota no limit, budget $12.50" in shown.stdout
     assert isinstance(run("tenant", "set", "acme").exception, CliError)
+    for service_class, sent in (("batch", "batch"), ("none", None)):
+        shown = run("tenant", "set", "acme", "--service-class", service_class)
+        assert door.asked[-1] == ("PATCH", "/v1/tenants/acme", {"service_class": sent})
+        assert f"service class {sent or 'standard'}" in shown.stdout
     for wrong in ("-1", "nan", "inf", "much"):
         assert run("tenant", "set", "acme", f"--budget={wrong}").exit_code == 2
         assert run("tenant", "create", "acme", f"--budget={wrong}").exit_code == 2

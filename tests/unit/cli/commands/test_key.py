@@ -50,3 +50,9 @@ def test_a_key_that_the_shell_has_counts_before_the_one_that_is_saved(
 ) -> None:
     monkeypatch.setenv("TORCHRELAY_API_KEY", "of-an-earlier-home")
     assert "unset TORCHRELAY_API_KEY" in run("key", "create", "--tenant", "acme").stderr
+
+
+def test_a_key_may_have_a_service_class(run: Run, home: Home, door: FakeGateway) -> None:
+    assert run("key", "create", "--tenant", "acme", "--service-class", "batch").exit_code == 0
+    assert door.asked[-1] == ("POST", "/v1/keys", {"tenant": "acme", "service_class": "batch"})
+    assert run("key", "create", "--tenant", "acme", "--service-class", "flex").exit_code == 2

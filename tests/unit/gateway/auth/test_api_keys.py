@@ -13,6 +13,7 @@ from tests.unit.gateway.conftest import PEPPER, AccountingRig
 from torchrelay.common.errors import NotFound, Unauthenticated, Unavailable
 from torchrelay.gateway.auth.api_keys import ApiKeys, load_pepper
 from torchrelay.gateway.auth.tenants import Tenants
+from torchrelay.gateway.core import ServiceClass, ServiceClassName
 from torchrelay.gateway.sql.database import ANSWER_LIMIT_S, Database
 from torchrelay.gateway.sql.table_versions import TableVersions
 
@@ -31,6 +32,28 @@ async def test_a_key_stands_for_its_tenant(parts: AccountingRig) -> None:
     assert (principal.tenant_id, principal.tenant) == (parts.acme.tenant_id, "acme")
     assert (principal.key_id, principal.requests_per_minute, principal.is_admin) == (info.key_id, 7, False)
     assert await parts.keys.authenticate(f"bearer {token}") == principal
+
+
+@pytest.mark.parametrize(
+    ("of_key", "of_tenant", "service_class"),
+    [
+        (None, None, ServiceClass.STANDARD),
+        (None, "batch", ServiceClass.BATCH),
+        ("interactive", "batch", ServiceClass.INTERACTIVE),
+        ("standard", "batch", ServiceClass.STANDARD),
+        ("batch", None, ServiceClass.BATCH),
+    ],
+)
+async def test_a_keys_class_counts_before_its_tenants(
+    parts: AccountingRig,
+    of_key: ServiceClassName | None,
+    of_tenant: ServiceClassName | None,
+    service_class: ServiceClass,
+) -> None:
+    zoo = await parts.tenants.create("zoo", service_class=of_tenant)
+    info, token = await parts.keys.create("zoo", zoo.tenant_id, service_class=of_key)
+    assert (await parts.keys.authenticate(f"Bearer {token}")).service_class is service_class
+    assert await parts.keys.list(zoo.tenant_id) == [info]
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic abc", "Bearer tra-wrong", "Bearer tr-x-y"])

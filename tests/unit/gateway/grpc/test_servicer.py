@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -70,16 +71,21 @@ async def test_chat_and_text_are_the_same_as_over_rest(rig: TokenPathRig, stub: 
 
 
 @pytest.mark.parametrize(
-    ("tier", "service_class"),
+    ("tier", "callers", "service_class"),
     [
-        ("", ServiceClass.STANDARD),
-        ("priority", ServiceClass.INTERACTIVE),
-        ("flex", ServiceClass.BATCH),
+        ("", ServiceClass.STANDARD, ServiceClass.STANDARD),
+        ("priority", ServiceClass.STANDARD, ServiceClass.INTERACTIVE),
+        ("flex", ServiceClass.STANDARD, ServiceClass.BATCH),
+        ("", ServiceClass.BATCH, ServiceClass.BATCH),
+        ("auto", ServiceClass.INTERACTIVE, ServiceClass.INTERACTIVE),
+        ("default", ServiceClass.BATCH, ServiceClass.STANDARD),
+        ("flex", ServiceClass.INTERACTIVE, ServiceClass.BATCH),
     ],
 )
 async def test_the_scheduler_is_told_the_class_over_both_doors(
-    rig: TokenPathRig, stub: Any, tier: str, service_class: ServiceClass
+    rig: TokenPathRig, stub: Any, tier: str, callers: ServiceClass, service_class: ServiceClass
 ) -> None:
+    rig.ports.principals[KEY] = replace(PRINCIPAL, service_class=callers)
     assert [event async for event in stub.Generate(request(service_tier=tier), metadata=METADATA)]
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 1, "service_tier": tier or None}
     assert (await rig.http.post("/v1/completions", json=body)).status_code == 200

@@ -56,9 +56,9 @@ class RestRig:
     events: list[tuple[str, str]]
     router: AsgiRouter
 
-    async def client_of(self, tenant: str, **limits: int) -> httpx.AsyncClient:
+    async def client_of(self, tenant: str, storage_quota_bytes: int | None = None) -> httpx.AsyncClient:
         """A client with a key of another, new tenant; the caller closes it."""
-        made = await self.parts.tenants.create(tenant, **limits)
+        made = await self.parts.tenants.create(tenant, storage_quota_bytes)
         _, token = await self.parts.keys.create(tenant, made.tenant_id)
         return client(self.url, token)
 

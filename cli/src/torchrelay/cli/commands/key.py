@@ -22,6 +22,7 @@ from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.console import ResultTable
+from torchrelay.gateway.core import ServiceClassName
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
 
@@ -37,6 +38,10 @@ def create(
     ] = None,
     name: Annotated[str, typer.Option(help="A label for the key.")] = "",
     requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Rate limit; none by default.")] = None,
+    service_class: Annotated[
+        ServiceClassName | None,
+        typer.Option(help="How soon requests that name no service_tier are wanted. Default: the tenant's class."),
+    ] = None,
     save: Annotated[bool, typer.Option(help="Save it in the local home for the other commands.")] = True,
     home: HomeOption = None,
     url: UrlOption = None,
@@ -50,7 +55,12 @@ def create(
     access = admin_access(home, url, key) if tenant else tenant_access(home, url, key)
     if tenant is None and access.is_admin:
         raise CliError("with the admin key, --tenant is required", "name the tenant: --tenant NAME")
-    wanted = {"tenant": tenant, "name": name, "requests_per_minute": requests_per_minute}
+    wanted = {
+        "tenant": tenant,
+        "name": name,
+        "requests_per_minute": requests_per_minute,
+        "service_class": service_class,
+    }
     body = {field: value for field, value in wanted.items() if value}
     with access.client() as client:
         # Before the key is made: what fails after that would lose it.
@@ -107,11 +117,12 @@ def list_keys(
     if as_json:
         console.print_json(listed)
         return
-    table = ResultTable("id", "tenant", "name", "per minute", "created", "state", right=("per minute",))
+    table = ResultTable("id", "tenant", "name", "per minute", "class", "created", "state", right=("per minute",))
     for entry in listed["data"]:
         limit, state = entry.get("requests_per_minute"), "[red]revoked[/]" if entry.get("revoked") else "active"
         when = datetime.fromtimestamp(entry["created"]).strftime("%Y-%m-%d %H:%M")
-        table.add_row(entry["id"], entry["tenant"], entry["name"], str(limit or "no limit"), when, state)
+        settings = str(limit or "no limit"), entry.get("service_class") or "tenant's"
+        table.add_row(entry["id"], entry["tenant"], entry["name"], *settings, when, state)
     console.out().print(table)
 
 

@@ -1,10 +1,10 @@
-"""`torchrelay tenant`: tenants and their limits (admin)."""
+"""`torchrelay tenant`: tenants, their limits and their service class (admin)."""
 
 from __future__ import annotations
 
 import math
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import typer
@@ -39,13 +39,21 @@ StorageOption = Annotated[
 BudgetOption = Annotated[
     str | None, typer.Option("--budget", help="Maximum spending, in dollars; none: no limit.", metavar="DOLLARS|none")
 ]
+ClassOption = Annotated[
+    Literal["interactive", "standard", "batch", "none"] | None,
+    typer.Option(help="How soon requests are wanted if neither they nor their key say; none: standard."),
+]
 
 
-def _limits(storage_quota_gb: str | None, budget: str | None) -> dict[str, int | None]:
-    """The given limits as fields of the REST API."""
+def _settings(
+    storage_quota_gb: str | None, budget: str | None, service_class: str | None
+) -> dict[str, int | str | None]:
+    """The given options as fields of the REST API."""
     given = {"storage_quota_bytes": (storage_quota_gb, 10**9), "budget_nano": (budget, NANO)}
     read = {field: (_limit(text), unit) for field, (text, unit) in given.items() if text is not None}
-    return {field: None if number is None else round(number * unit) for field, (number, unit) in read.items()}
+    limits = {field: None if number is None else round(number * unit) for field, (number, unit) in read.items()}
+    classes = {} if service_class is None else {"service_class": None if service_class == "none" else service_class}
+    return {**limits, **classes}
 
 
 @app.command(epilog="Example:  torchrelay tenant create acme --storage-quota-gb 50 --budget 100")
@@ -53,12 +61,13 @@ def create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Also the first part of its models' names.")],
     storage_quota_gb: StorageOption = None,
     budget: BudgetOption = None,
+    service_class: ClassOption = None,
     home: HomeOption = None,
     url: UrlOption = None,
     key: AdminKeyOption = None,
 ) -> None:
     """Create a tenant."""
-    body = {"name": name, **_limits(storage_quota_gb, budget)}
+    body = {"name": name, **_settings(storage_quota_gb, budget, service_class)}
     with admin_access(home, url, key).client() as client:
         created = _create(client, body)
     console.out().print(f"created tenant [bold]{created['name']}[/]")
@@ -70,18 +79,19 @@ def set_tenant(
     name: Annotated[str, typer.Argument(metavar="NAME")],
     storage_quota_gb: StorageOption = None,
     budget: BudgetOption = None,
+    service_class: ClassOption = None,
     home: HomeOption = None,
     url: UrlOption = None,
     key: AdminKeyOption = None,
 ) -> None:
-    """Change a tenant's limits, from the next request on; a budget covers everything ever spent."""
-    wanted = _limits(storage_quota_gb, budget)
+    """Change a tenant's limits or class, from the next request on; a budget covers everything ever spent."""
+    wanted = _settings(storage_quota_gb, budget, service_class)
     if not wanted:
-        raise CliError("nothing to set", "pass --budget or --storage-quota-gb")
+        raise CliError("nothing to set", "pass --budget, --storage-quota-gb or --service-class")
     with admin_access(home, url, key).client() as client:
         tenant = client.call("PATCH", f"/v1/tenants/{quote(name)}", json=wanted)
-    quota, most = _limits_text(tenant)
-    console.out().print(f"[bold]{tenant['name']}[/]: storage quota {quota}, budget {most}")
+    quota, most, served = _settings_texts(tenant)
+    console.out().print(f"[bold]{tenant['name']}[/]: storage quota {quota}, budget {most}, service class {served}")
 
 
 def _create(client: GatewayClient, body: dict[str, Any]) -> dict[str, Any]:
@@ -104,16 +114,17 @@ def list_tenants(
     if as_json:
         console.print_json(listed)
         return
-    table = ResultTable("tenant", "storage quota", "budget", "created", right=("storage quota", "budget"))
+    table = ResultTable("tenant", "storage quota", "budget", "class", "created", right=("storage quota", "budget"))
     for tenant in listed["data"]:
         created = datetime.fromtimestamp(tenant["created"]).strftime("%Y-%m-%d %H:%M")
-        table.add_row(tenant["name"], *_limits_text(tenant), created)
+        table.add_row(tenant["name"], *_settings_texts(tenant), created)
     console.out().print(table)
 
 
-def _limits_text(tenant: dict[str, Any]) -> tuple[str, str]:
-    """Storage quota and budget."""
+def _settings_texts(tenant: dict[str, Any]) -> tuple[str, str, str]:
+    """Storage quota, budget and service class."""
     from torchrelay.gateway.billing.money import dollars  # imports gRPC: not for `torchrelay --help`
 
     quota, budget = tenant["storage_quota_bytes"], tenant["budget_nano"]
-    return "no limit" if quota is None else format_bytes(quota), "no limit" if budget is None else dollars(budget)
+    quota_text = "no limit" if quota is None else format_bytes(quota)
+    return quota_text, "no limit" if budget is None else dollars(budget), tenant.get("service_class") or "standard"

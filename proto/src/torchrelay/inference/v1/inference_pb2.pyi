@@ -145,7 +145,7 @@ class GenerateRequest(_message.Message):
     top_logprobs: _builtins.int
     """up to 20 likely tokens beside the chosen one; absent: no logprobs at all"""
     service_tier: _builtins.str
-    """"auto" or "default", "priority", "flex"; empty: "auto" """
+    """"priority", "default", "flex"; "auto" or empty: that of the key or tenant"""
     @_builtins.property
     def chat(self) -> Global___Messages: ...
     @_builtins.property

@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from typing import Literal, TypeAlias
+
+ServiceClassName: TypeAlias = Literal["interactive", "standard", "batch"]
+
+
+class ServiceClass(IntEnum):
+    """How soon a request is wanted; the numbers are those of the protocol."""
+
+    STANDARD = 0
+    INTERACTIVE = 1
+    BATCH = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +28,7 @@ class Principal:
     is_admin: bool = False
     requests_per_minute: int | None = None
     budget_nano: int | None = None
+    service_class: ServiceClass = ServiceClass.STANDARD  # of its requests that name none
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +99,6 @@ class PublishedModel:
     @property
     def price_id(self) -> str:
         return self.price.price_id
-
-
-class ServiceClass(IntEnum):
-    """How soon a request is wanted; the numbers are those of the protocol."""
-
-    STANDARD = 0
-    INTERACTIVE = 1
-    BATCH = 2
 
 
 class FinishCause(StrEnum):

@@ -62,3 +62,22 @@ async def test_limits_of_a_tenant_are_changed_one_by_one(rig: RestRig) -> None:
     wrong = await rig.admin.patch("/v1/tenants/zoo", json={"budget_nano": "much"})
     assert wrong.json()["error"]["message"] == "budget_nano must be an integer, not 'much'"
     assert (await rig.acme.patch("/v1/tenants/acme", json={"budget_nano": 9})).status_code == 403
+
+
+async def test_the_class_of_a_tenant_and_of_a_key_is_kept_and_shown(rig: RestRig) -> None:
+    made = (await rig.admin.post("/v1/tenants", json={"name": "zoo", "service_class": "batch"})).json()
+    assert made["service_class"] == "batch"
+    assert (await rig.admin.patch("/v1/tenants/zoo", json={"budget_nano": 9})).json()["service_class"] == "batch"
+    assert (await rig.admin.patch("/v1/tenants/zoo", json={"service_class": None})).json()["service_class"] is None
+    assert (await rig.acme.patch("/v1/tenants/acme", json={"service_class": "batch"})).status_code == 403
+    shown = {each["name"]: each["service_class"] for each in (await rig.admin.get("/v1/tenants")).json()["data"]}
+    assert shown == {"acme": None, "zoo": None}
+    key = (await rig.acme.post("/v1/keys", json={"name": "nightly", "service_class": "batch"})).json()
+    assert key["service_class"] == "batch"
+    listed = (await rig.acme.get("/v1/keys")).json()["data"]
+    assert {each["name"]: each["service_class"] for each in listed} == {"first": None, "nightly": "batch"}
+    asked = rig.acme.post("/v1/keys", json={"service_class": "flex"})
+    for reply in (await asked, await rig.admin.patch("/v1/tenants/zoo", json={"service_class": "flex"})):
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "service_class")
+        message = "service_class must be 'interactive', 'standard' or 'batch', not 'flex'"
+        assert reply.json()["error"]["message"] == message

@@ -17,7 +17,7 @@ from sqlalchemy import Select, func, insert, select, update
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import NotFound, Unauthenticated
 from torchrelay.gateway.auth.key_format import key_id_of, mac_of, new_token
-from torchrelay.gateway.core import Principal
+from torchrelay.gateway.core import Principal, ServiceClass, ServiceClassName
 from torchrelay.gateway.sql.database import ANSWER_LIMIT_S, Database
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import api_keys, secrets, tenants
@@ -35,6 +35,7 @@ class KeyInfo:
     tenant: str
     created_unix_us: int
     requests_per_minute: int | None
+    service_class: ServiceClassName | None  # None: its tenant's
     is_revoked: bool
 
 
@@ -116,16 +117,22 @@ class ApiKeys:
             key_id=key_id,
             requests_per_minute=row.requests_per_minute,
             budget_nano=row.budget_nano,
+            service_class=ServiceClass[(row.service_class or row.tenant_class or "standard").upper()],
         )
         self._cache.put(key_id, version, (row.mac, principal))
         return row.mac, principal
 
     async def create(
-        self, tenant: str, tenant_id: str, name: str = "", requests_per_minute: int | None = None
+        self,
+        tenant: str,
+        tenant_id: str,
+        name: str = "",
+        requests_per_minute: int | None = None,
+        service_class: ServiceClassName | None = None,
     ) -> tuple[KeyInfo, str]:
         """Creates a key; returns its metadata and the token, which cannot be retrieved again."""
         key_id, token = new_token()
-        info = KeyInfo(key_id, name, tenant, now_unix_us(), requests_per_minute, is_revoked=False)
+        info = KeyInfo(key_id, name, tenant, now_unix_us(), requests_per_minute, service_class, is_revoked=False)
         async with self._database.write() as connection:
             await connection.execute(
                 insert(api_keys).values(
@@ -134,6 +141,7 @@ class ApiKeys:
                     name=name,
                     mac=mac_of(self._pepper, token),
                     requests_per_minute=requests_per_minute,
+                    service_class=service_class,
                     created_unix_us=info.created_unix_us,
                 )
             )
@@ -153,6 +161,7 @@ class ApiKeys:
                 row.tenant,
                 row.created_unix_us,
                 row.requests_per_minute,
+                row.service_class,
                 is_revoked=row.revoked_unix_us is not None,
             )
             for row in rows
@@ -184,7 +193,8 @@ def _token(authorization: str) -> str:
 
 
 def _joined() -> Select[tuple[object, ...]]:
-    return select(api_keys, tenants.c.name.label("tenant"), tenants.c.budget_nano).join_from(api_keys, tenants)
+    of_tenant = tenants.c.name.label("tenant"), tenants.c.budget_nano, tenants.c.service_class.label("tenant_class")
+    return select(api_keys, *of_tenant).join_from(api_keys, tenants)
 
 
 def _unknown() -> Unauthenticated:

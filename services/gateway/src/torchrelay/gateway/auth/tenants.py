@@ -1,4 +1,4 @@
-"""Tenants: the owners of keys and models, with their storage quota and budget."""
+"""Tenants: the owners of keys and models, with their storage quota, budget and service class."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from sqlalchemy.exc import IntegrityError
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.common.ids import new_id
+from torchrelay.gateway.core import ServiceClassName
 from torchrelay.gateway.resource_names import check_name
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
@@ -23,20 +24,27 @@ class Tenant:
     name: str
     storage_quota_bytes: int | None  # None: unlimited
     budget_nano: int | None
+    service_class: ServiceClassName | None  # of requests whose key has none; None: standard
     created_unix_us: int
 
 
 class Tenants:
-    """Owns the tenants table. With ``table_versions`` a changed budget applies here at once."""
+    """Owns the tenants table. With ``table_versions`` a change applies here at once."""
 
     def __init__(self, database: Database, table_versions: TableVersions | None = None) -> None:
         self._database = database
         self._table_versions = table_versions
 
-    async def create(self, name: str, storage_quota_bytes: int | None = None, budget_nano: int | None = None) -> Tenant:
+    async def create(
+        self,
+        name: str,
+        storage_quota_bytes: int | None = None,
+        budget_nano: int | None = None,
+        service_class: ServiceClassName | None = None,
+    ) -> Tenant:
         """Creates a tenant with an empty balance. Raises ``Conflict`` if the name is taken."""
         check_name(name, "name")
-        tenant = Tenant(new_id("ten"), name, storage_quota_bytes, budget_nano, now_unix_us())
+        tenant = Tenant(new_id("ten"), name, storage_quota_bytes, budget_nano, service_class, now_unix_us())
         try:
             async with self._database.write() as connection:
                 await connection.execute(insert(tenants).values(asdict(tenant)))
@@ -45,12 +53,12 @@ class Tenants:
             raise Conflict(f"tenant {name!r} already exists", field="name") from error
         return tenant
 
-    async def change(self, name: str, limits: Mapping[str, int | None]) -> Tenant:
-        """Sets the given limits, by field name (``None``: no limit). Raises ``NotFound``."""
+    async def change(self, name: str, settings: Mapping[str, int | str | None]) -> Tenant:
+        """Sets the given fields, by name (``None``: no limit, no class). Raises ``NotFound``."""
         async with self._database.write() as connection:
-            if limits:
-                await connection.execute(update(tenants).where(tenants.c.name == name).values(dict(limits)))
-                await bump_version(connection, "keys")  # cached principals include the budget
+            if settings:
+                await connection.execute(update(tenants).where(tenants.c.name == name).values(dict(settings)))
+                await bump_version(connection, "keys")  # cached principals include budget and class
         if self._table_versions is not None:
             self._table_versions.invalidate()
         return await self.by_name(name)

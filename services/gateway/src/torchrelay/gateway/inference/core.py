@@ -37,7 +37,7 @@ class GenerateParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own
     ignore_eos: bool = False
-    service_class: ServiceClass = ServiceClass.STANDARD
+    service_class: ServiceClass | None = None  # None: the caller's
 
     @property
     def prompt_field(self) -> str:

@@ -28,7 +28,7 @@ RANGES: Final = {
 }
 _BIAS: Final = (-100.0, 100.0)
 _SERVICE_CLASSES: Final = {
-    "auto": ServiceClass.STANDARD,
+    "auto": None,
     "default": ServiceClass.STANDARD,
     "flex": ServiceClass.BATCH,
     "priority": ServiceClass.INTERACTIVE,
@@ -105,13 +105,12 @@ def check_stop_tokens(tokens: Collection[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(tokens))
 
 
-def check_service_tier(tier: str) -> ServiceClass:
-    """The class that OpenAI's ``service_tier`` names."""
-    service_class = _SERVICE_CLASSES.get(tier)
-    if service_class is None:
+def check_service_tier(tier: str) -> ServiceClass | None:
+    """The class that OpenAI's ``service_tier`` names; ``None`` for "auto": that of the caller."""
+    if tier not in _SERVICE_CLASSES:
         message = f"service_tier must be one of {', '.join(_SERVICE_CLASSES)}, not {tier[:40]!r}"
         raise InvalidRequest(message, field="service_tier")
-    return service_class
+    return _SERVICE_CLASSES[tier]
 
 
 def check_vocabulary(tokens: Iterable[int], vocab_size: int, field: str) -> None:

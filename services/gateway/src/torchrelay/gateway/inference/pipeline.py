@@ -150,7 +150,7 @@ class RequestPipeline:
                 arrived_unix_us,
                 deadline_unix_us,
                 is_callers_deadline,
-                params.service_class,
+                principal.service_class if params.service_class is None else params.service_class,
             ),
             self._upstreams,
             self._ledger_writer,

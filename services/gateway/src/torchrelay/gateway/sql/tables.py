@@ -45,6 +45,7 @@ tenants = Table(
     Column("name", String, nullable=False, unique=True),
     Column("storage_quota_bytes", BigInteger),
     Column("budget_nano", BigInteger),
+    Column("service_class", String),
     Column("created_unix_us", BigInteger, nullable=False),
 )
 
@@ -56,6 +57,7 @@ api_keys = Table(
     Column("name", String, nullable=False),
     Column("mac", String, nullable=False),
     Column("requests_per_minute", Integer),
+    Column("service_class", String),  # null: its tenant's
     Column("created_unix_us", BigInteger, nullable=False),
     Column("revoked_unix_us", BigInteger),
 )

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from torchrelay.gateway.auth.api_keys import KeyInfo
+from torchrelay.gateway.core import ServiceClassName
 from torchrelay.gateway.http.dependencies import Caller, ServicesOf, tenant_of
 
 router = APIRouter(prefix="/v1/keys")
@@ -18,6 +19,7 @@ class NewKey(BaseModel):
     name: str = Field(default="", max_length=200)
     tenant: str | None = None
     requests_per_minute: int | None = Field(default=None, ge=1, lt=2**31)
+    service_class: ServiceClassName | None = None
 
 
 @router.post("", status_code=201)
@@ -26,7 +28,7 @@ async def create(services: ServicesOf, caller: Caller, body: NewKey) -> dict[str
     limit = body.requests_per_minute
     if caller.requests_per_minute is not None:  # a limited key cannot create one with a higher limit
         limit = min(limit or caller.requests_per_minute, caller.requests_per_minute)
-    info, token = await services.keys.create(tenant.name, tenant.tenant_id, body.name, limit)
+    info, token = await services.keys.create(tenant.name, tenant.tenant_id, body.name, limit, body.service_class)
     return {**_shown(info), "key": token}
 
 
@@ -50,5 +52,6 @@ def _shown(info: KeyInfo) -> dict[str, Any]:
         "tenant": info.tenant,
         "created": info.created_unix_us // 1_000_000,
         "requests_per_minute": info.requests_per_minute,
+        "service_class": info.service_class,
         "revoked": info.is_revoked,
     }

@@ -8,17 +8,19 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from torchrelay.gateway.auth.tenants import Tenant
+from torchrelay.gateway.core import ServiceClassName
 from torchrelay.gateway.http.dependencies import Admin, ServicesOf
 
 router = APIRouter(prefix="/v1/tenants")
 
 
 class TenantChange(BaseModel):
-    """Omitted fields stay unchanged; ``null`` means no limit."""
+    """Omitted fields stay unchanged; ``null`` means no limit, and no class."""
 
     model_config = ConfigDict(extra="forbid")
     storage_quota_bytes: int | None = Field(default=None, ge=0, lt=2**63)
     budget_nano: int | None = Field(default=None, ge=0, lt=2**53)
+    service_class: ServiceClassName | None = None
 
 
 class NewTenant(TenantChange):
@@ -27,7 +29,7 @@ class NewTenant(TenantChange):
 
 @router.post("", status_code=201)
 async def create(services: ServicesOf, _admin: Admin, body: NewTenant) -> dict[str, Any]:
-    return _shown(await services.tenants.create(body.name, body.storage_quota_bytes, body.budget_nano))
+    return _shown(await services.tenants.create(**body.model_dump()))
 
 
 @router.get("")
@@ -39,7 +41,7 @@ async def all_tenants(services: ServicesOf, admin: Admin) -> dict[str, Any]:
 
 @router.patch("/{name}")
 async def change(services: ServicesOf, _admin: Admin, name: str, body: TenantChange) -> dict[str, Any]:
-    """A new budget applies to the next request; a smaller quota keeps stored models but rejects uploads."""
+    """A new budget or class applies to the next request; a smaller quota keeps stored models but rejects uploads."""
     return _shown(await services.tenants.change(name, body.model_dump(exclude_unset=True)))
 
 
@@ -50,5 +52,6 @@ def _shown(tenant: Tenant) -> dict[str, Any]:
         "name": tenant.name,
         "storage_quota_bytes": tenant.storage_quota_bytes,
         "budget_nano": tenant.budget_nano,
+        "service_class": tenant.service_class,
         "created": tenant.created_unix_us // 1_000_000,
     }
