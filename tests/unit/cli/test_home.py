@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -114,13 +118,16 @@ def test_one_owner_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_a_new_home_is_removed_if_its_first_start_is_refused_and_only_then(tmp_path: Path) -> None:
-    def refused(home: Home) -> None:
-        home.make()
-        with pytest.raises(CliError, match="no room"), home.owned():
-            home.admin_key()
-            raise CliError("no room")
+def refused(home: Home, meanwhile: Callable[[], object] = lambda: None) -> None:
+    """An `up` of a home that is refused for want of room; ``meanwhile``: what happens before that."""
+    home.make()
+    with pytest.raises(CliError, match="no room"), home.owned():
+        home.admin_key()
+        meanwhile()
+        raise CliError("no room")
 
+
+def test_a_new_home_is_removed_if_its_first_start_is_refused_and_only_then(tmp_path: Path) -> None:
     home = Home(tmp_path / "parent" / "home")
     refused(home)
     assert list((tmp_path / "parent").iterdir()) == []
@@ -133,6 +140,66 @@ def test_a_new_home_is_removed_if_its_first_start_is_refused_and_only_then(tmp_p
     (tmp_path / "other").mkdir()
     refused(Home(tmp_path / "other"))
     assert (tmp_path / "other").is_dir(), "it was there before"
+
+
+def test_a_refusal_is_told_even_if_its_home_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = tmp_path / ("x" * 255)  # leaves no room for a longer name: it cannot be set aside
+    refused(Home(longest))
+    assert Home(longest).admin_key()
+
+    remove = os.rmdir
+
+    def rmdir(path: str, *, dir_fd: int | None = None) -> None:
+        if Path(path).parent == tmp_path:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        remove(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    refused(Home(tmp_path / "home"))
+
+
+@pytest.mark.parametrize("name", ["cli.key", "cli.key.draft", "ledger.db", "letter", "store/pack", "logs/gateway.log"])
+def test_a_home_with_something_to_keep_stays_whole(tmp_path: Path, name: str) -> None:
+    home = Home(tmp_path / "home")
+    refused(home, meanwhile=lambda: (home.path / name).write_text("to keep"))
+    assert (home.path / name).read_text() == "to keep"
+    assert {path.name for path in home.path.iterdir()} >= {"admin.key", "logs", "store", "remote", "run", "up.lock"}
+
+
+def test_a_key_that_is_saved_while_its_home_is_set_aside_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home(tmp_path / "home")
+    rename = Path.rename
+
+    def save_and_rename(path: Path, target: Path) -> Path:
+        if path == home.path:
+            home.save_key("tr-a-b")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", save_and_rename)
+    refused(home)
+    assert home.saved_key() == "tr-a-b"
+    assert list(tmp_path.iterdir()) == [home.path]
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_an_up_with_the_lock_of_a_home_that_was_removed_does_not_start(tmp_path: Path, is_made_again: bool) -> None:
+    first, second, third = (Home(tmp_path / "home") for _ in range(3))
+    first.make()
+    second.make()
+
+    with ExitStack() as others:
+
+        def lock_after_the_others(file: TextIO, operation: int) -> None:
+            others.close()
+            fcntl.flock(file, operation)
+
+        if is_made_again:
+            others.callback(lambda: third.path.joinpath("up.lock").touch())
+            others.callback(third.make)
+        others.enter_context(first.owned())  # the first to be left: that removes the home
+        with pytest.raises(CliError, match="was removed while"), second.owned(lock_after_the_others):
+            pass
+    assert third.path.exists() == is_made_again
 
 
 def test_a_home_without_a_running_platform_has_no_endpoints(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -18,13 +18,14 @@ from torchrelay.common.identity.callers import Caller, call_token
 from torchrelay.common.identity.keys import derive_node_key
 
 DEFAULT_HOME = Path(".torchrelay")
-_SECRETS = ("admin.key", "cluster.key", "cli.key", "redis.conf", "nats.conf")
+_UP_SECRETS = ("admin.key", "cluster.key", "redis.conf", "nats.conf")
+_SECRETS = (*_UP_SECRETS, "cli.key")
+_UP_ENTRIES = (*_UP_SECRETS, "up.lock", "run", "logs", "store", "remote", "tls", "redis", "nats")
 _ENTRIES = frozenset(
     (
-        *_SECRETS,
+        *_UP_ENTRIES,
+        *("cli.key", "http.port", "traces.jsonl"),
         *(f"{name}.draft" for name in _SECRETS),
-        *("run", "logs", "store", "remote", "tls", "redis", "nats"),
-        *("up.lock", "http.port", "traces.jsonl"),
         *("ledger.db", "ledger.db-wal", "ledger.db-shm", "ledger.db-journal"),
     )
 )
@@ -43,7 +44,7 @@ class Home:
         self.endpoints_file = self.run / "up.json"
         self.saved_key_file = path / "cli.key"
         self._http_port_file = path / "http.port"
-        self._is_on_trial = False  # made just now, and nothing in it is worth keeping yet
+        self._is_on_trial = False  # made just now, for an `up` that may still be refused
 
     @classmethod
     def at(cls, path: Path | None) -> Home:
@@ -91,7 +92,10 @@ class Home:
         return True
 
     def keep(self) -> None:
-        """Whatever becomes of this `up`, the folder stays: without this, ``owned`` removes one that was made for it."""
+        """Whatever becomes of this `up`, the folder stays: without this, ``owned`` removes one that was made for it.
+
+        One that holds more than an `up` makes before this stays too, and so does one that cannot be removed.
+        """
         self._is_on_trial = False
 
     def _is_ours_alone(self) -> bool:
@@ -106,7 +110,8 @@ class Home:
     @contextmanager
     def owned(self, lock: Callable[[TextIO, int], None] = fcntl.flock) -> Iterator[None]:
         """One `up` at a time; the kernel drops the lock with the process. Raises ``CliError`` when it is held."""
-        with self._lock_file() as file:
+        # The removal comes after the lock file is closed: NFS keeps a folder in which a file is open.
+        with ExitStack() as removal, self._lock_file() as file:
             try:
                 lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -117,13 +122,15 @@ class Home:
             except OSError as error:
                 message = f"the file system of {self.path} has no file locks: {error.strerror}"
                 raise CliError(message, "choose a --home on a local disk") from error
+            if not self._is_lock_file(file):  # that of a home which was set aside between the opening and the lock
+                raise CliError(f"{self.path} was removed while this `up` began", "start it again")
             self.endpoints_file.unlink(missing_ok=True)  # left behind by a killed `up`
             try:
                 with self._run_in_memory():
                     yield
             finally:
-                if self._is_on_trial and self._is_ours_alone():
-                    shutil.rmtree(self.path)
+                if self._is_on_trial and (aside := self._set_aside()):
+                    removal.callback(shutil.rmtree, aside, ignore_errors=True)
 
     def _lock_file(self) -> TextIO:
         try:
@@ -131,6 +138,25 @@ class Home:
         except OSError as error:
             message = f"{self.path} cannot be used as home: {error.strerror}"
             raise CliError(message, "fix its permissions, or choose another") from error
+
+    def _is_lock_file(self, file: TextIO) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), (self.path / "up.lock").stat())
+        except FileNotFoundError:
+            return False
+
+    def _set_aside(self) -> Path | None:
+        """Renames the folder if nothing in it is to be kept: it is gone in one step. ``None``: it stays."""
+        aside = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
+        try:
+            if _is_made_by_up_alone(self.path):
+                self.path.rename(aside)
+                if _is_made_by_up_alone(aside):
+                    return aside
+                aside.rename(self.path)  # a key was saved meanwhile
+        except OSError:
+            pass  # why this `up` is refused matters more, and a home that stays is harmless
+        return None
 
     @contextmanager
     def _run_in_memory(self) -> Iterator[None]:
@@ -212,6 +238,12 @@ class Home:
         except PermissionError:
             return pid
         return pid
+
+
+def _is_made_by_up_alone(folder: Path) -> bool:
+    """Whether it holds no more than an `up` makes before it starts its first child."""
+    known = {folder / name for name in _UP_ENTRIES}
+    return all(path in known or path.parent == folder / "tls" for path in folder.rglob("*"))
 
 
 def _write_private(path: Path, text: str) -> None:

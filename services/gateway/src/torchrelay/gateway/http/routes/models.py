@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -107,7 +107,7 @@ def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
         "max_instances": model.max_instances,
         "min_instances": model.min_instances,
         "schedule": model.schedule,
-        **asdict(model.targets),
+        **msgspec.to_builtins(model.targets),
         "effective_idle_timeout_s": model.idle_timeout_s or default.idle_timeout_s,
         "effective_max_instances": model.max_instances or default.max_instances,
     }
