@@ -58,7 +58,6 @@ CONFIG = PolicyConfig(
     max_instances=2,
     idle_timeout_s=5.0,
     turn_s=3.0,
-    longest_wait_s=18.0,
     drain_s=3.0,
     drain_grace_s=1.0,
     load_stall_s=4.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -38,19 +39,45 @@ def turns_of(cluster: RunningCluster) -> list[str]:
     return [event.model for event in cluster.events if event.kind == "ready"]
 
 
-def test_a_slot_that_is_freed_for_a_model_is_not_taken_by_the_one_whose_turn_has_ended() -> None:
+@pytest.mark.parametrize(
+    ("num_others", "longest_wait_s"), [(12, CONFIG.longest_wait_s), (1, CONFIG.turn_s)], ids=["worth it", "overdue"]
+)
+def test_a_slot_that_is_freed_for_a_model_is_not_taken_by_the_one_whose_turn_has_ended(
+    num_others: int, longest_wait_s: float
+) -> None:
     """Whose oldest request had waited longest got it: the model with the long queue was loaded again at once, for
     nothing, until all of its requests that were older had been served.
     """
-    cluster = a_cluster(1, replace(CONFIG, longest_wait_s=CONFIG.turn_s))
+    cluster = a_cluster(1, replace(CONFIG, longest_wait_s=longest_wait_s))
     crowded, other = a_model("acme/crowded"), a_model("acme/other")
     for number in range(12):
         cluster.call(f"c{number}", crowded, num_tokens=1500)
-    one = cluster.call("one", other)
+    others = [cluster.call(f"o{number}", other) for number in range(num_others)]
     pass_until_all_have_ended(cluster, 40.0)
     assert turns_of(cluster)[:3] == [crowded.name, other.name, crowded.name]
-    assert one.end == SERVED and one.ended_at - one.arrived_at < 2 * (CONFIG.turn_s + CONFIG.drain_s)
+    assert all(one.end == SERVED for one in others)
+    assert all(one.ended_at - one.arrived_at < 2 * (CONFIG.turn_s + CONFIG.drain_s) for one in others)
     assert "acme/other has waited" in told(cluster, crowded)
+
+
+def test_many_models_of_a_tenant_end_one_turn_of_others_per_turn() -> None:
+    """Six with a single request each took all slots at once, from models with four requests per second each."""
+    config = replace(CONFIG, longest_wait_s=6.0)
+    cluster = a_cluster(3, config, load_s=0.2)
+    popular = [a_model(f"birch/{number}") for number in range(3)]
+    calls: list[Call] = []
+    for number in range(100):
+        for model in popular:
+            cluster.call(f"{model.name} {number}", model, num_tokens=10, decode_s=1.0)
+        if number == 20:
+            calls = [cluster.call(f"r{rare}", a_model(f"acme/{rare}"), 10, decode_s=2.5) for rare in range(6)]
+        cluster.pass_time(0.25)
+    cluster.check_calls()
+    turns = [event for event in cluster.events if event.kind == "turn" and event.model.startswith("birch/")]
+    ended = [event.at for event in turns if event.reason.startswith("a model of another tenant")]
+    assert len(ended) > 1 and all(later - earlier >= config.turn_s for earlier, later in pairwise(ended)), ended
+    for number, first_token_s in enumerate(sorted(call.first_token_s for call in calls)):
+        assert first_token_s < config.longest_wait_s + (number + 1) * config.turn_s
 
 
 def test_models_with_long_queues_get_the_slot_in_the_order_in_which_they_lost_it() -> None:

@@ -71,7 +71,7 @@ class Life:
     def __init__(self, log: BinaryIO) -> None:
         config = PolicyConfig(recent_s=60.0, load_tries=2, turn_s=2.0, gateway_grace_s=1.0)
         self.scene = PaperCluster(config, log=log)
-        self.random = Random(8)
+        self.random = Random(7)
         self.num_requests = 0
         self.open: list[AttemptKey] = []
         for number, letters in enumerate(("abcde", "abcd", "a", "a"), 1):
@@ -92,6 +92,7 @@ class Life:
     def run(self) -> None:
         steps = [self.admit, self.admit, self.admit, self.end, self.end, self.load, self.pass_time, self.withdraw]
         steps.append(self.compute)
+        self.share()
         self.admit()
         self.slow_down()
         rare = [self.lose_worker, self.lose_stores, self.return_peers, self.break_worker, self.reconnect, self.fail]
@@ -100,6 +101,16 @@ class Life:
             self.random.choice(rare if self.random.random() < 0.2 else steps)()
         self.fail()
         self.scene.check()
+
+    def share(self) -> None:
+        """Every slot is taken, by pairs of busy models, when one more model is called."""
+        called = [*MODELS[:4], MODELS[6]]
+        for number, model in enumerate(called):
+            self.scene.admit(model, f"s{number}", max_tokens=30)
+            self.scene.finish_loads()
+        self.scene.pass_time(1.5, step_s=0.25)
+        assert "share" in self.scene.kinds()
+        self.open += [AttemptKey(f"s{number}", 1) for number in range(len(called))]
 
     def admit(self) -> None:
         for _ in range(self.random.randint(1, 12)):

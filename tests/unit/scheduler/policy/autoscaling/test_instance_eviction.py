@@ -126,12 +126,54 @@ def test_a_slot_is_taken_when_who_waits_has_lost_as_much_as_its_model_would() ->
 
 
 @pytest.mark.parametrize("busy", [0, 1], ids=["idle", "busy"])
-def test_who_has_waited_the_longest_time_takes_a_slot_whatever_its_model_loses(busy: int) -> None:
+@pytest.mark.parametrize(("target_s", "longest_s"), [(2.0, RULES.longest_wait_s), (600.0, 600.0)])
+def test_who_has_waited_the_longest_time_takes_a_slot_whatever_its_model_loses(
+    target_s: float, longest_s: float, busy: int
+) -> None:
+    """Batch work that was not due for nine more minutes ended the turn of a model with 50 requests per second."""
     used = an_instance(0, a_model("acme/used"))
-    load = InstanceLoad(used, busy, 0, NOW - 1.0, reload_s=4.0, arrivals_per_s=1000.0)
-    for wait_s, evicted in [(RULES.longest_wait_s - 1.0, []), (RULES.longest_wait_s, ["i0"])]:
-        situation = a_full_host([used], [waiting("acme/new", wait_s)], [a_store("s", "host-1")], busy)
+    load = InstanceLoad(used, busy, 0, NOW - 1.0, reload_s=4.0, arrivals_per_s=50.0)
+    for wait_s, evicted in [(longest_s - 1.0, []), (longest_s, ["i0"])]:
+        demand = replace(waiting("acme/new", wait_s), target_s=target_s)
+        situation = a_full_host([used], [demand], [a_store("s", "host-1")], busy)
         assert drained(replace(situation, instance_loads=Loads.listed([load]))) == evicted
+
+
+@pytest.mark.parametrize("busy", [0, 6], ids=["idle", "busy"])
+def test_a_tenant_takes_one_slot_per_turn_for_a_model_that_has_lost_less_than_the_slots_model_would(busy: int) -> None:
+    """Its 64 models with a request a minute each took as many slots of others."""
+    instances = [an_instance(number, a_model(f"birch/{number}")) for number in range(6)]
+    loads = [
+        InstanceLoad(one, int(number < busy), 0, NOW - 1.0, reload_s=4.0, arrivals_per_s=50.0)
+        for number, one in enumerate(instances)
+    ]
+    late = [waiting(f"acme/{number}", RULES.longest_wait_s + number) for number in range(4)]
+    situation = a_full_host(instances, [*late, waiting("cedar/new", 100.0)], [a_store("s", "host-1")], busy)
+    situation = replace(situation, instance_loads=Loads.listed(loads))
+
+    def tenants(taken_at: float) -> list[str]:
+        decided = decide(replace(situation, overdue_slots_at={"acme": taken_at}), RULES)
+        return [action.overdue_tenant for action in decided if isinstance(action, Drain)]
+
+    assert tenants(NOW - RULES.turn_s) == ["cedar", "acme"]
+    assert tenants(NOW - RULES.turn_s + 0.1) == ["cedar"]
+
+
+def test_of_tenants_that_share_a_model_one_that_waits_takes_the_slot_of_its_turn() -> None:
+    used = an_instance(0, a_model("birch/used"))
+    load = InstanceLoad(used, 1, 0, NOW - 1.0, reload_s=4.0, arrivals_per_s=50.0)
+    shared = replace(waiting("acme/new", 100.0), by_tenant={"acme": (1, 0), "birch": (0, 1), "cedar": (1, 0)})
+    situation = a_full_host([used], [shared], [a_store("s", "host-1")], busy=1)
+    for taken_at, tenants in [({"acme": NOW}, ["cedar"]), ({"acme": NOW, "cedar": NOW}, [])]:
+        seen = replace(situation, instance_loads=Loads.listed([load]), overdue_slots_at=taken_at)
+        assert [action.overdue_tenant for action in decide(seen, RULES) if isinstance(action, Drain)] == tenants
+
+
+def test_a_slot_that_is_worth_it_counts_against_no_tenant() -> None:
+    instances = [an_instance(number, a_model(f"birch/{number}")) for number in range(4)]
+    demands = [waiting(f"acme/{number}", 100.0) for number in range(4)]
+    drains = [one for one in decide(a_full_host(instances, demands, [a_store("s", "host-1")], 4), RULES)]
+    assert [one.overdue_tenant for one in drains if isinstance(one, Drain)] == [""] * 4
 
 
 def test_a_reload_is_expected_to_take_no_longer_than_the_load_did() -> None:

@@ -89,6 +89,7 @@ class State:
         default_factory=lambda: Recent(_MAX_TAKEN_BACK)
     )
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
+    overdue_slots_at: dict[str, float] = field(default_factory=dict)  # by tenant, of the last turn; see ``Drain``
     whole_scale_due: float = 0.0  # next look at all models at once, where they take no turns
     unserved_since: float | None = None  # since when no model can be loaded; None: one can
     without_slot_since: dict[AttemptKey, float] = field(default_factory=dict)  # of requests; see ``kept_slots``

@@ -15,6 +15,7 @@ from torchrelay.scheduler.policy.autoscaling.minimums import Minimum, kept_insta
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import (
     BOTH,
     DECODES,
@@ -96,6 +97,12 @@ class Demand:
         """How long it has waited since it had a slot: whose turn has just ended is last, however old its queue."""
         return min(self.oldest_wait_s, self.slotless_s)
 
+    @property
+    def waiting_tenants(self) -> Sequence[str]:
+        if not self.by_tenant:
+            return [tenant_of(self.model.name)]
+        return [tenant for tenant, (num_waiting, _) in self.by_tenant.items() if num_waiting]
+
 
 class InstanceLoad(NamedTuple):
     """An instance and its load."""
@@ -162,6 +169,7 @@ class AutoscalerInput:
     suspects: frozenset[str] = frozenset()  # workers on which nothing is placed
     minimums: Mapping[str, Minimum] = field(default_factory=dict)  # by version: of those that have one now
     holders_of: Callable[[str], Iterable[StoreStatus]] | None = None  # by pack; absent: those of ``stores``
+    overdue_slots_at: Mapping[str, float] = field(default_factory=dict)  # by tenant: the last ``Drain.overdue_tenant``
 
     @cached_property
     def loads(self) -> Sequence[InstanceLoad]:
@@ -246,6 +254,7 @@ class SetRoles:
 class Drain:
     instance_id: str
     reason: Reason  # its cause: "idle", "cancel", "evict", "share", "turn"
+    overdue_tenant: str = ""  # gets the slot only because its model has waited too long; empty: what waits is worth it
 
 
 Action = Wake | SetRoles | Drain

@@ -30,6 +30,11 @@ class FreeingSlots:
         self._held = defaultdict[str, dict[str, str]](dict)  # packs of what stays: by host, by instance
         self._leaving = defaultdict[str, set[str]](set)  # packs of what is idle or leaves, by host
         self._fits: dict[tuple[str, str], bool] = {}  # by pack and host
+        self.overdue_tenants = {  # that got a slot for an overdue model less than a turn ago
+            tenant
+            for tenant, at in autoscaler_input.overdue_slots_at.items()
+            if at > autoscaler_input.now - config.turn_s
+        }
         self.idle = _idle(autoscaler_input)
         idle_ids = {load.instance.instance_id for load in self.idle}
         for instance_id, load in self._loads.items():
@@ -61,6 +66,8 @@ class FreeingSlots:
             instance = self._loads[action.instance_id].instance
             self.versions.add(instance.version_id)
             if isinstance(action, Drain):
+                if action.overdue_tenant:
+                    self.overdue_tenants.add(action.overdue_tenant)
                 self.idle = [load for load in self.idle if load.instance is not instance]
                 self._held[instance.host_id].pop(instance.instance_id, None)
                 self._leaving[instance.host_id].add(instance.pack_id)

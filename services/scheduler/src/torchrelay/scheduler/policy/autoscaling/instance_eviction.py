@@ -45,18 +45,27 @@ def _drains(
 ) -> list[SetRoles | Drain]:
     # Rent or buy: who waits takes a slot when it has lost as much as the other would lose, so that both lose at
     # most twice as much as if all arrivals had been known.
-    is_starving = demand.slot_wait_s >= config.longest_wait_s
-    idle = [load for load in freeing.idle if _displacement(load, demand) <= demand.num_late or is_starving]
+    overdue_tenant = _overdue_tenant(demand, freeing, config)
+    idle = [load for load in freeing.idle if overdue_tenant or _displacement(load, demand) <= demand.num_late]
     idle.sort(key=lambda load: _displacement(load, demand))
     if victims := _enough_of(idle, demand, missing, freeing):
         waited = f"and {{}} has waited {format_duration(demand.oldest_wait_s)} for a slot"
-        return [_evict(load, waited, demand, autoscaler_input) for load in victims]
+        return [_evict(load, waited, demand, autoscaler_input, overdue_tenant) for load in victims]
     # Who waited longer comes first: two that wait for each other would swap slots.
     if demand.oldest_wait_s < config.share_after_s or not autoscaler_input.has_all_waiting:
         return []
     if shared := _share_slots(demand, missing, autoscaler_input, freeing):
         return shared
-    return _end_turn(demand, missing, autoscaler_input, freeing, config)
+    return _end_turn(demand, missing, autoscaler_input, freeing, config, overdue_tenant)
+
+
+def _overdue_tenant(demand: Demand, freeing: FreeingSlots, config: PolicyConfig) -> str:
+    """Who may take a slot for the model, whatever the slot's model loses: the model has waited for the longest time and
+    for its target, and this tenant of it has taken no such slot for a turn. Empty: nobody.
+    """
+    if demand.slot_wait_s < max(config.longest_wait_s, demand.target_s):
+        return ""
+    return next((tenant for tenant in demand.waiting_tenants if tenant not in freeing.overdue_tenants), "")
 
 
 @dataclass(frozen=True)
@@ -162,13 +171,18 @@ def _share_slots(
 
 
 def _end_turn(
-    demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, freeing: FreeingSlots, config: PolicyConfig
+    demand: Demand,
+    missing: Roles,
+    autoscaler_input: AutoscalerInput,
+    freeing: FreeingSlots,
+    config: PolicyConfig,
+    overdue_tenant: str,
 ) -> list[SetRoles | Drain]:
     """More models are busy than there are slots: a model takes the slot whose model loses least, when it has lost as
-    much itself or has waited for the longest time, if that slot was held for a turn; all slots of a pack on one host,
-    if its weights are in the way. Requests of the drained model wait for its next turn.
+    much itself or is overdue, if that slot was held for a turn; all slots of a pack on one host, if its weights are in
+    the way. Requests of the drained model wait for its next turn.
     """
-    model, is_starving = demand.model, demand.slot_wait_s >= config.longest_wait_s
+    model = demand.model
     candidates = [
         load
         for load in autoscaler_input.loads
@@ -176,7 +190,7 @@ def _end_turn(
         and load.instance.phase is InstancePhase.READY
         and load.instance.instance_id not in autoscaler_input.kept
         and load.instance.since <= autoscaler_input.now - config.turn_s
-        and (_busy_displacement(load, demand, config.turn_s) <= demand.late_weight or is_starving)
+        and (overdue_tenant or _busy_displacement(load, demand, config.turn_s) <= demand.late_weight)
     ]
     candidates.sort(key=lambda load: (_busy_displacement(load, demand), load.instance.since, load.instance.instance_id))
     alone = {
@@ -197,23 +211,36 @@ def _end_turn(
     )
     drains: list[SetRoles | Drain] = []
     for load in victims:
-        figures = {"num_displaced": _busy_displacement(load, demand, config.turn_s), "num_late": demand.late_weight}
+        displaced_weight = _busy_displacement(load, demand, config.turn_s)
+        figures = {"displaced_weight": displaced_weight, "late_weight": demand.late_weight}
         held = format_duration(autoscaler_input.now - load.instance.since)
-        drains.append(_drain(load, "turn", f"{waited} {held}", model, figures))
+        taker = overdue_tenant if displaced_weight > demand.late_weight else ""
+        drains.append(_drain(load, "turn", f"{waited} {held}", model, figures, taker))
     return drains
 
 
-def _evict(victim: InstanceLoad, why: str, demand: Demand, autoscaler_input: AutoscalerInput) -> Drain:
+def _evict(
+    victim: InstanceLoad, why: str, demand: Demand, autoscaler_input: AutoscalerInput, overdue_tenant: str = ""
+) -> Drain:
     idle_s, reload_s, num_displaced = _idle_s(victim, autoscaler_input), victim.reload_s, _displacement(victim, demand)
     lost = f"to load it again takes {format_duration(reload_s)} ({num_displaced:.1f} late requests)"
     figures = {"idle_s": idle_s, "reload_s": reload_s, "num_displaced": num_displaced, "num_late": demand.num_late}
-    return _drain(victim, "evict", f"idle for {format_duration(idle_s)}, {why}; {lost}", demand.model, figures)
+    taker = overdue_tenant if num_displaced > demand.num_late else ""
+    return _drain(victim, "evict", f"idle for {format_duration(idle_s)}, {why}; {lost}", demand.model, figures, taker)
 
 
-def _drain(victim: InstanceLoad, cause: str, text: str, waiting: Model, figures: Figures | None = None) -> Drain:
+def _drain(
+    victim: InstanceLoad,
+    cause: str,
+    text: str,
+    waiting: Model,
+    figures: Figures | None = None,
+    overdue_tenant: str = "",
+) -> Drain:
     """``text`` names the waiting model as the victim's tenants may know it: they see why their own was drained."""
     name = waiting.name if victim.tenants == {tenant_of(waiting.name)} else "a model of another tenant"
-    return Drain(victim.instance.instance_id, Reason(cause, text.format(name), figures or {}))
+    reason = Reason(cause, text.format(name), figures or {})
+    return Drain(victim.instance.instance_id, reason, overdue_tenant)
 
 
 def _role_takeover(

@@ -70,14 +70,16 @@ def displacement(arrivals_per_s: float, num_waiting: int, away_s: float, target_
 
 
 def lateness_weight(wait_s: float, target_s: float) -> float:
-    """What a request counts as where all models are late, one or another: late once, and more by the logarithm of its
-    wait. A queue that is late already is no reason to make the requests of others late.
+    """What a late request counts where the requests of one model or another have to be late: 1, and more by the
+    logarithm of its wait. In proportion to it, a queue that is late already would outweigh requests still in time.
     """
     return 1.0 + math.log1p(wait_s / target_s)
 
 
 def busy_displacement(arrivals_per_s: float, num_waiting: int, away_s: float, target_s: float) -> float:
-    """``displacement`` by ``lateness_weight``: who waits already is late for no second time."""
+    """``displacement`` by ``lateness_weight``. A request that waits already is late in any case: only its longer wait
+    is counted.
+    """
     still = lateness_weight(away_s, target_s) - 1.0
     return num_waiting * still + arrivals_per_s * away_s * lateness_weight(away_s / 2, target_s)
 

@@ -123,6 +123,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         suspects=membership.suspects,
         minimums=state.minimums.in_force,
         holders_of=membership.holders,
+        overdue_slots_at=state.overdue_slots_at,
     )
 
 
@@ -388,6 +389,10 @@ def _drain(state: State, action: Drain, now: float) -> None:
     instance = state.instances.get(action.instance_id)
     assert instance is not None
     drain(state, instance, action.reason, now)
+    if action.overdue_tenant:
+        since = now - state.config.turn_s
+        recent = {tenant: at for tenant, at in state.overdue_slots_at.items() if at > since}
+        state.overdue_slots_at = {**recent, action.overdue_tenant: now}
     if instance.target_roles != BOTH:  # for the next of this role another time is to pass in which it is not needed
         history = state.arrivals.of(instance.version_id)
         if Role.DECODE in instance.target_roles:
