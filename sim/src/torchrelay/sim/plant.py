@@ -58,7 +58,7 @@ class Plant:
         """
         self._gateway.connect()
         self._report_all()
-        self._scheduler.tick()
+        self._scheduler.start()
         self.events.run(self.events.now + settle_s)
         self._begin, spent = self.events.now, self.spent_now()
         for request in requests:

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Protocol
 
 from torchrelay.scheduler.policy import effects, inputs
+from torchrelay.scheduler.policy.config import TICK_S, TURN_S
 from torchrelay.sim.events import Event, EventQueue
 
 RPC_S = 0.001  # one way: a call, an answer, a report
-_TICK_S = 0.1
 
 
 class SimulatedPolicy(Protocol):
@@ -43,10 +43,18 @@ class SimulatedScheduler:
         """The input arrives after one call's time."""
         self._events.after(RPC_S, partial(self.apply, input_))
 
-    def tick(self) -> None:
-        """Now, and from now on."""
+    def start(self) -> None:
+        """Ticks and turns, now and from now on."""
+        self._tick()
+        self._turn()
+
+    def _tick(self) -> None:
         self.apply(inputs.Tick())
-        self._events.after(_TICK_S, self.tick)
+        self._events.after(TICK_S, self._tick)
+
+    def _turn(self) -> None:
+        self.apply(inputs.Turn())
+        self._events.after(TURN_S, self._turn)
 
     def _due(self) -> None:
         self._due_at = math.inf

@@ -159,10 +159,11 @@ class PaperCluster:
     def pass_time(self, seconds: float, step_s: float = 0.1) -> None:
         """Reports, turns and ticks go on as they do in the service."""
         end = self.now + seconds
-        while self.now < end:
-            self.now = min(self.now + step_s, end)
-            self.report_all()
+        while (begin := self.now) < end:
+            self.now = min(begin + step_s / 2, end)
             self.apply(Turn())
+            self.now = min(begin + step_s, end)
+            self.report_all()
             self.apply(Tick())
 
     def report_all(self) -> None:

@@ -24,7 +24,8 @@ from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from torchrelay.scheduler.main import TICK_S, serving
+from torchrelay.scheduler.main import serving
+from torchrelay.scheduler.policy.config import TICK_S
 from torchrelay.scheduler.settings import SchedulerSettings
 
 WAIT_S = 20.0  # for what merely must happen, on a machine however busy

@@ -22,6 +22,7 @@ from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.control.v1 import scheduler_pb2_grpc
+from torchrelay.scheduler.policy.config import TICK_S, TURN_S
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import Turn
 from torchrelay.scheduler.service.actuator import Actuator
@@ -38,8 +39,6 @@ from torchrelay.scheduler.service.servicer import CALLERS, SchedulerServicer
 from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.scheduler.settings import SchedulerSettings
 
-TICK_S = 0.1
-TURN_S = 0.02  # looks at few versions each time hold up no request for long
 _COLLECT_EVERY_S = 0.05
 _COLLECT_ALL_EVERY_S = 600.0  # of a large fleet's state, this takes some tenths of a second
 _LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unread

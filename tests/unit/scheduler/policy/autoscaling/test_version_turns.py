@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,12 @@ def test_a_tick_looks_at_a_share_of_the_versions() -> None:
     assert turns.due(VERSIONS, 1.25) == VERSIONS[25:50]
     assert turns.due(VERSIONS, 9.0) == VERSIONS[50:] + VERSIONS[:50]
     assert turns.due([], 9.1) == []
+
+
+def test_a_version_that_is_alone_has_its_turn_ten_times_a_second() -> None:
+    turns = VersionTurns(0.5)
+    times = [number / 50 for number in range(51)]
+    assert [now for now in times if turns.due(["v"], now)] == pytest.approx([number / 10 for number in range(11)])
 
 
 @given(gaps=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=50), number=st.integers(1, 30))

@@ -10,7 +10,8 @@ from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_s
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, SlotStatus
 from torchrelay.scheduler.policy.effects import Placed, TakeBack
-from torchrelay.scheduler.policy.inputs import FirstToken, Release
+from torchrelay.scheduler.policy.inputs import FirstToken, MinimumsSet, Release
+from torchrelay.scheduler.policy.transitions import take_backs
 
 MODEL = a_model()
 
@@ -68,6 +69,20 @@ def test_nothing_is_taken_back_twice_or_for_little() -> None:
     a_newcomer_is_ready(scene)
     scene.pass_time(3.0)
     assert taken_back(scene) == []
+
+
+def test_a_tick_looks_once_at_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first look asks back, a second one still sees where it was. It has a minimum, and its turn."""
+    looked_at: list[list[str]] = []
+    monkeypatch.setattr(take_backs, "take_back", lambda _state, _now, version_ids: looked_at.append([*version_ids]))
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w1", "host-1"))
+    kept = replace(MODEL, min_instances=1)
+    scene.models[kept.version_id] = kept
+    scene.apply(MinimumsSet((kept,)))
+    scene.finish_loads()
+    scene.pass_time_with_beats(2.0)
+    assert [MODEL.version_id] in looked_at
+    assert all(len(set(one)) == len(one) for one in looked_at)
 
 
 def test_a_prompt_that_begins_meanwhile_stays() -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from torchrelay.common.liveness import SILENT_S
+
+TICK_S: Final = 0.1
+TURN_S: Final = 0.02  # looks at few versions each time hold up no request for long
 
 
 @dataclass(frozen=True)

@@ -302,8 +302,9 @@ class Policy:
         better off elsewhere. ``also``: how many instances of these.
         """
         scaling.scale(self.state, now, sorted({*version_ids, *also}))
-        take_backs.take_back(self.state, now, version_ids)
-        migrations.rebalance(self.state, now, version_ids)
+        once = sorted(set(version_ids))  # what was moved is not seen by a second look
+        take_backs.take_back(self.state, now, once)
+        migrations.rebalance(self.state, now, once)
 
     def _give_up_load(self, instance: Instance, reason: Reason, now: float) -> None:
         if instance.accepted:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
+from typing import Final
+
+from torchrelay.scheduler.policy.config import TICK_S
+
+_ROUNDING: Final = 1e-6  # of a turn
 
 
 class VersionTurns:
@@ -16,11 +21,17 @@ class VersionTurns:
         self._every_s = every_s
         self._last = ""  # whose turn was the last
         self._at = -math.inf
+        self._owed = 0.0  # turns that earlier calls were too soon for
 
     def due(self, version_ids: Iterable[str], now: float) -> list[str]:
-        """Of these, as many as the time since the last call is of ``every_s``."""
+        """Of these, as many as the time since the last call is of ``every_s``, all at the first; of few, one in
+        ``TICK_S``.
+        """
         in_order = sorted(version_ids)
-        num_due = min(math.ceil(len(in_order) * min((now - self._at) / self._every_s, 1.0)), len(in_order))
+        per_s = max(len(in_order) / self._every_s, 1 / TICK_S)
+        owed = min(self._owed + (now - self._at) * per_s, len(in_order))
+        num_due = math.floor(owed + _ROUNDING)
+        self._owed = max(owed - num_due, 0.0)
         begin = bisect_right(in_order, self._last)
         due = (in_order[begin:] + in_order[:begin])[:num_due]
         self._at = now
