@@ -17,7 +17,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, InstancePhase, LatencyTargets
 from torchrelay.scheduler.policy.effects import RefusalReason, SchedulerEvent
 from torchrelay.scheduler.policy.explain import ExplainLog
-from torchrelay.scheduler.policy.inputs import ModelDeleted
+from torchrelay.scheduler.policy.inputs import MinimumsSet, ModelDeleted
 
 ACME = a_model("acme/tiny", idle_timeout_s=1.0)
 BIRCH = replace(ACME, name="birch/words")
@@ -184,12 +184,89 @@ def test_a_model_that_is_deleted_is_named_no_more_and_leaves_the_others_and_what
     scene.apply(ModelDeleted(ACME.name))
     scene.apply(ModelDeleted("acme/unknown"))
     assert names.of(version_id) == () and list(names) == []
+    scene.pass_time(2.0)
+    assert not is_at_zero(scene), "its requests run on"
     for request_id in ("r1", "r2"):
         assert scene.placement(request_id) is not None
         scene.release(request_id)
-    scene.pass_time(scene.config.idle_timeout_s + 2.0)
-    assert list(scene.policy.state.instances) == []
+    scene.pass_time(0.3)
+    assert is_at_zero(scene)
     scene.check()
+
+
+def test_the_idle_instances_of_a_deleted_model_go_at_once() -> None:
+    """They stayed for the default timeout, whatever the model's own was."""
+    scene = two_workers_one_host()
+    scene.admit(replace(ACME, idle_timeout_s=5.0), "r1")
+    scene.finish_loads()
+    scene.release("r1")
+    scene.pass_time(1.0)
+    assert not is_at_zero(scene)
+    scene.apply(ModelDeleted(ACME.name))
+    assert scene.policy.state.idle_timeout_s(ACME.version_id, scene.now) == 5.0
+    scene.pass_time(0.3)
+    assert is_at_zero(scene)
+    drained = [one.reason for one in scene.events if one.kind == "idle"]
+    assert drained and all("its model is deleted" in reason for reason in drained)
+
+
+def test_a_deleted_model_is_not_loaded_for_a_request_that_was_expected() -> None:
+    """It came every minute."""
+
+    def wakes_after_its_last_request(*, is_deleted: bool) -> int:
+        scene = two_workers_one_host(idle_timeout_s=5.0)
+        for number in range(12):
+            scene.admit(replace(ACME, idle_timeout_s=0.0), f"r{number}")
+            scene.finish_loads()
+            scene.pass_time(1.0, step_s=0.5)
+            scene.release(f"r{number}")
+            scene.pass_time(40.0 if number == 11 else 60.0, step_s=0.5)
+        num_wakes = len(scene.wakes())
+        if is_deleted:
+            scene.apply(ModelDeleted(ACME.name))
+        scene.pass_time(60.0, step_s=0.5)
+        return len(scene.wakes()) - num_wakes
+
+    assert wakes_after_its_last_request(is_deleted=False) == 1
+    assert wakes_after_its_last_request(is_deleted=True) == 0
+
+
+def test_only_a_new_request_names_a_deleted_model_again() -> None:
+    """One that was taken back or resumed did, and minimums that were read before: then it was named for ever."""
+    scene = two_workers_one_host()
+    names, version_id = scene.policy.state.aliases, ACME.version_id
+    for request_id in ("r1", "r2"):
+        scene.admit(ACME, request_id)
+    scene.finish_loads()
+    scene.apply(ModelDeleted(ACME.name))
+    scene.release("r1")
+    scene.admit(ACME, "r1", attempt=2)
+    scene.admit(ACME, "r2", current=scene.placement("r2"))
+    scene.apply(MinimumsSet((replace(ACME, min_instances=1),)))
+    assert names.of(version_id) == () and list(names) == []
+    assert scene.placement("r1", 2) is not None
+    scene.apply(MinimumsSet(()))
+    scene.release("r1", attempt=2)
+    scene.release("r2")
+    scene.pass_time(0.3)
+    assert is_at_zero(scene) and names.of(version_id) == ()
+    scene.admit(ACME, "r3")
+    assert names.of(version_id) == (ACME.name,), "it was published anew"
+    scene.finish_loads()
+    scene.release("r3")
+    scene.pass_time(0.5)
+    assert not is_at_zero(scene), "its own timeout counts again"
+
+
+def test_the_settings_of_a_deleted_model_do_not_bind_the_others_of_its_version() -> None:
+    state = hosts(1).policy.state
+    state.note_model(replace(BIRCH, idle_timeout_s=5.0), 10.0)
+    state.note_model(replace(ACME, idle_timeout_s=20.0), 10.0)
+    assert state.idle_timeout_s(ACME.version_id, 11.0) == 20.0
+    assert state.aliases.deleted(ACME.name) == []
+    state.note_model(replace(ACME, idle_timeout_s=20.0), 12.0, is_new_call=False)
+    assert state.aliases.of(ACME.version_id) == (BIRCH.name,)
+    assert [state.idle_timeout_s(ACME.version_id, now) for now in (12.0, 100.0)] == [5.0, 5.0]
 
 
 def test_names_are_bounded() -> None:

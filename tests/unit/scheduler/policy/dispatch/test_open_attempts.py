@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, an_admission
-from torchrelay.scheduler.policy.core import Placement, WorkerRef
+from torchrelay.scheduler.policy.core import AttemptKey, Placement, WorkerRef
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt, OpenAttempts
+from torchrelay.scheduler.policy.prediction import Prediction
 
 
 def test_an_attempt_that_was_computed_before_binds_nothing_of_its_prefill_instance() -> None:
@@ -16,3 +17,26 @@ def test_an_attempt_that_was_computed_before_binds_nothing_of_its_prefill_instan
     attempts.check_integrity({"prefill": 0, "decode": 100})
     attempts.close(admission.key, now=1.0)
     attempts.check_integrity({"prefill": 0, "decode": 0})
+
+
+def test_a_pause_is_owed_to_no_answer_that_comes_after_the_last_has_left() -> None:
+    """It was hidden while there was none, and the next one had it."""
+    attempts, both = OpenAttempts(), WorkerRef("w", "", "both")
+
+    def begin(request_id: str, now: float, pause_s: float = 0.0) -> AttemptKey:
+        admission = an_admission(a_model(), request_id)
+        placement = Placement(admission.key, both, both, False, Prediction(prefill_s=1.0, pause_s=pause_s))
+        attempts.open(OpenAttempt(admission, placement, now, kv_bytes=100), now)
+        return admission.key
+
+    answer, other = begin("answer", 0.0), begin("other", 0.0)
+    attempts.computed(answer, 1.0)
+    attempts.computed(other, 1.0)
+    prompt = begin("prompt", 2.0, pause_s=0.5)
+    attempts.close(other, 2.1)
+    assert attempts.at("both").lane.owes_pauses, "one answer is there yet"
+    attempts.close(answer, 2.2)
+    attempts.computed(prompt, 3.0)
+    work = attempts.at("both")
+    assert work.has_answers and not work.lane.owes_pauses
+    assert work.lane.paused_s(0.01, 3.0) == 0.0

@@ -134,6 +134,37 @@ def test_no_prompt_comes_before_the_answers_there_had_their_pause() -> None:
     assert isinstance(place(asked, MODEL, [both], KvTransferTimes(), RULES, found.due + 1e-6), Placement)
 
 
+def test_prompts_keep_half_of_the_time_also_when_short_ones_follow_long_ones() -> None:
+    """Of each long prompt a step's pause passed and all others stayed owed: every short one after it waited a step."""
+    both, now = a_candidate("b", BOTH, num_decoding=3, seen=800), NOW
+    full_step_s, decode_s = both.entry.full_step_s, both.entry.latency.tbt_s(3, 800)
+
+    def times(num_prompt_tokens: int, number: int) -> tuple[float, float]:
+        """For how long ``number`` prompts waited, and were computed."""
+        nonlocal now
+        waited_s = computed_s = 0.0
+        for _ in range(number):
+            asked = an_admission(MODEL, f"r{now}", num_prompt_tokens=num_prompt_tokens, tbt_target_s=0.0165)
+            found = place(asked, MODEL, [both], KvTransferTimes(), RULES, now)
+            if isinstance(found, NoPlacement):
+                waited_s += found.due - now
+                now = found.due + 1e-6
+                found = place(asked, MODEL, [both], KvTransferTimes(), RULES, now)
+            assert isinstance(found, Placement)
+            prefill_s = found.predicted.prefill_s
+            both.work.lane.bind(asked.key, prefill_s, now, found.predicted.pause_s)
+            now, computed_s = now + prefill_s, computed_s + prefill_s
+            both.work.lane.leave(asked.key, now)
+        return waited_s, computed_s
+
+    waited_s, computed_s = times(16 * 512, 20)
+    assert waited_s == pytest.approx(19 * full_step_s, rel=0.05), "a full step before each"
+    first_s, _ = times(51, 1)
+    assert 0.0 < first_s <= full_step_s
+    waited_s, computed_s = times(51, 40)
+    assert 0.0 < waited_s <= computed_s + decode_s
+
+
 def test_the_pause_after_a_prompt_is_that_of_the_strictest_answer_there() -> None:
     """It was that of the newcomer."""
 

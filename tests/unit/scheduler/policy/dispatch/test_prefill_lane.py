@@ -72,41 +72,25 @@ def test_on_an_instance_that_loads_nothing_has_begun() -> None:
 def test_pauses_add_up_to_a_decode_step_and_pass_while_no_prompt_is_bound() -> None:
     lane = PrefillLane()
     lane.bind(A, 1.0, now=10.0, pause_s=0.15)
-    assert lane.paused_s(0.2, 1.0, now=10.5) == 0.0, "less than a step"
+    assert lane.paused_s(0.2, now=10.5) == 0.0, "less than a step"
     lane.bind(B, 1.0, now=10.5, pause_s=0.15)
-    assert lane.paused_s(0.2, 1.0, now=10.5) == pytest.approx(0.1)
+    assert lane.paused_s(0.2, now=10.5) == pytest.approx(0.1)
     lane.leave(A, now=11.0)
-    assert lane.paused_s(0.2, 1.0, now=11.9) == pytest.approx(0.1), "B is computed meanwhile"
+    assert lane.paused_s(0.2, now=11.9) == pytest.approx(0.1), "B is computed meanwhile"
     lane.leave(B, now=12.0)
-    assert lane.paused_s(0.2, 1.0, now=12.04) == pytest.approx(0.06)
-    assert lane.paused_s(0.2, 1.0, now=12.1) == pytest.approx(0.0)
+    assert lane.paused_s(0.2, now=12.04) == pytest.approx(0.06)
+    assert lane.paused_s(0.2, now=12.1) == pytest.approx(0.0)
     lane.bind(C, 1.0, now=12.1, pause_s=0.1)
-    assert lane.paused_s(0.2, 1.0, now=12.1) == pytest.approx(0.1), "a step was owed yet"
-
-
-def test_the_pause_of_a_long_prompt_is_made_in_parts_between_those_that_follow() -> None:
-    """The next prompt waited for all of it."""
-    lane = PrefillLane()
-    lane.bind(A, 10.0, now=0.0, pause_s=5.0)
-    lane.leave(A, now=10.0)
-    assert lane.paused_s(0.0, 0.5, now=10.2) == pytest.approx(0.3)
-    assert lane.paused_until(0.0, 0.5) == pytest.approx(10.5)
-    lane.bind(B, 0.1, now=10.5)
-    lane.leave(B, now=11.0)
-    assert lane.paused_until(0.0, 0.5) == pytest.approx(11.5), "4.5 s are owed yet"
-    assert lane.paused_until(4.2, 0.5) == pytest.approx(11.3), "less than a decode step stays owed"
-    lane.bind(C, 0.1, now=15.5)
-    lane.leave(C, now=16.0)
-    assert lane.paused_s(0.0, 0.5, now=16.0) == 0.0, "all of it has passed while no prompt came"
+    assert lane.paused_s(0.2, now=12.1) == pytest.approx(0.1), "a step was owed yet"
 
 
 def test_pauses_pass_beside_a_prompt_that_is_overdue() -> None:
     """They were owed for ever to answers beside a prompt that never ended."""
     lane = PrefillLane()
     lane.bind(A, 1.0, now=10.0, pause_s=0.3)
-    assert lane.paused_s(0.1, 1.0, now=10.9) == pytest.approx(0.2)
-    assert lane.paused_until(0.1, 1.0) == pytest.approx(11.2)
-    assert lane.paused_s(0.1, 1.0, now=11.15) == pytest.approx(0.05)
-    assert lane.paused_s(0.1, 1.0, now=11.2) == pytest.approx(0.0)
+    assert lane.paused_s(0.1, now=10.9) == pytest.approx(0.2)
+    assert lane.paused_until(0.1) == pytest.approx(11.2)
+    assert lane.paused_s(0.1, now=11.15) == pytest.approx(0.05)
+    assert lane.paused_s(0.1, now=11.2) == pytest.approx(0.0)
     lane.bind(B, 1.0, now=11.3, pause_s=0.3)
-    assert lane.paused_until(0.1, 1.0) == pytest.approx(12.2), "nothing of A's pause is owed any more"
+    assert lane.paused_until(0.1) == pytest.approx(12.2), "nothing of A's pause is owed any more"

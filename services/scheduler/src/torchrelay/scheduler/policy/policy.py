@@ -57,7 +57,7 @@ class Policy:
                 scaling.set_minimums(state, models, now)
                 self._react(now)
             case inputs.ModelDeleted(model):
-                state.aliases.forget(model)
+                scaling.model_deleted(state, model, now)
             case inputs.GatewayConnected(gateway_id):
                 admissions.park(state, state.gateways.connected(gateway_id, now))
             case inputs.GatewayDisconnected(gateway_id):

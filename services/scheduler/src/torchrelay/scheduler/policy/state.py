@@ -111,10 +111,13 @@ class State:
         effects, self.effects = self.effects, Effects()
         return effects
 
-    def note_model(self, model: Model, now: float) -> None:
-        """Remembers the newest settings of a version; bounded, unused versions are evicted first."""
+    def note_model(self, model: Model, now: float, *, is_new_call: bool = True) -> None:
+        """Remembers the newest settings of a version; bounded, unused versions are evicted first. ``is_new_call``: see
+        ``VersionAliases.note``.
+        """
         timeout_s = model.idle_timeout_s or self.config.idle_timeout_s
-        self.aliases.note(model, timeout_s, model.targets.tbt_target_s or self.config.tbt_target_s, now)
+        tbt_target_s = model.targets.tbt_target_s or self.config.tbt_target_s
+        self.aliases.note(model, timeout_s, tbt_target_s, now, is_new_call=is_new_call)
         max_instances = self.aliases.max_instances(model.version_id, now, self.config.max_instances)
         self.models.pop(model.version_id, None)
         is_own = model.max_instances == max_instances
@@ -131,8 +134,14 @@ class State:
         return self.queues.num_waiting(version_id) > 0 or len(self.instances.of_version(version_id)) > 0
 
     def idle_timeout_s(self, version_id: str, now: float) -> float:
-        """After which an idle instance of the version is drained: the longest that any of its users asked for."""
+        """What a cold start of the version is worth, in seconds of a slot: the longest that any of its users asked
+        for.
+        """
         return self.aliases.idle_timeout_s(version_id, now) or self.config.idle_timeout_s
+
+    def longest_idle_s(self, version_id: str, now: float) -> float:
+        """After which an idle instance of the version is drained at the latest: at once if its models are deleted."""
+        return 0.0 if self.aliases.is_deleted(version_id) else self.idle_timeout_s(version_id, now)
 
     def tbt_target_s(self, version_id: str, now: float) -> float:
         """Between the tokens of all the version's answers: the shortest of its users' targets."""

@@ -85,7 +85,11 @@ class AdmissionStream:
         self._send(pb.AdmitCommand(minimums=self._minimums))
 
     def model_deleted(self, model: str) -> None:
-        """Says that the model is not in the catalog any more, to the present scheduler: a later one never knew it."""
+        """Says once that the model is not in the catalog any more, to the present scheduler or else the next one.
+
+        One that takes over later is not told. It may hear of the model from what was said before: requests that are
+        still open, of any gateway, and minimums.
+        """
         self._send(pb.AdmitCommand(model_deleted=pb.ModelDeleted(model=model)))
 
     @property

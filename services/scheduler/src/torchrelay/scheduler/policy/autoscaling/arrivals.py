@@ -120,6 +120,10 @@ class Arrivals:
             self._of.move_to_end(version_id)
         return history
 
+    def forget(self, version_id: str) -> None:
+        """No more are expected."""
+        self._of.pop(version_id, None)
+
     def used(self, version_id: str, now: float) -> None:
         """A request of it has ended."""
         if (history := self._of.get(version_id)) is not None:

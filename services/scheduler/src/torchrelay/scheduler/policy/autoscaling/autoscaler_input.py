@@ -51,6 +51,7 @@ class Demand:
     target_s: float = 2.0  # for the first token
     price_s: float = 60.0  # what a cold start is worth, in seconds of its slot
     keep_s: float = 60.0  # how long it is worth to keep an unused slot
+    is_deleted: bool = False  # nobody can call it any more
     forecast: tuple[float, float] = (math.inf, math.inf)  # between these its next request is expected: see ``price``
     crowded_at: float = 0.0  # when it last needed all its instances
     load_s: Mapping[Tier, float] = field(default_factory=dict)

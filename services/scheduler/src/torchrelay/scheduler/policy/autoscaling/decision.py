@@ -395,8 +395,11 @@ def _scale_down(
             actions += [Drain(load.instance.instance_id, cancelled) for load in loads if load not in kept]
             continue
         idle = [load for load in loads if load.is_idle_since(autoscaler_input.now - keep_s) and load not in kept]
+        is_deleted = demand is not None and demand.is_deleted
         reasons = {
-            load.instance.instance_id: _idle_reason(autoscaler_input.now - load.unused_since, keep_s, price_s)
+            load.instance.instance_id: _idle_reason(
+                autoscaler_input.now - load.unused_since, keep_s, price_s, is_deleted=is_deleted
+            )
             for load in idle
         }
         if len(idle) == len(loads):
@@ -450,8 +453,10 @@ def _spare(
     return []
 
 
-def _idle_reason(idle_s: float, keep_s: float, price_s: float) -> Reason:
+def _idle_reason(idle_s: float, keep_s: float, price_s: float, *, is_deleted: bool) -> Reason:
     limit = f"limit {format_duration(keep_s)}"
-    if keep_s < price_s:
+    if is_deleted:
+        limit = "its model is deleted"
+    elif keep_s < price_s:
         limit += f": of late its next request came before that, or after {format_duration(price_s)}"
     return Reason("idle", f"idle for {format_duration(idle_s)} ({limit})", {"idle_s": idle_s, "idle_timeout_s": keep_s})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 
 
 class IdleDeadlines:
@@ -10,22 +11,23 @@ class IdleDeadlines:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
-        self._noted: set[str] = set()
+        self._noted: dict[str, float] = {}
 
     def __contains__(self, version_id: str) -> bool:
         return version_id in self._noted
 
     def note(self, version_id: str, at: float) -> None:
-        """Unless the version has one."""
-        if version_id not in self._noted:
-            self._noted.add(version_id)
+        """Unless the version has one that is as early."""
+        if at < self._noted.get(version_id, math.inf):
+            self._noted[version_id] = at
             heapq.heappush(self._heap, (at, version_id))
 
     def take(self, now: float) -> list[str]:
         """Versions whose deadline has passed; they have none any more."""
         passed = []
         while self._heap and self._heap[0][0] <= now:
-            version_id = heapq.heappop(self._heap)[1]
-            self._noted.discard(version_id)
-            passed.append(version_id)
+            at, version_id = heapq.heappop(self._heap)
+            if self._noted.get(version_id) == at:
+                del self._noted[version_id]
+                passed.append(version_id)
         return passed

@@ -25,13 +25,17 @@ class _AliasUse:
     max_instances: int  # 0: the scheduler's default
     tbt_target_s: float
     at: float  # of the last admission or release
+    is_deleted: bool  # not in the catalog any more: named to nobody
 
 
 @dataclass(slots=True)
 class _Aliases:
     pack_id: str
     uses: Recent[str, _AliasUse] = field(default_factory=lambda: Recent(_MAX_NAMES))
-    last_used: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(name for name, use in self.uses.items() if not use.is_deleted))
 
 
 class VersionAliases:
@@ -43,29 +47,39 @@ class VersionAliases:
     def __iter__(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """(version, pack, names)."""
         for version_id, shared in self._versions.items():
-            yield version_id, shared.pack_id, tuple(sorted(shared.uses))
+            if names := shared.names:
+                yield version_id, shared.pack_id, names
 
-    def note(self, model: Model, idle_timeout_s: float, tbt_target_s: float, now: float) -> None:
-        """A request used the model's name for its version; ``idle_timeout_s``, ``tbt_target_s``: its own or default."""
+    def note(
+        self, model: Model, idle_timeout_s: float, tbt_target_s: float, now: float, *, is_new_call: bool = True
+    ) -> None:
+        """The model's name is in use for its version; ``idle_timeout_s``, ``tbt_target_s``: its own or default.
+
+        ``is_new_call``: by a request that was not heard of before. Only that says of a deleted model that it exists
+        again: other requests may have come before its deletion.
+        """
         shared = self._versions.get(model.version_id) or _Aliases(model.pack_id)
         self._versions[model.version_id] = shared
-        shared.uses[model.name] = _AliasUse(idle_timeout_s, model.max_instances, tbt_target_s, now)
-        shared.last_used = model.name
+        before = shared.uses.get(model.name)
+        is_deleted = before is not None and before.is_deleted and not is_new_call
+        shared.uses[model.name] = _AliasUse(idle_timeout_s, model.max_instances, tbt_target_s, now, is_deleted)
 
-    def forget(self, name: str) -> None:
-        """The model is called no more."""
-        for version_id, shared in list(self._versions.items()):
-            if shared.uses.pop(name, None) is None:
-                continue
-            if not shared.uses:
-                del self._versions[version_id]
-            elif shared.last_used == name:
-                shared.last_used = next(reversed(shared.uses))
+    def deleted(self, name: str) -> list[str]:
+        """The model is not in the catalog any more. Returns the versions that have no other name."""
+        found = [(version_id, shared) for version_id, shared in self._versions.items() if name in shared.uses]
+        for _, shared in found:
+            shared.uses[name].is_deleted = True
+        return [version_id for version_id, shared in found if not shared.names]
+
+    def is_deleted(self, version_id: str) -> bool:
+        """Whether all models of the version are."""
+        shared = self._versions.get(version_id)
+        return shared is not None and not shared.names
 
     def of(self, version_id: str) -> tuple[str, ...]:
-        """The models of a version; empty before the first request."""
+        """The models of a version; empty before the first request, and when all are deleted."""
         shared = self._versions.get(version_id)
-        return tuple(sorted(shared.uses)) if shared else ()
+        return shared.names if shared else ()
 
     def used(self, version_id: str, name: str, now: float) -> None:
         """A request that used this name has ended."""
@@ -76,7 +90,8 @@ class VersionAliases:
     def idle_timeout_s(self, version_id: str, now: float) -> float | None:
         """The longest among the models in use: each counts for its own timeout after its last request.
 
-        If none is in use, that of the last one requested; None before the first request.
+        If none is in use, that of the last one requested; None before the first request. Deleted models count only
+        where all are.
         """
         shared = self._versions.get(version_id)
         if shared is None:
@@ -101,5 +116,5 @@ def _in_use(shared: _Aliases, now: float) -> list[_AliasUse]:
     """At least the one that was called last."""
     if len(shared.uses) == 1:
         return list(shared.uses.values())
-    found = [use for use in shared.uses.values() if now - use.at < use.idle_timeout_s]
-    return found or [shared.uses[shared.last_used]]
+    counted = [use for use in shared.uses.values() if not use.is_deleted] or list(shared.uses.values())
+    return [use for use in counted if now - use.at < use.idle_timeout_s] or counted[-1:]

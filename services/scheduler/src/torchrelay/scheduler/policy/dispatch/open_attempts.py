@@ -53,6 +53,11 @@ class BoundWork:
         return len(self.decodes) + sum(key not in self.decodes for key in self.prefills)
 
     @property
+    def has_answers(self) -> bool:
+        """Whether it decodes answers that have their first token."""
+        return len(self.decodes) > len(self.prefills)
+
+    @property
     def is_idle(self) -> bool:
         return not self.prefills and not self.decodes
 
@@ -132,6 +137,8 @@ class OpenAttempts:
         decode.num_attended -= attempt.num_attended
         if decode.is_idle:
             del self._bound[instance_id]
+        elif not decode.has_answers:
+            decode.lane.answers_left()
         for instance_id in attempt.instance_ids:
             self._on_change(instance_id)
         return attempt

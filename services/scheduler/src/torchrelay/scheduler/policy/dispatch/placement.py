@@ -48,11 +48,6 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     def kv_unreserved_bytes(self) -> int:
         return self.entry.kv_pool_bytes - self.work.kv_bytes
 
-    @property
-    def has_answers(self) -> bool:
-        """Whether it computes prompts and decodes answers that have their first token."""
-        return self.entry.plays_prefill and len(self.work.decodes) > len(self.work.prefills)
-
 
 @dataclass(frozen=True, slots=True)
 class NoPlacement:
@@ -122,18 +117,19 @@ def place(
 
 def _pause_after_s(admission: core.Admission, candidate: Candidate, *, is_answered_there: bool) -> float:
     """Without prompts that the answers there need after this one: those whose targets, among what can be met, are the
-    strictest.
+    strictest. At most a full step, also after a prompt of many: no more than that passes before the next.
     """
-    work, latency = candidate.work, candidate.entry.latency
-    if not candidate.has_answers:
+    work, entry, latency = candidate.work, candidate.entry, candidate.entry.latency
+    if not (entry.plays_decode and work.has_answers):
         return 0.0
     decode_s = latency.tbt_s(work.num_choices, work.num_attended)
-    full_s = candidate.entry.full_step_s + latency.decode.marginal_s(work.num_choices, work.num_attended)
+    full_s = entry.full_step_s + latency.decode.marginal_s(work.num_choices, work.num_attended)
     num_positions = admission.num_contexts * (admission.num_context_tokens - candidate.num_cached_tokens)
     targets_s = {one.admission.tbt_target_s for one in work.decodes.values()}
     if is_answered_there:
         targets_s.add(admission.tbt_target_s)
-    return num_positions / latency.token_budget * max(pause_s(full_s, decode_s, target_s) for target_s in targets_s)
+    per_full_step_s = max(pause_s(full_s, decode_s, target_s) for target_s in targets_s)
+    return min(num_positions / latency.token_budget * per_full_step_s, entry.full_step_s)
 
 
 def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: float) -> list[_Prefill] | NoPlacement:
@@ -151,9 +147,9 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
         paused_s = decode_s = 0.0
         if entry.plays_decode:
             one_s = latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
-            if work.lane.owes_pauses and candidate.has_answers:
+            if work.lane.owes_pauses and work.has_answers:
                 decode_s = latency.tbt_s(work.num_choices, work.num_attended)
-                paused_s = work.lane.paused_s(decode_s, entry.full_step_s, now)
+                paused_s = work.lane.paused_s(decode_s, now)
         else:
             one_s = latency.prefill_s(num_tokens, num_cached)
         steps_s, load_left_s = num_contexts * one_s, entry.load_left_s(now)
@@ -167,7 +163,7 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
             found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, alone_s, candidate))
             continue
         soonest_s = min(soonest_s, ttft_s)
-        unpaused_at = work.lane.paused_until(decode_s, entry.full_step_s) if paused_s else 0.0
+        unpaused_at = work.lane.paused_until(decode_s) if paused_s else 0.0
         due = min(due, max(entry.bindable_at(work.lane), unpaused_at, now + _MIN_WAIT_S))
     if found:
         found.sort()

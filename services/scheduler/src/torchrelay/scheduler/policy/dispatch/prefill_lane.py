@@ -25,7 +25,7 @@ class PrefillLane:
         return len(self._bound)
 
     def bind(self, key: AttemptKey, prefill_s: float, now: float, pause_s: float = 0.0) -> None:
-        """``pause_s``: without prompts that the answers there need after it."""
+        """``pause_s``: without prompts that the answers there need after it; it adds to what is owed to them yet."""
         self._owed_s = max(self._owed_s - self._passed_s(now), 0.0) + pause_s
         if not self._bound:
             self._head_since, self._work_s = now, 0.0
@@ -41,22 +41,25 @@ class PrefillLane:
         self._work_s -= self._bound.pop(key)
         self._left_at = now
 
+    def answers_left(self) -> None:
+        """No answer is there any more: nothing is owed to those that come later."""
+        self._owed_s = 0.0
+
     @property
     def owes_pauses(self) -> bool:
         """Whether any prompt of late needed a pause after it."""
         return self._owed_s > 0.0
 
-    def paused_s(self, decode_step_s: float, most_s: float, now: float) -> float:
-        """For how long no prompt should be bound yet, as the answers there decode alone: at most ``most_s`` before each
-        prompt, and less than one such step may stay owed to them. It passes while no prompt is bound, or those that are
-        should be computed.
+    def paused_s(self, decode_step_s: float, now: float) -> float:
+        """For how long no prompt should be bound yet, as the answers there decode alone; less than one such step may
+        stay owed to them. It passes while no prompt is bound, or those that are should be computed.
         """
-        pause_s = min(self._owed_s - decode_step_s, most_s)
+        pause_s = self._owed_s - decode_step_s
         return max(pause_s - self._passed_s(now), 0.0) if pause_s > 0.0 else 0.0
 
-    def paused_until(self, decode_step_s: float, most_s: float) -> float:
+    def paused_until(self, decode_step_s: float) -> float:
         """When that will be over, if all that is bound is computed as predicted; of none minus infinity."""
-        pause_s = min(self._owed_s - decode_step_s, most_s)
+        pause_s = self._owed_s - decode_step_s
         return self._pause_begins_at() + pause_s if pause_s > 0.0 else -math.inf
 
     def _pause_begins_at(self) -> float:

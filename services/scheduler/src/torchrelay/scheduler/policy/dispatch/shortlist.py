@@ -61,9 +61,9 @@ class Shortlist:
         if entry.plays_prefill:
             # No later than it has room for another prompt.
             begin_at = work.lane.end_at() - entry.full_step_s if len(work.lane) else -math.inf
-            if entry.plays_decode and len(work.decodes) > len(work.prefills):
+            if entry.plays_decode and work.has_answers:
                 decode_s = entry.latency.tbt_s(work.num_choices, work.num_attended)
-                begin_at = max(begin_at, work.lane.paused_until(decode_s, entry.full_step_s))
+                begin_at = max(begin_at, work.lane.paused_until(decode_s))
             self._prefills.put(instance_id, max(begin_at, entry.excess_until - entry.full_step_s), work.num_choices)
         if entry.plays_decode:
             self._decodes.put(instance_id, work.num_choices, 0)

@@ -50,10 +50,13 @@ def admit(
     """Accepts an admission. True if it waits now, for the first time or still."""
     key = admission.key
     state.gateways.confirm(admission.gateway_id, key)
-    state.note_model(model, now)
+    opened = state.attempts.get(key)
+    is_known = opened is not None or key in state.queues
+    is_new_call = key.attempt == 1 and current is None and not is_known
+    state.note_model(model, now, is_new_call=is_new_call)
     state.shared_versions.note(admission.version_id, admission.tenant, now)
     _suspect_failed_workers(state, admission, now)
-    if opened := state.attempts.get(key):
+    if opened is not None:
         if is_computed:  # the message that told so may have been lost with its stream
             first_token(state, key, now, is_measured=False)
         if current is None:
@@ -200,7 +203,7 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
         for instance_id in attempt.instance_ids:
             state.instances.touch(instance_id, now)
         if (version_id := attempt.admission.version_id) not in state.idle_deadlines:
-            state.idle_deadlines.note(version_id, now + state.idle_timeout_s(version_id, now))
+            state.idle_deadlines.note(version_id, now + state.longest_idle_s(version_id, now))
     return attempt
 
 

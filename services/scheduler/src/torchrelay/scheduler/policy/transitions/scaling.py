@@ -91,7 +91,7 @@ def idle_versions(state: State, now: float) -> list[str]:
     for version_id in state.idle_deadlines.take(now):
         instances = state.instances.of_version(version_id)
         used_at = max((state.instances.last_active(one.instance_id) for one in instances), default=-math.inf)
-        if (deadline := used_at + state.idle_timeout_s(version_id, now)) > now:
+        if (deadline := used_at + state.longest_idle_s(version_id, now)) > now:
             state.idle_deadlines.note(version_id, deadline)
         elif instances:
             idle.append(version_id)
@@ -130,9 +130,19 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
 def set_minimums(state: State, models: Sequence[Model], now: float) -> None:
     """These models have a minimum of instances, always or at times, and no other has."""
     for model in models:
-        state.note_model(model, now)
+        state.note_model(model, now, is_new_call=False)
     state.minimums.set(models)
     evaluate_minimums(state, now)
+
+
+def model_deleted(state: State, name: str, now: float) -> None:
+    """Where no other model has its version, nobody is expected to ask for that again, and its instances go as soon as
+    no request is open there.
+    """
+    for version_id in state.aliases.deleted(name):
+        state.forecasts.pop(version_id, None)
+        state.arrivals.forget(version_id)
+        state.idle_deadlines.note(version_id, now)
 
 
 def evaluate_minimums(state: State, now: float) -> None:
@@ -253,7 +263,8 @@ def _demand(state: State, model: Model, price_s: float, now: float) -> Demand:
         load=admissions.prompts_s(state, model, rate.tokens_per_s, now),
         target_s=history.target_s or state.config.standard_ttft_s,
         price_s=price_s,
-        keep_s=idle_plan.keep_s,
+        keep_s=min(idle_plan.keep_s, state.longest_idle_s(version_id, now)),
+        is_deleted=state.aliases.is_deleted(version_id),
         forecast=history.forecast(idle_plan),
         load_s=load_s,
         crowded_at=history.crowded_at,
