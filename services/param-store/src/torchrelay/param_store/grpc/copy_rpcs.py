@@ -68,9 +68,10 @@ class CopyRpcs:
                 if slab is not None and not slab.error:
                     return
                 failed = arena_copies.failed_download(pack_id)
-                if failed is not None and failed is not failed_before:
+                is_overdue = not is_downloading and loop.time() >= relay_due
+                if failed is not None and (is_overdue or failed is not failed_before):
                     raise Unavailable(f"pack {pack_id} is not in the arena: {failed.error}")
-                if not is_downloading and loop.time() >= relay_due:
+                if is_overdue:
                     return
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(None if is_downloading else relay_due):
