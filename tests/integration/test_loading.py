@@ -7,15 +7,19 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.integration.roles_testbed import DECODE, PREFILL, RolesTestbed, RunningWorker, running_test_worker, until
 from tests.unit.engine.harness import Model, prompt_of
-from tests.unit.param_store.running_store import CLUSTER_KEY, peer, running_store
+from tests.unit.param_store.running_store import CLUSTER_KEY, RunningStore, peer, running_store
+from torchrelay.common.errors import NotFound
+from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.control.v1 import types_pb2
+from torchrelay.control.v1 import param_store_pb2, types_pb2
+from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreServicer, add_ParamStoreServicer_to_server
 from torchrelay.transfer.buffers import MemoryBuffer
 from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.protocol.tickets import derive_node_key
@@ -186,6 +190,56 @@ async def test_a_kernel_that_breaks_gives_the_slot_back_with_the_reason(
         assert request.error().code == pb.RunError.CODE_LOAD_FAILED
         await scene.prefill.until_free()
         assert "a kernel broke" in scene.prefill.worker.slot.report().error
+
+
+class LosableHold(ParamStoreServicer):
+    """Stands before a store: ends the first hold when told to, and has lost the pack by the next."""
+
+    def __init__(self, store: RunningStore) -> None:
+        self._store = store
+        self.lost = asyncio.Event()
+        self.requests: list[param_store_pb2.HoldRequest] = []
+
+    async def Hold(
+        self, request: param_store_pb2.HoldRequest, context: Any
+    ) -> AsyncIterator[param_store_pb2.HoldReply]:
+        self.requests.append(request)
+        if self.lost.is_set():
+            raise NotFound("the range is another pack's")
+        hold = self._store.stub.Hold(request)
+        yield await anext(aiter(hold))
+        await self.lost.wait()
+        hold.cancel()
+
+
+async def test_who_lost_its_hold_waits_for_no_relay_to_learn_that_the_pack_is_gone(
+    tmp_path: Path, model: Model, nats_url: str
+) -> None:
+    """While it waited it would compute with the bytes of another pack."""
+    pack = GatedPack(model)
+    pack.let_all()
+    listener = TcpTransport().listen("127.0.0.1", 0)
+    holder = HolderServer("peer", derive_node_key(CLUSTER_KEY, "peer"), {pack.buffer_id: pack}.get, listener)
+    holder.start()
+    front = RpcServer("127.0.0.1")
+    try:
+        async with running_store(tmp_path) as store:
+            servicer = LosableHold(store)  # type: ignore[abstract]
+            add_ParamStoreServicer_to_server(servicer, front.server)
+            await front.start()
+            await store.relay(pack.buffer_id, peer("peer", holder.address, pack.buffer_id, store))
+            await store.until_complete(pack.buffer_id)
+            address = f"127.0.0.1:{front.port}"
+            async with running_test_worker(nats_url, store, store_address=address) as worker:
+                await worker.load(types_pb2.ModelVersion(model="acme/held", pack_id=pack.buffer_id), [PREFILL, DECODE])
+                await worker.until_ready()
+                servicer.lost.set()
+                await worker.until_free()
+                assert "no longer holds the pack" in worker.worker.slot.report().error
+            assert [request.waits_for_relay for request in servicer.requests] == [True, False]
+    finally:
+        await front.stop(0)
+        await asyncio.to_thread(holder.close)
 
 
 async def test_shutting_down_amid_a_load_is_quick(tmp_path: Path, model: Model, nats_url: str) -> None:

@@ -17,8 +17,10 @@ from torchrelay.transfer.transport.tcp import TcpTransport
 
 
 @asynccontextmanager
-async def held(store: RunningStore, pack_id: str) -> AsyncIterator[AsyncIterator[pb.HoldReply]]:
-    call = store.stub.Hold(pb.HoldRequest(pack_id=pack_id, owner_id="wrk-1"))
+async def held(
+    store: RunningStore, pack_id: str, waits_for_relay: bool = False
+) -> AsyncIterator[AsyncIterator[pb.HoldReply]]:
+    call = store.stub.Hold(pb.HoldRequest(pack_id=pack_id, owner_id="wrk-1", waits_for_relay=waits_for_relay))
     try:
         yield aiter(call)
     finally:

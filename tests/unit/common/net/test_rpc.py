@@ -21,7 +21,7 @@ from torchrelay.common.errors import (
 )
 from torchrelay.common.identity.callers import Caller, call_token
 from torchrelay.common.net.rpc.channels import open_blocking_channel, open_channel
-from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc, logged_cause
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2_grpc
@@ -73,6 +73,9 @@ async def test_absent_server_is_unavailable_and_its_address_is_not_told() -> Non
             await param_store_pb2_grpc.ParamStoreStub(channel).Describe(pb.DescribeRequest())
     error = error_from_rpc(caught.value)
     assert isinstance(error, Unavailable) and error.message == "the peer cannot be reached"
+    assert logged_cause(error) == error.message
+    error.__cause__ = caught.value  # as of ``raise error_from_rpc(caught) from caught``
+    assert "the peer cannot be reached: " in logged_cause(error) and "127.0.0.1:1" in logged_cause(error)
 
 
 async def test_health_says_serving(server: RpcServer) -> None:

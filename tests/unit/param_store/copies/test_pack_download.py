@@ -189,7 +189,7 @@ def test_a_failed_copy_that_is_still_read_goes_with_its_last_reader_unless_it_is
     def fail_while_read(reader: str) -> None:
         arena_copies.relay(pack_id, [None]).result(10)
         arena.pin(pack_id, reader)
-        assert eventually(lambda: not arena_copies.downloads() and arena_copies.failure(pack_id) != "")
+        assert eventually(lambda: not arena_copies.downloads() and arena_copies.failed_download(pack_id) is not None)
 
     fail_while_read("stream-1")
     arena.unpin(pack_id, "stream-1")

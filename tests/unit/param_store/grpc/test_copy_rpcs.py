@@ -63,7 +63,7 @@ async def test_a_failed_relay_tells_its_holders_and_a_later_one_tries_anew(
                 assert "the test says so" in copy.error
             await store.until(lambda report: report.copies[0].num_chunks_verified == 0)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async with held(store, pack.name) as replies:
+            async with held(store, pack.name, waits_for_relay=True) as replies:
                 await anext(replies)
         assert isinstance(error_from_rpc(caught.value), Unavailable)
         assert "the test says so" in error_from_rpc(caught.value).message

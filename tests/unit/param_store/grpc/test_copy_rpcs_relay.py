@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from tests.unit.param_store.holders import bytes_in, damage, drop, held, slow_holder
-from tests.unit.param_store.running_store import REMOTE, peer, running_store
-from torchrelay.common.errors import InvalidRequest, NotFound
+from tests.unit.param_store.running_store import REMOTE, RunningStore, peer, running_store
+from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError, Unavailable
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.copies.pack_download import PackDownload
 from torchrelay.param_store.grpc import copy_rpcs
+from torchrelay.transfer.arena.arena import Arena
+from torchrelay.transfer.arena.slab import Slab
 from torchrelay.transfer.manifest import decode_manifest
 
 
@@ -44,17 +47,81 @@ async def test_a_hold_waits_for_the_relay_that_was_told_beside_it(
 ) -> None:
     """A worker may be told to load a pack that its host had, and has just let go."""
     _, version = published
-    async with running_store(tmp_path) as store, held(store, version.pack_id) as replies:
+    async with running_store(tmp_path) as store, held(store, version.pack_id, waits_for_relay=True) as replies:
         first = asyncio.ensure_future(anext(replies))
         await store.report()  # the store has served another call meanwhile
         assert not first.done()
         await store.relay(version.pack_id, REMOTE)
         assert (await first).slab_bytes >= version.pack_bytes
     monkeypatch.setattr(copy_rpcs, "_RELAY_WAIT_S", 0.0)
-    async with running_store(tmp_path / "other") as store, held(store, version.pack_id) as replies:
+    async with running_store(tmp_path / "other") as store:
+        assert isinstance(await refusal_of_hold(store, version.pack_id, waits_for_relay=True), NotFound)
+
+
+async def refusal_of_hold(store: RunningStore, pack_id: str, waits_for_relay: bool = False) -> TorchrelayError:
+    async with held(store, pack_id, waits_for_relay) as replies:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await anext(replies)
-        assert isinstance(error_from_rpc(refused.value), NotFound)
+        return error_from_rpc(refused.value)
+
+
+async def test_who_has_computed_with_a_pack_learns_at_once_that_it_is_gone(
+    tmp_path: Path, published: tuple[Path, pb.VersionDescription], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_rpcs, "_RELAY_WAIT_S", 3600.0)
+    async with running_store(tmp_path) as store:
+        assert isinstance(await refusal_of_hold(store, published[1].pack_id), NotFound)
+
+
+async def test_a_hold_waits_as_long_as_its_relay_takes_to_reserve_the_range(
+    tmp_path: Path, published: tuple[Path, pb.VersionDescription], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An arena may have to be faulted in first."""
+    _, version = published
+    reserve, reserving, may_reserve = Arena.reserve, threading.Event(), threading.Event()
+
+    def late(arena: Arena, *arguments: Any) -> Slab:
+        reserving.set()
+        assert may_reserve.wait(20)
+        return reserve(arena, *arguments)
+
+    monkeypatch.setattr(Arena, "reserve", late)
+    monkeypatch.setattr(copy_rpcs, "_RELAY_WAIT_S", 0.0)
+    async with running_store(tmp_path) as store:
+        relay = asyncio.ensure_future(store.relay(version.pack_id, REMOTE))
+        assert await asyncio.to_thread(reserving.wait, 20)
+        async with held(store, version.pack_id, waits_for_relay=True) as replies:
+            first = asyncio.ensure_future(anext(replies))
+            await asyncio.wait((first,), timeout=0.2)
+            may_reserve.set()
+            assert (await first).slab_bytes >= version.pack_bytes
+        assert await relay is False
+
+
+async def test_a_hold_that_waits_for_its_relay_fails_with_it_and_not_with_an_earlier_one(
+    tmp_path: Path, published: tuple[Path, pb.VersionDescription], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, version = published
+    monkeypatch.setattr(copy_rpcs, "_RELAY_WAIT_S", 3600.0)
+    nowhere = f"file://{tmp_path / 'empty'}"
+    async with running_store(tmp_path) as good, running_store(tmp_path / "2", remote_url=nowhere) as store:
+        await good.relay(version.pack_id, REMOTE)
+        await good.until_complete(version.pack_id)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await store.relay(version.pack_id, REMOTE)
+        refusal = asyncio.ensure_future(refusal_of_hold(store, version.pack_id, waits_for_relay=True))
+        await store.report()  # the store has served another call meanwhile
+        assert not refusal.done()
+        while not refusal.done():
+            with pytest.raises(grpc.aio.AioRpcError):
+                await store.relay(version.pack_id, REMOTE)
+        error = await refusal
+        assert isinstance(error, Unavailable) and "no source has the manifest" in error.message
+        async with held(store, version.pack_id, waits_for_relay=True) as replies:
+            first = asyncio.ensure_future(anext(replies))
+            await store.report()
+            await store.relay(version.pack_id, good.source(version.pack_id, store))
+            assert (await first).slab_bytes >= version.pack_bytes
 
 
 async def test_a_chain_forwards_while_it_receives(

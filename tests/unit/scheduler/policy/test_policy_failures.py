@@ -251,6 +251,34 @@ def test_who_was_placed_on_loads_that_failed_for_their_store_waits_until_it_is_b
     assert scene.placement("r1", attempt=4) is not None
 
 
+def test_a_load_whose_store_refuses_the_relay_ends_though_the_worker_took_it_and_the_store_is_to_blame() -> None:
+    scene = two_workers_one_host()
+    model = a_model()
+    scene.admit(model, "r1")
+    assert scene.placement("r1") is not None  # on the loading instances
+    loading = list(scene.policy.state.instances)
+    for instance in loading:
+        scene.apply(LoadRefused(instance.instance_id, "its relays are too many", "store-1"))
+    unloads = [command for command in scene.commands if isinstance(command, UnloadCommand)]
+    assert {one.instance_id for one in unloads} == {one.instance_id for one in loading}
+    assert not any(command.drain_s for command in unloads)
+    draining = [one for one in scene.events if one.topic == "instance.draining"]
+    assert {one.fields["cause"] for one in draining} == {"load_refused"}
+    failures = scene.policy.state.load_failures
+    assert failures.is_of_store(model.version_id) and not failures.avoid(scene.now)
+
+
+def test_a_load_that_has_layers_needs_no_relay() -> None:
+    scene = two_workers_one_host()
+    scene.admit(a_model(), "r1")
+    for worker_id in scene.workers:
+        scene.set_slot(worker_id, num_layers_ready=1)
+        scene.report(worker_id)
+    for instance in list(scene.policy.state.instances):
+        scene.apply(LoadRefused(instance.instance_id, "its relays are too many", "store-1"))
+    assert not [command for command in scene.commands if isinstance(command, UnloadCommand)]
+
+
 def test_a_store_that_is_replaced_in_time_serves_those_who_wait() -> None:
     scene = two_workers_one_host()
     model, store = a_model(), scene.stores.pop("store-1")

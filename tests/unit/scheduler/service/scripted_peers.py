@@ -137,6 +137,8 @@ class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
         self.role_changes: list[worker_pb2.SetRolesRequest] = []
         self.unloads: list[worker_pb2.UnloadRequest] = []
         self.refusal: TorchrelayError | None = None
+        self.answers = asyncio.Event()  # cleared: loads get no answer
+        self.answers.set()
         self.engine = types_pb2.EngineProgress()
 
     def report(self) -> reports_pb2.WorkerReport:
@@ -166,6 +168,7 @@ class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
     async def Load(self, request: worker_pb2.LoadRequest, context: Any) -> worker_pb2.LoadReply:
         self.check_epoch(request.epoch)
         self.loads.append(request)
+        await self.answers.wait()
         if self.refusal is not None:
             raise self.refusal
         version = request.version
@@ -229,6 +232,7 @@ class ScriptedStore(ReportingPeer, param_store_pb2_grpc.ParamStoreServicer):
         self.retains: list[param_store_pb2.RetainRequest] = []
         self.copies: dict[str, reports_pb2.PackCopy] = {}
         self.nic: reports_pb2.NicCounters | None = None
+        self.refusal: TorchrelayError | None = None  # of relays
         self.answers = asyncio.Event()  # cleared: commands get no answer
         self.answers.set()
 
@@ -254,6 +258,8 @@ class ScriptedStore(ReportingPeer, param_store_pb2_grpc.ParamStoreServicer):
         self.check_epoch(request.epoch)
         self.relays.append(request)
         await self.answers.wait()
+        if self.refusal is not None:
+            raise self.refusal
         if request.pack_id in self.copies:
             return param_store_pb2.RelayReply(already_complete=True)
         self.copies[request.pack_id] = reports_pb2.PackCopy(

@@ -17,6 +17,7 @@ from tests.unit.scheduler.service.scripted_cluster import (
     house,
 )
 from tests.unit.scheduler.service.scripted_peers import ScriptedStore
+from torchrelay.common.errors import Overloaded
 from torchrelay.control.v1 import param_store_pb2, reports_pb2
 from torchrelay.scheduler.policy.effects import WakeCommand
 from torchrelay.scheduler.service import actuator
@@ -122,6 +123,33 @@ async def test_a_load_from_a_whole_copy_waits_for_no_answer_of_its_store(
             await door.placement()
             assert all(worker.loads for worker in workers) and len(store.relays) <= 1
             store.answers.set()
+
+
+@pytest.mark.parametrize("hung", [False, True], ids=["both accept", "one hangs"])
+async def test_a_store_that_refuses_the_relay_of_a_whole_copy_is_to_blame_and_no_worker(
+    nats_url: str, hung: bool
+) -> None:
+    """It has just let the pack go. A worker that hangs delays the news for no other."""
+    async with house(nats_url) as it:
+        store, *workers = await it.host(1)
+        store.copies[PACK] = reports_pb2.PackCopy(
+            pack_id=PACK, pack_bytes=a_version().pack_bytes, num_chunks=8, num_chunks_verified=8
+        )
+        store.refusal = Overloaded("this store already downloads 16 packs")
+        await store.touch()
+        if hung:
+            workers[1].answers.clear()
+        async with it.scheduler(2, replicate=False) as address, GatewayClient(address) as door:
+            await cluster(address, lambda view: len(view.stores) == 1 and len(view.stores[0].copies) == 1)
+            await asyncio.sleep(0.5)  # the settling time of a start
+            begin = asyncio.get_running_loop().time()
+            await door.admit("r1")
+            await eventually(lambda: bool(workers[0].unloads))
+            assert workers[0].unloads[0].drain_s == 0.0
+            assert asyncio.get_running_loop().time() - begin < 4, "less than a call's deadline of 5 s"
+            store.refusal = None
+            workers[1].answers.set()
+            await door.placement()
 
 
 async def test_of_two_wakes_over_one_link_the_later_is_idle_until_the_other_has_ended(nats_url: str) -> None:

@@ -606,18 +606,24 @@ class HoldRequest(_message.Message):
 
     PACK_ID_FIELD_NUMBER: _builtins.int
     OWNER_ID_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_RELAY_FIELD_NUMBER: _builtins.int
     pack_id: _builtins.str
     owner_id: _builtins.str
     """worker id"""
+    waits_for_relay: _builtins.bool
+    """Of a first load: the relay that brings the pack may come a moment later, and is waited for. Whoever has computed
+    with the pack before must learn at once if it is gone.
+    """
     def __init__(
         self,
         *,
         pack_id: _builtins.str = ...,
         owner_id: _builtins.str = ...,
+        waits_for_relay: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner_id", b"owner_id", "pack_id", b"pack_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner_id", b"owner_id", "pack_id", b"pack_id", "waits_for_relay", b"waits_for_relay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

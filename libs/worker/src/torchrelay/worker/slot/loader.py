@@ -10,7 +10,6 @@ import grpc
 import stamina
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.process.telemetry import span_of
 from torchrelay.control.v1 import param_store_pb2 as pb
@@ -30,7 +29,11 @@ if TYPE_CHECKING:
     HoldCall = grpc.aio.UnaryStreamCall[pb.HoldRequest, pb.HoldReply]
 
 
-_HOLD_LOST = (grpc.aio.AioRpcError, Unavailable)
+class _HoldEnded(Exception):
+    """The store closed the stream. No ``Unavailable``, as ``LoadFailed`` is one, and final."""
+
+
+_HOLD_LOST = (grpc.aio.AioRpcError, _HoldEnded)
 
 
 @dataclass(slots=True)
@@ -54,8 +57,8 @@ class Loader:
 
     async def run(self, pack_id: str, traceparent: str) -> None:
         """Loads, then holds the pack until cancelled. Raises ``LoadFailed`` when the bytes stop coming."""
-        request = pb.HoldRequest(pack_id=pack_id, owner_id=self._settings.worker_id)
-        hold = self._store.Hold(request)
+        worker_id = self._settings.worker_id
+        hold = self._store.Hold(pb.HoldRequest(pack_id=pack_id, owner_id=worker_id, waits_for_relay=True))
         try:
             with span_of("worker.load", traceparent, pack_id=pack_id):
                 await self._load(hold)
@@ -65,6 +68,7 @@ class Loader:
             ):
                 with attempt:
                     if attempt.num > 1:
+                        request = pb.HoldRequest(pack_id=pack_id, owner_id=worker_id)
                         hold = self._store.Hold(request, wait_for_ready=True)
                         await self._check_mapping(hold)
                     await self._wait_until_lost(hold)
@@ -79,10 +83,10 @@ class Loader:
                 hold.cancel()  # only now: without the pin the store may give the range to another pack
 
     async def _wait_until_lost(self, hold: HoldCall) -> None:
-        """Keeps the pin until the store ends the hold. Raises ``AioRpcError`` or ``Unavailable`` then."""
+        """Keeps the pin until the store ends the hold. Raises ``AioRpcError`` or ``_HoldEnded`` then."""
         async for _ in hold:
             pass
-        raise Unavailable("the store ended the hold")
+        raise _HoldEnded("the store ended the hold")
 
     async def _check_mapping(self, hold: HoldCall) -> None:
         """The pack must lie where it is mapped, or its range may hold another one. Raises ``LoadFailed``."""

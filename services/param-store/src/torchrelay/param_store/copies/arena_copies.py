@@ -165,11 +165,15 @@ class ArenaCopies:
         self._on_change()
         return dropped
 
-    def failure(self, pack_id: str) -> str:
-        """Why the last download of this pack failed; empty if it did not."""
+    def failed_download(self, pack_id: str) -> CopyRecord | None:
+        """The last download of this pack, if it failed."""
         with self._lock:
             record = self._records.get(pack_id)
-            return record.error if record else ""
+            return record if record is not None and record.error else None
+
+    def is_downloading(self, pack_id: str) -> bool:
+        with self._lock:
+            return pack_id in self._downloads
 
     def copies(self) -> list[CopyReport]:
         """The packs in the arena or downloading, and recent failures."""

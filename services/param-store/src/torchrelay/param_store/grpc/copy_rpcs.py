@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from torchrelay.common.errors import InvalidRequest, NotFound, Unavailable
+from torchrelay.common.errors import InvalidRequest, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import reports_pb2
@@ -22,7 +22,7 @@ from torchrelay.transfer.transport.interface import TransferClass
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger(__name__)
 _MAX_LEASE_S = 3600.0
-_RELAY_WAIT_S = 1.0  # how long a worker's hold of a pack waits for the relay that brings it
+_RELAY_WAIT_S = 1.0  # by then a relay that was told beside a load has come
 _MIN_REPORT_INTERVAL_S = 0.05  # for each watcher
 
 
@@ -33,7 +33,9 @@ class CopyRpcs:
 
     async def Hold(self, request: pb.HoldRequest, context: Context) -> AsyncIterator[pb.HoldReply]:
         checked_digest(request.pack_id, "pack_id")
-        slab, owner = await self._hold(request)
+        if request.waits_for_relay:
+            await self._until_reserved(request.pack_id)
+        slab, owner = self.store.arena_copies.hold(request.pack_id, request.owner_id)
         log.info("pack_held", pack_id=request.pack_id, owner_id=request.owner_id)
         try:
             with self.store.changes.listen() as changed:
@@ -51,21 +53,29 @@ class CopyRpcs:
             self.store.arena_copies.release(slab, owner)
             log.info("pack_released", pack_id=request.pack_id, owner_id=request.owner_id)
 
-    async def _hold(self, request: pb.HoldRequest) -> tuple[Slab, str]:
-        """Pins the pack. A worker may be told to load it a moment before the relay that brings it comes here. Raises
-        ``NotFound`` if none comes, ``Unavailable`` if it failed.
+    async def _until_reserved(self, pack_id: str) -> None:
+        """Waits until the relay that brings the pack has a range for it, or none is to be expected any more. Raises
+        ``Unavailable`` if it failed.
         """
-        arena_copies = self.store.arena_copies
-        with self.store.changes.listen() as changed, suppress(TimeoutError):
-            async with asyncio.timeout(_RELAY_WAIT_S):
-                while True:
-                    changed.clear()
-                    with suppress(NotFound):
-                        return arena_copies.hold(request.pack_id, request.owner_id)
-                    if failure := arena_copies.failure(request.pack_id):
-                        raise Unavailable(f"pack {request.pack_id} is not in the arena: {failure}")
-                    await changed.wait()
-        return arena_copies.hold(request.pack_id, request.owner_id)
+        arena_copies, loop = self.store.arena_copies, asyncio.get_running_loop()
+        relay_due = loop.time() + _RELAY_WAIT_S
+        failed_before = arena_copies.failed_download(pack_id)
+        with self.store.changes.listen() as changed:
+            while True:
+                changed.clear()
+                is_downloading = arena_copies.is_downloading(pack_id)
+                slab = self.store.arena.get(pack_id)
+                if slab is not None and not slab.error:
+                    return
+                failed = arena_copies.failed_download(pack_id)
+                is_overdue = not is_downloading and loop.time() >= relay_due
+                if failed is not None and (is_overdue or failed is not failed_before):
+                    raise Unavailable(f"pack {pack_id} is not in the arena: {failed.error}")
+                if is_overdue:
+                    return
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(None if is_downloading else relay_due):
+                        await changed.wait()
 
     def _hold_reply(self, slab: Slab, num_segments_ready: int, error: str) -> pb.HoldReply:
         return pb.HoldReply(

@@ -127,7 +127,9 @@ class LoadUnanswered(_Input, frozen=True):
 
 
 class LoadRefused(_Input, frozen=True):
-    """``failed_store``: the store whose relay could not be started, if that was the reason."""
+    """``failed_store``: the store whose relay could not be started, if that was the reason; the worker may have taken
+    the load nevertheless.
+    """
 
     instance_id: str
     cause: str

@@ -232,14 +232,17 @@ class Policy:
     def _load_failed(self, input_: inputs.LoadRefused, now: float) -> None:
         state, cause = self.state, input_.cause
         instance = state.instances.get(input_.instance_id)
-        if instance is None or instance.accepted:
+        if instance is None:
             return
-        state.instances.remove(instance.instance_id)
+        waits_for_store = (
+            input_.failed_store and instance.phase is InstancePhase.LOADING and not instance.num_layers_ready
+        )
+        if instance.accepted and not waits_for_store:
+            return
         if input_.failed_store:
             relays.relay_refused(state, instance.pack_id, input_.failed_store, cause, now)
         figures = {"error": cause} | ({"store": input_.failed_store} if input_.failed_store else {})
-        reason = Reason("load_refused", cause, figures)
-        self._record_transition(InstanceTransition(TransitionKind.FAILED, instance, instance, reason), now)
+        self._give_up_load(instance, Reason(scaling.LOAD_REFUSED, cause, figures), now)
         self._react(now)
 
     # Time

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
 from torchrelay.common.ids import new_id
-from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc, logged_cause
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2, worker_pb2
 from torchrelay.control.v1.param_store_pb2 import RELAY_URGENCY_IDLE, RELAY_URGENCY_URGENT
@@ -107,7 +107,8 @@ class Actuator:
 
     async def _wake(self, command: effects.WakeCommand, begun: _BegunWake | None) -> None:
         """All hosts at once, but each after those of this wake that it follows: a store that hangs delays its followers
-        alone, for ``_UPSTREAM_S``, as they have other sources. Loads start once the store has accepted the relay.
+        alone, for ``_UPSTREAM_S``, as they have other sources. Where the store has the pack, as far as is known, loads
+        are told beside the relay; elsewhere once it has accepted it.
         """
         if begun is not None and begun.loads:
             await self._finish_wake(command, begun)
@@ -123,14 +124,12 @@ class Actuator:
                 hosts.create_task(self._wake_host(command, hop, upstream, told[hop.store_id]))
 
     async def _finish_wake(self, command: effects.WakeCommand, begun: _BegunWake) -> None:
-        """The relay and the loads of one host are under way: what becomes of the loads is for their worker to say."""
+        """The relay and the loads of one host are under way."""
         (hop,) = command.hops
-        first, *others = hop.loads
-        async with asyncio.TaskGroup() as loads:
-            for order in others:
-                loads.create_task(self._load(command, order, begun.loads[order.instance_id]))
-            await self._load(command, first, begun.loads[first.instance_id])
-        await self._keep(command, hop, begun.relay)
+        async with asyncio.TaskGroup() as calls:
+            relay = calls.create_task(self._request_relay(command, hop, begun.relay))
+            for order in hop.loads:
+                calls.create_task(self._load_beside(command, hop, order, relay, begun.loads[order.instance_id]))
 
     async def _wake_host(
         self,
@@ -150,14 +149,12 @@ class Actuator:
                     for one in upstream:
                         await one.wait()
         try:
-            await self._relay_wake(command, hop, relay)
-        except TorchrelayError as error:
-            cause = _refusal(hop, error)
-            for order in hop.loads:
-                self._controller.apply(inputs.LoadRefused(order.instance_id, cause, hop.store_id))
-            return
+            cause = await self._request_relay(command, hop, relay)
         finally:
             told.set()
+        if cause:
+            self._refuse_loads(hop, hop.loads, cause)
+            return
         async with asyncio.TaskGroup() as loads:
             for order in hop.loads:
                 loads.create_task(self._load(command, order))
@@ -167,31 +164,46 @@ class Actuator:
         takes long for its answer delays no load.
         """
         async with asyncio.TaskGroup() as calls:
-            relay = calls.create_task(self._keep(command, hop, begun))
+            relay = calls.create_task(self._request_relay(command, hop, begun))
             await asyncio.wait({relay}, timeout=_WHOLE_S)
             if relay.done() and (cause := relay.result()):
-                for order in hop.loads:
-                    self._controller.apply(inputs.LoadRefused(order.instance_id, cause, hop.store_id))
+                self._refuse_loads(hop, hop.loads, cause)
                 return
             for order in hop.loads:
-                calls.create_task(self._load(command, order))
+                calls.create_task(self._load_beside(command, hop, order, relay))
 
-    async def _keep(self, command: effects.WakeCommand, hop: effects.Hop, relay: _Begun | None) -> str:
+    async def _load_beside(
+        self,
+        command: effects.WakeCommand,
+        hop: effects.Hop,
+        order: effects.LoadOrder,
+        relay: asyncio.Task[str],
+        begun: _Begun | None = None,
+    ) -> None:
+        """A load whose relay may still be refused. The policy hears of that after what the worker says: a load that was
+        taken has to be ended.
+        """
+        await self._load(command, order, begun)
+        if cause := await relay:
+            self._refuse_loads(hop, (order,), cause)
+
+    def _refuse_loads(self, hop: effects.Hop, orders: Sequence[effects.LoadOrder], cause: str) -> None:
+        for order in orders:
+            self._controller.apply(inputs.LoadRefused(order.instance_id, cause, hop.store_id))
+
+    async def _request_relay(self, command: effects.WakeCommand, hop: effects.Hop, relay: _Begun | None) -> str:
         """Why the store did not take the relay; empty if it did."""
         try:
-            await self._relay_wake(command, hop, relay)
+            await self._finish(relay or self._begin_relay(command, self._hop_of_wake(command, hop)))
         except TorchrelayError as error:
-            log.info("relay_refused", store_id=hop.store_id, error=error.message)
-            return _refusal(hop, error)
+            log.info("relay_refused", store_id=hop.store_id, error=logged_cause(error))
+            return f"param-store {hop.store_id} did not take the relay: {error.message}"
         return ""
 
     def _hop_of_wake(self, command: effects.WakeCommand, hop: effects.Hop) -> effects.Hop:
         """What has the pack needs one source, for the case that it has not any more."""
         is_whole = self._has_whole(hop.store_id, command.model.pack_id)
         return replace(hop, sources=hop.sources[:1], num_striped=1) if is_whole else hop
-
-    async def _relay_wake(self, command: effects.WakeCommand, hop: effects.Hop, relay: _Begun | None) -> None:
-        await self._finish(relay or self._begin_relay(command, self._hop_of_wake(command, hop)))
 
     def _has_whole(self, store_id: str, pack_id: str) -> bool:
         store = self._controller.policy.state.membership.stores.get(store_id)
@@ -229,7 +241,7 @@ class Actuator:
         try:
             await self._relay(command, command.hop)
         except TorchrelayError as error:
-            log.info("reroute_failed", store_id=command.hop.store_id, error=error.message)
+            log.info("reroute_failed", store_id=command.hop.store_id, error=logged_cause(error))
 
     async def _copy(self, command: effects.CopyCommand) -> None:
         pack_id, store_id = command.model.pack_id, command.hop.store_id
@@ -248,7 +260,7 @@ class Actuator:
         try:
             await self._call(self._store(command.store_id).Retain, request)
         except TorchrelayError as error:
-            log.info("retain_failed", store_id=command.store_id, error=error.message)
+            log.info("retain_failed", store_id=command.store_id, error=logged_cause(error))
             self._controller.apply(inputs.RetainFailed(command.store_id))
 
     def _is_connected(self, store_id: str) -> bool:
@@ -347,7 +359,3 @@ class Actuator:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise _Unanswered(f"there was no answer within {begun.timeout_s:g} s") from error
             raise error_from_rpc(error) from error
-
-
-def _refusal(hop: effects.Hop, error: TorchrelayError) -> str:
-    return f"param-store {hop.store_id} did not take the relay: {error.message}"

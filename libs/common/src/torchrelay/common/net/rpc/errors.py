@@ -21,7 +21,7 @@ Status: TypeAlias = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], .
 def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
     """The error raised by the server, or ``Unavailable`` when it could not be reached.
 
-    gRPC's own text for the latter names addresses, and messages of errors reach tenants: for logs, use ``details()``.
+    gRPC's own text for the latter names addresses, and messages of errors reach tenants: ``logged_cause`` has it.
     """
     trailing = {str(key): value for key, value in (error.trailing_metadata() or ())}
     code, field = trailing.get(_CODE), trailing.get(_FIELD) or trailing.get(_BINARY_FIELD)
@@ -34,6 +34,13 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
     if (retry_after_s := trailing.get(_RETRY)) is not None:
         return kind(message, field=text_of(field), retry_after_s=float(str(retry_after_s)))
     return kind(message, field=text_of(field))
+
+
+def logged_cause(error: TorchrelayError) -> str:
+    """For logs alone: with gRPC's own words, which may name addresses, if the error was raised from one of gRPC's."""
+    cause = error.__cause__
+    details = cause.details() if isinstance(cause, grpc.aio.AioRpcError) else None
+    return f"{error.message}: {details}" if details and details != error.message else error.message
 
 
 def text_of(value: str | bytes | None) -> str | None:

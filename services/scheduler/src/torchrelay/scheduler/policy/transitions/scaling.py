@@ -37,7 +37,7 @@ from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import admissions, decode_work, relays
 
-LOAD_STALLED = "load_stalled"
+LOAD_STALLED, LOAD_REFUSED = "load_stalled", "load_refused"
 _UNLOAD_RETRY_S = 1.0
 _LEAD_FACTOR = 1.5  # so many predicted load times before its begin, a scheduled instance is loaded: some take longer
 _SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict", "share": "share", "turn": "share"}
@@ -427,7 +427,7 @@ def drain(state: State, instance: Instance, reason: Reason, now: float) -> None:
 def _unload(state: State, instance: Instance, now: float) -> None:
     # What waits for weights that do not come is served sooner elsewhere; and a drain that overran has had its time.
     has_overrun = now - instance.since >= state.config.longest_drain_s
-    drain_s = 0.0 if has_overrun or instance.reason.cause == LOAD_STALLED else state.config.drain_s
+    drain_s = 0.0 if has_overrun or instance.reason.cause in (LOAD_STALLED, LOAD_REFUSED) else state.config.drain_s
     state.effects.commands.append(UnloadCommand(instance.instance_id, instance.worker_id, drain_s))
 
 
