@@ -28,7 +28,7 @@ def test_what_comes_every_minute_is_loaded_just_before() -> None:
     assert causes(scene)[:9] == ["at zero, 1 waiting"] * 9
     assert all(cause.startswith("its next request is expected within") for cause in causes(scene)[10:])
     idle = [one.reason for one in scene.events if one.kind == "idle"]
-    assert idle[0].startswith("idle for 5") and idle[-1].startswith("idle for 500 ms")
+    assert idle[0].startswith("idle for 5 s") and idle[-1].startswith("idle for 250 ms (limit 0 ms")  # at the next turn
 
 
 def test_what_does_not_come_is_given_back_and_waited_for_no_more() -> None:
