@@ -41,7 +41,8 @@ def test_explain_says_the_targets_that_were_set_until_the_default_is_taken_again
     )
     assert "targets (standard): the first 2 s after it came, 125 ms between tokens" in explain(service_tier="default")
     back = said(platform, "models", "set", model, "--interactive-ttft-s", "0", "--tbt-target-s", "0")
-    assert "targets" not in back and line not in said(platform, "models")
+    assert f"{model}: back to the platform's default targets: first token (interactive), between tokens\n" in back
+    assert line not in said(platform, "models")
     assert "targets (interactive): the first 500 ms after it came, 100 ms between tokens" in explain(
         service_tier="priority"
     )

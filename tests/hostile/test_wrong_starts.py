@@ -56,7 +56,7 @@ def hung_server() -> Iterator[str]:
         (("--arena-mb", "1000000"), "an arena of 1.049 TB is asked for and ", "--arena-mb"),
         (("--kv-pool-mb", "1000000"), "2.097 TB are asked for KV and ", "--kv-pool-mb"),
         (("--threads", "100000"), "100000 threads are asked for and this machine has ", "--threads"),
-        (("--home", "file"), "file cannot be used as home: ", "choose another"),
+        (("--home", "file"), "file cannot be used as home: it is a file", "TORCHRELAY_HOME"),
         (("--home", "/proc/home"), "/proc/home cannot be used as home: ", "choose another"),
         (("--home", "x" * 300), "File name too long", "choose another"),
         (("--remote", "s3:/typo"), "'s3:/typo' is not a valid pack location", "s3://"),

@@ -218,8 +218,11 @@ def test_a_home_without_a_running_platform_has_no_endpoints(tmp_path: Path) -> N
 
 def test_a_place_that_cannot_be_a_home(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CliError, match="cannot be used as home"):
-        Home(tmp_path / "file" / "home").make()
+    for place, why in (("file", "it is a file"), ("file/home", "Not a directory")):
+        with pytest.raises(CliError) as refused:
+            Home(tmp_path / place).make()
+        assert refused.value.message == f"{tmp_path / place} cannot be used as home: {why}"
+        assert refused.value.hint == "choose another folder with --home or TORCHRELAY_HOME"
 
 
 def test_what_processes_tell_each_other_lies_in_memory_while_they_run(tmp_path: Path) -> None:

@@ -72,6 +72,6 @@ def api_error(content: bytes, status: int) -> ApiError:
 def _with_option(message: str, field: str) -> str:
     """The message with the option that sets the field, or else the field's name."""
     if option := _OPTIONS.get(field):
-        rest = message.removeprefix(f"{field} ")
-        return f"{option} {rest}" if rest != message else f"{option}: {message}"
+        rest = message.removeprefix(field)
+        return f"{option}{rest}" if rest.startswith((" ", ":")) else f"{option}: {message}"
     return f"{message} ({field})" if field and field not in message and field not in _UNNAMED else message

@@ -79,7 +79,9 @@ class Home:
             for secret in filter(Path.exists, private):
                 _make_private(secret)
         except OSError as error:
-            raise CliError(f"{self.path} cannot be used as home: {error.strerror}", "choose another") from error
+            is_file = isinstance(error, FileExistsError) and self.path.is_file()
+            message = f"{self.path} cannot be used as home: {'it is a file' if is_file else error.strerror}"
+            raise CliError(message, "choose another folder with --home or TORCHRELAY_HOME") from error
 
     def _make_folder(self) -> bool:
         """Whether it was not there before."""

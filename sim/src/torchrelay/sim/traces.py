@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import accumulate, chain, count, pairwise
 from pathlib import Path
+from typing import TypeVar
 
 from torchrelay.sim.scenario import Request, ServedModel
+
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +27,45 @@ class Arrival:
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """A CSV file with TIMESTAMP, ContextTokens and GeneratedTokens, as the Azure LLM inference traces have them.
+    """A CSV file with ``COLUMNS``, as the Azure LLM inference traces have them.
 
-    Raises ``ValueError`` that names the line at fault.
+    Raises ``ValueError`` that names the columns that are missing, or the line and the column at fault.
     """
     arrivals: list[Arrival] = []
     begin: datetime | None = None
-    with path.open(newline="") as file:
-        for number, row in enumerate(csv.DictReader(file), start=2):
-            try:
-                at = datetime.fromisoformat(row["TIMESTAMP"][:26])
-                tokens = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: expected TIMESTAMP, ContextTokens, GeneratedTokens: {error}"
-                ) from error
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        lines = csv.DictReader(file)
+        if missing := [column for column in COLUMNS if column not in (lines.fieldnames or ())]:
+            raise ValueError(f"{path} has no column {', '.join(missing)}")
+        for row in lines:
+            where = f"{path}, line {lines.line_num}"
+            at = _value(row, COLUMNS[0], where, "a time such as 2023-11-16 18:17:03.97", _time)
+            tokens = [_value(row, column, where, "a whole number of at least 0", _count) for column in COLUMNS[1:]]
             begin = begin or at
             arrivals.append(Arrival((at - begin).total_seconds(), max(tokens[0], 1), max(tokens[1], 1)))
     return sorted(arrivals, key=lambda arrival: arrival.at)
+
+
+def _value(
+    row: Mapping[str, str | None], column: str, where: str, wanted: str, read: Callable[[str], ValueT]
+) -> ValueT:
+    """What ``read`` makes of a column. Raises ``ValueError`` that says ``where`` the column is not what is wanted."""
+    text = row[column] or ""
+    try:
+        return read(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: {column} must be {wanted}, not {text[:40]!r}") from error
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text[:26])
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError("negative")
+    return number
 
 
 def halves(arrivals: Sequence[Arrival]) -> tuple[list[Arrival], list[Arrival]]:

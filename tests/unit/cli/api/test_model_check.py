@@ -61,7 +61,8 @@ def test_a_config_that_cannot_be_served(model_folder: Path, config: str, said: s
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "claims 0 bytes, but 0 follow"),
+        (b"", "safetensors file: it is empty"),
+        (b"\x02" + bytes(4), "it ends within the length of its header, which takes 8 bytes, after 5"),
         (b"\xff" * 64, "claims 18,446,744,073,709,551,615 bytes, but 56 follow"),
         ((100).to_bytes(8, "little") + b"{" * 99, "claims 100 bytes, but 99 follow"),
         (b"version https://git-lfs.github.com/spec/v1\n", "claims"),
@@ -77,6 +78,28 @@ def test_weights_that_are_cut_off_or_something_else(model_folder: Path, content:
     (model_folder / "model.safetensors").write_bytes(content)
     with pytest.raises(CliError, match=said):
         check_folder(model_folder)
+
+
+def test_a_folder_that_is_none_or_has_its_model_beneath(model_folder: Path) -> None:
+    def refusal(folder: Path) -> tuple[str, str]:
+        with pytest.raises(CliError) as refused:
+            check_folder(folder)
+        return refused.value.message, refused.value.hint
+
+    above, needed = model_folder.parent, "give the folder of a Hugging Face model"
+    assert refusal(above / "Tyni") == (f"{above / 'Tyni'} does not exist", needed)
+    config = model_folder / "config.json"
+    assert refusal(config) == (f"{config} is not a folder", needed)
+    beneath = f"{model_folder} has one: torchrelay upload {model_folder} --name NAME"
+    assert refusal(above) == (f"{above} has no config.json", beneath)
+    cache = above / "cache"
+    (cache / "snapshots" / "abc").mkdir(parents=True)
+    assert refusal(cache) == (f"{cache} has no config.json", needed)
+    (cache / "snapshots" / "abc" / "config.json").write_text("{}")
+    assert refusal(cache)[1].startswith(f"{cache / 'snapshots' / 'abc'} has one: ")
+    (cache / "other").mkdir()
+    (cache / "other" / "config.json").write_text("{}")
+    assert refusal(cache)[1] == needed, "which of two is not for us to say"
 
 
 def test_upload_asks_nothing_of_the_gateway_then(run: Run, home: Home, door: FakeGateway, model_folder: Path) -> None:

@@ -102,8 +102,11 @@ def test_a_model_is_set_and_deleted(run: Run, home: Home, door: FakeGateway) -> 
     assert door.asked.pop()[2] == targets
     first = "first token in 200 ms (interactive), 500 ms (standard), 60 s (batch)"
     assert f"acme/tiny: targets: {first}; 50 ms between tokens\n" in shown.stdout
-    run("models", "set", "tiny", "--tbt-target-s", "0")
-    assert door.asked.pop()[2] == {"tbt_target_s": 0}
+    shown = run("models", "set", "tiny", "--standard-ttft-s", "0", "--tbt-target-s", "0", "--batch-ttft-s", "9")
+    assert door.asked.pop()[2] == {"standard_ttft_s": 0, "tbt_target_s": 0, "batch_ttft_s": 9}
+    assert "acme/tiny: targets: first token in 9 s (batch)\n" in shown.stdout
+    back = "back to the platform's default targets: first token (standard), between tokens"
+    assert f"acme/tiny: {back}\n" in shown.stdout
     deleted = run("models", "delete", "acme/tiny", "--yes")
     assert deleted.stdout == "deleted acme/tiny\n"
     assert "`torchrelay top` shows" in deleted.stderr
@@ -114,6 +117,26 @@ def test_a_model_is_set_and_deleted(run: Run, home: Home, door: FakeGateway) -> 
     door.asked.clear()
     assert run("models", "--url", door.url, "delete", "tiny").exit_code == 2
     assert door.asked == []
+
+
+def test_what_is_the_operators_to_set_takes_the_homes_admin_key(
+    run: Run, home: Home, door: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door.published = {"tiny"}
+    home.save_key(TENANT_KEY)
+    for option, value in (("--standard-ttft-s", "1.5"), ("--min-instances", "1"), ("--schedule", "none")):
+        door.keys = {ADMIN_KEY}
+        assert run("models", "set", "acme/tiny", option, value).exit_code == 0
+        assert run("models", "set", "acme/tiny", option, value, "--url", door.url).exit_code == 0
+        door.keys, door.asked = {TENANT_KEY}, []
+        assert run("models", "set", "tiny", "--idle-timeout-s", "5").exit_code == 0
+        assert [body for *_, body in door.asked] == [{"idle_timeout_s": 5}]
+        refused = run("models", "set", "tiny", option, value, "--key", TENANT_KEY).exception
+        assert isinstance(refused, CliError) and refused.message == f"{option} requires the admin key"
+        assert refused.hint == f'pass --key "$(cat {home.path}/admin.key)"'
+    monkeypatch.setenv("TORCHRELAY_API_KEY", TENANT_KEY)  # at another gateway than the home's
+    refused = run("models", "set", "tiny", "--min-instances", "1", "--url", "http://127.0.0.1:1").exception
+    assert isinstance(refused, CliError) and refused.hint == 'pass --key "$(cat HOME/admin.key)"'
 
 
 def test_a_model_is_not_deleted_unasked(
@@ -166,6 +189,7 @@ def test_options_are_named_instead_of_the_doors_fields() -> None:
     assert said("'x' is no time", "from") == "--from: 'x' is no time"
     assert said("'x' is no month: write it like 2026-11", "period") == "--month: 'x' is no month: write it like 2026-11"
     assert said("budget_nano must be at least 0, not -1", "budget_nano") == "--budget must be at least 0, not -1"
+    assert said("tbt_target_s: a target is", "tbt_target_s") == "--tbt-target-s: a target is"
     assert said("'soon' is no time", "from") == "--from: 'soon' is no time"
     assert said("is not valid JSON", "config.json") == "is not valid JSON (config.json)"
     for field in ("upload_id", "key_id", "request_id", "name"):  # of paths and bodies that no option names

@@ -15,6 +15,7 @@ from torchrelay.cli.main import app
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:00:{second:02}.5000000,{500 + second},20\n" for second in range(0, 60, 2)
 )
+NEXT = "2023-11-16 18:02:00,"
 FLEET = {
     "num_hosts": 2,
     "groups": [4, 2, 1, 1],
@@ -109,12 +110,24 @@ def test_without_matplotlib_plots_are_refused_before_anything_runs(
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("a,b\n1,2\n", "line 2: expected TIMESTAMP"), (TRACE + "yesterday,1,2\n", "line 32: expected TIMESTAMP")],
+    [
+        ("", " has no column TIMESTAMP, ContextTokens, GeneratedTokens"),
+        ("a,b\n", " has no column TIMESTAMP, ContextTokens, GeneratedTokens"),
+        ("TIMESTAMP,b,GeneratedTokens\n1,2,3\n", " has no column ContextTokens"),
+        (
+            TRACE + "yesterday,1,2\n",
+            ", line 32: TIMESTAMP must be a time such as 2023-11-16 18:17:03.97, not 'yesterday'",
+        ),
+        (TRACE + NEXT + "-1,2\n", ", line 32: ContextTokens must be a whole number of at least 0, not '-1'"),
+        (TRACE + NEXT + "1,2.5\n", ", line 32: GeneratedTokens must be a whole number of at least 0, not '2.5'"),
+        (TRACE + NEXT + "1\n", ", line 32: GeneratedTokens must be a whole number of at least 0, not ''"),
+    ],
 )
-def test_a_file_that_is_no_trace_is_named_with_its_line(trace: Path, text: str, why: str) -> None:
+def test_a_file_that_is_no_trace_is_named_with_its_line_and_column(trace: Path, text: str, why: str) -> None:
     trace.write_text(text)
-    result = CliRunner().invoke(app, ["sim", "--trace", str(trace)])
-    assert isinstance(result.exception, CliError) and why in str(result.exception)
+    refused = CliRunner().invoke(app, ["sim", "--trace", str(trace)]).exception
+    assert isinstance(refused, CliError) and refused.message == f"{trace}{why}"
+    assert refused.hint == "a trace is a CSV file with the header TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
 def test_a_trace_without_arrivals_says_what_to_change(trace: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ import typer
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
+from torchrelay.gateway.core import checked_target_s
 
 HomeOption = Annotated[
     Path | None,
@@ -34,12 +36,10 @@ SchedulerOption = Annotated[
     typer.Option("--scheduler", help="Scheduler's gRPC address; default: the local one.", metavar="HOST:PORT"),
 ]
 IdleTimeoutOption = Annotated[
-    float | None, typer.Option(min=0, help="Idle seconds before scaling to zero; 0: default.")
+    float | None, typer.Option(min=0, max=30 * 86400, help="Idle seconds before scaling to zero; 0: default.")
 ]
 MaxInstancesOption = Annotated[int | None, typer.Option(min=0, help="Maximum instances per role; 0: default.")]
-MinInstancesOption = Annotated[
-    int | None, typer.Option(min=0, help="Instances per role that stay loaded; needs the admin key.")
-]
+MinInstancesOption = Annotated[int | None, typer.Option(min=0, help="Instances per role that stay loaded; admin.")]
 ScheduleOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -47,19 +47,31 @@ ScheduleOption = Annotated[
         metavar="ENTRY",
     ),
 ]
+
+
+def _target(seconds: float | None) -> float | None:
+    try:
+        return None if seconds is None else checked_target_s(seconds)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 InteractiveTtftOption = Annotated[
     float | None,
     typer.Option(
-        min=0, help="Target of requests with service_tier priority: seconds to the first token; 0: default; admin."
+        callback=_target,
+        help="Target of requests with service_tier priority: seconds to the first token; 0: default; admin.",
     ),
 ]
 StandardTtftOption = Annotated[
-    float | None, typer.Option(min=0, help="The same of requests without service_tier; 0: default; admin.")
+    float | None, typer.Option(callback=_target, help="The same of requests without service_tier; 0: default; admin.")
 ]
 BatchTtftOption = Annotated[
-    float | None, typer.Option(min=0, help="The same of requests with service_tier flex; 0: default; admin.")
+    float | None, typer.Option(callback=_target, help="The same of requests with service_tier flex; 0: default; admin.")
 ]
-TbtTargetOption = Annotated[float | None, typer.Option(min=0, help="Target between tokens; 0: default; admin.")]
+TbtTargetOption = Annotated[
+    float | None, typer.Option(callback=_target, help="Target between tokens; 0: default; admin.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 _NEED_KEY = "pass one with --key or TORCHRELAY_API_KEY"
@@ -84,6 +96,12 @@ class Access:
         """Raises ``CliError`` when the key is an admin key."""
         if self.is_admin:
             raise CliError(f"{what} needs a tenant's key", "create one: torchrelay key create --tenant NAME")
+
+    def require_admin(self, what: str) -> None:
+        """Raises ``CliError`` when the key is a tenant's."""
+        if not self.is_admin:
+            file = shlex.quote(f"{self.home.path if self.home else 'HOME'}/admin.key")
+            raise CliError(f"{what} requires the admin key", f'pass --key "$(cat {file})"')
 
 
 def tenant_access(home: Path | None, url: str | None, key: str | None) -> Access:

@@ -60,8 +60,12 @@ def _check_header(path: Path) -> None:
         prefix = file.read(_LENGTH_BYTES)
         length, room = int.from_bytes(prefix, "little"), path.stat().st_size - _LENGTH_BYTES
         header = file.read(min(length, _MAX_HEADER_BYTES))
-    if len(prefix) < _LENGTH_BYTES or length > room:
-        fault = f"its header claims {length:,} bytes, but {max(room, 0):,} follow the length"
+    if not prefix:
+        fault = "it is empty"
+    elif len(prefix) < _LENGTH_BYTES:
+        fault = f"it ends within the length of its header, which takes {_LENGTH_BYTES} bytes, after {len(prefix)}"
+    elif length > room:
+        fault = f"its header claims {length:,} bytes, but {room:,} follow the length"
     elif (num_weights := _weight_bytes(header)) is None:
         fault = "its header is not that of a safetensors file"
     elif num_weights > room - length:

@@ -27,6 +27,7 @@ _DOCUMENTS = frozenset(
     }
 )
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_NEED_FOLDER = "give the folder of a Hugging Face model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,12 @@ def model_files(folder: Path, progress: ProgressCallback) -> list[LocalFile]:
 def model_paths(folder: Path) -> list[Path]:
     """The model's files by name. Raises ``CliError`` when the folder is not a model."""
     if not folder.is_dir():
-        raise CliError(f"{folder} is not a folder", "give the folder of a Hugging Face model")
+        fault = "is not a folder" if folder.exists() else "does not exist"
+        raise CliError(f"{folder} {fault}", _NEED_FOLDER)
     present = sorted(path for path in folder.iterdir() if path.is_file())
     names = {path.name for path in present}
     if "config.json" not in names:
-        raise CliError(f"{folder} has no config.json", "give the folder of a Hugging Face model")
+        raise CliError(f"{folder} has no config.json", _folder_beneath(folder))
     if "tokenizer.json" not in names:
         raise CliError(
             f"{folder} has no tokenizer.json",
@@ -83,3 +85,9 @@ def model_paths(folder: Path) -> list[Path]:
             "save the model as safetensors: model.save_pretrained(FOLDER, safe_serialization=True)",
         )
     return [path for path in present if is_model_file(path.name)]
+
+
+def _folder_beneath(folder: Path) -> str:
+    """A hint at the one folder with a config, at most two levels down as in the cache of Hugging Face."""
+    found = [path.parent for pattern in ("*/config.json", "*/*/config.json") for path in folder.glob(pattern)]
+    return f"{found[0]} has one: torchrelay upload {found[0]} --name NAME" if len(found) == 1 else _NEED_FOLDER

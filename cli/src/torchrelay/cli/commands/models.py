@@ -24,6 +24,7 @@ from torchrelay.cli.api.access import (
     StandardTtftOption,
     TbtTargetOption,
     UrlOption,
+    admin_access,
     tenant_access,
 )
 from torchrelay.cli.api.client import given
@@ -35,6 +36,10 @@ from torchrelay.common.quantities import format_bytes, format_duration
 
 SCHEDULE_EXAMPLE = "mon-fri 08:00-18:00 Europe/Berlin = 2"
 EXAMPLE = "Example:  torchrelay models\n\nTo zero sooner:  torchrelay models set glossary --idle-timeout-s 30"
+_TARGETS = {
+    **{f"{name}_ttft_s": f"first token ({name})" for name in ("interactive", "standard", "batch")},
+    "tbt_target_s": "between tokens",
+}
 app = typer.Typer(invoke_without_command=True)
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="TENANT/MODEL, or MODEL if it is your own.")]
 
@@ -133,10 +138,11 @@ def set_model(
 
     Running instances adopt the change with the model's next request, minimums within seconds. A minimum at times
     is as large as the greatest that is in force, loaded by its begin; an end before the begin is of the next day.
+
+    For options marked admin the local platform's admin key is found automatically; NAME is then TENANT/MODEL.
     """
-    wanted = given(
-        idle_timeout_s=idle_timeout_s,
-        max_instances=max_instances,
+    own = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances)
+    operators = given(
         min_instances=min_instances,
         schedule=_entries(schedule or None),
         interactive_ttft_s=interactive_ttft_s,
@@ -144,15 +150,20 @@ def set_model(
         batch_ttft_s=batch_ttft_s,
         tbt_target_s=tbt_target_s,
     )
-    if not wanted:
+    if not (own or operators):
         raise CliError("nothing to set", "pass one of the options: torchrelay models set --help")
-    with tenant_access(home, url, key).client() as client:
-        model = client.call("PATCH", f"/v1/models/{quote(name)}", json=wanted)
+    access = (admin_access if operators else tenant_access)(home, url, key)
+    for field in operators:
+        access.require_admin(f"--{field.replace('_', '-')}")
+    with access.client() as client:
+        model = client.call("PATCH", f"/v1/models/{quote(name)}", json=own | operators)
     idle_s, most = _scaling(model)
     least = f", min {model['min_instances']}" if model.get("min_instances") else ""
     console.out().print(f"[bold]{model['id']}[/]: idle s {idle_s}, max instances per role {most}{least}")
     for line in _more_settings(model):
         console.out().print(f"[bold]{model['id']}[/]: {line}")
+    if defaults := [what for field, what in _TARGETS.items() if operators.get(field) == 0]:
+        console.out().print(f"[bold]{model['id']}[/]: back to the platform's default targets: {', '.join(defaults)}")
     adopted = "within seconds" if schedule or min_instances is not None else "with the model's next request"
     console.err().print(f"[dim]running instances adopt it {adopted}[/]")
 

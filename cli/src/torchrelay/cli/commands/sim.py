@@ -71,7 +71,7 @@ def sim(
     from torchrelay.sim.policies.runs import run_system
     from torchrelay.sim.policies.setup import Knobs
     from torchrelay.sim.summary import Prices
-    from torchrelay.sim.traces import read_trace, requests_of
+    from torchrelay.sim.traces import COLUMNS, read_trace, requests_of
 
     cluster, systems = _fleet(fleet), _systems(policy or ["ours"])
     models = [_with_slo(model, slo) for model in twelve_models()]
@@ -83,7 +83,7 @@ def sim(
     try:
         arrivals = [arrival for arrival in read_trace(trace) if arrival.at < seconds]
     except ValueError as error:
-        raise CliError(str(error)) from error
+        raise CliError(str(error), f"a trace is a CSV file with the header {','.join(COLUMNS)}") from error
     requests = requests_of(arrivals, models, copies, zipf, seed)
     if not requests:
         raise CliError(f"{trace} has no arrivals in its first {seconds:g} s", "take more with --seconds or --copies")

@@ -71,6 +71,19 @@ class Version:
     file_digests: Mapping[str, str] = field(default_factory=dict)  # "tokenizer.json" -> BLAKE3
 
 
+LEAST_TARGET_S, MOST_TARGET_S = 0.001, 86_400.0
+
+
+def checked_target_s(seconds: float) -> float:
+    """A target as an operator may set it; 0: the scheduler's default. Raises ``ValueError`` with a sentence."""
+    if seconds != 0 and not LEAST_TARGET_S <= seconds <= MOST_TARGET_S:
+        raise ValueError(
+            f"a target is from {LEAST_TARGET_S:g} s to {MOST_TARGET_S:,.0f} s, or 0 for the scheduler's default; "
+            f"not {seconds:g} s"
+        )
+    return seconds
+
+
 @dataclass(frozen=True, slots=True)
 class LatencyTargets:
     """What the operator wants a model's requests to attain, in seconds; 0: the scheduler's setting of the same name."""

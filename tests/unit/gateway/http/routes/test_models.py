@@ -5,6 +5,8 @@ import pytest
 from tests.unit.gateway.http.conftest import RestRig
 from tests.unit.gateway.http.routes.test_uploads import published
 
+TARGET = "a target is from 0.001 s to 86,400 s, or 0 for the scheduler's default;"
+
 
 async def test_a_model_is_found_by_both_names_changed_and_deleted(rig: RestRig) -> None:
     model = await published(rig.acme)
@@ -72,10 +74,13 @@ async def test_targets_are_the_admins_to_set_each_by_itself_and_0_takes_the_defa
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (-1, "tbt_target_s must be at least 0.0, not -1"),
-        (0.0005, "tbt_target_s: a target is 0.001 s or more; 0 takes the scheduler's default"),
-        (86401, "tbt_target_s must be at most 86400.0, not 86401"),
+        (-1, f"tbt_target_s: {TARGET} not -1 s"),
+        (0.0005, f"tbt_target_s: {TARGET} not 0.0005 s"),
+        (86401, f"tbt_target_s: {TARGET} not 86401 s"),
+        (1e300, f"tbt_target_s: {TARGET} not 1e+300 s"),
         ("50ms", "tbt_target_s must be a number, not '50ms'"),
+        ("0.5", "tbt_target_s must be a number, not '0.5'"),
+        (True, "tbt_target_s must be a number, not true"),
     ],
 )
 async def test_a_target_out_of_range_is_refused_by_name(rig: RestRig, value: object, message: str) -> None:
@@ -84,6 +89,25 @@ async def test_a_target_out_of_range_is_refused_by_name(rig: RestRig, value: obj
     error = refused.json()["error"]
     assert (refused.status_code, error["param"], error["message"]) == (400, "tbt_target_s", message)
     assert (await rig.acme.get("/v1/models/glossary")).json() == model
+
+
+async def test_a_setting_of_another_kind_is_refused(rig: RestRig) -> None:
+    model = await published(rig.acme)
+    for setting in ({"idle_timeout_s": True}, {"max_instances": "2"}, {"min_instances": True}):
+        refused = await rig.admin.patch("/v1/models/acme/glossary", json=setting)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(setting)))
+    assert (await rig.acme.get("/v1/models/glossary")).json() == model
+
+
+async def test_with_the_admin_key_a_name_without_its_tenant_is_told_so(rig: RestRig) -> None:
+    await published(rig.acme)
+    why = "the model 'glossary' does not exist; with the admin key, its name must include the tenant: TENANT/MODEL"
+    for method in ("GET", "PATCH", "DELETE"):
+        refused = await rig.admin.request(method, "/v1/models/glossary", json={"min_instances": 1})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"], error["message"]) == (404, "model", why)
+    absent = (await rig.admin.get("/v1/models/acme/absent")).json()["error"]["message"]
+    assert absent == "the model 'acme/absent' does not exist"
 
 
 async def test_a_schedule_that_cannot_be_read_is_refused_and_changes_nothing(rig: RestRig) -> None:

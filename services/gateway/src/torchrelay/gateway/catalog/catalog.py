@@ -59,6 +59,8 @@ class Catalog:
 
     async def resolve(self, principal: Principal, name: str) -> PublishedModel:
         """The model ``name`` refers to, with its current price. Raises ``NotFound``."""
+        if principal.is_admin and "/" not in name:
+            raise _not_found(name, "; with the admin key, its name must include the tenant: TENANT/MODEL")
         full_name = name if "/" in name else f"{principal.tenant}/{name}"
         tenant, _, model = full_name.partition("/")
         if (tenant != principal.tenant and not principal.is_admin) or not is_name(tenant) or not is_name(model):
@@ -198,5 +200,5 @@ def _is(model: PublishedModel) -> tuple[ColumnElement[bool], ColumnElement[bool]
     return models.c.tenant_id == model.tenant_id, models.c.name == model.name.partition("/")[2]
 
 
-def _not_found(name: str) -> NotFound:
-    return NotFound(f"the model {name[:200]!r} does not exist", field="model")
+def _not_found(name: str, mend: str = "") -> NotFound:
+    return NotFound(f"the model {name[:200]!r} does not exist{mend}", field="model")

@@ -25,7 +25,7 @@ _MAX_NANO = 10**12  # a thousand dollars per token: certainly a mistake
 class NewPrice(BaseModel):
     """Nano-dollars per token; without a model, the default price."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     model: str = ""
     prompt_nano: int = Field(ge=0, le=_MAX_NANO)
     cached_nano: int = Field(ge=0, le=_MAX_NANO)

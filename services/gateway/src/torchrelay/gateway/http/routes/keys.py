@@ -15,7 +15,7 @@ router = APIRouter(prefix="/v1/keys")
 
 
 class NewKey(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     name: str = Field(default="", max_length=200)
     tenant: str | None = None
     requests_per_minute: int | None = Field(default=None, ge=1, lt=2**31)

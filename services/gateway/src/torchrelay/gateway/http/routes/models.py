@@ -11,26 +11,18 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torchrelay.common.errors import PermissionDenied
 from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.schedules import MAX_ENTRIES, MAX_INSTANCES, parse_entry
-from torchrelay.gateway.core import PublishedModel
+from torchrelay.gateway.core import MOST_TARGET_S, PublishedModel, checked_target_s
 from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf
 
 router = APIRouter(prefix="/v1/models")
-_LEAST_TARGET_S = 0.001
-
-
-def _checked_target(seconds: float) -> float:
-    if 0 < seconds < _LEAST_TARGET_S:
-        raise ValueError(f"a target is {_LEAST_TARGET_S} s or more; 0 takes the scheduler's default")
-    return seconds
-
-
-TargetS = Annotated[float, Field(ge=0, le=86400), AfterValidator(_checked_target)]
+_TARGET_BOUNDS = Field(json_schema_extra={"minimum": 0, "maximum": MOST_TARGET_S})
+TargetS = Annotated[float, _TARGET_BOUNDS, AfterValidator(checked_target_s)]
 
 
 class ScalingSettingsBody(BaseModel):
     """``None``: unchanged; 0: the scheduler's default."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     idle_timeout_s: float | None = Field(default=None, ge=0, le=30 * 86400)
     max_instances: int | None = Field(default=None, ge=0, le=10_000)
 

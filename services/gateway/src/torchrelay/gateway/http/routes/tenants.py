@@ -17,7 +17,7 @@ router = APIRouter(prefix="/v1/tenants")
 class TenantChange(BaseModel):
     """Omitted fields stay unchanged; ``null`` means no limit, and no class."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     storage_quota_bytes: int | None = Field(default=None, ge=0, lt=2**63)
     budget_nano: int | None = Field(default=None, ge=0, lt=2**53)
     service_class: ServiceClassName | None = None

@@ -29,14 +29,14 @@ NDJSON = "application/x-ndjson"
 
 
 class FileBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     path: str = Field(min_length=1, max_length=500)
     size: int = Field(ge=0, lt=2**50)
     sha256: str = Field(pattern="^[0-9a-fA-F]{64}$")
 
 
 class NewUpload(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     model: str
     files: list[FileBody] = Field(min_length=1, max_length=MAX_FILES)
 
