@@ -20,19 +20,28 @@ async def outcome(*sent: signal.Signals) -> tuple[bool, int]:
         nonlocal kills
         kills += 1
 
+    loop, handled = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGUSR1, handled.set)
     stop_on_signals(stop, kill)
-    for number in sent:
+    for number in (*sent, signal.SIGUSR1):  # the loop handles them in this order
         os.kill(os.getpid(), number)
-        await asyncio.sleep(0.001)  # the loop runs its handler
+    await handled.wait()
+    loop.remove_signal_handler(signal.SIGUSR1)
     return stop.is_set(), kills
 
 
 @pytest.fixture
-def ignored_hang_up() -> Iterator[None]:
-    """As `nohup` starts a program."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def hang_up() -> Iterator[None]:
+    """Does what it does by default, even if `nohup` started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
+def ignored_hang_up(hang_up: None) -> None:
+    """As `nohup` starts a program."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -41,7 +50,7 @@ async def test_one_signal_stops_and_a_second_kills(number: signal.Signals) -> No
     assert await outcome(number, number) == (True, 1)
 
 
-async def test_a_terminal_that_closes_stops_in_order_however_often_it_says_so() -> None:
+async def test_a_terminal_that_closes_stops_in_order_however_often_it_says_so(hang_up: None) -> None:
     assert await outcome(signal.SIGHUP, signal.SIGHUP) == (True, 0)
 
 
