@@ -13,7 +13,7 @@ from bench.scheduling.fleet import CLUSTER_KEY, Fleet
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, call_token
 from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.net.rpc.channels import open_channel
-from torchrelay.common.net.rpc.message_pace import MessagePace
+from torchrelay.common.net.rpc.message_pace import EVERY_S, MessagePace
 from torchrelay.control.v1 import scheduler_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2_grpc, types_pb2
 
@@ -106,11 +106,16 @@ class BenchGateway:
             await asyncio.sleep(0.001)
 
     def _release(self) -> None:
-        self._send(pb.AdmitCommand(release=pb.Release(key=self._running.popleft(), ttft_s=0.1, num_output_tokens=100)))
+        self._send(
+            pb.AdmitCommand(release=pb.Release(key=self._running.popleft(), ttft_s=0.1, num_output_tokens=100)), EVERY_S
+        )
 
-    def _send(self, command: pb.AdmitCommand) -> None:
+    def _send(self, command: pb.AdmitCommand, within_s: float = 0.0) -> None:
         self._unsent.append(command)
-        self._filled.set()
+        if within_s:
+            asyncio.get_running_loop().call_later(within_s, self._filled.set)
+        else:
+            self._filled.set()
 
     async def write(self) -> None:
         pace = MessagePace()
@@ -138,7 +143,7 @@ class BenchGateway:
         self.num_placed += 1
         self.placed.append(Placed(*self._sent.pop(placement.key.request_id), time.monotonic()))
         self._answered.set()
-        self._send(pb.AdmitCommand(first_token=pb.FirstToken(key=placement.key)))
+        self._send(pb.AdmitCommand(first_token=pb.FirstToken(key=placement.key)), EVERY_S)
         self._running.append(placement.key)
         if len(self._running) > self._num_running:
             self._release()

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torchrelay.scheduler.policy.autoscaling.price import (
     IdleGaps,
     IdlePlan,
-    busy_displacement,
-    displacement,
     held_s,
     lateness,
     lateness_weight,
     least_keep_s,
     least_plan,
     least_saved,
+    num_gained,
+    num_lost,
     num_saved,
 )
 
@@ -48,11 +48,10 @@ def test_the_worked_example_of_the_docs() -> None:
     assert held_s(1, 6.0, 1.0, 60.0) == 60.0
     assert saved > least_saved(1.0, 60.0, 60.0) == pytest.approx(1 + 1 / 60)
     assert num_saved(1, 6.0, 0.5, 0.1, 0.5, load_s=12.0, horizon_s=60.0) == 0.0  # it would come after the queue
-    assert displacement(0.1, 0, 4.0, 0.5) == pytest.approx(1.6)  # 0.4 requests, each four targets late
-    assert displacement(0.1, 0, 0.5, 0.5) == pytest.approx(0.05)
-    assert displacement(0.0, 3, 4.0, 0.5) == pytest.approx(24.0)
-    assert busy_displacement(2.0, 0, 14.0, 1.0) == pytest.approx(28 * (1 + math.log(8)))  # 28 requests: 86
-    assert busy_displacement(0.0, 3, 4.0, 0.5) == pytest.approx(3 * math.log(9))  # late already
+    assert num_lost(0.1, 4.0, 0.5) == pytest.approx(0.4 * (1 + math.log(5)))  # 0.4 requests: 1.04
+    assert num_lost(1.5, 14.0, 1.0) == pytest.approx(21 * (1 + math.log(8)))  # 21 requests: 65
+    assert num_gained(0.0, 1, 4.0) == 1
+    assert num_gained(0.5, 12, 10.0) == 17
 
 
 def test_who_is_late_already_loses_little_more() -> None:

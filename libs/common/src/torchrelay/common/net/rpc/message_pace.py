@@ -6,20 +6,22 @@ import asyncio
 from typing import Final
 
 EVERY_S: Final = 0.002
+AT_ONCE: Final = 4
 
 
 class MessagePace:
-    """At most one message in ``every_s``: one costs as much as dozens of entries. After a silence the first entry goes
-    at once; those that follow it closely go together.
+    """At most one message in ``every_s`` over time: one costs as much as dozens of entries. After a silence ``at_once``
+    go at once; entries that follow these closely go together. A token bucket.
     """
 
-    def __init__(self, every_s: float = EVERY_S) -> None:
+    def __init__(self, every_s: float = EVERY_S, at_once: int = AT_ONCE) -> None:
         self._every_s = every_s
-        self._next_at = 0.0
+        self._ahead_s = (at_once - 1) * every_s
+        self._next_at = 0.0  # at an even pace
 
     async def wait(self) -> None:
         """Until the next message may be sent, which the caller then does."""
         clock = asyncio.get_running_loop().time
-        if (left_s := self._next_at - clock()) > 0:
+        if (left_s := self._next_at - self._ahead_s - clock()) > 0:
             await asyncio.sleep(left_s)
-        self._next_at = clock() + self._every_s
+        self._next_at = max(self._next_at, clock()) + self._every_s

@@ -19,7 +19,7 @@ import grpc
 
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.liveness import BEAT_S, SILENT_S
-from torchrelay.common.net.rpc.message_pace import MessagePace
+from torchrelay.common.net.rpc.message_pace import EVERY_S, MessagePace
 from torchrelay.common.net.rpc.options import MAX_MESSAGE_BYTES
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import scheduler_pb2 as pb
@@ -106,7 +106,7 @@ class AdmissionStream:
         admission = self._open.get(key)
         if admission is not None and admission.is_placed:
             admission.request.is_computed = True
-            self._send(pb.AdmitCommand(first_token=pb.FirstToken(key=admission.request.key)))
+            self._send(pb.AdmitCommand(first_token=pb.FirstToken(key=admission.request.key)), EVERY_S)
 
     def release(self, release: pb.Release) -> None:
         """Ends an attempt: frees its resources, or withdraws it while it waits."""
@@ -114,7 +114,7 @@ class AdmissionStream:
         if admission is None:
             return
         if admission.is_placed:
-            self._send(pb.AdmitCommand(release=release))
+            self._send(pb.AdmitCommand(release=release), EVERY_S)
         else:
             self._send(pb.AdmitCommand(withdraw=pb.Withdraw(key=release.key)))
 
@@ -234,7 +234,10 @@ class AdmissionStream:
             batch.append(command)
         return batch
 
-    def _send(self, command: pb.AdmitCommand) -> None:
+    def _send(self, command: pb.AdmitCommand, within_s: float = 0.0) -> None:
+        """What nobody waits for goes ``within_s``, with others if any come: a message of its own would delay the next
+        request's.
+        """
         if len(self._unsent) >= self._max_unsent + len(self._open):
             # Nothing is dropped silently: the next stream admits again what is open, which stands for all of these.
             log.warning("unsent_commands_dropped", num_dropped=len(self._unsent))
@@ -243,7 +246,10 @@ class AdmissionStream:
                 self._call.cancel()
         self._unsent.append(command)
         self._emptied.clear()
-        self._filled.set()
+        if within_s:
+            asyncio.get_running_loop().call_later(within_s, self._filled.set)
+        else:
+            self._filled.set()
 
     def _route(self, event: pb.AdmitEvent) -> None:
         kind = event.WhichOneof("event")

@@ -57,20 +57,9 @@ class Demand:
     load_s: Mapping[Tier, float] = field(default_factory=dict)
     decode: DecodeDemand | None = None  # where roles are sized apart: all else is of prefill then
 
-    @property
-    def num_late(self) -> float:
-        """Requests that wait, and each once more for every target that it has waited: the last one has just come."""
-        return self.num_waiting + self._waited_s / self.target_s
-
-    @property
-    def late_weight(self) -> float:
-        """Requests that wait, each by its ``price.lateness_weight``."""
-        return self.num_waiting * price.lateness_weight(self._waited_s / max(self.num_waiting, 1), self.target_s)
-
-    @property
-    def _waited_s(self) -> float:
-        """All of them together."""
-        return (self.num_waiting + 1) / 2 * self.oldest_wait_s
+    def num_gained(self, held_s: float) -> float:
+        """Requests that it serves with a slot that it holds for so long; see ``price``."""
+        return price.num_gained(self.arrivals_per_s, self.num_waiting, held_s)
 
     def num_saved(self, num_instances: int, load_s: float) -> float:
         """Late requests that one more instance saves while it is held; see ``price``."""
@@ -115,7 +104,6 @@ class InstanceLoad(NamedTuple):
     reload_s: float = 0.0  # to have it back after an eviction: its weights stay in host memory
     tenants: frozenset[str] = frozenset()  # whose models it serves: identical uploads share an instance
     arrivals_per_s: float = 0.0  # of its version, of late or in the long run: the greater
-    num_waiting: int = 0  # for its version
     predict_drain_s: Callable[[], float] = lambda: 0.0
 
     @property

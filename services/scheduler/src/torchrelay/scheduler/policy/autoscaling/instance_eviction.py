@@ -4,6 +4,7 @@ busy model whose turn ends. A model whose queue is too long gets the slots of id
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     cover_both_roles,
 )
 from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots, fewest
-from torchrelay.scheduler.policy.autoscaling.price import busy_displacement, displacement
+from torchrelay.scheduler.policy.autoscaling.price import num_lost
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -43,18 +44,16 @@ def evict(
 def _drains(
     demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, freeing: FreeingSlots, config: PolicyConfig
 ) -> list[SetRoles | Drain]:
-    # Rent or buy: who waits takes a slot when it has lost as much as the other would lose, so that both lose at
-    # most twice as much as if all arrivals had been known.
     overdue_tenant = _overdue_tenant(demand, freeing, config)
-    idle = [load for load in freeing.idle if overdue_tenant or _displacement(load, demand) <= demand.num_late]
-    idle.sort(key=lambda load: _displacement(load, demand))
+    idle = [load for load in freeing.idle if overdue_tenant or _gains_by(load, demand, autoscaler_input)]
+    idle.sort(key=lambda load: _num_lost(load, demand, autoscaler_input))
     if victims := _enough_of(idle, demand, missing, freeing):
         waited = f"and {{}} has waited {format_duration(demand.oldest_wait_s)} for a slot"
         return [_evict(load, waited, demand, autoscaler_input, overdue_tenant) for load in victims]
     # Who waited longer comes first: two that wait for each other would swap slots.
     if demand.oldest_wait_s < config.share_after_s or not autoscaler_input.has_all_waiting:
         return []
-    if shared := _share_slots(demand, missing, autoscaler_input, freeing):
+    if shared := _share_slots(demand, missing, autoscaler_input, freeing, config):
         return shared
     return _end_turn(demand, missing, autoscaler_input, freeing, config, overdue_tenant)
 
@@ -85,7 +84,8 @@ def evict_to_grow(
     freeing: FreeingSlots,
 ) -> list[Drain]:
     """Idle instances of other models that give their slots to a model whose queue is too long: those with fewer
-    requests to lose than it saves, while it holds them.
+    requests to lose than it saves, while it holds them. The only one of a model of which a request is expected before
+    that is over stays: it would be taken back at once.
     """
     drains: list[Drain] = []
     while missing:
@@ -96,7 +96,7 @@ def evict_to_grow(
             for load in freeing.idle
             if load.instance.version_id != demand.model.version_id
             and load.reload_s <= _idle_s(load, autoscaler_input)
-            and _displacement(load, demand, gain.held_s) <= gain.num_saved
+            and _is_worth(gain, load, demand, autoscaler_input)
         ]
         victims = _enough_of(idle, demand, rest, freeing) if rest else []
         evicted = [_evict(load, f"and {{}} {gain.text}", demand, autoscaler_input) for load in victims]
@@ -112,16 +112,28 @@ def _away_s(load: InstanceLoad, demand: Demand) -> float:
     return load.drain_s + demand.load_s.get(Tier.HOST, 0.0) + load.reload_s
 
 
-def _displacement(load: InstanceLoad, demand: Demand, held_s: float = 0.0) -> float:
-    """Requests that the model has late without its slot, if the other holds it for ``held_s``."""
+def _num_lost(load: InstanceLoad, demand: Demand, autoscaler_input: AutoscalerInput, held_s: float = 0.0) -> float:
+    """Requests that its model has late without the slot, if the other holds it for ``held_s``: of those of all its
+    slots an equal part.
+    """
+    number = max(len(autoscaler_input.staying[load.instance.version_id]), 1)
     away_s = _away_s(load, demand) + held_s
-    return displacement(load.arrivals_per_s, load.num_waiting, away_s, demand.target_s)
+    return num_lost(load.arrivals_per_s / number, away_s, demand.target_s)
 
 
-def _busy_displacement(load: InstanceLoad, demand: Demand, held_s: float = 0.0) -> float:
-    """The same where requests of both are late, one or the other."""
-    away_s = _away_s(load, demand) + held_s
-    return busy_displacement(load.arrivals_per_s, load.num_waiting, away_s, demand.target_s)
+def _gains_by(load: InstanceLoad, demand: Demand, autoscaler_input: AutoscalerInput, held_s: float = 0.0) -> bool:
+    """Whether who waits gains as much by the slot as its model loses."""
+    gained = demand.num_gained(held_s or _away_s(load, demand))
+    return _num_lost(load, demand, autoscaler_input, held_s) <= gained
+
+
+def _is_worth(gain: Gain, load: InstanceLoad, demand: Demand, autoscaler_input: AutoscalerInput) -> bool:
+    if math.isinf(gain.num_saved):
+        return True
+    is_only = len(autoscaler_input.staying[load.instance.version_id]) < 2
+    if is_only and load.arrivals_per_s * (_away_s(load, demand) + gain.held_s) >= 1:
+        return False
+    return _num_lost(load, demand, autoscaler_input, gain.held_s) <= gain.num_saved
 
 
 def _idle_s(load: InstanceLoad, autoscaler_input: AutoscalerInput) -> float:
@@ -143,10 +155,14 @@ def _enough(slots: Mapping[str, Roles], missing: Roles) -> list[str]:
 
 
 def _share_slots(
-    demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, freeing: FreeingSlots
+    demand: Demand,
+    missing: Roles,
+    autoscaler_input: AutoscalerInput,
+    freeing: FreeingSlots,
+    config: PolicyConfig,
 ) -> list[SetRoles | Drain]:
     """A model with several slots gives one up if the others cover its roles, or one of them can take both; or if it
-    cannot serve with what it has anyway.
+    cannot serve with what it has anyway. What it loses is compared for a turn, and then does not count any more.
 
     The prefill instance goes first: its work ends soon, and decoding goes on undisturbed.
     """
@@ -161,6 +177,8 @@ def _share_slots(
             if instance.phase is not InstancePhase.READY or instance.instance_id in autoscaler_input.kept:
                 continue
             if not freeing.roles(demand, instance.worker_id, without=[victim]) >= missing:
+                continue
+            if demand.slot_wait_s < config.turn_s and not _gains_by(victim, demand, autoscaler_input, config.turn_s):
                 continue
             drain = _drain(victim, "share", waited, model)
             kept = _role_takeover(loads, victim, autoscaler_input, drain.reason)
@@ -178,8 +196,8 @@ def _end_turn(
     config: PolicyConfig,
     overdue_tenant: str,
 ) -> list[SetRoles | Drain]:
-    """More models are busy than there are slots: a model takes the slot whose model loses least, when it has lost as
-    much itself or is overdue, if that slot was held for a turn; all slots of a pack on one host, if its weights are in
+    """More models are busy than there are slots: a model takes the slot whose model loses least, when it gains as much
+    itself or is overdue, once that slot was held for a turn; all slots of a pack on one host, if its weights are in
     the way. Requests of the drained model wait for its next turn.
     """
     model = demand.model
@@ -189,10 +207,10 @@ def _end_turn(
         if load.instance.version_id not in {model.version_id, *freeing.versions}
         and load.instance.phase is InstancePhase.READY
         and load.instance.instance_id not in autoscaler_input.kept
-        and load.instance.since <= autoscaler_input.now - config.turn_s
-        and (overdue_tenant or _busy_displacement(load, demand, config.turn_s) <= demand.late_weight)
+        and (overdue_tenant or _gains_by(load, demand, autoscaler_input, config.turn_s))
     ]
-    candidates.sort(key=lambda load: (_busy_displacement(load, demand), load.instance.since, load.instance.instance_id))
+    lost = {load.instance.instance_id: _num_lost(load, demand, autoscaler_input, config.turn_s) for load in candidates}
+    candidates.sort(key=lambda load: (lost[load.instance.instance_id], load.instance.since, load.instance.instance_id))
     alone = {
         load.instance.instance_id: freeing.roles(demand, load.instance.worker_id, without=[load]) for load in candidates
     }
@@ -206,15 +224,17 @@ def _end_turn(
             if _enough(slots, missing):
                 victims = group
                 break
+    if any(load.instance.since > autoscaler_input.now - config.turn_s for load in victims):
+        return []  # a dearer one is not taken meanwhile
     waited = (
         f"{{}} has waited {format_duration(demand.oldest_wait_s)}, and no slot can be spared; this one was held for"
     )
+    gained = demand.num_gained(config.turn_s)
     drains: list[SetRoles | Drain] = []
     for load in victims:
-        displaced_weight = _busy_displacement(load, demand, config.turn_s)
-        figures = {"displaced_weight": displaced_weight, "late_weight": demand.late_weight}
+        figures = {"num_lost": lost[load.instance.instance_id], "num_gained": gained}
         held = format_duration(autoscaler_input.now - load.instance.since)
-        taker = overdue_tenant if displaced_weight > demand.late_weight else ""
+        taker = overdue_tenant if figures["num_lost"] > gained else ""
         drains.append(_drain(load, "turn", f"{waited} {held}", model, figures, taker))
     return drains
 
@@ -222,11 +242,12 @@ def _end_turn(
 def _evict(
     victim: InstanceLoad, why: str, demand: Demand, autoscaler_input: AutoscalerInput, overdue_tenant: str = ""
 ) -> Drain:
-    idle_s, reload_s, num_displaced = _idle_s(victim, autoscaler_input), victim.reload_s, _displacement(victim, demand)
-    lost = f"to load it again takes {format_duration(reload_s)} ({num_displaced:.1f} late requests)"
-    figures = {"idle_s": idle_s, "reload_s": reload_s, "num_displaced": num_displaced, "num_late": demand.num_late}
-    taker = overdue_tenant if num_displaced > demand.num_late else ""
-    return _drain(victim, "evict", f"idle for {format_duration(idle_s)}, {why}; {lost}", demand.model, figures, taker)
+    idle_s, reload_s = _idle_s(victim, autoscaler_input), victim.reload_s
+    lost, gained = _num_lost(victim, demand, autoscaler_input), demand.num_gained(_away_s(victim, demand))
+    text = f"to load it again takes {format_duration(reload_s)} ({lost:.1f} late requests)"
+    figures = {"idle_s": idle_s, "reload_s": reload_s, "num_lost": lost, "num_gained": gained}
+    taker = overdue_tenant if lost > gained else ""
+    return _drain(victim, "evict", f"idle for {format_duration(idle_s)}, {why}; {text}", demand.model, figures, taker)
 
 
 def _drain(

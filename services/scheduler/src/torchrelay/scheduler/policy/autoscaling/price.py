@@ -62,26 +62,23 @@ def least_saved(load_s: float, held_s: float, price_s: float) -> float:
     return (load_s + held_s) / price_s
 
 
-def displacement(arrivals_per_s: float, num_waiting: int, away_s: float, target_s: float) -> float:
-    """Requests that a model without its slot for ``away_s`` has late, counted as in ``num_saved``: who comes meanwhile
-    waits half of it on average.
-    """
-    return num_waiting * away_s / target_s + arrivals_per_s * away_s * max(away_s / (2 * target_s), 1.0)
-
-
 def lateness_weight(wait_s: float, target_s: float) -> float:
-    """What a late request counts where the requests of one model or another have to be late: 1, and more by the
-    logarithm of its wait. In proportion to it, a queue that is late already would outweigh requests still in time.
+    """What a request counts that has to wait so long: 1, and more by the logarithm of its wait. In proportion to it, a
+    queue that is late already would outweigh requests still in time.
     """
     return 1.0 + math.log1p(wait_s / target_s)
 
 
-def busy_displacement(arrivals_per_s: float, num_waiting: int, away_s: float, target_s: float) -> float:
-    """``displacement`` by ``lateness_weight``. A request that waits already is late in any case: only its longer wait
-    is counted.
+def num_lost(arrivals_per_s: float, away_s: float, target_s: float) -> float:
+    """Requests that a model without its slot for ``away_s`` has late, by ``lateness_weight``: who comes meanwhile waits
+    half of it on average. What waits already is late in any case.
     """
-    still = lateness_weight(away_s, target_s) - 1.0
-    return num_waiting * still + arrivals_per_s * away_s * lateness_weight(away_s / 2, target_s)
+    return arrivals_per_s * away_s * lateness_weight(away_s / 2, target_s)
+
+
+def num_gained(arrivals_per_s: float, num_waiting: float, held_s: float) -> float:
+    """Requests of a model that a slot serves in ``held_s``, once each: what waits is late, however long it waited."""
+    return num_waiting + arrivals_per_s * held_s
 
 
 def least_keep_s(gaps_s: Sequence[float], break_even_s: float) -> float:

@@ -194,7 +194,6 @@ def _loads_of_version(state: State, version_id: str, now: float) -> tuple[Instan
     names, workers, model = state.aliases.of(version_id), state.membership.workers, state.models.get(version_id)
     tenants = frozenset(map(tenant_of, names))
     arrivals_per_s = state.arrivals.of(version_id).expected_per_s(now)
-    num_waiting = state.queues.num_waiting(version_id)
     reload_s = state.load_times.by_tier(model, state.config)[Tier.HOST] if model is not None else 0.0
     drain_limit_s, found = state.config.drain_s, []
     for instance in instances:
@@ -214,7 +213,6 @@ def _loads_of_version(state: State, version_id: str, now: float) -> tuple[Instan
                 min(reload_s, instance.since - instance.created_at) if is_ready else 0.0,
                 tenants if names else frozenset((tenant_of(instance.model),)),
                 arrivals_per_s,
-                num_waiting,
                 partial(_drain_s, state, instance, worker, work),
             )
         )
