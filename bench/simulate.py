@@ -13,6 +13,9 @@ no such second choice, which could only cost it more; and where it attains less 
 P95 is compared at equal device time: the rival's best one, and our best one that takes no more than 1% more on either
 half. Where ours cannot take so little, its cheapest setting counts: the rival would do no worse with as much.
 
+Each ratio names what bounds it from below, of the same run: the device time of the clairvoyant, for whom loads take no
+time, and the P95 of prompts that are computed alone by an instance that is there.
+
 Without ``--tune`` and ``--score``, each trace of ``--traces`` is split in halves; where that folder is missing, a trace
 is generated from the seed, and ``conditions`` say so.
 
@@ -43,7 +46,7 @@ from torchrelay.sim.policies.runs import SETTLE_S, Run, run_system
 from torchrelay.sim.policies.setup import Knobs
 from torchrelay.sim.policies.systems import SYSTEMS
 from torchrelay.sim.scenario import Fleet, Request
-from torchrelay.sim.summary import Summary, summarize
+from torchrelay.sim.summary import Summary, percentile, summarize
 from torchrelay.sim.traces import Arrival, halves, read_trace, requests_of
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
@@ -158,6 +161,16 @@ def run(case: Case, system: str, knobs: Knobs, is_score: bool) -> Summary:
     return summarize(outcomes, plant.served, plant.at_last_arrival)
 
 
+def prompt_alone_s(request: Request) -> float:
+    """Its computation by an instance that does nothing else."""
+    model = next(model for model in MODELS if model.name == request.model)
+    return model.latency.prefill_s(request.num_prompt_tokens)
+
+
+def of_systems(tuned: Sequence[Tuned], systems: Sequence[str]) -> list[Tuned]:
+    return [one for one in tuned if one.system in systems]
+
+
 def cheapest(settings: Sequence[Tuned], attainment: float) -> Tuned:
     enough = [one for one in settings if one.summary.attainment >= EQUAL * attainment]
     return min(enough, key=lambda one: one.summary.device_s)
@@ -172,51 +185,66 @@ def compare(case: Case, tuned: Sequence[Tuned]) -> list[Comparison]:
     def scored(one: Tuned) -> Summary:
         return run(case, one.system, one.knobs, True)
 
-    where = f"{case.trace} on {case.fleet}"
-    ours = [one for one in tuned if one.system == "ours"]
-    found = []
-    for rival in GPU_BOUNDS:
-        others = [one for one in tuned if one.system in RIVALS[rival]]
-        both_attain = min(best_attainment(ours), best_attainment(others))
-        other = scored(cheapest(others, both_attain))
-        equal = [one for one in ours if one.summary.attainment >= EQUAL * both_attain]
-        by_price = [scored(one) for one in sorted(equal, key=lambda one: one.summary.device_s)]
-        mine = next((one for one in by_price if one.attainment >= EQUAL * other.attainment), None)
-        if mine is None:
-            most = max(by_price, key=lambda one: one.attainment)
-            text = (
-                f"{where}: ours attains {most.attainment:.3f} of {other.attainment:.3f} at most, "
-                f"{most.device_s:.0f} and {other.device_s:.0f} device s"
-            )
-            found.append(Comparison(f"gpu_over_{rival}", math.inf, text))
-            continue
+    return [
+        *(compare_device_time(case, tuned, rival, scored) for rival in GPU_BOUNDS),
+        *(compare_p95(case, tuned, rival, scored) for rival in P95_BOUNDS),
+        compare_attainment(case, tuned, scored),
+    ]
+
+
+def compare_device_time(
+    case: Case, tuned: Sequence[Tuned], rival: str, scored: Callable[[Tuned], Summary]
+) -> Comparison:
+    name, where = f"gpu_over_{rival}", f"{case.trace} on {case.fleet}"
+    ours, others = of_systems(tuned, ["ours"]), of_systems(tuned, RIVALS[rival])
+    both_attain = min(best_attainment(ours), best_attainment(others))
+    other = scored(cheapest(others, both_attain))
+    equal = [one for one in ours if one.summary.attainment >= EQUAL * both_attain]
+    by_price = [scored(one) for one in sorted(equal, key=lambda one: one.summary.device_s)]
+    limit, clairvoyant = "", of_systems(tuned, ["clairvoyant"])
+    if rival != "oracle" and best_attainment(clairvoyant) >= EQUAL * both_attain:
+        least = scored(cheapest(clairvoyant, both_attain))
+        limit = f"; the clairvoyant {_ratio(least.device_s, other.device_s):.3f}, attained {least.attainment:.3f}"
+    mine = next((one for one in by_price if one.attainment >= EQUAL * other.attainment), None)
+    if mine is None:
+        most = max(by_price, key=lambda one: one.attainment)
         text = (
-            f"{where}: {mine.device_s:.0f} over {other.device_s:.0f} device s, "
-            f"attained {mine.attainment:.3f} and {other.attainment:.3f}"
+            f"{where}: ours attains {most.attainment:.3f} of {other.attainment:.3f} at most, "
+            f"{most.device_s:.0f} and {other.device_s:.0f} device s{limit}"
         )
-        found.append(Comparison(f"gpu_over_{rival}", _ratio(mine.device_s, other.device_s), text))
-    for rival in P95_BOUNDS:
-        others = [one for one in tuned if one.system in RIVALS[rival]]
-        chosen = min(others, key=lambda one: (one.summary.ttft_p95_s, one.summary.device_s))
-        other = scored(chosen)
-        affordable = [
-            one
-            for one in sorted(ours, key=lambda one: one.summary.ttft_p95_s)
-            if one.summary.device_s * EQUAL <= chosen.summary.device_s
-            and scored(one).device_s * EQUAL <= other.device_s
-        ]
-        mine = scored(affordable[0] if affordable else min(ours, key=lambda one: scored(one).device_s))
-        text = (
-            f"{where}: {mine.ttft_p95_s:.2f} s and {other.ttft_p95_s:.2f} s, "
-            f"{mine.device_s:.0f} and {other.device_s:.0f} device s"
-        )
-        found.append(Comparison(f"p95_over_{rival}", _ratio(mine.ttft_p95_s, other.ttft_p95_s), text))
-    existing = [one for one in tuned if one.system != "clairvoyant"]
+        return Comparison(name, math.inf, text)
+    text = (
+        f"{where}: {mine.device_s:.0f} over {other.device_s:.0f} device s, "
+        f"attained {mine.attainment:.3f} and {other.attainment:.3f}{limit}"
+    )
+    return Comparison(name, _ratio(mine.device_s, other.device_s), text)
+
+
+def compare_p95(case: Case, tuned: Sequence[Tuned], rival: str, scored: Callable[[Tuned], Summary]) -> Comparison:
+    ours, others = of_systems(tuned, ["ours"]), of_systems(tuned, RIVALS[rival])
+    chosen = min(others, key=lambda one: (one.summary.ttft_p95_s, one.summary.device_s))
+    other = scored(chosen)
+    affordable = [
+        one
+        for one in sorted(ours, key=lambda one: one.summary.ttft_p95_s)
+        if one.summary.device_s * EQUAL <= chosen.summary.device_s and scored(one).device_s * EQUAL <= other.device_s
+    ]
+    mine = scored(affordable[0] if affordable else min(ours, key=lambda one: scored(one).device_s))
+    alone_s = percentile((prompt_alone_s(request) for request in case.score), 95)
+    text = (
+        f"{case.trace} on {case.fleet}: {mine.ttft_p95_s:.2f} s and {other.ttft_p95_s:.2f} s, {mine.device_s:.0f} and "
+        f"{other.device_s:.0f} device s; prompts alone {_ratio(alone_s, other.ttft_p95_s):.3f}"
+    )
+    return Comparison(f"p95_over_{rival}", _ratio(mine.ttft_p95_s, other.ttft_p95_s), text)
+
+
+def compare_attainment(case: Case, tuned: Sequence[Tuned], scored: Callable[[Tuned], Summary]) -> Comparison:
+    ours = of_systems(tuned, ["ours"])
+    existing = of_systems(tuned, [system for system in SYSTEMS if system != "clairvoyant"])
     best = cheapest(existing, best_attainment(existing))
     mine, other = scored(cheapest(ours, best_attainment(ours))), scored(best)
-    text = f"{where}: {mine.attainment:.3f}, {best.system} {other.attainment:.3f}"
-    found.append(Comparison("attainment_over_best", _ratio(mine.attainment, other.attainment), text))
-    return found
+    text = f"{case.trace} on {case.fleet}: {mine.attainment:.3f}, {best.system} {other.attainment:.3f}"
+    return Comparison("attainment_over_best", _ratio(mine.attainment, other.attainment), text)
 
 
 def _ratio(mine: float, other: float) -> float:
@@ -238,7 +266,7 @@ def write_case(folder: Path, case: Case, tuned: Sequence[Tuned], pool: ProcessPo
     """The cheapest setting of each system that attains what it can: its figures on both halves, and the plots."""
     chosen = []
     for system in SYSTEMS:
-        of_system = [one for one in tuned if one.system == system]
+        of_system = of_systems(tuned, [system])
         chosen.append(cheapest(of_system, best_attainment(of_system)))
     runs = list(pool.map(scored_run, [case] * len(chosen), chosen))
     name = f"{case.trace}-{case.fleet}".replace(", ", "-")

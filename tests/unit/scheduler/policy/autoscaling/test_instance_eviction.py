@@ -142,13 +142,18 @@ def test_a_second_slot_is_kept_for_a_turn_where_its_model_loses_more() -> None:
 def test_who_is_overdue_takes_the_slot_that_loses_least_when_its_turn_is_over() -> None:
     """A popular model lost its slot, as that of another had just been taken."""
     popular, other = an_instance(0, a_model("acme/popular")), an_instance(1, a_model("acme/other"))
-    for held_s, ended in [(RULES.turn_s - 1.0, []), (RULES.turn_s, ["i1"])]:
+    longest_s, turn_s = RULES.longest_wait_s, RULES.turn_s
+    for wait_s, held_s, ended in [
+        (longest_s, turn_s - 1.0, []),
+        (longest_s, turn_s, ["i1"]),
+        (longest_s + turn_s, turn_s - 1.0, ["i0"]),  # it was taken by another one that was overdue
+    ]:
         instances = [popular, replace(other, since=NOW - held_s)]
         loads = [
             InstanceLoad(one, 8, 0, arrivals_per_s=arrivals_per_s)
             for one, arrivals_per_s in zip(instances, (20.0, 5.0), strict=True)
         ]
-        situation = a_full_host(instances, [waiting("acme/new", RULES.longest_wait_s)], [a_store("s", "host-1")])
+        situation = a_full_host(instances, [waiting("acme/new", wait_s)], [a_store("s", "host-1")])
         assert drained(replace(situation, instance_loads=Loads.listed(loads))) == ended
 
 

@@ -203,6 +203,9 @@ class AutoscalerInput:
     def of(self, model: Model) -> Sequence[InstanceLoad]:
         return self._staying_of(model.version_id)
 
+    def num_staying(self, version_id: str) -> int:
+        return len(self._staying_of(version_id))
+
     def _staying_of(self, version_id: str) -> Sequence[InstanceLoad]:
         found = self._staying_known.get(version_id)
         if found is None:

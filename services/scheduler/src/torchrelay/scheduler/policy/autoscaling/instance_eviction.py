@@ -62,9 +62,13 @@ def _overdue_tenant(demand: Demand, freeing: FreeingSlots, config: PolicyConfig)
     """Who may take a slot for the model, whatever the slot's model loses: the model has waited for the longest time and
     for its target, and this tenant of it has taken no such slot for a turn. Empty: nobody.
     """
-    if demand.slot_wait_s < max(config.longest_wait_s, demand.target_s):
+    if demand.slot_wait_s < _overdue_s(demand, config):
         return ""
     return next((tenant for tenant in demand.waiting_tenants if tenant not in freeing.overdue_tenants), "")
+
+
+def _overdue_s(demand: Demand, config: PolicyConfig) -> float:
+    return max(config.longest_wait_s, demand.target_s)
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def _num_lost(load: InstanceLoad, demand: Demand, autoscaler_input: AutoscalerIn
     """Requests that its model has late without the slot, if the other holds it for ``held_s``: of those of all its
     slots an equal part.
     """
-    number = max(len(autoscaler_input.staying[load.instance.version_id]), 1)
+    number = max(autoscaler_input.num_staying(load.instance.version_id), 1)
     away_s = _away_s(load, demand) + held_s
     return num_lost(load.arrivals_per_s / number, away_s, demand.target_s)
 
@@ -130,7 +134,7 @@ def _gains_by(load: InstanceLoad, demand: Demand, autoscaler_input: AutoscalerIn
 def _is_worth(gain: Gain, load: InstanceLoad, demand: Demand, autoscaler_input: AutoscalerInput) -> bool:
     if math.isinf(gain.num_saved):
         return True
-    is_only = len(autoscaler_input.staying[load.instance.version_id]) < 2
+    is_only = autoscaler_input.num_staying(load.instance.version_id) < 2
     if is_only and load.arrivals_per_s * (_away_s(load, demand) + gain.held_s) >= 1:
         return False
     return _num_lost(load, demand, autoscaler_input, gain.held_s) <= gain.num_saved
@@ -197,16 +201,19 @@ def _end_turn(
     overdue_tenant: str,
 ) -> list[SetRoles | Drain]:
     """More models are busy than there are slots: a model takes the slot whose model loses least, when it gains as much
-    itself or is overdue, once that slot was held for a turn; all slots of a pack on one host, if its weights are in
-    the way. Requests of the drained model wait for its next turn.
+    itself or is overdue, once that slot was held for a turn; if it is overdue by a turn, of the slots that were. It
+    takes all slots of a pack on one host, if its weights are in the way. Requests of the drained model wait for its
+    next turn.
     """
-    model = demand.model
+    model, held_since = demand.model, autoscaler_input.now - config.turn_s
+    is_patient = demand.slot_wait_s < _overdue_s(demand, config) + config.turn_s
     candidates = [
         load
         for load in autoscaler_input.loads
         if load.instance.version_id not in {model.version_id, *freeing.versions}
         and load.instance.phase is InstancePhase.READY
         and load.instance.instance_id not in autoscaler_input.kept
+        and (is_patient or load.instance.since <= held_since)
         and (overdue_tenant or _gains_by(load, demand, autoscaler_input, config.turn_s))
     ]
     lost = {load.instance.instance_id: _num_lost(load, demand, autoscaler_input, config.turn_s) for load in candidates}
@@ -224,7 +231,7 @@ def _end_turn(
             if _enough(slots, missing):
                 victims = group
                 break
-    if any(load.instance.since > autoscaler_input.now - config.turn_s for load in victims):
+    if any(load.instance.since > held_since for load in victims):
         return []  # a dearer one is not taken meanwhile
     waited = (
         f"{{}} has waited {format_duration(demand.oldest_wait_s)}, and no slot can be spared; this one was held for"
