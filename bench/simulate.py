@@ -13,8 +13,8 @@ no such second choice, which could only cost it more; and where it attains less 
 P95 is compared at equal device time: the rival's best one, and our best one that takes no more than 1% more on either
 half. Where ours cannot take so little, its cheapest setting counts: the rival would do no worse with as much.
 
-Each ratio names what bounds it from below, of the same run: the device time of the clairvoyant, for whom loads take no
-time, and the P95 of prompts that are computed alone by an instance that is there.
+Beside each ratio is an estimate of the least that can be had, of the same run: the clairvoyant's device time, if it
+attains as much, and the P95 of prompts that are computed alone by an instance that is there.
 
 Without ``--tune`` and ``--score``, each trace of ``--traces`` is split in halves; where that folder is missing, a trace
 is generated from the seed, and ``conditions`` say so.
@@ -204,7 +204,8 @@ def compare_device_time(
     limit, clairvoyant = "", of_systems(tuned, ["clairvoyant"])
     if rival != "oracle" and best_attainment(clairvoyant) >= EQUAL * both_attain:
         least = scored(cheapest(clairvoyant, both_attain))
-        limit = f"; the clairvoyant {_ratio(least.device_s, other.device_s):.3f}, attained {least.attainment:.3f}"
+        if least.attainment >= EQUAL * other.attainment:
+            limit = f"; the clairvoyant {_ratio(least.device_s, other.device_s):.3f}"
     mine = next((one for one in by_price if one.attainment >= EQUAL * other.attainment), None)
     if mine is None:
         most = max(by_price, key=lambda one: one.attainment)

@@ -24,6 +24,7 @@ class EchoScheduler:
         self.open_gate.set()
         self.answers = asyncio.Event()  # cleared: it says nothing, not even that it lives
         self.answers.set()
+        self.messages: list[list[str | None]] = []  # the commands in each, by kind
         self.hellos: list[str] = []
         self.admits: list[admit_pb.AdmitRequest] = []
         self.releases: list[admit_pb.Release] = []
@@ -84,11 +85,17 @@ class EchoScheduler:
         for events in self._streams:
             await events.put(admit_pb.AdmitEvent(migrate=admit_pb.Migrate(key=key)))
 
+    async def _commands(self, batches: AsyncIterator[admit_pb.AdmitCommands]) -> AsyncIterator[admit_pb.AdmitCommand]:
+        async for batch in batches:
+            self.messages.append([command.WhichOneof("command") for command in batch.commands])
+            for command in batch.commands:
+                yield command
+
     async def _read(
         self, batches: AsyncIterator[admit_pb.AdmitCommands], events: asyncio.Queue[admit_pb.AdmitEvent]
     ) -> None:
         async with asyncio.TaskGroup() as placing:
-            async for command in (command async for batch in batches for command in batch.commands):
+            async for command in self._commands(batches):
                 match command.WhichOneof("command"):
                     case "hello":
                         self.hellos.append(command.hello.gateway_id)

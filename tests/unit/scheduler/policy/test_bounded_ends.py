@@ -91,14 +91,14 @@ def test_models_with_long_queues_get_the_slot_in_the_order_in_which_they_lost_it
 
 
 def test_two_models_that_are_called_in_turns_cost_each_call_no_more_than_two_reloads() -> None:
-    """The hysteresis of a slot: nobody is evicted who was used, for one who has waited, less long than a reload."""
+    """The hysteresis of a slot: who waits takes it when it gains as much as the other would lose while it is away."""
     cluster = a_cluster(1, replace(CONFIG, map_bytes_per_s=32e6))  # a reload takes about as long as a load
     models = [a_model("acme/one"), a_model("acme/other")]
     for number in range(40):
         cluster.call(f"r{number}", models[number % 2], decode_s=0.1)
         cluster.pass_time(0.7)
     pass_until_all_have_ended(cluster, 20.0)
-    assert max(call.first_token_s for call in cluster.calls.values()) < 4 * cluster.load_s
+    assert max(call.first_token_s for call in cluster.calls.values()) <= 4 * cluster.load_s + 1e-6
     assert len(turns_of(cluster)) <= len(cluster.calls) / 2
     assert "to load it again takes" in told(cluster, models[0])
 

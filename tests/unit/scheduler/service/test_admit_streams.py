@@ -66,7 +66,7 @@ async def test_what_waits_goes_together_up_to_a_bound() -> None:
 
 
 async def test_what_comes_closely_together_goes_in_one_message() -> None:
-    streams = AdmitStreams(max_queued=1000)
+    streams = AdmitStreams(max_queued=1000, message_every_s=0.3)
     stream = streams.open()
     streams.connected(stream, "g")
     events = stream.events()

@@ -89,6 +89,20 @@ async def test_a_placement_that_crosses_the_withdrawal_is_released() -> None:
         assert not any(isinstance(one, pb.Placement) for one in heard)
 
 
+async def test_what_can_wait_goes_with_the_next_admission_or_soon_after() -> None:
+    heard: list[RequestEvent] = []
+    async with scheduler() as there, admissions_to(there.address) as admissions:
+        for name in ("a", "b"):
+            admissions.admit(pb.AdmitRequest(key=key(name)), heard.append)
+        await until(lambda: sum(isinstance(one, pb.Placement) for one in heard) == 2)
+        admissions.first_token(("a", 1))
+        admissions.release(pb.Release(key=key("a")))
+        admissions.admit(pb.AdmitRequest(key=key("c")), heard.append)
+        await until(lambda: there.messages[-1] == ["first_token", "release", "admit"])
+        admissions.release(pb.Release(key=key("b")))
+        await until(lambda: there.messages[-1] == ["release"])
+
+
 async def test_a_release_while_the_scheduler_is_away_arrives_later() -> None:
     heard: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:

@@ -126,6 +126,23 @@ def test_a_slot_is_taken_when_who_waits_gains_as_much_as_its_model_loses() -> No
         assert drained(replace(situation, instance_loads=Loads.listed([load]))) == evicted
 
 
+@pytest.mark.parametrize("arrivals_per_s", [0.7, 1.0, 5.0])
+def test_two_models_that_are_used_alike_do_not_evict_each_other_at_every_request(arrivals_per_s: float) -> None:
+    used = InstanceLoad(an_instance(0, a_model("acme/used")), 0, 0, NOW, reload_s=1.0, arrivals_per_s=arrivals_per_s)
+    demand = replace(waiting("acme/new"), arrivals_per_s=arrivals_per_s, load_s={Tier.HOST: 1.0})
+    situation = a_full_host([used.instance], [demand], [a_store("s", "host-1")])
+    assert drained(replace(situation, instance_loads=Loads.listed([used]))) == []
+
+
+def test_what_a_model_loses_is_by_its_own_target() -> None:
+    """Batch work ended the turn of a model that is asked interactively: ten minutes late is not late for it."""
+    busy = InstanceLoad(an_instance(0, a_model("acme/busy")), 3, 0, arrivals_per_s=1.0, target_s=0.5)  # 33 in a turn
+    for num_waiting, ended in [(32, []), (34, ["i0"])]:
+        batch = Demand(a_model("acme/batch"), num_waiting, 0, 30.0, target_s=600.0)
+        situation = a_full_host([busy.instance], [batch], [a_store("s", "host-1")], busy=1)
+        assert drained(replace(situation, instance_loads=Loads.listed([busy]))) == ended
+
+
 def test_a_second_slot_is_kept_for_a_turn_where_its_model_loses_more() -> None:
     """Given up after a second whatever it was worth, it was loaded again as soon as the other was idle for a moment."""
     popular = a_model("acme/popular")
@@ -143,12 +160,14 @@ def test_who_is_overdue_takes_the_slot_that_loses_least_when_its_turn_is_over() 
     """A popular model lost its slot, as that of another had just been taken."""
     popular, other = an_instance(0, a_model("acme/popular")), an_instance(1, a_model("acme/other"))
     longest_s, turn_s = RULES.longest_wait_s, RULES.turn_s
-    for wait_s, held_s, ended in [
-        (longest_s, turn_s - 1.0, []),
-        (longest_s, turn_s, ["i1"]),
-        (longest_s + turn_s, turn_s - 1.0, ["i0"]),  # it was taken by another one that was overdue
+    ready, loading = InstancePhase.READY, InstancePhase.LOADING
+    for wait_s, phase, held_s, ended in [
+        (longest_s, ready, turn_s - 1.0, []),
+        (longest_s, loading, turn_s + 1.0, []),
+        (longest_s, ready, turn_s, ["i1"]),
+        (longest_s + turn_s, ready, turn_s - 1.0, ["i0"]),  # it was taken by another one that was overdue
     ]:
-        instances = [popular, replace(other, since=NOW - held_s)]
+        instances = [popular, replace(other, phase=phase, since=NOW - held_s)]
         loads = [
             InstanceLoad(one, 8, 0, arrivals_per_s=arrivals_per_s)
             for one, arrivals_per_s in zip(instances, (20.0, 5.0), strict=True)
@@ -275,6 +294,16 @@ def test_a_queue_grows_into_the_only_slot_of_a_model_that_nobody_is_expected_to_
     loads = [InstanceLoad(instances[0], 9, 0), idle]
     situation = a_full_host(instances, [crowded_demand(crowded, backlog_s)], [a_store("s", "host-1")], busy=1)
     assert drained(replace(situation, instance_loads=Loads.listed(loads))) == (["i1"] if grows else [])
+
+
+def test_a_model_that_is_expected_back_gives_up_all_idle_slots_but_one() -> None:
+    crowded, idle = a_model("acme/crowded"), a_model("acme/idle")
+    instances = [an_instance(0, crowded), an_instance(1, idle), an_instance(2, idle)]
+    loads = [InstanceLoad(instances[0], 9, 0)]
+    loads += [InstanceLoad(one, 0, 0, NOW - 60.0, arrivals_per_s=0.1) for one in instances[1:]]
+    demand = crowded_demand(replace(crowded, max_instances=3), 60.0)
+    situation = a_full_host(instances, [demand], [a_store("s", "host-1")], busy=1)
+    assert drained(replace(situation, instance_loads=Loads.listed(loads))) == ["i1"]
 
 
 def test_what_an_idle_slot_saves_is_by_the_load_from_where_its_host_has_the_weights() -> None:

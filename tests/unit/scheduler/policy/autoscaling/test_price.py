@@ -50,7 +50,8 @@ def test_the_worked_example_of_the_docs() -> None:
     assert num_saved(1, 6.0, 0.5, 0.1, 0.5, load_s=12.0, horizon_s=60.0) == 0.0  # it would come after the queue
     assert num_lost(0.1, 4.0, 0.5) == pytest.approx(0.4 * (1 + math.log(5)))  # 0.4 requests: 1.04
     assert num_lost(1.5, 14.0, 1.0) == pytest.approx(21 * (1 + math.log(8)))  # 21 requests: 65
-    assert num_gained(0.0, 1, 4.0) == 1
+    assert num_lost(2.0, 4.0, 0.5) == pytest.approx(20.9, abs=0.1)
+    assert num_gained(0.1, 1, 0.0) == 1
     assert num_gained(0.5, 12, 10.0) == 17
 
 

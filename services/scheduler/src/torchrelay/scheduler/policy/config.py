@@ -30,7 +30,9 @@ class PolicyConfig:
     max_instances: int = 8  # per model and role, for models without a setting of their own
     share_after_s: float = 1.0  # after waiting this long without a slot, a model may get the second slot of another
     turn_s: float = 10.0  # when more models are busy than there are slots, each keeps its slot at least so long
-    longest_wait_s: float = 60.0  # a model without a slot for so long, and for its target, takes one in any case
+    longest_wait_s: float = (
+        60.0  # without a slot for so long, and for its target, a model takes one whatever that loses
+    )
     whole_scale_every_s: float = 0.5  # between looks at models that nobody waits for
     cancel_after_s: float = 1.0  # a load for which no request waits any more is cancelled after this time
     roles_retry_s: float = 1.0  # after an instance could not be given other roles

@@ -194,9 +194,11 @@ class Policy:
             own = sorted({*own, instance.version_id})
         admissions.place_waiting(state, now, own)
         take_backs.take_back(state, now, own)
+        wanting = {version_id for version_id in own if scaling.has_waiting_or_minimum(state, version_id)}
         if is_new or any(change.gone for change in changes):  # there may be a free slot, for who has none
-            own = sorted({*own, *scaling.starving_versions(state, now)})
-        scaling.scale(state, now, own)
+            wanting.update(scaling.starving_versions(state, now))
+        if wanting:
+            scaling.scale(state, now, sorted(wanting))
 
     def _drop_worker(self, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
         if self.state.membership.drop_worker(worker_id, now):

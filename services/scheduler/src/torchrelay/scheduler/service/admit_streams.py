@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from torchrelay.common.errors import Overloaded, TorchrelayError
-from torchrelay.common.net.rpc.message_pace import MessagePace
+from torchrelay.common.net.rpc.message_pace import EVERY_S, MessagePace
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents, Beat
 from torchrelay.scheduler.service.converters import EventFields
 
@@ -20,9 +20,10 @@ _MIN_BEAT_S = 0.1  # whatever a gateway asks for
 class AdmitStream:
     """One stream. A gateway that reads too slowly loses the stream, not its admissions: it sends them again."""
 
-    def __init__(self, max_queued: int) -> None:
+    def __init__(self, max_queued: int, message_every_s: float) -> None:
         self._queue: deque[AdmitEvent | EventFields] = deque()
         self._max_queued = max_queued
+        self._pace = MessagePace(message_every_s)
         self._changed = asyncio.Event()
         self._error: TorchrelayError | None = None
         self._closed = False
@@ -44,11 +45,10 @@ class AdmitStream:
 
     async def events(self) -> AsyncIterator[AdmitEvents]:
         """What was sent, and beats as often as the gateway asked for."""
-        pace = MessagePace()
         while True:
             while self._queue and self._error is None:
                 if len(self._queue) < MAX_BATCH:
-                    await pace.wait()
+                    await self._pace.wait()
                 num_events = min(len(self._queue), MAX_BATCH)
                 batch: list[Any] = [self._queue.popleft() for _ in range(num_events)]  # fields are not in the stubs
                 yield AdmitEvents(events=batch)
@@ -73,12 +73,12 @@ class AdmitStream:
 class AdmitStreams:
     """The current stream of each gateway; a newer one replaces the older."""
 
-    def __init__(self, max_queued: int) -> None:
-        self._max_queued = max_queued
+    def __init__(self, max_queued: int, message_every_s: float = EVERY_S) -> None:
+        self._max_queued, self._message_every_s = max_queued, message_every_s
         self._of: dict[str, AdmitStream] = {}
 
     def open(self) -> AdmitStream:
-        return AdmitStream(self._max_queued)
+        return AdmitStream(self._max_queued, self._message_every_s)
 
     def connected(self, stream: AdmitStream, gateway_id: str) -> None:
         older = self._of.get(gateway_id)

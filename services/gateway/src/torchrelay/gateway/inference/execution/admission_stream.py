@@ -235,8 +235,8 @@ class AdmissionStream:
         return batch
 
     def _send(self, command: pb.AdmitCommand, within_s: float = 0.0) -> None:
-        """What nobody waits for goes ``within_s``, with others if any come: a message of its own would delay the next
-        request's.
+        """What can wait for so long goes with others that come ``within_s``: a message of its own, which is one of few
+        in a time, would hold up the next request by as much.
         """
         if len(self._unsent) >= self._max_unsent + len(self._open):
             # Nothing is dropped silently: the next stream admits again what is open, which stands for all of these.

@@ -104,6 +104,7 @@ class InstanceLoad(NamedTuple):
     reload_s: float = 0.0  # to have it back after an eviction: its weights stay in host memory
     tenants: frozenset[str] = frozenset()  # whose models it serves: identical uploads share an instance
     arrivals_per_s: float = 0.0  # of its version, of late or in the long run: the greater
+    target_s: float = 2.0  # of its version's requests, for the first token
     predict_drain_s: Callable[[], float] = lambda: 0.0
 
     @property
@@ -186,7 +187,7 @@ class AutoscalerInput:
     def staying_of_some(self) -> Mapping[str, Sequence[InstanceLoad]]:
         """``staying`` of the models to decide on, and of ``version_ids``."""
         version_ids = dict.fromkeys((*(demand.model.version_id for demand in self.demands), *self.version_ids))
-        found = {version_id: self._staying_of(version_id) for version_id in version_ids}
+        found = {version_id: self.staying_of(version_id) for version_id in version_ids}
         return {version_id: loads for version_id, loads in found.items() if loads}
 
     @property
@@ -201,12 +202,9 @@ class AutoscalerInput:
         return [store for store in self.stores.values() if pack_id in store.copies]
 
     def of(self, model: Model) -> Sequence[InstanceLoad]:
-        return self._staying_of(model.version_id)
+        return self.staying_of(model.version_id)
 
-    def num_staying(self, version_id: str) -> int:
-        return len(self._staying_of(version_id))
-
-    def _staying_of(self, version_id: str) -> Sequence[InstanceLoad]:
+    def staying_of(self, version_id: str) -> Sequence[InstanceLoad]:
         found = self._staying_known.get(version_id)
         if found is None:
             loads = self.instance_loads.of_version(version_id)

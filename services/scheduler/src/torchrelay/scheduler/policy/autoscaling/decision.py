@@ -306,7 +306,7 @@ def _trade(
     chosen = min(able, key=lambda load: (load.num_open, load.instance.instance_id))
     (role,) = gaining.roles
     text = f"its slot is worth more for {role.name.lower()}: {gained:.1f} late requests saved, {lost:.1f} lost"
-    return [Drain(chosen.instance.instance_id, Reason("share", text, {"num_saved": gained, "num_displaced": lost}))]
+    return [Drain(chosen.instance.instance_id, Reason("share", text, {"num_saved": gained, "num_lost": lost}))]
 
 
 def _nearest(demand: Demand, idle: Iterable[InstanceLoad], autoscaler_input: AutoscalerInput) -> Tier:

@@ -30,6 +30,7 @@ class FreeingSlots:
         self._held = defaultdict[str, dict[str, str]](dict)  # packs of what stays: by host, by instance
         self._leaving = defaultdict[str, set[str]](set)  # packs of what is idle or leaves, by host
         self._fits: dict[tuple[str, str], bool] = {}  # by pack and host
+        self._drained: set[str] = set()  # instances, in this decision
         self.overdue_tenants = {  # that got a slot for an overdue model less than a turn ago
             tenant
             for tenant, at in autoscaler_input.overdue_slots_at.items()
@@ -69,9 +70,16 @@ class FreeingSlots:
                 if action.overdue_tenant:
                     self.overdue_tenants.add(action.overdue_tenant)
                 self.idle = [load for load in self.idle if load.instance is not instance]
+                self._drained.add(instance.instance_id)
                 self._held[instance.host_id].pop(instance.instance_id, None)
                 self._leaving[instance.host_id].add(instance.pack_id)
                 self._fits.clear()
+
+    def others(self, load: InstanceLoad) -> list[InstanceLoad]:
+        """What stays of its version beside it."""
+        left = {load.instance.instance_id, *self._drained}
+        staying = self._input.staying_of(load.instance.version_id)
+        return [other for other in staying if other.instance.instance_id not in left]
 
     def roles(self, demand: Demand, worker_id: str, without: Sequence[InstanceLoad] = ()) -> Roles:
         """What the worker could play for the model that waits, once all that is idle or leaves, and ``without``, is out

@@ -8,6 +8,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
@@ -45,11 +46,15 @@ def _drains(
     demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, freeing: FreeingSlots, config: PolicyConfig
 ) -> list[SetRoles | Drain]:
     overdue_tenant = _overdue_tenant(demand, freeing, config)
-    idle = [load for load in freeing.idle if overdue_tenant or _gains_by(load, demand, autoscaler_input)]
-    idle.sort(key=lambda load: _num_lost(load, demand, autoscaler_input))
+    exchanges = {load.instance.instance_id: _exchange(load, demand, freeing) for load in freeing.idle}
+    idle = [load for load in freeing.idle if overdue_tenant or exchanges[load.instance.instance_id].pays]
+    idle.sort(key=lambda load: exchanges[load.instance.instance_id].num_lost)
     if victims := _enough_of(idle, demand, missing, freeing):
         waited = f"and {{}} has waited {format_duration(demand.oldest_wait_s)} for a slot"
-        return [_evict(load, waited, demand, autoscaler_input, overdue_tenant) for load in victims]
+        return [
+            _evict(load, waited, demand, exchanges[load.instance.instance_id], autoscaler_input, overdue_tenant)
+            for load in victims
+        ]
     # Who waited longer comes first: two that wait for each other would swap slots.
     if demand.oldest_wait_s < config.share_after_s or not autoscaler_input.has_all_waiting:
         return []
@@ -79,6 +84,11 @@ class Gain:
     held_s: float
     text: str
 
+    @property
+    def is_due(self) -> bool:
+        """Whatever another model loses."""
+        return math.isinf(self.num_saved)
+
 
 def evict_to_grow(
     demand: Demand,
@@ -100,12 +110,13 @@ def evict_to_grow(
             for load in freeing.idle
             if load.instance.version_id != demand.model.version_id
             and load.reload_s <= _idle_s(load, autoscaler_input)
-            and _is_worth(gain, load, demand, autoscaler_input)
+            and _growth_exchange(load, demand, gain, freeing).pays
         ]
-        victims = _enough_of(idle, demand, rest, freeing) if rest else []
-        evicted = [_evict(load, f"and {{}} {gain.text}", demand, autoscaler_input) for load in victims]
-        freeing.add(evicted)
-        drains += evicted
+        for load in _enough_of(idle, demand, rest, freeing) if rest else []:
+            exchange = _growth_exchange(load, demand, gain, freeing)
+            if exchange.pays:  # still: the one before may have left its model this one alone
+                drains.append(_evict(load, f"and {{}} {gain.text}", demand, exchange, autoscaler_input))
+                freeing.add(drains[-1:])
     return drains
 
 
@@ -116,28 +127,40 @@ def _away_s(load: InstanceLoad, demand: Demand) -> float:
     return load.drain_s + demand.load_s.get(Tier.HOST, 0.0) + load.reload_s
 
 
-def _num_lost(load: InstanceLoad, demand: Demand, autoscaler_input: AutoscalerInput, held_s: float = 0.0) -> float:
-    """Requests that its model has late without the slot, if the other holds it for ``held_s``: of those of all its
-    slots an equal part.
+class _Exchange(NamedTuple):
+    """Of a slot: requests that its model has late without it, and that the other serves by it; see ``price``."""
+
+    num_lost: float
+    num_gained: float
+
+    @property
+    def pays(self) -> bool:
+        return self.num_lost <= self.num_gained
+
+    @property
+    def figures(self) -> Figures:
+        return {"num_lost": self.num_lost, "num_gained": self.num_gained}
+
+
+def _exchange(
+    load: InstanceLoad, demand: Demand, freeing: FreeingSlots, held_s: float = 0.0, *, is_spared: bool = False
+) -> _Exchange:
+    """If the other holds the slot for ``held_s`` once it is there. Of what comes for its model, the others that stay
+    get their part, if they play both roles, or will (``is_spared``).
     """
-    number = max(autoscaler_input.num_staying(load.instance.version_id), 1)
-    away_s = _away_s(load, demand) + held_s
-    return num_lost(load.arrivals_per_s / number, away_s, demand.target_s)
+    others = freeing.others(load)
+    number = 1 + len(others) if is_spared or cover_both_roles(other.instance for other in others) else 1
+    lost = num_lost(load.arrivals_per_s / number, _away_s(load, demand) + held_s, load.target_s)
+    return _Exchange(lost, demand.num_gained(held_s))
 
 
-def _gains_by(load: InstanceLoad, demand: Demand, autoscaler_input: AutoscalerInput, held_s: float = 0.0) -> bool:
-    """Whether who waits gains as much by the slot as its model loses."""
-    gained = demand.num_gained(held_s or _away_s(load, demand))
-    return _num_lost(load, demand, autoscaler_input, held_s) <= gained
-
-
-def _is_worth(gain: Gain, load: InstanceLoad, demand: Demand, autoscaler_input: AutoscalerInput) -> bool:
-    if math.isinf(gain.num_saved):
-        return True
-    is_only = autoscaler_input.num_staying(load.instance.version_id) < 2
-    if is_only and load.arrivals_per_s * (_away_s(load, demand) + gain.held_s) >= 1:
-        return False
-    return _num_lost(load, demand, autoscaler_input, gain.held_s) <= gain.num_saved
+def _growth_exchange(load: InstanceLoad, demand: Demand, gain: Gain, freeing: FreeingSlots) -> _Exchange:
+    """Without the only slot of a model that is expected back while it is away, nothing is gained: it takes it back."""
+    found = _exchange(load, demand, freeing, gain.held_s)._replace(num_gained=gain.num_saved)
+    is_expected = load.arrivals_per_s * (_away_s(load, demand) + gain.held_s) >= 1
+    if is_expected and not gain.is_due and not cover_both_roles(other.instance for other in freeing.others(load)):
+        return found._replace(num_gained=0.0)
+    return found
 
 
 def _idle_s(load: InstanceLoad, autoscaler_input: AutoscalerInput) -> float:
@@ -166,28 +189,38 @@ def _share_slots(
     config: PolicyConfig,
 ) -> list[SetRoles | Drain]:
     """A model with several slots gives one up if the others cover its roles, or one of them can take both; or if it
-    cannot serve with what it has anyway. What it loses is compared for a turn, and then does not count any more.
+    cannot serve with what it has anyway. It keeps one that is worth more to it for a turn, and until the other has
+    waited for a turn.
 
     The prefill instance goes first: its work ends soon, and decoding goes on undisturbed.
     """
-    model = demand.model
+    model, held_since = demand.model, autoscaler_input.now - config.turn_s
     waited = f"{{}} has waited {format_duration(demand.oldest_wait_s)} for a slot, and this model can do without one"
-    found: list[tuple[tuple[bool, bool, int, str], list[SetRoles | Drain]]] = []
+    found: list[tuple[tuple[bool, bool, float, int, str], list[SetRoles | Drain]]] = []
     for version_id, loads in autoscaler_input.staying.items():
         if version_id == model.version_id or version_id in freeing.versions:
             continue
+        is_served = cover_both_roles(load.instance for load in loads)
         for victim in loads:
             instance = victim.instance
             if instance.phase is not InstancePhase.READY or instance.instance_id in autoscaler_input.kept:
                 continue
             if not freeing.roles(demand, instance.worker_id, without=[victim]) >= missing:
                 continue
-            if demand.slot_wait_s < config.turn_s and not _gains_by(victim, demand, autoscaler_input, config.turn_s):
+            exchange = _exchange(victim, demand, freeing, config.turn_s, is_spared=True)
+            is_over = instance.since <= held_since and demand.slot_wait_s >= config.turn_s
+            if is_served and not is_over and not exchange.pays:
                 continue
-            drain = _drain(victim, "share", waited, model)
+            drain = _drain(victim, "share", waited, model, exchange.figures)
             kept = _role_takeover(loads, victim, autoscaler_input, drain.reason)
             if kept is not None:
-                cost = (bool(kept), instance.plays(Role.DECODE), victim.num_open, instance.instance_id)
+                cost = (
+                    bool(kept),
+                    instance.plays(Role.DECODE),
+                    exchange.num_lost,
+                    victim.num_open,
+                    instance.instance_id,
+                )
                 found.append((cost, [*kept, drain]))
     return min(found, key=lambda one: one[0])[1] if found else []
 
@@ -207,17 +240,28 @@ def _end_turn(
     """
     model, held_since = demand.model, autoscaler_input.now - config.turn_s
     is_patient = demand.slot_wait_s < _overdue_s(demand, config) + config.turn_s
-    candidates = [
-        load
+    exchanges = {
+        load.instance.instance_id: _exchange(load, demand, freeing, config.turn_s)
         for load in autoscaler_input.loads
         if load.instance.version_id not in {model.version_id, *freeing.versions}
-        and load.instance.phase is InstancePhase.READY
         and load.instance.instance_id not in autoscaler_input.kept
-        and (is_patient or load.instance.since <= held_since)
-        and (overdue_tenant or _gains_by(load, demand, autoscaler_input, config.turn_s))
-    ]
-    lost = {load.instance.instance_id: _num_lost(load, demand, autoscaler_input, config.turn_s) for load in candidates}
-    candidates.sort(key=lambda load: (lost[load.instance.instance_id], load.instance.since, load.instance.instance_id))
+    }
+
+    def may_end(load: InstanceLoad) -> bool:
+        if load.instance.instance_id not in exchanges:
+            return False
+        if load.instance.phase is not InstancePhase.READY or load.instance.since > held_since:
+            return is_patient and load.instance.staying
+        return bool(overdue_tenant) or exchanges[load.instance.instance_id].pays
+
+    candidates = sorted(
+        filter(may_end, autoscaler_input.loads),
+        key=lambda load: (
+            exchanges[load.instance.instance_id].num_lost,
+            load.instance.since,
+            load.instance.instance_id,
+        ),
+    )
     alone = {
         load.instance.instance_id: freeing.roles(demand, load.instance.worker_id, without=[load]) for load in candidates
     }
@@ -231,30 +275,33 @@ def _end_turn(
             if _enough(slots, missing):
                 victims = group
                 break
-    if any(load.instance.since > held_since for load in victims):
+    if any(load.instance.phase is not InstancePhase.READY or load.instance.since > held_since for load in victims):
         return []  # a dearer one is not taken meanwhile
     waited = (
         f"{{}} has waited {format_duration(demand.oldest_wait_s)}, and no slot can be spared; this one was held for"
     )
-    gained = demand.num_gained(config.turn_s)
     drains: list[SetRoles | Drain] = []
     for load in victims:
-        figures = {"num_lost": lost[load.instance.instance_id], "num_gained": gained}
+        exchange = exchanges[load.instance.instance_id]
         held = format_duration(autoscaler_input.now - load.instance.since)
-        taker = overdue_tenant if figures["num_lost"] > gained else ""
-        drains.append(_drain(load, "turn", f"{waited} {held}", model, figures, taker))
+        taker = "" if exchange.pays else overdue_tenant
+        drains.append(_drain(load, "turn", f"{waited} {held}", model, exchange.figures, taker))
     return drains
 
 
 def _evict(
-    victim: InstanceLoad, why: str, demand: Demand, autoscaler_input: AutoscalerInput, overdue_tenant: str = ""
+    victim: InstanceLoad,
+    why: str,
+    demand: Demand,
+    exchange: _Exchange,
+    autoscaler_input: AutoscalerInput,
+    overdue_tenant: str = "",
 ) -> Drain:
     idle_s, reload_s = _idle_s(victim, autoscaler_input), victim.reload_s
-    lost, gained = _num_lost(victim, demand, autoscaler_input), demand.num_gained(_away_s(victim, demand))
-    text = f"to load it again takes {format_duration(reload_s)} ({lost:.1f} late requests)"
-    figures = {"idle_s": idle_s, "reload_s": reload_s, "num_lost": lost, "num_gained": gained}
-    taker = overdue_tenant if lost > gained else ""
-    return _drain(victim, "evict", f"idle for {format_duration(idle_s)}, {why}; {text}", demand.model, figures, taker)
+    lost = f"to load it again takes {format_duration(reload_s)} ({exchange.num_lost:.1f} late requests)"
+    figures = {"idle_s": idle_s, "reload_s": reload_s, **exchange.figures}
+    taker = "" if exchange.pays else overdue_tenant
+    return _drain(victim, "evict", f"idle for {format_duration(idle_s)}, {why}; {lost}", demand.model, figures, taker)
 
 
 def _drain(

@@ -66,6 +66,11 @@ def may_act_alone(state: State, model: Model, now: float) -> bool:
     return _lacks_role(state, model, now)
 
 
+def has_waiting_or_minimum(state: State, version_id: str) -> bool:
+    """Else what it has too many or too few of is decided in its turn."""
+    return bool(state.queues.num_waiting(version_id)) or version_id in state.minimums.in_force
+
+
 def starving_versions(state: State, now: float) -> list[str]:
     """Those that requests wait for, and that lack a role for any of these."""
     models = [state.models[version_id] for version_id in state.queues.versions if version_id in state.models]
@@ -193,7 +198,8 @@ def _loads_of_version(state: State, version_id: str, now: float) -> tuple[Instan
         return ()
     names, workers, model = state.aliases.of(version_id), state.membership.workers, state.models.get(version_id)
     tenants = frozenset(map(tenant_of, names))
-    arrivals_per_s = state.arrivals.of(version_id).expected_per_s(now)
+    history = state.arrivals.of(version_id)
+    arrivals_per_s, target_s = history.expected_per_s(now), history.target_s or state.config.standard_ttft_s
     reload_s = state.load_times.by_tier(model, state.config)[Tier.HOST] if model is not None else 0.0
     drain_limit_s, found = state.config.drain_s, []
     for instance in instances:
@@ -213,6 +219,7 @@ def _loads_of_version(state: State, version_id: str, now: float) -> tuple[Instan
                 min(reload_s, instance.since - instance.created_at) if is_ready else 0.0,
                 tenants if names else frozenset((tenant_of(instance.model),)),
                 arrivals_per_s,
+                target_s,
                 partial(_drain_s, state, instance, worker, work),
             )
         )
