@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, two_workers_one_host
@@ -63,8 +65,9 @@ def test_a_minimum_takes_the_slot_of_an_idle_model_and_gives_it_to_none() -> Non
     scene.pass_time(0.9)
     scene.finish_loads()
     assert loaded(scene) == [KEPT.name]
-    evicted = next(one.reason for one in scene.events if one.kind == "evict")
-    assert "a model of another tenant lacks instances of its minimum, 1 per role" in evicted
+    evicted = next(one for one in scene.events if one.kind == "evict")
+    assert "a model of another tenant lacks instances of its minimum, 1 per role" in evicted.reason
+    assert all(math.isfinite(value) for value in evicted.fields.values() if isinstance(value, float)), evicted.fields
     scene.admit(OTHER, "r2")
     scene.pass_time(9.0)
     assert loaded(scene) == [KEPT.name] and scene.placement("r2") is None and scene.refusal("r2") is None

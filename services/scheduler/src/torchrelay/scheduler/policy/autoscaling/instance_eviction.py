@@ -139,7 +139,8 @@ class _Exchange(NamedTuple):
 
     @property
     def figures(self) -> Figures:
-        return {"num_lost": self.num_lost, "num_gained": self.num_gained}
+        """What a minimum gains is not counted."""
+        return {"num_lost": self.num_lost} | ({} if math.isinf(self.num_gained) else {"num_gained": self.num_gained})
 
 
 def _exchange(
