@@ -55,10 +55,19 @@ def plot_runs(path: Path, runs: Sequence[Run], title: str) -> None:
         axes.yaxis.get_major_locator().set_params(integer=True)
     ttft.set_yscale("log")
     ttft.set_xlabel("seconds")
-    ttft.set_xlim(0, max((run.samples[-1].at_s for run in runs if run.samples), default=1.0))
+    ttft.set_xlim(0, shown_until_s(runs) or 1.0)
     handles, labels = instances.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=120)
+
+
+def shown_until_s(runs: Sequence[Run]) -> float:
+    """A little after the queue of each last changed: requests that are never answered wait in it for hours."""
+    latest = 0.0
+    for run in runs:
+        num_left = run.samples[-1].num_waiting if run.samples else 0
+        latest = max([latest, *(sample.at_s for sample in run.samples if sample.num_waiting != num_left)])
+    return 1.05 * latest
 
 
 def plot_by_size(path: Path, figures: Mapping[str, Sequence[tuple[float, float]]], title: str, unit: str) -> None:
