@@ -29,7 +29,9 @@ async def test_a_relay_from_the_remote_store_fills_the_arena_once(
     async with running_store(tmp_path) as store:
         answers = await asyncio.gather(*(store.relay(version.pack_id, REMOTE) for _ in range(4)))
         assert answers == [False] * 4
-        copy = await store.until_complete(version.pack_id)
+        await store.until_complete(version.pack_id)
+        ended = await store.until(lambda report: report.copies[0].relay_end_unix_us > 0)  # soon after the last chunk
+        (copy,) = ended.copies
         assert copy.source == "remote"
         assert 0 < copy.relay_begin_unix_us <= copy.relay_first_unix_us <= copy.relay_end_unix_us
         assert await store.relay(version.pack_id, REMOTE) is True
