@@ -16,6 +16,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.support.descriptors import open_descriptors
 from tests.support.http2_client import http2_client
 from torchrelay.common.errors import Conflict, Unauthenticated, Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
@@ -140,10 +141,10 @@ async def test_whatever_another_process_takes_is_named(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(tempfile, "TemporaryDirectory", TakenFolder)
-    descriptors = os.listdir("/proc/self/fd")
+    before = open_descriptors()
     with pytest.raises(Unavailable, match=r"cannot listen on unix:.*"):
         RpcServer("127.0.0.1", port, limits=LIMITS)
-    assert os.listdir("/proc/self/fd") == descriptors
+    assert open_descriptors() - before == set()
     assert os.listdir(tmp_path) == []
     with socket.create_server(("127.0.0.1", port)):  # nobody listens there any more
         pass
@@ -152,7 +153,7 @@ async def test_whatever_another_process_takes_is_named(monkeypatch: pytest.Monke
 def test_where_no_folder_can_be_made_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     monkeypatch.setattr(tempfile, "tempdir", str(absent))
-    descriptors = os.listdir("/proc/self/fd")
+    before = open_descriptors()
     with pytest.raises(Unavailable, match=f"No such file or directory: '{absent}"):
         RpcServer("127.0.0.1", limits=LIMITS)
-    assert os.listdir("/proc/self/fd") == descriptors
+    assert open_descriptors() - before == set()

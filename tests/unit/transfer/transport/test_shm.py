@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.support.descriptors import open_descriptors
 from tests.unit.transfer.transport.transport_cases import TransportCase, receive
 from torchrelay.transfer.transport import shm
 from torchrelay.transfer.transport.interface import Connection, Listener
@@ -41,10 +42,6 @@ def case() -> Iterator[TransportCase]:
 
 def path_of(listener: Listener) -> Path:
     return Path(listener.address.removeprefix("shm:"))
-
-
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_a_peer_that_is_killed_is_noticed_at_once(case: TransportCase) -> None:
@@ -110,13 +107,13 @@ def test_a_listener_leaves_its_successor_s_socket_alone(case: TransportCase) -> 
 
 
 def test_nothing_is_left_open(case: TransportCase) -> None:
-    before = num_descriptors()
+    before = open_descriptors()
     for _ in range(20):
         with case.pair() as (near, far):
             near.send([bytes(RING_BYTES)])
             receive(far, 100)
             near.close()  # twice is harmless
-    assert num_descriptors() == before
+    assert open_descriptors() - before == set()
 
 
 def test_a_sender_is_no_more_than_a_ring_ahead(case: TransportCase) -> None:
@@ -149,7 +146,7 @@ def small_ring() -> int:
 
 @pytest.mark.parametrize("rings", [[], [small_ring, small_ring], [lambda: os.open("/dev/null", os.O_RDWR)] * 2])
 def test_what_is_no_ring_is_not_used(case: TransportCase, rings: Sequence[object]) -> None:
-    before = num_descriptors()
+    before = open_descriptors()
     with case.listening() as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.connect(str(path_of(listener)))
         near, far = socket.socketpair()
@@ -163,7 +160,7 @@ def test_what_is_no_ring_is_not_used(case: TransportCase, rings: Sequence[object
         with pytest.raises(ConnectionError, match="ring"):
             accepted.receive_into(memoryview(bytearray(1)))
         accepted.close()
-    assert num_descriptors() == before
+    assert open_descriptors() - before == set()
 
 
 def test_a_connection_that_fails_late_closes_each_descriptor_once(
@@ -173,7 +170,7 @@ def test_a_connection_that_fails_late_closes_each_descriptor_once(
         raise OSError("no socket options left")
 
     gc.collect()  # leftovers of earlier tests
-    before = num_descriptors()
+    before = open_descriptors()
     with case.pair() as (near, far):
         near.send([b"hello"])
         monkeypatch.setattr(shm, "RingReader", fail)
@@ -185,11 +182,11 @@ def test_a_connection_that_fails_late_closes_each_descriptor_once(
         gc.collect()
         for descriptor in opened:
             os.close(descriptor)
-    assert num_descriptors() == before
+    assert open_descriptors() - before == set()
 
 
 def test_what_is_no_socket_is_not_used(case: TransportCase) -> None:
-    before = num_descriptors()
+    before = open_descriptors()
     with case.listening() as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.connect(str(path_of(listener)))
         given = [os.open("/dev/null", os.O_RDWR), make_ring(), make_ring()]
@@ -201,7 +198,7 @@ def test_what_is_no_socket_is_not_used(case: TransportCase) -> None:
         with pytest.raises(ConnectionError, match="no socket"):
             accepted.receive_into(memoryview(bytearray(1)))
         accepted.close()
-    assert num_descriptors() == before
+    assert open_descriptors() - before == set()
 
 
 @pytest.mark.parametrize("said", [struct.pack("=I", RING_BYTES + 1), struct.pack("=2I", RING_BYTES, 1), b"abc"])
