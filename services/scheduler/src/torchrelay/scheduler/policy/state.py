@@ -22,6 +22,7 @@ from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, AttemptKey, Instance, Model
 from torchrelay.scheduler.policy.dispatch.answer_lengths import AnswerLengths
+from torchrelay.scheduler.policy.dispatch.cached_prompts import CachedPrompts
 from torchrelay.scheduler.policy.dispatch.correction import TTFT_WEIGHT, Corrections
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.latency import LatencyModels
@@ -68,6 +69,7 @@ class State:
     prompt_times: PromptTimes = field(default_factory=PromptTimes)
     token_times: TokenTimes = field(default_factory=TokenTimes)
     answer_lengths: AnswerLengths = field(default_factory=AnswerLengths)
+    cached_prompts: CachedPrompts = field(default_factory=CachedPrompts)
     due: DueTimes = field(default_factory=DueTimes)  # by version: when a waiting prompt may be bound
     earlier_prompts_until: dict[str, float] = field(default_factory=dict)  # by worker; see note_earlier_prompts
     links: Links = field(default_factory=Links)

@@ -160,6 +160,7 @@ class AutoscalerInput:
     minimums: Mapping[str, Minimum] = field(default_factory=dict)  # by version: of those that have one now
     holders_of: Callable[[str], Iterable[StoreStatus]] | None = None  # by pack; absent: those of ``stores``
     overdue_slots_at: Mapping[str, float] = field(default_factory=dict)  # by tenant: the last ``Drain.overdue_tenant``
+    demand_of: Callable[[str], Demand | None] = lambda version_id: None  # of any version; None: of an unknown one
 
     @cached_property
     def loads(self) -> Sequence[InstanceLoad]:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
@@ -26,10 +25,10 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Wake,
     cover_both_roles,
 )
-from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots
 from torchrelay.scheduler.policy.autoscaling.instance_eviction import Gain, evict, evict_to_grow
+from torchrelay.scheduler.policy.autoscaling.sizing import Sizing, sizings_of, wanted_instances
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, SlotAssignment, assign
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
@@ -113,45 +112,6 @@ def _mark_taken(actions: Sequence[Action], free: FreeSlots, granted: dict[str, l
                 granted.setdefault(action.model.version_id, []).append(assignment.roles)
 
 
-def wanted_instances(demand: Demand, playing: Counter[Role], load_s: float, config: PolicyConfig) -> Counter[Role]:
-    """Instances of each role, beside those ``playing`` it: as many more, up to the model's maximum, as each save more
-    late requests than they cost; by prediction, or one more by what was late before. Where roles are sized apart, that
-    is laid to decode if it has more answers than it holds.
-    """
-    most = demand.model.max_instances or config.max_instances
-    sizings = _sizings(demand, playing)
-    is_full = demand.decode is not None and demand.decode.backlog_s(playing[Role.DECODE]) > 0
-    late_role = Role.DECODE if is_full else Role.PREFILL
-    wanted: Counter[Role] = Counter()
-    for sizing in sizings:
-        work, number = sizing.work, sizing.number
-        num_late = demand.num_late_before if late_role in sizing.roles and load_s < demand.price_s else 0
-        if number < most and num_late >= work.least_saved(number, load_s):
-            number += 1
-        while number < most and work.num_saved(number, load_s) >= work.least_saved(number, load_s):
-            number += 1
-        wanted.update(dict.fromkeys(sizing.roles, number))
-    return wanted
-
-
-class _Sizing(NamedTuple):
-    """``roles`` of which as many are wanted as this work needs; ``number``: that play all of them."""
-
-    roles: Roles
-    work: Demand | DecodeDemand
-    number: int
-
-
-def _sizings(demand: Demand, playing: Counter[Role]) -> list[_Sizing]:
-    """Prompts size both roles, or prefill alone where answers size decode."""
-    if demand.decode is None:
-        return [_Sizing(BOTH, demand, min(playing[role] for role in ROLES))]
-    return [
-        _Sizing(frozenset((Role.PREFILL,)), demand, playing[Role.PREFILL]),
-        _Sizing(frozenset((Role.DECODE,)), demand.decode, playing[Role.DECODE]),
-    ]
-
-
 def _scale_from_zero(demand: Demand, autoscaler_input: AutoscalerInput, free: FreeSlots) -> list[Action]:
     """Actions that give a waiting model the roles it lacks for each of its requests, else for the smallest; none if it
     needs an eviction.
@@ -230,7 +190,7 @@ def _growth(
     own = autoscaler_input.of(demand.model)
     roles = [*(load.instance.target_roles for load in own), *granted]
     playing = Counter(role for one in roles for role in one)
-    sizings = _sizings(demand, playing)
+    sizings = sizings_of(demand, playing)
     if (
         not all(playing[role] for role in ROLES)
         or autoscaler_input.now < demand.not_before
@@ -263,7 +223,7 @@ def _assign_growth(demand: Demand, growth: Growth) -> tuple[SlotAssignment, ...]
         return assign(growth.slots, missing[Role.PREFILL], missing[Role.DECODE])
     savings = [
         (-sizing.work.num_saved(sizing.number + more, growth.load_s), role)
-        for sizing in _sizings(demand, growth.wanted - missing)
+        for sizing in sizings_of(demand, growth.wanted - missing)
         for role in sizing.roles
         for more in range(missing[role])
     ]
@@ -285,10 +245,10 @@ def _trade(
     if demand.decode is None or len(missing) > 1 or not all(load.instance.staying for load in everything):
         return []
     gaining, losing = sorted(
-        _sizings(demand, growth.wanted - growth.missing), key=lambda one: one.roles.isdisjoint(missing)
+        sizings_of(demand, growth.wanted - growth.missing), key=lambda one: one.roles.isdisjoint(missing)
     )
     gained = gaining.work.num_saved(gaining.number, growth.load_s)
-    lost = losing.work.num_saved(losing.number - 1, 0.0) if losing.number > 1 else math.inf
+    lost = losing.num_lost if losing.number > 1 else math.inf
     if gained < 2 * lost + gaining.work.least_saved(gaining.number, growth.load_s):
         return []
     if lost < 1 and autoscaler_input.now - losing.work.crowded_at < config.turn_s:
@@ -431,14 +391,14 @@ def _uncrowded(demand: Demand, loads: Sequence[InstanceLoad], kept: Sequence[Ins
         return []  # what loads may be meant for them
     playing = Counter(role for load in loads for role in load.instance.target_roles)
     found = []
-    for sizing in _sizings(demand, playing):
+    for sizing in sizings_of(demand, playing):
         if sizing.number > 1:
             found += _spare(demand, loads, sizing, kept, now)
     return found
 
 
 def _spare(
-    demand: Demand, loads: Sequence[InstanceLoad], sizing: _Sizing, kept: Sequence[InstanceLoad], now: float
+    demand: Demand, loads: Sequence[InstanceLoad], sizing: Sizing, kept: Sequence[InstanceLoad], now: float
 ) -> list[Drain]:
     """One that plays nothing but these roles, unless all that play them were needed."""
     playing = [load for load in loads if load.instance.target_roles & sizing.roles]

@@ -21,6 +21,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots, fewest
 from torchrelay.scheduler.policy.autoscaling.price import num_lost
+from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -110,10 +111,10 @@ def evict_to_grow(
             for load in freeing.idle
             if load.instance.version_id != demand.model.version_id
             and load.reload_s <= _idle_s(load, autoscaler_input)
-            and _growth_exchange(load, demand, gain, freeing).pays
+            and _growth_exchange(load, demand, gain, autoscaler_input, freeing).pays
         ]
         for load in _enough_of(idle, demand, rest, freeing) if rest else []:
-            exchange = _growth_exchange(load, demand, gain, freeing)
+            exchange = _growth_exchange(load, demand, gain, autoscaler_input, freeing)
             if exchange.pays:  # still: the one before may have left its model this one alone
                 drains.append(_evict(load, f"and {{}} {gain.text}", demand, exchange, autoscaler_input))
                 freeing.add(drains[-1:])
@@ -155,13 +156,23 @@ def _exchange(
     return _Exchange(lost, demand.num_gained(held_s))
 
 
-def _growth_exchange(load: InstanceLoad, demand: Demand, gain: Gain, freeing: FreeingSlots) -> _Exchange:
-    """Without the only slot of a model that is expected back while it is away, nothing is gained: it takes it back."""
-    found = _exchange(load, demand, freeing, gain.held_s)._replace(num_gained=gain.num_saved)
-    is_expected = load.arrivals_per_s * (_away_s(load, demand) + gain.held_s) >= 1
-    if is_expected and not gain.is_due and not cover_both_roles(other.instance for other in freeing.others(load)):
-        return found._replace(num_gained=0.0)
-    return found
+def _growth_exchange(
+    load: InstanceLoad, demand: Demand, gain: Gain, autoscaler_input: AutoscalerInput, freeing: FreeingSlots
+) -> _Exchange:
+    """What the model loses is also counted as the other's gain is, twice over: so no exchange is undone by the same
+    demand. Without the only slot of a model that is expected back while it is away, nothing is gained: it takes it back.
+    """
+    found, others = _exchange(load, demand, freeing, gain.held_s), freeing.others(load)
+    if not gain.is_due and not cover_both_roles(other.instance for other in others):
+        is_expected = load.arrivals_per_s * (_away_s(load, demand) + gain.held_s) >= 1
+        return found._replace(num_gained=0.0 if is_expected else gain.num_saved)
+    num_late = 0.0
+    if (of_load := autoscaler_input.demand_of(load.instance.version_id)) is not None:
+        playing = Counter(role for one in (load, *others) for role in one.instance.target_roles)
+        num_late = max(
+            one.num_lost for one in sizings_of(of_load, playing) if one.roles & load.instance.target_roles
+        )
+    return _Exchange(max(found.num_lost, 2 * num_late), gain.num_saved)
 
 
 def _idle_s(load: InstanceLoad, autoscaler_input: AutoscalerInput) -> float:

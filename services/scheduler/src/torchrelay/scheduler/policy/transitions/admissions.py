@@ -408,6 +408,9 @@ def bind(state: State, admission: Admission, found: Placement, now: float) -> No
     _open(state, admission, found, False, now)
     if not found.cold:
         state.token_times.placed(found.decode.instance_id, found.predicted.step_s, now)
+        state.cached_prompts.observe(
+            admission.version_id, admission.num_context_tokens, found.predicted.num_cached_tokens
+        )
     state.effects.answers.append(effects.Placed(admission.gateway_id, found))
     placed = effects.AttemptPlaced(
         admission.key,
@@ -584,13 +587,15 @@ def prompts_s(state: State, model: Model, num_tokens: float, now: float) -> floa
 
 
 def _prompts_s(state: State, model: Model, entries: Sequence[RosterEntry], num_tokens: float) -> float:
-    if not num_tokens:
+    """Of prompts that are not bound yet: as much of them is taken to be cached as was of late."""
+    num_left = round(num_tokens * state.cached_prompts.part_left(model.version_id))
+    if not num_left:
         return 0.0
     if entries:
-        return entries[0].latency.queued_s(round(num_tokens))
+        return entries[0].latency.queued_s(num_left)
     able = (one for one in state.membership.workers.values() if one.num_devices == model.num_devices)
     worker = next(able, None)
-    return state.latency_models.of(worker, model.pack_id, state.config).queued_s(round(num_tokens)) if worker else 0.0
+    return state.latency_models.of(worker, model.pack_id, state.config).queued_s(num_left) if worker else 0.0
 
 
 def predicted_wait_s(state: State, model: Model, now: float) -> float:

@@ -113,11 +113,18 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
     version_ids = list(version_ids)
     models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
     prices_s = {model.version_id: state.idle_timeout_s(model.version_id, now) for model in models}
+    settled_models = models if settled else ()
+    demands = {one.version_id: _demand(state, one, prices_s[one.version_id], now) for one in settled_models}
+
+    def demand_of(version_id: str) -> Demand | None:
+        if version_id not in demands and (model := state.models.get(version_id)) is not None:
+            demands[version_id] = _demand(state, model, state.idle_timeout_s(version_id, now), now)
+        return demands.get(version_id)
 
     loads = _InstanceLoads(state, now)
     return AutoscalerInput(
         now=now,
-        demands=tuple(_demand(state, model, prices_s[model.version_id], now) for model in models) if settled else (),
+        demands=tuple(demands.values()),
         instance_loads=Loads(loads.of_version, loads.of_all, state.instances.workers),
         workers=membership.workers,
         free_workers=membership.free_workers,
@@ -129,6 +136,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         minimums=state.minimums.in_force,
         holders_of=membership.holders,
         overdue_slots_at=state.overdue_slots_at,
+        demand_of=demand_of,
     )
 
 

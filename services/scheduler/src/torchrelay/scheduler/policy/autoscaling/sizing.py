@@ -1,0 +1,55 @@
+"""How many instances of each role a model is worth: each as long as it saves more late requests than it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
+from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import BOTH, ROLES, Role, Roles
+
+
+class Sizing(NamedTuple):
+    """``roles`` of which as many are wanted as this work needs; ``number``: that play all of them."""
+
+    roles: Roles
+    work: Demand | DecodeDemand
+    number: int
+
+    @property
+    def num_lost(self) -> float:
+        """Requests that would be late with one instance less."""
+        return self.work.num_saved(self.number - 1, 0.0)
+
+
+def sizings_of(demand: Demand, playing: Counter[Role]) -> list[Sizing]:
+    """Prompts size both roles, or prefill alone where answers size decode."""
+    if demand.decode is None:
+        return [Sizing(BOTH, demand, min(playing[role] for role in ROLES))]
+    return [
+        Sizing(frozenset((Role.PREFILL,)), demand, playing[Role.PREFILL]),
+        Sizing(frozenset((Role.DECODE,)), demand.decode, playing[Role.DECODE]),
+    ]
+
+
+def wanted_instances(demand: Demand, playing: Counter[Role], load_s: float, config: PolicyConfig) -> Counter[Role]:
+    """Instances of each role, beside those ``playing`` it: as many more, up to the model's maximum, as each save more
+    late requests than they cost; by prediction, or one more by what was late before. Where roles are sized apart, that
+    is laid to decode if it has more answers than it holds.
+    """
+    most = demand.model.max_instances or config.max_instances
+    sizings = sizings_of(demand, playing)
+    is_full = demand.decode is not None and demand.decode.backlog_s(playing[Role.DECODE]) > 0
+    late_role = Role.DECODE if is_full else Role.PREFILL
+    wanted: Counter[Role] = Counter()
+    for sizing in sizings:
+        work, number = sizing.work, sizing.number
+        num_late = demand.num_late_before if late_role in sizing.roles and load_s < demand.price_s else 0
+        if number < most and num_late >= work.least_saved(number, load_s):
+            number += 1
+        while number < most and work.num_saved(number, load_s) >= work.least_saved(number, load_s):
+            number += 1
+        wanted.update(dict.fromkeys(sizing.roles, number))
+    return wanted

@@ -1,0 +1,41 @@
+"""How much of a model's prompts is left to compute: their beginnings are often cached where they go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrelay.common.recent import Recent
+from torchrelay.scheduler.policy.core import MAX_VERSIONS
+
+_WINDOW = 64  # prompts that weigh as much as all before
+
+
+@dataclass(slots=True)
+class _Means:
+    """Tokens of a prompt, of late."""
+
+    number: int = 0
+    num_tokens: float = 0.0
+    num_cached: float = 0.0
+
+
+class CachedPrompts:
+    """Means of late, by version."""
+
+    def __init__(self) -> None:
+        self._means: Recent[str, _Means] = Recent(MAX_VERSIONS)
+
+    def observe(self, version_id: str, num_tokens: int, num_cached: int) -> None:
+        """A prompt was bound to an instance that has so many of its tokens."""
+        means = self._means.get(version_id)
+        if means is None:
+            means = self._means[version_id] = _Means()
+        means.number += 1
+        weight = 1 / min(means.number, _WINDOW)
+        means.num_tokens += (num_tokens - means.num_tokens) * weight
+        means.num_cached += (num_cached - means.num_cached) * weight
+
+    def part_left(self, version_id: str) -> float:
+        """Of the tokens of prompts that come; 1 before any came."""
+        means = self._means.get(version_id)
+        return 1.0 - means.num_cached / means.num_tokens if means is not None and means.num_tokens else 1.0
