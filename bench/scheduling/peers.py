@@ -28,6 +28,7 @@ from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.net.load_reports import publish_reports
 from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.net.rpc.channels import TOKEN
+from torchrelay.common.net.rpc.options import OPTIONS
 from torchrelay.control.v1 import param_store_pb2 as store_pb
 from torchrelay.control.v1 import param_store_pb2_grpc, reports_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
@@ -204,7 +205,7 @@ async def _report(nats: Client, subject: str, peer: Peer, delay_s: float) -> Non
 async def main(nats_url: str, fleet: Fleet) -> None:
     nats, subjects = await connect(nats_url, "peers"), Subjects("")
     peers = Peers(fleet)  # type: ignore[abstract]  # uploads are not its concern
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(peers, server)
     param_store_pb2_grpc.add_ParamStoreServicer_to_server(peers, server)
     everybody = [*peers.workers, *peers.stores]

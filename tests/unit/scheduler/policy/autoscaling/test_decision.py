@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Wake,
     cover_both_roles,
 )
-from torchrelay.scheduler.policy.autoscaling.decision import decide, wanted_instances
+from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign, free_slots
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
@@ -83,34 +82,6 @@ def crowded_demand(model: Model, num_waiting: int = 40, **changes: object) -> De
     """5 requests a second of 0.1 s each, and 0.5 s to wait for them."""
     crowd = a_demand(model, num_waiting, arrivals_per_s=5.0, load=0.5, target_s=0.6, backlog_s=num_waiting / 10)
     return replace(crowd, **changes)  # type: ignore[arg-type]
-
-
-def wanted(demand: Demand, num_instances: int, load_s: float) -> int:
-    """Per role."""
-    found = wanted_instances(demand, Counter(dict.fromkeys(Role, num_instances)), load_s, RULES)
-    assert found[Role.PREFILL] == found[Role.DECODE]
-    return found[Role.PREFILL]
-
-
-def test_as_many_are_wanted_as_save_more_late_requests_than_they_cost() -> None:
-    model = a_model(max_instances=5)
-    assert wanted(a_demand(model, 0), 1, 0.0) == 1
-    assert wanted(a_demand(model, 5), 2, 0.0) == 2  # a moment's wait is no reason
-    assert wanted(crowded_demand(model, 12), 1, 0.5) == 2
-    assert wanted(crowded_demand(model, 1000), 1, 0.5) == 5
-    assert wanted(crowded_demand(model), 1, 12.0) == 1  # the queue is gone before it has loaded
-    assert wanted(crowded_demand(model, load=1.1), 1, 12.0) == 2  # this one only grows
-    assert wanted(crowded_demand(model, 0, num_late_before=2), 1, 12.0) == 2
-    assert wanted(crowded_demand(model, 0, num_late_before=1), 1, 12.0) == 1
-    assert wanted(crowded_demand(model, 0, num_late_before=9), 1, 61.0) == 1  # worth less than its load
-
-
-def test_however_little_a_cold_start_is_worth_a_queue_of_minutes_is_worth_more() -> None:
-    """Only one second of it was looked at, in which one more instance computes a quarter of a prompt."""
-    model = a_model(max_instances=3)
-    flood = a_demand(model, 60, backlog_s=240.0, price_s=1.0, target_s=2.0)
-    assert wanted(flood, 1, 0.1) == 3
-    assert wanted(flood, 1, 2.0) == 3  # though the load takes longer than it is worth alone
 
 
 def test_growth_says_what_it_compared() -> None:

@@ -306,6 +306,27 @@ def test_a_model_that_is_expected_back_gives_up_all_idle_slots_but_one() -> None
     assert drained(replace(situation, instance_loads=Loads.listed(loads))) == ["i1"]
 
 
+@pytest.mark.parametrize(("load", "grows"), [(0.9, True), (1.5, False), (29.0, False), (58.0, False)])
+def test_models_that_need_more_than_there_is_do_not_take_each_others_slots_in_turns(load: float, grows: bool) -> None:
+    """Two that were predicted to need three times what they had loaded each other's idle instances dozens of times a
+    second: a gain by the hour squared was compared with a loss by its logarithm.
+    """
+    models = [a_model(f"acme/{number}", max_instances=4) for number in range(2)]
+    instances = [an_instance(number, models[number // 2]) for number in range(4)]
+    first, second = (
+        Demand(model, 0, 0, 0.0, arrivals_per_s=1000.0, load=load, target_s=2.0, price_s=3600.0)
+        for model, load in zip(models, (29.0, load), strict=True)
+    )
+    loads = [InstanceLoad(one, int(number == 0), 0, NOW - 0.1) for number, one in enumerate(instances)]
+    loads = [one._replace(arrivals_per_s=1000.0, reload_s=0.03) for one in loads]
+    situation = replace(
+        a_full_host(instances, [first], [a_store("s", "host-1")]),
+        instance_loads=Loads.listed(loads),
+        demand_of={models[0].version_id: first, models[1].version_id: second}.get,
+    )
+    assert drained(situation) == (["i2"] if grows else [])
+
+
 def test_what_an_idle_slot_saves_is_by_the_load_from_where_its_host_has_the_weights() -> None:
     """Without a free slot each was expected to load over the network: from RAM in a second, yet its queue just grew."""
     crowded = a_model("acme/crowded")

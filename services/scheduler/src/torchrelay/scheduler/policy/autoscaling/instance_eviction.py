@@ -160,7 +160,7 @@ def _growth_exchange(
     load: InstanceLoad, demand: Demand, gain: Gain, autoscaler_input: AutoscalerInput, freeing: FreeingSlots
 ) -> _Exchange:
     """What the model loses is also counted as the other's gain is, twice over: so no exchange is undone by the same
-    demand. Without the only slot of a model that is expected back while it is away, nothing is gained: it takes it back.
+    demand. The only slot of a model that is expected back while it is away gains nothing: it would be taken back.
     """
     found, others = _exchange(load, demand, freeing, gain.held_s), freeing.others(load)
     if not gain.is_due and not cover_both_roles(other.instance for other in others):
@@ -169,9 +169,7 @@ def _growth_exchange(
     num_late = 0.0
     if (of_load := autoscaler_input.demand_of(load.instance.version_id)) is not None:
         playing = Counter(role for one in (load, *others) for role in one.instance.target_roles)
-        num_late = max(
-            one.num_lost for one in sizings_of(of_load, playing) if one.roles & load.instance.target_roles
-        )
+        num_late = max(one.num_lost for one in sizings_of(of_load, playing) if one.roles & load.instance.target_roles)
     return _Exchange(max(found.num_lost, 2 * num_late), gain.num_saved)
 
 

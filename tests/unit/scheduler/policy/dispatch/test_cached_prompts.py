@@ -1,0 +1,44 @@
+"""How much of a model's prompts is left to compute."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
+from torchrelay.scheduler.policy.core import AttemptKey
+from torchrelay.scheduler.policy.dispatch.cached_prompts import CachedPrompts
+from torchrelay.scheduler.policy.inputs import FirstToken
+
+
+def test_all_of_a_prompt_is_left_where_nothing_is_known() -> None:
+    assert CachedPrompts().part_left("v") == 1.0
+
+
+def test_the_part_is_of_tokens_not_of_prompts() -> None:
+    cached = CachedPrompts()
+    cached.observe("v", 900, 600)
+    cached.observe("v", 100, 0)
+    assert cached.part_left("v") == pytest.approx(0.4)
+    assert cached.part_left("another") == 1.0
+
+
+def test_the_prompts_of_late_count() -> None:
+    cached = CachedPrompts()
+    for num_cached in [0] * 1000 + [90] * 300:
+        cached.observe("v", 100, num_cached)
+    assert cached.part_left("v") == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.mark.parametrize(("block_hashes", "grows"), [((), True), ((b"1", b"2"), False)], ids=["new", "cached"])
+def test_a_model_grows_by_what_is_left_of_its_prompts(block_hashes: tuple[bytes, ...], grows: bool) -> None:
+    """Conversations, whose prompts are cached but for the last words, seemed to need several times what they used."""
+    model = a_model("acme/chat", max_instances=4, routing_block_tokens=48)
+    workers = [a_worker(f"w-{number}", has_prefix_cache=True) for number in range(4)]
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), *workers)
+    for number in range(150):  # 30 a second, of 0.1 s each if nothing is cached
+        scene.admit(model, f"r{number}", num_prompt_tokens=100, block_hashes=block_hashes)
+        scene.pass_time(0.03, 0.01)
+        scene.finish_loads()
+        scene.apply(FirstToken(AttemptKey(f"r{number}", 1)))
+        scene.release(f"r{number}")
+    assert (len(scene.policy.state.instances.of_version(model.version_id)) > 1) == grows
