@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
+
 from tests.unit.scheduler.policy.paper_cluster import (
     MB,
     PaperCluster,
@@ -71,6 +73,19 @@ def test_kv_that_fits_no_pool_is_refused() -> None:
     scene.admit(a_model(), "r1", max_tokens=100_000)
     refusal = scene.refusal("r1")
     assert refusal is not None and refusal.reason is RefusalReason.NO_CAPACITY and "KV" in refusal.message
+
+
+@pytest.mark.parametrize(("num_devices", "own_s", "kept_s"), [(1, 0.0, 8.0), (4, 0.0, 2.0), (4, 8.0, 8.0)])
+def test_the_price_is_of_one_device_and_a_models_own_of_its_slot(num_devices: int, own_s: float, kept_s: float) -> None:
+    workers = a_worker("w-a", num_devices=num_devices), a_worker("w-b", num_devices=num_devices)
+    scene = PaperCluster(PolicyConfig(idle_timeout_s=8.0)).settle(a_store("store-1", "host-1"), *workers)
+    scene.admit(a_model(idle_timeout_s=own_s, num_devices=num_devices), "r1")
+    scene.finish_loads()
+    scene.release("r1")
+    scene.pass_time(kept_s - 0.5)
+    assert list(scene.policy.state.instances)
+    scene.pass_time(1.0)
+    assert not list(scene.policy.state.instances)
 
 
 def test_idle_models_go_back_to_zero_after_their_own_timeout() -> None:

@@ -37,8 +37,9 @@ class SchedulerSettings(ServiceSettings):
     idle_timeout_s: float = Field(
         60.0,
         gt=0,
-        description="A cold start is worth as much as so many seconds of its slot: a model unused for this long scales "
-        "to zero, or sooner if its requests come later anyway; models may override it.",
+        description="A cold start is worth as much as so many seconds of one device: a model unused for this long, on "
+        "a slot of n devices an n-th of it, scales to zero, or sooner if its requests come later anyway; models may "
+        "override it, each for its slot.",
     )
     max_instances: int = Field(8, ge=1, description="Maximum instances of a model per role; models may override it.")
     queue_limit: int = Field(

@@ -26,7 +26,7 @@ class PolicyConfig:
     batch_ttft_s: float = 600.0
 
     # Scaling
-    idle_timeout_s: float = 60.0  # what a cold start is worth, in seconds of its slot; for models without a setting
+    idle_timeout_s: float = 60.0  # what a cold start is worth, in seconds of one device; a model's own is of its slot
     max_instances: int = 8  # per model and role, for models without a setting of their own
     share_after_s: float = 1.0  # after waiting this long without a slot, a model may get the second slot of another
     turn_s: float = 10.0  # when more models are busy than there are slots, each keeps its slot at least so long

@@ -117,7 +117,7 @@ class State:
         """Remembers the newest settings of a version; bounded, unused versions are evicted first. ``is_new_call``: see
         ``VersionAliases.note``.
         """
-        timeout_s = model.idle_timeout_s or self.config.idle_timeout_s
+        timeout_s = model.idle_timeout_s or self.config.idle_timeout_s / model.num_devices
         tbt_target_s = model.targets.tbt_target_s or self.config.tbt_target_s
         self.aliases.note(model, timeout_s, tbt_target_s, now, is_new_call=is_new_call)
         max_instances = self.aliases.max_instances(model.version_id, now, self.config.max_instances)
