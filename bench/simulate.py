@@ -2,8 +2,8 @@
 
 Each half of a trace is brought to half of the cluster's capacity, its arrivals divided among twelve models by a Zipf
 law. Each system is tuned by the same grid on one half and scored on the other: each point of it has another idle
-timeout, which is the price of all of ours. The systems' docstrings (sim/src/torchrelay/sim/policies) say what is
-modelled of each.
+timeout, which of ours is the price, in seconds of one device. The systems' docstrings
+(sim/src/torchrelay/sim/policies) say what is modelled of each.
 
 Device time is compared at equal attainment: each system's cheapest setting that attains 99% of what the lesser of both
 attains at best, on the half that they are tuned on. Where ours then does not attain 99% of the rival's on the other

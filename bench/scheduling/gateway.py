@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -23,7 +22,6 @@ NUM_HASHES = 20  # of each
 MAX_BATCH = 64  # commands in one message, as the gateway sends them
 STUCK_S = 30.0  # without any answer
 PROMPT_TOKENS, MAX_TOKENS = 1300, 200
-_GC_THRESHOLD = 20_000  # a gateway's
 
 
 def scheduler_token() -> str:
@@ -153,9 +151,6 @@ class BenchGateway:
 
 @asynccontextmanager
 async def bench_gateway(address: str, fleet: Fleet, num_running: int) -> AsyncIterator[BenchGateway]:
-    gc.collect()  # as a gateway does: what it holds up is not the scheduler's
-    gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD)
     async with open_channel(address, token=scheduler_token()) as channel:
         call: Any = scheduler_pb2_grpc.SchedulerStub(channel).Admit()
         await call.wait_for_connection()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 
-def open_descriptors() -> set[tuple[str, str]]:
-    """The number and the target of each. What a test has left open is the difference to an earlier set: other
-    threads, and what earlier tests left to the garbage collector, may close theirs in between.
+def open_descriptors(target: str = "") -> set[tuple[str, str]]:
+    """The number and the target of each whose target has ``target`` in it. What a test has left open is the difference
+    to an earlier set: what earlier tests left to the garbage collector may be closed in between. What another thread
+    opens meanwhile is in it too, as gRPC's own descriptors are.
     """
+    gc.collect()
     descriptors = set[tuple[str, str]]()
     for number in os.listdir("/proc/self/fd"):
         try:
-            descriptors.add((number, os.readlink(f"/proc/self/fd/{number}")))
+            found = os.readlink(f"/proc/self/fd/{number}")
         except FileNotFoundError:  # closed meanwhile, as that of the listing is
             continue
+        if target in found:
+            descriptors.add((number, found))
     return descriptors

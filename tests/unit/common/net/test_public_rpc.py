@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack
@@ -17,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.descriptors import open_descriptors
-from tests.support.http2_client import http2_client
+from tests.support.http2_client import ACK, SETTINGS, http2_client
 from torchrelay.common.errors import Conflict, Unauthenticated, Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.options import PublicLimits
@@ -56,6 +57,22 @@ async def closed(server: RpcServer, *, greet: bool) -> bool:
 @pytest.mark.parametrize("greet", [False, True])
 async def test_a_silent_or_idle_connection_is_closed(server: RpcServer, greet: bool) -> None:
     assert await closed(server, greet=greet)
+
+
+async def test_a_client_may_send_little_before_it_is_asked_for(server: RpcServer) -> None:
+    """The options of every server came first in the list, where grpcio takes the first value of a key."""
+
+    def settings() -> dict[int, int]:
+        with http2_client(f"127.0.0.1:{server.port}") as client:
+            client.greet()
+            first = next(payload for kind, flags, _, payload in client.frames() if kind == SETTINGS and not flags & ACK)
+            return dict(struct.iter_unpack(">HI", first))
+
+    initial_window, told = 4, await asyncio.to_thread(settings)
+    assert told.get(initial_window, 65_535) <= 65_536
+    options = LIMITS.options
+    assert len(dict(options)) == len(options)
+    assert dict(options)["grpc.max_receive_message_length"] == LIMITS.message_bytes
 
 
 async def test_a_health_check_is_answered_without_its_message(server: RpcServer) -> None:
@@ -141,10 +158,9 @@ async def test_whatever_another_process_takes_is_named(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(tempfile, "TemporaryDirectory", TakenFolder)
-    before = open_descriptors()
     with pytest.raises(Unavailable, match=r"cannot listen on unix:.*"):
         RpcServer("127.0.0.1", port, limits=LIMITS)
-    assert open_descriptors() - before == set()
+    assert open_descriptors(str(tmp_path)) == set()
     assert os.listdir(tmp_path) == []
     with socket.create_server(("127.0.0.1", port)):  # nobody listens there any more
         pass
@@ -153,7 +169,7 @@ async def test_whatever_another_process_takes_is_named(monkeypatch: pytest.Monke
 def test_where_no_folder_can_be_made_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     monkeypatch.setattr(tempfile, "tempdir", str(absent))
-    before = open_descriptors()
+    before = open_descriptors("socket:")
     with pytest.raises(Unavailable, match=f"No such file or directory: '{absent}"):
         RpcServer("127.0.0.1", limits=LIMITS)
-    assert open_descriptors() - before == set()
+    assert open_descriptors("socket:") - before == set()

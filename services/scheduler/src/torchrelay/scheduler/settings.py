@@ -37,9 +37,8 @@ class SchedulerSettings(ServiceSettings):
     idle_timeout_s: float = Field(
         60.0,
         gt=0,
-        description="A cold start is worth as much as so many seconds of one device: a model unused for this long, on "
-        "a slot of n devices an n-th of it, scales to zero, or sooner if its requests come later anyway; models may "
-        "override it, each for its slot.",
+        description="A cold start is worth as much as so many seconds of a device: a model unused for this long scales "
+        "to zero, or sooner if its requests come later anyway; models may override it.",
     )
     max_instances: int = Field(8, ge=1, description="Maximum instances of a model per role; models may override it.")
     queue_limit: int = Field(

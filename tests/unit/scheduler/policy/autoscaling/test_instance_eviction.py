@@ -16,6 +16,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     SetRoles,
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide
+from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -325,6 +326,56 @@ def test_models_that_need_more_than_there_is_do_not_take_each_others_slots_in_tu
         demand_of={models[0].version_id: first, models[1].version_id: second}.get,
     )
     assert drained(situation) == (["i2"] if grows else [])
+
+
+def test_a_minimum_takes_both_slots_of_an_idle_model_whose_roles_are_apart() -> None:
+    """What the model would lose by its last instance of a role was asked for, which divided by zero."""
+    kept, idle = a_model("acme/kept"), a_model("acme/idle")
+    instances = [an_instance(0, idle, PREFILL), an_instance(1, idle, DECODE)]
+    demands = {kept.version_id: Demand(kept, 0, 0, 0.0), idle.version_id: Demand(idle, 0, 0, 0.0, load=1.0)}
+    situation = replace(
+        a_full_host(instances, [demands[kept.version_id]], [a_store("s", "host-1")]),
+        minimums={kept.version_id: Minimum(1)},
+        demand_of=demands.get,
+    )
+    assert drained(situation) == ["i0", "i1"]
+
+
+def test_an_instance_of_a_role_that_has_more_than_the_other_is_no_loss() -> None:
+    crowded, other = a_model("acme/crowded", max_instances=4), a_model("acme/other")
+    roles = [PREFILL, PREFILL, PREFILL, DECODE, DECODE]
+    instances = [an_instance(0, crowded), *(an_instance(n + 1, other, each) for n, each in enumerate(roles))]
+    first = Demand(crowded, 0, 0, 0.0, arrivals_per_s=100.0, load=1.5, target_s=2.0)
+    second = Demand(other, 0, 0, 0.0, arrivals_per_s=100.0, load=3.0, target_s=2.0)
+    situation = replace(
+        a_full_host(instances, [first], [a_store("s", "host-1")], busy=1),
+        demand_of={crowded.version_id: first, other.version_id: second}.get,
+    )
+    workers = {f"w{n}": replace(situation.workers[f"w{n}"], playable_roles=BOTH) for n in range(len(instances))}
+    assert drained(replace(situation, workers=workers)) == ["i1"]
+
+
+@pytest.mark.parametrize(("loads", "num_left"), [((3.05, 2.2), 3), ((29.0, 28.0), 5), ((5.0, 4.9), 5), ((9.0, 0.5), 1)])
+def test_what_one_model_took_to_grow_the_other_does_not_take_back(loads: tuple[float, float], num_left: int) -> None:
+    models = [a_model(f"acme/{number}", max_instances=8) for number in range(2)]
+    demands = [
+        Demand(model, 0, 0, 0.0, arrivals_per_s=1000.0, load=load, target_s=2.0, price_s=3600.0, keep_s=3600.0)
+        for model, load in zip(models, loads, strict=True)
+    ]
+    demand_of = {demand.model.version_id: demand for demand in demands}.get
+
+    def taken(owners: list[int], taker: int) -> list[int]:
+        instances = [an_instance(number, models[owner]) for number, owner in enumerate(owners)]
+        called = Loads.listed([InstanceLoad(one, 0, 0, NOW - 0.1, arrivals_per_s=1000.0) for one in instances])
+        situation = a_full_host(instances, [demands[taker]], [a_store("s", "host-1")])
+        leaving = drained(replace(situation, instance_loads=called, demand_of=demand_of))
+        return [int(one.removeprefix("i")) for one in leaving]
+
+    owners = [0, 1, 1, 1, 1, 1]
+    for number in taken(owners, 0):
+        owners[number] = 0
+    assert owners.count(1) == num_left
+    assert taken(owners, 0) == taken(owners, 1) == []
 
 
 def test_what_an_idle_slot_saves_is_by_the_load_from_where_its_host_has_the_weights() -> None:

@@ -336,6 +336,8 @@ class Policy:
             if state.queues.num_waiting(instance.version_id):
                 state.slot_lost_at[instance.version_id] = now
             state.prefix_index.forget(instance.instance_id)
+            if not state.instances.of_version(instance.version_id):
+                state.cached_prompts.forget(instance.version_id)
             state.corrections.forget(instance.instance_id)
             state.prompt_times.forget(instance.instance_id)
             state.token_times.forget(instance.instance_id)

@@ -14,9 +14,9 @@ OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 0),
-    # Messages are small and many: none is answered with a ping that measures how much more could come.
+    # Most messages are small: none is answered with a ping that measures how much more could come.
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 1 << 20),  # what comes before it is asked for, as no probe finds out
+    ("grpc.http2.lookahead_bytes", 4 << 20),  # of a call: fixed, as no probe adapts it
 ]
 
 _METADATA_BYTES, _LOOKAHEAD_BYTES = 8 << 10, 64 << 10
@@ -35,7 +35,8 @@ class PublicLimits:
 
     @property
     def options(self) -> list[tuple[str, int]]:
-        return [
+        """With those of ``OPTIONS`` that they do not replace: of two values of one key grpcio takes the first."""
+        limits = [
             ("grpc.max_concurrent_streams", self.streams),
             ("grpc.max_receive_message_length", self.message_bytes),
             ("grpc.server_handshake_timeout_ms", int(self.head_s * 1000)),
@@ -43,5 +44,6 @@ class PublicLimits:
             ("grpc.max_connection_idle_ms", int(self.idle_s * 1000)),
             ("grpc.max_metadata_size", _METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", 2 * _METADATA_BYTES),
-            ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
+            ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),  # what a client may send before it is asked for
         ]
+        return list((dict(OPTIONS) | dict(limits)).items())

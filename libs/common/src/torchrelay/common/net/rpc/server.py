@@ -146,7 +146,7 @@ class RpcServer:
             if limits is not None:
                 self._public = PublicPort(undo.enter_context(_listen(host, port)), limits)
                 undo.callback(self._public.dispose)
-            options = OPTIONS if limits is None else [*OPTIONS, *limits.options]
+            options = OPTIONS if limits is None else limits.options
             wrapper = _CallWrapper(self._call_check, self._public)
             self.server = grpc.aio.server(interceptors=(wrapper,), options=options)
             if self._public is None:

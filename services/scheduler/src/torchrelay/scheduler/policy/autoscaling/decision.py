@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import count, repeat
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
@@ -92,8 +93,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
             actions += grown
         missing = growth.missing - Counter(role for one in assignments for role in one.roles)
         if missing:
-            gain = Gain(growth.num_saved, growth.held_s, f"saves {growth.num_saved:.1f} late requests")
-            evicted = evict_to_grow(demand, missing, gain, autoscaler_input, freeing())
+            evicted = evict_to_grow(demand, missing, _gains(demand, growth, missing), autoscaler_input, freeing())
             actions += evicted or _trade(demand, growth, missing, autoscaler_input, config)
     for demand in demands if autoscaler_input.has_all_waiting else ():
         actions += _fill_minimum(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, freeing)
@@ -157,7 +157,7 @@ def _fill_minimum(
         missing -= Counter(role for one in assignments for role in one.roles)
     if missing:
         gain = Gain(math.inf, 0.0, f"lacks instances of its minimum, {minimum.number} per role")
-        actions += evict_to_grow(demand, missing, gain, autoscaler_input, freeing())
+        actions += evict_to_grow(demand, missing, repeat(gain), autoscaler_input, freeing())
     return actions
 
 
@@ -233,6 +233,18 @@ def _assign_growth(demand: Demand, growth: Growth) -> tuple[SlotAssignment, ...]
         found = assign(left, int(role is Role.PREFILL), int(role is Role.DECODE))
         chosen |= {one.worker_id: one for one in found}
     return tuple(chosen.values())
+
+
+def _gains(demand: Demand, growth: Growth, missing: Counter[Role]) -> Iterator[Gain]:
+    """By each further instance, after those that are no longer ``missing``."""
+    sizings = [
+        one for one in sizings_of(demand, growth.wanted - growth.missing) if not one.roles.isdisjoint(growth.missing)
+    ]
+    for more in count(max((growth.missing - missing).values(), default=0)):
+        saved = growth.num_saved
+        if more:
+            saved = max(one.work.num_saved(one.number + more, growth.load_s) for one in sizings)
+        yield Gain(saved, growth.held_s, f"saves {saved:.1f} late requests")
 
 
 def _trade(

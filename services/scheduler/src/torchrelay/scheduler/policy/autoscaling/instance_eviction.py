@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,16 +94,18 @@ class Gain:
 def evict_to_grow(
     demand: Demand,
     missing: Counter[Role],
-    gain: Gain,
+    gains: Iterable[Gain],
     autoscaler_input: AutoscalerInput,
     freeing: FreeingSlots,
 ) -> list[Drain]:
     """Idle instances of other models that give their slots to a model whose queue is too long: those with fewer
-    requests to lose than it saves, while it holds them. The only one of a model of which a request is expected before
-    that is over stays: it would be taken back at once.
+    requests to lose than it saves while it holds them, and that their models would not take back. ``gains``: by the
+    first of what is missing, by the next, and so on.
     """
     drains: list[Drain] = []
-    while missing:
+    for gain in gains:
+        if not missing:
+            break
         rest = freeing.claim(demand, frozenset(missing))
         missing = +(missing - Counter(frozenset(missing)))
         idle = [
@@ -111,11 +113,11 @@ def evict_to_grow(
             for load in freeing.idle
             if load.instance.version_id != demand.model.version_id
             and load.reload_s <= _idle_s(load, autoscaler_input)
-            and _growth_exchange(load, demand, gain, autoscaler_input, freeing).pays
+            and _growth_exchange(load, demand, gain, autoscaler_input, freeing) is not None
         ]
         for load in _enough_of(idle, demand, rest, freeing) if rest else []:
             exchange = _growth_exchange(load, demand, gain, autoscaler_input, freeing)
-            if exchange.pays:  # still: the one before may have left its model this one alone
+            if exchange is not None:  # still: the one before may have left its model this one alone
                 drains.append(_evict(load, f"and {{}} {gain.text}", demand, exchange, autoscaler_input))
                 freeing.add(drains[-1:])
     return drains
@@ -158,19 +160,31 @@ def _exchange(
 
 def _growth_exchange(
     load: InstanceLoad, demand: Demand, gain: Gain, autoscaler_input: AutoscalerInput, freeing: FreeingSlots
-) -> _Exchange:
-    """What the model loses is also counted as the other's gain is, twice over: so no exchange is undone by the same
-    demand. The only slot of a model that is expected back while it is away gains nothing: it would be taken back.
+) -> _Exchange | None:
+    """None if it does not pay, or the slot's model would take it back: its only slot, if it is expected back while it
+    is away; or one that saves it more than half as much, counted as the gain is.
     """
-    found, others = _exchange(load, demand, freeing, gain.held_s), freeing.others(load)
-    if not gain.is_due and not cover_both_roles(other.instance for other in others):
-        is_expected = load.arrivals_per_s * (_away_s(load, demand) + gain.held_s) >= 1
-        return found._replace(num_gained=0.0 if is_expected else gain.num_saved)
-    num_late = 0.0
-    if (of_load := autoscaler_input.demand_of(load.instance.version_id)) is not None:
-        playing = Counter(role for one in (load, *others) for role in one.instance.target_roles)
-        num_late = max(one.num_lost for one in sizings_of(of_load, playing) if one.roles & load.instance.target_roles)
-    return _Exchange(max(found.num_lost, 2 * num_late), gain.num_saved)
+    found = _exchange(load, demand, freeing, gain.held_s)._replace(num_gained=gain.num_saved)
+    if gain.is_due or not found.pays:
+        return found if found.pays else None
+    others = freeing.others(load)
+    if not cover_both_roles(other.instance for other in others):
+        is_wanted_back = load.arrivals_per_s * (_away_s(load, demand) + gain.held_s) >= 1
+    else:
+        is_wanted_back = 2 * _num_late_without(load, others, autoscaler_input) > gain.num_saved
+    return None if is_wanted_back else found
+
+
+def _num_late_without(load: InstanceLoad, others: Sequence[InstanceLoad], autoscaler_input: AutoscalerInput) -> float:
+    """Late requests that the instance saves its model, if ``others`` play both roles beside it."""
+    demand = autoscaler_input.demand_of(load.instance.version_id)
+    if demand is None:
+        return 0.0
+    without = Counter(role for other in others for role in other.instance.target_roles)
+    sizings = zip(
+        sizings_of(demand, without + Counter(load.instance.target_roles)), sizings_of(demand, without), strict=True
+    )
+    return max((having.num_lost for having, left in sizings if left.number < having.number), default=0.0)
 
 
 def _idle_s(load: InstanceLoad, autoscaler_input: AutoscalerInput) -> float:

@@ -1,8 +1,8 @@
 """One price for all decisions about slots: requests that miss their objective, against seconds of a slot.
 
-A cold start is worth as much as ``price_s`` seconds of its slot: what the operator sets for one device, by the slot's
-number of them, or what is set for the model. All else follows from it. Fluid approximations: work is counted in seconds
-of one instance.
+A cold start is worth as much as ``price_s`` seconds of its slot: what the operator sets for one device, divided by
+the devices of the slot, or what is set for the model. All else follows from it. Fluid approximations: work is counted
+in seconds of one instance.
 """
 
 from __future__ import annotations

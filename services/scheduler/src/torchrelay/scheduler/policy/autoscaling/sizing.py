@@ -20,7 +20,7 @@ class Sizing(NamedTuple):
 
     @property
     def num_lost(self) -> float:
-        """Requests that would be late with one instance less."""
+        """Requests that would be late with one instance less. It has at least two."""
         return self.work.num_saved(self.number - 1, 0.0)
 
 
@@ -37,7 +37,7 @@ def sizings_of(demand: Demand, playing: Counter[Role]) -> list[Sizing]:
 def wanted_instances(demand: Demand, playing: Counter[Role], load_s: float, config: PolicyConfig) -> Counter[Role]:
     """Instances of each role, beside those ``playing`` it: as many more, up to the model's maximum, as each save more
     late requests than they cost; by prediction, or one more by what was late before. Where roles are sized apart, that
-    is laid to decode if it has more answers than it holds.
+    is attributed to decode if it has more answers than it holds.
     """
     most = demand.model.max_instances or config.max_instances
     sizings = sizings_of(demand, playing)

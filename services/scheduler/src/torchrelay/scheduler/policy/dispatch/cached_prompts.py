@@ -20,22 +20,24 @@ class _Means:
 
 
 class CachedPrompts:
-    """Means of late, by version."""
+    """By version, while it has instances: means over the prompts that were bound of late."""
 
     def __init__(self) -> None:
         self._means: Recent[str, _Means] = Recent(MAX_VERSIONS)
 
     def observe(self, version_id: str, num_tokens: int, num_cached: int) -> None:
         """A prompt was bound to an instance that has so many of its tokens."""
-        means = self._means.get(version_id)
-        if means is None:
-            means = self._means[version_id] = _Means()
+        self._means[version_id] = means = self._means.get(version_id) or _Means()
         means.number += 1
         weight = 1 / min(means.number, _WINDOW)
         means.num_tokens += (num_tokens - means.num_tokens) * weight
         means.num_cached += (num_cached - means.num_cached) * weight
 
-    def part_left(self, version_id: str) -> float:
-        """Of the tokens of prompts that come; 1 before any came."""
+    def uncached_share(self, version_id: str) -> float:
+        """The share of prompt tokens that is not cached where prompts go; 1 before any was bound."""
         means = self._means.get(version_id)
         return 1.0 - means.num_cached / means.num_tokens if means is not None and means.num_tokens else 1.0
+
+    def forget(self, version_id: str) -> None:
+        """Its last instance is gone, with all that was cached there."""
+        self._means.pop(version_id, None)

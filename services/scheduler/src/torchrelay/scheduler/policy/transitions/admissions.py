@@ -408,9 +408,8 @@ def bind(state: State, admission: Admission, found: Placement, now: float) -> No
     _open(state, admission, found, False, now)
     if not found.cold:
         state.token_times.placed(found.decode.instance_id, found.predicted.step_s, now)
-        state.cached_prompts.observe(
-            admission.version_id, admission.num_context_tokens, found.predicted.num_cached_tokens
-        )
+        num_cached = admission.num_contexts * found.predicted.num_cached_tokens
+        state.cached_prompts.observe(admission.version_id, admission.num_prefill_tokens, num_cached)
     state.effects.answers.append(effects.Placed(admission.gateway_id, found))
     placed = effects.AttemptPlaced(
         admission.key,
@@ -587,15 +586,18 @@ def prompts_s(state: State, model: Model, num_tokens: float, now: float) -> floa
 
 
 def _prompts_s(state: State, model: Model, entries: Sequence[RosterEntry], num_tokens: float) -> float:
-    """Of prompts that are not bound yet: as much of them is taken to be cached as was of late."""
-    num_left = round(num_tokens * state.cached_prompts.part_left(model.version_id))
-    if not num_left:
+    """Of prompts that are not bound yet: where an instance is loaded, as much of them is taken to be cached as was of
+    late.
+    """
+    if not num_tokens:
         return 0.0
+    if any(entry.phase is not InstancePhase.LOADING for entry in entries):
+        num_tokens = math.ceil(num_tokens * state.cached_prompts.uncached_share(model.version_id))
     if entries:
-        return entries[0].latency.queued_s(num_left)
+        return entries[0].latency.queued_s(round(num_tokens))
     able = (one for one in state.membership.workers.values() if one.num_devices == model.num_devices)
     worker = next(able, None)
-    return state.latency_models.of(worker, model.pack_id, state.config).queued_s(num_left) if worker else 0.0
+    return state.latency_models.of(worker, model.pack_id, state.config).queued_s(round(num_tokens)) if worker else 0.0
 
 
 def predicted_wait_s(state: State, model: Model, now: float) -> float:

@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     AutoscalerInput,
@@ -115,11 +115,15 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
     prices_s = {model.version_id: state.idle_timeout_s(model.version_id, now) for model in models}
     settled_models = models if settled else ()
     demands = {one.version_id: _demand(state, one, prices_s[one.version_id], now) for one in settled_models}
+    for demand in demands.values():
+        _note_demand(state, demand, now)
 
+    @cache
     def demand_of(version_id: str) -> Demand | None:
-        if version_id not in demands and (model := state.models.get(version_id)) is not None:
-            demands[version_id] = _demand(state, model, state.idle_timeout_s(version_id, now), now)
-        return demands.get(version_id)
+        if version_id in demands:
+            return demands[version_id]
+        model = state.models.get(version_id)
+        return None if model is None else _demand(state, model, state.idle_timeout_s(version_id, now), now)
 
     loads = _InstanceLoads(state, now)
     return AutoscalerInput(
@@ -283,11 +287,8 @@ def _demand(state: State, model: Model, price_s: float, now: float) -> Demand:
         crowded_at=history.crowded_at,
         decode=decode,
     )
-    if now < demand.forecast[1] < math.inf:
-        state.forecasts[version_id] = demand.forecast
     playing = Counter(role for one in instances for role in one.target_roles)
     if decode is not None and playing[Role.DECODE] > 1 and decode.num_saved(playing[Role.DECODE] - 1, 0.0) >= 1:
-        history.decode_crowded_at = now
         demand = replace(demand, decode=replace(decode, crowded_at=now))
     num_serving = playing[Role.PREFILL] if decode is not None else min(playing[role] for role in ROLES)
     if num_serving < 2:
@@ -296,9 +297,19 @@ def _demand(state: State, model: Model, price_s: float, now: float) -> Demand:
     num_stuck = sum(lane.overdue_s(now) > state.config.take_back_gain_s for lane in lanes)  # these may compute nothing
     num_able = num_serving - num_stuck
     if num_able < 2 or demand.num_saved(num_able - 1, 0.0) >= 1:
-        history.crowded_at = now
         return replace(demand, crowded_at=now)
     return demand
+
+
+def _note_demand(state: State, demand: Demand, now: float) -> None:
+    """What later decisions are to know of it."""
+    version_id = demand.model.version_id
+    if now < demand.forecast[1] < math.inf:
+        state.forecasts[version_id] = demand.forecast
+    history = state.arrivals.of(version_id)
+    history.crowded_at = demand.crowded_at
+    if demand.decode is not None:
+        history.decode_crowded_at = demand.decode.crowded_at
 
 
 def _tier(state: State, model: Model, store: StoreStatus) -> Tier:
