@@ -16,7 +16,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Placement
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.effects import Placed
-from torchrelay.scheduler.policy.inputs import FirstToken, MinimumsSet, StoreReported, WorkerBeat
+from torchrelay.scheduler.policy.inputs import FirstToken, MinimumsSet, StoreReported, Tick, WorkerBeat
 from torchrelay.scheduler.policy.transitions import kept_slots
 
 MODEL = a_model("acme/m0")
@@ -143,3 +143,19 @@ def test_requests_whose_time_has_passed_are_not_looked_for_a_place_one_after_the
     scene.finish_loads()
     placed = [each for each in scene.answers if isinstance(each, Placed)]
     assert len(placed) >= 1 and num_looks <= 2 * len(placed) + 2
+
+
+def test_a_long_queue_costs_little_while_slots_may_still_appear() -> None:
+    """For seconds after a start each tick looked for the largest slot for each request that waited: a tick's time."""
+
+    def tick_cost(num_waiting: int) -> int:
+        scene = PaperCluster(PolicyConfig(replicate=False, queue_limit=2000))
+        scene.settle(a_store("s0", "h0", [a_copy(MODEL)]), *(a_worker(f"w{n}", "h0") for n in range(20)))
+        for number in range(num_waiting):
+            scene.admit(MODEL, f"r{number}", num_prompt_tokens=2000)
+        assert len(scene.policy.state.queues) > num_waiting - 50
+        scene.now += scene.config.whole_scale_every_s
+        return num_bytecodes(lambda: scene.policy.apply(Tick(), scene.now))
+
+    fewer, more = tick_cost(200), tick_cost(1200)
+    assert (more - fewer) / 1000 < 100

@@ -269,10 +269,10 @@ class Policy:
         state.load_failures.prune(now)
         for instance, reason in loads.stalled(state, now):
             self._give_up_load(instance, reason, now)
-        admissions.refuse_infeasible(state, now)
         admissions.refuse_unserved(state, now)
         is_in_turns, is_whole = state.strategies.decides_in_turns, now >= state.whole_scale_due
         if is_whole:
+            admissions.refuse_infeasible(state, now)
             state.whole_scale_due = now + state.config.whole_scale_every_s
             scaling.evaluate_minimums(state, now)
             kept_slots.refuse_without_slot(state, now)

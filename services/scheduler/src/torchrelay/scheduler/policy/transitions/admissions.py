@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from heapq import nlargest
 from operator import itemgetter
 
@@ -262,23 +263,39 @@ def refuse_infeasible(state: State, now: float) -> None:
     config = state.config
     since_start_s, absent_s = now - state.started_at, max(config.unserved_s, config.unserved_resumed_s)
     is_settling = since_start_s < config.refusal_settle_s + _SWEEP_S
-    if not is_settling and not state.membership.sizes.has_lost_any(now - absent_s - _SWEEP_S):
+    if not _knows_slots(state, now) or not (
+        is_settling or state.membership.sizes.has_lost_any(now - absent_s - _SWEEP_S)
+    ):
         return
+    largest_slot = cache(partial(_largest_slot, state, now))  # of thousands of requests: few sizes
     for admission in list(state.queues):
-        refuse_if_infeasible(state, admission, now)
+        _refuse_if_infeasible(state, admission, largest_slot, now)
 
 
 def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None:
     """Refuses a waiting request that no slot can serve, and none could for some time; shortly after a start, slots may
     still appear. Where there is no slot of any size, it is for ``refuse_unserved`` to say why.
     """
-    config, sizes = state.config, state.membership.sizes
-    if now - state.started_at < config.refusal_settle_s or not sizes.largest_weights_bytes:
-        return
+    if _knows_slots(state, now):
+        _refuse_if_infeasible(state, admission, partial(_largest_slot, state, now), now)
+
+
+def _knows_slots(state: State, now: float) -> bool:
+    return now - state.started_at >= state.config.refusal_settle_s and state.membership.sizes.largest_weights_bytes > 0
+
+
+def _largest_slot(state: State, now: float, num_devices: int, absent_s: float) -> tuple[int, int]:
+    """The most bytes of weights and of KV that a slot holds, of those that there are or were ``absent_s`` ago."""
+    slots = state.membership.sizes.since(now - absent_s, num_devices)
+    return max((slot.weights_bytes for slot in slots), default=0), largest_pool(slots)
+
+
+def _refuse_if_infeasible(
+    state: State, admission: Admission, largest_slot: Callable[[int, float], tuple[int, int]], now: float
+) -> None:
     model = state.models[admission.version_id]
-    slots = sizes.since(now - absence_limit_s(state, admission), model.num_devices)
-    arena = max((slot.weights_bytes for slot in slots), default=0)
-    needed, pool = admission.kv_bytes(model), largest_pool(slots)
+    arena, pool = largest_slot(model.num_devices, absence_limit_s(state, admission))
+    needed = admission.kv_bytes(model)
     if not arena:
         message = f"{admission.model} needs a slot of {model.num_devices} devices; no worker has one."
     elif model.pack_bytes > arena:
