@@ -37,7 +37,9 @@ CopiesOption = Annotated[float, typer.Option(min=0.01, help="How often each arri
 ZipfOption = Annotated[float, typer.Option(min=0.0, help="How unequal the twelve models' shares are; 0: equal.")]
 SecondsOption = Annotated[float, typer.Option(min=1.0, help="Of the trace, from its beginning.")]
 SeedOption = Annotated[int, typer.Option(help="Of the models and of the moments of further copies.")]
-IdleOption = Annotated[float, typer.Option("--idle-timeout-s", min=0.1, help="For models without their own.")]
+IdleOption = Annotated[
+    float, typer.Option("--idle-timeout-s", min=0.1, help="For models without their own; of ours, of one device.")
+]
 EachOption = Annotated[
     int, typer.Option("--requests-per-instance", min=1, help="So many waiting justify one more instance.")
 ]
