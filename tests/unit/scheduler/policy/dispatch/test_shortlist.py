@@ -21,11 +21,11 @@ from torchrelay.scheduler.policy.core import (
     SlotStatus,
     WorkerRef,
 )
-from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
 from torchrelay.scheduler.policy.dispatch.shortlist import Shortlist
+from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.inputs import FirstToken
 from torchrelay.scheduler.policy.strategies import Strategies
 

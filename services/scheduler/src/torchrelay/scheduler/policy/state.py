@@ -21,19 +21,19 @@ from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, AttemptKey, Instance, Model
-from torchrelay.scheduler.policy.dispatch.answer_lengths import AnswerLengths
-from torchrelay.scheduler.policy.dispatch.cached_prompts import CachedPrompts
-from torchrelay.scheduler.policy.dispatch.correction import TTFT_WEIGHT, Corrections
-from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
-from torchrelay.scheduler.policy.dispatch.latency import LatencyModels
-from torchrelay.scheduler.policy.dispatch.load_times import LoadTimes
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
-from torchrelay.scheduler.policy.dispatch.prompt_time import PromptTimes
 from torchrelay.scheduler.policy.dispatch.rosters import Rosters
 from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions
-from torchrelay.scheduler.policy.dispatch.token_time import TokenTimes
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
+from torchrelay.scheduler.policy.estimates.answer_lengths import AnswerLengths
+from torchrelay.scheduler.policy.estimates.cached_prompts import CachedPrompts
+from torchrelay.scheduler.policy.estimates.correction import TTFT_WEIGHT, Corrections
+from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
+from torchrelay.scheduler.policy.estimates.latency import LatencyModels
+from torchrelay.scheduler.policy.estimates.load_times import LoadTimes
+from torchrelay.scheduler.policy.estimates.prompt_time import PromptTimes
+from torchrelay.scheduler.policy.estimates.token_time import TokenTimes
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.links import Links
 from torchrelay.scheduler.policy.relay.transfers import Transfers

@@ -14,8 +14,8 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, Aut
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Admission, Model, Placement
-from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
+from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, repair
 
 

@@ -20,13 +20,13 @@ import msgspec
 
 from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch import prompt_time
-from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, BoundWork
-from torchrelay.scheduler.policy.dispatch.prompt_time import PromptTime
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
 from torchrelay.scheduler.policy.dispatch.token_pause import pause_s
-from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN, TokenTime
+from torchrelay.scheduler.policy.estimates import prompt_time
+from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
+from torchrelay.scheduler.policy.estimates.prompt_time import PromptTime
+from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN, TokenTime
 from torchrelay.scheduler.policy.prediction import Prediction
 
 MAX_SCORED = 8  # candidates per role

@@ -31,13 +31,13 @@ from torchrelay.scheduler.policy.core import (
     WorkerRef,
     WorkerStatus,
 )
-from torchrelay.scheduler.policy.dispatch.latency import load_left_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import MAX_SCORED, Candidate, NoPlacement
-from torchrelay.scheduler.policy.dispatch.prompt_time import UNKNOWN as UNKNOWN_PROMPT_TIME
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry, computes_alike
 from torchrelay.scheduler.policy.dispatch.shared_versions import max_prompts_ahead
-from torchrelay.scheduler.policy.dispatch.token_time import UNKNOWN as UNKNOWN_TOKEN_TIME
+from torchrelay.scheduler.policy.estimates.latency import load_left_s
+from torchrelay.scheduler.policy.estimates.prompt_time import UNKNOWN as UNKNOWN_PROMPT_TIME
+from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN as UNKNOWN_TOKEN_TIME
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
 

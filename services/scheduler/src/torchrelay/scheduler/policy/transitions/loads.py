@@ -7,7 +7,7 @@ from __future__ import annotations
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadMark
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.core import Instance
-from torchrelay.scheduler.policy.dispatch.latency import load_s
+from torchrelay.scheduler.policy.estimates.latency import load_s
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions.scaling import LOAD_STALLED

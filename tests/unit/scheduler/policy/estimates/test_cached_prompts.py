@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, AttemptKey
-from torchrelay.scheduler.policy.dispatch.cached_prompts import CachedPrompts
+from torchrelay.scheduler.policy.estimates.cached_prompts import CachedPrompts
 from torchrelay.scheduler.policy.inputs import FirstToken
 from torchrelay.scheduler.policy.transitions.admissions import prompts_s
 

@@ -9,8 +9,8 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import a_model
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.dispatch.latency import load_s
-from torchrelay.scheduler.policy.dispatch.load_times import LoadTimes
+from torchrelay.scheduler.policy.estimates.latency import load_s
+from torchrelay.scheduler.policy.estimates.load_times import LoadTimes
 
 
 def test_loads_are_expected_as_those_like_them_were_measured() -> None:

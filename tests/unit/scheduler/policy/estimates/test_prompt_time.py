@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from torchrelay.scheduler.policy.dispatch.prompt_time import UNKNOWN, PromptTimes
+from torchrelay.scheduler.policy.estimates.prompt_time import UNKNOWN, PromptTimes
 
 
 def test_the_way_to_a_worker_is_learned_apart_from_the_steps_there() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
-from torchrelay.scheduler.policy.dispatch.answer_lengths import AnswerLengths
+from torchrelay.scheduler.policy.estimates.answer_lengths import AnswerLengths
 from torchrelay.scheduler.policy.inputs import FirstToken, Release
 from torchrelay.scheduler.policy.prediction import Outcome
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, two_hosts
 from torchrelay.scheduler.policy.core import AttemptKey
-from torchrelay.scheduler.policy.dispatch.correction import TBT_WEIGHT, TTFT_WEIGHT, Corrections
+from torchrelay.scheduler.policy.estimates.correction import TBT_WEIGHT, TTFT_WEIGHT, Corrections
 from torchrelay.scheduler.policy.inputs import FirstToken
 
 

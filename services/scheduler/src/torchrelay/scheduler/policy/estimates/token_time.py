@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.dispatch.correction import FADE_EVERY_S, HALF_LIFE_S, TBT_WEIGHT, Corrections
+from torchrelay.scheduler.policy.estimates.correction import FADE_EVERY_S, HALF_LIFE_S, TBT_WEIGHT, Corrections
 
 _USUAL_SHARE = 0.3  # of the usual step in the mean over an answer
 _USUAL_S = 20.0  # a placement counts half after this time in the usual step

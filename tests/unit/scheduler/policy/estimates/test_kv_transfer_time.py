@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, two_hosts
-from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
+from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.inputs import Release
 from torchrelay.scheduler.policy.prediction import Outcome
 

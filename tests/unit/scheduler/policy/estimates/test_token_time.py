@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrelay.scheduler.policy.dispatch.token_time import TokenTimes
+from torchrelay.scheduler.policy.estimates.token_time import TokenTimes
 
 
 def test_nothing_is_corrected_where_nothing_was_placed() -> None:
