@@ -29,6 +29,7 @@ from torchrelay.scheduler.policy.transitions import (
     take_backs,
 )
 
+_FEW_VERSIONS = 8  # are looked at in a moment
 _GONE = Reason("worker_gone", "its worker's process is gone")
 _STOPPED = Reason("worker_stopped", "its worker shut down")
 
@@ -296,11 +297,12 @@ class Policy:
         state = self.state
         if not state.strategies.decides_in_turns:
             return
-        due = scaling.idle_versions(state, now)
-        if not state.queues.versions:  # else the next tick has these turns: growth is decided with all who wait
+        due, waiting = scaling.idle_versions(state, now), state.queues.versions
+        # Growth is decided with all who wait; where these are many, the next tick has the turns.
+        if has_few_waiting := len(waiting) <= _FEW_VERSIONS:
             due += state.scale_turns.due(state.instances.versions, now)
         if due:
-            self._look(due, now)
+            self._look(due, now, also=waiting if has_few_waiting else ())
 
     def _look(self, version_ids: Sequence[str], now: float, also: Iterable[str] = ()) -> None:
         """At versions that nothing may have happened to: how many instances, and whether their prompts and answers are
