@@ -47,7 +47,7 @@ async def test_each_node_at_an_address_gets_its_own_token(monkeypatch: MonkeyPat
     """A port may pass from one process to another before anybody noticed that the first is gone."""
     tokens: list[str] = []
 
-    def note_token(address: str, tls: Tls | None, token: str, callee: Caller) -> grpc.aio.Channel:
+    def note_token(address: str, tls: Tls | None, token: str, callee: Caller, *, is_thin: bool) -> grpc.aio.Channel:
         tokens.append(token)
         return grpc.aio.insecure_channel(address)
 

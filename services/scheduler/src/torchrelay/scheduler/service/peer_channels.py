@@ -47,7 +47,7 @@ class PeerChannels:
         key = address, node_id
         if key not in self._channels:
             token = call_token(derive_node_key(self._cluster_key, node_id), Caller.SCHEDULER)
-            self._channels[key] = open_channel(address, self._tls, token, callee)
+            self._channels[key] = open_channel(address, self._tls, token, callee, is_thin=True)
         return self._channels[key]
 
     def is_connected(self, address: str, node_id: str) -> bool:

@@ -14,9 +14,6 @@ OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 0),
-    # Most messages are small: none is answered with a ping that measures how much more could come.
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 4 << 20),  # of a call: fixed, as no probe adapts it
 ]
 
 _METADATA_BYTES, _LOOKAHEAD_BYTES = 8 << 10, 64 << 10
@@ -44,6 +41,8 @@ class PublicLimits:
             ("grpc.max_connection_idle_ms", int(self.idle_s * 1000)),
             ("grpc.max_metadata_size", _METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", 2 * _METADATA_BYTES),
-            ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),  # what a client may send before it is asked for
+            # What a client may send before its message is asked for. Probing for bandwidth would raise it to megabytes.
+            ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
+            ("grpc.http2.bdp_probe", 0),
         ]
         return list((dict(OPTIONS) | dict(limits)).items())
