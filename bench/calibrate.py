@@ -155,7 +155,7 @@ def simulated(found: Arrivals, pack_bytes: int, load_s: float) -> list[RequestOu
         latency=LATENCY,
         ttft_base_s=TTFT_S,
         prefill_tokens_per_s=1e9,
-        tpot_target_s=1.0,
+        tpot_target_s=PolicyConfig().tbt_target_s,
     )
     rate = RATE_MBIT * 1e6 / 8
     fleet = Fleet(len(TARGETS), (1,), rate, pack_bytes / load_s, rate, 96 << 20)
