@@ -1,17 +1,26 @@
-"""A param-store that hangs in the middle of an upload or a commit is named in time."""
+"""A param-store that hangs in the middle of an upload or a commit is named in time; one that refuses says why."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import pytest
 
 from tests.unit.gateway.scripted_services import ScriptedStore, serving_store
-from torchrelay.common.errors import Unavailable
+from torchrelay.common.errors import DiskFull, Unavailable
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.errors import status_of
 from torchrelay.control.v1 import param_store_pb2
+from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreServicer, add_ParamStoreServicer_to_server
 from torchrelay.gateway.clients.param_store import StoreClient
+from torchrelay.gateway.clients.rechunk import CHUNK_BYTES
 
 SILENT = r"the param-store at store:1 \(TORCHRELAY_STORE_ADDRESS\) does not answer"
 
@@ -44,6 +53,26 @@ async def test_a_store_that_takes_no_bytes_is_named(num_bytes: int) -> None:
             await client.put_file("u1", "w", 0, pieces(num_bytes))
 
 
+async def test_a_cancelled_upload_reads_no_more_of_its_body() -> None:
+    reading, has_ended = asyncio.Event(), False
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal has_ended
+        reading.set()
+        try:
+            await asyncio.Event().wait()
+            yield b""
+        finally:
+            has_ended = True
+
+    async with serving_store(hung_store()) as channel, asyncio.timeout(30):
+        sending = asyncio.ensure_future(StoreClient(channel, "store:1").put_file("u1", "w", 0, body()))
+        await reading.wait()
+        sending.cancel()
+        await asyncio.wait({sending})
+        assert sending.cancelled() and has_ended
+
+
 async def test_a_commit_that_falls_silent_is_named() -> None:
     async with serving_store(hung_store()) as channel, asyncio.timeout(30):
         client, stages = StoreClient(channel, "store:1", silence_s=0.5), list[str]()
@@ -51,3 +80,81 @@ async def test_a_commit_that_falls_silent_is_named() -> None:
             async for step in client.commit("u1", 0):
                 stages.append(step.stage)
         assert stages == ["wait"]
+
+
+class FullStore(ParamStoreServicer):
+    """Refuses a file that has begun. It runs in threads of its own, so that the client's event loop can be busy."""
+
+    def __init__(self) -> None:
+        self.num_messages = 1  # that it reads first
+        self.delay_s = 0.0  # then
+        self.has_refused = threading.Event()
+
+    def PutFile(self, request_iterator: Any, context: Any) -> param_store_pb2.FileState:
+        context.add_callback(self.has_refused.set)
+        for _ in range(self.num_messages):
+            next(request_iterator)
+        time.sleep(self.delay_s)
+        code, message, trailing = status_of(DiskFull("the disk is full"))
+        context.set_trailing_metadata(trailing)
+        context.abort(code, message)
+        raise AssertionError
+
+    def occupy_client(self) -> None:
+        """Returns when the refusal has reached the client, whose event loop could not process it."""
+        assert self.has_refused.wait(10)
+        time.sleep(0.1)
+
+
+@contextmanager
+def serving_full_store() -> Iterator[tuple[FullStore, str]]:
+    store, server = FullStore(), grpc.server(ThreadPoolExecutor(1))  # type: ignore[abstract]
+    add_ParamStoreServicer_to_server(store, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield store, f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+async def assert_cause_is_told(address: str, body: AsyncIterator[bytes]) -> None:
+    async with open_channel(address) as channel, asyncio.timeout(10):
+        with pytest.raises(DiskFull, match="the disk is full"):
+            await StoreClient(channel, "store:1").put_file("u1", "w", 0, body)
+
+
+@pytest.mark.parametrize("num_slices_after", [0, 1], ids=["before the end", "before a write"])
+async def test_the_cause_is_told_of_a_refusal_that_a_busy_event_loop_finds_late(num_slices_after: int) -> None:
+    with serving_full_store() as (store, address):
+        store.num_messages = 2
+
+        async def body() -> AsyncIterator[bytes]:
+            yield bytes(CHUNK_BYTES)
+            store.occupy_client()
+            for _ in range(num_slices_after):
+                yield bytes(CHUNK_BYTES)
+
+        await assert_cause_is_told(address, body())
+
+
+async def test_the_cause_is_told_of_a_refusal_while_a_write_waits_for_the_store() -> None:
+    with serving_full_store() as (store, address):
+        store.delay_s = 0.3
+        await assert_cause_is_told(address, pieces(16 << 20))
+
+
+@pytest.mark.parametrize("num_messages", range(1, 31))
+async def test_the_cause_is_told_of_a_refusal_at_any_message(num_messages: int) -> None:
+    with serving_full_store() as (store, address):
+        store.num_messages = num_messages
+        await assert_cause_is_told(address, pieces(32 << 20))
+
+
+async def test_the_cause_is_told_while_the_tenant_sends_nothing() -> None:
+    with serving_full_store() as (store, address):
+        store.num_messages = 2
+
+        async def body() -> AsyncIterator[bytes]:
+            yield bytes(CHUNK_BYTES)
+            await asyncio.Event().wait()
+
+        await assert_cause_is_told(address, body())

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import grpc
 import msgspec
 
-from torchrelay.common.errors import Conflict, NotFound, Unavailable
+from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
+from torchrelay.gateway.clients.client_stream import write_while_open
 from torchrelay.gateway.clients.endpoint import param_store_endpoint
 from torchrelay.gateway.clients.rechunk import ByteStream, rechunk
 from torchrelay.gateway.core import ModelShape, Version
@@ -81,24 +82,24 @@ class StoreClient:
 
         Raises ``Unavailable`` also if the store takes nothing more.
         """
-        limit_s = self._silence_s + offset / _DIGEST_BYTES_PER_S
         call = self._stub.PutFile()
         opening = param_store_pb2.PutFileRequest.Open(upload_id=upload_id, path=path, offset=offset)
         try:
-            with suppress(asyncio.InvalidStateError):  # already answered; awaiting the call says how
-                await self._answered(call.write(param_store_pb2.PutFileRequest(open=opening)), limit_s)
-                async for data in rechunk(body):
-                    limit_s += len(data) / _DIGEST_BYTES_PER_S
-                    await self._answered(call.write(param_store_pb2.PutFileRequest(data=data)), limit_s)
-                await call.done_writing()
-            return await self._answered(call, limit_s)
-        except grpc.aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.INTERNAL:  # raised by grpcio when its write races the answer
-                message = f"the param-store ended the transfer of {path}; resume at the offset in the upload's state"
-                raise Unavailable(message, field=path) from error
-            raise self._endpoint.error(error) from error
+            limit_s = await write_while_open(call, self._write_file(call, opening, body))
+            with self._endpoint.mapped_errors():
+                return await self._answered(call, limit_s or self._silence_s)
         finally:
             call.cancel()
+
+    async def _write_file(self, call: Any, opening: param_store_pb2.PutFileRequest.Open, body: ByteStream) -> float:
+        """Returns how long the store may then take to answer, in seconds."""
+        limit_s = self._silence_s + opening.offset / _DIGEST_BYTES_PER_S
+        await self._answered(call.write(param_store_pb2.PutFileRequest(open=opening)), limit_s)
+        async for data in rechunk(body):
+            limit_s += len(data) / _DIGEST_BYTES_PER_S
+            await self._answered(call.write(param_store_pb2.PutFileRequest(data=data)), limit_s)
+        await call.done_writing()
+        return limit_s
 
     async def commit(self, upload_id: str, largest_slot_bytes: int) -> AsyncGenerator[CommitProgress]:
         """The steps of a commit as they happen; closing the iterator cancels the commit.
