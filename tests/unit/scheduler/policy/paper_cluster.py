@@ -58,7 +58,7 @@ from torchrelay.scheduler.policy.inputs import (
     WorkerReported,
 )
 from torchrelay.scheduler.policy.policy import Policy
-from torchrelay.scheduler.policy.transitions import admissions
+from torchrelay.scheduler.policy.transitions import placements
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
 
 MB = 1 << 20
@@ -290,7 +290,7 @@ class PaperCluster:
         """Whoever waits for the version, and wherever they look."""
         state, model = self.policy.state, self.policy.state.models[version_id]
         for admission in state.queues.waiting(version_id):
-            among = admissions.candidates(state, admission, model, self.now)
+            among = placements.candidates(state, admission, model, self.now)
             found = place(admission, model, among, state.kv_transfer_times, state.config, self.now)
             assert isinstance(found, NoPlacement)
 

@@ -4,7 +4,7 @@ Modelled: its variant in which one instance computes prompts and decodes; instan
 once; weights by serial chains of hosts over the network; one copy of each model is kept in the RAM of the cluster. Not
 modelled: live scaling, in which a loading instance computes its first layers for one that is overloaded, multicast
 between the devices of a host, and its variant with prefill and decode apart, which takes slots that these clusters do
-not have. Requests are placed and bound by our own prediction.
+not have. Requests are placed and bound by our own prediction, and wait by deadline (``deadline_order``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import replace
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.sim.plant import policy_model
 from torchrelay.sim.policies.count_scaling import CountScaling
+from torchrelay.sim.policies.deadline_order import by_deadline
 from torchrelay.sim.policies.relay_plans import by_chain
 from torchrelay.sim.policies.setup import Knobs, Setup, one_copy_each
 from torchrelay.sim.scenario import Fleet, Request, ServedModel
@@ -32,4 +33,5 @@ def blitzscale_min0(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, t
 
 def _setup(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, decide: CountScaling) -> Setup:
     config = replace(knobs.config(), recent_copies=1)
-    return Setup(config, fleet, Strategies(decide=decide, plan=by_chain), one_copy_each(fleet, models))
+    strategies = by_deadline(Strategies(decide=decide, plan=by_chain))
+    return Setup(config, fleet, strategies, one_copy_each(fleet, models))

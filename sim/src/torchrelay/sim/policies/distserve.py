@@ -5,7 +5,8 @@ their busiest ten seconds; all are loaded at the start and stay. It has the same
 too few slots of a size, models get theirs in the order of their requests per slot, the last one as many as are left in
 the same proportion, and one that is left less than a prefill and a decode instance is not served. Its RAM is not
 counted as it would be. Not modelled: its search over parallelism (groups of devices are given), and placement that
-keeps KV within a host. Requests are placed and bound by our own prediction.
+keeps KV within a host. Requests are placed and bound by our own prediction, and wait by deadline
+(``deadline_order``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.sim.plant import policy_model
 from torchrelay.sim.policies.count_scaling import free_workers
+from torchrelay.sim.policies.deadline_order import by_deadline
 from torchrelay.sim.policies.relay_plans import from_disk, no_copies
 from torchrelay.sim.policies.setup import Knobs, Setup, all_everywhere
 from torchrelay.sim.scenario import Fleet, Request, ServedModel
@@ -77,7 +79,8 @@ def _setup(
     decide = StaticInstances(numbers, fleet.num_hosts * len(fleet.groups))
     enlarged = replace(fleet, arena_bytes=max(fleet.arena_bytes, sum(model.pack_bytes for model in models)))
     held = all_everywhere(enlarged, models)  # so that the start does not wait for disks
-    return Setup(knobs.config(), enlarged, Strategies(decide=decide, plan=from_disk, repair=no_copies), held)
+    strategies = by_deadline(Strategies(decide=decide, plan=from_disk, repair=no_copies))
+    return Setup(knobs.config(), enlarged, strategies, held)
 
 
 def fitting(

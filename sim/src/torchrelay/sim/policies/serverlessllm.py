@@ -3,7 +3,7 @@
 Modelled: one instance of a model computes prompts and decodes; instances by the number of requests; a keep-alive time;
 a load goes where the pack is nearest, in the host's RAM before its disk; packs stay in RAM until their room is needed.
 Not modelled: live migration to free the nearest host, and its loader, which is presumed as quick as ours. Requests are
-placed and bound by our own prediction, which is kind to it.
+placed and bound by our own prediction, and wait by deadline (``deadline_order``), which is kind to it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from collections.abc import Sequence
 
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.sim.policies.count_scaling import CountScaling
+from torchrelay.sim.policies.deadline_order import by_deadline
 from torchrelay.sim.policies.relay_plans import from_disk, no_copies
 from torchrelay.sim.policies.setup import Knobs, Setup, one_copy_each
 from torchrelay.sim.scenario import Fleet, Request, ServedModel
 
 
 def strategies(knobs: Knobs) -> Strategies:
-    return Strategies(decide=CountScaling(knobs.requests_per_instance), plan=from_disk, repair=no_copies)
+    decide = CountScaling(knobs.requests_per_instance)
+    return by_deadline(Strategies(decide=decide, plan=from_disk, repair=no_copies))
 
 
 def serverlessllm(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:

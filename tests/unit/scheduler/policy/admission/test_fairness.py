@@ -99,7 +99,7 @@ class Serving(RuleBasedStateMachine):
     def the_next_will_be_late(self) -> None:
         admission = self.queues.next(VERSION_ID, 0.0)
         assert admission is not None
-        self.queues.fall_late(admission.key)
+        self.queues.fall_late(admission.key, admission.deadline)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

@@ -204,20 +204,36 @@ def test_everything_comes_once_and_nobody_is_far_behind(found: list[tuple[str, i
     assert sorted(taken) == sorted(each.key for each in admissions) and len(queues) == 0
 
 
-def test_who_can_be_in_time_goes_before_who_cannot_but_those_get_an_eighth() -> None:
-    late = [of("a", f"late{n}", ttft_target_s=1.0) for n in range(10)]
+def test_who_can_be_in_time_goes_before_who_cannot_but_those_get_a_sixteenth() -> None:
+    late = [of("a", f"late{n}", ttft_target_s=1.0) for n in range(6)]
     queues = queues_with(*late, *(of("a", f"r{n}", ttft_target_s=5.0) for n in range(64)))
-    for one in late:
-        assert queues.fall_late(one.key)
-    assert not queues.fall_late(late[0].key), "it is known"
+    for number, one in enumerate(late):
+        assert queues.fall_late(one.key, due=6.0 - number)
+    assert not queues.fall_late(late[0].key, due=0.0), "it is known"
     order = order_of(queues)
-    assert [order.index(f"late{n}") // 8 for n in range(9)] == list(range(9)), "by their deadlines, one in eight"
-    assert order[-1] == "late9"
+    assert [order.index(f"late{5 - n}") // 16 for n in range(5)] == list(range(5)), "as they are due, one in sixteen"
+    assert order[-1] == "late0"
+
+
+def test_who_should_be_in_time_beside_a_request_is_of_its_tenant_and_its_version() -> None:
+    queues = queues_with(*(of("a", f"a{n}", ttft_target_s=9.0 - n, weight=3.0) for n in range(4)), of("b", "b0"))
+    queues.fall_late(AttemptKey("a3", 1), due=0.0)
+    found, share = queues.timely_beside(AttemptKey("a0", 1), 2)
+    assert [one.key.request_id for one in found] == ["a2", "a1"]
+    assert share == 0.75
+
+
+def test_batch_work_that_will_be_late_waits_with_what_is_late() -> None:
+    batch = of("a", "batch", service_class=ServiceClass.BATCH, ttft_target_s=600.0)
+    queues = queues_with(batch, of("a", "late", ttft_target_s=1.0), of("a", "r"))
+    queues.fall_late(batch.key, due=NOW)
+    queues.fall_late(AttemptKey("late", 1), due=NOW + 1.0)
+    assert order_of(queues) == ["r", "batch", "late"]
 
 
 def test_of_two_tenants_the_one_whose_requests_are_late_has_its_turns() -> None:
     late = [of("a", f"a{n}", ttft_target_s=1.0) for n in range(3)]
     queues = queues_with(*late, *(of("b", f"b{n}", ttft_target_s=5.0) for n in range(3)))
     for one in late:
-        queues.fall_late(one.key)
+        queues.fall_late(one.key, one.deadline)
     assert order_of(queues) == ["a0", "b0", "a1", "b1", "a2", "b2"]

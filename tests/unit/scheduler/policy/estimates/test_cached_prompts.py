@@ -8,7 +8,7 @@ from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_s
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, AttemptKey
 from torchrelay.scheduler.policy.estimates.cached_prompts import CachedPrompts
 from torchrelay.scheduler.policy.inputs import FirstToken
-from torchrelay.scheduler.policy.transitions.admissions import prompts_s
+from torchrelay.scheduler.policy.transitions.backlogs import prompts_s
 
 
 def test_nothing_is_taken_to_be_cached_where_nothing_is_known() -> None:

@@ -23,8 +23,10 @@ from torchrelay.scheduler.policy.transitions import (
     kept_slots,
     loads,
     migrations,
+    placements,
     relays,
     replication,
+    rosters,
     scaling,
     take_backs,
 )
@@ -51,7 +53,7 @@ class Policy:
             case inputs.Withdraw(key):
                 admissions.withdraw(state, key, now)
             case inputs.FirstToken(key):
-                admissions.first_token(state, key, now)
+                placements.first_token(state, key, now)
             case inputs.Release():
                 self._release(input_, now)
             case inputs.MinimumsSet(models):
@@ -115,7 +117,7 @@ class Policy:
             case inputs.RetainFailed(store_id):
                 state.replication_state.retain_failed(store_id, now)
             case inputs.Due():
-                admissions.place_due(state, now)
+                placements.place_due(state, now)
             case inputs.Turn():
                 self._turn(now)
             case inputs.Tick(listening_since):
@@ -138,7 +140,7 @@ class Policy:
             migrations.admit(state, admission, now)
             return
         if admissions.admit(state, admission, model, input_.current, input_.is_computed, now):
-            admissions.place_waiting(state, now, (model.version_id,))
+            placements.place_waiting(state, now, (model.version_id,))
             opened = state.attempts.get(admission.key)
             if opened is None:
                 admissions.refuse_if_infeasible(state, admission, now)
@@ -161,7 +163,7 @@ class Policy:
         elif not input_.delivered:
             state.note_no_token(input_.key.request_id, attempt.instance_ids)
         if not input_.is_taken_back:  # else it comes again at once, and others wait for its place
-            admissions.place_waiting(state, now, (attempt.admission.version_id,))
+            placements.place_waiting(state, now, (attempt.admission.version_id,))
 
     # The cluster
 
@@ -175,25 +177,25 @@ class Policy:
         state.links.observe_worker(accepted, now)
         state.latency_models.observe(accepted)
         if before is None:
-            admissions.note_earlier_prompts(state, accepted, now)
+            rosters.note_earlier_prompts(state, accepted, now)
         if instance := state.instances.on_worker(accepted.worker_id):
-            admissions.forget_roster(state, None if was_suspect else before, accepted, instance)
+            rosters.forget_roster(state, None if was_suspect else before, accepted, instance)
         changes = state.instances.observe(accepted, now)
         for change in changes:
             self._record_transition(change, now)
         own = sorted({change.instance.version_id for change in changes})
         is_new = before is None or was_suspect
         if not is_new and all(change.is_progress for change in changes):
-            admissions.place_waiting(state, now, own)
+            placements.place_waiting(state, now, own)
             return
         if not state.strategies.decides_in_turns:
-            admissions.place_waiting(state, now)
+            placements.place_waiting(state, now)
             take_backs.take_back(state, now, own)
             scaling.scale(state, now, sorted({*state.queues.versions, *own}))
             return
         if is_new and (instance := state.instances.on_worker(accepted.worker_id)):
             own = sorted({*own, instance.version_id})
-        admissions.place_waiting(state, now, own)
+        placements.place_waiting(state, now, own)
         take_backs.take_back(state, now, own)
         wanting = {version_id for version_id in own if scaling.has_waiting_or_minimum(state, version_id)}
         if is_new or any(change.gone for change in changes):  # there may be a free slot, for who has none
@@ -230,7 +232,7 @@ class Policy:
         instance = self.state.instances.get(instance_id)
         if instance is not None and not instance.accepted:
             self.state.instances.put(replace(instance, accepted_at=now))
-            admissions.place_waiting(self.state, now, (instance.version_id,))
+            placements.place_waiting(self.state, now, (instance.version_id,))
 
     def _load_failed(self, input_: inputs.LoadRefused, now: float) -> None:
         state, cause = self.state, input_.cause
@@ -282,7 +284,7 @@ class Policy:
             take_backs.take_back(state, now, state.instances.versions)
             migrations.rebalance(state, now, state.instances.versions)
         else:
-            admissions.place_waiting(state, now)
+            placements.place_waiting(state, now)
             due: list[str] = []
             if is_in_turns:
                 due = [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
@@ -324,7 +326,7 @@ class Policy:
     # Shared
 
     def _react(self, now: float) -> None:
-        admissions.place_waiting(self.state, now)
+        placements.place_waiting(self.state, now)
         scaling.scale(self.state, now)
 
     def _remove_instances(self, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:

@@ -1,19 +1,20 @@
-"""The four decisions that another system would make otherwise: a policy is given them, so that rivals run on its state.
+"""The decisions that another system would make otherwise: a policy is given them, so that rivals run on its state.
 
 Each is a pure function: an input and the parameters in, a decision out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torchrelay.scheduler.planning import Node, ReceiveProgress, TransferEdge, plan
+from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt, due_when_late, given_up
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Admission, Model, Placement
+from torchrelay.scheduler.policy.core import Admission, AttemptKey, Model, Placement
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan, repair
@@ -64,6 +65,20 @@ class Repair(Protocol):
     def __call__(self, replication_input: ReplicationInput, config: PolicyConfig) -> ReplicationPlan: ...
 
 
+class GiveUp(Protocol):
+    """Which deadlines are given up before they are missed; see ``admission/late_requests.py``."""
+
+    def __call__(
+        self, prompts: Iterable[TimedPrompt], free_at: Sequence[float], share: float = 1.0
+    ) -> Sequence[AttemptKey]: ...
+
+
+class DueWhenLate(Protocol):
+    """The order of requests that are late; see ``admission/late_requests.py``."""
+
+    def __call__(self, admission: Admission, prompt_s: float) -> float: ...
+
+
 @dataclass(frozen=True)
 class Strategies:
     """The scheduler's own, unless others are given."""
@@ -72,6 +87,8 @@ class Strategies:
     decide: Decide = decide
     plan: Plan = plan
     repair: Repair = repair
+    give_up: GiveUp = given_up
+    due_when_late: DueWhenLate = due_when_late
 
     @property
     def decides_in_turns(self) -> bool:

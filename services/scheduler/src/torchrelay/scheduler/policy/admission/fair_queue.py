@@ -1,5 +1,6 @@
 """Start-time fair queueing between tenants (Goyal, Vin and Cheng, 1996); of one tenant the earliest deadline is first
-that can still be met. Requests that will be late come after those, but get an eighth of what the tenant gets at least.
+that can still be met. Requests that will be late come after those, in an order of their own, and get a sixteenth of
+what the tenant gets at least.
 
 A tenant's *tag* is the service it got, in prompt tokens divided by its weight. The least tag is next. Virtual time is
 the tag of whoever was served last; a tenant that returns starts there, or at its own tag if that is ahead: absence
@@ -8,67 +9,61 @@ neither saves up turns nor sheds a debt.
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from torchrelay.scheduler.policy.core import Admission, AttemptKey
 
-Entry = tuple[float, int, AttemptKey]  # by deadline, then by arrival
+Entry = tuple[float, int, AttemptKey]  # by deadline, or when it is due though it is late; then by arrival
 
-_TIMELY_PER_LATE = 7  # prompt tokens of requests in time for one of a late one, while a tenant has both
+_TIMELY_PER_LATE = 15  # prompt tokens of requests in time for one of a late one, while a tenant has both
 _MIN_DEBTS_SWEPT = 64
-_MAX_LEFT = 64  # entries of a heap whose requests have left, more than there are others
 
 
-class DeadlineHeap:
-    """Requests by deadline. Those that leave early are dropped when they come to the top, or when they are many."""
+class OrderedRequests:
+    """Requests in the order of their entries."""
 
-    __slots__ = ("_entries", "_heap")
+    __slots__ = ("_by_key", "_ordered")
 
     def __init__(self) -> None:
-        self._heap: list[Entry] = []
-        self._entries: dict[AttemptKey, Entry] = {}
+        self._ordered: list[Entry] = []
+        self._by_key: dict[AttemptKey, Entry] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._ordered)
 
     def __contains__(self, key: AttemptKey) -> bool:
-        return key in self._entries
+        return key in self._by_key
 
     def push(self, entry: Entry) -> None:
-        heapq.heappush(self._heap, entry)
-        self._entries[entry[2]] = entry
-        self._drop_left()
+        insort(self._ordered, entry)
+        self._by_key[entry[2]] = entry
 
     def remove(self, key: AttemptKey) -> Entry:
-        entry = self._entries.pop(key)
-        self._drop_left()
+        entry = self._by_key.pop(key)
+        del self._ordered[bisect_left(self._ordered, entry)]
         return entry
-
-    def _drop_left(self) -> None:
-        if len(self._heap) > 2 * len(self._entries) + _MAX_LEFT:
-            self._heap = list(self._entries.values())
-            heapq.heapify(self._heap)
 
     def first(self) -> Entry:
         """Of at least one."""
-        while self._heap[0][2] not in self._entries:
-            heapq.heappop(self._heap)
-        return self._heap[0]
+        return self._ordered[0]
+
+    def first_few(self, number: int) -> list[AttemptKey]:
+        return [key for _, _, key in self._ordered[:number]]
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError``."""
-        assert set(self._entries.values()) <= set(self._heap)
-        assert len(self._heap) <= 2 * len(self._entries) + _MAX_LEFT, "what has left is kept"
+        assert self._ordered == sorted(self._by_key.values())
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """``late``: those whose deadline can no longer be met."""
+    """``late``: those whose deadline is given up."""
 
     tag: float
-    timely: DeadlineHeap = field(default_factory=DeadlineHeap)
-    late: DeadlineHeap = field(default_factory=DeadlineHeap)
+    weight: float = 1.0
+    timely: OrderedRequests = field(default_factory=OrderedRequests)
+    late: OrderedRequests = field(default_factory=OrderedRequests)
     late_credit: int = 0  # prompt tokens of late requests that are due, times ``_TIMELY_PER_LATE``
 
     def __len__(self) -> int:
@@ -81,13 +76,14 @@ class _Tenant:
 
     def earliest(self) -> Entry:
         """Of at least one."""
-        return min(heap.first() for heap in (self.timely, self.late) if len(heap))
+        return min(requests.first() for requests in (self.timely, self.late) if len(requests))
 
-    def fall_late(self, key: AttemptKey) -> bool:
+    def fall_late(self, key: AttemptKey, due: float) -> bool:
         """False if it was late already."""
         if key in self.late:
             return False
-        self.late.push(self.timely.remove(key))
+        _, sequence, _ = self.timely.remove(key)
+        self.late.push((due, sequence, key))
         return True
 
     def remove(self, key: AttemptKey) -> None:
@@ -124,6 +120,7 @@ class FairQueue:
         if tenant is None:
             tag = max(self._debts.pop(name, 0.0), self._now)
             tenant = self._tenants[name] = _Tenant(tag)
+        tenant.weight = admission.weight
         tenant.timely.push((admission.deadline, sequence, admission.key))
 
     def remove(self, admission: Admission) -> None:
@@ -146,11 +143,19 @@ class FairQueue:
         tenant.serve(admission)
         self.remove(admission)
 
-    def fall_late(self, admission: Admission) -> bool:
-        """The request will be late whenever it is served: those of its tenant that will not be are first. False if that
-        is known already.
+    def fall_late(self, admission: Admission, due: float) -> bool:
+        """The request may be late: those of its tenant that should not be are first, and of the others those that are
+        ``due`` before. False if that is known already.
         """
-        return self._tenants[admission.tenant].fall_late(admission.key)
+        return self._tenants[admission.tenant].fall_late(admission.key, due)
+
+    def timely(self, tenant: str, number: int) -> list[AttemptKey]:
+        """The tenant's requests with the earliest deadlines, of those that should be in time."""
+        return self._tenants[tenant].timely.first_few(number)
+
+    def share(self, tenant: str) -> float:
+        """Of what is served, as long as all tenants that have requests now go on to have some."""
+        return self._tenants[tenant].weight / sum(one.weight for one in self._tenants.values())
 
     def refund(self, admission: Admission) -> None:
         """What was taken is given back: its tenant was not served."""

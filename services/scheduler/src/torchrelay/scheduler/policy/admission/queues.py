@@ -141,13 +141,27 @@ class AdmissionQueues:
         rate.take(now, is_last=len(queue.waiting) == 1)
         self._forget(key, now)
 
-    def fall_late(self, key: AttemptKey) -> bool:
-        """The request, which is next, will miss its deadline: others of its tenant come first, as far as they will not.
-        False if that is known already.
+    def fall_late(self, key: AttemptKey, due: float) -> bool:
+        """The request, which is not parked, may miss its deadline: those of its tenant that should not come first. Then
+        it is ``due`` among those that may, and batch work no longer. False if that is known already.
         """
-        one = self._queues[self._version_of[key]].waiting[key]
+        queue = self._queues[self._version_of[key]]
+        one = queue.waiting[key]
+        if one.fair_queue is queue.batch:
+            one.join(queue.timely)
         assert one.fair_queue is not None
-        return one.fair_queue.fall_late(one.admission)
+        return one.fair_queue.fall_late(one.admission, due)
+
+    def timely_beside(self, key: AttemptKey, number: int) -> tuple[list[Admission], float]:
+        """Requests that should be in time, of the tenant and the version of this one, which is not parked: those with
+        the earliest deadlines. And the tenant's share of the places.
+        """
+        queue = self._queues[self._version_of[key]]
+        one = queue.waiting[key]
+        assert one.fair_queue is not None
+        tenant = one.admission.tenant
+        keys = one.fair_queue.timely(tenant, number)
+        return [queue.waiting[key].admission for key in keys], one.fair_queue.share(tenant)
 
     def refund(self, admission: Admission) -> None:
         """A request that was taken comes back: its tenant has not been served."""

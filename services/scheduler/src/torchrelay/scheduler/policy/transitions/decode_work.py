@@ -8,7 +8,7 @@ from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand, 
 from torchrelay.scheduler.policy.core import BOTH, Instance, Model
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import admissions
+from torchrelay.scheduler.policy.transitions import rosters
 
 
 def decode_demand(
@@ -18,7 +18,7 @@ def decode_demand(
     num_tokens = state.answer_lengths.mean(model.version_id)
     if not num_tokens or any(one.target_roles >= BOTH for one in instances):
         return None
-    entries, prefills = _decodes(state, model, now), admissions.prefills(state, model, now)
+    entries, prefills = _decodes(state, model, now), rosters.prefills(state, model, now)
     work = [state.attempts.at(entry.instance_id) for entry in entries]
     if not (num_open := sum(one.num_choices for one in work)) or not prefills:
         return None
@@ -50,4 +50,4 @@ def num_held_up(state: State, model: Model, decode: DecodeDemand, now: float) ->
 
 
 def _decodes(state: State, model: Model, now: float) -> list[RosterEntry]:
-    return [entry for entry in admissions.roster(state, model, now) if entry.plays_decode]
+    return [entry for entry in rosters.roster(state, model, now) if entry.plays_decode]

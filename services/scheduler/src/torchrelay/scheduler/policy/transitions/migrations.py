@@ -26,7 +26,7 @@ from torchrelay.scheduler.policy.dispatch.migration import (
 from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import admissions
+from torchrelay.scheduler.policy.transitions import placements, rosters
 
 _UNANSWERED_S = 2.0  # a gateway that has not asked for another attempt by then may be told again
 _MAX_COMPARED = 4  # answers of one instance whose tokens take too long
@@ -83,7 +83,7 @@ def admit(state: State, admission: Admission, now: float) -> None:
         refusal = effects.AdmissionRefused(admission.gateway_id, key, effects.RefusalReason.NOT_MIGRATED, message)
         state.effects.answers.append(refusal)
         return
-    admissions.bind(state, admission, move.placement, now)
+    placements.bind(state, admission, move.placement, now)
 
 
 # Drains
@@ -109,7 +109,7 @@ def _empty(state: State, instance: Instance, now: float) -> None:
     leaving = worth_draining(answers, cost_s, source.work.lane.work_s(), cut_off_s, state.config.migration_gain_s)
     room = state.config.migrations_at_once - (len(attempts) - len(answers))
     asked_s: dict[str, float] = {}  # of prompts, by instance: more than a step of them finds no place
-    entries = {entry.instance_id: entry for entry in admissions.roster(state, source.model, now)}
+    entries = {entry.instance_id: entry for entry in rosters.roster(state, source.model, now)}
     for answer in leaving[: max(room, 0)]:
         placement = moves[answer.key].placement
         entry = entries[placement.prefill.instance_id]
@@ -125,7 +125,7 @@ def _empty(state: State, instance: Instance, now: float) -> None:
 
 def _rebalance(state: State, model: Model, now: float) -> None:
     """One answer leaves each instance whose tokens take longer than the target, if that gains most and enough."""
-    roster = admissions.roster(state, model, now)
+    roster = rosters.roster(state, model, now)
     decoding = [one.instance_id for one in roster if one.plays_decode and one.phase is InstancePhase.READY]
     if len(decoding) < 2 or not any(len(state.attempts.at(one).decodes) > 1 for one in decoding):
         return
@@ -217,7 +217,7 @@ def _move(state: State, source: _Source, admission: Admission, now: float) -> _M
         structs.replace(one, entry=replace(one.entry, plays_decode=False))
         if one.entry.instance_id == source.instance_id
         else one
-        for one in admissions.candidates(state, admission, source.model, now)
+        for one in placements.candidates(state, admission, source.model, now)
     ]
     num_expected = state.answer_lengths.expected(admission.version_id, admission.max_tokens)
     found = state.strategies.place(

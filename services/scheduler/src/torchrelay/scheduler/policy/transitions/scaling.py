@@ -35,7 +35,7 @@ from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork, OpenAt
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import admissions, decode_work, relays
+from torchrelay.scheduler.policy.transitions import backlogs, decode_work, relays
 
 LOAD_STALLED, LOAD_REFUSED = "load_stalled", "load_refused"
 _UNLOAD_RETRY_S = 1.0
@@ -257,12 +257,12 @@ def _demand(state: State, model: Model, price_s: float, now: float) -> Demand:
     rate, late_since = history.rate(now), max([now - price_s, *(one.since for one in instances)])
     load_s = state.load_times.by_tier(model, state.config)
     idle_plan = history.idle_gaps.plan(price_s, load_s[Tier.PEER])
-    backlog_s = admissions.backlog_s(state, model, now, waiting.num_too_large_tokens)
+    backlog_s = backlogs.backlog_s(state, model, now, waiting.num_too_large_tokens)
     decode = decode_work.decode_demand(state, model, instances, waiting.number, price_s, now)
     if decode is not None and waiting.number:
         num_tokens = state.queues.num_prefill_tokens(version_id) - waiting.num_too_large_tokens
         held_up = decode_work.num_held_up(state, model, decode, now) / waiting.number
-        backlog_s -= min(held_up, 1.0) * admissions.prompts_s(state, model, num_tokens, now)
+        backlog_s -= min(held_up, 1.0) * backlogs.prompts_s(state, model, num_tokens, now)
     demand = Demand(
         model=model,
         num_waiting=waiting.number,
@@ -277,7 +277,7 @@ def _demand(state: State, model: Model, price_s: float, now: float) -> Demand:
         by_tenant=_of_tenants(state, version_id, cold),
         arrivals_per_s=rate.requests_per_s,
         num_late_before=0 if loading else history.num_late(late_since),
-        load=admissions.prompts_s(state, model, rate.tokens_per_s, now),
+        load=backlogs.prompts_s(state, model, rate.tokens_per_s, now),
         target_s=history.target_s or state.config.standard_ttft_s,
         price_s=price_s,
         keep_s=min(idle_plan.keep_s, state.longest_idle_s(version_id, now)),

@@ -12,7 +12,7 @@ from torchrelay.scheduler.policy.core import InstancePhase
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import admissions
+from torchrelay.scheduler.policy.transitions import rosters
 
 
 def take_back(state: State, now: float, version_ids: Iterable[str]) -> None:
@@ -24,7 +24,7 @@ def take_back(state: State, now: float, version_ids: Iterable[str]) -> None:
     for version_id in sorted(version_ids):
         if (model := state.models.get(version_id)) is None:
             continue
-        prefills = admissions.prefills(state, model, now)
+        prefills = rosters.prefills(state, model, now)
         if len(prefills) < 2 or not any(state.attempts.at(one.instance_id).prefills for one in prefills):
             continue
         waiting_s = prefills[0].latency.queued_s(state.queues.num_prefill_tokens(version_id)) / len(prefills)

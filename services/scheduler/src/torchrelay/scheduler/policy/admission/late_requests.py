@@ -1,0 +1,62 @@
+"""Which requests are late where not all can be in time, and in what order the late ones are served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from torchrelay.scheduler.policy.core import Admission, AttemptKey
+
+_SLOWDOWN = 150.0  # seconds that a request may be late by for each second of its prompt, as it were
+
+
+class TimedPrompt(NamedTuple):
+    """``prompt_s``: of an instance. ``may_be_late``: its deadline may be given up."""
+
+    key: AttemptKey
+    deadline: float
+    prompt_s: float
+    may_be_late: bool = True
+
+
+def given_up(prompts: Iterable[TimedPrompt], free_at: Sequence[float], share: float = 1.0) -> list[AttemptKey]:
+    """As few deadlines as possible, so that all others are met; ``prompts`` are in the order of theirs. Where one would
+    be missed, the longest prompt so far is given up (Moore, 1968, by Hodgson's rule, which is exact for one machine).
+
+    ``free_at``: when each instance is, in ascending order. They compute for these prompts ``share`` of the time.
+    """
+    found: list[AttemptKey] = []
+    longest_first: list[tuple[float, int, AttemptKey]] = []
+    before_s = 0.0
+    for number, one in enumerate(prompts):
+        if one.may_be_late and free_at[0] + one.prompt_s > one.deadline:
+            found.append(one.key)
+            continue
+        ends_at = _computed_at(before_s / share, free_at) + one.prompt_s
+        before_s += one.prompt_s
+        if one.may_be_late:
+            heappush(longest_first, (-one.prompt_s, number, one.key))
+        if ends_at > one.deadline and longest_first:
+            longest_s, _, key = heappop(longest_first)
+            before_s += longest_s
+            found.append(key)
+    return found
+
+
+def _computed_at(work_s: float, free_at: Sequence[float]) -> float:
+    """When the instances together have done so much."""
+    sum_at = 0.0
+    for number, at in enumerate(free_at, 1):
+        sum_at += at
+        computed_at = (work_s + sum_at) / number
+        if number < len(free_at) and computed_at <= free_at[number]:
+            break
+    return computed_at
+
+
+def due_when_late(admission: Admission, prompt_s: float) -> float:
+    """Late requests are in the order of these times: a short prompt goes before a long one that is not late by so many
+    times the difference more. The times are fixed, so each request becomes the first of all.
+    """
+    return admission.deadline + _SLOWDOWN * prompt_s

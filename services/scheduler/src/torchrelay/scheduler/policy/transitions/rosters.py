@@ -1,0 +1,91 @@
+"""The instances of a version that take requests, and what is left of their loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
+from torchrelay.scheduler.policy.core import (
+    Instance,
+    InstancePhase,
+    Model,
+    Role,
+    WorkerRef,
+    WorkerStatus,
+)
+from torchrelay.scheduler.policy.dispatch.roster import RosterEntry, computes_alike
+from torchrelay.scheduler.policy.estimates.latency import load_left_s
+from torchrelay.scheduler.policy.state import State
+
+
+def note_earlier_prompts(state: State, worker: WorkerStatus, now: float) -> None:
+    """A worker reports for the first time: the prompts that it has were bound by an earlier scheduler.
+
+    Later reports are not used: what is bound here is known more accurately, and a report may come before the first
+    token of a prompt that it counts.
+    """
+    reported_s = worker.queued_prefill_s
+    if not reported_s and worker.num_queued_prefill_tokens:
+        latency = state.latency_models.of(worker, worker.slot.pack_id, state.config)
+        reported_s = latency.queued_s(worker.num_queued_prefill_tokens)
+    if reported_s:
+        earlier = {worker_id: until for worker_id, until in state.earlier_prompts_until.items() if until > now}
+        state.earlier_prompts_until = {**earlier, worker.worker_id: now + reported_s}
+
+
+def roster(state: State, model: Model, now: float) -> Sequence[RosterEntry]:
+    """The instances of the version that take requests."""
+
+    def load_of(before: RosterEntry) -> RosterEntry:
+        instance = state.instances.get(before.instance_id)
+        assert instance is not None, "a roster is forgotten when an instance goes"
+        return replace(before, loaded_at=now + _load_left_s(state, model, instance, now))
+
+    return state.rosters.of(model.version_id, lambda: _roster(state, model, now), load_of)
+
+
+def _roster(state: State, model: Model, now: float) -> Iterator[RosterEntry]:
+    for instance in state.instances.of_version(model.version_id):
+        worker = state.membership.workers.get(instance.worker_id)
+        if not instance.placeable or worker is None or state.membership.is_suspect(worker.worker_id):
+            continue
+        latency = state.latency_models.of(worker, model.pack_id, state.config)
+        yield RosterEntry(
+            worker_ref=WorkerRef(worker.worker_id, worker.grpc_address, instance.instance_id),
+            host_id=instance.host_id,
+            plays_prefill=instance.plays(Role.PREFILL),
+            plays_decode=instance.plays(Role.DECODE),
+            phase=instance.phase,
+            loaded_at=now + _load_left_s(state, model, instance, now),
+            latency=latency,
+            kv_pool_bytes=worker.kv_pool_bytes,
+            full_step_s=latency.queued_s(latency.token_budget),
+            excess_until=state.earlier_prompts_until.get(worker.worker_id, 0.0),
+        )
+
+
+def forget_roster(state: State, before: WorkerStatus | None, worker: WorkerStatus, instance: Instance) -> None:
+    """If the worker's report, after the one ``before``, says anything new of what its instance can take. All loads of
+    its version are predicted anew.
+    """
+    if before is None or not computes_alike(before, worker):
+        state.rosters.forget(instance.version_id)
+    elif instance.version_id in state.instances.loading_versions:
+        state.rosters.forget_loads(instance.version_id)
+
+
+def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> float:
+    if instance.phase is not InstancePhase.LOADING:
+        return 0.0
+    expected_s = state.config.slot_setup_s
+    if store := state.membership.store_of(instance.host_id):
+        tier = tier_of(model.pack_id, store, state.membership.is_held(model.pack_id))
+        expected_s = state.load_times.predict_s(model, tier, state.config)
+    return load_left_s(instance, expected_s, now)
+
+
+def prefills(state: State, model: Model, now: float) -> Sequence[RosterEntry]:
+    """The instances of the version that take prompts."""
+    roster(state, model, now)
+    return state.rosters.prefills(model.version_id)

@@ -1,0 +1,82 @@
+"""Where not all can be in time, as few as possible are late; in what order these are served."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from tests.unit.scheduler.policy.paper_cluster import a_model, an_admission
+from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt, due_when_late, given_up
+from torchrelay.scheduler.policy.core import AttemptKey
+
+
+def prompts_of(*pairs: tuple[float, float]) -> list[TimedPrompt]:
+    """Of deadlines and times to compute, in the order of the deadlines."""
+    ordered = sorted(pairs)
+    return [TimedPrompt(AttemptKey(f"r{n}", 1), deadline, prompt_s) for n, (deadline, prompt_s) in enumerate(ordered)]
+
+
+def are_in_time(prompts: list[TimedPrompt], begins_at: float) -> bool:
+    """One after the other."""
+    for one in prompts:
+        begins_at += one.prompt_s
+        if begins_at > one.deadline:
+            return False
+    return True
+
+
+def test_the_longest_prompt_gives_way_though_it_is_due_first() -> None:
+    prompts = prompts_of((6.0, 5.0), (7.0, 2.0), (8.0, 2.0))
+    assert given_up(prompts, [1.0]) == [AttemptKey("r0", 1)]
+
+
+def test_where_all_can_be_in_time_nobody_gives_way() -> None:
+    assert given_up(prompts_of((6.0, 5.0), (8.0, 2.0)), [1.0]) == []
+
+
+def test_who_is_late_in_any_case_gives_way_first() -> None:
+    assert given_up(prompts_of((2.0, 3.0), (5.0, 4.0)), [0.0]) == [AttemptKey("r0", 1)]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 20), st.integers(1, 8)).map(lambda one: (float(one[0]), float(one[1]))), max_size=7
+    )
+)
+def test_no_other_choice_has_fewer_late(pairs: list[tuple[float, float]]) -> None:
+    prompts = prompts_of(*pairs)
+    late = given_up(prompts, [0.0])
+    kept = [one for one in prompts if one.key not in late]
+    assert len(late) + len(kept) == len(prompts)
+    assert are_in_time(kept, 0.0)
+    more = combinations(prompts, len(kept) + 1)
+    assert not any(are_in_time(list(chosen), 0.0) for chosen in more)
+
+
+@pytest.mark.parametrize(("free_at", "share"), [([0.0, 0.0], 1.0), ([0.0, 0.0, 0.0, 0.0], 0.5)])
+def test_several_instances_compute_as_much_as_their_share(free_at: list[float], share: float) -> None:
+    prompts = prompts_of(*((2.0, 1.0) for _ in range(5)))
+    assert len(given_up(prompts, free_at, share)) == 2, "two at a time: two and two are in time, and one begins at 1.5"
+
+
+def test_an_instance_that_is_free_later_helps_from_then_on() -> None:
+    prompts = prompts_of((2.0, 1.0), (2.0, 1.0), (3.0, 1.0))
+    assert given_up(prompts, [0.0, 1.0]) == []
+    assert len(given_up(prompts, [0.0, 9.0])) == 0
+    assert len(given_up(prompts, [1.0, 9.0])) == 1
+
+
+def test_who_has_begun_never_gives_way_and_counts() -> None:
+    first, second = prompts_of((2.0, 5.0), (6.0, 2.0))
+    assert given_up([first._replace(may_be_late=False), second], [0.0]) == [second.key]
+
+
+def test_a_late_short_prompt_goes_before_a_long_one_unless_that_is_far_later() -> None:
+    long_, short = (an_admission(a_model(), name) for name in ("long", "short"))
+    assert due_when_late(short, 0.1) < due_when_late(long_, 0.5)
+    much_younger = structs.replace(short, admitted_at=long_.admitted_at + 100.0)
+    assert due_when_late(much_younger, 0.1) > due_when_late(long_, 0.5)
