@@ -391,6 +391,27 @@ def test_who_had_a_place_is_next_by_its_deadline_though_that_has_passed(had_toke
     assert scene.placement("first", attempt=2) is not None and scene.placement("newcomer") is None
 
 
+@pytest.mark.parametrize("num_short", [1, 3])
+def test_a_long_prompt_gives_way_to_short_ones_only_if_not_all_can_be_in_time(num_short: int) -> None:
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))
+    scene.admit(MODEL, "cold")
+    scene.finish_loads()
+    scene.apply(FirstToken(AttemptKey("cold", 1)))
+    scene.release("cold")
+    budget = LATENCY.token_budget
+    full_s, long_s, short_s = (LATENCY.prefill_s(num) for num in (2 * budget, budget, budget // 2))
+    scene.admit(MODEL, "ahead", num_prompt_tokens=2 * budget, tbt_target_s=10.0)
+    target_s = full_s + long_s + 1.5 * short_s
+    scene.admit(MODEL, "long", num_prompt_tokens=budget, ttft_target_s=target_s - 0.001, tbt_target_s=10.0)
+    for number in range(num_short):
+        scene.admit(MODEL, f"short{number}", num_prompt_tokens=budget // 2, ttft_target_s=target_s, tbt_target_s=10.0)
+    scene.now += full_s
+    scene.apply(FirstToken(AttemptKey("ahead", 1)))
+    is_long_next = scene.placement("long") is not None
+    assert is_long_next == (num_short == 1)
+    assert (scene.placement("short0") is not None) == (num_short > 1)
+
+
 def test_of_many_answers_in_flight_each_is_corrected_by_what_its_own_prediction_lacked() -> None:
     """The factor that had been learned since its placement was counted as part of its prediction."""
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))

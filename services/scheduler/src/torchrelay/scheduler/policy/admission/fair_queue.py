@@ -71,25 +71,25 @@ class _Tenant:
 
     def first(self) -> Entry:
         """Of at least one."""
-        is_late_due = len(self.late) and (self.late_credit > 0 or not len(self.timely))
+        is_late_due = len(self.late) and (self.late_credit >= 0 or not len(self.timely))
         return (self.late if is_late_due else self.timely).first()
 
     def earliest(self) -> Entry:
         """Of at least one."""
         return min(requests.first() for requests in (self.timely, self.late) if len(requests))
 
-    def fall_late(self, key: AttemptKey, due: float) -> bool:
+    def fall_late(self, admission: Admission, due: float) -> bool:
         """False if it was late already."""
-        if key in self.late:
+        if admission.key in self.late:
             return False
-        _, sequence, _ = self.timely.remove(key)
+        if not len(self.late):
+            self.late_credit = -_TIMELY_PER_LATE * admission.num_prefill_tokens
+        _, sequence, key = self.timely.remove(admission.key)
         self.late.push((due, sequence, key))
         return True
 
     def remove(self, key: AttemptKey) -> None:
         (self.late if key in self.late else self.timely).remove(key)
-        if not len(self.late):
-            self.late_credit = 0
 
     def serve(self, admission: Admission) -> None:
         """Counts what it gets."""
@@ -147,7 +147,7 @@ class FairQueue:
         """The request may be late: those of its tenant that should not be are first, and of the others those that are
         ``due`` before. False if that is known already.
         """
-        return self._tenants[admission.tenant].fall_late(admission.key, due)
+        return self._tenants[admission.tenant].fall_late(admission, due)
 
     def timely(self, tenant: str, number: int) -> list[AttemptKey]:
         """The tenant's requests with the earliest deadlines, of those that should be in time."""
