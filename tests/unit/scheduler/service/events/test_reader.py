@@ -28,7 +28,6 @@ class Kept:
         self.nats, self.subjects, self.js = nats, Subjects(new_id("t")), nats.jetstream()
         self._history = EventPublisher(nats, self.subjects)
         self.past = EventReader(self.js, self.subjects, max_readers)
-        self._num_written = 0
 
     async def _stream(self) -> StreamState:
         return (await self.nats.jetstream().stream_info(self.subjects.history_stream)).state
@@ -37,10 +36,10 @@ class Kept:
         for kind in kinds:
             fields = {"took_s": 1.5}
             self._history.note(SchedulerEvent(10.0, "kind", "acme/tiny", "it", reason, kind, fields, {"store-a": 3}))
+        num_written = (await self._stream()).messages + len(kinds)
         publishing = asyncio.create_task(self._history.run())
-        self._num_written += len(kinds)
         async with asyncio.timeout(10):
-            while (await self._stream()).messages < self._num_written:  # noqa: ASYNC110
+            while (await self._stream()).messages < num_written:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         publishing.cancel()
         await asyncio.wait((publishing,))

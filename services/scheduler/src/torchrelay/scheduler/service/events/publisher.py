@@ -24,6 +24,7 @@ log = get_logger(__name__)
 _RETRY_S = 0.2
 _TIMEOUT_S = 2.0
 _MAX_BATCH = 64  # events of which only the first and the last are acknowledged
+_GATHER_S = 0.02  # so long events wait for others to be published with
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class EventPublisher:
         """Publishes in order until cancelled."""
         while True:
             await self._filled.wait()
+            await asyncio.sleep(_GATHER_S)
             self._filled.clear()
             while self._queue:
                 batch = [self._queue.popleft() for _ in range(min(len(self._queue), _MAX_BATCH))]
