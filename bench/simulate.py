@@ -14,7 +14,9 @@ P95 is compared at equal device time: the rival's best one, and our best one tha
 half. Where ours cannot take so little, its cheapest setting counts: the rival would do no worse with as much.
 
 Beside each ratio is an estimate of the least that can be had, of the same run: the clairvoyant's device time, if it
-attains as much, and the P95 of prompts that are computed alone by an instance that is there.
+attains as much; what one instance of each model takes while any of its requests would be open if each was computed
+alone at once, at most the whole cluster (who serves them all cannot do with less); and the P95 of prompts that are
+computed alone by an instance that is there.
 
 Without ``--tune`` and ``--score``, each trace of ``--traces`` is split in halves; where that folder is missing, a trace
 is generated from the seed, and ``conditions`` say so.
@@ -54,7 +56,7 @@ FLEETS: Mapping[str, Fleet] = {"A": CLUSTER_A, "B": CLUSTER_B}
 MODELS = twelve_models()
 ZIPF, SEED = 1.0, 1
 EQUAL = 0.99  # so much of an attainment or a price is as much
-GRID = [Knobs(float(round(5 * 1.7**point)), (4, 16)[point % 2]) for point in range(8)]  # 5 s to 205 s
+GRID = [Knobs(float(round(820 ** (point / 9))), (4, 16)[point % 2]) for point in range(10)]  # 1 s to 820 s
 QUICK_GRID = [Knobs(10.0, 4), Knobs(60.0, 16)]
 RIVALS = {
     "oracle": ["clairvoyant"],
@@ -167,6 +169,22 @@ def prompt_alone_s(request: Request) -> float:
     return model.latency.prefill_s(request.num_prompt_tokens)
 
 
+def in_use_device_s(requests: Sequence[Request], fleet: Fleet) -> float:
+    """Of one instance of each model while any of its requests would be open, from the first arrival to the last, if
+    each was computed alone at once.
+    """
+    end = max(request.arrives_at for request in requests)
+    taken_s = 0.0
+    for model in MODELS:
+        until = 0.0
+        for request in sorted((one for one in requests if one.model == model.name), key=lambda one: one.arrives_at):
+            answer_s = (request.num_output_tokens - 1) * model.latency.tbt_s(1, request.num_prompt_tokens)
+            ends_at = min(request.arrives_at + prompt_alone_s(request) + answer_s, end)
+            taken_s += model.num_devices * max(ends_at - max(until, request.arrives_at), 0.0)
+            until = max(until, ends_at)
+    return min(taken_s, fleet.num_devices * (end - min(request.arrives_at for request in requests)))
+
+
 def of_systems(tuned: Sequence[Tuned], systems: Sequence[str]) -> list[Tuned]:
     return [one for one in tuned if one.system in systems]
 
@@ -206,6 +224,8 @@ def compare_device_time(
         least = scored(cheapest(clairvoyant, both_attain))
         if least.attainment >= EQUAL * other.attainment:
             limit = f"; the clairvoyant {_ratio(least.device_s, other.device_s):.3f}"
+    if rival != "oracle":
+        limit += f"; models in use {_ratio(in_use_device_s(case.score, FLEETS[case.fleet]), other.device_s):.3f}"
     mine = next((one for one in by_price if one.attainment >= EQUAL * other.attainment), None)
     if mine is None:
         most = max(by_price, key=lambda one: one.attainment)
