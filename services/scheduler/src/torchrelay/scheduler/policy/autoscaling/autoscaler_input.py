@@ -133,6 +133,7 @@ class Loads:
 
     of_version: Callable[[str], Sequence[InstanceLoad]]
     of_all: Callable[[], Sequence[InstanceLoad]]
+    unused: Callable[[], Sequence[InstanceLoad]]  # without open attempts
     occupied: Container[str]  # workers that have one
 
     @classmethod
@@ -140,7 +141,10 @@ class Loads:
         def of_version(version_id: str) -> Sequence[InstanceLoad]:
             return [load for load in loads if load.instance.version_id == version_id]
 
-        return cls(of_version, lambda: loads, frozenset(load.instance.worker_id for load in loads))
+        def unused() -> Sequence[InstanceLoad]:
+            return [load for load in loads if not load.num_open]
+
+        return cls(of_version, lambda: loads, unused, frozenset(load.instance.worker_id for load in loads))
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,19 @@ class AutoscalerInput:
             return [load.instance for load in self.instance_loads.of_version(version_id)]
 
         return kept_instances(self.minimums, of_version)
+
+    @cached_property
+    def idle(self) -> Sequence[InstanceLoad]:
+        """Instances that no request uses or waits for, longest idle first."""
+        idle = [
+            load
+            for load in self.instance_loads.unused()
+            if load.instance.staying
+            and load.instance.instance_id not in self.kept
+            and load.instance.version_id not in self.waited_for
+            and load.is_idle_since(self.now)
+        ]
+        return sorted(idle, key=lambda load: (load.last_active, load.instance.instance_id))
 
     @property
     def staying_of_some(self) -> Mapping[str, Sequence[InstanceLoad]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count, repeat
@@ -83,7 +83,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         for slot in free.of(demand.model, kv_bytes=demand.most_kv_bytes):
             free.take(slot.worker_id)
     for demand in demands if autoscaler_input.has_all_waiting else ():
-        growth = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, freeing, config)
+        growth = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, config)
         if growth is None:
             continue
         assignments = _assign_growth(demand, growth)
@@ -183,7 +183,6 @@ def _growth(
     autoscaler_input: AutoscalerInput,
     granted: Sequence[Roles],
     free: FreeSlots,
-    freeing: Callable[[], FreeingSlots],
     config: PolicyConfig,
 ) -> Growth | None:
     """What a model that can serve already gains by more instances, if that is worth their slots."""
@@ -198,7 +197,7 @@ def _growth(
     ):
         return None
     nearest = free.of(demand.model, demand.avoid, demand.least_kv_bytes, most=1)
-    tier = min(slot.tier for slot in nearest) if nearest else _nearest(demand, freeing().idle, autoscaler_input)
+    tier = min(slot.tier for slot in nearest) if nearest else _nearest(demand, autoscaler_input)
     load_s = demand.load_s.get(tier, 0.0)
     wanted = wanted_instances(demand, playing, load_s, config)
     missing = wanted - playing
@@ -281,12 +280,12 @@ def _trade(
     return [Drain(chosen.instance.instance_id, Reason("share", text, {"num_saved": gained, "num_lost": lost}))]
 
 
-def _nearest(demand: Demand, idle: Iterable[InstanceLoad], autoscaler_input: AutoscalerInput) -> Tier:
+def _nearest(demand: Demand, autoscaler_input: AutoscalerInput) -> Tier:
     """From where it would be loaded into the best of the slots of idle instances."""
     pack_id, workers = demand.model.pack_id, autoscaler_input.workers
     is_held = any(True for _ in autoscaler_input.holders(pack_id))
     tiers = []
-    for load in idle:
+    for load in autoscaler_input.idle:
         worker, store = workers.get(load.instance.worker_id), autoscaler_input.stores.get(load.instance.host_id)
         if worker is not None and store is not None and worker.num_devices == demand.model.num_devices:
             tiers.append(tier_of(pack_id, store, is_held))

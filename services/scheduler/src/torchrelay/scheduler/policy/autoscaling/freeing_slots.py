@@ -36,7 +36,7 @@ class FreeingSlots:
             for tenant, at in autoscaler_input.overdue_slots_at.items()
             if at > autoscaler_input.now - config.turn_s
         }
-        self.idle = _idle(autoscaler_input)
+        self.idle = autoscaler_input.idle
         idle_ids = {load.instance.instance_id for load in self.idle}
         for instance_id, load in self._loads.items():
             instance = load.instance
@@ -116,16 +116,3 @@ def fewest(slots: Mapping[str, Roles], missing: Roles) -> list[str]:
     for role in sorted(missing):
         chosen += [key for key, roles in slots.items() if role in roles and key not in chosen][:1]
     return chosen
-
-
-def _idle(autoscaler_input: AutoscalerInput) -> list[InstanceLoad]:
-    """Instances that no request uses or waits for, longest idle first."""
-    idle = [
-        load
-        for load in autoscaler_input.loads
-        if load.instance.staying
-        and load.instance.instance_id not in autoscaler_input.kept
-        and load.instance.version_id not in autoscaler_input.waited_for
-        and load.is_idle_since(autoscaler_input.now)
-    ]
-    return sorted(idle, key=lambda load: (load.last_active, load.instance.instance_id))

@@ -25,7 +25,7 @@ from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN as UNKNOWN_
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import backlogs, rosters
 
-_MAX_TIMELY = 64  # requests that are looked at for whether all can be in time
+_MAX_TIMELY = 32  # requests that are looked at for whether all can be in time
 _MAX_INSTANCES = 16  # which stand for all of a version then
 
 
@@ -52,7 +52,12 @@ def place_version(state: State, version_id: str, now: float) -> None:
     entries = rosters.roster(state, model, now)
     too_large: list[AttemptKey] = []
     while entries and (admission := state.queues.next(version_id, now)) is not None:
-        if _gives_up(state, admission, model, now):
+        is_late = now > admission.deadline
+        if (
+            is_late
+            and _may_be_late(admission)
+            and _fall_late(state, admission, _prompt_s(state, admission, model, now))
+        ):
             continue
         found = _placement(state, admission, model, entries, now)
         if isinstance(found, NoPlacement):
@@ -84,36 +89,34 @@ def _fall_late(state: State, admission: Admission, prompt_s: float) -> bool:
     return state.queues.fall_late(admission.key, state.strategies.due_when_late(admission, prompt_s))
 
 
-def _gives_up(state: State, admission: Admission, model: Model, now: float) -> bool:
-    """Whether others are to be placed before this one, which is next, as not all can be in time. Of its tenant's
-    requests that should be, these are found that are late with any placement, and those that make more others late.
+def _prompt_s(state: State, admission: Admission, model: Model, now: float) -> float:
+    return backlogs.prompts_s(state, model, admission.num_prefill_tokens, now)
+
+
+def give_up(state: State, admission: Admission, model: Model, now: float) -> None:
+    """Of the tenant's requests that should be in time, beside this one, which is new, gives those up that are late with
+    any placement, and those that make more others late.
     """
-    if now > admission.deadline:
-        prompt_s = backlogs.prompts_s(state, model, admission.num_prefill_tokens, now)
-        return _may_be_late(admission) and _fall_late(state, admission, prompt_s)
     entries = rosters.prefills(state, model, now)
     is_batch = admission.service_class is ServiceClass.BATCH  # its deadline is far
     if is_batch or state.queues.num_waiting(model.version_id) < 2 or not entries:
-        return False
+        return
     timely, share = state.queues.timely_beside(admission.key, _MAX_TIMELY)
-    if admission not in timely:
-        return False
     looked_at, work_of = entries[:_MAX_INSTANCES], state.attempts.at
     free_at = sorted(now + one.load_left_s(now) + one.ahead_s(work_of(one.instance_id).lane, now) for one in looked_at)
     prompts = {
         one.key: TimedPrompt(
             one.key,
             one.deadline,
-            backlogs.prompts_s(state, model, one.num_prefill_tokens, now),
+            _prompt_s(state, one, model, now),
             _may_be_late(one),
         )
         for one in timely
     }
-    keys = state.strategies.give_up(prompts.values(), free_at, share * len(entries) / len(looked_at))
+    given_up = state.strategies.give_up(prompts.values(), free_at, share * len(entries) / len(looked_at))
     for one in timely:
-        if one.key in keys:
+        if one.key in given_up:
             _fall_late(state, one, prompts[one.key].prompt_s)
-    return admission.key in keys
 
 
 def _placement(

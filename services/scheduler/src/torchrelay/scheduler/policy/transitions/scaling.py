@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import NamedTuple
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     AutoscalerInput,
@@ -129,7 +130,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
     return AutoscalerInput(
         now=now,
         demands=tuple(demands.values()),
-        instance_loads=Loads(loads.of_version, loads.of_all, state.instances.workers),
+        instance_loads=Loads(loads.of_version, loads.of_all, loads.unused, state.instances.workers),
         workers=membership.workers,
         free_workers=membership.free_workers,
         stores=membership.stores_by_host,
@@ -189,11 +190,12 @@ class _InstanceLoads:
     def __init__(self, state: State, now: float) -> None:
         self._state, self._now = state, now
         self._found: dict[str, tuple[InstanceLoad, ...]] = {}
+        self._versions: dict[str, _Version] = {}
 
     def of_version(self, version_id: str) -> tuple[InstanceLoad, ...]:
         found = self._found.get(version_id)
         if found is None:
-            found = self._found[version_id] = _loads_of_version(self._state, version_id, self._now)
+            found = self._found[version_id] = tuple(map(self._load, self._state.instances.of_version(version_id)))
         return found
 
     def of_all(self) -> tuple[InstanceLoad, ...]:
@@ -204,38 +206,53 @@ class _InstanceLoads:
         }
         return tuple(by_id[one.instance_id] for one in instances)
 
+    def unused(self) -> tuple[InstanceLoad, ...]:
+        """Without open attempts."""
+        bound = self._state.attempts.bound
+        return tuple(self._load(one) for one in self._state.instances if one.instance_id not in bound)
 
-def _loads_of_version(state: State, version_id: str, now: float) -> tuple[InstanceLoad, ...]:
-    if not (instances := state.instances.of_version(version_id)):
-        return ()
-    names, workers, model = state.aliases.of(version_id), state.membership.workers, state.models.get(version_id)
-    tenants = frozenset(map(tenant_of, names))
-    history = state.arrivals.of(version_id)
-    arrivals_per_s, target_s = history.expected_per_s(now), history.target_s or state.config.standard_ttft_s
-    reload_s = state.load_times.by_tier(model, state.config)[Tier.HOST] if model is not None else 0.0
-    drain_limit_s, found = state.config.drain_s, []
-    for instance in instances:
-        instance_id, worker = instance.instance_id, workers.get(instance.worker_id)
+    def _load(self, instance: Instance) -> InstanceLoad:
+        state, now = self._state, self._now
+        version = self._versions.get(instance.version_id)
+        if version is None:
+            version = self._versions[instance.version_id] = _version(state, instance.version_id, now)
+        instance_id, worker = instance.instance_id, state.membership.workers.get(instance.worker_id)
         work, last_active = state.attempts.at(instance_id), state.instances.last_active(instance_id)
         # What a worker counts long after the last attempt is of requests that nobody has: they would keep its slot for
         # ever.
-        is_counted = worker is not None and now - last_active <= drain_limit_s
+        is_counted = worker is not None and now - last_active <= state.config.drain_s
         is_ready = instance.phase is InstancePhase.READY
-        found.append(
-            InstanceLoad(
-                instance,
-                work.num_open,
-                worker.num_running if worker is not None and is_counted else 0,
-                last_active,
-                # From host memory, where its weights stay: no longer than it took to load, wherever they came from.
-                min(reload_s, instance.since - instance.created_at) if is_ready else 0.0,
-                tenants if names else frozenset((tenant_of(instance.model),)),
-                arrivals_per_s,
-                target_s,
-                partial(_drain_s, state, instance, worker, work),
-            )
+        return InstanceLoad(
+            instance,
+            work.num_open,
+            worker.num_running if worker is not None and is_counted else 0,
+            last_active,
+            # From host memory, where its weights stay: no longer than it took to load, wherever they came from.
+            min(version.reload_s, instance.since - instance.created_at) if is_ready else 0.0,
+            version.tenants or frozenset((tenant_of(instance.model),)),
+            version.arrivals_per_s,
+            version.target_s,
+            partial(_drain_s, state, instance, worker, work),
         )
-    return tuple(found)
+
+
+class _Version(NamedTuple):
+    """What the instances of a version have in common."""
+
+    tenants: frozenset[str]
+    reload_s: float
+    arrivals_per_s: float
+    target_s: float
+
+
+def _version(state: State, version_id: str, now: float) -> _Version:
+    model, history = state.models.get(version_id), state.arrivals.of(version_id)
+    return _Version(
+        frozenset(map(tenant_of, state.aliases.of(version_id))),
+        state.load_times.by_tier(model, state.config)[Tier.HOST] if model is not None else 0.0,
+        history.expected_per_s(now),
+        history.target_s or state.config.standard_ttft_s,
+    )
 
 
 def _drain_s(state: State, instance: Instance, worker: WorkerStatus | None, work: BoundWork) -> float:
