@@ -276,5 +276,5 @@ def test_of_three_times_as_many_prompts_as_can_be_computed_most_of_a_third_is_in
     found = requests("t/small", round(3 * computed_per_s * 30), 1 / (3 * computed_per_s), 2000, 30)
     _, outcomes = run(found, max_instances=1)
     in_time = [one for one in outcomes if one.arrived_at > outcomes[0].arrived_at + 5.0 and one.attains(SMALL)]
-    assert len(in_time) / (25 * computed_per_s) >= 0.6, "an eighth is for those that are late, a tenth for answers"
+    assert len(in_time) / (25 * computed_per_s) >= 0.6, "a sixteenth is for those that are late, a tenth for answers"
     assert all(one.ended_at for one in outcomes)

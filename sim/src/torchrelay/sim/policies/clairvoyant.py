@@ -26,5 +26,5 @@ def clairvoyant(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned
     return replace(
         found,
         config=replace(found.config, idle_timeout_s=_AT_ONCE_S, whole_scale_every_s=_AT_ONCE_S, slot_setup_s=0.0),
-        strategies=replace(theirs, give_up=ours.give_up, due_when_late=ours.due_when_late),
+        strategies=replace(theirs, choose_late=ours.choose_late, late_rank=ours.late_rank),
     )

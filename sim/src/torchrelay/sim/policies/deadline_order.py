@@ -15,12 +15,12 @@ from torchrelay.scheduler.policy.strategies import Strategies
 
 def by_deadline(strategies: Strategies) -> Strategies:
     """With this order."""
-    return replace(strategies, give_up=_give_up_none, due_when_late=_due_by_deadline)
+    return replace(strategies, choose_late=_none, late_rank=_by_deadline)
 
 
-def _give_up_none(prompts: Iterable[TimedPrompt], free_at: Sequence[float], share: float = 1.0) -> Sequence[AttemptKey]:
+def _none(prompts: Iterable[TimedPrompt], free_at: Sequence[float], share: float = 1.0) -> Sequence[AttemptKey]:
     return ()
 
 
-def _due_by_deadline(admission: Admission, prompt_s: float) -> float:
+def _by_deadline(admission: Admission, prompt_s: float) -> float:
     return admission.deadline

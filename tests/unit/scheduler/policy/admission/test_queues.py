@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
@@ -208,8 +209,8 @@ def test_who_can_be_in_time_goes_before_who_cannot_but_those_get_a_sixteenth() -
     late = [of("a", f"late{n}", ttft_target_s=1.0) for n in range(6)]
     queues = queues_with(*late, *(of("a", f"r{n}", ttft_target_s=5.0) for n in range(64)))
     for number, one in enumerate(late):
-        assert queues.fall_late(one.key, due=6.0 - number)
-    assert not queues.fall_late(late[0].key, due=0.0), "it is known"
+        assert queues.fall_late(one.key, rank=6.0 - number)
+    assert not queues.fall_late(late[0].key, rank=0.0), "it is known"
     order = order_of(queues)
     assert [order.index(f"late{5 - n}") // 16 for n in range(5)] == list(range(5)), "as they are due, one in sixteen"
     assert order[-1] == "late0"
@@ -217,17 +218,42 @@ def test_who_can_be_in_time_goes_before_who_cannot_but_those_get_a_sixteenth() -
 
 def test_who_should_be_in_time_beside_a_request_is_of_its_tenant_and_its_version() -> None:
     queues = queues_with(*(of("a", f"a{n}", ttft_target_s=9.0 - n, weight=3.0) for n in range(4)), of("b", "b0"))
-    queues.fall_late(AttemptKey("a3", 1), due=0.0)
+    queues.fall_late(AttemptKey("a3", 1), rank=0.0)
     found, share = queues.timely_beside(AttemptKey("a0", 1), 2)
     assert [one.key.request_id for one in found] == ["a2", "a1"]
     assert share == 0.75
 
 
+@pytest.mark.parametrize("large_leaves", [True, False])
+def test_a_small_late_request_waits_for_fifteen_times_its_own_tokens_whoever_was_late_before(
+    large_leaves: bool,
+) -> None:
+    large, small = (of("a", name, num_prompt_tokens=num) for name, num in (("large", 100_000), ("small", 100)))
+    queues = queues_with(large, small, *(of("a", f"r{n}", num_prompt_tokens=500) for n in range(9)))
+    queues.fall_late(large.key, rank=2.0)
+    queues.fall_late(small.key, rank=1.0)
+    if large_leaves:
+        queues.remove(large.key, NOW)
+    assert order_of(queues)[:4] == ["r0", "r1", "r2", "small"]
+
+
+def test_late_batch_work_that_is_given_back_is_not_charged() -> None:
+    batch = of("a", "batch", service_class=ServiceClass.BATCH, num_prompt_tokens=100_000)
+    queues = queues_with(batch)
+    queues.fall_late(batch.key, rank=NOW)
+    assert queues.next(MODEL.version_id, NOW) is batch
+    queues.take(batch.key, NOW)
+    queues.refund(batch)
+    for admission in (*(of("a", f"a{n}") for n in range(3)), of("b", "b0")):
+        queues.push(admission)
+    assert order_of(queues)[:2] == ["a0", "b0"]
+
+
 def test_batch_work_that_will_be_late_waits_with_what_is_late() -> None:
     batch = of("a", "batch", service_class=ServiceClass.BATCH, ttft_target_s=600.0)
     queues = queues_with(batch, of("a", "late", ttft_target_s=1.0), of("a", "r"))
-    queues.fall_late(batch.key, due=NOW)
-    queues.fall_late(AttemptKey("late", 1), due=NOW + 1.0)
+    queues.fall_late(batch.key, rank=NOW)
+    queues.fall_late(AttemptKey("late", 1), rank=NOW + 1.0)
     assert order_of(queues) == ["r", "batch", "late"]
 
 

@@ -126,17 +126,6 @@ def test_a_load_that_took_longer_than_the_idle_timeout_is_not_idle_when_it_ends(
     assert isinstance(drain, Drain) and drain.instance_id == "i-w2"
 
 
-@pytest.mark.parametrize(("num_devices", "timeout_s"), [(1, RULES.idle_timeout_s), (4, RULES.idle_timeout_s / 4)])
-def test_a_slot_of_several_devices_is_kept_shorter_though_nobody_has_named_its_model_since_the_start(
-    num_devices: int, timeout_s: float
-) -> None:
-    model, worker = a_model(), a_worker("w", num_devices=num_devices)
-    load = InstanceLoad(replace(an_instance(model, worker), since=99.0), 0, 0, last_active=0.0)
-    stores = [a_store("s1", "host-1", [a_copy(model)])]
-    assert decide(a_situation([], [load], [worker], stores, now=99.0 + timeout_s - 1), RULES) == ()
-    assert len(decide(a_situation([], [load], [worker], stores, now=99.0 + timeout_s), RULES)) == 1
-
-
 def test_an_idle_instance_says_for_how_long() -> None:
     model, worker = a_model(), a_worker("w-a")
     load = InstanceLoad(an_instance(model, worker), 0, 0, last_active=28.5)

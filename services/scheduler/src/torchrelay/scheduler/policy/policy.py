@@ -140,7 +140,6 @@ class Policy:
             migrations.admit(state, admission, now)
             return
         if admissions.admit(state, admission, model, input_.current, input_.is_computed, now):
-            placements.give_up(state, admission, model, now)
             placements.place_waiting(state, now, (model.version_id,))
             opened = state.attempts.get(admission.key)
             if opened is None:

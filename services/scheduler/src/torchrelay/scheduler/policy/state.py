@@ -137,9 +137,16 @@ class State:
 
     def idle_timeout_s(self, version_id: str, now: float) -> float:
         """What a cold start of the version is worth, in seconds of a slot: the longest that any of its users asked
-        for.
+        for. The default, if nobody has named it since the start: it is known by its instances.
         """
-        return self.aliases.idle_timeout_s(version_id, now) or self.config.idle_timeout_s
+        return self.aliases.idle_timeout_s(version_id, now) or self.config.idle_timeout_s / self._num_devices(
+            version_id
+        )
+
+    def _num_devices(self, version_id: str) -> int:
+        """Of a slot."""
+        workers = (self.membership.workers.get(one.worker_id) for one in self.instances.of_version(version_id))
+        return next((worker.num_devices for worker in workers if worker is not None), 1)
 
     def longest_idle_s(self, version_id: str, now: float) -> float:
         """After which an idle instance of the version is drained at the latest: at once if its models are deleted."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torchrelay.scheduler.planning import Node, ReceiveProgress, TransferEdge, plan
-from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt, due_when_late, given_up
+from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt, fewest_late, late_rank
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput
 from torchrelay.scheduler.policy.autoscaling.decision import decide
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -65,15 +65,15 @@ class Repair(Protocol):
     def __call__(self, replication_input: ReplicationInput, config: PolicyConfig) -> ReplicationPlan: ...
 
 
-class GiveUp(Protocol):
-    """Which deadlines are given up before they are missed; see ``admission/late_requests.py``."""
+class ChooseLate(Protocol):
+    """Which requests others go before though these are late then; see ``admission/late_requests.py``."""
 
     def __call__(
         self, prompts: Iterable[TimedPrompt], free_at: Sequence[float], share: float = 1.0
     ) -> Sequence[AttemptKey]: ...
 
 
-class DueWhenLate(Protocol):
+class LateRank(Protocol):
     """The order of requests that are late; see ``admission/late_requests.py``."""
 
     def __call__(self, admission: Admission, prompt_s: float) -> float: ...
@@ -87,8 +87,8 @@ class Strategies:
     decide: Decide = decide
     plan: Plan = plan
     repair: Repair = repair
-    give_up: GiveUp = given_up
-    due_when_late: DueWhenLate = due_when_late
+    choose_late: ChooseLate = fewest_late
+    late_rank: LateRank = late_rank
 
     @property
     def decides_in_turns(self) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torchrelay.scheduler.policy.core import Admission, AttemptKey
 
-Entry = tuple[float, int, AttemptKey]  # by deadline, or when it is due though it is late; then by arrival
+Entry = tuple[float, int, AttemptKey, int]  # by deadline, or rank of what is late, then by arrival; with its tokens
 
 _TIMELY_PER_LATE = 15  # prompt tokens of requests in time for one of a late one, while a tenant has both
 _MIN_DEBTS_SWEPT = 64
@@ -49,7 +49,7 @@ class OrderedRequests:
         return self._ordered[0]
 
     def first_few(self, number: int) -> list[AttemptKey]:
-        return [key for _, _, key in self._ordered[:number]]
+        return [entry[2] for entry in self._ordered[:number]]
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError``."""
@@ -64,39 +64,38 @@ class _Tenant:
     weight: float = 1.0
     timely: OrderedRequests = field(default_factory=OrderedRequests)
     late: OrderedRequests = field(default_factory=OrderedRequests)
-    late_credit: int = 0  # prompt tokens of late requests that are due, times ``_TIMELY_PER_LATE``
+    late_credit: int = 0  # prompt tokens of others that were served since the last late one
 
     def __len__(self) -> int:
         return len(self.timely) + len(self.late)
 
     def first(self) -> Entry:
         """Of at least one."""
-        is_late_due = len(self.late) and (self.late_credit >= 0 or not len(self.timely))
-        return (self.late if is_late_due else self.timely).first()
+        if not len(self.late):
+            return self.timely.first()
+        late = self.late.first()
+        is_due = self.late_credit >= _TIMELY_PER_LATE * late[3] or not len(self.timely)
+        return late if is_due else self.timely.first()
 
-    def earliest(self) -> Entry:
-        """Of at least one."""
-        return min(requests.first() for requests in (self.timely, self.late) if len(requests))
-
-    def fall_late(self, admission: Admission, due: float) -> bool:
+    def fall_late(self, admission: Admission, rank: float) -> bool:
         """False if it was late already."""
         if admission.key in self.late:
             return False
-        if not len(self.late):
-            self.late_credit = -_TIMELY_PER_LATE * admission.num_prefill_tokens
-        _, sequence, key = self.timely.remove(admission.key)
-        self.late.push((due, sequence, key))
+        _, sequence, key, num_tokens = self.timely.remove(admission.key)
+        self.late.push((rank, sequence, key, num_tokens))
         return True
 
     def remove(self, key: AttemptKey) -> None:
         (self.late if key in self.late else self.timely).remove(key)
+        if not len(self.late):
+            self.late_credit = 0
 
     def serve(self, admission: Admission) -> None:
         """Counts what it gets."""
         num_tokens = admission.num_prefill_tokens
         self.tag += num_tokens / admission.weight
         if admission.key in self.late:
-            self.late_credit = max(self.late_credit - _TIMELY_PER_LATE * num_tokens, -_TIMELY_PER_LATE * num_tokens)
+            self.late_credit = max(self.late_credit - _TIMELY_PER_LATE * num_tokens, 0)
         elif len(self.late):
             self.late_credit += num_tokens
 
@@ -121,7 +120,7 @@ class FairQueue:
             tag = max(self._debts.pop(name, 0.0), self._now)
             tenant = self._tenants[name] = _Tenant(tag)
         tenant.weight = admission.weight
-        tenant.timely.push((admission.deadline, sequence, admission.key))
+        tenant.timely.push((admission.deadline, sequence, admission.key, admission.num_prefill_tokens))
 
     def remove(self, admission: Admission) -> None:
         name = admission.tenant
@@ -143,13 +142,13 @@ class FairQueue:
         tenant.serve(admission)
         self.remove(admission)
 
-    def fall_late(self, admission: Admission, due: float) -> bool:
-        """The request may be late: those of its tenant that should not be are first, and of the others those that are
-        ``due`` before. False if that is known already.
+    def fall_late(self, admission: Admission, rank: float) -> bool:
+        """The request is late: those of its tenant that should not be are first, and of the others those of less
+        ``rank``. False if that is known already.
         """
-        return self._tenants[admission.tenant].fall_late(admission, due)
+        return self._tenants[admission.tenant].fall_late(admission, rank)
 
-    def timely(self, tenant: str, number: int) -> list[AttemptKey]:
+    def first_timely(self, tenant: str, number: int) -> list[AttemptKey]:
         """The tenant's requests with the earliest deadlines, of those that should be in time."""
         return self._tenants[tenant].timely.first_few(number)
 
@@ -175,8 +174,9 @@ class FairQueue:
         return best[1][2] if best is not None else None
 
     def earliest(self) -> Entry | None:
-        """The request with the earliest deadline, whoever's turn it is."""
-        return min((tenant.earliest() for tenant in self._tenants.values()), default=None)
+        """The request with the earliest deadline of those that should be in time, whoever's turn it is."""
+        timely = (tenant.timely for tenant in self._tenants.values())
+        return min((requests.first() for requests in timely if len(requests)), default=None)
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError``."""

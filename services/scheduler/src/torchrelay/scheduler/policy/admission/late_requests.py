@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from torchrelay.scheduler.policy.core import Admission, AttemptKey
 
-_SLOWDOWN = 150.0  # seconds that a request may be late by for each second of its prompt, as it were
+_PROMPT_PRICE = 150.0  # of a second of a late prompt, in seconds by which it is late
 
 
 class TimedPrompt(NamedTuple):
-    """``prompt_s``: of an instance. ``may_be_late``: its deadline may be given up."""
+    """``prompt_s``: of an instance. ``may_be_late``: others may go first for which it is late then."""
 
     key: AttemptKey
     deadline: float
@@ -20,9 +20,10 @@ class TimedPrompt(NamedTuple):
     may_be_late: bool = True
 
 
-def given_up(prompts: Iterable[TimedPrompt], free_at: Sequence[float], share: float = 1.0) -> list[AttemptKey]:
-    """As few deadlines as possible, so that all others are met; ``prompts`` are in the order of theirs. Where one would
-    be missed, the longest prompt so far is given up (Moore, 1968, by Hodgson's rule, which is exact for one machine).
+def fewest_late(prompts: Iterable[TimedPrompt], free_at: Sequence[float], share: float = 1.0) -> list[AttemptKey]:
+    """As few as possible, without which all others are in time; ``prompts`` are in the order of their deadlines. Where
+    one would be missed, the longest prompt so far is late (Moore, 1968, by Hodgson's rule, which is exact for one
+    machine). One that may not be late, and is in any case, makes nobody else late.
 
     ``free_at``: when each instance is, in ascending order. They compute for these prompts ``share`` of the time.
     """
@@ -30,14 +31,15 @@ def given_up(prompts: Iterable[TimedPrompt], free_at: Sequence[float], share: fl
     longest_first: list[tuple[float, int, AttemptKey]] = []
     before_s = 0.0
     for number, one in enumerate(prompts):
-        if one.may_be_late and free_at[0] + one.prompt_s > one.deadline:
+        is_late_alone = free_at[0] + one.prompt_s > one.deadline
+        if is_late_alone and one.may_be_late:
             found.append(one.key)
             continue
         ends_at = _computed_at(before_s / share, free_at) + one.prompt_s
         before_s += one.prompt_s
         if one.may_be_late:
             heappush(longest_first, (-one.prompt_s, number, one.key))
-        if ends_at > one.deadline and longest_first:
+        if ends_at > one.deadline and not is_late_alone and longest_first:
             longest_s, _, key = heappop(longest_first)
             before_s += longest_s
             found.append(key)
@@ -55,8 +57,8 @@ def _computed_at(work_s: float, free_at: Sequence[float]) -> float:
     return computed_at
 
 
-def due_when_late(admission: Admission, prompt_s: float) -> float:
-    """Late requests are in the order of these times: a short prompt goes before a long one that is not late by so many
-    times the difference more. The times are fixed, so each request becomes the first of all.
+def late_rank(admission: Admission, prompt_s: float) -> float:
+    """Late requests are served in the order of these: a short prompt before a long one that is not late by so many
+    times the difference more. Ranks are fixed, so each request becomes the first of all.
     """
-    return admission.deadline + _SLOWDOWN * prompt_s
+    return admission.deadline + _PROMPT_PRICE * prompt_s

@@ -1,9 +1,9 @@
 """Requests that wait for a placement, by model version: who is next, and who must leave when a queue is full.
 
-Who is next: of those whose deadline counts the tenant that got the least, by its weight; of its requests the one with
-the earliest deadline. Batch work is next where none of these waits; once its own deadline is near, it is one of these.
-What cannot be placed now is *parked*: it waits like the others and keeps its position, but is not next. A full queue
-refuses the tenant that has most of it.
+Who is next: of those whose deadline counts the tenant that got the least, by its weight; of its requests that should be
+in time the one with the earliest deadline, and now and then one that is late. Batch work is next where none of these
+waits; once its own deadline is near, it is one of these. What cannot be placed now is *parked*: it waits like the others
+and keeps its position, but is not next. A full queue refuses the tenant that has most of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.admission.fair_queue import FairQueue
 from torchrelay.scheduler.policy.admission.place_rate import PlaceRate
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, Admission, AttemptKey, ServiceClass
+
+_MAX_MOVED = 1024  # taken requests whose fair queue is remembered, in case that they are given back
 
 
 @dataclass(slots=True)
@@ -78,6 +80,7 @@ class AdmissionQueues:
         self._emptied: dict[str, tuple[float, _VersionQueue]] = {}  # those with debts, in the order of these times
         self._version_of: dict[AttemptKey, str] = {}
         self._num_of: Counter[str] = Counter()  # waiting requests, by tenant
+        self._moved: Recent[AttemptKey, FairQueue] = Recent(_MAX_MOVED)  # batch work that was taken as such no longer
         self._place_rates: Recent[str, PlaceRate] = Recent(MAX_VERSIONS)  # by version
         self._sequence = count()
 
@@ -136,21 +139,23 @@ class AdmissionQueues:
         one = queue.waiting[key]
         assert one.fair_queue is not None
         one.fair_queue.take(one.admission)
+        if one.fair_queue is not queue.fair_queue_of(one.admission):
+            self._moved[key] = one.fair_queue
         rate = self._place_rates.get(version_id) or PlaceRate()
         self._place_rates[version_id] = rate
         rate.take(now, is_last=len(queue.waiting) == 1)
         self._forget(key, now)
 
-    def fall_late(self, key: AttemptKey, due: float) -> bool:
-        """The request, which is not parked, may miss its deadline: those of its tenant that should not come first. Then
-        it is ``due`` among those that may, and batch work no longer. False if that is known already.
+    def fall_late(self, key: AttemptKey, rank: float) -> bool:
+        """The request, which is not parked, is late: those of its tenant that should not be come first, and of those
+        that are the ones of less ``rank``. It is batch work no longer. False if that is known already.
         """
         queue = self._queues[self._version_of[key]]
         one = queue.waiting[key]
         if one.fair_queue is queue.batch:
             one.join(queue.timely)
         assert one.fair_queue is not None
-        return one.fair_queue.fall_late(one.admission, due)
+        return one.fair_queue.fall_late(one.admission, rank)
 
     def timely_beside(self, key: AttemptKey, number: int) -> tuple[list[Admission], float]:
         """Requests that should be in time, of the tenant and the version of this one, which is not parked: those with
@@ -160,11 +165,14 @@ class AdmissionQueues:
         one = queue.waiting[key]
         assert one.fair_queue is not None
         tenant = one.admission.tenant
-        keys = one.fair_queue.timely(tenant, number)
+        keys = one.fair_queue.first_timely(tenant, number)
         return [queue.waiting[key].admission for key in keys], one.fair_queue.share(tenant)
 
     def refund(self, admission: Admission) -> None:
         """A request that was taken comes back: its tenant has not been served."""
+        if (fair_queue := self._moved.pop(admission.key, None)) is not None:
+            fair_queue.refund(admission)
+            return
         _, queue = self._emptied.get(admission.version_id, (0.0, self._queues.get(admission.version_id)))
         if queue is not None:
             queue.fair_queue_of(admission).refund(admission)

@@ -358,7 +358,7 @@ def _scale_down(
         demand = demands.get(version_id)
         if demand is not None and demand.is_expected(autoscaler_input.now):
             continue
-        price_s = autoscaler_input.prices_s.get(version_id) or _default_price_s(staying, autoscaler_input, config)
+        price_s = autoscaler_input.prices_s.get(version_id) or config.idle_timeout_s
         keep_s = demand.keep_s if demand is not None else price_s
         abandoned_since = autoscaler_input.now - config.cancel_after_s
         if all(load.instance.phase is InstancePhase.LOADING and load.is_idle_since(abandoned_since) for load in loads):
@@ -387,12 +387,6 @@ def _scale_down(
         if demand is not None and len(loads) == len(staying):
             actions += _uncrowded(demand, loads, kept, autoscaler_input.now)
     return actions
-
-
-def _default_price_s(loads: Sequence[InstanceLoad], autoscaler_input: AutoscalerInput, config: PolicyConfig) -> float:
-    """Of a model that nobody has named since the start: it is known by its instances alone."""
-    workers = (autoscaler_input.workers.get(load.instance.worker_id) for load in loads)
-    return config.idle_timeout_s / max((worker.num_devices for worker in workers if worker is not None), default=1)
 
 
 def can_spare(load: InstanceLoad, loads: Sequence[InstanceLoad]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchrelay.scheduler.policy.core import (
     InstancePhase,
@@ -35,18 +35,23 @@ def prompts_s(state: State, model: Model, num_tokens: float, now: float) -> floa
 
 
 def _prompts_s(state: State, model: Model, entries: Sequence[RosterEntry], num_tokens: float) -> float:
-    """Of prompts that are not bound yet: where an instance is loaded, as much of them is taken to be cached as was of
-    late.
+    return computation_s(state, model, entries)(num_tokens) if num_tokens else 0.0
+
+
+def computation_s(state: State, model: Model, entries: Sequence[RosterEntry]) -> Callable[[float], float]:
+    """Of so many tokens of prompts that are not bound yet: where an instance is loaded, as much of them is taken to be
+    cached as was of late in the mean.
     """
-    if not num_tokens:
-        return 0.0
-    if any(entry.phase is not InstancePhase.LOADING for entry in entries):
-        num_tokens = math.ceil(num_tokens * state.cached_prompts.uncached_share(model.version_id))
+    is_loaded = any(entry.phase is not InstancePhase.LOADING for entry in entries)
+    share = state.cached_prompts.uncached_share(model.version_id) if is_loaded else 1.0
     if entries:
-        return entries[0].latency.queued_s(round(num_tokens))
-    able = (one for one in state.membership.workers.values() if one.num_devices == model.num_devices)
-    worker = next(able, None)
-    return state.latency_models.of(worker, model.pack_id, state.config).queued_s(round(num_tokens)) if worker else 0.0
+        latency = entries[0].latency
+    else:
+        able = (one for one in state.membership.workers.values() if one.num_devices == model.num_devices)
+        if (worker := next(able, None)) is None:
+            return lambda num_tokens: 0.0
+        latency = state.latency_models.of(worker, model.pack_id, state.config)
+    return lambda num_tokens: latency.queued_s(math.ceil(num_tokens * share))
 
 
 def predicted_wait_s(state: State, model: Model, now: float) -> float:

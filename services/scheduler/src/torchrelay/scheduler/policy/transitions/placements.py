@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Sequence
-from heapq import nlargest
+from heapq import nlargest, nsmallest
 from operator import itemgetter
 
 from torchrelay.scheduler.policy import effects
@@ -26,7 +26,7 @@ from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import backlogs, rosters
 
 _MAX_TIMELY = 32  # requests that are looked at for whether all can be in time
-_MAX_INSTANCES = 16  # which stand for all of a version then
+_MAX_INSTANCES = 16  # those that are free first: they stand for all of a version then
 
 
 def place_waiting(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
@@ -50,15 +50,13 @@ def place_version(state: State, version_id: str, now: float) -> None:
     if model is None or not state.queues.num_waiting(version_id):
         return
     entries = rosters.roster(state, model, now)
+    tenants: set[str] = set()  # whose requests were looked at
     too_large: list[AttemptKey] = []
     while entries and (admission := state.queues.next(version_id, now)) is not None:
-        is_late = now > admission.deadline
-        if (
-            is_late
-            and _may_be_late(admission)
-            and _fall_late(state, admission, _prompt_s(state, admission, model, now))
-        ):
-            continue
+        if admission.tenant not in tenants:
+            tenants.add(admission.tenant)
+            _choose_late(state, admission, model, now)
+            continue  # it may not be next any more
         found = _placement(state, admission, model, entries, now)
         if isinstance(found, NoPlacement):
             if found.is_own:
@@ -86,37 +84,28 @@ def _may_be_late(admission: Admission) -> bool:
 
 def _fall_late(state: State, admission: Admission, prompt_s: float) -> bool:
     """False if it was late already."""
-    return state.queues.fall_late(admission.key, state.strategies.due_when_late(admission, prompt_s))
+    return state.queues.fall_late(admission.key, state.strategies.late_rank(admission, prompt_s))
 
 
-def _prompt_s(state: State, admission: Admission, model: Model, now: float) -> float:
-    return backlogs.prompts_s(state, model, admission.num_prefill_tokens, now)
-
-
-def give_up(state: State, admission: Admission, model: Model, now: float) -> None:
-    """Of the tenant's requests that should be in time, beside this one, which is new, gives those up that are late with
-    any placement, and those that make more others late.
+def _choose_late(state: State, admission: Admission, model: Model, now: float) -> None:
+    """Of the requests of the tenant of this one, which is next, those are late that will be with any placement, and
+    those that would make more others late. Batch work is left out: its deadline is far.
     """
     entries = rosters.prefills(state, model, now)
-    is_batch = admission.service_class is ServiceClass.BATCH  # its deadline is far
+    is_batch = admission.service_class is ServiceClass.BATCH
     if is_batch or state.queues.num_waiting(model.version_id) < 2 or not entries:
         return
     timely, share = state.queues.timely_beside(admission.key, _MAX_TIMELY)
-    looked_at, work_of = entries[:_MAX_INSTANCES], state.attempts.at
-    free_at = sorted(now + one.load_left_s(now) + one.ahead_s(work_of(one.instance_id).lane, now) for one in looked_at)
-    prompts = {
-        one.key: TimedPrompt(
-            one.key,
-            one.deadline,
-            _prompt_s(state, one, model, now),
-            _may_be_late(one),
-        )
-        for one in timely
-    }
-    given_up = state.strategies.give_up(prompts.values(), free_at, share * len(entries) / len(looked_at))
-    for one in timely:
-        if one.key in given_up:
-            _fall_late(state, one, prompts[one.key].prompt_s)
+    work_of, prompt_s = state.attempts.at, backlogs.computation_s(state, model, entries)
+    busy_s = (one.load_left_s(now) + one.ahead_s(work_of(one.instance_id).lane, now) for one in entries)
+    free_at = [now + seconds for seconds in nsmallest(_MAX_INSTANCES, busy_s)]
+    prompts = [
+        TimedPrompt(one.key, one.deadline, prompt_s(one.num_prefill_tokens), _may_be_late(one)) for one in timely
+    ]
+    late = set(state.strategies.choose_late(prompts, free_at, share * len(entries) / len(free_at)))
+    for one, prompt in zip(timely, prompts, strict=True):
+        if one.key in late:
+            _fall_late(state, one, prompt.prompt_s)
 
 
 def _placement(

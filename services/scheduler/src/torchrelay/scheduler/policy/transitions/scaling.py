@@ -113,7 +113,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         )
     version_ids = list(version_ids)
     models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
-    prices_s = {model.version_id: state.idle_timeout_s(model.version_id, now) for model in models}
+    prices_s = {version_id: state.idle_timeout_s(version_id, now) for version_id in version_ids}
     settled_models = models if settled else ()
     demands = {one.version_id: _demand(state, one, prices_s[one.version_id], now) for one in settled_models}
     for demand in demands.values():
