@@ -13,10 +13,9 @@ no such second choice, which could only cost it more; and where it attains less 
 P95 is compared at equal device time: the rival's best one, and our best one that takes no more than 1% more on either
 half. Where ours cannot take so little, its cheapest setting counts: the rival would do no worse with as much.
 
-Beside each ratio is an estimate of the least that can be had, of the same run: the clairvoyant's device time, if it
+Beside each ratio are estimates of the least that can be had, of the same run: the clairvoyant's device time, if it
 attains as much; what one instance of each model takes while any of its requests would be open if each was computed
-alone at once, at most the whole cluster (who serves them all cannot do with less); and the P95 of prompts that are
-computed alone by an instance that is there.
+alone at once, at most the whole cluster; and the P95 of prompts that are computed alone by an instance that is there.
 
 Without ``--tune`` and ``--score``, each trace of ``--traces`` is split in halves; where that folder is missing, a trace
 is generated from the seed, and ``conditions`` say so.

@@ -25,9 +25,9 @@ async def write_while_open(call: grpc.aio.StreamUnaryCall[Any, Any], writing: Co
 
     call.add_done_callback(end)
     await asyncio.gather(task, return_exceptions=True)
-    if task.cancelled():
-        return None
     try:
         return task.result()
-    except (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
+    except (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError, asyncio.CancelledError):
+        if not call.done():
+            raise
         return None

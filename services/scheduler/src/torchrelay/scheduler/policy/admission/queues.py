@@ -2,8 +2,8 @@
 
 Who is next: of those whose deadline counts the tenant that got the least, by its weight; of its requests that should be
 in time the one with the earliest deadline, and now and then one that is late. Batch work is next where none of these
-waits; once its own deadline is near, it is one of these. What cannot be placed now is *parked*: it waits like the others
-and keeps its position, but is not next. A full queue refuses the tenant that has most of it.
+waits; once its own deadline is near, it is one of these. What cannot be placed now is *parked*: it waits like the
+others and keeps its position, but is not next. A full queue refuses the tenant that has most of it.
 """
 
 from __future__ import annotations
