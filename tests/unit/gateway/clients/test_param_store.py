@@ -112,8 +112,10 @@ def serving_full_store() -> Iterator[tuple[FullStore, str]]:
     add_ParamStoreServicer_to_server(store, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    yield store, f"127.0.0.1:{port}"
-    server.stop(None).wait()
+    try:
+        yield store, f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
 
 
 async def assert_cause_is_told(address: str, body: AsyncIterator[bytes]) -> None:
@@ -158,3 +160,16 @@ async def test_the_cause_is_told_while_the_tenant_sends_nothing() -> None:
             await asyncio.Event().wait()
 
         await assert_cause_is_told(address, body())
+
+
+async def test_a_body_that_breaks_off_is_not_the_store_that_has_answered() -> None:
+    with serving_full_store() as (store, address):
+        store.num_messages = 99
+
+        async def body() -> AsyncIterator[bytes]:
+            yield bytes(CHUNK_BYTES)
+            raise asyncio.InvalidStateError("the body")
+
+        async with open_channel(address) as channel, asyncio.timeout(10):
+            with pytest.raises(asyncio.InvalidStateError, match="the body"):
+                await StoreClient(channel, "store:1").put_file("u1", "w", 0, body())

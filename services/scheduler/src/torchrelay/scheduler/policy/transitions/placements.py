@@ -53,7 +53,7 @@ def place_version(state: State, version_id: str, now: float) -> None:
     tenants: set[str] = set()  # whose requests were looked at
     too_large: list[AttemptKey] = []
     while entries and (admission := state.queues.next(version_id, now)) is not None:
-        if admission.tenant not in tenants:
+        if state.queues.num_waiting(version_id) > 1 and admission.tenant not in tenants:
             tenants.add(admission.tenant)
             _choose_late(state, admission, model, now)
             continue  # it may not be next any more
@@ -92,8 +92,7 @@ def _choose_late(state: State, admission: Admission, model: Model, now: float) -
     those that would make more others late. Batch work is left out: its deadline is far.
     """
     entries = rosters.prefills(state, model, now)
-    is_batch = admission.service_class is ServiceClass.BATCH
-    if is_batch or state.queues.num_waiting(model.version_id) < 2 or not entries:
+    if admission.service_class is ServiceClass.BATCH or not entries:
         return
     timely, share = state.queues.timely_beside(admission.key, _MAX_TIMELY)
     work_of, prompt_s = state.attempts.at, backlogs.computation_s(state, model, entries)
