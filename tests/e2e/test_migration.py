@@ -59,7 +59,7 @@ def test_a_stream_leaves_an_instance_that_drains_with_the_same_tokens_and_the_sa
     with running_platform(tmp_path / "home", (*SMALL, *workers, "--idle-timeout-s", "120")) as platform:
         key = platform.tenant("acme")
         # Its answer takes seconds, at few tokens.
-        checkpoint = make_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=16, max_position_embeddings=1024)
+        checkpoint = make_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=48, max_position_embeddings=1024)
         model = platform.upload(key, checkpoint, "llama")
         complete(platform, key, model, PROMPT, max_tokens=1)
         before = usage(platform, key)
