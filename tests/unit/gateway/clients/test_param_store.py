@@ -89,12 +89,15 @@ class FullStore(ParamStoreServicer):
         self.num_messages = 1  # that it reads first
         self.delay_s = 0.0  # then
         self.has_refused = threading.Event()
+        self.breaks_off_by: grpc.StatusCode | None = None  # as gRPC does it, instead
 
     def PutFile(self, request_iterator: Any, context: Any) -> param_store_pb2.FileState:
         context.add_callback(self.has_refused.set)
         for _ in range(self.num_messages):
             next(request_iterator)
         time.sleep(self.delay_s)
+        if self.breaks_off_by is not None:
+            context.abort(self.breaks_off_by, "grpc's words")
         code, message, trailing = status_of(DiskFull("the disk is full"))
         context.set_trailing_metadata(trailing)
         context.abort(code, message)
@@ -173,3 +176,13 @@ async def test_a_body_that_breaks_off_is_not_the_store_that_has_answered() -> No
         async with open_channel(address) as channel, asyncio.timeout(10):
             with pytest.raises(asyncio.InvalidStateError, match="the body"):
                 await StoreClient(channel, "store:1").put_file("u1", "w", 0, body())
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE])
+async def test_who_uploads_is_told_to_resume_what_broke_off(code: grpc.StatusCode) -> None:
+    with serving_full_store() as (store, address):
+        store.breaks_off_by = code
+        async with open_channel(address) as channel, asyncio.timeout(10):
+            with pytest.raises(Unavailable, match="; resume w at the offset in the upload's state") as caught:
+                await StoreClient(channel, "store:1").put_file("u1", "w", 0, pieces(32 << 20))
+    assert caught.value.field == "w" and "grpc's words" not in caught.value.message

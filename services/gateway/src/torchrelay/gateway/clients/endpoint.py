@@ -25,8 +25,7 @@ class ServiceEndpoint:
 
     def error(self, error: grpc.aio.AioRpcError) -> TorchrelayError:
         """The error the peer raised, or ``Unavailable`` with its name, address and setting if it was unreachable."""
-        is_from_peer = any(key == _SERVICE_ERROR_KEY for key, _ in error.trailing_metadata() or ())
-        if is_from_peer or error.code() not in _UNREACHABLE_CODES:
+        if is_from_peer(error) or error.code() not in _UNREACHABLE_CODES:
             return error_from_rpc(error)
         return self.unreachable()
 
@@ -44,6 +43,11 @@ class ServiceEndpoint:
     def silent(self) -> Unavailable:
         """It takes connections and says nothing: its process hangs."""
         return Unavailable(f"the {self.name} at {self.address} ({self.setting}) does not answer")
+
+
+def is_from_peer(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the peer itself raised it; else the call broke off."""
+    return any(key == _SERVICE_ERROR_KEY for key, _ in error.trailing_metadata() or ())
 
 
 def param_store_endpoint(address: str) -> ServiceEndpoint:

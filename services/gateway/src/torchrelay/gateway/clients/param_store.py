@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import grpc
 import msgspec
 
-from torchrelay.common.errors import Conflict, NotFound
+from torchrelay.common.errors import Conflict, NotFound, TorchrelayError, Unavailable
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.gateway.clients.client_stream import write_while_open
-from torchrelay.gateway.clients.endpoint import param_store_endpoint
+from torchrelay.gateway.clients.endpoint import is_from_peer, param_store_endpoint
 from torchrelay.gateway.clients.rechunk import ByteStream, rechunk
 from torchrelay.gateway.core import ModelShape, Version
 
@@ -86,10 +86,19 @@ class StoreClient:
         opening = param_store_pb2.PutFileRequest.Open(upload_id=upload_id, path=path, offset=offset)
         try:
             limit_s = await write_while_open(call, self._write_file(call, opening, body))
-            with self._endpoint.mapped_errors():
-                return await self._answered(call, limit_s or self._silence_s)
+            return await self._answered(call, limit_s or self._silence_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._transfer_error(error, path) from error
         finally:
             call.cancel()
+
+    def _transfer_error(self, error: grpc.aio.AioRpcError, path: str) -> TorchrelayError:
+        """Of an upload that broke off: it goes on where it was."""
+        found = self._endpoint.error(error)
+        if is_from_peer(error):
+            return found
+        cause = found.message if isinstance(found, Unavailable) else "the param-store ended the transfer"
+        return Unavailable(f"{cause}; resume {path} at the offset in the upload's state", field=path)
 
     async def _write_file(self, call: Any, opening: param_store_pb2.PutFileRequest.Open, body: ByteStream) -> float:
         """Returns how long the store may then take to answer, in seconds."""
