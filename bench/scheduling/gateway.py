@@ -97,13 +97,13 @@ class BenchGateway:
             await self._answered.wait()
 
     async def pace(self, per_s: float, seconds: float) -> None:
-        """Admits steadily, in groups of what is due every millisecond."""
+        """Admits steadily, in groups of what is due every ``EVERY_S``."""
         begin, num = time.monotonic(), 0
         while (elapsed := time.monotonic() - begin) < seconds:
             while num < elapsed * per_s:
                 self.admit()
                 num += 1
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(EVERY_S)
 
     def _release(self) -> None:
         self._send(
