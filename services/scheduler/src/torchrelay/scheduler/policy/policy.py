@@ -20,6 +20,7 @@ from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.transitions import (
     admissions,
+    autoscaler_inputs,
     kept_slots,
     loads,
     migrations,
@@ -289,7 +290,7 @@ class Policy:
             if is_in_turns:
                 due = [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
                 if is_whole:  # these may have no instance
-                    due += [*state.minimums.in_force, *scaling.expected_versions(state, now)]
+                    due += [*state.minimums.in_force, *autoscaler_inputs.expected_versions(state, now)]
             self._look(due, now, also=(*state.queues.versions, *state.instances.loading_versions))
         if is_whole:
             migrations.empty_draining(state, now)

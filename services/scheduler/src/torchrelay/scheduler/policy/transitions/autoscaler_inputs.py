@@ -1,0 +1,145 @@
+"""The autoscaler's input, built from the state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache, partial
+from typing import NamedTuple
+
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput, Demand, InstanceLoad, Loads
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
+from torchrelay.scheduler.policy.core import Instance, InstancePhase, WorkerStatus
+from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.transitions import demands
+
+
+def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None = None) -> AutoscalerInput:
+    """Of the whole cluster, or to decide on these versions. What later decisions need of it is noted in the state."""
+    membership, settled = state.membership, now - state.started_at >= state.config.settle_s
+    if version_ids is None:
+        staying = {instance.version_id for instance in state.instances if instance.staying}
+        version_ids = sorted(
+            staying.union(state.queues.versions, state.minimums.in_force, expected_versions(state, now))
+        )
+    version_ids = list(version_ids)
+    models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
+    prices_s = {version_id: state.idle_timeout_s(version_id, now) for version_id in version_ids}
+    settled_models = models if settled else ()
+    found = {one.version_id: demands.demand_of(state, one, prices_s[one.version_id], now) for one in settled_models}
+    for demand in found.values():
+        demands.note_demand(state, demand, now)
+
+    @cache
+    def demand_of(version_id: str) -> Demand | None:
+        if version_id in found:
+            return found[version_id]
+        model = state.models.get(version_id)
+        return None if model is None else demands.demand_of(state, model, state.idle_timeout_s(version_id, now), now)
+
+    loads = _InstanceLoads(state, now)
+    return AutoscalerInput(
+        now=now,
+        demands=tuple(found.values()),
+        instance_loads=Loads(loads.of_version, loads.of_all, loads.unused, state.instances.workers),
+        workers=membership.workers,
+        free_workers=membership.free_workers,
+        stores=membership.stores_by_host,
+        prices_s=prices_s,
+        version_ids=version_ids,
+        waited_for=frozenset(state.queues.versions) if settled else frozenset(),
+        suspects=membership.suspects,
+        minimums=state.minimums.in_force,
+        holders_of=membership.holders,
+        overdue_slots_at=state.overdue_slots_at,
+        demand_of=demand_of,
+    )
+
+
+def expected_versions(state: State, now: float) -> list[str]:
+    """Those of which the next request is expected about now."""
+    for version_id, (_, until) in list(state.forecasts.items()):
+        if until < now:
+            del state.forecasts[version_id]
+    return [version_id for version_id, (begin, _) in state.forecasts.items() if begin <= now]
+
+
+class _InstanceLoads:
+    """The instances as one decision sees them; each version is looked at once."""
+
+    def __init__(self, state: State, now: float) -> None:
+        self._state, self._now = state, now
+        self._found: dict[str, tuple[InstanceLoad, ...]] = {}
+        self._versions: dict[str, _Version] = {}
+
+    def of_version(self, version_id: str) -> tuple[InstanceLoad, ...]:
+        found = self._found.get(version_id)
+        if found is None:
+            found = self._found[version_id] = tuple(map(self._load, self._state.instances.of_version(version_id)))
+        return found
+
+    def of_all(self) -> tuple[InstanceLoad, ...]:
+        """In the order in which they came."""
+        instances = self._state.instances
+        by_id = {
+            load.instance.instance_id: load for version_id in instances.versions for load in self.of_version(version_id)
+        }
+        return tuple(by_id[one.instance_id] for one in instances)
+
+    def unused(self) -> tuple[InstanceLoad, ...]:
+        """Without open attempts."""
+        bound = self._state.attempts.bound
+        return tuple(self._load(one) for one in self._state.instances if one.instance_id not in bound)
+
+    def _load(self, instance: Instance) -> InstanceLoad:
+        state, now = self._state, self._now
+        version = self._versions.get(instance.version_id)
+        if version is None:
+            version = self._versions[instance.version_id] = _version(state, instance.version_id, now)
+        instance_id, worker = instance.instance_id, state.membership.workers.get(instance.worker_id)
+        work, last_active = state.attempts.at(instance_id), state.instances.last_active(instance_id)
+        # What a worker counts long after the last attempt is of requests that nobody has: they would keep its slot for
+        # ever.
+        is_counted = worker is not None and now - last_active <= state.config.drain_s
+        is_ready = instance.phase is InstancePhase.READY
+        return InstanceLoad(
+            instance,
+            work.num_open,
+            worker.num_running if worker is not None and is_counted else 0,
+            last_active,
+            # From host memory, where its weights stay: no longer than it took to load, wherever they came from.
+            min(version.reload_s, instance.since - instance.created_at) if is_ready else 0.0,
+            version.tenants or frozenset((tenant_of(instance.model),)),
+            version.arrivals_per_s,
+            version.target_s,
+            partial(_drain_s, state, instance, worker, work),
+        )
+
+
+class _Version(NamedTuple):
+    """What the instances of a version have in common."""
+
+    tenants: frozenset[str]
+    reload_s: float
+    arrivals_per_s: float
+    target_s: float
+
+
+def _version(state: State, version_id: str, now: float) -> _Version:
+    model, history = state.models.get(version_id), state.arrivals.of(version_id)
+    return _Version(
+        frozenset(map(tenant_of, state.aliases.of(version_id))),
+        state.load_times.by_tier(model, state.config)[Tier.HOST] if model is not None else 0.0,
+        history.expected_per_s(now),
+        history.target_s or state.config.standard_ttft_s,
+    )
+
+
+def _drain_s(state: State, instance: Instance, worker: WorkerStatus | None, work: BoundWork) -> float:
+    """Until the answers that run there have ended: the longest has twice the mean left, if that is known."""
+    if not work.num_choices or worker is None:
+        return 0.0
+    tbt_s = state.latency_models.of(worker, instance.pack_id, state.config).tbt_s(work.num_choices, work.num_attended)
+    num_tokens = state.answer_lengths.mean(instance.version_id) or 0.0
+    return min(2 * num_tokens * tbt_s, state.config.drain_s)

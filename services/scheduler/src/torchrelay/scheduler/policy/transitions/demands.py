@@ -1,0 +1,127 @@
+"""What is asked of a model version now, as the autoscaler sees it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
+from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
+from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
+from torchrelay.scheduler.policy.core import ROLES, InstancePhase, Model, Role
+from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.transitions import backlogs, decode_work
+
+
+def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
+    """``price_s``: what a cold start of the model is worth, in seconds of its slot."""
+    version_id = model.version_id
+    instances = [instance for instance in state.instances.of_version(version_id) if instance.staying]
+    loading = [instance.instance_id for instance in instances if instance.phase is InstancePhase.LOADING]
+    cold = state.attempts.attempts_at(loading)
+    waiting = waiting_of(state, model, now)
+    history = state.arrivals.of(version_id)
+    rate, late_since = history.rate(now), max([now - price_s, *(one.since for one in instances)])
+    load_s = state.load_times.by_tier(model, state.config)
+    idle_plan = history.idle_gaps.plan(price_s, load_s[Tier.PEER])
+    backlog_s = backlogs.backlog_s(state, model, now, waiting.num_too_large_tokens)
+    decode = decode_work.decode_demand(state, model, instances, waiting.number, price_s, now)
+    if decode is not None and waiting.number:
+        num_tokens = state.queues.num_prefill_tokens(version_id) - waiting.num_too_large_tokens
+        held_up = decode_work.num_held_up(state, model, decode, now) / waiting.number
+        backlog_s -= min(held_up, 1.0) * backlogs.prompts_s(state, model, num_tokens, now)
+    demand = Demand(
+        model=model,
+        num_waiting=waiting.number,
+        num_cold=len(cold),
+        oldest_wait_s=waiting.oldest_s,
+        slotless_s=now - state.slot_lost_at[version_id] if version_id in state.slot_lost_at else math.inf,
+        backlog_s=max(backlog_s, 0.0),
+        not_before=state.load_failures.not_before(version_id),
+        avoid=state.load_failures.avoid(now),
+        most_kv_bytes=waiting.most_kv_bytes,
+        least_kv_bytes=waiting.least_kv_bytes,
+        by_tenant=_of_tenants(state, version_id, cold),
+        arrivals_per_s=rate.requests_per_s,
+        num_late_before=0 if loading else history.num_late(late_since),
+        load=backlogs.prompts_s(state, model, rate.tokens_per_s, now),
+        target_s=history.target_s or state.config.standard_ttft_s,
+        price_s=price_s,
+        keep_s=min(idle_plan.keep_s, state.longest_idle_s(version_id, now)),
+        is_deleted=state.aliases.is_deleted(version_id),
+        forecast=history.forecast(idle_plan),
+        load_s=load_s,
+        crowded_at=history.crowded_at,
+        decode=decode,
+    )
+    playing = Counter(role for one in instances for role in one.target_roles)
+    if decode is not None and playing[Role.DECODE] > 1 and decode.num_saved(playing[Role.DECODE] - 1, 0.0) >= 1:
+        demand = replace(demand, decode=replace(decode, crowded_at=now))
+    num_serving = playing[Role.PREFILL] if decode is not None else min(playing[role] for role in ROLES)
+    if num_serving < 2:
+        return demand
+    lanes = (state.attempts.at(one.instance_id).lane for one in instances)
+    num_stuck = sum(lane.overdue_s(now) > state.config.take_back_gain_s for lane in lanes)  # these may compute nothing
+    num_able = num_serving - num_stuck
+    if num_able < 2 or demand.num_saved(num_able - 1, 0.0) >= 1:
+        return replace(demand, crowded_at=now)
+    return demand
+
+
+def note_demand(state: State, demand: Demand, now: float) -> None:
+    """What later decisions are to know of it."""
+    version_id = demand.model.version_id
+    if now < demand.forecast[1] < math.inf:
+        state.forecasts[version_id] = demand.forecast
+    history = state.arrivals.of(version_id)
+    history.crowded_at = demand.crowded_at
+    if demand.decode is not None:
+        history.decode_crowded_at = demand.decode.crowded_at
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The requests of a model that slots can help: too large for each that is there, they wait for another worker."""
+
+    number: int = 0
+    oldest_s: float = 0.0
+    most_kv_bytes: int = 0
+    least_kv_bytes: int = 0
+    num_too_large_tokens: int = 0  # of the prompts left out
+
+
+def waiting_of(state: State, model: Model, now: float) -> Waiting:
+    version_id, sizes = model.version_id, state.membership.sizes
+    if not state.queues.num_waiting(version_id):
+        return Waiting()
+    slots = sizes.since(now - state.config.unserved_resumed_s, model.num_devices)
+    pools = {slot.kv_pool_bytes for slot in slots if slot.kv_pool_bytes}
+    if len(pools) <= 1:  # as usual: the slots that hold any request hold each
+        return Waiting(state.queues.num_waiting(version_id), state.queues.oldest_wait_s(version_id, now))
+    largest = largest_pool(sizes.present(model.num_devices))
+    waiting = state.queues.waiting(version_id)
+    fit = [one for one in waiting if one.kv_bytes(model) <= largest]
+    num_left_out = sum(one.num_prefill_tokens for one in waiting) - sum(one.num_prefill_tokens for one in fit)
+    if not fit:
+        return Waiting(num_too_large_tokens=num_left_out)
+    needs = [one.kv_bytes(model) for one in fit]
+    return Waiting(len(fit), now - min(one.admitted_at for one in fit), max(needs), min(needs), num_left_out)
+
+
+def _of_tenants(state: State, version_id: str, cold: Iterable[OpenAttempt]) -> dict[str, tuple[int, int]]:
+    """Requests of each tenant that wait, and that are placed on loading instances; empty for a single tenant."""
+    tenants = tenants_of(state, version_id)
+    if not tenants:
+        return {}
+    num_cold = Counter(tenant_of(attempt.admission.model) for attempt in cold)
+    return {tenant: (state.queues.num_of_tenant(version_id, tenant), num_cold[tenant]) for tenant in tenants}
+
+
+def tenants_of(state: State, version_id: str) -> list[str]:
+    """Who shares the version; empty for a single tenant."""
+    tenants = sorted({tenant_of(name) for name in state.aliases.of(version_id)})
+    return tenants if len(tenants) > 1 else []
