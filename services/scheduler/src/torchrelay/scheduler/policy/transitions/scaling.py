@@ -7,21 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
-    Drain,
-    SetRoles,
-    Wake,
-)
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Drain, SetRoles, Wake
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
-from torchrelay.scheduler.policy.core import (
-    BOTH,
-    Instance,
-    InstancePhase,
-    Model,
-    Role,
-    Roles,
-    StoreStatus,
-)
+from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Model, Role, Roles, StoreStatus
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
