@@ -27,4 +27,11 @@ async def test_who_fails_does_not_leave_the_others_behind() -> None:
 
 
 async def test_nothing_is_raised_when_all_end_well() -> None:
-    await all_ended(asyncio.sleep(0), asyncio.sleep(0))
+    ended: list[str] = []
+
+    async def end(name: str) -> None:
+        await asyncio.sleep(0)
+        ended.append(name)
+
+    await all_ended(end("first"), end("last"))
+    assert ended == ["first", "last"]
