@@ -35,6 +35,7 @@ from bench.scheduling.fleet import CLUSTER_KEY, Fleet
 from bench.scheduling.gateway import Placed, bench_gateway, scheduler_token
 from tests.support.brokers import nats_server
 from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.message_pace import EVERY_S
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -201,7 +202,7 @@ async def main() -> None:
         "quick": quick,
         "wake": "from the write of the admission by its gateway to the arrival of the Load at the worker, after the "
         "answer of its host's store to the Relay; requests that found an instance do not count",
-        "admit": "half the load is offered evenly, from when no request is open",
+        "admit": f"half the load is offered evenly, what is due every {EVERY_S * 1e3:g} ms together, from when no request is open",
     }
     finish("scheduler", conditions, checks)
 

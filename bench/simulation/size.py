@@ -77,9 +77,7 @@ class SizeRun:
 
 
 class TimedPolicy:
-    """The policy, and the time that it takes: by the wall, as a thread's CPU time is asked of the kernel, which costs
-    a seventh of a large cluster's run.
-    """
+    """The policy, and the time that it takes: by the wall, as each question for a thread's CPU time is a system call."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -208,7 +206,7 @@ def checks_of(runs: Sequence[SizeRun], *, is_quick: bool) -> list[Check]:
                 found.append(Check(name, run.cpu_s / 60, "min", 20.0 if is_hour else None, text))
             else:
                 found.append(Check(f"expected_{name}", run.expected_s(whole.seconds) / 60, "min", None, text))
-        us = f"policy {run.policy_s_per_request * 1e6:.0f} us; {text}"
+        us = f"policy {run.policy_s_per_request * 1e6:.0f} us by the wall clock; {text}"
         found.append(
             Check(f"{prefix}us_per_request_{run.size.num_devices}", run.cpu_s_per_request * 1e6, "us", None, us)
         )
@@ -239,7 +237,7 @@ def size_figures(
     for run in measure_each(sizes, arrivals):
         progress(
             f"{run.size.num_devices:,} devices, {run.num_requests:,} requests: {run.cpu_s:.1f} CPU s, in the stretch "
-            f"{run.cpu_s_per_request * 1e6:.0f} us each, of it the policy {run.policy_s_per_request * 1e6:.0f} us"
+            f"{run.cpu_s_per_request * 1e6:.0f} us each, policy {run.policy_s_per_request * 1e6:.0f} us (wall)"
         )
         runs.append(run)
     if out is not None:
@@ -248,5 +246,5 @@ def size_figures(
             "all": [(float(run.size.num_devices), run.cpu_s_per_request * 1e6) for run in runs],
             "policy (wall clock)": [(float(run.size.num_devices), run.policy_s_per_request * 1e6) for run in runs],
         }
-        draw(plot_by_size, out / "size.png", lines, "CPU time of a simulated request", "us")
+        draw(plot_by_size, out / "size.png", lines, "Time of a simulated request: all in CPU time", "us")
     return checks_of(runs, is_quick=is_quick)

@@ -14,7 +14,7 @@ class PrefixIndex:
     """Block hashes by instance. A hash stands for the prompt up to the end of its block.
 
     They are the keys of a plain dict, from the least to the most recently noted: at thousands of blocks an
-    ``OrderedDict`` grows in several times the time.
+    ``OrderedDict`` takes about three times as long to grow.
     """
 
     def __init__(self) -> None:
