@@ -202,7 +202,8 @@ async def main() -> None:
         "quick": quick,
         "wake": "from the write of the admission by its gateway to the arrival of the Load at the worker, after the "
         "answer of its host's store to the Relay; requests that found an instance do not count",
-        "admit": f"half the load is offered evenly, what is due every {EVERY_S * 1e3:g} ms together, from when no request is open",
+        "admit": f"half the load is offered evenly, what is due every {EVERY_S * 1e3:g} ms together, from when no "
+        "request is open",
     }
     finish("scheduler", conditions, checks)
 

@@ -77,7 +77,7 @@ class SizeRun:
 
 
 class TimedPolicy:
-    """The policy, and the time that it takes: by the wall, as each question for a thread's CPU time is a system call."""
+    """The policy, and the time that it takes: by the wall, as a thread's CPU time costs a system call."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
