@@ -74,6 +74,39 @@ def test_packs_are_found_again_and_read_and_the_least_recently_used_leaves_first
     assert [path.name for path in (tmp_path / "packs").iterdir()] == ["drafts"]
 
 
+def test_what_the_scheduler_ranks_leaves_last_and_in_its_order(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "packs", 350)
+    first, second, third = (kept(cache, name, b"x" * 100, used=at) for at, name in enumerate("abc"))
+    cache.retention.renew([second, first], lease_s=60)
+    left = []
+    for num_bytes in (100, 200, 300):
+        cache.make_room(num_bytes)
+        left.append({pack.pack_id for pack in cache.packs()})
+    assert left == [{first, second}, {first}, set()]
+    assert third not in left[0], "nobody ranked it, though it was used last"
+
+
+def test_without_a_scheduler_the_least_recently_used_leaves_first(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "packs", 250)
+    first, second = (kept(cache, name, b"x" * 100, used=at) for at, name in enumerate("ab"))
+    cache.retention.renew([second, first], lease_s=0)
+    cache.make_room(100)
+    assert [pack.pack_id for pack in cache.packs()] == [second]
+    assert not cache.has(first)
+
+
+def test_what_is_there_is_known_without_a_look_at_the_disk(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "packs", MANY)
+    first, second = kept(cache, "a", b"a", used=2000), kept(cache, "b", b"b", used=1000)
+    assert cache.pack_ids() == (first, second)
+    cache = DiskCache(tmp_path / "packs", MANY)
+    assert cache.pack_ids() == (second, first), "by their last use, after a restart"
+    cache.discard(second)
+    assert cache.pack_ids() == (first,)
+    (tmp_path / "packs" / first).unlink()
+    assert cache.open(first) is None and cache.pack_ids() == ()
+
+
 def test_a_manifest_is_believed_when_it_is_the_packs(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "packs", MANY)
     found = kept(cache, "manifest", b"data", used=1000)

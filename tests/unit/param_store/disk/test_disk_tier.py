@@ -108,6 +108,25 @@ async def test_damage_on_disk_is_never_served_when_the_remote_store_is_away(scen
         await scene.fill(store)
 
 
+async def test_the_scheduler_is_told_what_is_on_disk_when_it_changes(scene: Scene) -> None:
+    async with scene.store() as store:
+        assert (await store.report()).HasField("disk") and not (await store.report()).disk.pack_ids
+        filled = asyncio.create_task(store.until(lambda report: scene.pack_id in report.disk.pack_ids))
+        await scene.fill(store)
+        await filled
+        watching = store.stub.WatchCopies(pb.WatchCopiesRequest())
+        reports = aiter(watching)
+        assert list((await anext(reports)).disk.pack_ids) == [scene.pack_id]
+        await store.stub.Retain(pb.RetainRequest(pack_ids=[scene.pack_id], lease_s=60))
+        async for report in reports:
+            assert not report.HasField("disk"), "as told before"
+            if report.copies[0].retained:
+                break
+        watching.cancel()
+    async with scene.store() as store:
+        assert list((await store.report()).disk.pack_ids) == [scene.pack_id]
+
+
 async def test_a_full_disk_fails_no_fill(scene: Scene) -> None:
     async with scene.store() as store:
         with files_end_at(1 << 20):

@@ -51,6 +51,17 @@ def test_one_slot_that_fits_plays_both_roles() -> None:
     assert placement is not None and not placement.needs_kv_transfer
 
 
+def test_a_model_that_no_ram_has_wakes_where_a_disk_has_it() -> None:
+    model = a_model()
+    scene = hosts(3)
+    store = scene.stores["store-2"]
+    scene.stores["store-2"] = replace(store, disk_pack_ids=frozenset({model.pack_id}))
+    scene.report_all()
+    scene.admit(model, "r1")
+    (hop,) = scene.wakes()[-1].hops
+    assert hop.store_id == "store-2" and hop.sources == (REMOTE,)
+
+
 def test_a_cold_model_waits_for_workers_and_is_not_refused() -> None:
     scene = PaperCluster().settle()
     scene.admit(a_model(), "r1")

@@ -56,7 +56,7 @@ def test_another_replicator_is_asked_instead() -> None:
 
     def copies_nothing(replication_input: ReplicationInput, config: PolicyConfig) -> ReplicationPlan:
         asked.append(replication_input)
-        return ReplicationPlan((), {}, frozenset(), 0)
+        return ReplicationPlan()
 
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
     deciding_by(scene, Strategies(repair=copies_nothing))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.unit.scheduler.service.scripted_cluster import a_request, a_version
-from torchrelay.control.v1 import scheduler_pb2, types_pb2
+from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy.core import Admission, LatencyTargets, ServiceClass
-from torchrelay.scheduler.service.converters import admission_from_proto, model_from_proto
+from torchrelay.scheduler.service.converters import admission_from_proto, model_from_proto, store_from_proto
 
 
 def admission(**fields: Any) -> Admission:
@@ -37,6 +37,15 @@ def test_the_numbers_of_classes_are_those_of_the_protocol() -> None:
 
 def test_a_class_of_a_later_gateway_is_served_as_standard() -> None:
     assert admission(service_class=99).service_class is ServiceClass.STANDARD
+
+
+def test_what_is_on_a_stores_disk_is_told_or_as_before() -> None:
+    report = reports_pb2.StoreReport(store_id="s1")
+    assert store_from_proto(report, 1.0).disk_pack_ids is None
+    report.disk.SetInParent()
+    assert store_from_proto(report, 1.0).disk_pack_ids == frozenset()
+    report.disk.pack_ids.extend(["p", "q"])
+    assert store_from_proto(report, 1.0).disk_pack_ids == frozenset({"p", "q"})
 
 
 @pytest.mark.parametrize(

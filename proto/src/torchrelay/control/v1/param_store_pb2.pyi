@@ -797,6 +797,7 @@ class RetainRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     PACK_IDS_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
+    DISK_PACK_IDS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     lease_s: _builtins.float
     """that are not here yet are retained from the moment they come
@@ -806,16 +807,21 @@ class RetainRequest(_message.Message):
     def pack_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """in the order in which they go if a relay that may evict them finds no other room; those"""
 
+    @_builtins.property
+    def disk_pack_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """the same for the disk cache: others go before these"""
+
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         pack_ids: _abc.Iterable[_builtins.str] | None = ...,
         lease_s: _builtins.float = ...,
+        disk_pack_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_s", b"lease_s", "pack_ids", b"pack_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_pack_ids", b"disk_pack_ids", "epoch", b"epoch", "lease_s", b"lease_s", "pack_ids", b"pack_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

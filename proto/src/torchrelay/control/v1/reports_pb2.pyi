@@ -345,6 +345,7 @@ class StoreReport(_message.Message):
     FAILURE_DOMAIN_FIELD_NUMBER: _builtins.int
     NIC_FIELD_NUMBER: _builtins.int
     IS_BEAT_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
     store_id: _builtins.str
     incarnation: _builtins.str
     host_id: _builtins.str
@@ -373,6 +374,10 @@ class StoreReport(_message.Message):
     def nic(self) -> Global___NicCounters:
         """absent: the host has no counters to be read"""
 
+    @_builtins.property
+    def disk(self) -> Global___DiskPacks:
+        """on Watch streams, at first and at every change; absent: as told before"""
+
     def __init__(
         self,
         *,
@@ -392,14 +397,37 @@ class StoreReport(_message.Message):
         failure_domain: _builtins.str = ...,
         nic: Global___NicCounters | None = ...,
         is_beat: _builtins.bool = ...,
+        disk: Global___DiskPacks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["nic", b"nic"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk", "nic", b"nic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_free_bytes", b"arena_free_bytes", "arena_target_bytes", b"arena_target_bytes", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "copies", b"copies", "data_address", b"data_address", "epoch", b"epoch", "failure_domain", b"failure_domain", "grpc_address", b"grpc_address", "host_id", b"host_id", "incarnation", b"incarnation", "is_beat", b"is_beat", "nic", b"nic", "num_running_uploads", b"num_running_uploads", "store_id", b"store_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_free_bytes", b"arena_free_bytes", "arena_target_bytes", b"arena_target_bytes", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "copies", b"copies", "data_address", b"data_address", "disk", b"disk", "epoch", b"epoch", "failure_domain", b"failure_domain", "grpc_address", b"grpc_address", "host_id", b"host_id", "incarnation", b"incarnation", "is_beat", b"is_beat", "nic", b"nic", "num_running_uploads", b"num_running_uploads", "store_id", b"store_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoreReport: _TypeAlias = StoreReport  # noqa: Y015
+
+@_typing.final
+class DiskPacks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PACK_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pack_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """in the host's disk cache: those written last"""
+
+    def __init__(
+        self,
+        *,
+        pack_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pack_ids", b"pack_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskPacks: _TypeAlias = DiskPacks  # noqa: Y015
 
 @_typing.final
 class NicCounters(_message.Message):

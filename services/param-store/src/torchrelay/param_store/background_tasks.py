@@ -64,6 +64,7 @@ async def fill_disk_cache(store: Store) -> None:
             for slab in slabs.values():
                 if tried.get(slab.pack_id) is not slab:
                     await _write(store.disk, slab)
+                    store.changes.notify()
             tried = slabs
             await asyncio.sleep(_DISK_SCAN_INTERVAL_S)
             await changed.wait()

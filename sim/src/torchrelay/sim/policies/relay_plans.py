@@ -51,4 +51,4 @@ def _edge(target: str, source: str, whole: Sequence[str], receiving: Sequence[st
 
 def no_copies(replication_input: ReplicationInput, config: PolicyConfig) -> ReplicationPlan:
     """Packs are in RAM where instances were loaded, until their room is needed."""
-    return ReplicationPlan((), {}, frozenset(), 0)
+    return ReplicationPlan()

@@ -27,7 +27,14 @@ def some_stores(random: Random) -> list[StoreStatus]:
 
     arenas = (48 * MB, 128 * MB)
     hosts = range(random.randrange(1, 12))
-    return [a_store(f"s{host}", f"h{host}", copies(), random.choice(arenas)) for host in hosts]
+    on_disk = random.choice((None, frozenset({MODEL.pack_id, OTHER.pack_id})))
+    return [
+        replace(
+            a_store(f"s{host}", f"h{host}", copies(), random.choice(arenas)),
+            disk_pack_ids=on_disk if random.random() < 0.3 else None,
+        )
+        for host in hosts
+    ]
 
 
 def some_workers(random: Random, is_alike: bool) -> list[WorkerStatus]:

@@ -109,6 +109,17 @@ def test_no_other_time_would_have_cost_less(gaps: list[float], break_even_s: flo
             assert least <= sum(cost(gap, other_s, break_even_s) for gap in gaps) + 1e-6
 
 
+def test_the_next_use_is_expected_by_the_gaps_that_were_longer() -> None:
+    gaps = IdleGaps()
+    assert gaps.return_s(40.0) == 40.0, "nothing is known: as long again"
+    assert gaps.return_s(0.0) == 1.0
+    for gap_s in (5.0, 600.0, 600.0, 600.0):
+        gaps.add(gap_s, 60.0, 2.0)
+    assert gaps.return_s(540.0) == pytest.approx((540.0 + 3 * 60.0) / 4)
+    assert gaps.return_s(700.0) == 700.0, "longer than all gaps: as long again"
+    assert gaps.return_s(2.0) == pytest.approx((2.0 + 3.0 + 3 * 598.0) / 5)
+
+
 @given(st.lists(st.floats(0.01, 300), min_size=1, max_size=64), st.floats(1, 100))
 def test_keeping_or_dropping_never_costs_more_than_twice_what_one_who_knows_would_pay_and_two_cold_starts(
     gaps: list[float], break_even_s: float

@@ -134,6 +134,20 @@ def test_holders_are_found_as_by_looking_at_every_store() -> None:
             assert membership.is_held(model.pack_id) == any(copy and not copy.error for copy in copies_of.values())
 
 
+def test_what_is_on_disk_is_known_until_it_is_told_anew() -> None:
+    membership, on_disk = Membership(fence_s=0.0), frozenset({"p", "q"})
+    membership.accept_store(replace(a_store("s1", "host-1"), disk_pack_ids=on_disk))
+    membership.accept_store(a_store("s2", "host-2"))
+    membership.accept_store(a_store("s1", "host-1"))  # a report that does not say
+    assert membership.stores["s1"].disk_pack_ids == on_disk
+    assert [store.store_id for store in membership.disk_holders("p")] == ["s1"]
+    assert membership.is_on_disk("q") and not membership.is_held("q")
+    membership.accept_store(replace(a_store("s1", "host-1"), disk_pack_ids=frozenset({"q"})))
+    assert not membership.is_on_disk("p") and membership.is_on_disk("q")
+    membership.drop_store("s1", 1.0)
+    assert not membership.is_on_disk("q")
+
+
 def test_beats_on_the_stream_keep_a_peer_present_while_the_broker_is_away() -> None:
     membership = Membership(fence_s=2.0)
     membership.accept_worker(a_worker("w", seen_at=0.0, num_running=3), streamed=True)

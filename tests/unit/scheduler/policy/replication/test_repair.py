@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import CopyCause, PackCopy, StoreStatus
+from torchrelay.scheduler.policy.replication.pack_worth import UNKNOWN, PackWorth
 from torchrelay.scheduler.policy.replication.repair import (
     PackDemand,
     ReplicationInput,
@@ -30,9 +31,14 @@ def a_store(name: str, *copies: PackCopy, domain: str = "", arena: int = 10 * GB
 
 
 def used(
-    pack_id: str, ago_s: float = 1.0, num_bytes: int = GB, settled: bool = False, lost: bool = False
+    pack_id: str,
+    ago_s: float = 1.0,
+    num_bytes: int = GB,
+    settled: bool = False,
+    lost: bool = False,
+    worth: PackWorth = UNKNOWN,
 ) -> PackDemand:
-    return PackDemand(pack_id, num_bytes, NOW - ago_s, settled, lost)
+    return PackDemand(pack_id, num_bytes, NOW - ago_s, settled, lost, worth)
 
 
 def decide(
@@ -189,6 +195,53 @@ def test_retained_packs_name_the_spare_ones_first_then_the_last_ones_of_each_the
         "a": ("one",),
         "b": ("two", "three"),
     }
+
+
+def test_what_is_worth_least_goes_first_however_lately_it_was_used() -> None:
+    stores = [a_store("a", *map(a_copy, ("late", "dear", "cheap")))]
+    packs = [
+        used("late", 1, worth=PackWorth(in_ram=2.0)),
+        used("cheap", 20, worth=PackWorth(in_ram=1.0)),
+        used("dear", 500, worth=PackWorth(in_ram=3.0)),
+    ]
+    assert decide(stores, *packs).retained_packs == {"a": ("cheap", "late", "dear")}
+
+
+def test_a_pack_that_is_expected_soon_is_kept_as_one_that_was_used_lately() -> None:
+    stores = three(a_copy("p"))
+    assert not decide(stores, used("p", 3000, worth=PackWorth(return_s=601.0))).orders
+    decided = decide(stores, used("p", 3000, worth=PackWorth(return_s=599.0)))
+    assert orders(decided) == [("p", "c", CopyCause.REPLICATE)]
+    assert decided.retained_packs["a"] == ("p",) and decided.in_demand == {"p"} and decided.num_short == 1
+
+
+def test_of_packs_that_lack_a_copy_the_dearest_is_first() -> None:
+    packs = [used(name, 1, worth=PackWorth(in_ram=worth)) for name, worth in (("p", 1.0), ("q", 3.0), ("r", 2.0))]
+    decided = decide(three(*map(a_copy, "pqr")), *packs)
+    assert [order.pack_id for order in decided.orders] == ["q", "r"]
+
+
+def test_a_disk_is_told_what_it_is_worth_least_to_keep_there() -> None:
+    on_disk = frozenset({"p", "q", "old", "unknown"})
+    stores = [
+        replace(a_store("a"), disk_pack_ids=on_disk),
+        a_store("b"),
+        replace(a_store("c"), disk_pack_ids=frozenset()),
+    ]
+    packs = [
+        used("p", worth=PackWorth(on_disk=2.0)),
+        used("q", worth=PackWorth(on_disk=1.0)),
+        used("old", 9_000, worth=PackWorth(on_disk=0.1)),
+        used("elsewhere"),
+    ]
+    assert decide(stores, *packs).ranked_on_disk == {"a": ("old", "q", "p")}
+
+
+def test_a_pack_that_no_ram_has_comes_back_where_a_disk_has_it() -> None:
+    stores = three()
+    assert orders(decide(stores, used("p", lost=True))) == [("p", "a", CopyCause.REBUILD)]
+    stores[1] = replace(stores[1], disk_pack_ids=frozenset({"p"}))
+    assert orders(decide(stores, used("p", lost=True))) == [("p", "b", CopyCause.REBUILD)]
 
 
 def test_the_last_ones_are_spread_over_the_stores_and_incoming_copies_are_retained_too() -> None:

@@ -241,6 +241,34 @@ def test_an_instance_is_use_and_its_working_copy_is_a_copy() -> None:
     assert scene.retained_packs["store-1"] == (MODEL.pack_id,)
 
 
+def test_a_store_is_told_what_to_keep_on_its_disk_and_again_when_the_order_changes() -> None:
+    other = a_model("acme/other")
+    both = frozenset({MODEL.pack_id, other.pack_id, "of nobody"})
+    scene = PaperCluster().settle(replace(in_rack(1, "r1", MODEL), disk_pack_ids=both), a_worker("w-a", "host-1"))
+    for model, name in ((MODEL, "r1"), (other, "r2")):
+        scene.admit(model, name)
+        scene.finish_loads()
+        scene.release(name)
+        scene.pass_time(5.0)
+    assert retained_packs(scene)[-1].disk_pack_ids == (MODEL.pack_id, other.pack_id)
+    for number in range(3, 20):
+        scene.admit(MODEL, f"r{number}")
+        scene.finish_loads()
+        scene.release(f"r{number}")
+        scene.pass_time(1.0)
+    assert retained_packs(scene)[-1].disk_pack_ids == (other.pack_id, MODEL.pack_id)
+
+
+def test_what_a_store_evicts_is_told_with_its_worth() -> None:
+    scene = racks()
+    scene.pass_time(2.0)
+    scene.stores["store-1"] = replace(scene.stores["store-1"], copies={})
+    scene.pass_time(1.0)
+    (event,) = of_kind(scene, "evicted")
+    assert event.topic == "copy.evicted" and event.fields["store_id"] == "store-1"
+    assert event.reason.startswith("no longer in the RAM of store-1; its next use is expected in ")
+
+
 def test_a_new_scheduler_takes_over_what_the_one_before_retained() -> None:
     scene = PaperCluster()
     retained = replace(a_copy(MODEL), retained=True)

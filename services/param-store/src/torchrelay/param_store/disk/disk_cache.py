@@ -1,4 +1,5 @@
-"""Packs cached on this host's disk; the least recently used are evicted first.
+"""Packs cached on this host's disk. Those that the scheduler has ranked are evicted last, in the order of their ranks;
+the others, and all of them without a scheduler, the least recently used first.
 
     <folder>/<pack id>             the pack, each chunk verified when it was written
     <folder>/<pack id>.manifest
@@ -14,20 +15,23 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from torchrelay.common.errors import NotFound
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.durable_files import sync_folder
 from torchrelay.param_store.remote.file_reader import FileReader, ReadBuffers
 from torchrelay.param_store.remote.keys import is_digest
+from torchrelay.transfer.arena.retention import RetentionLease
 from torchrelay.transfer.manifest import pack_id_of
 
 log = get_logger(__name__)
 _RESERVED_DISK_BYTES = 256 << 20
 _DEFAULT_LIMIT_BYTES = 64 << 30
+_MAX_TOLD = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +44,19 @@ class CachedPack:
 
 
 def select_evictions(
-    cached: Sequence[CachedPack], num_bytes: int, limit_bytes: int, free_bytes: int
+    cached: Sequence[CachedPack],
+    num_bytes: int,
+    limit_bytes: int,
+    free_bytes: int,
+    ranks: Mapping[str, int] = MappingProxyType({}),
 ) -> list[CachedPack] | None:
-    """The packs to evict so that ``num_bytes`` more fit below the limit and on the disk; None: they never will."""
+    """The packs to evict so that ``num_bytes`` more fit below the limit and on the disk; None: they never will.
+
+    ``ranks``: by pack, in the order of eviction. Packs without one go before these.
+    """
     excess = max(sum(pack.num_bytes for pack in cached) + num_bytes - limit_bytes, num_bytes - free_bytes)
     evicted: list[CachedPack] = []
-    for pack in sorted(cached, key=lambda pack: pack.last_used):
+    for pack in sorted(cached, key=lambda pack: (ranks.get(pack.pack_id, -1), pack.last_used)):
         if excess <= 0:
             break
         evicted.append(pack)
@@ -68,8 +79,10 @@ class DiskCache:
         self._limit_bytes = limit_bytes
         self._buffers = ReadBuffers()
         self._lock = threading.Lock()
+        self.retention = RetentionLease()
         shutil.rmtree(self.drafts, ignore_errors=True)
         self.drafts.mkdir(parents=True)
+        self._pack_ids = dict.fromkeys(pack.pack_id for pack in sorted(self.packs(), key=lambda pack: pack.last_used))
 
     @property
     def drafts(self) -> Path:
@@ -77,6 +90,11 @@ class DiskCache:
 
     def packs(self) -> list[CachedPack]:
         return _packs_in(self._folder)
+
+    def pack_ids(self) -> tuple[str, ...]:
+        """The packs written last, the newest last; without a look at the disk."""
+        with self._lock:
+            return tuple(self._pack_ids)[-_MAX_TOLD:]
 
     def has(self, pack_id: str) -> bool:
         return self._pack(pack_id).exists()
@@ -88,6 +106,7 @@ class DiskCache:
             os.utime(path)
             return FileReader(path, path.name, self._buffers)
         except (OSError, NotFound):
+            self._forget(pack_id)
             return None
 
     def manifest(self, pack_id: str) -> bytes | None:
@@ -102,7 +121,7 @@ class DiskCache:
         """Evicts packs until ``num_bytes`` more fit. Raises ``OSError`` if they never will."""
         with self._lock:
             free_bytes = shutil.disk_usage(self._folder).free - _RESERVED_DISK_BYTES
-            evicted = select_evictions(self.packs(), num_bytes, self._limit_bytes, free_bytes)
+            evicted = select_evictions(self.packs(), num_bytes, self._limit_bytes, free_bytes, self.retention.ranks)
         if evicted is None:
             raise OSError(errno.ENOSPC, f"the disk tier has no room for {num_bytes:,} bytes")
         for pack in evicted:
@@ -114,14 +133,22 @@ class DiskCache:
         manifest_draft.replace(self._manifest(pack_id))
         draft.replace(self._pack(pack_id))
         sync_folder(self._folder)
+        with self._lock:
+            self._pack_ids.pop(pack_id, None)
+            self._pack_ids[pack_id] = None
 
     def discard(self, pack_id: str) -> None:
         """Removes the pack; open readers go on."""
+        self._forget(pack_id)
         for path in (self._pack(pack_id), self._manifest(pack_id)):
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 log.warning("disk_pack_not_removed", pack_id=pack_id, error=str(error))
+
+    def _forget(self, pack_id: str) -> None:
+        with self._lock:
+            self._pack_ids.pop(pack_id, None)
 
     def _pack(self, pack_id: str) -> Path:
         return self._folder / pack_id

@@ -118,6 +118,8 @@ class CopyRpcs:
         if not 0 <= request.lease_s <= _MAX_LEASE_S:
             raise InvalidRequest(f"lease_s must be between 0 and {_MAX_LEASE_S:g}", field="lease_s")
         self.store.arena.retention.renew(request.pack_ids, request.lease_s)
+        if self.store.disk is not None:
+            self.store.disk.retention.renew(request.disk_pack_ids, request.lease_s)
         self.store.changes.notify()
         return pb.RetainReply()
 
@@ -125,7 +127,7 @@ class CopyRpcs:
         self, request: pb.WatchCopiesRequest, context: Context
     ) -> AsyncIterator[reports_pb2.StoreReport]:
         self.store.epoch.observe(request.epoch)
-        has_told = False
+        has_told, told_of_disk = False, None
         every_s = max(request.beat_every_s, _MIN_REPORT_INTERVAL_S) if request.beat_every_s > 0 else None
         with self.store.changes.listen() as changed:
             changed.set()
@@ -135,7 +137,9 @@ class CopyRpcs:
                 has_told = 0 < request.epoch < self.store.epoch.highest
                 if changed.is_set():
                     changed.clear()
-                    yield store_report(self.store)
+                    on_disk = self.store.disk.pack_ids() if self.store.disk is not None else ()
+                    yield store_report(self.store, None if on_disk == told_of_disk else on_disk)
+                    told_of_disk = on_disk
                     await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
                 else:
                     yield store_beat(self.store)

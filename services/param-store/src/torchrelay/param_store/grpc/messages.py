@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import asdict
 
 from torchrelay.control.v1 import param_store_pb2 as pb
@@ -55,8 +55,8 @@ def version_description(version: Version) -> pb.VersionDescription:
     )
 
 
-def store_report(store: Store) -> reports_pb2.StoreReport:
-    """The store's state, as the scheduler needs it."""
+def store_report(store: Store, disk_pack_ids: Iterable[str] | None = None) -> reports_pb2.StoreReport:
+    """The store's state, as the scheduler needs it. ``disk_pack_ids``: None if they are as told before."""
     retained, counters = store.arena.retention.ranks, read_nic_counters()
     return reports_pb2.StoreReport(
         store_id=store.settings.store_id,
@@ -74,6 +74,7 @@ def store_report(store: Store) -> reports_pb2.StoreReport:
         num_running_uploads=store.uploads.num_open,
         failure_domain=store.settings.failure_domain or store.settings.host_id,
         nic=reports_pb2.NicCounters(**asdict(counters)) if counters else None,
+        disk=None if disk_pack_ids is None else reports_pb2.DiskPacks(pack_ids=disk_pack_ids),
     )
 
 

@@ -239,6 +239,7 @@ class StoreStatus:
     bytes_sent: int = 0  # by the data plane since the store started
     bytes_received: int = 0  # by the data plane and from the remote store
     nic: NicCounters | None = None  # None: the host has no counters
+    disk_pack_ids: frozenset[str] | None = None  # on the host's disk; None: as told before, if anything was
 
     @property
     def domain(self) -> str:

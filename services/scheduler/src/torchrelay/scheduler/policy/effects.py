@@ -73,11 +73,12 @@ class CopyCommand:
 
 @dataclass(frozen=True)
 class RetainCommand:
-    """A store keeps these packs for the lease, and evicts the first ones first if it must."""
+    """A store keeps these packs for the lease, in RAM and on disk, and evicts the first ones first if it must."""
 
     store_id: str
     pack_ids: tuple[str, ...]
     lease_s: float
+    disk_pack_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

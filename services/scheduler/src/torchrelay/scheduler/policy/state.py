@@ -162,7 +162,7 @@ class State:
             if model.pack_id == pack_id:
                 return model
         if pack_id in self.replication_state.recent_packs:
-            return self.replication_state.recent_packs.model(pack_id)
+            return self.replication_state.recent_packs.use(pack_id).model
         name = next((instance.model for instance in self.instances if instance.pack_id == pack_id), pack_id[:12])
         return Model(name, "", pack_id, pack_bytes, 0)
 

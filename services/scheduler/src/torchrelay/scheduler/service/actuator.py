@@ -255,7 +255,10 @@ class Actuator:
 
     async def _retain(self, command: effects.RetainCommand) -> None:
         request = param_store_pb2.RetainRequest(
-            epoch=self._controller.epoch.value, pack_ids=command.pack_ids, lease_s=command.lease_s
+            epoch=self._controller.epoch.value,
+            pack_ids=command.pack_ids,
+            lease_s=command.lease_s,
+            disk_pack_ids=command.disk_pack_ids,
         )
         try:
             await self._call(self._store(command.store_id).Retain, request)

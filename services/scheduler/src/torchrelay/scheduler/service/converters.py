@@ -128,6 +128,7 @@ def store_from_proto(report: reports_pb2.StoreReport, now: float) -> core.StoreS
         nic=core.NicCounters(nic.bytes_sent, nic.bytes_received, nic.link_bytes_per_s)
         if report.HasField("nic")
         else None,
+        disk_pack_ids=frozenset(report.disk.pack_ids) if report.HasField("disk") else None,
     )
 
 

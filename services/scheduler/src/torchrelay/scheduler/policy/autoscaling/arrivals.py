@@ -120,6 +120,13 @@ class Arrivals:
             self._of.move_to_end(version_id)
         return history
 
+    def return_s(self, version_id: str, last_used: float, now: float) -> float:
+        """Expected seconds until it is used next. ``last_used``: as far as is known otherwise."""
+        history = self._of.get(version_id)
+        if history is None or history.last_used is None:
+            return IdleGaps().return_s(now - last_used)
+        return history.idle_gaps.return_s(now - history.last_used)
+
     def forget(self, version_id: str) -> None:
         """No more are expected."""
         self._of.pop(version_id, None)

@@ -163,6 +163,7 @@ class AutoscalerInput:
     suspects: frozenset[str] = frozenset()  # workers on which nothing is placed
     minimums: Mapping[str, Minimum] = field(default_factory=dict)  # by version: of those that have one now
     holders_of: Callable[[str], Iterable[StoreStatus]] | None = None  # by pack; absent: those of ``stores``
+    disk_holders_of: Callable[[str], Iterable[StoreStatus]] | None = None  # the same of those that have it on disk
     overdue_slots_at: Mapping[str, float] = field(default_factory=dict)  # by tenant: the last ``Drain.overdue_tenant``
     demand_of: Callable[[str], Demand | None] = lambda version_id: None  # of any version; None: of an unknown one
 
@@ -214,10 +215,16 @@ class AutoscalerInput:
         return self.waited_for <= {demand.model.version_id for demand in self.demands}
 
     def holders(self, pack_id: str) -> Iterable[StoreStatus]:
-        """Stores with a copy of the pack, whole or not."""
+        """Stores with a copy of the pack in RAM, whole or not."""
         if self.holders_of is not None:
             return self.holders_of(pack_id)
         return [store for store in self.stores.values() if pack_id in store.copies]
+
+    def disk_holders(self, pack_id: str) -> Iterable[StoreStatus]:
+        """Stores that have the pack on disk."""
+        if self.disk_holders_of is not None:
+            return self.disk_holders_of(pack_id)
+        return [store for store in self.stores.values() if pack_id in (store.disk_pack_ids or ())]
 
     def of(self, model: Model) -> Sequence[InstanceLoad]:
         return self.staying_of(model.version_id)

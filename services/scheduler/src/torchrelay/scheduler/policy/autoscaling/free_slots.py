@@ -46,7 +46,7 @@ class FreeSlots:
                 if roles and worker.num_devices == model.num_devices and self._is_free(worker_id):
                     is_avoided = worker_id in avoid
                     found.append(FreeSlot(worker_id, host_id, roles, tier, is_avoided, worker.preferred_role))
-        far = Tier.PEER if near else Tier.REMOTE
+        far = Tier.REMOTE if all(tier is Tier.DISK for tier in near.values()) else Tier.PEER
         rooms: dict[str, bool] = dict.fromkeys(near, False)  # by host
         for kind, worker_ids in self._free.kinds(model.num_devices):
             roles, num_left = _roles_for(kind, kv_bytes), most
@@ -68,12 +68,14 @@ class FreeSlots:
         return found
 
     def _near(self, model: Model) -> Mapping[str, Tier]:
-        """Hosts that have the pack, or receive it."""
+        """Hosts that have the pack in RAM, or receive it; if there is none, those that have it on disk."""
         stores, pack_id = self._input.stores, model.pack_id
+        in_ram = [store for store in self._input.holders(pack_id) if not store.copies[pack_id].error]
+        on_disk = [] if in_ram else self._input.disk_holders(pack_id)
         return {
-            store.host_id: tier_of(pack_id, store, True)
-            for store in self._input.holders(pack_id)
-            if stores.get(store.host_id) is store and not store.copies[pack_id].error
+            store.host_id: tier_of(pack_id, store, bool(in_ram))
+            for store in (*in_ram, *on_disk)
+            if stores.get(store.host_id) is store and store.room_for(pack_id, model.pack_bytes)
         }
 
     def _is_free(self, worker_id: str) -> bool:

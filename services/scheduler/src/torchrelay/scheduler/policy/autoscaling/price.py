@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 _NUM_GAPS = 64
 _MIN_GAPS = 8  # fewer say little: the break-even time then
+_LEAST_IDLE_S = 1.0
 
 
 def lateness(num_instances: int, backlog_s: float, load: float, target_s: float, horizon_s: float) -> float:
@@ -168,6 +169,13 @@ class IdleGaps:
         self._plans.clear()
         self._gaps_s.append(gap_s)
         self._paid_s.append(paid_s)
+
+    def return_s(self, idle_s: float) -> float:
+        """Expected seconds until the next use of a model that has been unused for ``idle_s``: the mean of what is left
+        of the gaps that were longer, and of one that lasts as long again.
+        """
+        left_s = [gap_s - idle_s for gap_s in self._gaps_s if gap_s > idle_s]
+        return (max(idle_s, _LEAST_IDLE_S) + sum(left_s)) / (1 + len(left_s))
 
     def plan(self, break_even_s: float, load_s: float) -> IdlePlan:
         """What to do with an idle slot. Of the gaps remembered, never more was paid than twice what one who knows them

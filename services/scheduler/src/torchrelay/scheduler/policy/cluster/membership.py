@@ -11,11 +11,11 @@ and does not advance is lost too, and stays away until the engine advances.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import count
 
 from torchrelay.common.liveness import EngineProgress, Liveness
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
+from torchrelay.scheduler.policy.cluster.pack_holders import PackHolders
 from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSizes
 from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles, StoreStatus, WorkerStatus
 
@@ -47,9 +47,8 @@ class Membership:
         self.free_workers = FreeWorkers()  # of these, those that say that their slot is free
         self.stores: dict[str, StoreStatus] = {}
         self.stores_by_host: dict[str, StoreStatus] = {}
-        self._holders: dict[str, dict[str, int]] = {}  # by pack: stores with a copy, and their numbers
-        self._numbers: dict[str, int] = {}  # of stores, in the order in which they came
-        self._next_number = count()
+        self._holders = PackHolders()
+        self._disk_holders = PackHolders()
         self._streaming: dict[str, str] = {}  # worker id -> incarnation whose stream is open
         self._fenced: Recent[str, float] = Recent(_MAX_FENCED)  # incarnation -> ignored until
         self._suspect_since: dict[str, float] = {}
@@ -85,26 +84,17 @@ class Membership:
     def accept_store(self, store: StoreStatus) -> StoreStatus | None:
         if self._is_fenced(store.incarnation, store.seen_at):
             return None
+        before = self.stores.get(store.store_id)
+        if store.disk_pack_ids is None and before is not None and before.disk_pack_ids:
+            store = replace(store, disk_pack_ids=before.disk_pack_ids)
         self.sizes.store(store)
-        self._note_copies(self.stores.get(store.store_id), store)
+        self._holders.change(store.store_id, before.copies.keys() if before else frozenset(), store.copies.keys())
+        self._disk_holders.change(
+            store.store_id, (before and before.disk_pack_ids) or frozenset(), store.disk_pack_ids or frozenset()
+        )
         self.stores[store.store_id] = self.stores_by_host[store.host_id] = store
         self._store_liveness.setdefault(store.store_id, Liveness(store.seen_at)).heard(store.seen_at)
         return store
-
-    def _note_copies(self, before: StoreStatus | None, store: StoreStatus) -> None:
-        if before is None:
-            self._numbers[store.store_id] = next(self._next_number)
-        known = before.copies.keys() if before is not None else set()
-        for pack_id in store.copies.keys() - known:
-            self._holders.setdefault(pack_id, {})[store.store_id] = self._numbers[store.store_id]
-        for pack_id in known - store.copies.keys():
-            self._forget_copy(pack_id, store.store_id)
-
-    def _forget_copy(self, pack_id: str, store_id: str) -> None:
-        holders = self._holders[pack_id]
-        del holders[store_id]
-        if not holders:
-            del self._holders[pack_id]
 
     def _put_worker(self, worker: WorkerStatus) -> None:
         self.workers[worker.worker_id] = worker
@@ -176,9 +166,8 @@ class Membership:
         self._store_liveness.pop(store_id, None)
         store = self.stores.pop(store_id, None)
         if store is not None:
-            del self._numbers[store_id]
-            for pack_id in store.copies:
-                self._forget_copy(pack_id, store_id)
+            self._holders.drop(store_id, store.copies.keys())
+            self._disk_holders.drop(store_id, store.disk_pack_ids or frozenset())
         if store is not None and self.stores_by_host.get(store.host_id) is store:
             del self.stores_by_host[store.host_id]
             self.sizes.store_gone(store.host_id, now)
@@ -238,14 +227,21 @@ class Membership:
         return f"no worker that can {missing} answers" if missing else ""
 
     def is_held(self, pack_id: str) -> bool:
-        """Whether a store has the pack, or receives it."""
-        return any(not self.stores[store_id].copies[pack_id].error for store_id in self._holders.get(pack_id, ()))
+        """Whether a store has the pack in RAM, or receives it."""
+        return any(not self.stores[store_id].copies[pack_id].error for store_id in self._holders.any_of(pack_id))
+
+    def is_on_disk(self, pack_id: str) -> bool:
+        """Whether a store has the pack on its disk."""
+        return bool(self._disk_holders.any_of(pack_id))
 
     def holders(self, pack_id: str) -> list[StoreStatus]:
-        """Stores with a copy of the pack, whole or not, in the order in which they came."""
-        numbers = self._holders.get(pack_id, {})
-        return [self.stores[store_id] for store_id in sorted(numbers, key=numbers.__getitem__)]
+        """Stores with a copy of the pack in RAM, whole or not, in the order in which they came."""
+        return [self.stores[store_id] for store_id in self._holders.of(pack_id)]
+
+    def disk_holders(self, pack_id: str) -> list[StoreStatus]:
+        """Stores that have the pack on disk, in the order in which they came."""
+        return [self.stores[store_id] for store_id in self._disk_holders.of(pack_id)]
 
     def whole_holders(self, pack_id: str) -> tuple[str, ...]:
-        """Stores that have all of the pack."""
+        """Stores that have all of the pack in RAM."""
         return tuple(store.store_id for store in self.holders(pack_id) if store.copies[pack_id].complete)

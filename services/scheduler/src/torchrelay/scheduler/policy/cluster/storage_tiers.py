@@ -14,15 +14,18 @@ class Tier(enum.IntEnum):
     HOST = 0  # complete in the host's own arena
     FILLING = 1  # being received by the host
     PEER = 2  # on another host, whole or being received
-    REMOTE = 3
+    DISK = 3  # on the host's own disk
+    REMOTE = 4
 
 
 def tier_of(pack_id: str, host: StoreStatus, is_held: bool) -> Tier:
-    """The nearest place from which the host can get the pack. ``is_held``: by any host."""
+    """The nearest place from which the host can get the pack. ``is_held``: by any host, in RAM."""
     copy = host.copies.get(pack_id)
     if copy is not None and not copy.error:
         return Tier.HOST if copy.complete else Tier.FILLING
-    return Tier.PEER if is_held else Tier.REMOTE
+    if is_held:
+        return Tier.PEER
+    return Tier.DISK if host.disk_pack_ids and pack_id in host.disk_pack_ids else Tier.REMOTE
 
 
 def is_held_by_any(pack_id: str, stores: Iterable[StoreStatus]) -> bool:

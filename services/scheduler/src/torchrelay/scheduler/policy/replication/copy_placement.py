@@ -58,6 +58,7 @@ class CopyPlacement:
         self, pack_id: str, room: Mapping[str, int], urgent: bool, domains: Iterable[str] = (), strictly: bool = False
     ) -> StoreStatus | None:
         """The store whose arena the copy would fill least, outside ``domains`` if possible; always, if ``strictly``.
+        If no RAM has the pack, one that has it on disk.
 
         None if no store has room, or if all that have are receiving as many copies as they may: then someone waits.
         """
@@ -81,8 +82,10 @@ class CopyPlacement:
             self.someone_waits |= bool(with_room)
             return None
 
-        def cost(store: StoreStatus) -> tuple[bool, float, str]:
-            return store.domain in used_domains, copy_index.fullness(store.store_id, num_bytes), store.store_id
+        def cost(store: StoreStatus) -> tuple[bool, bool, float, str]:
+            is_far = not holding and pack_id not in (store.disk_pack_ids or ())
+            fullness = copy_index.fullness(store.store_id, num_bytes)
+            return store.domain in used_domains, is_far, fullness, store.store_id
 
         return min(ready, key=cost)
 

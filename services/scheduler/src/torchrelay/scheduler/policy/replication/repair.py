@@ -1,9 +1,10 @@
 """Replication: which copies of packs are kept in the hosts' RAM, where new ones are made, and which may go.
 
-A recently used pack keeps ``recent_copies``, in different failure domains where possible. Any other pack that lost its
-last copy with a host keeps one, while there is room to spare. Stores retain the kept copies of recent packs: they evict
-them last. Further copies are not dropped, because they cost nothing until their room is needed. So a pack has O(1)
-copies that take room from others, however many hosts it once ran on.
+A pack in demand, used recently or expected to be used soon, keeps ``recent_copies``, in different failure domains where
+possible. Any other pack that lost its last copy with a host keeps one, while there is room to spare. Stores retain the
+kept copies of packs in demand: they evict them last, those first that are worth least there. Further copies are not
+dropped, because they cost nothing until their room is needed. So a pack has O(1) copies that take room from others,
+however many hosts it once ran on.
 
 A copy lost with a host is rebuilt before any other copy is begun. New copies go where kept ones take the smallest part
 of the arena. With fewer hosts or domains than the goal needs, the decision does what it can and orders nothing else.
@@ -12,13 +13,14 @@ of the arena. With fewer hosts or domains than the goal needs, the decision does
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import CopyCause, StoreStatus
 from torchrelay.scheduler.policy.replication.balance import next_move
 from torchrelay.scheduler.policy.replication.copy_index import CopyIndex, CopySet
 from torchrelay.scheduler.policy.replication.copy_placement import CopyPlacement
+from torchrelay.scheduler.policy.replication.pack_worth import UNKNOWN, PackWorth
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class PackDemand:
     last_used: float
     settled: bool = False  # has had all its copies: a missing one is a loss, not one still to be made
     lost: bool = False  # a copy was lost with a host that did not come back
+    worth: PackWorth = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,20 @@ class CopyOrder:
 class ReplicationPlan:
     """What to do; stores may evict what they need not retain."""
 
-    orders: tuple[CopyOrder, ...]
-    retained_packs: Mapping[str, tuple[str, ...]]  # by store: packs to keep, in the order of eviction
-    settled: frozenset[str]  # recent packs with all the copies they should have
-    num_short: int  # recent packs without
+    orders: tuple[CopyOrder, ...] = ()
+    retained_packs: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # by store: packs to keep, in the order of eviction
+    ranked_on_disk: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # by store: packs on its disk, in the order of eviction
+    in_demand: frozenset[str] = frozenset()
+    settled: frozenset[str] = frozenset()  # of these, those with all the copies they should have
+
+    @property
+    def num_short(self) -> int:
+        """Packs in demand without."""
+        return len(self.in_demand) - len(self.settled)
 
 
 @dataclass(frozen=True)
@@ -80,9 +93,11 @@ class _MissingCopy:
 def repair(replication_input: ReplicationInput, config: PolicyConfig) -> ReplicationPlan:
     """Decides for the whole cluster. ``orders`` come in the order in which to start them."""
     recent_since = replication_input.now - config.recent_s
-    packs = sorted(replication_input.packs, key=lambda pack: (-pack.last_used, pack.pack_id))
-    recent = [pack for pack in packs if pack.last_used >= recent_since]
-    others = packs[len(recent) :]
+    packs = sorted(replication_input.packs, key=lambda pack: (-pack.worth.in_ram, -pack.last_used, pack.pack_id))
+    recent, others = list[PackDemand](), list[PackDemand]()
+    for pack in packs:
+        is_in_demand = pack.last_used >= recent_since or pack.worth.return_s <= config.recent_s
+        (recent if is_in_demand else others).append(pack)
     sizes = {pack.pack_id: pack.num_bytes for pack in packs}
     copy_index = CopyIndex(replication_input.stores, replication_input.away, replication_input.under_way, sizes)
     copy_index.choose({pack.pack_id: config.recent_copies for pack in recent} | {pack.pack_id: 1 for pack in others})
@@ -94,7 +109,13 @@ def repair(replication_input: ReplicationInput, config: PolicyConfig) -> Replica
     if not orders and not replication_input.under_way and (move := next_move(sizes, copy_index, copy_placement)):
         pack_id, source, target = move
         orders = [CopyOrder(pack_id, target, CopyCause.BALANCE, f"{source} is much fuller")]
-    return ReplicationPlan(tuple(orders), _retained_packs(recent, copy_index), settled, len(recent) - len(settled))
+    return ReplicationPlan(
+        tuple(orders),
+        _retained_packs(recent, copy_index),
+        _ranked_on_disk(packs, copy_index.live),
+        frozenset(pack.pack_id for pack in recent),
+        settled,
+    )
 
 
 def _orders(
@@ -125,7 +146,7 @@ def _missing_copy(pack: PackDemand, copy_index: CopyIndex) -> _MissingCopy | Non
     if copies.num_missing:
         if pack.settled:
             return _MissingCopy(pack, copies, CopyCause.REBUILD, f"a copy was lost; it is left on {places}")
-        return _MissingCopy(pack, copies, CopyCause.REPLICATE, f"used recently, and only on {places}")
+        return _MissingCopy(pack, copies, CopyCause.REPLICATE, f"in demand, and only on {places}")
     if len(copies.domains) < min(copies.num_wanted, copy_index.num_domains):
         return _MissingCopy(pack, copies, CopyCause.SPREAD, f"{places} may fail together")
     return None
@@ -146,8 +167,8 @@ def _order(missing: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | 
 
 
 def _retained_packs(recent: Sequence[PackDemand], copy_index: CopyIndex) -> dict[str, tuple[str, ...]]:
-    """By store, the recent packs it keeps: first those kept elsewhere too, then those with no other kept copy, each
-    the longest unused first. Wanted copies that are still incoming are named already.
+    """By store, the packs in demand that it keeps: first those kept elsewhere too, then those with no other kept copy,
+    each those first that are worth least. Wanted copies that are still incoming are named already.
     """
     spare: dict[str, list[str]] = {store_id: [] for store_id in copy_index.live}
     last: dict[str, list[str]] = {store_id: [] for store_id in copy_index.live}
@@ -157,3 +178,13 @@ def _retained_packs(recent: Sequence[PackDemand], copy_index: CopyIndex) -> dict
         for rank, holder in enumerate(holder for holder in wanted if not holder.away):
             (spare if rank else last)[holder.store_id].append(pack.pack_id)
     return {store_id: (*spare[store_id], *last[store_id]) for store_id in copy_index.live}
+
+
+def _ranked_on_disk(packs: Sequence[PackDemand], stores: Mapping[str, StoreStatus]) -> dict[str, tuple[str, ...]]:
+    """By store, those of ``packs`` that its disk has, those first that are worth least there."""
+    ordered = sorted(packs, key=lambda pack: (pack.worth.on_disk, pack.last_used, pack.pack_id))
+    return {
+        store_id: tuple(pack.pack_id for pack in ordered if pack.pack_id in store.disk_pack_ids)
+        for store_id, store in stores.items()
+        if store.disk_pack_ids
+    }

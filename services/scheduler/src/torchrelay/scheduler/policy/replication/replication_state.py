@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, CopyCause, Model, StoreStatus
+from torchrelay.scheduler.policy.effects import RetainCommand
 
 _KEEP_TRIES = 5  # failed copies of a lost, unused pack before it is given up: it may have been deleted
 _RETAIN_RETRY_S = 2.0  # after a refusal; also the shortest time between leases that only reorder the same packs
@@ -39,8 +40,8 @@ class RecentPacks:
     def __iter__(self) -> Iterator[PackUse]:
         return iter(self._uses.values())
 
-    def model(self, pack_id: str) -> Model:
-        return self._uses[pack_id].model
+    def use(self, pack_id: str) -> PackUse:
+        return self._uses[pack_id]
 
     def note(self, model: Model, now: float) -> None:
         """The model is used."""
@@ -59,10 +60,11 @@ class _FailedCopy:
 
 @dataclass(frozen=True)
 class _RetentionLease:
-    """The packs that a store was told to retain."""
+    """The packs that a store was told to retain in RAM, and on disk."""
 
     incarnation: str
     packs: tuple[str, ...]
+    disk_packs: tuple[str, ...]
     renew_at: float
     reorder_at: float
 
@@ -135,24 +137,29 @@ class ReplicationState:
     def retains_due(
         self,
         retained_packs: Mapping[str, tuple[str, ...]],
+        ranked_on_disk: Mapping[str, tuple[str, ...]],
         stores: Mapping[str, StoreStatus],
         now: float,
         config: PolicyConfig,
-    ) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Stores to be told now what to retain: the packs changed, or the lease is to be renewed."""
+    ) -> Iterator[RetainCommand]:
+        """Stores to be told now what to retain: the packs in RAM changed, their order or those on disk did a while ago,
+        or the lease is to be renewed.
+        """
         self._leases = {store_id: lease for store_id, lease in self._leases.items() if store_id in stores}
         for store_id, packs in retained_packs.items():
-            store, lease = stores[store_id], self._leases.get(store_id)
+            store, lease, disk_packs = stores[store_id], self._leases.get(store_id), ranked_on_disk.get(store_id, ())
             if lease is None or lease.incarnation != store.incarnation:
-                due = bool(packs) or any(copy.retained for copy in store.copies.values())
+                due = bool(packs or disk_packs) or any(copy.retained for copy in store.copies.values())
             elif frozenset(lease.packs) != frozenset(packs):
                 due = True
             else:
-                due = bool(packs) and now >= (lease.renew_at if lease.packs == packs else lease.reorder_at)
+                is_same = lease.packs == packs and lease.disk_packs == disk_packs
+                due = bool(packs or disk_packs) and now >= (lease.renew_at if is_same else lease.reorder_at)
             if due:
-                renew_at = now + config.retention_s / 3
-                self._leases[store_id] = _RetentionLease(store.incarnation, packs, renew_at, now + _RETAIN_RETRY_S)
-                yield store_id, packs
+                self._leases[store_id] = _RetentionLease(
+                    store.incarnation, packs, disk_packs, now + config.retention_s / 3, now + _RETAIN_RETRY_S
+                )
+                yield RetainCommand(store_id, packs, config.retention_s, disk_packs)
 
     def retain_failed(self, store_id: str, now: float) -> None:
         """The store did not take its lease: it is told again soon."""

@@ -52,6 +52,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         suspects=membership.suspects,
         minimums=state.minimums.in_force,
         holders_of=membership.holders,
+        disk_holders_of=membership.disk_holders,
         overdue_slots_at=state.overdue_slots_at,
         demand_of=demand_of,
     )

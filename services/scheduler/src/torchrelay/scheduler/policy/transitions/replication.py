@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from torchrelay.scheduler.policy.core import Instance, Model, StoreStatus
-from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand
+from torchrelay.scheduler.policy.effects import CopyCommand, Hop
 from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.replication.pack_worth import PackWorth, pack_worth
 from torchrelay.scheduler.policy.replication.repair import CopyOrder, PackDemand, ReplicationInput
+from torchrelay.scheduler.policy.replication.replication_state import PackUse
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import relays
 from torchrelay.scheduler.policy.transitions.transfer_outcomes import record_copy_event
@@ -21,13 +23,13 @@ def replicate(state: State, now: float) -> None:
         if instance.staying and (model := _model_of(state, instance)):
             replication_state.recent_packs.note(model, now)
     plan = state.strategies.repair(_replication_input(state, now), config)
-    recent = {use.model.pack_id for use in replication_state.recent_packs if use.last_used >= now - config.recent_s}
-    replication_state.settled = (replication_state.settled & recent) | plan.settled
+    replication_state.settled = (replication_state.settled & plan.in_demand) | plan.settled
     replication_state.num_short = plan.num_short
     for order in plan.orders:
         _order_copy(state, order, now)
-    for store_id, packs in replication_state.retains_due(plan.retained_packs, state.membership.stores, now, config):
-        state.effects.commands.append(RetainCommand(store_id, packs, config.retention_s))
+    state.effects.commands += replication_state.retains_due(
+        plan.retained_packs, plan.ranked_on_disk, state.membership.stores, now, config
+    )
 
 
 def _model_of(state: State, instance: Instance) -> Model | None:
@@ -49,13 +51,23 @@ def _replication_input(state: State, now: float) -> ReplicationInput:
     for use in replication_state.recent_packs:
         pack_id = use.model.pack_id
         settled, lost = pack_id in replication_state.settled, pack_id in replication_state.lost
-        packs.append(PackDemand(pack_id, use.model.pack_bytes, use.last_used, settled, lost))
+        worth = _worth(state, use, now)
+        packs.append(PackDemand(pack_id, use.model.pack_bytes, use.last_used, settled, lost, worth))
     avoid = replication_state.avoid(now, state.config)
     return ReplicationInput(now, stores, packs, frozenset(away), state.transfers.ordered, avoid)
 
 
+def _worth(state: State, use: PackUse, now: float) -> PackWorth:
+    """Of a copy of the pack."""
+    model = use.model
+    load_s = state.load_times.by_tier(model, state.config)
+    return_s = state.arrivals.return_s(model.version_id, use.last_used, now)
+    return pack_worth(model, load_s, return_s, state.membership.is_on_disk(model.pack_id))
+
+
 def _order_copy(state: State, order: CopyOrder, now: float) -> None:
-    model, cause, urgent = state.replication_state.recent_packs.model(order.pack_id), order.cause.value, order.urgent
+    use = state.replication_state.recent_packs.use(order.pack_id)
+    model, cause, urgent = use.model, order.cause.value, order.urgent
     store_ids, reason = [order.store_id], Reason(cause, order.reason)
     (edge,) = relays.plan_relay(
         state, model.pack_id, model.pack_bytes, store_ids, now, urgent=urgent, reason=reason, cause=order.cause
@@ -64,13 +76,24 @@ def _order_copy(state: State, order: CopyOrder, now: float) -> None:
     first = relays.goes_first(state, model.pack_id, order.store_id)
     state.effects.commands.append(CopyCommand(model, hop, first, not order.may_evict_retained))
     fields = {"cause": cause, "pack_id": order.pack_id, "store_id": order.store_id, "source": edge.upstream}
-    record_copy_event(state, now, cause, model, f"{order.reason}: {edge}", fields)
+    record_copy_event(state, now, cause, model, f"{order.reason}: {edge}; {_worth(state, use, now)}", fields)
+
+
+def _record_eviction(state: State, use: PackUse, store: StoreStatus, now: float) -> None:
+    """The store took the room of a copy for others, or somebody dropped it."""
+    fields = {"pack_id": use.model.pack_id, "store_id": store.store_id}
+    reason = f"no longer in the RAM of {store.store_id}; {_worth(state, use, now)}"
+    record_copy_event(state, now, "evicted", use.model, reason, fields)
 
 
 def store_seen(state: State, store: StoreStatus, before: StoreStatus | None, now: float) -> None:
     """A store reports; ``before``: its previous report. What an earlier scheduler had it retain, was used recently."""
     replication_state = state.replication_state
     replication_state.returned(store, before)
+    if before is not None and before.incarnation == store.incarnation:
+        for pack_id in before.copies.keys() - store.copies.keys():
+            if before.copies[pack_id].complete and pack_id in replication_state.recent_packs:
+                _record_eviction(state, replication_state.recent_packs.use(pack_id), store, now)
     for copy in store.copies.values():
         if copy.retained and copy.pack_id not in replication_state.recent_packs:
             replication_state.recent_packs.note(Model(copy.pack_id[:12], "", copy.pack_id, copy.pack_bytes, 0), now)

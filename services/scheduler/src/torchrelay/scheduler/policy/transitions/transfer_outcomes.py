@@ -43,7 +43,7 @@ def _record_copy(state: State, transfer: Transfer, now: float) -> None:
         replication_state.clear_failures(transfer.key)
     if transfer.pack_id not in replication_state.recent_packs:
         return
-    model, took_s = replication_state.recent_packs.model(transfer.pack_id), now - transfer.planned_at
+    model, took_s = replication_state.recent_packs.use(transfer.pack_id).model, now - transfer.planned_at
     fields: dict[str, str | float] = {"pack_id": transfer.pack_id, "store_id": transfer.target, "took_s": took_s}
     fields |= {"cause": cause.value} | ({"error": error} if error else {})
     kind, reason = ("copy_failed", error) if error else ("copied", f"{cause.value} is done")
