@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import a_model
+from torchrelay.scheduler.policy.autoscaling.price import load_cost
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.replication.pack_worth import pack_worth
 
-LOADS = {Tier.HOST: 2.0, Tier.FILLING: 3.0, Tier.PEER: 3.0, Tier.DISK: 8.0, Tier.REMOTE: 26.0}
+LOADS = {Tier.HOST: 2.0, Tier.DISK: 8.0, Tier.REMOTE: 26.0}
+MODEL = a_model(pack_bytes=16_000_000_000)
 
 
-def test_a_copy_is_worth_the_device_seconds_it_saves_by_use_and_bytes() -> None:
-    """The worked example of docs/replication.md."""
-    model = a_model(pack_bytes=16_000_000_000)
-    worth = pack_worth(model, LOADS, return_s=300.0, is_on_disk=False)
-    assert worth.in_ram == pytest.approx(24.0 / 300 / 16)
-    assert worth.on_disk == pytest.approx(18.0 / 300 / 16)
-    assert str(worth) == "its next use is expected in 300 s, and RAM saves 24 s then: 18 device seconds per GB and hour"
+def test_the_worked_example_of_the_docs() -> None:
+    costs = {tier: load_cost(load_s, 0.1, 2.0, 60.0) for tier, load_s in LOADS.items()}
+    assert [round(cost) for cost in costs.values()] == [19, 265, 715]
+    worth = pack_worth(MODEL, costs, 300.0, is_on_disk=False)
+    assert worth.in_ram == pytest.approx((costs[Tier.REMOTE] - costs[Tier.HOST]) / 16 / 300)
+    assert worth.on_disk == pytest.approx((costs[Tier.REMOTE] - costs[Tier.DISK]) / 16 / 300)
+    assert str(worth) == (
+        "its next use is expected in 300 s, and RAM saves 696 device seconds then: 522 per GB and hour"
+    )
+    disk_has_it = pack_worth(MODEL, costs, 300.0, is_on_disk=True)
+    assert round(worth.in_ram * 3600) == 522 and round(disk_has_it.in_ram * 3600) == 185
 
 
-def test_where_a_disk_has_it_ram_saves_less() -> None:
-    model = a_model(pack_bytes=16_000_000_000)
-    assert pack_worth(model, LOADS, 300.0, is_on_disk=True).in_ram == pytest.approx(6.0 / 300 / 16)
+def test_all_devices_of_a_slot_wait_for_a_load() -> None:
+    costs = {tier: load_cost(load_s, 0.0, 60.0, 60.0) for tier, load_s in LOADS.items()}  # nobody is late
+    one, four = (pack_worth(replace(MODEL, num_devices=number), costs, 300.0, is_on_disk=False) for number in (1, 4))
+    assert one.saved == pytest.approx(24.0) and four.saved == pytest.approx(96.0)
 
 
-def test_four_devices_wait_for_a_load_as_one_does() -> None:
-    one, four = (a_model(num_devices=number) for number in (1, 4))
-    worths = [pack_worth(model, LOADS, 300.0, is_on_disk=False).in_ram for model in (one, four)]
-    assert worths[1] == pytest.approx(4 * worths[0])
+def test_a_load_costs_more_where_more_is_late() -> None:
+    costs = [
+        load_cost(26.0, arrivals_per_s, target_s, price_s)
+        for arrivals_per_s, target_s, price_s in (
+            (0.0, 30.0, 60.0),
+            (0.1, 30.0, 60.0),
+            (0.1, 2.0, 60.0),
+            (0.1, 2.0, 600.0),
+        )
+    ]
+    assert costs[0] == 26.0 and costs == sorted(costs) and len(set(costs)) == 4

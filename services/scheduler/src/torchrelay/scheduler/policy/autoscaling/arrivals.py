@@ -83,6 +83,10 @@ class ArrivalHistory:
             return NEVER
         return self.last_used + plan.wake_s, self.last_used + plan.until_s
 
+    def return_s(self, now: float) -> float:
+        """Expected seconds until it is used next."""
+        return self.idle_gaps.return_s(now - self.last_used if self.last_used is not None else math.inf)
+
     def late(self, admitted_at: float) -> None:
         """A request got its first token later than it wanted it, from an instance that was loaded when it came."""
         self._late.append(admitted_at)
@@ -120,12 +124,9 @@ class Arrivals:
             self._of.move_to_end(version_id)
         return history
 
-    def return_s(self, version_id: str, last_used: float, now: float) -> float:
-        """Expected seconds until it is used next. ``last_used``: as far as is known otherwise."""
-        history = self._of.get(version_id)
-        if history is None or history.last_used is None:
-            return IdleGaps().return_s(now - last_used)
-        return history.idle_gaps.return_s(now - history.last_used)
+    def known(self, version_id: str) -> ArrivalHistory | None:
+        """None: nothing is known of it."""
+        return self._of.get(version_id)
 
     def forget(self, version_id: str) -> None:
         """No more are expected."""

@@ -78,6 +78,14 @@ def num_lost(arrivals_per_s: float, away_s: float, target_s: float) -> float:
     return arrivals_per_s * away_s * lateness_weight(away_s / 2, target_s)
 
 
+def load_cost(load_s: float, arrivals_per_s: float, target_s: float, price_s: float) -> float:
+    """What a load costs, in seconds of its slot: it takes the slot, and who comes until it is over is late."""
+    late = num_lost(arrivals_per_s, load_s, target_s)
+    if load_s > target_s:
+        late += lateness_weight(load_s, target_s)  # the request that wakes it waits for all of it
+    return load_s + price_s * late
+
+
 def num_gained(arrivals_per_s: float, num_waiting: float, held_s: float) -> float:
     """Requests of a model that a slot serves in ``held_s``, once each: what waits is late, however long it waited."""
     return num_waiting + arrivals_per_s * held_s

@@ -5,16 +5,20 @@ The copies it has ordered are transfers with a cause; see ``relay.transfers``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, CopyCause, Model, StoreStatus
 from torchrelay.scheduler.policy.effects import RetainCommand
+from torchrelay.scheduler.policy.replication.pack_worth import PackWorth
 
 _KEEP_TRIES = 5  # failed copies of a lost, unused pack before it is given up: it may have been deleted
 _RETAIN_RETRY_S = 2.0  # after a refusal; also the shortest time between leases that only reorder the same packs
+
+_WORTH_DELAYS_S = tuple(2.0 + number / 4 for number in range(16))
 
 CopyKey = tuple[str, str]  # pack, store
 
@@ -52,6 +56,24 @@ class RecentPacks:
         self._uses.pop(pack_id, None)
 
 
+class PackWorths:
+    """What copies are worth, worked out anew every few seconds: at other moments for each pack, so that no decision
+    waits for all of them.
+    """
+
+    def __init__(self, max_packs: int = MAX_VERSIONS) -> None:
+        self._worths: Recent[str, tuple[PackWorth, float]] = Recent(max_packs)  # each until
+        self._delays_s = cycle(_WORTH_DELAYS_S)
+
+    def of(self, pack_id: str, now: float, work_out: Callable[[], PackWorth]) -> PackWorth:
+        known = self._worths.get(pack_id)
+        if known is not None and now < known[1]:
+            return known[0]
+        worth = work_out()
+        self._worths[pack_id] = worth, now + next(self._delays_s)
+        return worth
+
+
 @dataclass(frozen=True)
 class _FailedCopy:
     times: int
@@ -74,6 +96,7 @@ class ReplicationState:
     """Owned by the state."""
 
     recent_packs: RecentPacks = field(default_factory=RecentPacks)
+    worths: PackWorths = field(default_factory=PackWorths)
     settled: frozenset[str] = frozenset()  # recent packs that have had all their copies
     lost: set[str] = field(default_factory=set)  # packs of which a copy was lost with a host
     due_at: float = 0.0

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from torchrelay.scheduler.policy.autoscaling.arrivals import ArrivalHistory
+from torchrelay.scheduler.policy.autoscaling.price import load_cost
 from torchrelay.scheduler.policy.core import Instance, Model, StoreStatus
 from torchrelay.scheduler.policy.effects import CopyCommand, Hop
 from torchrelay.scheduler.policy.reasons import Reason
@@ -51,7 +55,7 @@ def _replication_input(state: State, now: float) -> ReplicationInput:
     for use in replication_state.recent_packs:
         pack_id = use.model.pack_id
         settled, lost = pack_id in replication_state.settled, pack_id in replication_state.lost
-        worth = _worth(state, use, now)
+        worth = replication_state.worths.of(pack_id, now, partial(_worth, state, use, now))
         packs.append(PackDemand(pack_id, use.model.pack_bytes, use.last_used, settled, lost, worth))
     avoid = replication_state.avoid(now, state.config)
     return ReplicationInput(now, stores, packs, frozenset(away), state.transfers.ordered, avoid)
@@ -60,9 +64,14 @@ def _replication_input(state: State, now: float) -> ReplicationInput:
 def _worth(state: State, use: PackUse, now: float) -> PackWorth:
     """Of a copy of the pack."""
     model = use.model
-    load_s = state.load_times.by_tier(model, state.config)
-    return_s = state.arrivals.return_s(model.version_id, use.last_used, now)
-    return pack_worth(model, load_s, return_s, state.membership.is_on_disk(model.pack_id))
+    history = state.arrivals.known(model.version_id) or ArrivalHistory(last_used=use.last_used)
+    arrivals_per_s, target_s = history.expected_per_s(now), history.target_s or state.config.standard_ttft_s
+    price_s = state.idle_timeout_s(model.version_id, now)
+    load_costs = {
+        tier: load_cost(load_s, arrivals_per_s, target_s, price_s)
+        for tier, load_s in state.load_times.by_tier(model, state.config).items()
+    }
+    return pack_worth(model, load_costs, history.return_s(now), state.membership.is_on_disk(model.pack_id))
 
 
 def _order_copy(state: State, order: CopyOrder, now: float) -> None:
