@@ -172,10 +172,10 @@ class SimulatedStores:
 
     def report_all(self) -> None:
         for store in self.of.values():
-            self._scheduler.apply(inputs.StoreReported(self._status(store)))
+            self._scheduler.apply(inputs.StoreReported(self._status(store), streamed=True))
 
     def _report(self, store: SimulatedStore) -> None:
-        self._scheduler.soon(inputs.StoreReported(self._status(store)))
+        self._scheduler.soon(inputs.StoreReported(self._status(store), streamed=True))
 
     def _status(self, store: SimulatedStore) -> StoreStatus:
         pinned = store.pinned()

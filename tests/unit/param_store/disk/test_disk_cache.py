@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrelay.param_store.disk import disk_cache
 from torchrelay.param_store.disk.disk_cache import CachedPack, DiskCache, default_limit_bytes, select_evictions
 
 MANY = 1 << 60
@@ -18,6 +20,10 @@ MANY = 1 << 60
 
 def pack_id(name: str) -> str:
     return blake3(name.encode()).hexdigest()
+
+
+def faulty(*_: object) -> None:
+    raise OSError(errno.EMFILE, "too many open files")
 
 
 def kept(cache: DiskCache, name: str, data: bytes, used: float) -> str:
@@ -77,7 +83,7 @@ def test_packs_are_found_again_and_read_and_the_least_recently_used_leaves_first
 def test_what_the_scheduler_ranks_leaves_last_and_in_its_order(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "packs", 350)
     first, second, third = (kept(cache, name, b"x" * 100, used=at) for at, name in enumerate("abc"))
-    cache.retention.renew([second, first], lease_s=60)
+    cache.eviction_order.renew([second, first], lease_s=60)
     left = []
     for num_bytes in (100, 200, 300):
         cache.make_room(num_bytes)
@@ -89,7 +95,7 @@ def test_what_the_scheduler_ranks_leaves_last_and_in_its_order(tmp_path: Path) -
 def test_without_a_scheduler_the_least_recently_used_leaves_first(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "packs", 250)
     first, second = (kept(cache, name, b"x" * 100, used=at) for at, name in enumerate("ab"))
-    cache.retention.renew([second, first], lease_s=0)
+    cache.eviction_order.renew([second, first], lease_s=0)
     cache.make_room(100)
     assert [pack.pack_id for pack in cache.packs()] == [second]
     assert not cache.has(first)
@@ -98,13 +104,45 @@ def test_without_a_scheduler_the_least_recently_used_leaves_first(tmp_path: Path
 def test_what_is_there_is_known_without_a_look_at_the_disk(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "packs", MANY)
     first, second = kept(cache, "a", b"a", used=2000), kept(cache, "b", b"b", used=1000)
-    assert cache.pack_ids() == (first, second)
-    cache = DiskCache(tmp_path / "packs", MANY)
-    assert cache.pack_ids() == (second, first), "by their last use, after a restart"
+    assert cache.pack_ids() == DiskCache(tmp_path / "packs", MANY).pack_ids() == {first, second}
     cache.discard(second)
-    assert cache.pack_ids() == (first,)
+    assert cache.pack_ids() == {first}
     (tmp_path / "packs" / first).unlink()
-    assert cache.open(first) is None and cache.pack_ids() == ()
+    assert cache.pack_ids() == {first}
+    assert cache.open(first) is None and cache.pack_ids() == set()
+
+
+def test_those_used_last_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_cache, "_MAX_REPORTED_PACKS", 2)
+    cache = DiskCache(tmp_path / "packs", MANY)
+    first, second, third = (kept(cache, name, b"x", used=3000 - at) for at, name in enumerate("abc"))
+    assert cache.pack_ids() == {second, third}
+    reader = cache.open(first)
+    assert reader is not None and cache.pack_ids() == {first, third}
+    reader.close()
+    assert DiskCache(tmp_path / "packs", MANY).pack_ids() == {first, second}, "by their last use, after a restart"
+
+
+def test_a_pack_that_cannot_be_read_now_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = DiskCache(tmp_path / "packs", MANY)
+    found = kept(cache, "a", b"a", used=1000)
+    with monkeypatch.context() as context:
+        context.setattr(disk_cache, "FileReader", faulty)
+        assert cache.open(found) is None
+    assert cache.pack_ids() == {found}
+
+
+def test_who_asks_what_is_there_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = DiskCache(tmp_path / "packs", MANY)
+    found = kept(cache, "a", b"a", used=1000)
+    asked = list[frozenset[str]]()
+
+    def unlink(path: Path, missing_ok: bool) -> None:
+        asked.append(cache.pack_ids())
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    cache.discard(found)
+    assert asked == [frozenset()] * 2
 
 
 def test_a_manifest_is_believed_when_it_is_the_packs(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import grpc
@@ -13,6 +14,9 @@ from tests.unit.param_store.running_store import REMOTE, RunningStore, publish, 
 from torchrelay.common.errors import InvalidRequest, Overloaded, StaleEpoch, TorchrelayError
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.control.v1 import reports_pb2
+from torchrelay.param_store.background_tasks import fill_disk_cache
+from torchrelay.param_store.store import Store
 
 
 async def retain(store: RunningStore, *pack_ids: str, lease_s: float = 60, epoch: int = 0) -> None:
@@ -39,6 +43,39 @@ async def test_a_report_tells_what_is_guarded_and_what_fails_with_the_host(
         await store.until(lambda report: not report.copies[0].retained)
     async with running_store(tmp_path, host_id="host-3") as store:
         assert (await store.report()).failure_domain == "host-3"
+
+
+async def test_a_stream_tells_what_is_on_disk_at_first_and_when_it_changes(
+    tmp_path: Path, published: tuple[Path, pb.VersionDescription]
+) -> None:
+    pack_id = published[1].pack_id
+    on_disk: list[list[str]] = []
+
+    def is_written(report: reports_pb2.StoreReport) -> bool:
+        if report.HasField("disk"):
+            on_disk.append(list(report.disk.pack_ids))
+        return len(on_disk) == 2
+
+    async with running_store(tmp_path, (fill_disk_cache,), disk_cache_bytes=1 << 30) as store:
+        async with asyncio.TaskGroup() as tasks:
+            told = tasks.create_task(store.until(is_written))
+            await store.relay(pack_id, REMOTE)
+        assert on_disk == [[], [pack_id]] and told.result().copies
+    async with running_store(tmp_path, disk_cache_bytes=0) as store:
+        assert not (await store.report()).HasField("disk")
+
+
+async def test_the_order_on_disk_stays_while_none_is_told(tmp_path: Path) -> None:
+    stores: list[Store] = []
+
+    async def keep(store: Store) -> None:
+        stores.append(store)
+
+    async with running_store(tmp_path, (keep,), disk_cache_bytes=1 << 30) as store:
+        await store.stub.Retain(pb.RetainRequest(disk_pack_ids=["f" * 64], lease_s=60))
+        await retain(store, "e" * 64)
+    disk = stores[0].disk
+    assert disk is not None and disk.eviction_order.ranks == {"f" * 64: 0}
 
 
 async def test_a_stale_epoch_and_a_lease_without_end_are_refused(tmp_path: Path) -> None:

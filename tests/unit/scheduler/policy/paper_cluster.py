@@ -168,7 +168,7 @@ class PaperCluster:
 
     def report_all(self) -> None:
         for store in list(self.stores.values()):
-            self.apply(StoreReported(replace(store, seen_at=self.now)))
+            self.apply(StoreReported(replace(store, seen_at=self.now), streamed=True))
         for worker_id in list(self.workers):
             self.report(worker_id)
 

@@ -65,7 +65,7 @@ def costs(num_hosts: int) -> dict[str, int]:
         "release": lambda: scene.release("open"),
         "worker's report": lambda: scene.report(worker.worker_id),
         "worker's beat": lambda: scene.apply(WorkerBeat(worker.worker_id, worker.incarnation, worker.progress)),
-        "store's report": lambda: scene.apply(StoreReported(replace(store, seen_at=scene.now))),
+        "store's report": lambda: scene.apply(StoreReported(replace(store, seen_at=scene.now), streamed=True)),
     }
     return {name: num_bytecodes(event) for name, event in events.items()}
 

@@ -16,6 +16,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import FirstToken, GatewayConnected
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
+from torchrelay.scheduler.service.cluster_view import cluster_view
 from torchrelay.scheduler.service.controller import Clock, Controller
 from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
@@ -131,3 +132,13 @@ async def test_nothing_is_due_after_the_end() -> None:
     asyncio.get_running_loop().call_later(0.02, later.set)  # after the timer: they fire in order
     await later.wait()
     assert num_due(log) == 0 and controller.policy.state.due
+
+
+async def test_a_view_of_stores_leaves_out_what_is_on_their_disks() -> None:
+    controller, _ = recorded_controller()
+    on_disk = reports_pb2.DiskPacks(pack_ids=["p"])
+    report = reports_pb2.StoreReport(store_id="s", incarnation="s 1", host_id="h", grpc_address="s:1", disk=on_disk)
+    controller.store_reported(report, streamed=True)
+    assert controller.policy.state.membership.is_on_disk("p")
+    (seen,) = cluster_view(controller).stores
+    assert seen.store_id == "s" and not seen.HasField("disk")

@@ -809,7 +809,7 @@ class RetainRequest(_message.Message):
 
     @_builtins.property
     def disk_pack_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """the same for the disk cache: others go before these"""
+        """the same for the disk cache: others go before these; empty: its order stays"""
 
     def __init__(
         self,

@@ -376,7 +376,7 @@ class StoreReport(_message.Message):
 
     @_builtins.property
     def disk(self) -> Global___DiskPacks:
-        """on Watch streams, at first and at every change; absent: as told before"""
+        """on Watch streams, at first and at every change; absent: as told before, or no cache"""
 
     def __init__(
         self,
@@ -414,7 +414,7 @@ class DiskPacks(_message.Message):
     PACK_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pack_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """in the host's disk cache: those written last"""
+        """in the host's disk cache: those used last, in no order"""
 
     def __init__(
         self,

@@ -148,6 +148,18 @@ def test_what_is_on_disk_is_known_until_it_is_told_anew() -> None:
     assert not membership.is_on_disk("q")
 
 
+def test_what_is_on_disk_is_known_of_a_process_that_returns_and_of_no_other() -> None:
+    membership, on_disk = Membership(fence_s=0.0), frozenset({"p"})
+    store = a_store("s1", "host-1")
+    membership.accept_store(replace(store, disk_pack_ids=on_disk))
+    membership.drop_store("s1", 1.0, gone=False)
+    assert not membership.is_on_disk("p")
+    membership.accept_store(replace(store, seen_at=2.0))  # a report through the broker comes first
+    assert membership.is_on_disk("p")
+    membership.accept_store(replace(store, incarnation="next", seen_at=3.0))
+    assert membership.stores["s1"].disk_pack_ids is None and not membership.is_on_disk("p")
+
+
 def test_beats_on_the_stream_keep_a_peer_present_while_the_broker_is_away() -> None:
     membership = Membership(fence_s=2.0)
     membership.accept_worker(a_worker("w", seen_at=0.0, num_running=3), streamed=True)

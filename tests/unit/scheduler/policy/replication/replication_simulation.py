@@ -82,7 +82,7 @@ class Simulation:
         self._bring_back()
         for host in self.hosts.values():
             if host.up:
-                self._apply(StoreReported(replace(host.report(self.now), seen_at=self.now)))
+                self._apply(StoreReported(replace(host.report(self.now), seen_at=self.now), streamed=True))
         self._apply(Tick())
         self._watch_bounds()
         self._watch_copies()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.paper_cluster import a_model
 from torchrelay.scheduler.policy.autoscaling.price import load_cost
@@ -32,6 +34,19 @@ def test_all_devices_of_a_slot_wait_for_a_load() -> None:
     costs = {tier: load_cost(load_s, 0.0, 60.0, 60.0) for tier, load_s in LOADS.items()}  # nobody is late
     one, four = (pack_worth(replace(MODEL, num_devices=number), costs, 300.0, is_on_disk=False) for number in (1, 4))
     assert one.saved == pytest.approx(24.0) and four.saved == pytest.approx(96.0)
+
+
+@given(
+    st.tuples(*[st.floats(0.0, 1e6)] * 3),  # measured: in any order
+    st.tuples(st.floats(0.1, 1e7), st.floats(0.1, 1e7)),
+    st.booleans(),
+)
+def test_no_copy_is_worth_less_than_nothing_and_the_sooner_used_is_worth_as_much(
+    costs: tuple[float, ...], returns_s: tuple[float, float], is_on_disk: bool
+) -> None:
+    load_costs = dict(zip(LOADS, costs, strict=True))
+    sooner, later = (pack_worth(MODEL, load_costs, return_s, is_on_disk) for return_s in sorted(returns_s))
+    assert sooner.in_ram >= later.in_ram >= 0.0 and sooner.on_disk >= later.on_disk >= 0.0
 
 
 def test_a_load_costs_more_where_more_is_late() -> None:

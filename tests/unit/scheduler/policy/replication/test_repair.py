@@ -221,20 +221,13 @@ def test_of_packs_that_lack_a_copy_the_dearest_is_first() -> None:
     assert [order.pack_id for order in decided.orders] == ["q", "r"]
 
 
-def test_a_disk_is_told_what_it_is_worth_least_to_keep_there() -> None:
-    on_disk = frozenset({"p", "q", "old", "unknown"})
-    stores = [
-        replace(a_store("a"), disk_pack_ids=on_disk),
-        a_store("b"),
-        replace(a_store("c"), disk_pack_ids=frozenset()),
-    ]
+def test_what_is_worth_least_on_a_disk_leaves_it_first() -> None:
     packs = [
         used("p", worth=PackWorth(on_disk=2.0)),
         used("q", worth=PackWorth(on_disk=1.0)),
         used("old", 9_000, worth=PackWorth(on_disk=0.1)),
-        used("elsewhere"),
     ]
-    assert decide(stores, *packs).ranked_on_disk == {"a": ("old", "q", "p")}
+    assert decide(three(), *packs).disk_order == ("old", "q", "p")
 
 
 def test_a_pack_that_no_ram_has_comes_back_where_a_disk_has_it() -> None:

@@ -8,7 +8,7 @@ from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, 
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import CopyCause, Model, StoreStatus
 from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand, SchedulerEvent
-from torchrelay.scheduler.policy.inputs import CopyAccepted, CopyFailed, RetainFailed, StoreGone
+from torchrelay.scheduler.policy.inputs import CopyAccepted, CopyFailed, RetainFailed, StoreGone, StoreReported
 
 MODEL = a_model()
 
@@ -241,7 +241,7 @@ def test_an_instance_is_use_and_its_working_copy_is_a_copy() -> None:
     assert scene.retained_packs["store-1"] == (MODEL.pack_id,)
 
 
-def test_a_store_is_told_what_to_keep_on_its_disk_and_again_when_the_order_changes() -> None:
+def test_a_store_is_told_what_to_keep_on_its_disk_and_the_order_anew_with_every_lease() -> None:
     other = a_model("acme/other")
     both = frozenset({MODEL.pack_id, other.pack_id, "of nobody"})
     scene = PaperCluster().settle(replace(in_rack(1, "r1", MODEL), disk_pack_ids=both), a_worker("w-a", "host-1"))
@@ -249,7 +249,7 @@ def test_a_store_is_told_what_to_keep_on_its_disk_and_again_when_the_order_chang
         scene.admit(model, name)
         scene.finish_loads()
         scene.release(name)
-        scene.pass_time(5.0)
+        scene.pass_time(11.0)
     assert retained_packs(scene)[-1].disk_pack_ids == (MODEL.pack_id, other.pack_id)
     for number in range(3, 20):
         scene.admit(MODEL, f"r{number}")
@@ -257,6 +257,29 @@ def test_a_store_is_told_what_to_keep_on_its_disk_and_again_when_the_order_chang
         scene.release(f"r{number}")
         scene.pass_time(1.0)
     assert retained_packs(scene)[-1].disk_pack_ids == (other.pack_id, MODEL.pack_id)
+
+
+def test_what_a_disk_gets_is_ordered_before_the_lease_is_renewed_and_who_tells_of_no_disk_is_told_of_none() -> None:
+    store = replace(in_rack(1, "r1", MODEL), disk_pack_ids=frozenset())
+    scene = PaperCluster().settle(store, in_rack(2, "r2", MODEL), a_worker("w-a", "host-1"))
+    scene.admit(MODEL, "r")
+    scene.pass_time(2.0)
+    assert [(one.store_id, one.disk_pack_ids) for one in retained_packs(scene)] == [
+        ("store-1", (MODEL.pack_id,)),  # it may be written to disk next
+        ("store-2", ()),
+    ]
+    scene.stores["store-1"] = replace(store, disk_pack_ids=frozenset({MODEL.pack_id}))
+    scene.pass_time(3.0)
+    assert [one.store_id for one in retained_packs(scene)[2:]] == ["store-1"]
+
+
+def test_a_report_that_was_overtaken_is_no_eviction() -> None:
+    scene = racks()
+    scene.pass_time(2.0)
+    store = scene.stores["store-1"]
+    scene.apply(StoreReported(replace(store, copies={}, seen_at=scene.now), streamed=False))
+    scene.pass_time(1.0)
+    assert not of_kind(scene, "evicted")
 
 
 def test_what_a_store_evicts_is_told_with_its_worth() -> None:

@@ -16,10 +16,14 @@ class RetentionLease:
     def __init__(self) -> None:
         self._lease: tuple[float, Mapping[str, int]] = (0.0, {})  # expiry (time.monotonic), ranks
 
-    def renew(self, pack_ids: Sequence[str], lease_s: float) -> None:
-        """Replaces what was retained before. Packs to evict first, if any must be, come first."""
+    def renew(self, pack_ids: Sequence[str], lease_s: float) -> bool:
+        """Replaces what was retained before. Packs to evict first, if any must be, come first. True if others are
+        retained now, in whatever order.
+        """
+        before = self.ranks.keys()
         ranks = {pack_id: rank for rank, pack_id in enumerate(dict.fromkeys(pack_ids))}
         self._lease = (time.monotonic() + lease_s, ranks)
+        return self.ranks.keys() != before
 
     @property
     def ranks(self) -> Mapping[str, int]:

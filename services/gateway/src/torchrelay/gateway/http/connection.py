@@ -29,6 +29,7 @@ class Connection(asyncio.BufferedProtocol):
         self._make_protocol: Callable[[], BoundedProtocol] = partial(BoundedProtocol, door, **uvicorns)
         self._protocol: BoundedProtocol | None = None  # from the first byte on
         self._first = b""
+        self._first_reads = door.first_reads
         self._is_ending = False  # the server stops
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -45,7 +46,7 @@ class Connection(asyncio.BufferedProtocol):
             self._protocol.connection_lost(exc)
         else:
             self._connections.discard(self)
-            self._door.first_reads.give_up(self._lane, self._begin)
+            self._first_reads.give_up(self._lane, self._begin)
         self._door.table.remove(self._transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -59,12 +60,11 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._first = bytes(_BUFFER[:nbytes])
         self._transport.pause_reading()
-        turns = self._door.first_reads
-        if not turns.is_free:  # in a crowd, whoever has a key does not wait for all of it
+        if not self._first_reads.is_free:  # whoever has a key does not wait for a crowd without
             found = _AUTHORIZATION.search(self._first)
             if found is not None and (lane := self._door.lane_of_key(found[1].decode("latin-1").strip())) is not None:
-                self._lane = lane
-        turns.take(self._lane, self._begin)
+                self._lane, self._first_reads = lane, self._door.first_reads_of_tenants
+        self._first_reads.take(self._lane, self._begin)
 
     def _begin(self) -> None:
         if self._transport.is_closing():

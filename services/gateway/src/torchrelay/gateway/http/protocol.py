@@ -50,6 +50,7 @@ class Door:
     lane_of: LaneOf
     lane_of_key: LaneOfKey
     first_reads: Turns
+    first_reads_of_tenants: Turns
     requests: Turns
 
 

@@ -72,7 +72,7 @@ async def http_server(
     listening.setblocking(False)
     lingering = LingeringSockets()
     table: ConnectionTable[asyncio.Transport] = ConnectionTable(limits.connections)
-    door = Door(table, lingering, limits.read, limits.stall_s, lane_of, lane_of_key, Turns(), Turns())
+    door = Door(table, lingering, limits.read, limits.stall_s, lane_of, lane_of_key, Turns(), Turns(), Turns())
 
     config = uvicorn.Config(
         app,

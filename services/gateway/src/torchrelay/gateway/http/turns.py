@@ -32,8 +32,8 @@ class Turns:
     does meanwhile.
     """
 
-    def __init__(self, max_at_once: int = MAX_AT_ONCE, clock: Callable[[], float] = time.perf_counter) -> None:
-        """``clock``: in seconds."""
+    def __init__(self, max_at_once: int = MAX_AT_ONCE, clock: Callable[[], float] = time.thread_time) -> None:
+        """``clock``: in seconds; of CPU, since a wait for a processor that others have is no work of the calls."""
         self._max_at_once, self._clock = max_at_once, clock
         self._call_s = ROUND_S  # what a call took of late
         # The next lane first; none is empty.

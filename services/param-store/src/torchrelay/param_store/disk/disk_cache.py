@@ -31,7 +31,7 @@ from torchrelay.transfer.manifest import pack_id_of
 log = get_logger(__name__)
 _RESERVED_DISK_BYTES = 256 << 20
 _DEFAULT_LIMIT_BYTES = 64 << 30
-_MAX_TOLD = 1024
+_MAX_REPORTED_PACKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,12 @@ class DiskCache:
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._buffers = ReadBuffers()
-        self._lock = threading.Lock()
-        self.retention = RetentionLease()
+        self._lock = threading.Lock()  # of changes to the folder: what it has and what ``_pack_ids`` says are the same
+        self.eviction_order = RetentionLease()
         shutil.rmtree(self.drafts, ignore_errors=True)
         self.drafts.mkdir(parents=True)
-        self._pack_ids = dict.fromkeys(pack.pack_id for pack in sorted(self.packs(), key=lambda pack: pack.last_used))
+        # The least recently used first; replaced as a whole, so that readers need no lock and wait for no disk.
+        self._pack_ids = tuple(pack.pack_id for pack in sorted(self.packs(), key=lambda pack: pack.last_used))
 
     @property
     def drafts(self) -> Path:
@@ -91,10 +92,9 @@ class DiskCache:
     def packs(self) -> list[CachedPack]:
         return _packs_in(self._folder)
 
-    def pack_ids(self) -> tuple[str, ...]:
-        """The packs written last, the newest last; without a look at the disk."""
-        with self._lock:
-            return tuple(self._pack_ids)[-_MAX_TOLD:]
+    def pack_ids(self) -> frozenset[str]:
+        """The packs used last, as many as are reported. Never blocks."""
+        return frozenset(self._pack_ids[-_MAX_REPORTED_PACKS:])
 
     def has(self, pack_id: str) -> bool:
         return self._pack(pack_id).exists()
@@ -102,12 +102,18 @@ class DiskCache:
     def open(self, pack_id: str) -> FileReader | None:
         """A reader of the pack, which counts as a use; None if it is not cached."""
         path = self._pack(pack_id)
-        try:
-            os.utime(path)
-            return FileReader(path, path.name, self._buffers)
-        except (OSError, NotFound):
-            self._forget(pack_id)
-            return None
+        with self._lock:
+            try:
+                os.utime(path)
+                reader = FileReader(path, path.name, self._buffers)
+            except (FileNotFoundError, NotFound):
+                self._pack_ids = self._without(pack_id)
+                return None
+            except OSError as error:
+                log.warning("disk_pack_not_read", pack_id=pack_id, error=str(error))
+                return None
+            self._pack_ids = (*self._without(pack_id), pack_id)
+            return reader
 
     def manifest(self, pack_id: str) -> bytes | None:
         """The pack's manifest, verified; None if it is not cached."""
@@ -119,9 +125,8 @@ class DiskCache:
 
     def make_room(self, num_bytes: int) -> None:
         """Evicts packs until ``num_bytes`` more fit. Raises ``OSError`` if they never will."""
-        with self._lock:
-            free_bytes = shutil.disk_usage(self._folder).free - _RESERVED_DISK_BYTES
-            evicted = select_evictions(self.packs(), num_bytes, self._limit_bytes, free_bytes, self.retention.ranks)
+        free_bytes = shutil.disk_usage(self._folder).free - _RESERVED_DISK_BYTES
+        evicted = select_evictions(self.packs(), num_bytes, self._limit_bytes, free_bytes, self.eviction_order.ranks)
         if evicted is None:
             raise OSError(errno.ENOSPC, f"the disk tier has no room for {num_bytes:,} bytes")
         for pack in evicted:
@@ -130,25 +135,24 @@ class DiskCache:
 
     def publish(self, pack_id: str, draft: Path, manifest_draft: Path) -> None:
         """Moves durable drafts into place. Raises ``OSError``."""
-        manifest_draft.replace(self._manifest(pack_id))
-        draft.replace(self._pack(pack_id))
-        sync_folder(self._folder)
         with self._lock:
-            self._pack_ids.pop(pack_id, None)
-            self._pack_ids[pack_id] = None
+            manifest_draft.replace(self._manifest(pack_id))
+            draft.replace(self._pack(pack_id))
+            self._pack_ids = (*self._without(pack_id), pack_id)
+        sync_folder(self._folder)
 
     def discard(self, pack_id: str) -> None:
         """Removes the pack; open readers go on."""
-        self._forget(pack_id)
-        for path in (self._pack(pack_id), self._manifest(pack_id)):
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                log.warning("disk_pack_not_removed", pack_id=pack_id, error=str(error))
-
-    def _forget(self, pack_id: str) -> None:
         with self._lock:
-            self._pack_ids.pop(pack_id, None)
+            self._pack_ids = self._without(pack_id)
+            for path in (self._pack(pack_id), self._manifest(pack_id)):
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    log.warning("disk_pack_not_removed", pack_id=pack_id, error=str(error))
+
+    def _without(self, pack_id: str) -> tuple[str, ...]:
+        return tuple(other for other in self._pack_ids if other != pack_id)
 
     def _pack(self, pack_id: str) -> Path:
         return self._folder / pack_id

@@ -117,10 +117,10 @@ class CopyRpcs:
         self.store.epoch.check(request.epoch)
         if not 0 <= request.lease_s <= _MAX_LEASE_S:
             raise InvalidRequest(f"lease_s must be between 0 and {_MAX_LEASE_S:g}", field="lease_s")
-        self.store.arena.retention.renew(request.pack_ids, request.lease_s)
-        if self.store.disk is not None:
-            self.store.disk.retention.renew(request.disk_pack_ids, request.lease_s)
-        self.store.changes.notify()
+        if self.store.disk is not None and request.disk_pack_ids:
+            self.store.disk.eviction_order.renew(request.disk_pack_ids, request.lease_s)
+        if self.store.arena.retention.renew(request.pack_ids, request.lease_s):
+            self.store.changes.notify()
         return pb.RetainReply()
 
     async def WatchCopies(
@@ -135,9 +135,9 @@ class CopyRpcs:
                 if has_told:  # its scheduler has learned the higher epoch
                     self.store.epoch.check(request.epoch)
                 has_told = 0 < request.epoch < self.store.epoch.highest
-                if changed.is_set():
+                on_disk = self.store.disk.pack_ids() if self.store.disk is not None else None
+                if changed.is_set() or on_disk != told_of_disk:
                     changed.clear()
-                    on_disk = self.store.disk.pack_ids() if self.store.disk is not None else ()
                     yield store_report(self.store, None if on_disk == told_of_disk else on_disk)
                     told_of_disk = on_disk
                     await asyncio.sleep(_MIN_REPORT_INTERVAL_S)

@@ -100,7 +100,10 @@ class WorkerStopped(_Input, frozen=True):
 
 
 class StoreReported(_Input, frozen=True):
+    """``streamed``: on the store's own stream, which keeps order."""
+
     store: StoreStatus
+    streamed: bool
 
 
 class StoreBeat(_Input, frozen=True):

@@ -79,8 +79,8 @@ class Policy:
                 self._drop_worker(worker_id, TransitionKind.LOST, _GONE, now)
             case inputs.WorkerStopped(worker_id):
                 self._drop_worker(worker_id, TransitionKind.STOPPED, _STOPPED, now)
-            case inputs.StoreReported(store):
-                self._observe_store(store, now)
+            case inputs.StoreReported(store, streamed):
+                self._observe_store(store, streamed, now)
             case inputs.StoreBeat(store_id, incarnation):
                 state.membership.beat_store(store_id, incarnation, now)
             case inputs.StoreGone(store_id):
@@ -209,11 +209,13 @@ class Policy:
             self._remove_instances(worker_id, kind, reason, now)
             self._react(now)
 
-    def _observe_store(self, store: StoreStatus, now: float) -> None:
+    def _observe_store(self, store: StoreStatus, streamed: bool, now: float) -> None:
         state = self.state
         before = state.membership.stores.get(store.store_id)
         if state.membership.accept_store(store):
             replication.store_seen(state, store, before, now)
+            if streamed:
+                replication.record_evictions(state, store, now)
             relays.store_reported(state, store, before, now)
             if before is not None:
                 return

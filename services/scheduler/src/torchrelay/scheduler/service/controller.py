@@ -208,16 +208,17 @@ class Controller:
         self.apply(StoreBeat(store_id, report.incarnation))
         return True
 
-    def store_reported(self, report: reports_pb2.StoreReport) -> None:
+    def store_reported(self, report: reports_pb2.StoreReport, streamed: bool) -> None:
         """Raises ``StaleEpoch`` when most peers, and the store among them, obey a newer scheduler."""
         now = self.clock.now()
         self._check_epoch(report.epoch, report.store_id, now)
         if report.is_beat:
             self._apply(StoreBeat(report.store_id, report.incarnation), now)
             return
-        self._apply(StoreReported(converters.store_from_proto(report, now)), now)
+        self._apply(StoreReported(converters.store_from_proto(report, now), streamed), now)
         if report.store_id in self.policy.state.membership.stores:
             self.store_reports[report.store_id] = report
+            report.ClearField("disk")  # the policy has it; a view of many stores would grow too large
         for instance in self.policy.state.instances.on_host(report.host_id):
             self._explain_load(instance.worker_id)
         self._notify_watchers()

@@ -89,7 +89,7 @@ class Discovery:
     async def _on_store(self, message: Msg) -> None:
         if not self._stopped and self._repeats.is_one(message) and self._controller.store_repeated(node_id(message)):
             return
-        report = self._apply(StoreReport, message, self._controller.store_reported)
+        report = self._apply(StoreReport, message, partial(self._controller.store_reported, streamed=False))
         if report is not None and report.store_id in self._controller.policy.state.membership.stores:
             self._watch(f"store {report.store_id}", report.incarnation, lambda: self._watch_store(report))
 
@@ -153,7 +153,7 @@ class Discovery:
                 async for report in reports:
                     if report.store_id != store_id or report.incarnation != first.incarnation:
                         break
-                    self._controller.store_reported(report)
+                    self._controller.store_reported(report, streamed=True)
                     if store_id not in membership.stores:
                         break
             if await is_refused(address):

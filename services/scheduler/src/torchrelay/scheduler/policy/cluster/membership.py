@@ -21,6 +21,7 @@ from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles, S
 
 _SUSPICION_S = 0.25  # reports sent before a fault may still arrive within this time
 _MAX_FENCED = 16_384
+_MAX_DISKS = 4096
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Membership:
         self.stores_by_host: dict[str, StoreStatus] = {}
         self._holders = PackHolders()
         self._disk_holders = PackHolders()
+        self._disks: Recent[str, frozenset[str]] = Recent(_MAX_DISKS)  # incarnation of a store -> packs on its disk
         self._streaming: dict[str, str] = {}  # worker id -> incarnation whose stream is open
         self._fenced: Recent[str, float] = Recent(_MAX_FENCED)  # incarnation -> ignored until
         self._suspect_since: dict[str, float] = {}
@@ -85,8 +87,12 @@ class Membership:
         if self._is_fenced(store.incarnation, store.seen_at):
             return None
         before = self.stores.get(store.store_id)
-        if store.disk_pack_ids is None and before is not None and before.disk_pack_ids:
-            store = replace(store, disk_pack_ids=before.disk_pack_ids)
+        if before is not None and before.incarnation != store.incarnation:
+            self._disks.pop(before.incarnation, None)
+        if store.disk_pack_ids is not None:
+            self._disks[store.incarnation] = store.disk_pack_ids
+        elif (on_disk := self._disks.get(store.incarnation)) is not None:
+            store = replace(store, disk_pack_ids=on_disk)
         self.sizes.store(store)
         self._holders.change(store.store_id, before.copies.keys() if before else frozenset(), store.copies.keys())
         self._disk_holders.change(
@@ -172,6 +178,7 @@ class Membership:
             del self.stores_by_host[store.host_id]
             self.sizes.store_gone(store.host_id, now)
         if store is not None and gone:
+            self._disks.pop(store.incarnation, None)
             self._fence(store.incarnation, now)
         return store
 

@@ -37,10 +37,14 @@ UNKNOWN: Final = PackWorth()
 
 
 def pack_worth(model: Model, load_costs: Mapping[Tier, float], return_s: float, is_on_disk: bool) -> PackWorth:
-    """``load_costs``: what a load costs from each tier, in seconds of its slot. ``is_on_disk``: of any host."""
+    """``load_costs``: what a load costs from each tier, in seconds of its slot. ``is_on_disk``: of any host. A nearer
+    tier that was measured as the slower one counts as no slower: a copy is never worth less than nothing.
+    """
     from_ram, from_disk, from_remote = (
         model.num_devices * load_costs[tier] for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE)
     )
+    from_disk = min(from_disk, from_remote)
+    from_ram = min(from_ram, from_disk)
     gb_s = max(model.pack_bytes / _GB, 1e-9) * return_s
     saved = (from_disk if is_on_disk else from_remote) - from_ram
     return PackWorth(saved / gb_s, (from_remote - from_disk) / gb_s, return_s, saved)

@@ -70,9 +70,7 @@ class ReplicationPlan:
     retained_packs: Mapping[str, tuple[str, ...]] = field(
         default_factory=dict
     )  # by store: packs to keep, in the order of eviction
-    ranked_on_disk: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # by store: packs on its disk, in the order of eviction
+    disk_order: tuple[str, ...] = ()  # packs, in the order of eviction from any disk
     in_demand: frozenset[str] = frozenset()
     settled: frozenset[str] = frozenset()  # of these, those with all the copies they should have
 
@@ -112,7 +110,7 @@ def repair(replication_input: ReplicationInput, config: PolicyConfig) -> Replica
     return ReplicationPlan(
         tuple(orders),
         _retained_packs(recent, copy_index),
-        _ranked_on_disk(packs, copy_index.live),
+        _disk_order(packs),
         frozenset(pack.pack_id for pack in recent),
         settled,
     )
@@ -180,11 +178,7 @@ def _retained_packs(recent: Sequence[PackDemand], copy_index: CopyIndex) -> dict
     return {store_id: (*spare[store_id], *last[store_id]) for store_id in copy_index.live}
 
 
-def _ranked_on_disk(packs: Sequence[PackDemand], stores: Mapping[str, StoreStatus]) -> dict[str, tuple[str, ...]]:
-    """By store, those of ``packs`` that its disk has, those first that are worth least there."""
+def _disk_order(packs: Sequence[PackDemand]) -> tuple[str, ...]:
+    """Those first that are worth least on a disk."""
     ordered = sorted(packs, key=lambda pack: (pack.worth.on_disk, pack.last_used, pack.pack_id))
-    return {
-        store_id: tuple(pack.pack_id for pack in ordered if pack.pack_id in store.disk_pack_ids)
-        for store_id, store in stores.items()
-        if store.disk_pack_ids
-    }
+    return tuple(pack.pack_id for pack in ordered)

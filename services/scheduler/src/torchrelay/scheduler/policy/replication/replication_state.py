@@ -5,7 +5,7 @@ The copies it has ordered are transfers with a cause; see ``relay.transfers``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 
@@ -16,8 +16,7 @@ from torchrelay.scheduler.policy.effects import RetainCommand
 from torchrelay.scheduler.policy.replication.pack_worth import PackWorth
 
 _KEEP_TRIES = 5  # failed copies of a lost, unused pack before it is given up: it may have been deleted
-_RETAIN_RETRY_S = 2.0  # after a refusal; also the shortest time between leases that only reorder the same packs
-
+_RETAIN_RETRY_S = 2.0  # after a refusal; also the shortest time between leases for changes on disk
 _WORTH_DELAYS_S = tuple(2.0 + number / 4 for number in range(16))
 
 CopyKey = tuple[str, str]  # pack, store
@@ -82,13 +81,19 @@ class _FailedCopy:
 
 @dataclass(frozen=True)
 class _RetentionLease:
-    """The packs that a store was told to retain in RAM, and on disk."""
+    """What a store was told to retain in RAM, and of which packs on disk it was told the order."""
 
     incarnation: str
-    packs: tuple[str, ...]
-    disk_packs: tuple[str, ...]
+    packs: frozenset[str]
+    on_disk: frozenset[str] | None
     renew_at: float
-    reorder_at: float
+    not_before: float  # for changes on disk only
+
+    def is_due(self, packs: Iterable[str], on_disk: frozenset[str] | None, now: float) -> bool:
+        """The worth of packs changes all the time: an order is renewed with the lease."""
+        if self.packs != frozenset(packs):
+            return True
+        return now >= (self.renew_at if self.on_disk == on_disk else self.not_before)
 
 
 @dataclass
@@ -104,6 +109,7 @@ class ReplicationState:
     _failed: dict[CopyKey, _FailedCopy] = field(default_factory=dict)
     _away: dict[str, tuple[StoreStatus, float]] = field(default_factory=dict)  # until when each may come back
     _leases: dict[str, _RetentionLease] = field(default_factory=dict)  # by store
+    _streamed: dict[str, tuple[str, frozenset[str]]] = field(default_factory=dict)  # incarnation, whole copies
 
     # Failed copies
 
@@ -130,6 +136,7 @@ class ReplicationState:
     def left(self, store: StoreStatus, until: float) -> None:
         """The store went silent; its copies count until then."""
         self._away[store.store_id] = (store, until)
+        self._streamed.pop(store.store_id, None)
 
     def returned(self, store: StoreStatus, before: StoreStatus | None) -> None:
         """A store reports. What an earlier process of it held and this one does not, is lost."""
@@ -137,6 +144,13 @@ class ReplicationState:
         known = before or (away[0] if away else None)
         if known is not None and known.incarnation != store.incarnation:
             self.lost |= {copy.pack_id for copy in known.copies.values() if copy.complete} - store.copies.keys()
+
+    def evicted(self, streamed: StoreStatus) -> list[str]:
+        """Packs of which the store had a whole copy in its last report on the same stream, which keeps order."""
+        whole = frozenset(copy.pack_id for copy in streamed.copies.values() if copy.complete)
+        incarnation, before = self._streamed.get(streamed.store_id, ("", whole))
+        self._streamed[streamed.store_id] = streamed.incarnation, whole
+        return sorted(before - streamed.copies.keys()) if incarnation == streamed.incarnation else []
 
     def away(self, now: float) -> dict[str, StoreStatus]:
         """Stores that may still come back."""
@@ -160,31 +174,43 @@ class ReplicationState:
     def retains_due(
         self,
         retained_packs: Mapping[str, tuple[str, ...]],
-        ranked_on_disk: Mapping[str, tuple[str, ...]],
+        disk_order: Sequence[str],
         stores: Mapping[str, StoreStatus],
         now: float,
         config: PolicyConfig,
     ) -> Iterator[RetainCommand]:
-        """Stores to be told now what to retain: the packs in RAM changed, their order or those on disk did a while ago,
-        or the lease is to be renewed.
+        """Stores to be told now what to retain: the packs in RAM changed, those on disk did a while ago, or the lease
+        is to be renewed.
         """
         self._leases = {store_id: lease for store_id, lease in self._leases.items() if store_id in stores}
+        disk_ranks = {pack_id: rank for rank, pack_id in enumerate(disk_order)}
         for store_id, packs in retained_packs.items():
-            store, lease, disk_packs = stores[store_id], self._leases.get(store_id), ranked_on_disk.get(store_id, ())
-            if lease is None or lease.incarnation != store.incarnation:
-                due = bool(packs or disk_packs) or any(copy.retained for copy in store.copies.values())
-            elif frozenset(lease.packs) != frozenset(packs):
-                due = True
+            store, lease = stores[store_id], self._leases.get(store_id)
+            if lease is not None and lease.incarnation == store.incarnation:
+                if not lease.is_due(packs, store.disk_pack_ids, now):
+                    continue
+                retains_any = bool(lease.packs)
             else:
-                is_same = lease.packs == packs and lease.disk_packs == disk_packs
-                due = bool(packs or disk_packs) and now >= (lease.renew_at if is_same else lease.reorder_at)
-            if due:
-                self._leases[store_id] = _RetentionLease(
-                    store.incarnation, packs, disk_packs, now + config.retention_s / 3, now + _RETAIN_RETRY_S
-                )
+                retains_any = any(copy.retained for copy in store.copies.values())
+            self._leases[store_id] = _RetentionLease(
+                store.incarnation,
+                frozenset(packs),
+                store.disk_pack_ids,
+                now + config.retention_s / 3,
+                now + _RETAIN_RETRY_S,
+            )
+            disk_packs = _in_order(store, disk_ranks)
+            if packs or disk_packs or retains_any:
                 yield RetainCommand(store_id, packs, config.retention_s, disk_packs)
 
     def retain_failed(self, store_id: str, now: float) -> None:
         """The store did not take its lease: it is told again soon."""
         if lease := self._leases.get(store_id):
             self._leases[store_id] = replace(lease, renew_at=now + _RETAIN_RETRY_S)
+
+
+def _in_order(store: StoreStatus, ranks: Mapping[str, int]) -> tuple[str, ...]:
+    """What the store's disk has, and what it may write there next: copies in RAM."""
+    if store.disk_pack_ids is None:
+        return ()
+    return tuple(sorted((store.disk_pack_ids | store.copies.keys()) & ranks.keys(), key=ranks.__getitem__))

@@ -32,7 +32,7 @@ def replicate(state: State, now: float) -> None:
     for order in plan.orders:
         _order_copy(state, order, now)
     state.effects.commands += replication_state.retains_due(
-        plan.retained_packs, plan.ranked_on_disk, state.membership.stores, now, config
+        plan.retained_packs, plan.disk_order, state.membership.stores, now, config
     )
 
 
@@ -88,21 +88,21 @@ def _order_copy(state: State, order: CopyOrder, now: float) -> None:
     record_copy_event(state, now, cause, model, f"{order.reason}: {edge}; {_worth(state, use, now)}", fields)
 
 
-def _record_eviction(state: State, use: PackUse, store: StoreStatus, now: float) -> None:
-    """The store took the room of a copy for others, or somebody dropped it."""
-    fields = {"pack_id": use.model.pack_id, "store_id": store.store_id}
-    reason = f"no longer in the RAM of {store.store_id}; {_worth(state, use, now)}"
-    record_copy_event(state, now, "evicted", use.model, reason, fields)
+def record_evictions(state: State, store: StoreStatus, now: float) -> None:
+    """Of a report on the store's stream: it took the room of copies for others, or somebody dropped them."""
+    replication_state = state.replication_state
+    for pack_id in replication_state.evicted(store):
+        if pack_id in replication_state.recent_packs:
+            use = replication_state.recent_packs.use(pack_id)
+            reason = f"no longer in the RAM of {store.store_id}; {_worth(state, use, now)}"
+            fields = {"pack_id": pack_id, "store_id": store.store_id}
+            record_copy_event(state, now, "evicted", use.model, reason, fields)
 
 
 def store_seen(state: State, store: StoreStatus, before: StoreStatus | None, now: float) -> None:
     """A store reports; ``before``: its previous report. What an earlier scheduler had it retain, was used recently."""
     replication_state = state.replication_state
     replication_state.returned(store, before)
-    if before is not None and before.incarnation == store.incarnation:
-        for pack_id in before.copies.keys() - store.copies.keys():
-            if before.copies[pack_id].complete and pack_id in replication_state.recent_packs:
-                _record_eviction(state, replication_state.recent_packs.use(pack_id), store, now)
     for copy in store.copies.values():
         if copy.retained and copy.pack_id not in replication_state.recent_packs:
             replication_state.recent_packs.note(Model(copy.pack_id[:12], "", copy.pack_id, copy.pack_bytes, 0), now)
