@@ -8,7 +8,7 @@ KERNELS := libs/engine/setup.py $(wildcard libs/engine/src/torchrelay/engine/ker
 SOURCES := $(addsuffix /src,$(PACKAGES)) bench deploy examples tests tools
 .DEFAULT_GOAL := help
 
-.PHONY: help setup format check test ci up demo stubs house clean
+.PHONY: help setup format check test ci up demo stubs architecture clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -59,8 +59,8 @@ demo: setup ## Upload a model, talk to it, let it sleep, wake it, print the bill
 stubs: .venv/.installed ## Regenerate the gRPC stubs after a change in proto/
 	tools/generate_stubs.sh
 
-house: .venv/.installed ## Regenerate the tree in docs/house.md
-	$(BIN)/python tools/house.py
+architecture: .venv/.installed ## Regenerate the tree in docs/architecture.md
+	$(BIN)/python tools/architecture.py
 
 clean: ## Remove the virtual environment, caches and what was compiled
 	rm -rf .venv .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis libs/engine/build libs/engine/src/torchrelay/engine/kernels/cpu/*.so

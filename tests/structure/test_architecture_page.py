@@ -1,4 +1,4 @@
-"""docs/house.md tells the truth: its tree is the repo's, its walks go through functions that exist."""
+"""docs/architecture.md tells the truth: its tree is the repo's, its walks go through functions that exist."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "house.md").read_text()
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
 STEP = re.compile(r"`([\w/.-]+\.py):([\w.]+)`")
 
 
 def test_the_tree_is_the_repos() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "house.py"), "--print"]
+    command = [sys.executable, str(ROOT / "tools" / "architecture.py"), "--print"]
     page = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert page == PAGE, "docs/house.md is out of date: run make house"
+    assert page == PAGE, "docs/architecture.md is out of date: run make architecture"
 
 
 def test_each_room_says_what_it_holds() -> None:

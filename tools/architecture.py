@@ -1,4 +1,4 @@
-"""Writes the tree of rooms into docs/house.md: what each holds, by its docstring, and what it imports, by its code.
+"""Writes the tree of rooms into docs/architecture.md: what each holds, by its docstring, and what it imports, by its code.
 
 A room is a folder with modules; `src/torchrelay` is left out of the paths.
 """
@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "house.md"
-BEGIN, END = "<!-- tools/house.py writes from here -->", "<!-- to here -->"
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- tools/architecture.py writes from here -->", "<!-- to here -->"
 
 TOP = ("proto", "libs", "services", "sim", "cli", "bench", "examples", "docs", "deploy", "tests", "tools")
 
@@ -138,7 +138,7 @@ def tree() -> str:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description="Write the tree of rooms into docs/house.md.")
+    arguments = argparse.ArgumentParser(description="Write the tree of rooms into docs/architecture.md.")
     arguments.add_argument("--print", action="store_true", help="print the page instead, and change nothing")
     is_dry = arguments.parse_args().print
     page = PAGE.read_text()
