@@ -220,7 +220,7 @@ def test_a_load_whose_store_hangs_is_given_up_and_who_waits_learns_why_in_time()
     refusal = scene.refusal("r1", attempt=2)
     assert scene.now - began <= 14
     assert refusal is not None and refusal.reason is RefusalReason.LOAD_FAILED
-    assert refusal.message == "acme/tiny cannot be loaded: the param-store of host host-1 does not answer."
+    assert refusal.message == "acme/tiny cannot be loaded: the param-store of host host-1 does not answer"
 
 
 def test_a_load_whose_store_hangs_before_it_took_the_order_fails() -> None:
@@ -350,7 +350,7 @@ def test_without_workers_a_request_is_refused_with_the_cause_and_a_resumed_one_l
     scene.admit(model, "resumed", attempt=2, num_forced_tokens=5)
     scene.pass_time(10.0)
     refusal = scene.refusal("new")
-    assert refusal is not None and refusal.message == "acme/tiny cannot be loaded: no worker answers."
+    assert refusal is not None and refusal.message == "acme/tiny cannot be loaded: no worker answers"
     assert scene.refusal("resumed", attempt=2) is None
     scene.settle(a_worker("w-a"))
     scene.pass_time(0.5)

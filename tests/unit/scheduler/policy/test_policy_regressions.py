@@ -128,7 +128,7 @@ def test_a_model_that_no_slot_has_the_devices_for_is_refused() -> None:
     scene.admit(a_model(num_devices=4), "r1")
     refusal = scene.refusal("r1")
     assert refusal is not None and refusal.reason is RefusalReason.NO_CAPACITY
-    assert refusal.message == "acme/tiny needs a slot of 4 devices; no worker has one."
+    assert refusal.message == "acme/tiny needs a slot of 4 devices; no worker has one"
 
 
 def test_a_load_that_was_taken_without_an_answer_is_no_failed_load() -> None:

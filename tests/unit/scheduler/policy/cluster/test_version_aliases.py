@@ -109,8 +109,8 @@ def test_a_full_queue_tells_each_of_its_own_requests() -> None:
         scene.admit(BIRCH, request_id)
     scene.admit(ACME, "a2")
     for request_id, told in (
-        ("a2", "acme/tiny is full (your requests in it: 2)"),
-        ("b1", "words is full (your requests in it: 1)"),
+        ("a2", "acme/tiny is full (your waiting requests: 2)"),
+        ("b1", "words is full (your waiting requests: 1)"),
     ):
         refusal = scene.refusal(request_id)
         assert refusal is not None and refusal.reason is RefusalReason.QUEUE_FULL and told in refusal.message

@@ -32,7 +32,7 @@ class AdmitStream:
 
     def send(self, event: AdmitEvent | EventFields) -> None:
         if len(self._queue) >= self._max_queued:
-            self.close(Overloaded("The gateway reads its stream too slowly; it may send its admissions again."))
+            self.close(Overloaded("the gateway reads its stream too slowly; open it again and repeat the admissions"))
             return
         self._queue.append(event)
         self._changed.set()

@@ -47,8 +47,8 @@ class Epoch:
             log.warning("epoch_ahead", epoch=epoch, peer=node_id, num_ahead=len(self._ahead), num_peers=num_peers)
         if 2 * len(self._ahead) > num_peers:
             raise StaleEpoch(
-                f"A scheduler with epoch {epoch} has taken over {len(self._ahead)} of {num_peers} workers and stores; "
-                f"this one has {self.value}."
+                f"a scheduler with epoch {epoch} has taken over {len(self._ahead)} of {num_peers} workers and stores; "
+                f"this one has {self.value}"
             )
 
     def keep(self, node_ids: Set[str]) -> None:

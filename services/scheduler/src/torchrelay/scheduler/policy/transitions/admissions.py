@@ -117,8 +117,8 @@ def _refuse_as_full(state: State, admission: Admission, model: Model, now: float
         model.version_id, _places_per_s(state, model, now), backlogs.first_load_left_s(state, model, now), now
     )
     num_own = state.queues.num_of_tenant(model.version_id, admission.tenant)
-    own = f"your requests in it: {num_own}"
-    message = f"The queue of {admission.model} is full ({own}); a place is due in {format_duration(retry_s)}."
+    own = f"your waiting requests: {num_own}"
+    message = f"the queue for {admission.model} is full ({own}); retry in {format_duration(retry_s)}"
     refuse(state, admission, effects.RefusalReason.QUEUE_FULL, message, now, retry_s)
 
 
@@ -286,12 +286,13 @@ def _refuse_if_infeasible(
     arena, pool = largest_slot(model.num_devices, absence_limit_s(state, admission))
     needed = admission.kv_bytes(model)
     if not arena:
-        message = f"{admission.model} needs a slot of {model.num_devices} devices; no worker has one."
+        message = f"{admission.model} needs a slot of {model.num_devices} devices; no worker has one"
     elif model.pack_bytes > arena:
-        weights = f"The weights of {admission.model} take {model.pack_bytes:,} bytes"
-        message = f"{weights}; the largest slot holds {arena:,}."
+        weights = f"the weights of {admission.model} take {model.pack_bytes:,} bytes"
+        message = f"{weights}; the largest slot holds {arena:,}"
     elif needed > pool > 0:
-        message = f"The request needs {needed:,} bytes of KV to its last token; the largest pool has {pool:,}."
+        message = f"the request needs {needed:,} bytes of KV to its last token; the largest pool has {pool:,}: "
+        message += "shorten the prompt or lower max_tokens"
     else:
         return
     refuse(state, admission, effects.RefusalReason.NO_CAPACITY, message, now)
@@ -316,7 +317,7 @@ def refuse_unserved(state: State, now: float) -> None:
     for admission in list(state.queues):
         limit_s = absence_limit_s(state, admission)
         if now - state.unserved_since >= limit_s and not _has_served_roles(state, admission.version_id):
-            message = f"{admission.model} cannot be loaded: {why}."
+            message = f"{admission.model} cannot be loaded: {why}"
             refuse(state, admission, effects.RefusalReason.LOAD_FAILED, message, now, limit_s)
 
 

@@ -30,7 +30,7 @@ def refuse_without_slot(state: State, now: float) -> None:
         if now - since >= limit_s and kept is not None:
             holders = kept.holders(state.models[admission.version_id])
             message = f"{admission.model} waits for a slot, and all that could serve it are held by the minimum "
-            message += f"instances of {_names(holders, admission)}."
+            message += f"instances of {_names(holders, admission)}"
             admissions.refuse(state, admission, RefusalReason.NO_CAPACITY, message, now, limit_s)
 
 

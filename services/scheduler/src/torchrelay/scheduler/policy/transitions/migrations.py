@@ -79,7 +79,7 @@ def admit(state: State, admission: Admission, now: float) -> None:
         if running is not None:
             running.asked_to_migrate_at = None
         state.gateways.forget(key)
-        message = "There is no better place for it."
+        message = "no other instance is a better place for the request"
         refusal = effects.AdmissionRefused(admission.gateway_id, key, effects.RefusalReason.NOT_MIGRATED, message)
         state.effects.answers.append(refusal)
         return

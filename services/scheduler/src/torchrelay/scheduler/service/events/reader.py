@@ -30,7 +30,7 @@ _LATEST_US = 1 << 52  # in the year 2112
 FIRST_EVENT_US = 1
 _WAIT_S = 1.0  # for one event, before the next request
 _INACTIVE_S = 30.0  # after which the broker removes an absent reader's consumer
-_AWAY = "The history cannot be read: its broker does not respond."
+_AWAY = "the history cannot be read: NATS does not respond; retry once it runs"
 
 
 class _ConsumerGone(Exception):
@@ -56,13 +56,13 @@ class EventReader:
         A batch is requested once the one before is consumed: a slow reader blocks nothing.
         """
         if unknown := [kind for kind in kinds if kind not in KINDS]:
-            raise InvalidRequest(f"{unknown[0]!r} is not an event kind: use {', '.join(KINDS)}.", field="kinds")
+            raise InvalidRequest(f"{unknown[0]!r} is not an event kind: use {', '.join(KINDS)}", field="kinds")
         if not 0 <= since_unix_us <= _LATEST_US:
-            raise InvalidRequest(f"{since_unix_us} is not a time in microseconds since 1970.", field="since_unix_us")
+            raise InvalidRequest(f"{since_unix_us} is not a time in microseconds since 1970", field="since_unix_us")
         if not (since_unix_us or after_sequence or follow):
             return
         if self._num_readers >= self._max_readers:
-            raise Overloaded(f"The history has {self._max_readers} readers already, the maximum.")
+            raise Overloaded(f"the history has {self._max_readers} readers already, the maximum; retry when one has ended")
         self._num_readers += 1
         try:
             async with aclosing(self._messages(kinds, _start(since_unix_us, after_sequence), follow)) as messages:
