@@ -30,7 +30,18 @@ LITERAL = re.compile(r"memory lanes|SIMD lanes|warp lanes", re.IGNORECASE)
 
 def python_files(paths: list[Path]) -> Iterator[Path]:
     listed = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *map(str, paths)],
+        [
+            "git",
+            "-C",
+            str(ROOT),
+            "ls-files",
+            "-z",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+            "--",
+            *map(str, paths),
+        ],
         capture_output=True,
         text=True,
         check=True,

@@ -62,7 +62,9 @@ class EventReader:
         if not (since_unix_us or after_sequence or follow):
             return
         if self._num_readers >= self._max_readers:
-            raise Overloaded(f"the history has {self._max_readers} readers already, the maximum; retry when one has ended")
+            raise Overloaded(
+                f"the history has {self._max_readers} readers already, the maximum; retry when one has ended"
+            )
         self._num_readers += 1
         try:
             async with aclosing(self._messages(kinds, _start(since_unix_us, after_sequence), follow)) as messages:
