@@ -1,6 +1,6 @@
-"""Writes the tree of rooms into docs/architecture.md: what each holds, by its docstring, and what it imports, by its code.
+"""Writes the packages of the source tree into docs/architecture.md: the docstring and the imports of each.
 
-A room is a folder with modules; `src/torchrelay` is left out of the paths.
+A package is a folder with modules; `src/torchrelay` is left out of the paths.
 """
 
 from __future__ import annotations
