@@ -1,6 +1,6 @@
-"""Writes the packages of the source tree into docs/architecture.md: the docstring and the imports of each.
+"""Writes the tree of folders into docs/architecture.md, with the docstring and the imports of each package.
 
-A package is a folder with modules; `src/torchrelay` is left out of the paths.
+`src/torchrelay` is left out of the paths.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ TOP = ("proto", "libs", "services", "sim", "cli", "bench", "examples", "docs", "
 
 # Folders that hold no Python package, hence have no docstring.
 FOLDERS = {
-    "proto": "the contracts, and the stubs made of them",
-    "libs": "what services share",
+    "proto": "the contracts, and the stubs generated from them",
+    "libs": "code that services share",
     "services": "one folder per service; none imports another",
-    "bench": "every figure of speed and memory that is claimed, as a program",
+    "bench": "a program for every figure of speed and memory that we claim",
     "bench/calibration": "workers whose layers take fixed times, for bench/calibrate.py and bench/prediction.py",
     "bench/data_plane": "parts of bench/relay.py: chains, faults and KV streams, on the lab's links and on loopback",
     "bench/device": "parts of bench/gpu.py",
@@ -39,18 +39,18 @@ FOLDERS = {
     "services/gateway/sql/migrations/versions": "the steps from one schema to the next",
     "docs": "one page per concept",
     "docs/pictures": "the relay in pictures",
-    "examples": "the demo",
+    "examples": "the demo's model",
     "examples/glossary": "a tiny chat model of the platform's own words, and the scripts that train it",
     "examples/glossary/model": "the trained model",
-    "tests": "unit tests mirror the rooms above; the others need more than one of them",
+    "tests": "unit tests mirror the folders above; the others need more than one of them",
     "tests/unit": "one folder per package, one file per module",
-    "tests/structure": "this page, and the import contracts of pyproject.toml",
+    "tests/structure": "checks of this page, of the import contracts and of prose",
     "tests/integration": "several real parts in one process",
-    "tests/hostile": "what strangers, tenants and machines do to a platform",
+    "tests/hostile": "attacks by clients and tenants, and faults of machines",
     "tests/e2e": "the whole platform as separate processes",
     "tests/lab": "hosts in network namespaces, with shaped links",
     "tests/support": "what tests of several packages share",
-    "tools": "setup, stubs, and this tree",
+    "tools": "setup, stubs, this tree, and a check of prose",
 }
 
 
@@ -60,32 +60,32 @@ def tracked() -> list[Path]:
     return [path for name in names if name and (path := ROOT / name).exists()]
 
 
-def rooms(files: list[Path]) -> list[Path]:
-    """Folders to be listed: all that hold files, but for what lies around packages, and the mirror below tests/unit."""
-    found = set()
+def listed_folders(files: list[Path]) -> list[Path]:
+    """Folders that hold files, without those around packages; tests/unit stands for the folders below it."""
+    folders = set()
     for file in files:
         folder = file.relative_to(ROOT).parent
         parts = folder.parts
         if not parts or parts[0].startswith("."):
             continue
         if "torchrelay" in parts[:-1] or parts[0] not in ("proto", "libs", "services", "sim", "cli"):
-            found |= {folder} if parts[:2] != ("tests", "unit") else {Path("tests/unit")}
-            found |= {Path(parts[0])} if parts[0] not in ("sim", "cli") else set()
-    return sorted(found, key=lambda room: (TOP.index(room.parts[0]), room))
+            folders |= {folder} if parts[:2] != ("tests", "unit") else {Path("tests/unit")}
+            folders |= {Path(parts[0])} if parts[0] not in ("sim", "cli") else set()
+    return sorted(folders, key=lambda folder: (TOP.index(folder.parts[0]), folder))
 
 
-def description(room: Path) -> str:
-    package = ROOT / room / "__init__.py"
+def description(folder: Path) -> str:
+    package = ROOT / folder / "__init__.py"
     text = ast.get_docstring(ast.parse(package.read_text())) if package.exists() else None
-    sentence = (text or FOLDERS.get(short(room), "")).split("\n\n")[0]
+    sentence = (text or FOLDERS.get(short(folder), "")).split("\n\n")[0]
     return " ".join(sentence.replace("``", "").split()).rstrip(".")
 
 
-def short(room: Path) -> str:
+def short(folder: Path) -> str:
     """The path without the folders that every distribution has: libs/engine/kernels."""
-    parts = room.parts
+    parts = folder.parts
     if "src" not in parts:
-        return str(room)
+        return str(folder)
     at = parts.index("src")
     return "/".join((*parts[:at], *parts[at + 3 :])) if parts[0] != "proto" else "/".join(("proto", *parts[at + 2 :]))
 
@@ -94,51 +94,51 @@ def module_of(path: Path) -> str:
     return ".".join(path.parts[path.parts.index("src") + 1 :]).removesuffix(".py").removesuffix(".__init__")
 
 
-def imports(room: Path, modules: set[str]) -> list[str]:
-    """Rooms beside this one (or beside a room around it) and packages that the room's own modules import."""
-    own = module_of(room)
-    found = set()
-    for file in (ROOT / room).glob("*.py"):
+def imports(folder: Path, modules: set[str]) -> list[str]:
+    """Sibling folders, siblings of enclosing folders, and packages that the folder's own modules import."""
+    own = module_of(folder)
+    imported = set()
+    for file in (ROOT / folder).glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torchrelay."):
                 names = {f"{node.module}.{alias.name}" for alias in node.names}
-                found |= {name if name in modules else node.module for name in names}
-    others = {module for module in found if module != own and not module.startswith(f"{own}.")}
+                imported |= {name if name in modules else node.module for name in names}
+    others = {module for module in imported if module != own and not module.startswith(f"{own}.")}
     return sorted({_seen_from(own, module, modules) for module in others} - {""})
 
 
 def _seen_from(own: str, module: str, modules: set[str]) -> str:
-    """The imported room, from the first folder that it does not share with ``own``; "" for a module beside it."""
+    """The imported folder, from the first part that ``own`` does not share; "" for a module in a folder of ``own``."""
     mine, theirs = own.split("."), module.split(".")
     shared = next(
         (n for n, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs))
     )
     name = ".".join(theirs[: shared + 1])
-    is_room = (name in modules) and any(other.startswith(f"{name}.") for other in modules)
-    return theirs[shared] if is_room and shared < len(theirs) else ""
+    is_folder = (name in modules) and any(other.startswith(f"{name}.") for other in modules)
+    return theirs[shared] if is_folder and shared < len(theirs) else ""
 
 
 def tree() -> str:
     files = tracked()
     modules = {module_of(file.relative_to(ROOT)) for file in files if file.suffix == ".py" and "src" in file.parts}
     lines: list[str] = []
-    around: list[str] = []  # the rooms that hold the next one
-    for room in rooms(files):
-        name = short(room)
+    around: list[str] = []  # the folders that hold the next one
+    for folder in listed_folders(files):
+        name = short(folder)
         while around and not name.startswith(f"{around[-1]}/"):
             around.pop()
         inside = name.removeprefix(f"{around[-1]}/") if around else name
         line = f"{'    ' * len(around)}{inside}/"
-        line = f"{line:<28} {description(room)}"
+        line = f"{line:<28} {description(folder)}"
         around.append(name)
-        if "src" in room.parts and (imported := imports(room, modules)):
+        if "src" in folder.parts and (imported := imports(folder, modules)):
             line += f"  <- {', '.join(imported)}"
         lines.append(line.rstrip())
     return "\n".join(lines)
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description="Write the tree of rooms into docs/architecture.md.")
+    arguments = argparse.ArgumentParser(description="Write the tree of folders into docs/architecture.md.")
     arguments.add_argument("--print", action="store_true", help="print the page instead, and change nothing")
     is_dry = arguments.parse_args().print
     page = PAGE.read_text()

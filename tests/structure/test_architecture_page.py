@@ -1,4 +1,4 @@
-"""docs/architecture.md tells the truth: its tree is the repo's, its walks go through functions that exist."""
+"""docs/architecture.md matches the repository: its tree is up to date, and its walks name functions that exist."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 STEP = re.compile(r"`([\w/.-]+\.py):([\w.]+)`")
 
 
-def test_the_tree_is_the_repos() -> None:
+def test_tree_is_up_to_date() -> None:
     command = [sys.executable, str(ROOT / "tools" / "architecture.py"), "--print"]
     page = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert page == PAGE, "docs/architecture.md is out of date: run make architecture"
 
 
-def test_each_room_says_what_it_holds() -> None:
+def test_each_folder_has_a_description() -> None:
     tree = PAGE.split("```")[1].strip("\n").split("\n")
     assert len(tree) > 80
     assert [line for line in tree if not re.match(r" *[\w/-]+/ +\w", line)] == []
 
 
-def test_the_steps_of_the_walks_exist() -> None:
+def test_steps_of_walks_exist() -> None:
     walks = PAGE.split("## A request")[1]
     steps = STEP.findall(walks)
     assert len(steps) >= 40 and len(re.findall(r"^\d+\. ", walks, re.MULTILINE)) >= 20
@@ -39,21 +39,21 @@ def exists(short: str, name: str) -> bool:
     path = ROOT.joinpath(*folder, "src", "torchrelay", folder[-1].replace("-", "_"), *rest)
     if not path.is_file():
         return False
-    found: ast.AST | None = ast.parse(path.read_text())
+    definition: ast.AST | None = ast.parse(path.read_text())
     for part in name.split("."):
-        nodes = ast.iter_child_nodes(found) if found else ()
+        nodes = ast.iter_child_nodes(definition) if definition else ()
         kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found = next((node for node in nodes if isinstance(node, kinds) and node.name == part), None)
-    return found is not None
+        definition = next((node for node in nodes if isinstance(node, kinds) and node.name == part), None)
+    return definition is not None
 
 
-def test_unit_tests_mirror_the_rooms() -> None:
+def test_unit_tests_mirror_packages() -> None:
     packages = {path.name: path for source in ROOT.glob("*/*/src/torchrelay") for path in source.iterdir()}
     packages |= {name: ROOT / name / "src/torchrelay" / name for name in ("sim", "cli")}
-    strangers = [
+    unmatched = [
         str(folder.relative_to(ROOT))
         for package, root in packages.items()
         for folder in (ROOT / "tests/unit" / package).glob("**/")
         if any(folder.glob("test_*.py")) and not (root / folder.relative_to(ROOT / "tests/unit" / package)).is_dir()
     ]
-    assert strangers == []
+    assert unmatched == []

@@ -66,14 +66,14 @@ def test_each_contract_has_a_violation_here() -> None:
     assert {contract["id"] for contract in CONTRACTS} == VIOLATIONS.keys()
 
 
-def test_all_contracts_are_kept(copy: Path) -> None:
+def test_contracts_are_kept(copy: Path) -> None:
     run = lint(copy)
     assert run.returncode == 0, run.stdout + run.stderr
     assert f"Contracts: {len(CONTRACTS)} kept, 0 broken." in run.stdout
 
 
 @pytest.mark.parametrize("contract", VIOLATIONS)
-def test_a_forbidden_import_breaks_the_contract(copy: Path, contract: str) -> None:
+def test_forbidden_import_breaks_contract(copy: Path, contract: str) -> None:
     module, statement = VIOLATIONS[contract]
     (path,) = (path for source in sources(copy) if (path := source / f"{module.replace('.', '/')}.py").is_file())
     sound = path.read_text()
@@ -83,5 +83,5 @@ def test_a_forbidden_import_breaks_the_contract(copy: Path, contract: str) -> No
     finally:
         path.write_text(sound)
     assert run.returncode == 1 and "Contracts: 0 kept, 1 broken." in run.stdout, run.stdout + run.stderr
-    # A cycle is told of by the package around it.
+    # A cycle is reported for its package.
     assert (".".join(module.split(".")[:2]) if contract == "no-cycles" else module) in run.stdout
