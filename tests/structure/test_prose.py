@@ -81,4 +81,10 @@ def test_metaphor_is_listed(name: str, text: str) -> None:
 
 
 def test_literal_uses_and_longer_words_are_not_listed() -> None:
-    assert offences("a.md", "SIMD lanes and PCIe lanes; I have never heard of it; broadly recommended, amended warehouses of chatrooms") == []
+    assert (
+        offences(
+            "a.md",
+            "SIMD lanes and PCIe lanes; I have never heard of it; broadly recommended, amended warehouses of chatrooms",
+        )
+        == []
+    )
