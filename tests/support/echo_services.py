@@ -125,10 +125,7 @@ class EchoScheduler:
             refusal.key.CopyFrom(request.key)
             await events.put(admit_pb.AdmitEvent(refusal=refusal))
             return
-        if not self.open_gate.is_set():
-            waiting = admit_pb.Waiting(key=request.key, queue_position=1, state="loading")
-            await events.put(admit_pb.AdmitEvent(waiting=waiting))
-            await self.open_gate.wait()
+        await self.open_gate.wait()
         placement = admit_pb.Placement(
             key=request.key,
             prefill=self._alive(self.prefill_workers, request).ref,

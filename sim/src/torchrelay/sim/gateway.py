@@ -109,8 +109,6 @@ class SimulatedGateway:
                 if self._migrating.pop(answer.key, None) is None and outcome is not None:
                     outcome.is_refused = True
                     self.num_waiting -= not outcome.first_token_at
-            case effects.Waiting():
-                pass
             case effects.TakeBack():
                 self._events.after(RPC_S, partial(self._take_back, answer.key))
             case effects.Migrate():

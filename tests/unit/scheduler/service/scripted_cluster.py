@@ -71,12 +71,10 @@ class GatewayClient:
         await self.send(admit=a_request(request_id, attempt, **changes))
 
     async def placement(self, timeout_s: float = WAIT_S) -> scheduler_pb2.Placement:
-        """The next placement; word of waiting is passed over."""
-        while True:
-            event = await self.event(timeout_s)
-            if not event.HasField("waiting"):
-                assert event.HasField("placement"), event
-                return event.placement
+        """The next answer, which must be a placement."""
+        event = await self.event(timeout_s)
+        assert event.HasField("placement"), event
+        return event.placement
 
 
 def a_version(name: str = "acme/tiny", idle_timeout_s: float = 0.0) -> types_pb2.ModelVersion:

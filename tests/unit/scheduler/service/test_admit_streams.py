@@ -9,7 +9,7 @@ import pytest
 
 from torchrelay.common.errors import Overloaded
 from torchrelay.common.net.rpc.message_pace import AT_ONCE
-from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents, Waiting
+from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents, Refusal
 from torchrelay.scheduler.service.admit_streams import MAX_BATCH, AdmitStreams
 
 
@@ -44,8 +44,8 @@ async def test_a_gateway_hears_as_often_as_it_asked_for() -> None:
     events = stream.events()
     assert [await _kinds(events) for _ in range(3)] == [["beat"]] * 3
     streams.connected(stream, "g")
-    streams.send("g", AdmitEvent(waiting=Waiting()))
-    assert await _kinds(events) == ["waiting"]
+    streams.send("g", AdmitEvent(refusal=Refusal()))
+    assert await _kinds(events) == ["refusal"]
     streams.close()
     assert [event async for event in events] == []
 
@@ -59,9 +59,9 @@ async def test_what_waits_goes_together_up_to_a_bound() -> None:
     stream = streams.open()
     streams.connected(stream, "g")
     for position in range(MAX_BATCH + 1):
-        streams.send("g", AdmitEvent(waiting=Waiting(queue_position=position)))
+        streams.send("g", AdmitEvent(refusal=Refusal(retry_after_s=position)))
     streams.close()
-    batches = [[event.waiting.queue_position for event in events.events] async for events in stream.events()]
+    batches = [[event.refusal.retry_after_s for event in events.events] async for events in stream.events()]
     assert batches == [[*range(MAX_BATCH)], [MAX_BATCH]]
 
 
@@ -71,10 +71,10 @@ async def test_what_comes_closely_together_goes_in_one_message() -> None:
     streams.connected(stream, "g")
     events = stream.events()
     for _ in range(AT_ONCE):
-        streams.send("g", AdmitEvent(waiting=Waiting()))
+        streams.send("g", AdmitEvent(refusal=Refusal()))
         assert len(await _kinds(events)) == 1
-    streams.send("g", AdmitEvent(waiting=Waiting()))
+    streams.send("g", AdmitEvent(refusal=Refusal()))
     following = asyncio.create_task(_kinds(events))
     await asyncio.sleep(0)  # the stream has seen the first of two
-    streams.send("g", AdmitEvent(waiting=Waiting()))
+    streams.send("g", AdmitEvent(refusal=Refusal()))
     assert len(await following) == 2

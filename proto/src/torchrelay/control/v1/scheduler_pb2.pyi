@@ -368,7 +368,6 @@ class AdmitEvent(_message.Message):
 
     PLACEMENT_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
-    WAITING_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
     TAKE_BACK_FIELD_NUMBER: _builtins.int
     MIGRATE_FIELD_NUMBER: _builtins.int
@@ -376,8 +375,6 @@ class AdmitEvent(_message.Message):
     def placement(self) -> Global___Placement: ...
     @_builtins.property
     def refusal(self) -> Global___Refusal: ...
-    @_builtins.property
-    def waiting(self) -> Global___Waiting: ...
     @_builtins.property
     def beat(self) -> Global___Beat: ...
     @_builtins.property
@@ -389,16 +386,15 @@ class AdmitEvent(_message.Message):
         *,
         placement: Global___Placement | None = ...,
         refusal: Global___Refusal | None = ...,
-        waiting: Global___Waiting | None = ...,
         beat: Global___Beat | None = ...,
         take_back: Global___TakeBack | None = ...,
         migrate: Global___Migrate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "migrate", b"migrate", "placement", b"placement", "refusal", b"refusal", "take_back", b"take_back", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "migrate", b"migrate", "placement", b"placement", "refusal", b"refusal", "take_back", b"take_back"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "migrate", b"migrate", "placement", b"placement", "refusal", b"refusal", "take_back", b"take_back", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "migrate", b"migrate", "placement", b"placement", "refusal", b"refusal", "take_back", b"take_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "refusal", "waiting", "beat", "take_back", "migrate"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "refusal", "beat", "take_back", "migrate"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -522,7 +518,6 @@ class Refusal(_message.Message):
         REASON_NO_CAPACITY: Refusal._Reason.ValueType  # 2
         """no slot of the pool can ever hold the model"""
         REASON_LOAD_FAILED: Refusal._Reason.ValueType  # 3
-        REASON_WITHDRAWN: Refusal._Reason.ValueType  # 4
         REASON_NOT_MIGRATED: Refusal._Reason.ValueType  # 5
         """no better place is left: the attempt that it names goes on"""
 
@@ -532,7 +527,6 @@ class Refusal(_message.Message):
     REASON_NO_CAPACITY: Refusal.Reason.ValueType  # 2
     """no slot of the pool can ever hold the model"""
     REASON_LOAD_FAILED: Refusal.Reason.ValueType  # 3
-    REASON_WITHDRAWN: Refusal.Reason.ValueType  # 4
     REASON_NOT_MIGRATED: Refusal.Reason.ValueType  # 5
     """no better place is left: the attempt that it names goes on"""
 
@@ -561,36 +555,6 @@ class Refusal(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
-
-@_typing.final
-class Waiting(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KEY_FIELD_NUMBER: _builtins.int
-    QUEUE_POSITION_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
-    PREDICTED_WAIT_S_FIELD_NUMBER: _builtins.int
-    queue_position: _builtins.int
-    state: _builtins.str
-    """"queued", "loading" """
-    predicted_wait_s: _builtins.float
-    @_builtins.property
-    def key(self) -> _types_pb2.AttemptKey: ...
-    def __init__(
-        self,
-        *,
-        key: _types_pb2.AttemptKey | None = ...,
-        queue_position: _builtins.int = ...,
-        state: _builtins.str = ...,
-        predicted_wait_s: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "predicted_wait_s", b"predicted_wait_s", "queue_position", b"queue_position", "state", b"state"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Waiting: _TypeAlias = Waiting  # noqa: Y015
 
 @_typing.final
 class ExplainRequest(_message.Message):

@@ -137,7 +137,6 @@ RequestEvent: TypeAlias = (
     generation_pb2.ChoiceOutput
     | scheduler_pb2.Placement
     | scheduler_pb2.Refusal
-    | scheduler_pb2.Waiting
     | scheduler_pb2.TakeBack
     | scheduler_pb2.Migrate
     | WorkerLost

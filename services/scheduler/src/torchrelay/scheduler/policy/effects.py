@@ -99,22 +99,12 @@ class RefusalReason(enum.IntEnum):
     QUEUE_FULL = 1
     NO_CAPACITY = 2
     LOAD_FAILED = 3
-    WITHDRAWN = 4
     NOT_MIGRATED = 5
 
 
 class Placed(msgspec.Struct, frozen=True, gc=False):
     gateway_id: str
     placement: Placement
-
-
-@dataclass(frozen=True)
-class Waiting:
-    gateway_id: str
-    key: AttemptKey
-    queue_position: int
-    state: str  # "queued", "loading"
-    predicted_wait_s: float
 
 
 @dataclass(frozen=True)
@@ -142,7 +132,7 @@ class Migrate:
     key: AttemptKey
 
 
-Answer = Placed | Waiting | AdmissionRefused | TakeBack | Migrate
+Answer = Placed | AdmissionRefused | TakeBack | Migrate
 
 
 @dataclass(frozen=True)

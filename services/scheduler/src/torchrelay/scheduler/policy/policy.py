@@ -148,7 +148,6 @@ class Policy:
             is_short = opened is None or opened.placement.cold
             if is_short and scaling.may_act_alone(state, model, now):
                 scaling.scale(state, now, (model.version_id,))
-            admissions.send_waiting(state, admission, now)
 
     def _release(self, input_: inputs.Release, now: float) -> None:
         """Workers that the gateway saw fail are named by the admission that follows: a release may come long after."""

@@ -23,7 +23,6 @@ from torchrelay.scheduler.policy.effects import (
     AttemptPlaced,
     Command,
     Effects,
-    Migrate,
     Placed,
     TakeBack,
     WakeCommand,
@@ -288,10 +287,8 @@ class Controller:
         elif isinstance(answer, TakeBack):
             message = scheduler_pb2.TakeBack(key=converters.key_to_proto(answer.key))
             kind, event = "taken_back", AdmitEvent(take_back=message)
-        elif isinstance(answer, Migrate):
-            kind, event = "migrated", AdmitEvent(migrate=scheduler_pb2.Migrate(key=converters.key_to_proto(answer.key)))
         else:
-            kind, event = "waiting", AdmitEvent(waiting=converters.waiting_to_proto(answer))
+            kind, event = "migrated", AdmitEvent(migrate=scheduler_pb2.Migrate(key=converters.key_to_proto(answer.key)))
         self._metrics.answered(kind)
         self.streams.send(answer.gateway_id, event)
 

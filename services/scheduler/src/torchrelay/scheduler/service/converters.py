@@ -10,7 +10,7 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy import core
-from torchrelay.scheduler.policy.effects import AdmissionRefused, SchedulerEvent, Waiting
+from torchrelay.scheduler.policy.effects import AdmissionRefused, SchedulerEvent
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
@@ -253,13 +253,4 @@ def refusal_to_proto(refused: AdmissionRefused) -> scheduler_pb2.Refusal:
         reason=scheduler_pb2.Refusal.Reason.Value(f"REASON_{refused.reason.name}"),
         message=refused.message,
         retry_after_s=refused.retry_after_s,
-    )
-
-
-def waiting_to_proto(waiting: Waiting) -> scheduler_pb2.Waiting:
-    return scheduler_pb2.Waiting(
-        key=key_to_proto(waiting.key),
-        queue_position=waiting.queue_position,
-        state=waiting.state,
-        predicted_wait_s=waiting.predicted_wait_s,
     )

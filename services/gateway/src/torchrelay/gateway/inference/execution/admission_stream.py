@@ -97,7 +97,7 @@ class AdmissionStream:
         return len(self._open)
 
     def admit(self, request: pb.AdmitRequest, listener: Listener) -> None:
-        """Requests a placement; ``listener`` receives it, or waiting notices, or a failure."""
+        """Requests a placement; ``listener`` receives it or a failure."""
         self._open[attempt_id_of(request.key)] = _Admission(request, listener)
         self._send(pb.AdmitCommand(admit=request))
 
@@ -259,8 +259,6 @@ class AdmissionStream:
             admission = self._open.pop(attempt_id_of(event.refusal.key), None)
             if admission is not None:
                 admission.listener(event.refusal)
-        elif kind == "waiting" and (waiting := self._open.get(attempt_id_of(event.waiting.key))) is not None:
-            waiting.listener(event.waiting)
         elif kind == "take_back" and (placed := self._open.get(attempt_id_of(event.take_back.key))) is not None:
             placed.listener(event.take_back)
         elif kind == "migrate" and (running := self._open.get(attempt_id_of(event.migrate.key))) is not None:

@@ -17,7 +17,6 @@ from torchrelay.scheduler.policy.core import (
     BOTH,
     Admission,
     AttemptKey,
-    InstancePhase,
     LatencyTargets,
     Model,
     Placement,
@@ -156,24 +155,9 @@ def _suspect(state: State, worker_id: str, now: float) -> None:
         state.rosters.forget(instance.version_id)
 
 
-def send_waiting(state: State, admission: Admission, now: float) -> None:
-    """Answers that the request waits, if it still does."""
-    if admission.key not in state.queues:
-        return
-    version_id, position = admission.version_id, state.queues.num_waiting(admission.version_id) - 1
-    loading = any(instance.phase is InstancePhase.LOADING for instance in state.instances.of_version(version_id))
-    wait_s = backlogs.predicted_wait_s(state, state.models[version_id], now)
-    answer = effects.Waiting(admission.gateway_id, admission.key, position, "loading" if loading else "queued", wait_s)
-    state.effects.answers.append(answer)
-
-
 def withdraw(state: State, key: AttemptKey, now: float) -> None:
     """The client left. If a placement crossed the withdrawal, its resources are released."""
     admission = state.queues.remove(key, now)
-    if admission is not None:
-        message = "The request was withdrawn."
-        refusal = effects.AdmissionRefused(admission.gateway_id, key, effects.RefusalReason.WITHDRAWN, message)
-        state.effects.answers.append(refusal)
     attempt = release(state, key, now)
     if admission is None and attempt is not None:
         admission = attempt.admission

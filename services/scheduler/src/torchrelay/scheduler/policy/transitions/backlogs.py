@@ -54,11 +54,6 @@ def computation_s(state: State, model: Model, entries: Sequence[RosterEntry]) ->
     return lambda num_tokens: latency.queued_s(math.ceil(num_tokens * share))
 
 
-def predicted_wait_s(state: State, model: Model, now: float) -> float:
-    """Until a request that arrives now gets its first token: load left, and the prompts ahead."""
-    return first_load_left_s(state, model, now) + prompts_ahead_s(state, model, now)
-
-
 def first_load_left_s(state: State, model: Model, now: float) -> float:
     """Until an instance of the model can compute prompts."""
     entries = rosters.prefills(state, model, now)
