@@ -11,7 +11,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO, cast
@@ -203,3 +204,25 @@ def record_span(
 def seconds_histogram(meter: metrics.Meter, name: str, description: str) -> metrics.Histogram:
     """A histogram of durations in seconds."""
     return meter.create_histogram(name, "s", description, explicit_bucket_boundaries_advisory=BUCKETS_S)
+
+
+def observe_counts(meter: metrics.Meter, name: str, description: str, attribute: str, counts: Counter[str]) -> None:
+    """A counter with one value per key of ``counts``, read when metrics are collected: that costs less per event."""
+
+    def observe(_options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
+        # Copied, because an exporter thread reads while the counts rise.
+        return [metrics.Observation(count, {attribute: key}) for key, count in list(counts.items())]
+
+    meter.create_observable_counter(name, [observe], description=description)
+
+
+def observe_value(
+    meter: metrics.Meter, name: str, description: str, value: Callable[[], int], *, rises: bool = False
+) -> None:
+    """A gauge, or a counter if the value only ``rises``, read when metrics are collected."""
+
+    def observe(_options: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
+        yield metrics.Observation(value())
+
+    create = meter.create_observable_counter if rises else meter.create_observable_gauge
+    create(name, [observe], description=description)

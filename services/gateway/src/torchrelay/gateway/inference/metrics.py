@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 from opentelemetry import metrics
 
-from torchrelay.common.process.telemetry import seconds_histogram
+from torchrelay.common.process.telemetry import observe_counts, observe_value, seconds_histogram
 from torchrelay.gateway.inference.core import Usage
-from torchrelay.gateway.inference.instruments import observe_counts, observe_value
 
 
 class InferenceMetrics:
@@ -24,11 +23,11 @@ class InferenceMetrics:
         self._ttft = seconds_histogram(meter, "torchrelay_gateway_ttft", "From a request's start to its first token.")
 
         requests = "Ended requests by outcome: ok, client_left or an error's code."
-        observe_counts(meter, "requests", requests, "outcome", self._num_requests)
+        observe_counts(meter, "torchrelay_gateway_requests", requests, "outcome", self._num_requests)
         tokens = "Tokens of ended requests by kind: prompt, cached, output."
-        observe_counts(meter, "tokens", tokens, "kind", self._num_tokens)
-        observe_value(meter, "requests_running", "Requests being served.", running)
-        observe_value(meter, "ledger_writes_pending", "Ledger writes not yet committed.", unsettled)
+        observe_counts(meter, "torchrelay_gateway_tokens", tokens, "kind", self._num_tokens)
+        observe_value(meter, "torchrelay_gateway_requests_running", "Requests being served.", running)
+        observe_value(meter, "torchrelay_gateway_ledger_writes_pending", "Ledger writes not yet committed.", unsettled)
 
     def ended(self, outcome: str) -> None:
         self._num_requests[outcome] += 1

@@ -1,16 +1,16 @@
-"""OpenTelemetry instruments: of admissions, of transfers, whoever ordered them, and of the replicator's copies.
+"""The scheduler's metrics: admissions, transfers, and the replicator's copies.
 
 Functions given to them are called when metrics are collected.
 """
 
 from __future__ import annotations
 
-from collections import Counter as NumByKind
+from collections import Counter
 from collections.abc import Callable
 
-from opentelemetry.metrics import Counter, Histogram, Meter, Observation
+from opentelemetry.metrics import Meter
 
-from torchrelay.common.process.telemetry import seconds_histogram
+from torchrelay.common.process.telemetry import observe_counts, observe_value, seconds_histogram
 from torchrelay.scheduler.policy.core import CopyCause, Placement
 from torchrelay.scheduler.policy.effects import SchedulerEvent
 from torchrelay.scheduler.policy.prediction import Outcome
@@ -19,42 +19,20 @@ from torchrelay.scheduler.policy.relay.transfer_events import EVENT_PREFIX
 _CAUSES = frozenset(cause.value for cause in CopyCause)
 
 
-class _Instruments:
-    """Makes instruments; ``torchrelay_scheduler_`` comes before every name."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-
-    def seconds(self, name: str, description: str) -> Histogram:
-        return seconds_histogram(self._meter, f"torchrelay_scheduler_{name}", description)
-
-    def counter(self, name: str, description: str) -> Counter:
-        return self._meter.create_counter(f"torchrelay_scheduler_{name}", description=description)
-
-    def observe(self, name: str, description: str, read: Callable[[], int], rises: bool = False) -> None:
-        create = self._meter.create_observable_counter if rises else self._meter.create_observable_gauge
-        create(f"torchrelay_scheduler_{name}", [lambda _: [Observation(read())]], description=description)
-
-    def observe_kinds(self, name: str, description: str, counts: NumByKind[str]) -> None:
-        """Counts that rise, by kind: read when they are wanted, since counting each time costs far more."""
-        create = self._meter.create_observable_counter
-        read = [lambda _: [Observation(number, {"kind": kind}) for kind, number in counts.items()]]
-        create(f"torchrelay_scheduler_{name}", read, description=description)
-
-
 class AdmissionMetrics:
-    """``waiting``: requests; ``dropped``: events of the history."""
+    """``num_waiting``: requests; ``num_dropped``: events of the history."""
 
-    def __init__(self, meter: Meter, waiting: Callable[[], int], dropped: Callable[[], int]) -> None:
-        new = _Instruments(meter)
-        self._wait = new.seconds("queue_wait", "From admission to placement.")
-        self._ttft_error = new.seconds("ttft_prediction_error", "How far the predicted time to first token was off.")
-        off = "How far the predicted mean time between tokens was off."
-        self._tbt_error = new.seconds("tbt_prediction_error", off)
-        self._num_answers: NumByKind[str] = NumByKind()
-        new.observe_kinds("admissions", "Answers to admissions, by kind.", self._num_answers)
-        new.observe("requests_waiting", "Requests waiting for a placement.", waiting)
-        new.observe("events_dropped", "History events dropped.", dropped, rises=True)
+    def __init__(self, meter: Meter, num_waiting: Callable[[], int], num_dropped: Callable[[], int]) -> None:
+        self._wait = seconds_histogram(meter, "torchrelay_scheduler_queue_wait", "From admission to placement.")
+        ttft, tbt = "torchrelay_scheduler_ttft_prediction_error", "torchrelay_scheduler_tbt_prediction_error"
+        self._ttft_error = seconds_histogram(meter, ttft, "How far the predicted time to first token was off.")
+        self._tbt_error = seconds_histogram(meter, tbt, "How far the predicted mean time between tokens was off.")
+        self._num_answers: Counter[str] = Counter()  # by kind
+        answers = "Answers to admissions, by kind."
+        observe_counts(meter, "torchrelay_scheduler_admissions", answers, "kind", self._num_answers)
+        waiting, dropped = "Requests waiting for a placement.", "History events dropped."
+        observe_value(meter, "torchrelay_scheduler_requests_waiting", waiting, num_waiting)
+        observe_value(meter, "torchrelay_scheduler_events_dropped", dropped, num_dropped, rises=True)
 
     def placed(self, wait_s: float, cold: bool) -> None:
         self._wait.record(wait_s, {"cold": cold})
@@ -72,37 +50,42 @@ class AdmissionMetrics:
 
 
 class RelayMetrics:
-    """Of transfers."""
+    """Transfers, whoever ordered them. ``num_running``: planned or running."""
 
     def __init__(self, meter: Meter, num_running: Callable[[], int]) -> None:
-        new = _Instruments(meter)
-        self._events = new.counter("relay_events", "Relays started, repaired, slow, finished and failed, by event.")
-        self._duration = new.seconds("relay_duration", "From the first chunk requested to the end, by event.")
-        new.observe("relays_running", "Relays planned or running.", num_running)
+        self._num_events: Counter[str] = Counter()  # by event
+        events = "Relays started, repaired, slow, finished and failed, by event."
+        observe_counts(meter, "torchrelay_scheduler_relay_events", events, "event", self._num_events)
+        duration = "From the first chunk requested to the end, by event."
+        self._duration = seconds_histogram(meter, "torchrelay_scheduler_relay_duration", duration)
+        observe_value(meter, "torchrelay_scheduler_relays_running", "Relays planned or running.", num_running)
 
     def note(self, event: SchedulerEvent) -> None:
         """Counts a transfer's event; ignores others."""
         if not event.topic.startswith(EVENT_PREFIX):
             return
-        labels = {"event": event.topic.removeprefix(EVENT_PREFIX)}
-        self._events.add(1, labels)
+        name = event.topic.removeprefix(EVENT_PREFIX)
+        self._num_events[name] += 1
         if "took_s" in event.fields:
-            self._duration.record(float(event.fields["took_s"]), labels)
+            self._duration.record(float(event.fields["took_s"]), {"event": name})
 
 
 class ReplicationMetrics:
-    """``num_short``: recent packs that lack copies; ``num_running``: copies."""
+    """The replicator's copies. ``num_short``: recently used packs that lack copies; ``num_running``: copies."""
 
     def __init__(self, meter: Meter, num_short: Callable[[], int], num_running: Callable[[], int]) -> None:
-        new = _Instruments(meter)
-        self._begun = new.counter("copies_started", "Copies ordered, by cause.")
-        self._took = new.seconds("copy_duration", "From the order of a copy to its end.")
-        new.observe("packs_under_replicated", "Recently used packs that lack copies in RAM.", num_short)
-        new.observe("copies_running", "Copies ordered and not complete.", num_running)
+        self._num_started: Counter[str] = Counter()  # by cause
+        started = "Copies ordered, by cause."
+        observe_counts(meter, "torchrelay_scheduler_copies_started", started, "cause", self._num_started)
+        duration = "From the order of a copy to its end."
+        self._duration = seconds_histogram(meter, "torchrelay_scheduler_copy_duration", duration)
+        short, running = "Recently used packs that lack copies in RAM.", "Copies ordered and not complete."
+        observe_value(meter, "torchrelay_scheduler_packs_under_replicated", short, num_short)
+        observe_value(meter, "torchrelay_scheduler_copies_running", running, num_running)
 
     def note(self, event: SchedulerEvent) -> None:
         """Counts a copy's event; ignores others."""
         if event.kind in _CAUSES:
-            self._begun.add(1, {"cause": event.kind})
+            self._num_started[event.kind] += 1
         elif event.kind in ("copied", "copy_failed"):
-            self._took.record(float(event.fields["took_s"]), {"failed": event.kind == "copy_failed"})
+            self._duration.record(float(event.fields["took_s"]), {"failed": event.kind == "copy_failed"})

@@ -9,8 +9,7 @@ from contextlib import suppress
 
 from opentelemetry import metrics
 
-from torchrelay.common.process.telemetry import seconds_histogram
-from torchrelay.gateway.inference.instruments import observe_counts, observe_value
+from torchrelay.common.process.telemetry import observe_counts, observe_value, seconds_histogram
 
 
 class TextMetrics:
@@ -24,10 +23,10 @@ class TextMetrics:
             meter, "torchrelay_gateway_prompt_wait", "How long prompts waited for a text process."
         )
         outcomes = "Prompts by outcome: ok, refused, killed, expired, queue_full, failed."
-        observe_counts(meter, "prompts", outcomes, "outcome", self._num_prompts)
+        observe_counts(meter, "torchrelay_gateway_prompts", outcomes, "outcome", self._num_prompts)
         kills = "Text processes that ended over a prompt, by signal: SIGPROF and SIGVTALRM are their CPU limits."
-        observe_counts(meter, "text_process_kills", kills, "signal", self._num_kills)
-        observe_value(meter, "text_processes", "Text processes that take prompts.", num_processes)
+        observe_counts(meter, "torchrelay_gateway_text_process_kills", kills, "signal", self._num_kills)
+        observe_value(meter, "torchrelay_gateway_text_processes", "Text processes that take prompts.", num_processes)
 
     def ended(self, outcome: str) -> None:
         self._num_prompts[outcome] += 1
