@@ -38,10 +38,10 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class _Schedule(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Of ``-n``: unit tests are shared out by module; tests of processes come after them, one at a time."""
+    """Shares out whole modules, in the order of the collection."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0] if _is_unit_test(nodeid) else "processes"
+        return nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Schedule:
@@ -49,8 +49,4 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Schedu
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not _is_unit_test(item.nodeid))
-
-
-def _is_unit_test(nodeid: str) -> bool:
-    return not nodeid.startswith(("tests/e2e/", "tests/hostile/", "tests/integration/", "tests/lab/"))
+    items.sort(key=lambda item: item.nodeid.startswith("tests/unit/"))

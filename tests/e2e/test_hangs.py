@@ -11,26 +11,25 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.e2e.conftest import SMALL, Tenant
-from tests.e2e.test_faults import usage
+from tests.e2e.test_faults import num_decoded, usage
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete, headers, stream
 from tests.support.platform import Platform, running_platform
+from tests.support.wait import HANG_S, wait_until
+from torchrelay.common.liveness import SILENT_S
 
 pytestmark = pytest.mark.e2e
 PROMPT = list(range(30, 60))
-NUM_TOKENS = 2000  # so many that the stream still runs when a process is stopped
+NUM_TOKENS = 2000  # enough that the stream still runs when a process is stopped
 SAMPLED = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 1.0, "seed": 5}
-# A hung worker costs a stream 5 s, and a cold request is answered or refused in 15: `bench/hangs.py` measures these.
-# Here other work may share the cores.
-RESUME_S = 10.0
-ANSWER_S = 25.0
+# bench/hangs.py measures how soon streams resume and requests are answered; here a limit stands against hanging only.
+ANSWER_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -61,44 +60,27 @@ def stopped(*pids: int) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-@dataclass(slots=True)
-class Seen:
-    """One stream: its tokens, and the longest time without any."""
-
-    token_ids: list[int]
-    longest_gap_s: float
-
-
-def seen_while_hung(tenant: Tenant, model: str, child: str) -> Seen:
-    """A stream whose worker is stopped once it runs, and goes on, if it was not replaced, after the stream does."""
-    platform, gap_s = tenant.platform, 0.0
-    states = stream(platform, tenant.key, model, PROMPT, **SAMPLED)
+def tokens_while_hung(tenant: Tenant, model: str, child: str) -> list[int]:
+    """The tokens of a stream whose worker is stopped after the 20th, and stays so until the stream has ended."""
+    states = stream(tenant.platform, tenant.key, model, PROMPT, timeout_s=ANSWER_S, **SAMPLED)
     for state in states:
         if len(state.token_ids) >= 20:
             break
-    with stopped(platform.pid(child)):
-        last = time.monotonic()
+    with stopped(tenant.platform.pid(child)):
         for _ in states:
-            gap_s, last = max(gap_s, time.monotonic() - last), time.monotonic()
-            if gap_s > 1:
-                break
-    for _ in states:
-        gap_s, last = max(gap_s, time.monotonic() - last), time.monotonic()
+            pass
     assert state.error is None and state.done
-    return Seen(state.token_ids, gap_s)
+    return state.token_ids
 
 
-def call(tenant: Tenant, model: str, timeout_s: float = 60.0) -> tuple[httpx.Response, float]:
-    """A short request, and how long it took until its answer."""
+def call(tenant: Tenant, model: str) -> httpx.Response:
+    """A short request. Raises ``httpx.TimeoutException`` if it hangs."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
     body["temperature"] = 0
-    url, begun = f"{tenant.platform.http}/v1/completions", time.monotonic()
-    response = httpx.post(url, json=body, headers=headers(tenant.key), timeout=timeout_s)
-    return response, time.monotonic() - begun
+    return httpx.post(f"{tenant.platform.http}/v1/completions", json=body, headers=headers(tenant.key), timeout=ANSWER_S)
 
 
-def assert_answered_or_refused(response: httpx.Response, took_s: float, *causes: str) -> None:
-    assert took_s < ANSWER_S
+def assert_answered_or_refused(response: httpx.Response, *causes: str) -> None:
     if response.status_code != 200:
         assert response.status_code == 503, response.text
         assert any(cause in response.json()["error"]["message"] for cause in causes), response.text
@@ -106,28 +88,32 @@ def assert_answered_or_refused(response: httpx.Response, took_s: float, *causes:
 
 def await_call(tenant: Tenant, model: str) -> list[int]:
     """The tokens of a request once the platform has recovered."""
-    deadline = time.monotonic() + 60
-    while True:
-        response, _ = call(tenant, model)
+    tokens: list[int] = []
+
+    def is_answered() -> bool:
+        response = call(tenant, model)
+        assert response.status_code in (200, 503), response.text
         if response.status_code == 200:
-            tokens: list[int] = response.json()["choices"][0]["token_ids"]
-            return tokens
-        assert response.status_code == 503 and time.monotonic() < deadline, response.text
-        time.sleep(0.2)
+            tokens.extend(response.json()["choices"][0]["token_ids"])
+        return bool(tokens)
+
+    wait_until(is_answered, "an answer")
+    return tokens
 
 
-def await_workers(platform: Platform, num_workers: int = 2) -> None:
-    deadline = time.monotonic() + 60
+def await_workers(platform: Platform, num_workers: int) -> None:
+    """Waits until the scheduler sees so many workers, and the store."""
+    deadline = time.monotonic() + HANG_S
     for view in platform.views():
         if len(view.workers) == num_workers and len(view.stores) == 1:
             return
-        assert time.monotonic() < deadline, "the platform did not recover"
+        assert time.monotonic() < deadline, f"the scheduler sees {len(view.workers)} workers"
 
 
 @pytest.fixture(autouse=True)
 def recovered(shaken: Tenant) -> Iterator[None]:
     """Each test begins with all processes well."""
-    await_workers(shaken.platform)
+    await_workers(shaken.platform, 2)
     yield
 
 
@@ -135,11 +121,10 @@ def recovered(shaken: Tenant) -> Iterator[None]:
 def test_a_stream_survives_a_worker_that_hangs_and_is_billed_once(shaken: Tenant, model: str, child: str) -> None:
     platform = shaken.platform
     expected = complete(platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"]
-    before = usage(shaken)
-    seen = seen_while_hung(shaken, model, child)
-    assert seen.token_ids == expected
-    assert seen.longest_gap_s < RESUME_S
-    assert seen.longest_gap_s > 1 or child != "decode-0", "the stream did not notice"
+    before, num_decoded_before = usage(shaken), num_decoded(platform, "prefill-0")
+    assert tokens_while_hung(shaken, model, child) == expected
+    if child == "decode-0":
+        assert num_decoded(platform, "prefill-0") > num_decoded_before, "no other worker has taken over"
     after = usage(shaken)
     assert after["completion_tokens"] - before["completion_tokens"] == NUM_TOKENS
     assert after["prompt_tokens"] - before["prompt_tokens"] == len(PROMPT)
@@ -157,19 +142,11 @@ def test_a_stopped_worker_that_goes_on_brings_no_token_twice(shaken: Tenant, mod
                 break
         rest = pool.submit(lambda: [len(state.token_ids) for state in states])
         with stopped(platform.pid("decode-0"), platform.pid("prefill-0")):
-            _await_fewer_workers(platform)
-        rest.result(90)
+            await_workers(platform, 0)
+        rest.result(ANSWER_S)
     assert state.error is None and state.done
     assert state.token_ids == expected
     assert usage(shaken)["completion_tokens"] - before == NUM_TOKENS
-
-
-def _await_fewer_workers(platform: Platform) -> None:
-    deadline = time.monotonic() + 20
-    for view in platform.views():
-        if not view.workers:
-            return
-        assert time.monotonic() < deadline, "the scheduler did not notice"
 
 
 def test_prompts_at_a_prefill_worker_that_hangs_are_computed_elsewhere(shaken: Tenant, model: str) -> None:
@@ -178,10 +155,9 @@ def test_prompts_at_a_prefill_worker_that_hangs_are_computed_elsewhere(shaken: T
     with ThreadPoolExecutor(4) as pool, stopped(platform.pid("prefill-0")):
         answers = [pool.submit(call, shaken, model) for _ in range(4)]
         for answer in answers:
-            response, took_s = answer.result(60)
+            response = answer.result(ANSWER_S)
             assert response.status_code == 200, response.text
             assert response.json()["choices"][0]["token_ids"] == expected
-            assert took_s < ANSWER_S
 
 
 def test_while_the_scheduler_hangs_streams_go_on_and_requests_are_answered_or_refused(
@@ -194,10 +170,10 @@ def test_while_the_scheduler_hangs_streams_go_on_and_requests_are_answered_or_re
         states = stream(platform, shaken.key, model, PROMPT, **SAMPLED)
         state = next(states)
         with stopped(platform.pid("scheduler")):
-            waiting: Future[tuple[httpx.Response, float]] = pool.submit(call, shaken, model)
+            waiting: Future[httpx.Response] = pool.submit(call, shaken, model)
             for _ in states:
                 pass
-            assert_answered_or_refused(*waiting.result(90), "the scheduler at ")
+            assert_answered_or_refused(waiting.result(ANSWER_S), "the scheduler at ")
     assert state.error is None and state.done and state.token_ids == expected
     assert await_call(shaken, model) == short
 
@@ -211,10 +187,10 @@ def test_while_the_store_hangs_streams_go_on_and_cold_requests_are_answered_or_r
         states = stream(platform, shaken.key, model, PROMPT, **SAMPLED)
         state = next(states)
         with stopped(platform.pid("param-store")):
-            waiting: Future[tuple[httpx.Response, float]] = pool.submit(call, shaken, cold)
+            waiting: Future[httpx.Response] = pool.submit(call, shaken, cold)
             for _ in states:
                 pass
-            assert_answered_or_refused(*waiting.result(90), "param-store")
+            assert_answered_or_refused(waiting.result(ANSWER_S), "param-store")
     assert state.error is None and state.done and state.token_ids == expected
     assert len(await_call(shaken, cold)) == 8
 
@@ -229,9 +205,9 @@ def test_a_store_that_hangs_in_a_load_delays_or_refuses_its_requests(shaken: Ten
             if any(instance.model == cold for instance in view.instances):
                 break
         with stopped(platform.pid("param-store")):
-            answers = [each.result(90) for each in waiting]
-    for response, took_s in answers:
-        assert_answered_or_refused(response, took_s, "param-store")
+            answers = [each.result(ANSWER_S) for each in waiting]
+    for response in answers:
+        assert_answered_or_refused(response, "param-store")
     assert len(await_call(shaken, cold)) == 8
 
 
@@ -240,12 +216,11 @@ def test_while_the_broker_hangs_nobody_is_lost_and_cold_requests_are_answered(sh
     expected = complete(platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"]
     workers = {name: platform.pid(name) for name in ("prefill-0", "decode-0", "param-store", "scheduler")}
     with stopped(platform.pid("nats")):
-        begun = time.monotonic()
-        while time.monotonic() - begun < 5.0:  # longer than a worker may be silent
+        ends = time.monotonic() + SILENT_S + 2.0  # workers' reports come by the broker
+        while time.monotonic() < ends:
             assert complete(platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"] == expected
             view = next(platform.views())
             assert len(view.workers) == 2 and len(view.stores) == 1
-        response, took_s = call(shaken, cold)
+        response = call(shaken, cold)
         assert response.status_code == 200, response.text
-        assert took_s < ANSWER_S
     assert {name: platform.pid(name) for name in workers} == workers

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,45 +14,38 @@ import pytest
 
 from tests.hostile.neighbour import Neighbour, neighbour_process
 from tests.support.platform import Platform, running_platform
+from tests.support.wait import wait_until
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "glossary" / "model"
 OPTIONS = ("--arena-mb", "256", "--kv-pool-mb", "32", "--threads", "1", "--idle-timeout-s", "3600")
 # Shorter than the defaults, so that what is closed for its silence is closed within a test.
 SILENCE_S = 2
+MAX_CONNECTIONS = 1200
 LIMITS = {
     "TORCHRELAY_HEAD_TIMEOUT_S": "2",
     "TORCHRELAY_BODY_SILENCE_S": "3",
     "TORCHRELAY_IDLE_CONNECTION_S": "5",
     "TORCHRELAY_ANSWER_SILENCE_S": str(SILENCE_S),
+    "TORCHRELAY_MAX_CONNECTIONS": str(MAX_CONNECTIONS),
 }
 MB = 10**6
 MAX_GROWTH_BYTES = 100 * MB  # of the gateway during an attack
 MAX_LEFT_BYTES = 20 * MB  # of it, a while after
-REST_S = 30.0
-MAX_RATIO = 2.0  # of the neighbour's P99 under the attacks of one file to its P99 in peace: before the first, and each
-NUM_PEACE_FAMILY, NUM_PEACE_CASE, NUM_ATTACK_CASE = 200, 1, 3  # chats, at least
-MAX_CASE_RATIO = 10.0  # of its slowest chat in a single one: too few for a P99
 ATTACKER_NICE = 10  # its CPU is no part of the platform's
+# bench/neighbour.py names a file here: then enough chats for a P99 are timed, before the attacks and during each.
+RECORD = os.environ.get("TORCHRELAY_NEIGHBOUR_RECORD")
+NUM_PEACE_CHATS, NUM_ATTACK_CHATS = (200, 3) if RECORD else (1, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """The neighbour's chats before and during the attacks of one file: all together enough for a P99."""
+class Chats:
+    """Seconds of the neighbour's chats before and during the attacks of one file."""
 
-    peace_s: list[float] = field(default_factory=list)
-    attack_s: list[float] = field(default_factory=list)
-    slowest_s: dict[str, float] = field(default_factory=dict)  # chat, by case
-
-    @property
-    def ratio(self) -> float:
-        return p99(self.attack_s) / p99(self.peace_s)
+    peace_s: list[float]
+    attack_s: dict[str, list[float]] = field(default_factory=dict)  # by case
 
 
-FAMILIES: dict[str, Family] = {}
-
-
-def p99(values: list[float]) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[-1]
+RECORDED: dict[str, Chats] = {}
 
 
 @pytest.fixture(scope="session")
@@ -102,10 +94,9 @@ def rest(platform: Platform) -> Address:
 
 
 @pytest.fixture(scope="module")
-def family(request: pytest.FixtureRequest, neighbour: Neighbour) -> Iterator[Family]:
-    made = FAMILIES[request.node.name] = Family(peace_s=neighbour.chats_s(NUM_PEACE_FAMILY))
-    yield made
-    assert made.ratio <= MAX_RATIO, f"P99 {p99(made.attack_s):.3f} s under attack, {p99(made.peace_s):.3f} s in peace"
+def chats(request: pytest.FixtureRequest, neighbour: Neighbour) -> Chats:
+    """The chats of this file's attacks; those in peace are over."""
+    return RECORDED.setdefault(request.node.name, Chats(neighbour.chats_s(NUM_PEACE_CHATS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,38 +130,26 @@ def nice(value: int) -> Iterator[None]:
 
 
 @pytest.fixture
-def watch(request: pytest.FixtureRequest, platform: Platform, neighbour: Neighbour, family: Family) -> Iterator[Watch]:
+def watch(request: pytest.FixtureRequest, platform: Platform, neighbour: Neighbour, chats: Chats) -> Iterator[Watch]:
     """The test's attack: the neighbour's chats go on meanwhile, and the gateway's memory is bounded and comes back."""
     gateway = platform.pid("gateway")
     reset_peak(gateway)
     watching = Watch(gateway, memory_bytes(gateway))
-    family.peace_s.extend(neighbour.chats_s(NUM_PEACE_CASE))
-    neighbour.begin(at_least=NUM_ATTACK_CASE)
+    neighbour.begin(at_least=NUM_ATTACK_CHATS)
     try:
         with nice(ATTACKER_NICE):
             yield watching
     finally:
-        chats_s = neighbour.end()
-    family.attack_s.extend(chats_s)
-    family.slowest_s[request.node.name] = max(chats_s)
-    case_ratio = max(chats_s) / p99(family.peace_s)
-    assert case_ratio <= MAX_CASE_RATIO, f"a chat took {case_ratio:.1f} times the P99 in peace: {max(chats_s):.2f} s"
+        chats.attack_s[request.node.name] = neighbour.end()
     growth = memory_bytes(gateway, "VmHWM") - watching.before_bytes
-    deadline = time.monotonic() + REST_S
     assert platform.pid("gateway") == gateway, "the gateway was replaced"
     assert growth < MAX_GROWTH_BYTES, f"the gateway grew by {growth / MB:.0f} MB"
-    while (left := memory_bytes(gateway) - watching.before_bytes) > MAX_LEFT_BYTES:
-        assert time.monotonic() < deadline, f"{left / MB:.0f} MB are still there"
-        time.sleep(0.2)
+    wait_until(
+        lambda: memory_bytes(gateway) - watching.before_bytes <= MAX_LEFT_BYTES, "the release of the gateway's memory"
+    )
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for name, family in FAMILIES.items():
-        if not family.attack_s:
-            continue
-        terminalreporter.write_line(
-            f"{name}: the neighbour's P99 {p99(family.attack_s):.3f} s in {len(family.attack_s)} chats under attack, "
-            f"{p99(family.peace_s):.3f} s in {len(family.peace_s)} in peace: {family.ratio:.2f} times"
-        )
-        slowest = sorted(family.slowest_s.items(), key=lambda one: -one[1])[:5]
-        terminalreporter.write_line("    slowest: " + ", ".join(f"{case} {took_s:.2f} s" for case, took_s in slowest))
+def pytest_sessionfinish() -> None:
+    if RECORD:
+        rows = {name: {"peace_s": each.peace_s, "attack_s": each.attack_s} for name, each in RECORDED.items()}
+        Path(RECORD).write_text(json.dumps(rows))

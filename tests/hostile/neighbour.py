@@ -3,8 +3,8 @@
     python -m tests.hostile.neighbour PORT KEY MODEL
 
 Each line of stdin asks for a round: at least so many chats, one after the other, each over a new connection, until the
-next line of stdin ends it. Then a line of stdout is a JSON list of the seconds of each. A chat that fails, or that is
-answered differently from the first one ever, ends the process.
+next line of stdin ends it. Then a line of stdout is a JSON list of the seconds of each. A chat that fails, takes longer
+than ``HANG_S``, or is answered differently from the first chat ends the process.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
+
+HANG_S = 20.0  # a hundred times what a chat takes beside other work; an attacker must not stop it for so long
 
 
 class Neighbour:
@@ -57,7 +59,7 @@ def ask(port: int, key: str, model: str) -> str:
     question = {"role": "user", "content": "What is a relay?"}
     body = json.dumps({"model": model, "messages": [question], "max_tokens": 12, "temperature": 0})
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_S)
     try:
         connection.request("POST", "/v1/chat/completions", body, headers)
         reply = connection.getresponse()

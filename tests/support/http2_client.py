@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from tests.support.wait import HANG_S
+
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
@@ -122,7 +124,7 @@ class Http2Client:
 
 
 @contextmanager
-def http2_client(address: str, timeout_s: float = 20.0) -> Iterator[Http2Client]:
+def http2_client(address: str, timeout_s: float = HANG_S) -> Iterator[Http2Client]:
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=timeout_s) as sock:
         yield Http2Client(sock)

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from tests.support.wait import HANG_S
+
 
 @dataclass(frozen=True, slots=True)
 class RawAnswer:
@@ -34,7 +36,7 @@ class RawConnection:
         self._writer.write(data)
         await self._writer.drain()
 
-    async def answer(self, timeout_s: float = 20.0) -> RawAnswer:
+    async def answer(self, timeout_s: float = HANG_S) -> RawAnswer:
         """The next answer. Raises ``asyncio.IncompleteReadError`` if the connection ends before it."""
         async with asyncio.timeout(timeout_s):
             head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -42,7 +44,7 @@ class RawConnection:
             body = await self._reader.readexactly(int(headers.get("content-length", "0")))
             return RawAnswer(int(head[0].split()[1]), headers, body)
 
-    async def wait_closed(self, timeout_s: float = 20.0) -> None:
+    async def wait_closed(self, timeout_s: float = HANG_S) -> None:
         """Until the server has closed; what it still sends is thrown away."""
         async with asyncio.timeout(timeout_s):
             try:
