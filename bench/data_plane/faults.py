@@ -25,7 +25,7 @@ def measure_silent(relays: RelayLab, ledger: FigureTable, pack: RawPack, undistu
     try:
         filled = _disturbed(relays, pack, middle.cut, spared=(MIDDLE,))
     finally:
-        middle.mend()
+        middle.restore()
     _note(ledger, "repair_silent", filled, undisturbed_s)
     _renew(relays, pack)
 

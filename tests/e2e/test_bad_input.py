@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from tests.e2e.conftest import Tenant
 from tests.support.completions import complete, headers
 from tests.support.platform import Platform
+from tests.support.wait import wait_until
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import CliError
 from torchrelay.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -28,27 +28,25 @@ def post(platform: Platform, key: str, body: dict[str, Any], path: str = "/v1/co
 
 
 def error(response: httpx.Response) -> dict[str, Any]:
-    found: dict[str, Any] = response.json()["error"]
-    assert set(found) == {"message", "type", "param", "code"}
-    return found
+    body: dict[str, Any] = response.json()["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    return body
 
 
-def test_unknown_and_revoked_keys_are_refused_within_a_second(platform: Platform, tenant: Tenant) -> None:
+def test_unknown_and_revoked_keys_are_refused(platform: Platform, tenant: Tenant) -> None:
     assert post(platform, "tr-nobody", {}).status_code == 401
     with GatewayClient(platform.http, tenant.key) as client:
         made = client.call("POST", "/v1/keys", json={"name": "short-lived"})
         body = {"model": tenant.model(), "prompt": "hello", "max_tokens": 1}
         assert post(platform, made["key"], body).status_code == 200
         client.call("DELETE", f"/v1/keys/{made['id']}")
-    began = time.monotonic()
-    while post(platform, made["key"], {"model": "x"}).status_code != 401:
-        assert time.monotonic() - began < 1.0, "the revoked key still works"
+    wait_until(lambda: post(platform, made["key"], {"model": "x"}).status_code == 401, "the refusal of the revoked key")
 
 
 def test_another_tenants_model_is_as_absent_as_one_that_never_was(platform: Platform, tenant: Tenant) -> None:
-    stranger = platform.tenant("stranger")
-    theirs = post(platform, stranger, {"model": tenant.model(), "prompt": "hello"})
-    nobodys = post(platform, stranger, {"model": "acme/never-was", "prompt": "hello"})
+    other = platform.tenant("other")
+    theirs = post(platform, other, {"model": tenant.model(), "prompt": "hello"})
+    nobodys = post(platform, other, {"model": "acme/never-was", "prompt": "hello"})
     assert theirs.status_code == nobodys.status_code == 404
     told = [
         error(theirs)["message"].replace(tenant.model(), ""),

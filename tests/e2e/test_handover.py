@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from tests.e2e.conftest import Tenant
 from tests.support.completions import complete, stream
 from tests.support.platform import Platform
+from tests.support.wait import wait_until
 
 pytestmark = pytest.mark.e2e
 PROMPT = list(range(40, 107))
@@ -53,18 +53,19 @@ def test_one_event_per_token(platform: Platform, tenant: Tenant) -> None:
 def test_one_trace_crosses_all_services(platform: Platform, tenant: Tenant) -> None:
     platform.await_zero()
     answer = complete(platform, tenant.key, tenant.model("llama"), PROMPT, max_tokens=4, ignore_eos=True)
-    deadline, services, names = time.monotonic() + 30, set[str](), set[str]()
-    while not (services >= {"gateway", "scheduler", "worker"} and {"prefill.run", "decode.run"} <= names):
-        assert time.monotonic() < deadline, f"services {services}, spans {names}"
-        time.sleep(0.05)  # each service writes its finished spans in batches, the root's last
+
+    def is_complete() -> bool:  # each service writes its finished spans in batches, the root's last
         trace = trace_of(platform, answer["id"])
         services, names = {span["service"] for span in trace}, {span["name"] for span in trace}
+        return services >= {"gateway", "scheduler", "worker"} and {"prefill.run", "decode.run"} <= names
+
+    wait_until(is_complete, "the trace of all services")
     platform.await_zero()
     assert trace_of(platform, answer["id"])  # of one root, still
 
 
 def trace_of(platform: Platform, request_id: str) -> list[dict[str, Any]]:
-    """Its spans that are written by now; none before the root is."""
+    """The request's spans that are written by now; none before the root is."""
     spans = platform.spans()
     roots = [span for span in spans if span["attributes"].get("request_id") == request_id and not span["parent_id"]]
     assert len(roots) <= 1

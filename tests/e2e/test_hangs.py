@@ -77,7 +77,9 @@ def call(tenant: Tenant, model: str) -> httpx.Response:
     """A short request. Raises ``httpx.TimeoutException`` if it hangs."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
     body["temperature"] = 0
-    return httpx.post(f"{tenant.platform.http}/v1/completions", json=body, headers=headers(tenant.key), timeout=ANSWER_S)
+    return httpx.post(
+        f"{tenant.platform.http}/v1/completions", json=body, headers=headers(tenant.key), timeout=ANSWER_S
+    )
 
 
 def assert_answered_or_refused(response: httpx.Response, *causes: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.conftest import SMALL, Tenant
 from tests.support.completions import complete
 from tests.support.platform import running_platform
+from tests.support.wait import HANG_S, wait_until
 
 pytestmark = pytest.mark.e2e
 PROMPT = list(range(30, 60))
@@ -28,18 +29,18 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenant]:
         yield Tenant(platform, "acme", platform.tenant("acme"), tmp_path_factory.mktemp("checkpoints"))
 
 
-def served_again(tenant: Tenant, model: str, timeout_s: float = 90) -> list[int]:
+def served_again(tenant: Tenant, model: str) -> list[int]:
     """The tokens of the first request that succeeds; the platform may refuse some before it has noticed everything."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
+    tokens: list[int] = []
+
+    def is_answered() -> bool:
+        with suppress(AssertionError, httpx.TransportError):
             answer = complete(tenant.platform, tenant.key, model, PROMPT, max_tokens=8, ignore_eos=True)
-        except (AssertionError, httpx.TransportError):
-            assert time.monotonic() < deadline, "the platform does not serve again"
-            time.sleep(0.2)
-        else:
-            tokens: list[int] = answer["choices"][0]["token_ids"]
-            return tokens
+            tokens.extend(answer["choices"][0]["token_ids"])
+        return bool(tokens)
+
+    wait_until(is_answered, "an answer", 2 * HANG_S)
+    return tokens
 
 
 @pytest.mark.parametrize("child", CHILDREN)

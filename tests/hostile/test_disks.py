@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import headers, stream
 from tests.support.platform import SCRIPTS, Platform, child_of, running_platform
 from tests.support.small_disk import SmallDisk, small_disk
+from tests.support.wait import HANG_S, wait_until
 from torchrelay.cli.up.children.supervisor import DISK_CHECK_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.lab]
@@ -27,7 +28,6 @@ OPTIONS = (
     *("--prefill-workers", "0", "--decode-workers", "0", "--both-workers", "1"),
     *("--arena-mb", "256", "--kv-pool-mb", "32", "--threads", "1", "--idle-timeout-s", "600"),
 )
-LIMIT_S = 60.0
 PROMPT = list(range(30, 50))
 
 
@@ -66,10 +66,10 @@ class SmallHome:
         body = {"model": self.model, "prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True}
         body["return_token_ids"] = True
         url = f"{self.platform.http}/v1/completions"
-        return httpx.post(url, json=body, headers=headers(self.key), timeout=LIMIT_S)
+        return httpx.post(url, json=body, headers=headers(self.key), timeout=HANG_S)
 
     def num_billed(self) -> int:
-        reply = httpx.get(f"{self.platform.http}/v1/usage", headers=headers(self.key), timeout=LIMIT_S).json()
+        reply = httpx.get(f"{self.platform.http}/v1/usage", headers=headers(self.key), timeout=HANG_S).json()
         return int(reply["total"]["completion_tokens"])
 
     @contextmanager
@@ -101,13 +101,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallHome]:
         disk.free()  # also after a failure: it must end well
 
 
-def until(holds: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {LIMIT_S:g} s: {what}"
-        time.sleep(0.05)
-
-
 def num_tokens_of(reply: httpx.Response) -> int:
     assert reply.status_code == 200, reply.text
     return len(reply.json()["choices"][0]["token_ids"])
@@ -122,19 +115,19 @@ def assert_disk_is_named(reply: httpx.Response, disk: SmallDisk) -> None:
 def test_a_platform_starts_and_serves_with_100_mb_free(home: SmallHome) -> None:
     num_billed_before = home.num_billed()
     assert num_tokens_of(home.call(8)) == 8
-    until(lambda: home.num_billed() - num_billed_before == 8, "it is billed")
+    wait_until(lambda: home.num_billed() - num_billed_before == 8, "it is billed")
 
 
 def test_a_disk_filled_to_the_last_byte_under_load_is_named_and_survived(home: SmallHome) -> None:
     platform, folder = home.platform, str(home.disk.folder)
     num_billed_before = home.num_billed()
     with home.under_load() as calls:
-        until(lambda: calls.num_answered > 5, "calls are answered")
+        wait_until(lambda: calls.num_answered > 5, "calls are answered")
         running = stream(platform, home.key, home.model, PROMPT, max_tokens=150, ignore_eos=True)
         answer = next(running)
         home.disk.fill()
         assert home.disk.free_bytes == 0 and not answer.done
-        until(lambda: len(calls.refusals) > 5, "calls are refused")
+        wait_until(lambda: len(calls.refusals) > 5, "calls are refused")
         for _ in running:  # what was admitted goes on to its end
             pass
         assert (len(answer.token_ids), answer.finish_reason, answer.error) == (150, "length", None)
@@ -145,11 +138,11 @@ def test_a_disk_filled_to_the_last_byte_under_load_is_named_and_survived(home: S
             platform.await_restart(child, platform.kill(child))
         home.disk.free()
         num_answered = calls.num_answered
-        until(lambda: calls.num_answered > num_answered + 5, "calls are answered again")
+        wait_until(lambda: calls.num_answered > num_answered + 5, "calls are answered again")
     assert [message for message in calls.refusals if folder not in message or "full" not in message] == []
     assert calls.others == []
     num_tokens = calls.num_tokens + len(answer.token_ids)
-    until(lambda: home.num_billed() - num_billed_before == num_tokens, "all that was received is billed, no more")
+    wait_until(lambda: home.num_billed() - num_billed_before == num_tokens, "all that was received is billed, no more")
     assert "it is full; requests are refused" in (home.disk.folder / "up.log").read_text()
 
 
@@ -160,13 +153,13 @@ def test_a_gateway_that_starts_on_a_full_disk_refuses_until_there_is_space(home:
     platform.await_restart("gateway", platform.kill("gateway"))
     assert_disk_is_named(home.call(8), disk)
     disk.free()
-    until(lambda: home.call(8).status_code == 200, "calls are answered again")
-    until(lambda: home.num_billed() - num_billed_before == 8, "the one that was answered is billed, no more")
+    wait_until(lambda: home.call(8).status_code == 200, "calls are answered again")
+    wait_until(lambda: home.num_billed() - num_billed_before == 8, "the one that was answered is billed, no more")
 
 
 def test_an_upload_that_a_full_disk_stops_goes_on_where_it_was(home: SmallHome) -> None:
     files = {path.name: path.read_bytes() for path in sorted(home.model_folder.iterdir()) if path.is_file()}
-    with httpx.Client(base_url=home.platform.http, headers=headers(home.key), timeout=LIMIT_S) as client:
+    with httpx.Client(base_url=home.platform.http, headers=headers(home.key), timeout=HANG_S) as client:
         declared = [
             {"path": name, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             for name, data in files.items()
@@ -190,7 +183,7 @@ def test_an_upload_that_a_full_disk_stops_goes_on_where_it_was(home: SmallHome) 
             f"{home.platform.http}/v1/completions",
             json={"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0},
             headers=headers(home.key),
-            timeout=LIMIT_S,
+            timeout=HANG_S,
         ).json()["choices"][0]["text"]
         for model in (home.model, "acme/stopped")
     ]
@@ -203,18 +196,18 @@ def test_a_platform_stopped_on_a_full_disk_starts_again_with_all_it_had(tmp_path
             key = platform.tenant("acme")
             before = SmallHome(platform, disk, key, platform.upload(key, home.model_folder, "small"), home.model_folder)
             num_tokens = num_tokens_of(before.call(8))
-            until(lambda: before.num_billed() == num_tokens, "it is billed")
+            wait_until(lambda: before.num_billed() == num_tokens, "it is billed")
             disk.fill()
             assert_disk_is_named(before.call(8), disk)
         command = (str(SCRIPTS / "torchrelay"), "up", "--home", str(disk.folder), *OPTIONS)
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
         assert ran.returncode == 1 and str(disk.folder) in ran.stderr and "a start takes" in ran.stderr, ran
         disk.free()
         with running_platform(disk.folder, OPTIONS) as platform:
             after = SmallHome(platform, disk, key, before.model, home.model_folder)
             assert after.num_billed() == num_tokens
             num_tokens += num_tokens_of(after.call(8))
-            until(lambda: after.num_billed() == num_tokens, "it is billed")
+            wait_until(lambda: after.num_billed() == num_tokens, "it is billed")
 
 
 def test_the_history_is_written_again_once_there_is_space(home: SmallHome) -> None:
@@ -223,21 +216,21 @@ def test_the_history_is_written_again_once_there_is_space(home: SmallHome) -> No
     home.disk.fill()
     seen_at = time.monotonic() + 4 * DISK_CHECK_S  # by `up`, which looks so often
     with home.under_load(1) as calls:
-        until(lambda: len(calls.refusals) > 5 and time.monotonic() > seen_at, "calls are refused")
+        wait_until(lambda: len(calls.refusals) > 5 and time.monotonic() > seen_at, "calls are refused")
     home.disk.free()
-    until(lambda: child_of(home.platform, "nats-server") not in (0, nats_before), "NATS is started anew")
+    wait_until(lambda: child_of(home.platform, "nats-server") not in (0, nats_before), "NATS is started anew")
 
     def is_recorded() -> bool:
         home.platform.upload(home.key, home.model_folder, "later")  # again: a gateway without NATS drops the event
         return "acme/later" in published(home.platform)
 
-    until(is_recorded, "the new model is in the history")
+    wait_until(is_recorded, "the new model is in the history")
 
 
 def published(platform: Platform) -> str:
     """What `torchrelay events` prints about models."""
     command = (str(SCRIPTS / "torchrelay"), "events", "--home", str(platform.home.path), "--kind", "model", "--json")
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S).stdout
 
 
 def begin_upload(home: SmallHome) -> httpx.Response:
@@ -246,11 +239,11 @@ def begin_upload(home: SmallHome) -> httpx.Response:
         for name in ("config.json", "tokenizer.json", "model.safetensors")
     ]
     url = f"{home.platform.http}/v1/uploads"
-    return httpx.post(url, json={"model": "more", "files": files}, headers=headers(home.key), timeout=LIMIT_S)
+    return httpx.post(url, json={"model": "more", "files": files}, headers=headers(home.key), timeout=HANG_S)
 
 
 def replace_broker(platform: Platform, program: str) -> None:
     """kill -9; `up` starts it again."""
     pid = child_of(platform, program)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: child_of(platform, program) not in (0, pid), f"{program} comes back")
+    wait_until(lambda: child_of(platform, program) not in (0, pid), f"{program} comes back")

@@ -1,4 +1,4 @@
-"""Hostile bytes at the REST entry, without a key and with one, are refused or bounded while a neighbour's chats go on."""
+"""Hostile bytes at the REST port, with a key and without: refused or bounded, while a neighbour's chats go on."""
 
 from __future__ import annotations
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.support.callers import every_token
+from tests.support.wait import HANG_S, eventually
 from tests.unit.param_store.running_store import CLUSTER_KEY, OFFICE, REMOTE, RunningStore, running_store
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.channels import open_channel
@@ -89,15 +90,15 @@ class RunningWorker:
             await WorkerStub(channel).Unload(request)
 
     async def until_ready(self) -> None:
-        await until(lambda: self.worker.slot.state == READY)
+        await eventually(lambda: self.worker.slot.state == READY)
 
     async def until_free(self) -> None:
-        await until(lambda: self.worker.slot.state == FREE)
+        await eventually(lambda: self.worker.slot.state == FREE)
 
     async def assert_idle(self) -> None:
         """Every page is free, and nothing of any attempt is left in the process."""
         worker = self.worker
-        await until(lambda: not any(len(role.attempts) for role in worker.roles), "attempts are left")
+        await eventually(lambda: not any(len(role.attempts) for role in worker.roles), "the end of all attempts")
 
         def check() -> tuple[int, int, bool]:
             instance = worker.engine.instance
@@ -105,32 +106,22 @@ class RunningWorker:
             instance.check_integrity()
             return instance.num_free_pages, instance.num_pages, instance.has_work()
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while True:
                 free, total, has_work = await worker.engine.call(check)
                 if free == total and not has_work:
                     break
                 await asyncio.sleep(0.02)
-        await until(lambda: not worker.buffers, "KV buffers are left")
-        await until(lambda: not worker.usage.num_open, "usage registers are left")
+        await eventually(lambda: not worker.buffers, "the release of all KV buffers")
+        await eventually(lambda: not worker.usage.num_open, "the end of all usage registers")
         for role in worker.roles:
-            await until(lambda role=role: not role.num_kv_transfers, "KV transfers are left")  # type: ignore[misc]
+            await eventually(lambda role=role: not role.num_kv_transfers, "the end of all KV transfers")  # type: ignore[misc]
             # An offer for an attempt that its gateway never starts here waits its full time.
-            patience_s = worker.settings.start_timeout_s + 5
-            await until(lambda role=role: not role.num_awaited_starts, "offers are left", patience_s)  # type: ignore[misc]
+            await eventually(lambda role=role: not role.num_awaited_starts, "the end of all offers")  # type: ignore[misc]
 
     async def close(self) -> None:
         for stream in self._streams:
             await stream.close()
-
-
-async def until(condition: Callable[[], bool], what: str = "", timeout_s: float = 30.0) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not condition():  # noqa: ASYNC110  (what is asked of lies in many places, engines' threads among them)
-                await asyncio.sleep(0.005)
-    except TimeoutError:
-        raise AssertionError(what or "it never came true") from None
 
 
 @asynccontextmanager
@@ -194,9 +185,9 @@ class Request:
     def error(self, choice: int = 0) -> pb.RunError:
         return next(o.error for o in self.outputs(choice) if o.finish_reason == pb.FINISH_REASON_ERROR)
 
-    async def finished(self, *, timeout_s: float = 30.0) -> None:
+    async def finished(self) -> None:
         choices = [spec.choice for spec in self.start.choices]
-        await until(lambda: all(self.finish(choice) for choice in choices), "a choice never ended", timeout_s)
+        await eventually(lambda: all(self.finish(choice) for choice in choices), "the end of all choices")
 
     async def cancel(self) -> None:
         for stream in self.streams[::-1]:

@@ -13,15 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.wait import HANG_S, wait_until
 from torchrelay.common.identity.keys import derive_node_key
 
 # Its first command hangs, or takes two seconds; as a step of a known length would, it is expected to take no time.
+LOOK_S = 0.2  # of the program
 PROGRAM = """
 import sys, time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from torchrelay.common.process.service import run_service
 from torchrelay.common.process.settings import load_settings
+from torchrelay.worker import main
 from torchrelay.worker.main import running_worker, watched_engine
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot import engine_thread
@@ -31,7 +34,7 @@ begun, hang_s = Path(sys.argv.pop(1)), float(sys.argv.pop(1))
 @asynccontextmanager
 async def serving():
     async with running_worker(settings) as (worker, addresses), watched_engine(worker):
-        engine_thread._COMMAND_S = 0.0
+        engine_thread._COMMAND_S, main._LOOK_S = 0.0, 0.2
         worker.engine.post(begun.touch)
         worker.engine.post(lambda: time.sleep(hang_s))
         worker.engine.post(lambda: begun.with_suffix(".ended").touch())
@@ -64,32 +67,30 @@ def running(folder: Path, nats_url: str, hang_s: float, **settings: str) -> Iter
 
 
 def await_file(path: Path, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.01)
+    wait_until(lambda: path.exists() or process.poll() is not None, f"{path}")
+    assert process.poll() is None, "the worker ended"
 
 
 def test_a_worker_whose_engine_hangs_ends_and_says_where(tmp_path: Path, nats_url: str) -> None:
     with running(tmp_path, nats_url, hang_s=600) as process:
-        assert process.wait(60) == 1
+        assert process.wait(HANG_S) == 1
     log = (tmp_path / "log").read_text()
     assert "the engine has work and has made no step" in log
     assert 'File "<string>"' in log and "most recent call first" in log and "_run_commands" in log
 
 
 def test_with_its_watchdog_off_it_is_only_unhealthy(tmp_path: Path, nats_url: str) -> None:
-    with running(tmp_path, nats_url, hang_s=9, **{"watchdog-s": "0"}) as process:
+    with running(tmp_path, nats_url, hang_s=3, **{"watchdog-s": "0"}) as process:
         await_file(tmp_path / "begun.ended", process)
         assert process.poll() is None
 
 
 def test_a_worker_that_was_paused_as_a_whole_goes_on(tmp_path: Path, nats_url: str) -> None:
-    with running(tmp_path, nats_url, hang_s=2, **{"engine-stall-s": "4"}) as process:
+    with running(tmp_path, nats_url, hang_s=1, **{"engine-stall-s": "2"}) as process:
         await_file(tmp_path / "begun", process)
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(8)
+        time.sleep(3)  # the pause itself, longer than the stall that ends a worker
         os.kill(process.pid, signal.SIGCONT)
         await_file(tmp_path / "begun.ended", process)
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(7)  # all looks of a watch
+            process.wait(10 * LOOK_S)  # more looks than it takes to end a hung worker

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.integration.roles_testbed import DECODE, PREFILL, RolesTestbed, RunningWorker, running_test_worker, until
+from tests.integration.roles_testbed import DECODE, PREFILL, RolesTestbed, RunningWorker, running_test_worker
+from tests.support.wait import HANG_S, eventually
 from tests.unit.engine.harness import Model, prompt_of
 from tests.unit.param_store.running_store import CLUSTER_KEY, RunningStore, peer, running_store
 from torchrelay.common.errors import NotFound
@@ -73,7 +73,7 @@ async def started(scene: RolesTestbed, worker: RunningWorker) -> bool:
     hosted = worker.worker.slot.hosted
     assert hosted is not None
     await hosted.settled.wait()
-    await until(lambda: bool(worker.worker.engine.instance and worker.worker.engine.instance.has_work()))
+    await eventually(lambda: bool(worker.worker.engine.instance and worker.worker.engine.instance.has_work()))
     return worker.worker.slot.state == LOADING
 
 
@@ -92,25 +92,25 @@ async def test_a_request_waits_in_the_engine_for_the_layers(tmp_path: Path, mode
 async def test_who_watches_the_slot_hears_of_each_layer_that_arrives(
     tmp_path: Path, model: Model, nats_url: str
 ) -> None:
-    """The scheduler predicts by them what is left of a load; it heard of none before the last."""
+    """The scheduler predicts by them what is left of a load; it reported of none before the last."""
     async with loading(tmp_path, model, nats_url) as (scene, pack):
         slot, manifest = scene.prefill.worker.slot, model.pack.manifest
         assert slot.hosted is not None
         await slot.hosted.settled.wait()
-        heard: list[int] = []
+        reported: list[int] = []
 
         async def watch() -> None:
             async for _ in slot.changes():
-                heard.append(slot.report().num_layers_ready)
+                reported.append(slot.report().num_layers_ready)
 
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(watch())
             for number, segment in enumerate(manifest.segments[1:-1], 1):
                 missing = range(-(-segment.end // manifest.chunk_bytes))
                 pack.let(*(index for index in missing if not pack.ready_flags()[index]))
-                await until(lambda number=number: bool(heard) and heard[-1] >= number)  # type: ignore[misc]
+                await eventually(lambda number=number: bool(reported) and reported[-1] >= number)  # type: ignore[misc]
             watching.cancel()
-        assert len(set(heard)) > 1
+        assert len(set(reported)) > 1
         pack.let_all()
         await scene.prefill.until_ready()
 
@@ -125,7 +125,7 @@ async def test_an_unload_amid_the_load_drains_and_never_becomes_ready(
         await scene.prefill.unload(drain_s=20)
         assert worker.slot.state == DRAINING
         pack.let_all()
-        await until(lambda: len(request.tokens()) > 3)
+        await eventually(lambda: len(request.tokens()) > 3)
         assert worker.slot.state == DRAINING
         await request.finished()
         assert request.tokens()[:24] == model.expected(PROMPT)
@@ -242,9 +242,7 @@ async def test_who_lost_its_hold_waits_for_no_relay_to_learn_that_the_pack_is_go
         await asyncio.to_thread(holder.close)
 
 
-async def test_shutting_down_amid_a_load_is_quick(tmp_path: Path, model: Model, nats_url: str) -> None:
-    async with loading(tmp_path, model, nats_url) as (scene, _):
+async def test_shutdown_ends_a_load(tmp_path: Path, model: Model, nats_url: str) -> None:
+    async with asyncio.timeout(HANG_S), loading(tmp_path, model, nats_url) as (scene, _):
         await scene.send(scene.request(PROMPT))
-        assert await started(scene, scene.prefill)
-        begin_s = time.monotonic()
-    assert time.monotonic() - begin_s < 20  # by itself the load would never end
+        assert await started(scene, scene.prefill)  # by itself the load would never end

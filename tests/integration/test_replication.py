@@ -7,17 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.callers import every_token
-from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, GatewayClient, cluster, eventually
+from tests.support.wait import HANG_S, eventually
+from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, GatewayClient, cluster
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import param_store_pb2 as pb
@@ -37,7 +35,7 @@ class StoreProcess:
     ready: Path
 
     async def address(self) -> str:
-        await eventually(self.ready.exists, 30)
+        await eventually(self.ready.exists, "the store's ready file")
         address: str = json.loads(self.ready.read_text())["grpc"]
         return address
 
@@ -101,7 +99,7 @@ async def three_stores(folder: Path, remote: Path, nats_url: str) -> AsyncIterat
 
 
 def retained_on(view: scheduler_pb2.ClusterView, pack_id: str) -> set[str]:
-    """The stores with the whole pack under guard."""
+    """Stores that hold the whole pack and retain it."""
     return {
         store.store_id
         for store in view.stores
@@ -110,7 +108,6 @@ def retained_on(view: scheduler_pb2.ClusterView, pack_id: str) -> set[str]:
     }
 
 
-@pytest.mark.timeout(90)
 async def test_a_used_model_is_kept_in_two_racks_and_a_lost_copy_is_rebuilt(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription], nats_url: str
 ) -> None:
@@ -126,21 +123,19 @@ async def test_a_used_model_is_kept_in_two_racks_and_a_lost_copy_is_rebuilt(
     async with three_stores(tmp_path, remote, nats_url) as stores:
         await stores.fill_first(pack_id)
         settings = SchedulerSettings(nats_url=nats_url, nats_prefix=stores.prefix, cluster_key=CLUSTER_KEY)
-        async with serving(settings) as addresses, GatewayClient(addresses["grpc"]) as door:
+        async with serving(settings) as addresses, GatewayClient(addresses["grpc"]) as gateway:
             await cluster(addresses["grpc"], lambda view: len(view.stores) == 3)
-            await door.admit("r1", version=types_pb2.ModelVersion(**version))
-            view = await cluster(addresses["grpc"], lambda view: len(retained_on(view, pack_id)) == 2, 20)
+            await gateway.admit("r1", version=types_pb2.ModelVersion(**version))
+            view = await cluster(addresses["grpc"], lambda view: len(retained_on(view, pack_id)) == 2, HANG_S)
             assert retained_on(view, pack_id) == {"store-a", "store-c"}
             sources = {store.store_id: store.copies[0].source for store in view.stores if store.copies}
             assert sources == {"store-a": "remote", "store-c": "store-a"}
 
             stores.kill("store-c")
-            killed_at = time.monotonic()
             view = await cluster(
-                addresses["grpc"], lambda view: retained_on(view, pack_id) >= {"store-a", "store-b"}, 20
+                addresses["grpc"], lambda view: retained_on(view, pack_id) >= {"store-a", "store-b"}, HANG_S
             )
-            assert time.monotonic() - killed_at < 10
-            reply = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
+            reply = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
             told = {decision.kind: decision.reason for decision in reply.decisions}
             assert "only on store-a" in told["replicate"] and "store-b from store-a" in told["rebuild"]
 

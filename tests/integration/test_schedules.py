@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from tests.support.wait import eventually
 from tests.unit.gateway.conftest import database, parts, sqlite_template  # noqa: F401  (fixtures)
 from tests.unit.gateway.http.conftest import RestRig, database_url, rig  # noqa: F401
 from tests.unit.gateway.http.routes.test_uploads import published
 from tests.unit.gateway.inference.execution.test_admission_stream import admissions_to, scheduler
-from tests.unit.gateway.token_path_rig import until
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_store, a_worker
 from torchrelay.gateway.background import background
 from torchrelay.gateway.inference.execution.minimums import announce_minimums
@@ -25,7 +25,7 @@ async def test_a_schedule_set_over_rest_is_loaded_by_its_begin_and_given_back_af
     async with scheduler() as made, admissions_to(made.address) as admissions:
         announcing = announce_minimums(rig.parts.catalog.with_minimum, admissions, 60.0, lambda: BEFORE)
         async with background(announcing):
-            await until(lambda: bool(made.minimums))
+            await eventually(lambda: bool(made.minimums))
     (model,) = map(model_from_proto, made.minimums[-1].versions)
 
     scene = PaperCluster(now=BEFORE - 10.0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from tokenizers import Regex, Tokenizer, normalizers
 
 from tests.support.gateway_ports import published_model
 from tests.support.sample_tokenizers import tiny_tokenizer
+from tests.support.wait import eventually
 from tests.unit.gateway.token_path_rig import (  # noqa: F401 -- fixtures
     TEMPLATE,
     MakeRig,
@@ -32,9 +32,10 @@ from torchrelay.gateway.core import Principal
 NEIGHBOUR = Principal(tenant_id="t-2", tenant="beta", key_id="k-2")
 NEIGHBOUR_KEY = "tr-neighbour"
 NUM_ATTACKERS = 4
-NUM_CHATS = 30
-LONGEST_S = 4.0  # of a neighbour's chat; it used to take more than ten
-SLOWDOWN = 8.0  # or this many times the slowest chat before the attack, on a machine that does much else
+NUM_CHATS = 12
+HANG_S = (
+    20.0  # of a neighbour's chat, which takes some hundredths of a second; an attacker must not stop it for so long
+)
 SLOW = "{% for a in range(100) %}{% for b in range(99999) %}{% endfor %}{% endfor %}slow"  # a second or less
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 BOMB = "{% set ns = namespace(x=['y'] * 1000) %}{% for i in range(99999) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
@@ -115,14 +116,13 @@ async def attacked(rig: TokenPathRig, attack: Attack) -> AsyncIterator[list[http
             await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def chat_s(rig: TokenPathRig, model: str) -> float:
-    """Seconds of one chat of the neighbour's."""
+async def chat(rig: TokenPathRig, model: str) -> None:
+    """One chat of the neighbour, which is answered in time."""
     headers = {"authorization": f"Bearer {NEIGHBOUR_KEY}"}
     body: dict[str, Any] = {"model": model, "messages": HELLO, "max_tokens": 2}
-    began_s = time.monotonic()
-    answer = await rig.http.post("/v1/chat/completions", json=body, headers=headers, timeout=120)
+    async with asyncio.timeout(HANG_S):
+        answer = await rig.http.post("/v1/chat/completions", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
-    return time.monotonic() - began_s
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -134,15 +134,11 @@ async def test_a_neighbour_goes_on_chatting(make_rig: MakeRig, name: str) -> Non
     models = [f"beta/{number}" for number in range(3)]
     for number, model in enumerate(models):
         publish(rig, model, TEMPLATE, tiny_tokenizer(300 + number), 4096)
-    calm_s = max([await chat_s(rig, models[0]) for _ in range(5)])
+    await chat(rig, models[0])
     async with attacked(rig, attack) as answers:
-        async with asyncio.timeout(90):
-            while not answers:  # noqa: ASYNC110 -- until the attack has had its effect
-                await asyncio.sleep(0.01)
-            slowest_s = 0.0
-            for number in range(NUM_CHATS):  # with tokenizers that were not loaded yet among them
-                slowest_s = max(slowest_s, await chat_s(rig, models[number % len(models)]))
-    assert slowest_s < max(LONGEST_S, SLOWDOWN * calm_s)
+        await eventually(lambda: answers, "the attack's first answer")
+        for number in range(NUM_CHATS):  # with tokenizers that were not loaded yet among them
+            await chat(rig, models[number % len(models)])
     for answer in answers:
         assert answer.status_code in attack.statuses, answer.text
         if answer.status_code == 400:

@@ -105,7 +105,7 @@ class Host:
         """
         self._set_port_state(_PORT_DISABLED)
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """Undo ``cut``."""
         self._set_port_state(_PORT_FORWARDING)
 

@@ -33,7 +33,7 @@ from torchrelay.control.v1.reports_pb2 import PackCopy, StoreReport
 from torchrelay.transfer.protocol.tickets import Ticket, TicketIssuer, derive_node_key
 
 REMOTE = "remote"
-WAIT_S = 30.0
+WAIT_S = 60.0
 _NATS, _FIRST_PORT = 4222, 7401
 _EPOCH = 1
 _AGAIN_S = 0.01  # a last stream's pin has no other notice of its end

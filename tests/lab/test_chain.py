@@ -21,7 +21,7 @@ from torchrelay.control.v1.scheduler_pb2 import ClusterView
 
 pytestmark = pytest.mark.lab
 
-_RATE_MBIT = 200  # of each link: the pack takes more than a second
+_RATE_MBIT = 100  # of each link: the pack takes more than two seconds
 _SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 10}  # 31 MB in fp32
 _PROMPT = list(range(40, 72))
 _NUM_TOKENS = 12

@@ -13,6 +13,7 @@ import pytest
 
 from tests.lab import Lab, LabError
 from tests.lab.reaper import pids_in
+from tests.support.wait import HANG_S
 
 pytestmark = pytest.mark.lab
 
@@ -62,7 +63,7 @@ def test_a_process_can_be_killed_by_its_pid() -> None:
     with Lab(["h1"]) as lab:
         process = lab["h1"].spawn(["sleep", "300"])
         os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=5) == -signal.SIGTERM
+        assert process.wait(timeout=HANG_S) == -signal.SIGTERM
 
 
 def test_run_gives_the_output_or_says_what_failed() -> None:
@@ -103,7 +104,7 @@ def test_a_killed_owner_leaves_nothing() -> None:
     assert remaining(namespaces) == []
 
 
-def test_it_names_the_mend_without_root() -> None:
+def test_lab_without_root_names_the_fix() -> None:
     os.seteuid(65534)
     try:
         with pytest.raises(LabError, match="run it as root"), Lab(["h1"]):
@@ -112,7 +113,7 @@ def test_it_names_the_mend_without_root() -> None:
         os.seteuid(0)
 
 
-def test_it_names_the_mend_without_iproute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_lab_without_iproute_names_the_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LabError, match=r"ip and tc and bridge.*apt-get install iproute2"), Lab(["h1"]):
         pass

@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from tests.lab import Host, Lab
+from tests.support.wait import HANG_S
 
 pytestmark = pytest.mark.lab
 
@@ -32,11 +33,11 @@ def connection(source: Host, target: Host) -> Iterator[tuple[socket.socket, sock
         listener = socket.create_server((target.address, 0))
     with listener:
         with source.inside():
-            sender = socket.create_connection(listener.getsockname(), timeout=5)
+            sender = socket.create_connection(listener.getsockname(), timeout=HANG_S)
         with sender:
             receiver, _ = listener.accept()
             with receiver:
-                receiver.settimeout(5)
+                receiver.settimeout(HANG_S)
                 yield sender, receiver
 
 
@@ -54,9 +55,18 @@ def transfer_s(source: Host, target: Host, num_bytes: int) -> float:
     return took
 
 
-def best_rate_mbit(source: Host, target: Host, num_bytes: int) -> float:
-    """The best of three transfers: a busy machine may slow one down, and none may be faster than its link."""
-    return max(num_bytes * 8 / 1e6 / transfer_s(source, target, num_bytes) for _ in range(3))
+def best_rate_mbit(source: Host, target: Host, num_bytes: int, at_least: float) -> float:
+    """The best rate of three transfers, or of up to thirty until one reaches ``at_least``.
+
+    A busy machine may slow a transfer down; none may be faster than its link.
+    """
+    best = 0.0
+    for num_done in range(30):
+        if num_done >= 3 and best > at_least:
+            break
+        best = max(best, num_bytes * 8 / 1e6 / transfer_s(source, target, num_bytes))
+    assert best > at_least
+    return best
 
 
 def test_every_host_reaches_every_other_at_its_own_address(lab: Lab) -> None:
@@ -78,7 +88,7 @@ def test_labs_at_once_do_not_meet(lab: Lab) -> None:
 
 
 def test_both_directions_are_held_to_the_rate(lab: Lab) -> None:
-    assert 0.8 < best_rate_mbit(lab["h1"], lab["h2"], 6 * _MEGABYTE) / _RATE_MBIT < 1.05
+    assert best_rate_mbit(lab["h1"], lab["h2"], 6 * _MEGABYTE, 0.8 * _RATE_MBIT) < 1.05 * _RATE_MBIT
 
 
 @pytest.mark.parametrize("direction", ["outgoing_mbit", "incoming_mbit"])
@@ -87,19 +97,19 @@ def test_a_direction_takes_a_new_rate_and_leaves_the_other(lab: Lab, direction: 
     there, back = (slowed, lab["h2"]) if direction == "outgoing_mbit" else (lab["h2"], slowed)
     slowed.set_rate(**{direction: _RATE_MBIT / 4})
     try:
-        assert 0.8 < best_rate_mbit(there, back, 2 * _MEGABYTE) / (_RATE_MBIT / 4) < 1.1
-        assert best_rate_mbit(back, there, 6 * _MEGABYTE) / _RATE_MBIT > 0.8
+        assert best_rate_mbit(there, back, 2 * _MEGABYTE, 0.2 * _RATE_MBIT) < 1.1 / 4 * _RATE_MBIT
+        assert best_rate_mbit(back, there, 6 * _MEGABYTE, 0.8 * _RATE_MBIT)
     finally:
         slowed.set_rate(**{direction: _RATE_MBIT})
 
 
 def test_links_without_a_rate_are_fast() -> None:
     with Lab(["h1", "h2"]) as free:
-        assert best_rate_mbit(free["h1"], free["h2"], 20 * _MEGABYTE) > 2 * _RATE_MBIT
+        assert best_rate_mbit(free["h1"], free["h2"], 20 * _MEGABYTE, 2 * _RATE_MBIT)
         free["h1"].set_rate(outgoing_mbit=_RATE_MBIT)
-        assert best_rate_mbit(free["h1"], free["h2"], 6 * _MEGABYTE) < 1.05 * _RATE_MBIT
+        assert best_rate_mbit(free["h1"], free["h2"], 6 * _MEGABYTE, 0) < 1.05 * _RATE_MBIT
         free["h1"].set_rate(outgoing_mbit=math.inf)
-        assert best_rate_mbit(free["h1"], free["h2"], 20 * _MEGABYTE) > 2 * _RATE_MBIT
+        assert best_rate_mbit(free["h1"], free["h2"], 20 * _MEGABYTE, 2 * _RATE_MBIT)
 
 
 def test_counters_count_what_crosses_the_link(lab: Lab) -> None:
@@ -110,7 +120,7 @@ def test_counters_count_what_crosses_the_link(lab: Lab) -> None:
     assert lab["control"].bytes_in() - idle < 10_000
 
 
-def test_a_cut_is_silent_and_mended(lab: Lab) -> None:
+def test_cut_link_is_silent_until_restored(lab: Lab) -> None:
     cut = lab["h2"]
     with connection(lab["h1"], cut) as (sender, receiver):
         cut.cut()
@@ -125,8 +135,8 @@ def test_a_cut_is_silent_and_mended(lab: Lab) -> None:
                     outward.connect((lab["h1"].address, 9))
             assert sender.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
         finally:
-            cut.mend()
-        receiver.settimeout(10)
+            cut.restore()
+        receiver.settimeout(HANG_S)
         assert receiver.recv(64) == b"lost, sent again"
 
 

@@ -117,7 +117,7 @@ def test_a_silent_link_is_gone_around_and_its_host_carries_on_when_it_speaks_aga
         scene.assert_right_bytes(["h1", "h3"])
         assert scene.lab["h3"].bytes_in() - before < _HEADERS * scene.pack.num_bytes + _ON_ITS_WAY_BYTES
     finally:
-        scene.lab["h2"].mend()
+        scene.lab["h2"].restore()
     scene.stores.reconnect("h2")
     scene.assert_right_bytes(["h2"])
 
