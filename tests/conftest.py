@@ -38,8 +38,7 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 # Modules of processes that take longest, in seconds on two idle cores: they begin first, so that none is left alone at the end.
-LONG_MODULES = {
-}
+LONG_MODULES = {}
 
 
 class _Schedule(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
