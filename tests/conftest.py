@@ -37,8 +37,8 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-# Modules of processes that take longest, in seconds on two idle cores: they begin first, so that none is left alone at the end.
-LONG_MODULES = {}
+# The modules that take longest, in seconds on two idle cores: they begin first, so that none is left alone at the end.
+LONG_MODULES: dict[str, float] = {}
 
 
 class _Schedule(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
