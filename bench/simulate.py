@@ -1,27 +1,27 @@
-"""The scheduler against ServerlessLLM, BlitzScale, DistServe, AllCache and a clairvoyant, in virtual time.
+"""The scheduler against ServerlessLLM, BlitzScale, DistServe, AllCache and a clairvoyant system, in virtual time.
 
-Each half of a trace is brought to half of the cluster's capacity, its arrivals divided among twelve models by a Zipf
-law. Each system is tuned by the same grid on one half and scored on the other: each point of it has another idle
-timeout, which of ours is the price, in seconds of one device. The systems' docstrings
-(sim/src/torchrelay/sim/policies) say what is modelled of each.
+Each half of a trace is scaled to half of the cluster's capacity, and its arrivals are divided among twelve models by a
+Zipf law. Every system is tuned with the same grid on one half and scored on the other. The points of the grid differ in
+idle timeout, which for our scheduler is a price in seconds of one device. The systems' docstrings
+(sim/src/torchrelay/sim/policies) say what of each system is modelled.
 
-Device time is compared at equal attainment: each system's cheapest setting that attains 99% of what the lesser of both
-attains at best, on the half that they are tuned on. Where ours then does not attain 99% of the rival's on the other
-half, its next dearer setting counts, and where none does, the ratio is infinite: no device time buys it. A rival gets
-no such second choice, which could only cost it more; and where it attains less than ours, it is not charged for that.
+Device time is compared at equal attainment: each system's cheapest setting that, on the tuning half, attains 99% of the
+lower of the two best attainments. If ours attains less than 99% of the rival's on the scored half, our next more
+expensive setting counts; if no setting attains it, the ratio is infinite. A rival gets no second choice, which could
+only cost it more, and is not charged where it attains less than ours.
 
-P95 is compared at equal device time: the rival's best one, and our best one that takes no more than 1% more on either
-half. Where ours cannot take so little, its cheapest setting counts: the rival would do no worse with as much.
+P95 is compared at equal device time: the rival's best P95, and our best P95 among the settings that take at most 1%
+more device time on both halves. If none takes so little, our cheapest setting counts.
 
-Beside each ratio are estimates of the least that can be had, of the same run: the clairvoyant's device time, if it
-attains as much; what one instance of each model takes while any of its requests would be open if each was computed
-alone at once, at most the whole cluster; and the P95 of prompts that are computed alone by an instance that is there.
+Beside each ratio are lower estimates from the same run: the clairvoyant's device time, if it attains as much; the
+device time of one instance per model while it has open requests, if each request ran alone and at once, at most the
+whole cluster; and the P95 of prompts that run alone on a present instance.
 
-Without ``--tune`` and ``--score``, each trace of ``--traces`` is split in halves; where that folder is missing, a trace
-is generated from the seed, and ``conditions`` say so.
+Without ``--tune`` and ``--score``, each trace of ``--traces`` is split in halves. If that folder is missing, a trace is
+generated from the seed, and ``conditions`` says so.
 
-``--size`` measures the simulation itself: the CPU time of an hour of 1,000 devices and of ten minutes of 10,000, and
-what a request costs by the size of the cluster.
+``--size`` measures the simulator itself: the CPU time of an hour of 1,000 devices and of ten minutes of 10,000, and the
+CPU time of a request by cluster size.
 """
 
 from __future__ import annotations
@@ -34,27 +34,29 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.report import Check, finish, progress
+from bench.simulation.load import ZIPF, copies_for
 from bench.simulation.results import draw, write_json, write_table
-from bench.simulation.size import shortest_s, size_figures, stretch
+from bench.simulation.size import compared_interval, shortest_s, size_figures
 from torchrelay.sim.fleets import CLUSTER_A, CLUSTER_B, twelve_models
 from torchrelay.sim.plots import plot_runs
-from torchrelay.sim.policies.runs import SETTLE_S, Run, run_system
+from torchrelay.sim.policies.runs import Run, run_system
 from torchrelay.sim.policies.setup import Knobs
 from torchrelay.sim.policies.systems import SYSTEMS
 from torchrelay.sim.scenario import Fleet, Request
-from torchrelay.sim.summary import Summary, percentile, summarize
+from torchrelay.sim.summary import Summary, percentile
 from torchrelay.sim.traces import Arrival, halves, read_trace, requests_of
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 FLEETS: Mapping[str, Fleet] = {"A": CLUSTER_A, "B": CLUSTER_B}
 MODELS = twelve_models()
-ZIPF, SEED = 1.0, 1
-EQUAL = 0.99  # so much of an attainment or a price is as much
+SEED = 1
+EQUAL = 0.99  # share of an attainment or a price that counts as equal
 GRID = [Knobs(float(round(820 ** (point / 9))), (4, 16)[point % 2]) for point in range(10)]  # 1 s to 820 s
 QUICK_GRID = [Knobs(10.0, 4), Knobs(60.0, 16)]
 RIVALS = {
@@ -80,7 +82,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Tuned:
-    """One setting of a system, and what it made of the half that systems are tuned on."""
+    """A setting of a system, and its figures on the tuning half."""
 
     system: str
     knobs: Knobs
@@ -96,24 +98,26 @@ class Comparison:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a minute of each half of one trace, and a grid of two")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one minute of each half of one trace, and two settings per system",
+    )
     parser.add_argument("--traces", type=Path, default=TRACES, help="a folder of CSV files (%(default)s)")
     parser.add_argument("--tune", type=Path, help="a trace to tune on, with --score")
     parser.add_argument("--score", type=Path, help="a trace to score on, with --tune")
     parser.add_argument(
-        "--devices", type=int, nargs="+", default=(), help="with --size: only clusters of so many devices"
+        "--devices", type=int, nargs="+", default=(), help="with --size: only clusters with these numbers of devices"
     )
     parser.add_argument(
-        "--seconds", type=float, help="of each half (300; quick: 60); with --size: at most, of each size"
+        "--seconds", type=float, help="length of each half (300; quick: 60); with --size: the longest run"
     )
-    parser.add_argument(
-        "--out", type=Path, help="a folder for the tables, the plots, the seeds and the tuned parameters"
-    )
-    parser.add_argument("--size", action="store_true", help="large clusters instead: what simulating them costs")
-    found = parser.parse_args()
-    if (found.tune is None) != (found.score is None):
+    parser.add_argument("--out", type=Path, help="a folder for tables, plots, seeds and tuned parameters")
+    parser.add_argument("--size", action="store_true", help="measure the cost of simulating large clusters instead")
+    options = parser.parse_args()
+    if (options.tune is None) != (options.score is None):
         parser.error("--tune and --score go together")
-    return found
+    return options
 
 
 def traces(options: argparse.Namespace) -> dict[str, tuple[list[Arrival], list[Arrival]]]:
@@ -126,7 +130,7 @@ def traces(options: argparse.Namespace) -> dict[str, tuple[list[Arrival], list[A
 
 
 def generated(seed: int) -> list[Arrival]:
-    """Bursts of ten seconds, one or two in a minute, over a steady trickle."""
+    """Generates bursts of ten seconds, one or two per minute, over a steady low rate."""
     random_ = random.Random(seed)
     arrivals, at = [], 0.0
     while at < 1200.0:
@@ -137,46 +141,32 @@ def generated(seed: int) -> list[Arrival]:
 
 
 def requests(arrivals: Sequence[Arrival], fleet: Fleet, seconds: float, seed: int) -> list[Request]:
-    """As many as take half of the slots of the size that is scarcest, by the time that prompts and answers compute."""
+    """Requests that use half of the fleet, from the first ``seconds`` of the arrivals."""
     begin = arrivals[0].at
-    part = [replace(one, at=one.at - begin) for one in arrivals if one.at < begin + seconds]
-    weights = [1 / rank**ZIPF for rank in range(1, len(MODELS) + 1)]
-    batch = 16
-    taken_s: dict[int, float] = {}
-    for model, weight in zip(MODELS, weights, strict=True):
-        token_s = model.latency.tbt_s(batch, 1000 * batch) / batch
-        work_s = sum(
-            one.num_prompt_tokens / model.prefill_tokens_per_s + one.num_output_tokens * token_s for one in part
-        )
-        taken_s[model.num_devices] = taken_s.get(model.num_devices, 0.0) + weight / sum(weights) * work_s
-    copies = min(
-        0.5 * seconds * fleet.num_hosts * fleet.groups.count(size) / work_s for size, work_s in taken_s.items()
-    )
-    return requests_of(part, MODELS, copies, ZIPF, seed)
+    part = [replace(arrival, at=arrival.at - begin) for arrival in arrivals if arrival.at < begin + seconds]
+    return requests_of(part, MODELS, copies_for(fleet, MODELS, part, seconds), ZIPF, seed)
 
 
-def run(case: Case, system: str, knobs: Knobs, is_score: bool) -> Summary:
-    setup = SYSTEMS[system](FLEETS[case.fleet], MODELS, knobs, case.tune)
-    plant = setup.plant(MODELS)
-    outcomes = plant.run(case.score if is_score else case.tune, SETTLE_S)
-    return summarize(outcomes, plant.served, plant.at_last_arrival)
+def run(case: Case, system: str, knobs: Knobs, requests: Sequence[Request]) -> Run:
+    return run_system(system, FLEETS[case.fleet], MODELS, knobs, requests, case.tune)
 
 
 def prompt_alone_s(request: Request) -> float:
-    """Its computation by an instance that does nothing else."""
+    """Seconds to compute the request's prompt on an instance without other work."""
     model = next(model for model in MODELS if model.name == request.model)
     return model.latency.prefill_s(request.num_prompt_tokens)
 
 
 def in_use_device_s(requests: Sequence[Request], fleet: Fleet) -> float:
-    """Of one instance of each model while any of its requests would be open, from the first arrival to the last, if
-    each was computed alone at once.
+    """Device seconds of one instance per model while it has open requests, from the first arrival to the last, if each
+    request ran alone and at once.
     """
     end = max(request.arrives_at for request in requests)
     taken_s = 0.0
     for model in MODELS:
         until = 0.0
-        for request in sorted((one for one in requests if one.model == model.name), key=lambda one: one.arrives_at):
+        own = [request for request in requests if request.model == model.name]
+        for request in sorted(own, key=lambda request: request.arrives_at):
             answer_s = (request.num_output_tokens - 1) * model.latency.tbt_s(1, request.num_prompt_tokens)
             ends_at = min(request.arrives_at + prompt_alone_s(request) + answer_s, end)
             taken_s += model.num_devices * max(ends_at - max(until, request.arrives_at), 0.0)
@@ -185,22 +175,26 @@ def in_use_device_s(requests: Sequence[Request], fleet: Fleet) -> float:
 
 
 def of_systems(tuned: Sequence[Tuned], systems: Sequence[str]) -> list[Tuned]:
-    return [one for one in tuned if one.system in systems]
+    return [setting for setting in tuned if setting.system in systems]
 
 
 def cheapest(settings: Sequence[Tuned], attainment: float) -> Tuned:
-    enough = [one for one in settings if one.summary.attainment >= EQUAL * attainment]
-    return min(enough, key=lambda one: one.summary.device_s)
+    return min(attaining(settings, attainment), key=lambda setting: setting.summary.device_s)
+
+
+def attaining(settings: Sequence[Tuned], attainment: float) -> list[Tuned]:
+    """Settings that attain as much as ``attainment``."""
+    return [setting for setting in settings if setting.summary.attainment >= EQUAL * attainment]
 
 
 def best_attainment(settings: Sequence[Tuned]) -> float:
-    return max(one.summary.attainment for one in settings)
+    return max(setting.summary.attainment for setting in settings)
 
 
 def compare(case: Case, tuned: Sequence[Tuned]) -> list[Comparison]:
     @cache
-    def scored(one: Tuned) -> Summary:
-        return run(case, one.system, one.knobs, True)
+    def scored(setting: Tuned) -> Summary:
+        return run(case, setting.system, setting.knobs, case.score).summary
 
     return [
         *(compare_device_time(case, tuned, rival, scored) for rival in GPU_BOUNDS),
@@ -216,8 +210,8 @@ def compare_device_time(
     ours, others = of_systems(tuned, ["ours"]), of_systems(tuned, RIVALS[rival])
     both_attain = min(best_attainment(ours), best_attainment(others))
     other = scored(cheapest(others, both_attain))
-    equal = [one for one in ours if one.summary.attainment >= EQUAL * both_attain]
-    by_price = [scored(one) for one in sorted(equal, key=lambda one: one.summary.device_s)]
+    equal = sorted(attaining(ours, both_attain), key=lambda setting: setting.summary.device_s)
+    by_price = [scored(setting) for setting in equal]
     limit, clairvoyant = "", of_systems(tuned, ["clairvoyant"])
     if rival != "oracle" and best_attainment(clairvoyant) >= EQUAL * both_attain:
         least = scored(cheapest(clairvoyant, both_attain))
@@ -225,9 +219,9 @@ def compare_device_time(
             limit = f"; the clairvoyant {_ratio(least.device_s, other.device_s):.3f}"
     if rival != "oracle":
         limit += f"; models in use {_ratio(in_use_device_s(case.score, FLEETS[case.fleet]), other.device_s):.3f}"
-    mine = next((one for one in by_price if one.attainment >= EQUAL * other.attainment), None)
+    mine = next((summary for summary in by_price if summary.attainment >= EQUAL * other.attainment), None)
     if mine is None:
-        most = max(by_price, key=lambda one: one.attainment)
+        most = max(by_price, key=lambda summary: summary.attainment)
         text = (
             f"{where}: ours attains {most.attainment:.3f} of {other.attainment:.3f} at most, "
             f"{most.device_s:.0f} and {other.device_s:.0f} device s{limit}"
@@ -242,14 +236,15 @@ def compare_device_time(
 
 def compare_p95(case: Case, tuned: Sequence[Tuned], rival: str, scored: Callable[[Tuned], Summary]) -> Comparison:
     ours, others = of_systems(tuned, ["ours"]), of_systems(tuned, RIVALS[rival])
-    chosen = min(others, key=lambda one: (one.summary.ttft_p95_s, one.summary.device_s))
+    chosen = min(others, key=lambda setting: (setting.summary.ttft_p95_s, setting.summary.device_s))
     other = scored(chosen)
     affordable = [
-        one
-        for one in sorted(ours, key=lambda one: one.summary.ttft_p95_s)
-        if one.summary.device_s * EQUAL <= chosen.summary.device_s and scored(one).device_s * EQUAL <= other.device_s
+        setting
+        for setting in sorted(ours, key=lambda setting: setting.summary.ttft_p95_s)
+        if setting.summary.device_s * EQUAL <= chosen.summary.device_s
+        and scored(setting).device_s * EQUAL <= other.device_s
     ]
-    mine = scored(affordable[0] if affordable else min(ours, key=lambda one: scored(one).device_s))
+    mine = scored(affordable[0] if affordable else min(ours, key=lambda setting: scored(setting).device_s))
     alone_s = percentile((prompt_alone_s(request) for request in case.score), 95)
     text = (
         f"{case.trace} on {case.fleet}: {mine.ttft_p95_s:.2f} s and {other.ttft_p95_s:.2f} s, {mine.device_s:.0f} and "
@@ -268,42 +263,39 @@ def compare_attainment(case: Case, tuned: Sequence[Tuned], scored: Callable[[Tun
 
 
 def _ratio(mine: float, other: float) -> float:
-    """Infinite, if ours is: of what was refused."""
+    """``mine`` over ``other``; infinite if ours is, as with refused requests."""
     return mine / other if math.isfinite(mine) and other else math.inf
 
 
 def solve(case: Case, grid: Sequence[Knobs]) -> tuple[Case, list[Tuned], list[Comparison]]:
-    tuned = [Tuned(system, knobs, run(case, system, knobs, False)) for system in SYSTEMS for knobs in grid]
+    tuned = [Tuned(system, knobs, run(case, system, knobs, case.tune).summary) for system in SYSTEMS for knobs in grid]
     return case, tuned, compare(case, tuned)
 
 
-def scored_run(case: Case, one: Tuned) -> Run:
-    """The setting on the half that is scored, over time."""
-    return run_system(one.system, FLEETS[case.fleet], MODELS, one.knobs, case.score, case.tune)
-
-
 def write_case(folder: Path, case: Case, tuned: Sequence[Tuned], pool: ProcessPoolExecutor) -> None:
-    """The cheapest setting of each system that attains what it can: its figures on both halves, and the plots."""
+    """Writes figures on both halves, and plots, of each system's cheapest setting that attains its best."""
     chosen = []
     for system in SYSTEMS:
         of_system = of_systems(tuned, [system])
         chosen.append(cheapest(of_system, best_attainment(of_system)))
-    runs = list(pool.map(scored_run, [case] * len(chosen), chosen))
+    systems, knobs = [setting.system for setting in chosen], [setting.knobs for setting in chosen]
+    runs = list(pool.map(run, repeat(case), systems, knobs, repeat(case.score)))
     name = f"{case.trace}-{case.fleet}".replace(", ", "-")
     rows = [
-        {"system": run.system, **asdict(one.knobs), "half": half, **asdict(summary)}
-        for one, run in zip(chosen, runs, strict=True)
-        for half, summary in (("tuned on", one.summary), ("scored", run.summary))
+        {"system": run.system, **asdict(setting.knobs), "half": half, **asdict(summary)}
+        for setting, run in zip(chosen, runs, strict=True)
+        for half, summary in (("tuned on", setting.summary), ("scored", run.summary))
     ]
     write_table(folder / f"{name}.csv", rows)
     title = f"{case.trace} on {case.fleet}: {len(case.score):,} requests"
     draw(plot_runs, folder / f"{name}.png", runs, title)
 
 
-def worst(name: str, found: Sequence[Comparison], key: Callable[[Sequence[float]], float]) -> tuple[float, str]:
-    of_name = [one for one in found if one.name == name]
-    value = key([one.ratio for one in of_name])
-    return value, next(one.text for one in of_name if one.ratio == value)
+def worst(name: str, comparisons: Sequence[Comparison], bound: float, *, at_least: bool = False) -> Check:
+    """Check of the worst ratio of all cases."""
+    own = [comparison for comparison in comparisons if comparison.name == name]
+    case = (min if at_least else max)(own, key=lambda comparison: comparison.ratio)
+    return Check(name, case.ratio, "", bound, case.text, at_least=at_least)
 
 
 def main() -> None:
@@ -315,7 +307,9 @@ def main() -> None:
             "seconds": options.seconds,
             "seed": SEED,
             "trace": name,
-            "cost_of_requests_that_came_between_s": stretch(shortest_s(options.seconds, is_quick=options.quick)),
+            "cost_of_requests_that_came_between_s": compared_interval(
+                shortest_s(options.seconds, is_quick=options.quick)
+            ),
         }
         figures = size_figures(
             halved[0],
@@ -334,37 +328,32 @@ def main() -> None:
         for name, (tune, score) in list(traces(options).items())[-1 if options.quick else None :]
         for fleet in FLEETS
     ]
-    found: list[Comparison] = []
+    compared: list[Comparison] = []
     rows = []
     with ProcessPoolExecutor() as pool:
         for case, tuned, comparisons in pool.map(solve, cases, [grid] * len(cases)):
             progress(
                 f"{case.trace} on {case.fleet}: {len(case.tune)} requests to tune on, {len(case.score)} to score on"
             )
-            for one in tuned:
-                knobs, summary = one.knobs, one.summary
+            for setting in tuned:
+                knobs, summary = setting.knobs, setting.summary
                 progress(
-                    f"  {one.system:<16} {knobs.idle_timeout_s:>5g} s, {knobs.requests_per_instance:>2} each: attained "
-                    f"{summary.attainment:.3f}, P95 {summary.ttft_p95_s:7.2f} s, {summary.device_s:6.0f} device s"
+                    f"  {setting.system:<16} {knobs.idle_timeout_s:>5g} s, {knobs.requests_per_instance:>2} each: "
+                    f"attained {summary.attainment:.3f}, P95 {summary.ttft_p95_s:7.2f} s, "
+                    f"{summary.device_s:6.0f} device s"
                 )
-                rows.append({"trace": case.trace, "fleet": case.fleet, **asdict(one)})
+                rows.append({"trace": case.trace, "fleet": case.fleet, **asdict(setting)})
             for comparison in comparisons:
                 progress(f"  {comparison.name:<24} {comparison.ratio:6.3f}  {comparison.text}")
-            found += comparisons
+            compared += comparisons
             if options.out:
                 write_case(options.out, case, tuned, pool)
     if options.out:
-        table = {"seed": SEED, "zipf": ZIPF, "tuned": rows, "scored": [asdict(one) for one in found]}
+        table = {"seed": SEED, "zipf": ZIPF, "tuned": rows, "scored": [asdict(comparison) for comparison in compared]}
         write_json(options.out / "simulate.json", table)
-    checks = []
-    for rival, bound in GPU_BOUNDS.items():
-        value, text = worst(f"gpu_over_{rival}", found, max)
-        checks.append(Check(f"gpu_over_{rival}", value, "", bound, text))
-    for rival, bound in P95_BOUNDS.items():
-        value, text = worst(f"p95_over_{rival}", found, max)
-        checks.append(Check(f"p95_over_{rival}", value, "", bound, text))
-    value, text = worst("attainment_over_best", found, min)
-    checks.append(Check("attainment_over_best", value, "", EQUAL, text, at_least=True))
+    checks = [worst(f"gpu_over_{rival}", compared, bound) for rival, bound in GPU_BOUNDS.items()]
+    checks += [worst(f"p95_over_{rival}", compared, bound) for rival, bound in P95_BOUNDS.items()]
+    checks.append(worst("attainment_over_best", compared, EQUAL, at_least=True))
     names = sorted({case.trace for case in cases})
     finish("simulate", {"quick": options.quick, "seconds": seconds, "seed": SEED, "traces": names}, checks)
 

@@ -1,4 +1,4 @@
-"""What bench/simulate.py writes to a folder."""
+"""Writes the tables and plots of bench/simulate.py to a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """As CSV; all rows have the columns of the first."""
+    """Writes a CSV file; all rows have the columns of the first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -29,7 +29,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def draw(plot: Callable[P, None], *arguments: P.args, **options: P.kwargs) -> None:
-    """Draws, or says why not: figures do not depend on it."""
+    """Draws the plot, or prints why it cannot."""
     try:
         plot(*arguments, **options)
     except PlotsUnavailable as error:

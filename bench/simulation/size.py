@@ -1,4 +1,4 @@
-"""Large clusters in virtual time: the CPU time that a simulated hour takes, and what a request costs by size."""
+"""Large clusters in virtual time: the CPU time of a simulated hour, and of a request by cluster size."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from bench.report import Check, progress
+from bench.simulation.load import ZIPF, copies_for
 from bench.simulation.results import draw, write_json
 from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -21,16 +22,13 @@ from torchrelay.sim.fleets import CLUSTER_A, published_models
 from torchrelay.sim.plant import START_S, Plant
 from torchrelay.sim.plots import plot_by_size
 from torchrelay.sim.policies.setup import one_copy_each
-from torchrelay.sim.scenario import Fleet, Request, ServedModel
+from torchrelay.sim.scenario import Request
 from torchrelay.sim.traces import Arrival, repeated, request_stream
 
-ZIPF = 1.0
-USE = 0.5  # of the slots of the size that is scarcest
-_BATCH = 16  # of a decoding instance
 _SETTLE_S = 5.0
-STRETCH_S = (30.0, 90.0)  # of arrivals: models that nobody called are all loaded at once before
+INTERVAL_S = (30.0, 90.0)  # in which all sizes are compared; before it, all models load at the same time
 _PROGRESS_EVERY_S = 60.0
-_MOST_INSTANCES = 10_000  # of a model: as many as it needs
+_MAX_INSTANCES = 10_000  # of a model: no limit in practice
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ class Size:
 
 @dataclass(frozen=True)
 class SizeRun:
-    """CPU seconds of everything from the start to the last answer, and seconds of it in the policy; the same of the
-    arrivals of the stretch that all sizes are compared by.
+    """CPU seconds from the start to the last answer, and the policy's part of them; the same for the interval in which
+    all sizes are compared.
     """
 
     size: Size
@@ -54,21 +52,21 @@ class SizeRun:
     num_loads: int
     cpu_s: float
     policy_s: float
-    num_stretch_requests: int
-    stretch_cpu_s: float
-    stretch_policy_s: float
-    requests_per_s: float  # in the mean of the whole trace
+    num_interval_requests: int
+    interval_cpu_s: float
+    interval_policy_s: float
+    requests_per_s: float  # mean over the whole trace
 
     @property
     def cpu_s_per_request(self) -> float:
-        return self.stretch_cpu_s / max(self.num_stretch_requests, 1)
+        return self.interval_cpu_s / max(self.num_interval_requests, 1)
 
     @property
     def policy_s_per_request(self) -> float:
-        return self.stretch_policy_s / max(self.num_stretch_requests, 1)
+        return self.interval_policy_s / max(self.num_interval_requests, 1)
 
     def expected_s(self, seconds: float) -> float:
-        """CPU seconds of a run of so many seconds, if a request goes on to cost what it does in the stretch."""
+        """Expected CPU seconds of a run of ``seconds`` if further requests cost as much as those of the interval."""
         num_left = self.requests_per_s * seconds - self.num_requests
         return self.cpu_s + max(num_left, 0.0) * self.cpu_s_per_request
 
@@ -77,7 +75,7 @@ class SizeRun:
 
 
 class TimedPolicy:
-    """The policy, and the time that it takes: by the wall, as a thread's CPU time costs a system call."""
+    """The policy and the wall time that it takes; a thread's CPU time would cost a system call."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -93,43 +91,29 @@ class TimedPolicy:
         return self._policy.next_due()
 
 
-def stretch(seconds: float) -> tuple[float, float]:
-    """Of a run of so many seconds: where it begins and ends."""
-    begin_s, end_s = STRETCH_S
+def compared_interval(seconds: float) -> tuple[float, float]:
+    """Begin and end of the compared interval in a run of ``seconds``."""
+    begin_s, end_s = INTERVAL_S
     return min(begin_s, seconds / 3), min(end_s, seconds)
 
 
 def shortest_s(most_seconds: float | None, *, is_quick: bool) -> float:
-    """Of the runs of all sizes, cut to so many seconds."""
+    """Length of the shortest run, each cut to ``most_seconds``."""
     seconds = min(size.seconds for size in (QUICK if is_quick else FULL))
     return seconds if most_seconds is None else min(seconds, most_seconds)
 
 
-def copies_for(fleet: Fleet, models: Sequence[ServedModel], arrivals: Sequence[Arrival], seconds: float) -> float:
-    """How often each arrival must happen so that prompts and answers take ``USE`` of the slots that are scarcest."""
-    weights = [1 / rank**ZIPF for rank in range(1, len(models) + 1)]
-    num_prompt_tokens = sum(one.num_prompt_tokens for one in arrivals)
-    num_output_tokens = sum(one.num_output_tokens for one in arrivals)
-    taken_s: dict[int, float] = {}
-    for model, weight in zip(models, weights, strict=True):
-        token_s = model.latency.tbt_s(_BATCH, 1000 * _BATCH) / _BATCH
-        work_s = num_prompt_tokens / model.prefill_tokens_per_s + num_output_tokens * token_s
-        taken_s[model.num_devices] = taken_s.get(model.num_devices, 0.0) + weight / sum(weights) * work_s
-    return min(USE * seconds * fleet.num_hosts * fleet.groups.count(size) / work_s for size, work_s in taken_s.items())
-
-
 def measure(size: Size, arrivals: Sequence[Arrival]) -> SizeRun:
-    """Simulates the cluster under the scheduler's own strategies, arrivals repeated for so long."""
+    """Simulates the cluster with the scheduler's own strategies; arrivals repeat for ``size.seconds``."""
     fleet = replace(CLUSTER_A, num_hosts=max(size.num_devices // sum(CLUSTER_A.groups), 1))
     models = published_models(size.num_models)
     length_s = arrivals[-1].at - arrivals[0].at
     copies = copies_for(fleet, models, arrivals, length_s)
     ids = count()
-    config = PolicyConfig(max_instances=_MOST_INSTANCES, queue_limit_total=1024 * size.num_models)
+    config = PolicyConfig(max_instances=_MAX_INSTANCES, queue_limit_total=1024 * size.num_models)
     timed = TimedPolicy(Policy(config, lambda: f"instance-{next(ids)}", START_S))
     plant = Plant(timed, fleet, models, held=one_copy_each(fleet, models))
-    stretch_begin_s, stretch_end_s = stretch(size.seconds)
-    due = deque([stretch_begin_s, stretch_end_s])
+    due = deque(compared_interval(size.seconds))
     marks: list[tuple[float, float, int]] = []
     num_requests, next_progress_s = 0, _PROGRESS_EVERY_S
 
@@ -152,7 +136,7 @@ def measure(size: Size, arrivals: Sequence[Arrival]) -> SizeRun:
             mark()
 
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)  # millions of outcomes are kept, and none is garbage
+    gc.set_threshold(50_000, 20, 20)  # millions of outcomes stay alive, and none is garbage
     begin = time.process_time()
     repeat = repeated(arrivals, size.seconds)
     outcomes = plant.run(watched(request_stream(repeat, models, copies, ZIPF, size.seed)), _SETTLE_S)
@@ -175,7 +159,7 @@ def measure(size: Size, arrivals: Sequence[Arrival]) -> SizeRun:
 
 
 def measure_each(sizes: Sequence[Size], arrivals: Sequence[Arrival]) -> Iterator[SizeRun]:
-    """One after the other, each in a fresh process: one core."""
+    """Measures the sizes one after another, each in a fresh process on one core."""
     for size in sizes:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             yield pool.submit(measure, size, arrivals).result()
@@ -192,9 +176,9 @@ QUICK = (Size(100, 30, 20.0), Size(200, 60, 20.0), Size(300, 90, 20.0))
 
 
 def checks_of(runs: Sequence[SizeRun], *, is_quick: bool) -> list[Check]:
-    """The figures of these runs. A run that was cut short gives what the whole one is expected to take, unbounded."""
+    """Figures of the runs. A run that was cut short gives the expected time of the whole run, without a bound."""
     prefix = "quick_" if is_quick else ""
-    found = []
+    checks = []
     for run in runs:
         whole = next((size for size in FULL if size.num_devices == run.size.num_devices), run.size)
         place = f"{run.size.num_devices:,} devices, {run.size.num_models} models"
@@ -203,11 +187,11 @@ def checks_of(runs: Sequence[SizeRun], *, is_quick: bool) -> list[Check]:
             is_hour = whole.seconds == 3600
             name = f"{'hour' if is_hour else 'ten_min'}_{whole.num_devices}_min"
             if run.size == whole:
-                found.append(Check(name, run.cpu_s / 60, "min", 20.0 if is_hour else None, text))
+                checks.append(Check(name, run.cpu_s / 60, "min", 20.0 if is_hour else None, text))
             else:
-                found.append(Check(f"expected_{name}", run.expected_s(whole.seconds) / 60, "min", None, text))
+                checks.append(Check(f"expected_{name}", run.expected_s(whole.seconds) / 60, "min", None, text))
         us = f"policy {run.policy_s_per_request * 1e6:.0f} us by the wall clock; {text}"
-        found.append(
+        checks.append(
             Check(f"{prefix}us_per_request_{run.size.num_devices}", run.cpu_s_per_request * 1e6, "us", None, us)
         )
     costs = [run.cpu_s_per_request for run in runs]
@@ -215,8 +199,8 @@ def checks_of(runs: Sequence[SizeRun], *, is_quick: bool) -> list[Check]:
         f"the dearest request over the cheapest, {runs[0].size.num_devices:,} to {runs[-1].size.num_devices:,} devices"
     )
     if len(runs) > 1:
-        found.append(Check(f"{prefix}cost_growth", max(costs) / min(costs), "", 2.0, text))
-    return found
+        checks.append(Check(f"{prefix}cost_growth", max(costs) / min(costs), "", 2.0, text))
+    return checks
 
 
 def size_figures(
@@ -227,7 +211,7 @@ def size_figures(
     most_seconds: float | None = None,
     out: Path | None = None,
 ) -> list[Check]:
-    """Measures the sizes of ``num_devices``, or all, for at most so many seconds each. Figures and plot are written to
+    """Measures the sizes in ``num_devices`` (empty: all), at most ``most_seconds`` each. Writes figures and a plot to
     ``out``.
     """
     sizes = [size for size in (QUICK if is_quick else FULL) if size.num_devices in num_devices or not num_devices]
@@ -236,7 +220,7 @@ def size_figures(
     runs = []
     for run in measure_each(sizes, arrivals):
         progress(
-            f"{run.size.num_devices:,} devices, {run.num_requests:,} requests: {run.cpu_s:.1f} CPU s, in the stretch "
+            f"{run.size.num_devices:,} devices, {run.num_requests:,} requests: {run.cpu_s:.1f} CPU s; compared: "
             f"{run.cpu_s_per_request * 1e6:.0f} us each, policy {run.policy_s_per_request * 1e6:.0f} us (wall)"
         )
         runs.append(run)

@@ -19,7 +19,7 @@ LINKS = ("a", "b", "c", "d")
 
 
 def chunk_times(num_bytes: float, rates: list[float]) -> list[float]:
-    """When each host of a chain has the whole pack, if every chunk is stored and then sent on."""
+    """Times at which each host of a chain has the whole pack if every chunk is stored, then forwarded."""
     size = num_bytes / NUM_CHUNKS
     have = [0.0] * NUM_CHUNKS
     ends = []
@@ -33,7 +33,7 @@ def chunk_times(num_bytes: float, rates: list[float]) -> list[float]:
 
 
 @given(st.lists(st.floats(1e6, 1e9), min_size=1, max_size=6))
-def test_a_chain_takes_what_its_chunks_take(rates: list[float]) -> None:
+def test_chain_takes_time_of_its_chunks(rates: list[float]) -> None:
     events, ends = EventQueue(), dict[int, float]()
 
     def note(number: int) -> None:
@@ -49,27 +49,27 @@ def test_a_chain_takes_what_its_chunks_take(rates: list[float]) -> None:
 
 
 streams = st.lists(
-    st.tuples(st.sets(st.sampled_from(LINKS), min_size=1).map(lambda found: tuple(sorted(found))), st.floats(0.1, 100)),
+    st.tuples(st.sets(st.sampled_from(LINKS), min_size=1).map(lambda links: tuple(sorted(links))), st.floats(0.1, 100)),
     min_size=1,
     max_size=8,
 )
 
 
 @given(streams, st.fixed_dictionaries({link: st.floats(1, 50) for link in LINKS}))
-def test_shares_are_fair(demands: list[tuple[tuple[str, ...], float]], capacity: dict[str, float]) -> None:
+def test_rates_are_max_min_fair(demands: list[tuple[tuple[str, ...], float]], capacity: dict[str, float]) -> None:
     rates = fair_rates(demands, {link: capacity[link] for link in LINKS})
     used = {link: sum(rate for rate, (links, _) in zip(rates, demands, strict=True) if link in links) for link in LINKS}
     for link in LINKS:
         assert used[link] <= capacity[link] * 1.0001
     for rate, (links, cap) in zip(rates, demands, strict=True):
         assert rate <= cap * 1.0001
-        # Max-min: a stream below its cap has a full link on which nobody gets more.
+        # Max-min: a stream below its cap has a full link on which no stream gets more.
         bottlenecks = [link for link in links if used[link] >= capacity[link] * 0.9999]
         others = {link: max(r for r, (ls, _) in zip(rates, demands, strict=True) if link in ls) for link in bottlenecks}
         assert rate >= cap * 0.9999 or any(rate >= most * 0.9999 for most in others.values())
 
 
-def test_a_follower_that_begins_late_catches_up_and_then_keeps_pace() -> None:
+def test_late_follower_catches_up_then_keeps_rate() -> None:
     events, ends = EventQueue(), dict[str, float]()
     network = FluidNetwork(events, {"slow": 100.0, "fast": 400.0})
     first = network.begin(1000.0, [Stream(("slow",))], lambda: ends.update(first=events.now))
@@ -77,28 +77,26 @@ def test_a_follower_that_begins_late_catches_up_and_then_keeps_pace() -> None:
     network.begin(1000.0, [Stream(("fast",), first)], lambda: ends.update(second=events.now))
     events.run()
     assert ends["first"] == pytest.approx(10.0)
-    assert ends["second"] == pytest.approx(10.0, rel=2 / NUM_CHUNKS), "ready a chunk after what it follows"
+    assert ends["second"] == pytest.approx(10.0, rel=2 / NUM_CHUNKS), "whole a chunk after its source"
 
 
-def test_other_sources_and_an_abort_share_the_links_anew() -> None:
+def test_redirect_and_abort_change_rates() -> None:
     events, ends = EventQueue(), dict[str, float]()
     network = FluidNetwork(events, {"a": 100.0, "b": 100.0})
-    one = network.begin(1000.0, [Stream(("a",))], lambda: ends.update(one=events.now))
-    two = network.begin(1000.0, [Stream(("a",))], lambda: ends.update(two=events.now))
+    first = network.begin(1000.0, [Stream(("a",))], lambda: ends.update(first=events.now))
+    second = network.begin(1000.0, [Stream(("a",))], lambda: ends.update(second=events.now))
     events.run(until=4.0)
-    assert network.received(one) == pytest.approx(200.0)
-    network.redirect(two, [Stream(("a",)), Stream(("b",))])
+    assert network.received(first) == pytest.approx(200.0)
+    network.redirect(second, [Stream(("a",)), Stream(("b",))])
     events.run(until=6.0)
-    network.abort(one)
+    network.abort(first)
     events.run()
-    assert "one" not in ends
-    assert ends["two"] == pytest.approx(6.0 + (1000 - 200 - 2 * 150) / 200)
+    assert "first" not in ends
+    assert ends["second"] == pytest.approx(6.0 + (1000 - 200 - 2 * 150) / 200)
 
 
-def test_paces_that_differ_by_little_change_rates_seldom() -> None:
-    """Each change of a rate let others fall a little behind and catch up again, and each of that was a change: hardly
-    an end where dozens share links.
-    """
+def test_nearly_equal_rates_cause_few_events() -> None:
+    """Regression: each change of a rate let others fall behind and catch up, which changed rates again."""
     num_hosts, num_packs, random_ = 16, 8, random.Random(0)
     num_made, ends = 0, list[float]()
 
@@ -127,7 +125,7 @@ def test_paces_that_differ_by_little_change_rates_seldom() -> None:
     assert len(ends) == 60
 
 
-def test_what_nobody_waits_for_takes_what_is_left_of_the_links() -> None:
+def test_idle_transfer_takes_remaining_bandwidth() -> None:
     events = EventQueue()
     network = FluidNetwork(events, {"a": 10.0, "b": 100.0})
     idle = network.begin(100.0, [Stream(("a",), is_idle=True)], lambda: None)
@@ -141,6 +139,6 @@ def test_what_nobody_waits_for_takes_what_is_left_of_the_links() -> None:
     assert idle.bytes_per_s == 10.0
 
 
-def test_idle_streams_share_fairly_what_is_left() -> None:
+def test_idle_streams_share_remaining_bandwidth() -> None:
     streams = [Stream(("a",)), Stream(("a",), is_idle=True), Stream(("a", "b"), is_idle=True)]
     assert class_rates(streams, [4.0, math.inf, math.inf], {"a": 10.0, "b": 1.0}) == [4.0, 5.0, 1.0]

@@ -1,4 +1,4 @@
-"""Models that are woken at once and get their weights over one link: what is due sooner goes first."""
+"""Models that are woken together and load over the same link: the load that is due sooner goes first."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ BUSY = replace(SMALL, name="t/busy")
 FLEET = Fleet(3, (1,), 4e9, 25e9, 1e9, 480 * 10**9)
 
 
-def ttfts(*found: Request) -> dict[str, float]:
-    """By model. All weights are on the first host, whose slot is taken by a model that answers all the time."""
+def ttfts(*requests: Request) -> dict[str, float]:
+    """Times to first token by model. All weights are on the first host, whose slot a busy model holds."""
     ids = count()
     policy = Policy(PolicyConfig(replicate=False), lambda: f"i{next(ids)}", 1000.0)
     models = [SMALL, OTHER, LARGE, BUSY]
     plant = Plant(policy, FLEET, models, held={0: [model.name for model in models]})
-    outcomes = plant.run([Request("busy", 0.0, BUSY.name, 100, 10_000), *found])
-    assert not any(each.is_refused for each in outcomes)
-    return {each.request.model: each.ttft_s for each in outcomes}
+    outcomes = plant.run([Request("busy", 0.0, BUSY.name, 100, 2_500), *requests])
+    assert not any(outcome.is_refused for outcome in outcomes)
+    return {outcome.request.model: outcome.ttft_s for outcome in outcomes}
 
 
 def a_request(model: str, arrives_at: float = 3.0, service_class: ServiceClass = ServiceClass.STANDARD) -> Request:
     return Request(model, arrives_at, model, 100, 10, service_class=service_class)
 
 
-def test_batch_work_that_is_woken_beside_an_interactive_request_yields_on_the_link_that_they_share() -> None:
+def test_batch_load_yields_to_interactive_load() -> None:
     batch, urgent = a_request("t/other", 3.0, ServiceClass.BATCH), a_request("t/small", 3.1, ServiceClass.INTERACTIVE)
     alone, together = ttfts(urgent) | ttfts(batch), ttfts(batch, urgent)
     assert alone["t/small"] == pytest.approx(SMALL.pack_bytes / FLEET.nic_bytes_per_s, rel=0.1)
@@ -44,14 +44,14 @@ def test_batch_work_that_is_woken_beside_an_interactive_request_yields_on_the_li
     assert together["t/other"] < 2.0 * alone["t/other"]
 
 
-def test_a_small_load_overtakes_a_large_one_and_the_large_one_loses_no_more_than_by_equal_shares() -> None:
+def test_small_load_overtakes_large_at_small_cost() -> None:
     large, small = a_request("t/large", 3.0), a_request("t/small", 4.0)
     alone, together = ttfts(small) | ttfts(large), ttfts(large, small)
     assert together["t/small"] < 1.1 * alone["t/small"]
     assert together["t/large"] < alone["t/large"] + 1.1 * alone["t/small"]
 
 
-def test_of_two_alike_the_first_goes_first() -> None:
+def test_first_of_equal_loads_goes_first() -> None:
     first, second = a_request("t/other", 3.0), a_request("t/small", 3.1)
     alone, together = ttfts(first), ttfts(first, second)
     assert together["t/other"] < 1.1 * alone["t/other"]

@@ -1,4 +1,4 @@
-"""Pictures of runs."""
+"""Plots of runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def a_run(num_waiting_at: dict[float, int]) -> Run:
     return Run("ours", summary, samples, [(0.5, [0.1, 0.2])])
 
 
-def test_what_is_never_answered_does_not_stretch_the_picture(tmp_path: Path) -> None:
+def test_unanswered_requests_do_not_stretch_plot(tmp_path: Path) -> None:
     well = a_run({0.0: 0, 1.0: 5, 100.0: 1, 110.0: 0, 400.0: 0})
     stuck = a_run({0.0: 0, 1.0: 9, 80.0: 7, 90.0: 3, 4000.0: 3})
     assert shown_until_s([well, stuck]) == pytest.approx(105.0)

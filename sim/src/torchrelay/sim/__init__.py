@@ -1,1 +1,1 @@
-"""Discrete-event simulation of a cluster, around the scheduler's own policy. No clock, no randomness of its own."""
+"""Discrete-event simulation of a cluster around the scheduler's own policy, without clock or randomness of its own."""

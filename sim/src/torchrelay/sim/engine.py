@@ -1,9 +1,9 @@
-"""A worker's engine without tensors: prompts in chunks within a token budget, and continuous batching of what decodes.
+"""A worker's engine without tensors: prompts in chunks within a token budget, and continuous batching of decodes.
 
-While prompts wait, every step is an event: the decoding batch beside a chunk of the prompts, in order of arrival. While
-none does, nothing happens between the changes of the batch but one step after the other, each longer than the last by
-what the batch attends to more; so many steps are one event, and how many are done at any moment follows from a
-quadratic equation.
+While prompts wait, every step is an event: it computes the decoding batch and a chunk of the prompts, in order of
+arrival. While no prompt waits, the batch changes only when a sequence ends. Each step until then takes longer than the
+last because the context grows, so all of these steps are one event, and a quadratic equation gives the number of steps
+done at any moment.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
 from torchrelay.common.latency.latency_model import LatencyModel, StepWork, attended_positions
 from torchrelay.sim.events import Event, EventQueue
 
-_SLACK = 1e-6  # of a step
+_SLACK = 1e-6  # steps
 
 
 @dataclass(eq=False, slots=True)
 class Prompt:
-    """Positions [num_done, num_tokens) are to be computed; ``on_computed`` is called with its first token."""
+    """A prompt with positions [num_done, num_tokens) to compute; ``on_computed`` is called at its first token."""
 
     num_tokens: int
     on_computed: Callable[[], None]
@@ -33,12 +33,12 @@ class Prompt:
 
 @dataclass(eq=False, slots=True)
 class Decoding:
-    """A sequence that decodes until ``num_left`` more tokens are there, from a context of ``num_context`` tokens."""
+    """A sequence with ``num_context`` tokens of context that decodes ``num_left`` more tokens."""
 
     num_context: int
     num_left: int
     on_end: Callable[[], None]
-    _joined_at: float = 0.0  # the batch's step counter then
+    _joined_at: float = 0.0  # value of the engine's step counter
     is_over: bool = False
 
     @property
@@ -54,28 +54,25 @@ class Decoding:
 
 @dataclass(eq=False)
 class SimulatedEngine:
-    """One slot's engine. ``latency`` must know both costs. No step ends before ``ready_at``: its layers are missing."""
+    """Engine of a slot. ``latency`` must have both costs. No step ends before the layers are ready at ``ready_at``."""
 
     events: EventQueue
     latency: LatencyModel
     ready_at: float = 0.0
-    busy_s: float = field(default=0.0, init=False)  # computing, in whole
 
     def __post_init__(self) -> None:
         self._prompts: deque[Prompt] = deque()
         self._num_queued = 0
-        self._batch: list[tuple[float, int, Decoding]] = []  # a heap, by the step that ends them
+        self._batch: list[tuple[float, int, Decoding]] = []  # a heap by last step
         self._num_decoding = 0
         self._sequence = count()
         self._steps = 0.0  # decode steps done, at ``_at``
-        self._num_attended = 0.0  # by the next step
+        self._num_attended = 0.0  # positions, by the next step
         self._at = self.events.now
         self._is_settling = False
         self._step_end_at = 0.0
-        self._chunks: list[tuple[Prompt, int]] = []  # of the step under way
+        self._chunks: list[tuple[Prompt, int]] = []  # of the current step
         self._next: Event | None = None
-
-    # What it has
 
     @property
     def num_decoding(self) -> int:
@@ -83,7 +80,7 @@ class SimulatedEngine:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt positions not yet computed."""
+        """Prompt positions that are not yet computed."""
         return self._num_queued
 
     @property
@@ -91,12 +88,12 @@ class SimulatedEngine:
         return self._num_decoding + len(self._prompts)
 
     def num_tokens_done(self, decoding: Decoding) -> int:
-        """Tokens the sequence has got here by now."""
+        """Tokens that this engine has decoded for the sequence so far."""
         self._advance()
         return min(int(self._steps - decoding.end_step + decoding.num_left + _SLACK), decoding.num_left)
 
-    def now_ready_at(self, ready_at: float) -> None:
-        """Its last layer arrives then. A step that waits for it ends after it."""
+    def set_ready_at(self, ready_at: float) -> None:
+        """Sets when the last layer arrives. A step that waits for it ends at that time or later."""
         self._advance()
         self.ready_at = ready_at
         if self._chunks:
@@ -104,15 +101,13 @@ class SimulatedEngine:
         else:
             self._plan()
 
-    # What it gets
-
     def prefill(self, prompt: Prompt) -> None:
         self._prompts.append(prompt)
         self._num_queued += prompt.num_tokens - prompt.num_done
         self._plan()
 
     def decode(self, decoding: Decoding) -> None:
-        """The sequence joins the batch; it gets its first token here with the step that begins now."""
+        """Adds the sequence to the batch; the step that begins now gives its first token here."""
         self._advance()
         if decoding.num_left <= 0:
             decoding.is_over = True
@@ -125,7 +120,7 @@ class SimulatedEngine:
         self._plan()
 
     def cancel(self, job: Prompt | Decoding) -> None:
-        """The job leaves, without a call."""
+        """Removes the job without calling its callback."""
         self._advance()
         if isinstance(job, Prompt):
             if job in self._prompts:
@@ -140,7 +135,7 @@ class SimulatedEngine:
             self._plan()
 
     def _plan(self) -> None:
-        """What comes next, unless a step is under way or its end is being told."""
+        """Schedules the next event, unless a step is in progress or its end is being handled."""
         if self._chunks or self._is_settling:
             return
         if self._prompts:
@@ -149,7 +144,7 @@ class SimulatedEngine:
             self._await_batch()
 
     def _settle(self, computed: Sequence[Prompt] = ()) -> None:
-        """Tells whose prompt is computed and who has ended; they may bring new work. Then plans once."""
+        """Calls back for computed prompts and ended sequences, which may add work, then plans once."""
         self._is_settling = True
         for decoding in self._ended_decodings():
             decoding.on_end()
@@ -161,7 +156,7 @@ class SimulatedEngine:
     # Steps with prompts
 
     def _await_step_end(self) -> None:
-        """A step with prompts begins when the decode step under way ends."""
+        """Begins a step with prompts once the current decode step ends."""
         self._advance()
         part_left = math.ceil(self._steps - _SLACK) - self._steps
         if self._num_decoding and part_left > _SLACK:
@@ -172,28 +167,27 @@ class SimulatedEngine:
     def _begin_step(self) -> None:
         self._advance()
         self._steps = float(round(self._steps))
-        room = max(self.latency.token_budget - self._num_decoding, 16)
+        budget = max(self.latency.token_budget - self._num_decoding, 16)
         num_prefilled = num_attended = 0
         chunks = []
         for prompt in self._prompts:
-            size = min(room, prompt.num_tokens - prompt.num_done)
+            size = min(budget, prompt.num_tokens - prompt.num_done)
             chunks.append((prompt, size))
             num_prefilled += size
             num_attended += attended_positions(prompt.num_done, prompt.num_done + size)
-            room -= size
-            if not room:
+            budget -= size
+            if not budget:
                 break
         work = StepWork(num_prefilled, num_attended, self._num_decoding, int(self._num_attended))
         step_s = self.latency.step_s(work)
         assert step_s is not None, "both costs are known"
         self._chunks = chunks
         self._at = self.events.now
-        self.busy_s += step_s
         self._step_end_at = self.events.now + step_s
         self._await_layers()
 
     def _await_layers(self) -> None:
-        """The step under way ends in its time, but not before the last layer is there; unknown when: not at all."""
+        """Schedules the end of the current step once the arrival of the last layer is known, and not before it."""
         self._cancel_wait()
         if not math.isinf(self.ready_at):
             self._next = self.events.at(max(self._step_end_at, self.ready_at), self._end_step)
@@ -223,7 +217,7 @@ class SimulatedEngine:
         return self.latency.tbt_s(self._num_decoding, int(self._num_attended))
 
     def _advance(self) -> None:
-        """Counts the decode steps since ``_at``; steps with prompts count when they end."""
+        """Counts the decode steps since ``_at``; a step with prompts counts when it ends."""
         passed_s, self._at = self.events.now - max(self._at, self.ready_at), self.events.now
         if passed_s <= 0 or self._chunks or not self._num_decoding:
             return
@@ -234,16 +228,12 @@ class SimulatedEngine:
             steps = (math.sqrt(first_s**2 + 4 * growth_s * passed_s) - first_s) / (2 * growth_s)
         self._steps += steps
         self._num_attended += steps * self._num_decoding
-        self.busy_s += passed_s
 
     def _await_batch(self) -> None:
         """Waits until the next sequence of the batch ends."""
         while self._batch and self._batch[0][2].is_over:
             heapq.heappop(self._batch)
-        if not self._batch:
-            self._cancel_wait()
-            return
-        if math.isinf(self.ready_at):
+        if not self._batch or math.isinf(self.ready_at):
             self._cancel_wait()
             return
         steps = max(self._batch[0][0] - self._steps, 0.0)
@@ -258,7 +248,7 @@ class SimulatedEngine:
         self._settle()
 
     def _ended_decodings(self) -> list[Decoding]:
-        """Takes out all sequences whose last step is done."""
+        """Removes and returns all sequences whose last step is done."""
         ended = []
         while self._batch and (self._batch[0][2].is_over or self._batch[0][0] <= self._steps + _SLACK):
             decoding = heapq.heappop(self._batch)[2]

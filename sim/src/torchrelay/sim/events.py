@@ -8,7 +8,7 @@ from itertools import count
 
 
 class Event:
-    """A call that is due at a time; once cancelled, it is never made."""
+    """A call due at a time; after ``cancel`` it is never made."""
 
     __slots__ = ("at", "call")
 
@@ -21,7 +21,7 @@ class Event:
 
 
 class EventQueue:
-    """Calls in order of their time; those of one time in the order in which they were added."""
+    """Calls in order of time; calls of the same time are made in the order in which they were added."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -29,7 +29,7 @@ class EventQueue:
         self._sequence = count()
 
     def at(self, at: float, call: Callable[[], None]) -> Event:
-        """``call`` is made at ``at``; now, if that is past."""
+        """Schedules ``call`` for ``at``, or for now if that is past."""
         event = Event(max(at, self.now), call)
         heapq.heappush(self._heap, (event.at, next(self._sequence), event))
         return event
@@ -38,7 +38,7 @@ class EventQueue:
         return self.at(self.now + delay_s, call)
 
     def run(self, until: float = float("inf")) -> None:
-        """Makes all calls due by ``until``; then it is ``until``, unless that is infinite."""
+        """Makes all calls due by ``until`` and sets ``now`` to it, unless it is infinite."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             at, _, event = heapq.heappop(heap)

@@ -11,7 +11,7 @@ from pathlib import Path
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.sim.scenario import Fleet, ServedModel
 
-_DEVICE_BYTES_PER_S = 1.6e12  # reached of a device's memory
+_DEVICE_BYTES_PER_S = 1.6e12  # achieved bandwidth of a device's memory
 _GB = 10**9
 
 # 4 hosts with 8 devices on NVLink, 100 Gbit/s; 2 hosts with 8 devices on PCIe, 100 Gbit/s.
@@ -29,7 +29,7 @@ def served_model(
     prefill_tokens_per_s: float,
     tpot_target_s: float,
 ) -> ServedModel:
-    """In bf16. A step reads all weights and the KV attended to; a prompt's positions take the published rate."""
+    """A model in bf16. A decode step reads all weights and the attended KV; prefill runs at the published rate."""
     pack_bytes = int(billions * 2 * _GB)
     reads_s = 1 / (_DEVICE_BYTES_PER_S * num_devices)
     decode = StepCost(pack_bytes * reads_s + 0.003, 5e-5, kv_bytes_per_token * reads_s, num_steps=1000)
@@ -52,20 +52,20 @@ _ORDER = ("8b", "24b", "8b", "72b", "8b", "24b", "8b", "24b", "8b", "72b", "24b"
 
 
 def published_models(number: int) -> tuple[ServedModel, ...]:
-    """Of twelve, six of 8B, four of 24B on two devices, two of 72B on four; the order is that of their popularity."""
+    """Models by falling popularity. Of each twelve, six have 8B, four 24B on two devices, two 72B on four devices."""
     seen: Counter[str] = Counter()
-    found = []
+    models = []
     for size in islice(cycle(_ORDER), number):
         name = f"t/{size}-{seen[size]}"
         seen[size] += 1
         match size:
             case "8b":
-                found.append(served_model(name, 1, 8, 32, 131072, 0.45, 15e3, 0.10))
+                models.append(served_model(name, 1, 8, 32, 131072, 0.45, 15e3, 0.10))
             case "24b":
-                found.append(served_model(name, 2, 24, 40, 163840, 0.7, 12e3, 0.15))
+                models.append(served_model(name, 2, 24, 40, 163840, 0.7, 12e3, 0.15))
             case _:
-                found.append(served_model(name, 4, 72, 80, 327680, 1.25, 5.3e3, 0.20))
-    return tuple(found)
+                models.append(served_model(name, 4, 72, 80, 327680, 1.25, 5.3e3, 0.20))
+    return tuple(models)
 
 
 def twelve_models() -> tuple[ServedModel, ...]:
@@ -73,22 +73,22 @@ def twelve_models() -> tuple[ServedModel, ...]:
 
 
 def read_fleet(path: Path) -> Fleet:
-    """A JSON object with the fields of ``Fleet``. Raises ``ValueError`` that names the field at fault."""
+    """Reads a JSON object with the fields of ``Fleet``. Raises ``ValueError`` that names the field at fault."""
     try:
-        found = json.loads(path.read_text())
+        values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no JSON file: {error}") from error
     names = {each.name: each.default is MISSING for each in fields(Fleet)}
-    if not isinstance(found, dict) or (unknown := sorted(found.keys() - names.keys())):
+    if not isinstance(values, dict) or (unknown := sorted(values.keys() - names.keys())):
         raise ValueError(
-            f"{path}: expected an object with {', '.join(names)}" + (f"; not {unknown[0]}" if found else "")
+            f"{path}: expected an object with {', '.join(names)}" + (f"; not {unknown[0]}" if values else "")
         )
-    if missing := [name for name, is_needed in names.items() if is_needed and name not in found]:
+    if missing := [name for name, is_needed in names.items() if is_needed and name not in values]:
         raise ValueError(f"{path}: {missing[0]} is missing")
-    groups = found.pop("groups")
-    if not isinstance(groups, list) or not groups or not all(isinstance(one, int) and one > 0 for one in groups):
+    groups = values.pop("groups")
+    if not isinstance(groups, list) or not groups or not all(isinstance(size, int) and size > 0 for size in groups):
         raise ValueError(f"{path}: groups must be a list with the devices of each slot of a host, as [4, 2, 1, 1]")
-    for name, value in found.items():
+    for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ValueError(f"{path}: {name} must be a number above 0")
-    return Fleet(groups=tuple(groups), **found)
+    return Fleet(groups=tuple(groups), **values)

@@ -1,10 +1,10 @@
-"""Transfers over shared links, as fluid: max-min fair rates, and followers that go no faster than what they follow.
-What nobody waits for takes only what others leave.
+"""Transfers over shared links as a fluid model: max-min fair rates, and followers that are no faster than their source.
+Idle transfers, which nothing waits for, take only the bandwidth that others leave.
 
-A transfer has one stream per source that it follows at once. A source that is itself still receiving passes on what it
-has: a follower that has caught up with it (but for one chunk) receives no faster than it does. Rates change only when a
-transfer begins, ends, gets other sources or catches up; and only of those that share a link with it, or follow each
-other, directly or through others.
+A transfer has one stream per source that it follows at the same time. A source that is still receiving passes on what
+it has, so a follower that is within one chunk of its source receives no faster than the source. Rates change only when
+a transfer begins, ends, changes its sources or catches up, and only for transfers that share a link with it or follow
+each other, directly or through others.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import TypeAlias
 from torchrelay.sim.events import Event, EventQueue
 
 Link: TypeAlias = Hashable
-_NUM_CHUNKS = 256  # of a pack
+NUM_CHUNKS = 256  # of a pack
 _SLACK = 1e-9  # relative
 
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """From one source: over these links, and behind ``upstream`` if the source is still receiving."""
+    """Bytes from one source over ``links``; ``upstream`` is the source's own transfer, unless it has the whole pack."""
 
     links: tuple[Link, ...]
     upstream: Transfer | None = None
-    is_idle: bool = False  # nobody waits for it: it takes only what others leave of its links
+    is_idle: bool = False  # takes only the bandwidth that others leave
     bytes_per_s: float = 0.0
-    is_behind: bool = False  # it has caught up with a source that is still receiving, and keeps its pace
+    is_following: bool = False  # has caught up with a source that is still receiving, and keeps its rate
 
 
 @dataclass(eq=False, slots=True)
@@ -39,9 +39,9 @@ class Transfer:
     num_bytes: float
     streams: Sequence[Stream]
     on_end: Callable[[], None]
-    num_received: float = 0.0  # at ``at``
+    num_received: float = 0.0  # bytes, at time ``at``
     at: float = 0.0
-    change: Event | None = None  # it ends then, or catches up with a source
+    change: Event | None = None  # the transfer ends or catches up with a source
 
     @property
     def bytes_per_s(self) -> float:
@@ -52,29 +52,29 @@ class Transfer:
         return self.num_received >= self.num_bytes * (1 - _SLACK)
 
     def advance(self, now: float) -> None:
-        """Counts what has arrived by now."""
+        """Counts the bytes that have arrived by ``now``."""
         if now > self.at:
             self.num_received = min(self.num_received + self.bytes_per_s * (now - self.at), self.num_bytes)
             self.at = now
 
     def lag_bytes(self, stream: Stream) -> float:
-        """How far the transfer is behind the stream's source."""
+        """Bytes that the stream's source has and the transfer lacks; infinite if the source has the whole pack."""
         return math.inf if stream.upstream is None else stream.upstream.num_received - self.num_received
 
     def follows(self, stream: Stream) -> bool:
-        """Whether it has caught up with a source that is still receiving, and has not fallen two chunks behind since:
-        paces that differ by little would else take turns at every change of any rate.
+        """Whether the transfer has caught up with a source that is still receiving and has not fallen two chunks behind
+        since. Without this hysteresis, nearly equal rates would alternate at every change of any rate.
         """
         upstream = stream.upstream
         if upstream is None or upstream.is_complete:
             return False
-        num_chunks = 2 if stream.is_behind else 1
-        stream.is_behind = self.lag_bytes(stream) <= self._chunk_bytes * num_chunks * (1 + _SLACK)
-        return stream.is_behind
+        num_chunks = 2 if stream.is_following else 1
+        stream.is_following = self.lag_bytes(stream) <= self._chunk_bytes * num_chunks * (1 + _SLACK)
+        return stream.is_following
 
     @property
     def leader(self) -> Transfer | None:
-        """The source that has most, if it has caught up with all of them: as a whole it goes no faster than that."""
+        """The source with most bytes if the transfer has caught up with all of its sources; it limits the transfer."""
         if not all(map(self.follows, self.streams)):
             return None
         sources = (stream.upstream for stream in self.streams if stream.upstream is not None)
@@ -82,10 +82,10 @@ class Transfer:
 
     @property
     def _chunk_bytes(self) -> float:
-        return self.num_bytes / _NUM_CHUNKS
+        return self.num_bytes / NUM_CHUNKS
 
     def change_s(self) -> float:
-        """Until it ends, catches up with a source, or falls behind one."""
+        """Seconds until the transfer ends, catches up with a source, or falls behind one."""
         rate = self.bytes_per_s
         wait_s = (self.num_bytes - self.num_received) / rate if rate else math.inf
         for stream in self.streams:
@@ -93,17 +93,16 @@ class Transfer:
             if upstream is None or upstream.is_complete:
                 continue
             lag_bytes, gain = self.lag_bytes(stream), rate - upstream.bytes_per_s
-            if gain > 0 and not stream.is_behind:
+            if gain > 0 and not stream.is_following:
                 wait_s = min(wait_s, max(lag_bytes - self._chunk_bytes, 0.0) / gain)
-            elif gain < 0 and stream.is_behind:
+            elif gain < 0 and stream.is_following:
                 wait_s = min(wait_s, max(2 * self._chunk_bytes * (1 + 2 * _SLACK) - lag_bytes, 0.0) / -gain)
         return max(wait_s, 1e-9)
 
 
 def fair_rates(demands: Sequence[tuple[tuple[Link, ...], float]], capacity: Mapping[Link, float]) -> list[float]:
     """Max-min fair rates of streams, each with its links and its own cap (Bertsekas and Gallager, *Data Networks*,
-    6.5.2): a common level rises; it is the rate of the streams of a link when their equal shares fill it, and of a
-    stream when it is its cap.
+    6.5.2). A common level rises. A stream's rate is the level at which equal shares fill one of its links, or its cap.
     """
     rates = [math.inf] * len(demands)
     users: dict[Link, list[int]] = {}
@@ -129,7 +128,7 @@ def fair_rates(demands: Sequence[tuple[tuple[Link, ...], float]], capacity: Mapp
             _, order, link = shares[0]
             num = num_active[link]
             share = left[link] / num if num else 0.0
-            if num and share > shares[0][0] * (1 + _SLACK):  # others of its streams got less: more is left
+            if num and share > shares[0][0] * (1 + _SLACK):  # other streams of the link got less than this
                 heapq.heapreplace(shares, (share, order, link))
                 continue
             heapq.heappop(shares)
@@ -146,7 +145,7 @@ def fair_rates(demands: Sequence[tuple[tuple[Link, ...], float]], capacity: Mapp
 
 
 def class_rates(streams: Sequence[Stream], caps: Sequence[float], capacity: Mapping[Link, float]) -> list[float]:
-    """Fair rates of what somebody waits for, and then of idle streams over what that leaves."""
+    """Fair rates of awaited streams, then of idle streams over the remaining bandwidth."""
     awaited_caps = [0.0 if stream.is_idle else cap for stream, cap in zip(streams, caps, strict=True)]
     awaited = fair_rates([(stream.links, cap) for stream, cap in zip(streams, awaited_caps, strict=True)], capacity)
     if not any(stream.is_idle for stream in streams):
@@ -157,15 +156,15 @@ def class_rates(streams: Sequence[Stream], caps: Sequence[float], capacity: Mapp
             left[link] = max(left[link] - rate, 0.0)
     idle_caps = [cap if stream.is_idle else 0.0 for stream, cap in zip(streams, caps, strict=True)]
     idle = fair_rates([(stream.links, cap) for stream, cap in zip(streams, idle_caps, strict=True)], left)
-    return [one + other for one, other in zip(awaited, idle, strict=True)]
+    return [awaited_rate + idle_rate for awaited_rate, idle_rate in zip(awaited, idle, strict=True)]
 
 
 @dataclass(slots=True)
 class FluidNetwork:
-    """All transfers under way. ``capacity``: bytes per second of each link, which may be changed with ``set``."""
+    """All transfers in progress. ``capacity`` is each link's bytes per second."""
 
     events: EventQueue
-    capacity: dict[Link, float]
+    capacity: Mapping[Link, float]
     _users: dict[Link, dict[Transfer, None]] = field(default_factory=dict)
     _followers: dict[Transfer, dict[Transfer, None]] = field(default_factory=dict)
 
@@ -176,7 +175,7 @@ class FluidNetwork:
         return transfer
 
     def redirect(self, transfer: Transfer, streams: Sequence[Stream]) -> None:
-        """The transfer keeps what it has, and follows others."""
+        """Replaces the transfer's sources; it keeps the bytes that it has."""
         touched = self._leave(transfer)
         transfer.streams = streams
         self._enter(transfer)
@@ -185,13 +184,8 @@ class FluidNetwork:
     def abort(self, transfer: Transfer) -> None:
         self._settle(self._leave(transfer))
 
-    def set(self, link: Link, bytes_per_s: float) -> None:
-        """The link's capacity changes."""
-        self.capacity[link] = bytes_per_s
-        self._settle(self._users.get(link, ()))
-
     def received(self, transfer: Transfer) -> float:
-        """Bytes that have arrived by now."""
+        """Bytes that the transfer has received by now."""
         transfer.advance(self.events.now)
         return transfer.num_received
 
@@ -203,7 +197,7 @@ class FluidNetwork:
                 self._followers.setdefault(stream.upstream, {})[transfer] = None
 
     def _leave(self, transfer: Transfer) -> list[Transfer]:
-        """From its links and sources, as of now. Returns those whose rates may change by it."""
+        """Removes the transfer from its links and sources now. Returns the transfers whose rates may change."""
         transfer.advance(self.events.now)
         if transfer.change is not None:
             transfer.change.cancel()
@@ -222,28 +216,28 @@ class FluidNetwork:
         return list(touched)
 
     def _settle(self, changed: Iterable[Transfer]) -> None:
-        """Ends what is complete, shares anew the links of all that these concern, and waits for the next changes."""
-        concerned = self._concerned(changed)
-        ended = [transfer for transfer in concerned if transfer.is_complete]
+        """Ends complete transfers, recomputes all rates that ``changed`` affects and schedules the next changes."""
+        affected = self._affected(changed)
+        ended = [transfer for transfer in affected if transfer.is_complete]
         for transfer in ended:
             self._leave(transfer)
             self._followers.pop(transfer, None)
             transfer.num_received = transfer.num_bytes
-        self._share([transfer for transfer in concerned if not transfer.is_complete])
-        waiting = dict(concerned)
-        for transfer in concerned:
-            waiting |= self._followers.get(transfer, {})  # they catch up at another time
+        self._share([transfer for transfer in affected if not transfer.is_complete])
+        waiting = dict(affected)
+        for transfer in affected:
+            waiting |= self._followers.get(transfer, {})  # the time at which they catch up changes
         for transfer in waiting:
             if not transfer.is_complete:
                 self._await_change(transfer)
         for transfer in ended:
             transfer.on_end()
 
-    def _concerned(self, changed: Iterable[Transfer]) -> dict[Transfer, None]:
-        """These, and all whose rates depend on theirs; as of now."""
+    def _affected(self, changed: Iterable[Transfer]) -> dict[Transfer, None]:
+        """These transfers and all whose rates depend on theirs, advanced to now."""
         now = self.events.now
-        found: dict[Transfer, None] = dict.fromkeys(changed)
-        stack = list(found)
+        affected: dict[Transfer, None] = dict.fromkeys(changed)
+        stack = list(affected)
         links: set[Link] = set()
         while stack:
             transfer = stack.pop()
@@ -263,10 +257,10 @@ class FluidNetwork:
                 follower.advance(now)
                 if any(stream.upstream is transfer and follower.follows(stream) for stream in follower.streams):
                     others[follower] = None
-            new = [other for other in others if other not in found]
-            found |= dict.fromkeys(new)
+            new = [other for other in others if other not in affected]
+            affected |= dict.fromkeys(new)
             stack += new
-        return found
+        return affected
 
     def _await_change(self, transfer: Transfer) -> None:
         transfer.advance(self.events.now)
@@ -282,16 +276,16 @@ class FluidNetwork:
         self._settle([transfer])
 
     def _share(self, transfers: Sequence[Transfer]) -> None:
-        """Max-min rates; then again with what follows capped at the rate of what it follows, until nothing changes."""
+        """Computes max-min rates repeatedly, capping followers at their source's rate, until no cap is exceeded."""
         streams = [stream for transfer in transfers for stream in transfer.streams]
         caps = dict.fromkeys(streams, math.inf)
         leaders = [(transfer, leader) for transfer in transfers if (leader := transfer.leader) is not None]
-        behind = [(stream, stream.upstream) for stream in streams if stream.upstream is not None and stream.is_behind]
+        following = [(stream, source) for stream in streams if (source := stream.upstream) and stream.is_following]
         for _ in range(len(transfers) + 1):
             rates = class_rates(streams, [caps[stream] for stream in streams], self.capacity)
             for stream, rate in zip(streams, rates, strict=True):
                 stream.bytes_per_s = rate
-            limits = {stream: upstream.bytes_per_s for stream, upstream in behind}
+            limits = {stream: upstream.bytes_per_s for stream, upstream in following}
             for transfer, leader in leaders:
                 total = transfer.bytes_per_s
                 for stream in transfer.streams:

@@ -1,4 +1,4 @@
-"""The simulated gateway: requests of tenants, and the attempts at them."""
+"""The simulated gateway: tenants' requests and their attempts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torchrelay.sim.workers import SimulatedWorkers
 
 _GATEWAY = "gateway"
 _KV_FIXED_S = 0.002  # offer, reservation and the last layer's KV
-_KV_LEFT = 0.05  # of the KV is still to be sent when the prompt is computed: layers stream while later ones are
+_KV_LEFT = 0.05  # of the KV is unsent when the prompt is computed: each layer's is sent during the later layers
 
 
 @dataclass(eq=False)
 class _Attempt:
-    """One attempt at a request, from its placement on."""
+    """A placed attempt at a request."""
 
     outcome: RequestOutcome
     key: AttemptKey
     placement: Placement
     placed_at: float
-    num_forced: int = 0  # tokens that earlier attempts have given
-    job: Prompt | Decoding | None = None  # what runs now
+    num_forced: int = 0  # tokens from earlier attempts
+    job: Prompt | Decoding | None = None  # running in an engine
     kv_event: Event | None = None
     computed_at: float = 0.0
 
@@ -54,8 +54,8 @@ class SimulatedGateway:
         self._open: dict[AttemptKey, RequestOutcome] = {}
         self._forced: dict[AttemptKey, int] = {}
         self._running: dict[AttemptKey, _Attempt] = {}
-        self._migrating: dict[AttemptKey, _Attempt] = {}  # by the attempt that is to take over
-        self.num_waiting = 0  # requests without a first token, wherever they wait for it
+        self._migrating: dict[AttemptKey, _Attempt] = {}  # by the key of the succeeding attempt
+        self.num_waiting = 0  # requests without a first token
 
     @property
     def is_busy(self) -> bool:
@@ -63,7 +63,7 @@ class SimulatedGateway:
 
     @property
     def num_decoding(self) -> int:
-        """Requests that have their first token and not their last."""
+        """Requests with a first token and without a last one."""
         return len(self._open) + len(self._running) - len(self._migrating) - self.num_waiting
 
     def connect(self) -> None:
@@ -93,7 +93,6 @@ class SimulatedGateway:
             service_class=request.service_class,
             ttft_target_s=0.0 if is_batch else served.ttft_target_s(request.num_prompt_tokens),
             tbt_target_s=served.tpot_target_s,
-            weight=request.weight,
             migrates=migrates,
         )
         self._open[key], self._forced[key] = outcome, num_forced
@@ -115,7 +114,7 @@ class SimulatedGateway:
                 self._events.after(RPC_S, partial(self._migrate, answer.key))
 
     def _start(self, placement: Placement) -> None:
-        """Opens the attempt at both workers."""
+        """Opens the placed attempt at its workers."""
         key = placement.key
         outcome = self._open.pop(key, None)
         if outcome is None:
@@ -126,9 +125,6 @@ class SimulatedGateway:
             self._leave(left)
             self._scheduler.apply(inputs.Release(left.key, True, is_migrated=True))
         attempt = _Attempt(outcome, key, placement, now, num_forced)
-        outcome.placed_at = outcome.placed_at or now
-        outcome.was_cold = outcome.was_cold or placement.cold
-        outcome.predicted_ttft_s = outcome.predicted_ttft_s or placement.predicted.ttft_s
         self._running[key] = attempt
         refs = (placement.prefill, placement.decode)
         if not all(self._workers.of[ref.worker_id].takes(ref.instance_id) for ref in refs):
@@ -143,7 +139,7 @@ class SimulatedGateway:
         prefill.engine.prefill(attempt.job)
 
     def _computed(self, attempt: _Attempt) -> None:
-        """The prompt's first token is there."""
+        """Handles the first token: the attempt ends, decodes here, or sends its KV to the decode worker."""
         outcome, now = attempt.outcome, self._events.now
         if not outcome.first_token_at:
             outcome.first_token_at = now + RPC_S
@@ -191,13 +187,13 @@ class SimulatedGateway:
         self._scheduler.soon(inputs.Release(attempt.key, True, outcome))
 
     def _take_back(self, key: AttemptKey) -> None:
-        """An attempt that has not begun is asked for anew."""
+        """Asks for a new attempt if this one has not begun."""
         attempt = self._running.get(key)
         if attempt is not None and isinstance(attempt.job, Prompt) and not attempt.job.num_done:
             self._fail(attempt, is_taken_back=True)
 
     def _migrate(self, key: AttemptKey) -> None:
-        """Another attempt is asked for, which takes over when it is placed."""
+        """Asks for another attempt, which takes over when it is placed."""
         attempt = self._running.get(key)
         if attempt is None or not attempt.computed_at or attempt in self._migrating.values():
             return
@@ -207,14 +203,14 @@ class SimulatedGateway:
         self._admit(attempt.outcome, successor, self._num_given(attempt), migrates=key.attempt)
 
     def _give_up_migration(self, attempt: _Attempt) -> None:
-        """The attempt is over before another one took over."""
-        successor = next((key for key, one in self._migrating.items() if one is attempt), None)
+        """Withdraws the succeeding attempt of an attempt that is over, if it has one."""
+        successor = next((key for key, migrating in self._migrating.items() if migrating is attempt), None)
         if successor is not None:
             del self._migrating[successor], self._open[successor], self._forced[successor]
             self._scheduler.soon(inputs.Withdraw(successor))
 
     def _fail(self, attempt: _Attempt, *, is_taken_back: bool = False) -> None:
-        """The attempt is over without its end: another one is asked for, which continues it."""
+        """Ends the attempt before its last token and asks for another that continues it."""
         self._give_up_migration(attempt)
         given = self._num_given(attempt)
         self._leave(attempt)
@@ -224,7 +220,7 @@ class SimulatedGateway:
         self._admit(attempt.outcome, key, given)
 
     def _num_given(self, attempt: _Attempt) -> int:
-        """Tokens that the request has by now, without its last one."""
+        """Tokens that the request has by now, without its last token."""
         worker = self._workers.of[attempt.placement.decode.worker_id]
         given = attempt.num_forced + (attempt.computed_at > 0)
         if isinstance(attempt.job, Decoding) and attempt.key in worker.attempts and worker.engine is not None:
@@ -232,7 +228,7 @@ class SimulatedGateway:
         return min(given, attempt.outcome.request.num_output_tokens - 1)
 
     def _leave(self, attempt: _Attempt) -> None:
-        """The attempt leaves its workers."""
+        """Removes the attempt from its workers."""
         self._running.pop(attempt.key, None)
         if attempt.kv_event is not None:
             attempt.kv_event.cancel()

@@ -1,6 +1,6 @@
-"""The simulated cluster: a gateway, stores and workers that do what a policy commands, and report to it.
+"""The simulated cluster: a gateway, stores and workers that execute a policy's commands and report to it.
 
-The policy is whatever takes inputs and gives effects: the scheduler's own, with its strategies or a rival's.
+The policy is the scheduler's own, with its own strategies or a rival's.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ _GIVEN_UP_S = 3600.0  # after the last arrival
 
 
 class Plant:
-    """Owner of everything that is simulated. ``held``: packs that are in a host's RAM at the start, by its number."""
+    """Owner of the simulated cluster. ``held``: packs in a host's RAM at the start, by the host's number."""
 
     def __init__(
         self,
         policy: SimulatedPolicy,
         fleet: Fleet,
         models: Iterable[ServedModel],
-        idle_timeout_s: float = 0.0,
         held: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         self.events = EventQueue(now=START_S)
         self.policy, self.fleet = policy, fleet
         self.served = {model.name: model for model in models}
-        self.models = {model.name: policy_model(model, idle_timeout_s) for model in self.served.values()}
+        self.models = {model.name: policy_model(model) for model in self.served.values()}
         self._meter = Meter(self.events)
         self._scheduler = SimulatedScheduler(policy, self.events, self._carry_out)
         self._stores = SimulatedStores(self.events, fleet, self.served, self._meter, self._scheduler)
@@ -53,8 +52,8 @@ class Plant:
             self._stores.hold(self._stores.of[f"store-{number}"], pack_ids)
 
     def run(self, requests: Iterable[Request], settle_s: float = 5.0) -> list[RequestOutcome]:
-        """Everything from the cluster's start until the last request has ended. Requests, in the order of their
-        arrival, begin after ``settle_s``, and what is spent counts from there on.
+        """Simulates from the cluster's start until the last request has ended. Requests, in order of arrival, come
+        after ``settle_s``; spending counts from then on.
         """
         self._gateway.connect()
         self._report_all()
@@ -70,13 +69,8 @@ class Plant:
             self.events.run(self.events.now + 1.0)
         return self.outcomes
 
-    @property
-    def spent(self) -> Spent:
-        """Without what is still held."""
-        return self._meter.spent
-
     def spent_now(self) -> Spent:
-        """So far, with what is still held."""
+        """Spending until now, with slots that are still held."""
         return self._meter.until_now(self._workers.held_device_s)
 
     def _carry_out(self, caused: effects.Effects) -> None:
@@ -123,14 +117,13 @@ class Plant:
         )
 
 
-def policy_model(served: ServedModel, idle_timeout_s: float = 0.0) -> Model:
-    """As the policy knows it; 0: the idle timeout of its parameters."""
+def policy_model(served: ServedModel) -> Model:
+    """The model as the policy knows it."""
     return Model(
         name=served.name,
         version_id=f"version of {served.name}",
         pack_id=served.name,
         pack_bytes=served.pack_bytes,
         kv_bytes_per_token=served.kv_bytes_per_token,
-        idle_timeout_s=idle_timeout_s,
         num_devices=served.num_devices,
     )

@@ -1,4 +1,4 @@
-"""Pictures of runs and of figures over size, by matplotlib: an optional dependency (``torchrelay-sim[plots]``)."""
+"""Plots of runs over time and of figures by cluster size. They need matplotlib (``torchrelay-sim[plots]``)."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def check_available() -> None:
 
 
 def plot_runs(path: Path, runs: Sequence[Run], title: str) -> None:
-    """Instances, the queue and the time to first token of each run over time. Raises ``PlotsUnavailable``."""
+    """Plots instances, queue and time to first token of each run over time. Raises ``PlotsUnavailable``."""
     check_available()
     from matplotlib.figure import Figure
 
     figure = Figure((_WIDTH, _HEIGHT), layout="constrained")
     instances, queue, ttft = figure.subplots(3, 1, sharex=True)
-    for number, run in reversed(list(enumerate(runs))):  # the first on top
+    for number, run in reversed(list(enumerate(runs))):  # draws the first run on top
         times = [sample.at_s for sample in run.samples]
         colour = f"C{number}"
         instances.plot(times, [sample.num_instances for sample in run.samples], colour, label=run.system, linewidth=1.2)
         queue.plot(times, [sample.num_waiting for sample in run.samples], colour, linewidth=1.2)
         for place, (style, width) in enumerate(((":", 1.0), ("-", 1.4))):
-            # What never came has no height; the line is broken there.
-            values = [found[place] if math.isfinite(found[place]) else math.nan for _, found in run.ttfts]
+            # NaN breaks the line where a percentile is infinite.
+            values = [ttfts[place] if math.isfinite(ttfts[place]) else math.nan for _, ttfts in run.ttfts]
             ttft.plot([at_s for at_s, _ in run.ttfts], values, style, color=colour, linewidth=width)
     _finish(instances, title, "instances")
     _finish(queue, "", "requests without\na first token")
@@ -62,7 +62,7 @@ def plot_runs(path: Path, runs: Sequence[Run], title: str) -> None:
 
 
 def shown_until_s(runs: Sequence[Run]) -> float:
-    """A little after the queue of each last changed: requests that are never answered wait in it for hours."""
+    """A time shortly after the last change of any queue: requests that are never answered stay in a queue for hours."""
     latest = 0.0
     for run in runs:
         num_left = run.samples[-1].num_waiting if run.samples else 0
@@ -71,7 +71,7 @@ def shown_until_s(runs: Sequence[Run]) -> float:
 
 
 def plot_by_size(path: Path, figures: Mapping[str, Sequence[tuple[float, float]]], title: str, unit: str) -> None:
-    """Lines of (number of devices, value). Raises ``PlotsUnavailable``."""
+    """Plots lines of (number of devices, value). Raises ``PlotsUnavailable``."""
     check_available()
     from matplotlib.figure import Figure
 

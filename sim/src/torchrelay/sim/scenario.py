@@ -1,4 +1,4 @@
-"""What is simulated: models, a fleet, requests. Bytes, seconds, tokens."""
+"""Models, fleets and requests of a simulation, in bytes, seconds and tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrelay.scheduler.policy.core import ServiceClass
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model on the group of devices that it needs."""
+    """A model, and its figures on the group of devices that it needs."""
 
     name: str
     num_devices: int
@@ -18,19 +18,19 @@ class ServedModel:
     num_layers: int
     kv_bytes_per_token: int
     latency: LatencyModel
-    ttft_base_s: float  # of its objective; see ``ttft_target_s``
+    ttft_base_s: float  # see ``ttft_target_s``
     prefill_tokens_per_s: float
     tpot_target_s: float
     ttft_prompt_factor: float = 1.2
 
     def ttft_target_s(self, num_prompt_tokens: int) -> float:
-        """Base + a multiple of the time to compute the prompt alone."""
+        """Objective for the first token: a base, and a multiple of the time to compute the prompt alone."""
         return self.ttft_base_s + self.ttft_prompt_factor * num_prompt_tokens / self.prefill_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Equal hosts, each with one store, and groups of devices that are one slot each."""
+    """Equal hosts, each with one store, and one slot per group of devices."""
 
     num_hosts: int
     groups: tuple[int, ...]  # devices of each slot of a host
@@ -45,7 +45,7 @@ class Fleet:
         return self.num_hosts * sum(self.groups)
 
 
-DEFAULT_MAX_TOKENS = 512  # the gateway's, where a client names none
+DEFAULT_MAX_TOKENS = 512  # the gateway's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,29 +55,25 @@ class Request:
     model: str
     num_prompt_tokens: int
     num_output_tokens: int
-    tenant: str = ""  # who uploaded the same files; none: the model's own
+    tenant: str = ""  # that uploaded the same files; empty: the model's own tenant
     service_class: ServiceClass = ServiceClass.STANDARD
-    weight: float = 1.0  # of its tenant
 
     @property
     def max_tokens(self) -> int:
-        """What its client allows: nobody knows the length of an answer. The default, doubled until the answer fits."""
+        """The client's limit: the default, doubled until the answer fits. No client knows the length beforehand."""
         return max(DEFAULT_MAX_TOKENS, 1 << (self.num_output_tokens - 1).bit_length())
 
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """What became of a request. Times are of the simulation; 0: it did not get that far."""
+    """The outcome of a request, in the simulation's time; 0: the request did not get that far."""
 
     request: Request
     arrived_at: float
-    placed_at: float = 0.0
     first_token_at: float = 0.0
     ended_at: float = 0.0
     num_attempts: int = 1
     is_refused: bool = False
-    was_cold: bool = False
-    predicted_ttft_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
@@ -91,5 +87,5 @@ class RequestOutcome:
         return (self.ended_at - self.first_token_at) / max(self.request.num_output_tokens - 1, 1)
 
     def attains(self, model: ServedModel) -> bool:
-        """Whether both objectives are met; refused and unfinished requests do not."""
+        """Whether the request met both objectives; a refused or unfinished request did not."""
         return self.ttft_s <= model.ttft_target_s(self.request.num_prompt_tokens) and self.tpot_s <= model.tpot_target_s

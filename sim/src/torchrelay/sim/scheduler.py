@@ -1,4 +1,4 @@
-"""The policy in virtual time: its inputs, and the call that it asked for by ``next_due``."""
+"""The scheduler in virtual time: it applies inputs, ticks, and the call that the policy's ``next_due`` asks for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.policy.config import TICK_S, TURN_S
 from torchrelay.sim.events import Event, EventQueue
 
-RPC_S = 0.001  # one way: a call, an answer, a report
+RPC_S = 0.001  # one-way delay of a call, an answer or a report
 
 
 class SimulatedPolicy(Protocol):
@@ -20,19 +20,18 @@ class SimulatedPolicy(Protocol):
 
 
 class SimulatedScheduler:
-    """``carry_out`` gets all effects."""
+    """The policy and its clock; ``carry_out`` receives all effects."""
 
     def __init__(
         self, policy: SimulatedPolicy, events: EventQueue, carry_out: Callable[[effects.Effects], None]
     ) -> None:
-        self.policy = policy
-        self._events, self._carry_out = events, carry_out
+        self._policy, self._events, self._carry_out = policy, events, carry_out
         self._due_at = math.inf
         self._due_event: Event | None = None
 
     def apply(self, input_: inputs.Input) -> None:
-        self._carry_out(self.policy.apply(input_, self._events.now))
-        due = self.policy.next_due()
+        self._carry_out(self._policy.apply(input_, self._events.now))
+        due = self._policy.next_due()
         if due < self._due_at:
             if self._due_event is not None:
                 self._due_event.cancel()
@@ -40,11 +39,11 @@ class SimulatedScheduler:
             self._due_event = self._events.at(due, self._due)
 
     def soon(self, input_: inputs.Input) -> None:
-        """The input arrives after one call's time."""
+        """Applies the input after the delay of one call."""
         self._events.after(RPC_S, partial(self.apply, input_))
 
     def start(self) -> None:
-        """Ticks and turns, now and from now on."""
+        """Begins periodic ticks and turns, the first ones now."""
         self._tick()
         self._turn()
 

@@ -1,4 +1,4 @@
-"""What a run holds over time: devices and host memory."""
+"""Devices and host memory that a run uses over time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchrelay.sim.events import EventQueue
 
 @dataclass
 class Spent:
-    """Device seconds from the order to load until the slot is free again, and bytes of packs in RAM over time."""
+    """Device seconds from a load order until the slot is free again, and bytes of packs in RAM over time."""
 
     device_s: float = 0.0
     ram_byte_s: float = 0.0
@@ -23,7 +23,7 @@ class Spent:
 
 @dataclass
 class Meter:
-    """Counts what is spent; what is held in RAM now counts until now."""
+    """Measures what a run uses."""
 
     events: EventQueue
     spent: Spent = field(default_factory=Spent)
@@ -34,7 +34,7 @@ class Meter:
         self._ram_at = self.events.now
 
     def change_ram(self, change_bytes: int) -> None:
-        """From now on ``change_bytes`` more are held."""
+        """Adds ``change_bytes`` to the bytes held in RAM from now on."""
         passed_s, self._ram_at = self.events.now - self._ram_at, self.events.now
         self.spent.ram_byte_s += passed_s * self._ram_bytes
         self._ram_bytes += change_bytes
@@ -46,6 +46,6 @@ class Meter:
         self.spent.num_loads += 1
 
     def until_now(self, held_device_s: float) -> Spent:
-        """With devices that are still held."""
+        """Usage until now, with ``held_device_s`` of slots that are still held."""
         self.change_ram(0)
         return replace(self.spent, device_s=self.spent.device_s + held_device_s)

@@ -1,4 +1,4 @@
-"""Simulated stores: the arena of a host, and relays into it over shared links."""
+"""Simulated stores: a host's arena, and relays into it over shared links."""
 
 from __future__ import annotations
 
@@ -9,29 +9,27 @@ from functools import partial
 from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.policy.core import REMOTE, Model, PackCopy, SourceShare, StoreStatus
 from torchrelay.sim.events import EventQueue
-from torchrelay.sim.flows import FluidNetwork, Link, Stream, Transfer
+from torchrelay.sim.flows import NUM_CHUNKS, FluidNetwork, Link, Stream, Transfer
 from torchrelay.sim.scenario import Fleet, ServedModel
 from torchrelay.sim.scheduler import SimulatedScheduler
 from torchrelay.sim.spent import Meter
 
-NUM_CHUNKS = 256
-
 
 @dataclass(eq=False)
 class SimulatedStore:
-    """Of one host."""
+    """The store of one host."""
 
     host_id: str
     store_id: str
-    copies: dict[str, Transfer | None] = field(default_factory=dict)  # by pack, the longest unused first; None: whole
-    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # followed at once, by pack
-    idle: set[str] = field(default_factory=set)  # packs that arrive, and take only what others leave of the links
+    copies: dict[str, Transfer | None] = field(default_factory=dict)  # by pack, least recently used first; None: whole
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # followed at the same time, by pack
+    idle: set[str] = field(default_factory=set)  # packs that arrive with the bandwidth that others leave
     retained: tuple[str, ...] = ()
-    pins: dict[str, str] = field(default_factory=dict)  # packs in the slots of its host's workers, by worker
+    pins: dict[str, str] = field(default_factory=dict)  # packs in the slots of the host's workers, by worker
     _waiting: dict[str, dict[str, Callable[[], None]]] = field(default_factory=dict)  # by pack and worker
 
     def when_whole(self, pack_id: str, worker_id: str, call: Callable[[], None]) -> None:
-        """Calls at once if the pack is there, else when it is."""
+        """Calls now if the pack is whole, otherwise once it is."""
         if self.copies.get(pack_id) is None:
             call()
         else:
@@ -40,7 +38,7 @@ class SimulatedStore:
     def cancel_wait(self, pack_id: str, worker_id: str) -> None:
         self._waiting.get(pack_id, {}).pop(worker_id, None)
 
-    def now_whole(self, pack_id: str) -> None:
+    def set_whole(self, pack_id: str) -> None:
         self.copies[pack_id] = None
         for call in list(self._waiting.pop(pack_id, {}).values()):
             call()
@@ -50,7 +48,7 @@ class SimulatedStore:
 
 
 class SimulatedStores:
-    """All stores: a relay needs those it follows."""
+    """All stores, because a relay reads from the stores that it follows."""
 
     def __init__(
         self,
@@ -73,19 +71,19 @@ class SimulatedStores:
         self.network = FluidNetwork(events, capacity)
 
     def hold(self, store: SimulatedStore, pack_ids: Iterable[str]) -> None:
-        """Puts whole copies there, as an earlier scheduler would have had them retained."""
+        """Adds whole copies, retained as by an earlier scheduler."""
         store.retained = tuple(pack_ids)
         for pack_id in store.retained:
             self._meter.change_ram(self._pack_bytes(pack_id))
             store.copies[pack_id] = None
 
-    # What they are told
+    # Commands
 
     def copy(self, command: effects.CopyCommand) -> None:
         store = self.of[command.hop.store_id]
         is_held = command.model.pack_id in store.copies
-        if not is_held and command.keep_retained and not self._has_room(store, command.model):
-            self._scheduler.apply(inputs.CopyFailed(command.model.pack_id, store.store_id, "no room"))
+        if not is_held and command.keep_retained and not self._has_space(store, command.model):
+            self._scheduler.apply(inputs.CopyFailed(command.model.pack_id, store.store_id, "no space"))
             return
         self.relay(command.model, command.hop, is_idle=not command.urgent)
         self._scheduler.apply(inputs.CopyAccepted(command.model.pack_id, store.store_id))
@@ -103,17 +101,17 @@ class SimulatedStores:
         self.of[command.store_id].retained = command.pack_ids
 
     def relay(self, model: Model, hop: effects.Hop, *, is_idle: bool = False) -> None:
-        """``is_idle``: nobody waits for it."""
+        """Starts a relay or joins the present one. ``is_idle``: nothing waits for it."""
         store, pack_id = self.of[hop.store_id], model.pack_id
         if pack_id in store.copies:
-            transfer = store.copies[pack_id] = store.copies.pop(pack_id)  # now the one used last
+            transfer = store.copies[pack_id] = store.copies.pop(pack_id)  # now the most recently used
             if transfer is not None and pack_id in store.idle and not is_idle:
                 store.idle.remove(pack_id)
                 self.network.redirect(transfer, self._streams(store, pack_id, store.sources[pack_id]))
             return
         if is_idle:
             store.idle.add(pack_id)
-        self._make_room(store, model)
+        self._free_space(store, model)
         self._meter.change_ram(model.pack_bytes)
         sources = self._sources(store, pack_id, hop)
         store.sources[pack_id] = sources
@@ -121,16 +119,13 @@ class SimulatedStores:
         store.copies[pack_id] = self.network.begin(model.pack_bytes, streams, partial(self._arrived, store, pack_id))
         self._report(store)
 
-    # How a pack gets there
+    # Transfers
 
     def _sources(self, store: SimulatedStore, pack_id: str, hop: effects.Hop) -> tuple[str, ...]:
-        """Those followed at once that have the pack or receive it; without any, the disk."""
-        having = [
-            source
-            for source in hop.sources
-            if source != REMOTE and source != store.store_id and pack_id in self.of[source].copies
-        ]
-        return tuple(having[: max(hop.num_striped, 1)]) or (REMOTE,)
+        """Sources to follow at the same time, which have the pack or receive it; the disk if there are none."""
+        peers = [source for source in hop.sources if source not in (REMOTE, store.store_id)]
+        holders = [source for source in peers if pack_id in self.of[source].copies]
+        return tuple(holders[: max(hop.num_striped, 1)]) or (REMOTE,)
 
     def _streams(self, store: SimulatedStore, pack_id: str, sources: Sequence[str]) -> list[Stream]:
         into, is_idle = ("in", store.store_id), pack_id in store.idle
@@ -143,18 +138,18 @@ class SimulatedStores:
 
     def _arrived(self, store: SimulatedStore, pack_id: str) -> None:
         store.idle.discard(pack_id)
-        store.now_whole(pack_id)
+        store.set_whole(pack_id)
         self._report(store)
 
-    # Room
+    # Space in the arena
 
-    def _has_room(self, store: SimulatedStore, model: Model) -> bool:
+    def _has_space(self, store: SimulatedStore, model: Model) -> bool:
         kept = store.pinned() | set(store.retained)
         used = sum(self._pack_bytes(pack_id) for pack_id in store.copies if pack_id in kept)
         return used + model.pack_bytes <= self._fleet.arena_bytes
 
-    def _make_room(self, store: SimulatedStore, model: Model) -> None:
-        """Evicts unpinned packs: those that are not retained first, the longest unused first."""
+    def _free_space(self, store: SimulatedStore, model: Model) -> None:
+        """Evicts unpinned packs for the model's, packs that are not retained first, then the least recently used."""
         used = sum(map(self._pack_bytes, store.copies))
         pinned = store.pinned()
         for pack_id in sorted(store.copies, key=lambda pack_id: pack_id in store.retained):

@@ -1,4 +1,4 @@
-"""What a run cost and what it attained."""
+"""Cost and attainment of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrelay.sim.spent import Spent
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Of an hour, in any currency. The defaults are about what rented machines cost in dollars."""
+    """Prices of an hour, in any currency. The defaults are near the dollar prices of rented machines."""
 
     device_hour: float = 2.5
     ram_gb_hour: float = 0.005
@@ -19,16 +19,16 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of all requests; those refused or unfinished miss their objective and count as endless."""
+    """Figures of all requests. A refused or unfinished request misses its objective, and its times are infinite."""
 
     num_requests: int
     num_refused: int
-    attainment: float  # part of the requests that met both objectives
+    attainment: float  # share of requests that met both objectives
     ttft_p50_s: float
     ttft_p95_s: float
     ttft_p99_s: float
     tpot_p50_s: float
-    device_s: float  # from the order to load until the slot is free again, summed over devices
+    device_s: float  # from a load order until the slot is free again, summed over devices
     ram_byte_s: float
     num_loads: int
 
@@ -56,6 +56,6 @@ def summarize(outcomes: Sequence[RequestOutcome], models: Mapping[str, ServedMod
 
 
 def percentile(values: Iterable[float], percent: int) -> float:
-    """The least value that ``percent`` of all do not exceed; values may be infinite."""
+    """The smallest value that ``percent`` of all values do not exceed; values may be infinite."""
     ordered = sorted(values)
     return ordered[max(-(-len(ordered) * percent // 100) - 1, 0)]

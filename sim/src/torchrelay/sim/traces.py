@@ -1,4 +1,4 @@
-"""Real arrivals, brought to the size of a cluster."""
+"""Traces of real arrivals, scaled to a cluster."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One line of a trace."""
+    """A line of a trace."""
 
-    at: float  # seconds from its first
+    at: float  # seconds from the first arrival
     num_prompt_tokens: int
     num_output_tokens: int
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """A CSV file with ``COLUMNS``, as the Azure LLM inference traces have them.
+    """Reads a CSV file with ``COLUMNS``, the format of the Azure LLM inference traces.
 
-    Raises ``ValueError`` that names the columns that are missing, or the line and the column at fault.
+    Raises ``ValueError`` that names the missing columns, or the line and the column at fault.
     """
     arrivals: list[Arrival] = []
     begin: datetime | None = None
@@ -49,7 +49,7 @@ def read_trace(path: Path) -> list[Arrival]:
 def _value(
     row: Mapping[str, str | None], column: str, where: str, wanted: str, read: Callable[[str], ValueT]
 ) -> ValueT:
-    """What ``read`` makes of a column. Raises ``ValueError`` that says ``where`` the column is not what is wanted."""
+    """Parses a column with ``read``. Raises ``ValueError`` that says ``where`` it is not what is ``wanted``."""
     text = row[column] or ""
     try:
         return read(text)
@@ -69,26 +69,26 @@ def _count(text: str) -> int:
 
 
 def halves(arrivals: Sequence[Arrival]) -> tuple[list[Arrival], list[Arrival]]:
-    """By time: one to tune on, one to score on."""
+    """Splits the trace in the middle of its time: a half to tune on and a half to score on."""
     middle = (arrivals[0].at + arrivals[-1].at) / 2
     first = [arrival for arrival in arrivals if arrival.at < middle]
     second = [arrival for arrival in arrivals if arrival.at >= middle]
-    return first, [Arrival(each.at - middle, each.num_prompt_tokens, each.num_output_tokens) for each in second]
+    return first, [replace(arrival, at=arrival.at - middle) for arrival in second]
 
 
 def requests_of(
     arrivals: Sequence[Arrival], models: Sequence[ServedModel], copies: float, zipf: float, seed: int
 ) -> list[Request]:
-    """All of ``request_stream``, in order of time and id."""
-    found = request_stream(arrivals, models, copies, zipf, seed)
-    return sorted(found, key=lambda request: (request.arrives_at, request.request_id))
+    """All requests of ``request_stream``, in order of time and id."""
+    requests = request_stream(arrivals, models, copies, zipf, seed)
+    return sorted(requests, key=lambda request: (request.arrives_at, request.request_id))
 
 
 def request_stream(
     arrivals: Iterable[Arrival], models: Sequence[ServedModel], copies: float, zipf: float, seed: int
 ) -> Iterator[Request]:
-    """Each arrival ``copies`` times on average, each copy at a random moment of the gap to the next arrival; models by
-    a Zipf law over their order. In order of time.
+    """Yields each arrival ``copies`` times on average, in order of time. Further copies arrive at random moments before
+    the next arrival; models follow a Zipf law over their order.
     """
     random_ = random.Random(seed)
     cumulated = list(accumulate(1 / rank**zipf for rank in range(1, len(models) + 1)))
@@ -96,25 +96,25 @@ def request_stream(
         assert arrival is not None
         gap_s = following.at - arrival.at if following is not None else 0.0
         num = int(copies) + (random_.random() < copies - int(copies))
-        found = []
+        requests = []
         for copy in range(num):
             at = arrival.at + (random_.random() * gap_s if copy else 0.0)
             model = random_.choices(models, cum_weights=cumulated)[0]
-            found.append(
+            requests.append(
                 Request(f"r{number}-{copy}", at, model.name, arrival.num_prompt_tokens, arrival.num_output_tokens)
             )
-        yield from sorted(found, key=lambda request: request.arrives_at)
+        yield from sorted(requests, key=lambda request: request.arrives_at)
 
 
 def repeated(arrivals: Sequence[Arrival], seconds: float) -> Iterator[Arrival]:
-    """The trace again and again, with its mean gap between, for so long."""
+    """Repeats the trace for ``seconds``, with its mean gap between repetitions."""
     begin, length_s = arrivals[0].at, arrivals[-1].at - arrivals[0].at
     period_s = length_s * len(arrivals) / max(len(arrivals) - 1, 1)
     for number in count():
-        for one in arrivals:
-            at = one.at - begin + number * period_s
+        for arrival in arrivals:
+            at = arrival.at - begin + number * period_s
             if at >= seconds:
                 return
-            yield replace(one, at=at)
+            yield replace(arrival, at=at)
         if not period_s:
             return

@@ -1,4 +1,4 @@
-"""Simulated workers: slots that load packs from their host's store, compute, and drain."""
+"""Simulated workers: slots that load packs from the store of their host, compute and drain."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from torchrelay.sim.stores import NUM_CHUNKS, SimulatedStore
 
 @dataclass(eq=False)
 class SimulatedWorker:
-    """One slot."""
+    """A worker with one slot."""
 
     worker_id: str
     store: SimulatedStore
     num_devices: int
     engine: SimulatedEngine | None = None
     slot: SlotStatus = field(default_factory=SlotStatus)
-    attempts: dict[AttemptKey, Callable[[], None]] = field(default_factory=dict)  # what to call when it is cut off
+    attempts: dict[AttemptKey, Callable[[], None]] = field(default_factory=dict)  # called if the attempt is cut off
     loaded: Event | None = None
-    begun_at: float = 0.0  # since when the slot is not free
+    begun_at: float = 0.0  # when the slot was taken; 0: free
 
     def takes(self, instance_id: str) -> bool:
-        """Whether it has this instance and takes requests for it."""
+        """Whether the slot holds this instance and accepts requests for it."""
         return self.slot.instance_id == instance_id and self.slot.phase is not InstancePhase.DRAINING
 
 
@@ -58,18 +58,18 @@ class SimulatedWorkers:
         }
 
     def _largest_pack_bytes(self, num_devices: int) -> int:
-        return max((each.pack_bytes for each in self._served.values() if each.num_devices == num_devices), default=0)
+        return max((model.pack_bytes for model in self._served.values() if model.num_devices == num_devices), default=0)
 
     @property
     def held_device_s(self) -> float:
-        """Of slots that are not free, until now."""
+        """Device seconds until now of slots that are taken."""
         now = self._events.now
         return sum((now - worker.begun_at) * worker.num_devices for worker in self.of.values() if worker.begun_at)
 
     def num_slots(self, phase: InstancePhase) -> int:
         return sum(worker.slot.phase is phase for worker in self.of.values())
 
-    # What they are told
+    # Commands
 
     def load(self, model: Model, order: effects.LoadOrder) -> None:
         worker, served = self.of[order.worker_id], self._served[model.pack_id]
@@ -90,7 +90,7 @@ class SimulatedWorkers:
         worker.store.pins[worker.worker_id] = model.pack_id
         self._meter.count_load()
         worker.engine = SimulatedEngine(self._events, served.latency, ready_at=math.inf)
-        worker.store.when_whole(model.pack_id, worker.worker_id, partial(self._pack_is_there, worker))
+        worker.store.when_whole(model.pack_id, worker.worker_id, partial(self._pack_arrived, worker))
         self._scheduler.soon(inputs.LoadAccepted(order.instance_id))
         self._report(worker)
 
@@ -115,21 +115,21 @@ class SimulatedWorkers:
         self._events.after(command.drain_s, partial(self._end_drain, worker, command.instance_id))
 
     def leave(self, worker_id: str, key: AttemptKey) -> None:
-        """The attempt has ended there."""
+        """Removes an attempt that has ended."""
         worker = self.of[worker_id]
         worker.attempts.pop(key, None)
         if worker.slot.phase is InstancePhase.DRAINING and not worker.attempts:
             self._free(worker)
 
-    # The slot's life
+    # Life cycle of a slot
 
-    def _pack_is_there(self, worker: SimulatedWorker) -> None:
-        """In host memory, whole. What arrived over the network went on into the device as it came."""
+    def _pack_arrived(self, worker: SimulatedWorker) -> None:
+        """Schedules the end of the load. Bytes go on into the device as they arrive in host memory."""
         served = self._served[worker.slot.pack_id]
         copy_s = served.pack_bytes / (self._fleet.device_bytes_per_s * worker.num_devices)
         end = max(worker.begun_at + copy_s, self._events.now + copy_s / NUM_CHUNKS)
         assert worker.engine is not None
-        worker.engine.now_ready_at(end)
+        worker.engine.set_ready_at(end)
         worker.loaded = self._events.at(end, partial(self._loaded, worker))
 
     def _loaded(self, worker: SimulatedWorker) -> None:

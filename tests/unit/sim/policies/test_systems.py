@@ -1,4 +1,4 @@
-"""What is compared with: each system does what its docstring says, on the same cluster."""
+"""Compared systems: each does what its docstring says, on the same cluster."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def requests(model: str, number: int, every_s: float) -> list[Request]:
     return [Request(f"{model} {n}", n * every_s, model, 1000, 20) for n in range(number)]
 
 
-def run(system: str, found: list[Request], fleet: Fleet = FLEET) -> tuple[Plant, list[RequestOutcome]]:
-    plant = SYSTEMS[system](fleet, [FIRST, SECOND], KNOBS, found).plant([FIRST, SECOND])
-    return plant, plant.run(sorted(found, key=lambda one: one.arrives_at), settle_s=10.0)
+def run(system: str, requests: list[Request]) -> tuple[Plant, list[RequestOutcome]]:
+    plant = SYSTEMS[system](FLEET, [FIRST, SECOND], KNOBS, requests).plant([FIRST, SECOND])
+    return plant, plant.run(sorted(requests, key=lambda request: request.arrives_at), settle_s=10.0)
 
 
 def devices_held(plant: Plant, after_s: float) -> int:
@@ -38,48 +38,48 @@ def devices_held(plant: Plant, after_s: float) -> int:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_every_system_answers_every_request_and_the_same_way_again(system: str) -> None:
-    found = requests("t/first", 30, 0.1) + requests("t/second", 10, 0.3)
-    (plant, outcomes), (_, again) = run(system, found), run(system, found)
+def test_every_request_answered_deterministically(system: str) -> None:
+    both = requests("t/first", 30, 0.1) + requests("t/second", 10, 0.3)
+    (plant, outcomes), (_, again) = run(system, both), run(system, both)
     summary = summarize(outcomes, plant.served, plant.at_last_arrival)
     assert summary.num_requests == 40 and not summary.num_refused and summary.device_s > 0
-    assert all(one.ended_at for one in outcomes)
-    assert [one.ended_at for one in again] == [one.ended_at for one in outcomes]
+    assert all(outcome.ended_at for outcome in outcomes)
+    assert [outcome.ended_at for outcome in again] == [outcome.ended_at for outcome in outcomes]
 
 
 @pytest.mark.parametrize(("system", "held"), [("serverlessllm", 0), ("blitzscale_min0", 0), ("blitzscale_min1", 2)])
-def test_what_is_held_when_nobody_asks(system: str, held: int) -> None:
+def test_devices_held_without_requests(system: str, held: int) -> None:
     plant, _ = run(system, requests("t/first", 3, 0.1))
     assert devices_held(plant, 20.0) == held
 
 
-def test_a_keep_alive_time_saves_the_second_load_and_costs_devices() -> None:
+def test_keep_alive_time_saves_second_load() -> None:
     twice = [Request("a", 0.0, "t/first", 1000, 20), Request("b", 4.0, "t/first", 1000, 20)]
     later = [twice[0], Request("b", 20.0, "t/first", 1000, 20)]
     kept, loaded_again = run("serverlessllm", twice)[0], run("serverlessllm", later)[0]
-    assert kept.spent.num_loads == 1 and loaded_again.spent.num_loads == 2
+    assert kept.spent_now().num_loads == 1 and loaded_again.spent_now().num_loads == 2
 
 
-def test_where_every_host_has_it_a_load_takes_the_copy_to_the_device() -> None:
+def test_all_cache_load_takes_device_copy() -> None:
     _, (first,) = run("all_cache", requests("t/first", 1, 1.0))
     assert COPY_S < first.ttft_s < COPY_S + 0.2
 
 
-def test_zero_load_time_is_no_wait_and_nothing_is_held_for_what_may_come() -> None:
+def test_clairvoyant_neither_waits_nor_holds_devices() -> None:
     plant, (first,) = run("clairvoyant", requests("t/first", 1, 1.0))
     assert first.ttft_s < 0.2
     assert devices_held(plant, 1.0) == 0
 
 
 @pytest.mark.parametrize("system", ["distserve_mean", "distserve_peak"])
-def test_static_instances_are_there_at_the_start_and_stay(system: str) -> None:
-    plant, outcomes = run(system, requests("t/first", 3, 0.1), FLEET)
-    assert all(one.ttft_s < 0.3 for one in outcomes), "no load"
+def test_static_instances_present_from_start(system: str) -> None:
+    plant, outcomes = run(system, requests("t/first", 3, 0.1))
+    assert all(outcome.ttft_s < 0.3 for outcome in outcomes), "no load"
     assert plant.at_last_arrival.num_loads == 0
     assert devices_held(plant, 60.0) == 4, "prefill and decode of both models"
 
 
-def test_static_instances_live_within_the_cluster_those_with_most_requests_per_slot_first() -> None:
+def test_static_instances_fit_by_requests_per_slot() -> None:
     four, three = Fleet(1, (1, 1, 1, 1), 1e9, 1e9, 1e9, 10**9), Fleet(1, (1, 1, 1), 1e9, 1e9, 1e9, 10**9)
     num_requests = {"t/first": 10, "t/second": 30}
     assert fitting(four, {FIRST: (1, 1), SECOND: (1, 1)}, num_requests) == {FIRST: (1, 1), SECOND: (1, 1)}
@@ -88,22 +88,22 @@ def test_static_instances_live_within_the_cluster_those_with_most_requests_per_s
     assert fitting(four, {FIRST: (1, 1), SECOND: (6, 3)}, {"t/second": 30}) == {SECOND: (3, 1)}
 
 
-def test_a_model_without_static_instances_is_not_served() -> None:
-    found = requests("t/first", 3, 0.1) + requests("t/second", 4, 0.1)
+def test_model_without_static_instances_not_served() -> None:
+    both = requests("t/first", 3, 0.1) + requests("t/second", 4, 0.1)
     small = replace(FLEET, num_hosts=1)
-    setup = SYSTEMS["distserve_mean"](small, [FIRST, SECOND], KNOBS, found)
+    setup = SYSTEMS["distserve_mean"](small, [FIRST, SECOND], KNOBS, both)
     assert setup.fleet.num_devices == small.num_devices
     assert isinstance(setup.strategies.decide, StaticInstances)
     assert [(model.name, *numbers) for model, *numbers in setup.strategies.decide.numbers] == [("t/second", 1, 1)]
 
 
-def test_a_chain_and_a_disk() -> None:
+def test_relay_plans_of_rivals() -> None:
     chain = by_chain(["s0"], [], ["s1", "s2", "s0"])
     assert [(edge.target, edge.upstream) for edge in chain] == [("s1", "s0"), ("s2", "s1"), ("s0", "s2")]
     assert [edge.already_there for edge in chain] == [False, False, True]
     assert {edge.upstream for edge in from_disk(["s0"], [], ["s1", "s2"])} == {REMOTE}
 
 
-def test_one_copy_of_each_where_there_is_room() -> None:
+def test_one_copy_of_each_that_fits() -> None:
     assert one_copy_each(FLEET, [FIRST, SECOND]) == {0: ["t/first"], 1: ["t/second"]}
     assert one_copy_each(Fleet(1, (1,), 1.0, 1.0, 1.0, FIRST.pack_bytes), [FIRST, SECOND]) == {0: ["t/first"]}

@@ -1,1 +1,1 @@
-"""The systems that are compared: the scheduler's own strategies, and those that papers state, on one cluster"""
+"""The compared systems: the scheduler's own strategies and published ones, on the same cluster"""

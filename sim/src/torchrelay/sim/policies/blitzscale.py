@@ -1,10 +1,10 @@
-"""Like BlitzScale (Zhang et al., OSDI 2025), with at least one instance of each model, or none.
+"""BlitzScale (Zhang et al., OSDI 2025), with a minimum of zero or one instance of each model.
 
-Modelled: its variant in which one instance computes prompts and decodes; instances by the number of requests, up at
-once; weights by serial chains of hosts over the network; one copy of each model is kept in the RAM of the cluster. Not
-modelled: live scaling, in which a loading instance computes its first layers for one that is overloaded, multicast
-between the devices of a host, and its variant with prefill and decode apart, which takes slots that these clusters do
-not have. Requests are placed and bound by our own prediction, and wait by deadline (``deadline_order``).
+Modelled: its variant in which an instance both prefills and decodes; immediate scaling by the number of requests;
+weights over serial chains of hosts; one copy of each model in the RAM of the cluster. Not modelled: live scaling, in
+which a loading instance computes its first layers for an overloaded instance; multicast between the devices of a host;
+the variant with separate prefill and decode, which needs more slots than these clusters have. Requests are placed and
+bound by our own prediction and wait by deadline (``deadline_order``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A bound on what devices can be had for: loads take no time, so that nothing is held for what may come.
+"""An estimate of the least device time: loads take no time, so no instance is held for future requests.
 
-Modelled: packs in every host's RAM and devices that take them at once; an instance for each model with open requests,
-by their number, drained as soon as it is idle. Where a load takes no time, to know the trace adds nothing but which of
-several busy models should get a slot: that is by the longest wait, and is not looked for. So it is near the least
-device time, not proven to be it. Requests wait in the order of ours.
+Modelled: every pack in every host's RAM, and devices that load it instantly; instances by the number of open requests,
+drained as soon as they are idle. With instant loads, knowledge of the trace would only help to choose which of several
+busy models gets a slot; here the longest wait decides, without a search. So the device time is near the minimum but not
+proven to be it. Requests wait in the order of our own scheduler.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _BYTES_PER_S = 1e18
 
 
 def clairvoyant(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:
-    found = all_cache(replace(fleet, device_bytes_per_s=_BYTES_PER_S), models, knobs, tuned_on)
-    ours, theirs = Strategies(), found.strategies
+    cached = all_cache(replace(fleet, device_bytes_per_s=_BYTES_PER_S), models, knobs, tuned_on)
+    ours, theirs = Strategies(), cached.strategies
     return replace(
-        found,
-        config=replace(found.config, idle_timeout_s=_AT_ONCE_S, whole_scale_every_s=_AT_ONCE_S, slot_setup_s=0.0),
+        cached,
+        config=replace(cached.config, idle_timeout_s=_AT_ONCE_S, whole_scale_every_s=_AT_ONCE_S, slot_setup_s=0.0),
         strategies=replace(theirs, choose_late=ours.choose_late, late_rank=ours.late_rank),
     )

@@ -1,6 +1,6 @@
-"""Scaling by the number of requests, as serverless platforms do: so many per instance, and a fixed idle timeout.
+"""Scaling as on serverless platforms: a fixed number of requests per instance, and a fixed idle timeout.
 
-Each instance computes prompts and decodes.
+Each instance both prefills and decodes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torchrelay.scheduler.policy.reasons import Reason
 
 @dataclass(frozen=True)
 class CountScaling:
-    """``requests_per_instance``: waiting and open. ``kept``: models of which one instance is loaded at the start and
-    stays, unless another model has none and no other slot is idle.
+    """Scales to ``requests_per_instance`` waiting and open requests. Each model of ``kept`` has an instance from the
+    start, which stays unless a model without any needs its slot and no other slot is idle.
     """
 
     requests_per_instance: int
@@ -84,7 +84,7 @@ def _wake(
     autoscaler_input: AutoscalerInput,
     free: dict[str, WorkerStatus],
 ) -> list[Action]:
-    """As many as there are slots for, the nearest copy first."""
+    """Wakes up to ``number`` instances in free slots, the nearest copy first."""
     if not number:
         return []
     slots = free_slots(model, free.values(), autoscaler_input.stores, avoid)
@@ -100,8 +100,8 @@ def _is_idle(load: InstanceLoad, since: float) -> bool:
 
 
 def _evictions(starving: Sequence[Model], autoscaler_input: AutoscalerInput) -> list[Action]:
-    """One slot for each model without any: that of the instance that was unused the longest. Slots on their way to be
-    free count.
+    """Drains, for each model without an instance, the idle instance that was unused the longest. Slots that are being
+    freed count as theirs.
     """
     if not starving:
         return []

@@ -1,6 +1,6 @@
-"""The order in which requests of rivals wait: the earliest deadline first, and of those that are late too.
+"""The order in which rivals' requests wait: earliest deadline first, also among late requests.
 
-Their papers have first come, first served, with which they attain little in an overload: this is kind to them.
+Their papers use first come, first served, which attains little in an overload, so this order favours them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchrelay.scheduler.policy.strategies import Strategies
 
 
 def by_deadline(strategies: Strategies) -> Strategies:
-    """With this order."""
+    """The strategies with this order."""
     return replace(strategies, choose_late=_none, late_rank=_by_deadline)
 
 

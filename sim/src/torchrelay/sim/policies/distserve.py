@@ -1,12 +1,11 @@
-"""Like DistServe (Zhong et al., OSDI 2024): prefill and decode apart, in numbers that are fixed beforehand.
+"""DistServe (Zhong et al., OSDI 2024): separate prefill and decode instances in fixed numbers.
 
-Modelled: for each model as many prefill and decode instances as the requests it is tuned on need, on average or in
-their busiest ten seconds; all are loaded at the start and stay. It has the same cluster as all others: where that has
-too few slots of a size, models get theirs in the order of their requests per slot, the last one as many as are left in
-the same proportion, and one that is left less than a prefill and a decode instance is not served. Its RAM is not
-counted as it would be. Not modelled: its search over parallelism (groups of devices are given), and placement that
-keeps KV within a host. Requests are placed and bound by our own prediction, and wait by deadline
-(``deadline_order``).
+Modelled: the numbers of prefill and decode instances that the requests of the tuning half need, on average or in their
+busiest ten seconds; all are loaded at the start and stay. The cluster is the same as for all systems. Where it has too
+few slots of a size, models get slots in order of their requests per slot; the last model gets the remaining slots in
+the same proportion, and a model with fewer than two is not served. Its RAM is not counted realistically. Not modelled:
+its search over parallelism (groups of devices are given), and placement that keeps KV within a host. Requests are
+placed and bound by our own prediction and wait by deadline (``deadline_order``).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, AutoscalerInput, Wake
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment, assign, free_slots
@@ -30,12 +29,12 @@ from torchrelay.sim.policies.setup import Knobs, Setup, all_everywhere
 from torchrelay.sim.scenario import Fleet, Request, ServedModel
 
 _WINDOW_S = 10.0
-_USE = 0.7  # of an instance's time, so that prompts wait little
+_USE = 0.7  # of an instance's time, so that prompts wait briefly
 
 
 @dataclass(frozen=True)
 class StaticInstances:
-    """``numbers``: of prefill and of decode instances; ``num_workers``: before all are there, nothing is loaded."""
+    """Loads ``numbers`` of prefill and decode instances once all ``num_workers`` are present."""
 
     numbers: Sequence[tuple[Model, int, int]]
     num_workers: int
@@ -54,8 +53,8 @@ class StaticInstances:
             chosen: list[SlotAssignment] = []
             for num_missing in ((missing[0], 0), (0, missing[1])):  # one role each
                 assigned = assign(free_slots(model, free.values(), autoscaler_input.stores, frozenset()), *num_missing)
-                for one in assigned:
-                    del free[one.worker_id]
+                for assignment in assigned:
+                    del free[assignment.worker_id]
                 chosen += assigned
             actions += [Wake(model, tuple(chosen), Reason("growth", "as planned"))] if chosen else []
         return tuple(actions)
@@ -77,31 +76,30 @@ def _setup(
     num_requests = Counter(request.model for request in tuned_on)
     numbers = [(policy_model(model), *both) for model, both in fitting(fleet, wanted, num_requests).items()]
     decide = StaticInstances(numbers, fleet.num_hosts * len(fleet.groups))
-    enlarged = replace(fleet, arena_bytes=max(fleet.arena_bytes, sum(model.pack_bytes for model in models)))
-    held = all_everywhere(enlarged, models)  # so that the start does not wait for disks
+    large, held = all_everywhere(fleet, models)  # the start does not wait for disks
     strategies = by_deadline(Strategies(decide=decide, plan=from_disk, repair=no_copies))
-    return Setup(knobs.config(), enlarged, strategies, held)
+    return Setup(knobs.config(), large, strategies, held)
 
 
 def fitting(
     fleet: Fleet, wanted: Mapping[ServedModel, tuple[int, int]], num_requests: Mapping[str, int]
 ) -> dict[ServedModel, tuple[int, int]]:
-    """Prefill and decode instances that there are slots for, by model: those with most requests per slot first."""
+    """Numbers of prefill and decode instances that fit into the slots, models with most requests per slot first."""
     left = Counter({size: fleet.num_hosts * number for size, number in Counter(fleet.groups).items()})
-    found = {}
+    numbers = {}
     for model in sorted(wanted, key=lambda model: (-num_requests.get(model.name, 0) / sum(wanted[model]), model.name)):
         num_slots = min(sum(wanted[model]), left[model.num_devices])
         if num_slots < 2:
             continue
         share = round(num_slots * wanted[model][0] / sum(wanted[model]))
         num_prefill = min(max(share, 1), num_slots - 1)
-        found[model] = num_prefill, num_slots - num_prefill
+        numbers[model] = num_prefill, num_slots - num_prefill
         left[model.num_devices] -= num_slots
-    return found
+    return numbers
 
 
 def _numbers(model: ServedModel, prompt_rate: float, answer_rate: float, knobs: Knobs) -> tuple[int, int]:
-    """``prompt_rate``, ``answer_rate``: tokens per second. An instance decodes so many requests at once."""
+    """Numbers of prefill and decode instances for ``prompt_rate`` and ``answer_rate`` tokens per second."""
     batch = knobs.requests_per_instance
     decode_s = model.latency.tbt_s(batch, 1000 * batch) / batch
     num_prefill = math.ceil(prompt_rate / model.prefill_tokens_per_s / _USE)
@@ -109,7 +107,7 @@ def _numbers(model: ServedModel, prompt_rate: float, answer_rate: float, knobs: 
 
 
 def _rates(requests: Sequence[Request], *, is_peak: bool) -> dict[str, tuple[float, float]]:
-    """By model: tokens of prompts and of answers per second, in the window with most, or over the whole time."""
+    """Tokens of prompts and of answers per second and model, in the busiest window or over the whole time."""
     if not requests:
         return {}
     end = max(request.arrives_at for request in requests)
@@ -120,6 +118,6 @@ def _rates(requests: Sequence[Request], *, is_peak: bool) -> dict[str, tuple[flo
         of_window[0] += request.num_prompt_tokens
         of_window[1] += request.num_output_tokens
     return {
-        model: (max(one[0] for one in windows.values()) / width, max(one[1] for one in windows.values()) / width)
+        model: (max(num for num, _ in windows.values()) / width, max(num for _, num in windows.values()) / width)
         for model, windows in tokens.items()
     }

@@ -1,4 +1,4 @@
-"""How packs get to hosts elsewhere: from the disk of each, or by a chain. They predict no rates."""
+"""Relay plans of rival systems: from each host's disk, or along a chain. They predict no rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def from_disk(
     live: Collection[str] = (),
     num_bytes: float = 0.0,
 ) -> tuple[TransferEdge, ...]:
-    """Each host from its own RAM, else from its own disk: nothing is relayed."""
+    """Plans without relays: each host reads from its own RAM or its own disk."""
     return tuple(_edge(target, REMOTE, whole, receiving) for target in dict.fromkeys(targets))
 
 
@@ -33,7 +33,7 @@ def by_chain(
     live: Collection[str] = (),
     num_bytes: float = 0.0,
 ) -> tuple[TransferEdge, ...]:
-    """One serial chain: each host follows the one that began before it, the first one a whole copy or its disk."""
+    """Plans a serial chain: each host follows the host before it, and the first one a whole copy or its disk."""
     tail = (*receiving[-1:], *whole[:1], REMOTE)[0]
     edges = []
     for target in dict.fromkeys(targets):
@@ -50,5 +50,5 @@ def _edge(target: str, source: str, whole: Sequence[str], receiving: Sequence[st
 
 
 def no_copies(replication_input: ReplicationInput, config: PolicyConfig) -> ReplicationPlan:
-    """Packs are in RAM where instances were loaded, until their room is needed."""
+    """Plans no copies: packs stay in RAM where instances were loaded, until their space is needed."""
     return ReplicationPlan()

@@ -1,4 +1,4 @@
-"""Runs of systems on the same requests, and what each came to."""
+"""Runs of systems on the same requests, and their results."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torchrelay.sim.scenario import Fleet, Request, ServedModel
 from torchrelay.sim.summary import Summary, summarize
 from torchrelay.sim.timeline import Sample, ttfts_over_time
 
-SETTLE_S = 30.0  # for what is loaded at the start
-_NUM_STRETCHES = 60  # of the time, for TTFT
+_SETTLE_S = 30.0  # for instances that are loaded at the start
+_NUM_INTERVALS = 60  # of TTFT over time
 _PERCENTS = (50, 95)
 
 
 @dataclass(frozen=True)
 class Run:
-    """``ttfts``: the middle of each stretch of time, and P50 and P95 of what arrived in it."""
+    """A system's run. ``ttfts``: the middle of each interval, and P50 and P95 of requests that arrived in it."""
 
     system: str
     summary: Summary
@@ -34,9 +34,9 @@ def run_system(
     requests: Sequence[Request],
     tuned_on: Sequence[Request],
 ) -> Run:
-    """``tuned_on``: what sizes systems of fixed numbers of instances. Raises ``ValueError`` without a request."""
+    """Runs a system. ``tuned_on`` sizes fixed numbers of instances. Raises ``ValueError`` without requests."""
     plant = SYSTEMS[system](fleet, models, knobs, tuned_on).plant(models)
-    outcomes = plant.run(requests, SETTLE_S)
+    outcomes = plant.run(requests, _SETTLE_S)
     summary = summarize(outcomes, plant.served, plant.at_last_arrival)
-    width_s = max((outcomes[-1].arrived_at - outcomes[0].arrived_at) / _NUM_STRETCHES, 1.0)
+    width_s = max((outcomes[-1].arrived_at - outcomes[0].arrived_at) / _NUM_INTERVALS, 1.0)
     return Run(system, summary, plant.samples, ttfts_over_time(outcomes, width_s, _PERCENTS))

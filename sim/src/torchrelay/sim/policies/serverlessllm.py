@@ -1,9 +1,9 @@
-"""Like ServerlessLLM (Fu et al., OSDI 2024).
+"""ServerlessLLM (Fu et al., OSDI 2024).
 
-Modelled: one instance of a model computes prompts and decodes; instances by the number of requests; a keep-alive time;
-a load goes where the pack is nearest, in the host's RAM before its disk; packs stay in RAM until their room is needed.
-Not modelled: live migration to free the nearest host, and its loader, which is presumed as quick as ours. Requests are
-placed and bound by our own prediction, and wait by deadline (``deadline_order``), which is kind to it.
+Modelled: instances that both prefill and decode, by the number of requests; a keep-alive time; loads where the pack is
+nearest, in the host's RAM before its disk; packs stay in RAM until their space is needed. Not modelled: live migration
+to free the nearest host, and its loader, which is assumed to be as fast as ours. Requests are placed and bound by our
+own prediction and wait by deadline (``deadline_order``), which favours it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A system on a cluster: its strategies, its parameters, and what it is given to begin with."""
+"""A system on a cluster: its strategies, its parameters and its first copies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TypeAlias
 
@@ -16,7 +16,7 @@ from torchrelay.sim.scenario import Fleet, Request, ServedModel
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What is tuned, by the same grid for all."""
+    """Parameters that are tuned, with the same grid for all systems."""
 
     idle_timeout_s: float
     requests_per_instance: int
@@ -27,7 +27,7 @@ class Knobs:
 
 @dataclass(frozen=True)
 class Setup:
-    """``held``: packs that are in a host's RAM at the start, by its number."""
+    """A system to simulate. ``held``: packs in a host's RAM at the start, by the host's number."""
 
     config: PolicyConfig
     fleet: Fleet
@@ -40,17 +40,17 @@ class Setup:
         return Plant(policy, self.fleet, models, held=self.held)
 
 
-# From the cluster, the models, what is tuned, and the requests that it is tuned on.
+# From the cluster, the models, the tuned parameters and the requests that the system is tuned on.
 System: TypeAlias = Callable[[Fleet, Sequence[ServedModel], Knobs, Sequence[Request]], Setup]
 
 
 def ours(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:
-    """The scheduler as it runs: nothing is modelled, these are its own strategies."""
+    """Our scheduler with its own strategies; nothing is modelled."""
     return Setup(knobs.config(), fleet, held=one_copy_each(fleet, models))
 
 
 def one_copy_each(fleet: Fleet, models: Sequence[ServedModel]) -> dict[int, list[str]]:
-    """In the RAM of the cluster, as far as there is room: the largest first, each where most is left."""
+    """Places a copy of each pack that fits into the cluster's RAM, largest first, on the host with most space."""
     held: dict[int, list[str]] = {number: [] for number in range(fleet.num_hosts)}
     left = dict.fromkeys(held, fleet.arena_bytes)
     for model in sorted(models, key=lambda model: (-model.pack_bytes, model.name)):
@@ -61,6 +61,7 @@ def one_copy_each(fleet: Fleet, models: Sequence[ServedModel]) -> dict[int, list
     return held
 
 
-def all_everywhere(fleet: Fleet, models: Sequence[ServedModel]) -> dict[int, list[str]]:
-    """In the RAM of every host, which must have room."""
-    return {number: [model.name for model in models] for number in range(fleet.num_hosts)}
+def all_everywhere(fleet: Fleet, models: Sequence[ServedModel]) -> tuple[Fleet, dict[int, list[str]]]:
+    """Places every pack into the RAM of every host. Returns the fleet with enough RAM for it, too."""
+    large = replace(fleet, arena_bytes=max(fleet.arena_bytes, sum(model.pack_bytes for model in models)))
+    return large, {number: [model.name for model in models] for number in range(fleet.num_hosts)}

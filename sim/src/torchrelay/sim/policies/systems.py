@@ -1,4 +1,4 @@
-"""All systems, by name."""
+"""All systems by name."""
 
 from __future__ import annotations
 
