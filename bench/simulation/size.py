@@ -148,7 +148,7 @@ def measure(size: Size, arrivals: Sequence[Arrival]) -> SizeRun:
         num_requests,
         sum(outcome.is_refused for outcome in outcomes),
         sum(outcome.attains(served[outcome.request.model]) for outcome in outcomes) / max(num_requests, 1),
-        plant.spent.num_loads,
+        plant.spent_now().num_loads,
         cpu_s,
         timed.taken_s,
         num_after - num_before,

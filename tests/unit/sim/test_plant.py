@@ -40,7 +40,7 @@ def new_policy(policy: type[PolicyT], strategies: Strategies | None = None, **co
 
 
 def run(requests: list[Request], **config: object) -> tuple[Plant, list[RequestOutcome]]:
-    plant = Plant(new_policy(Policy, **config), FLEET, [SMALL, LARGE])
+    plant = Plant(new_policy(Policy, None, **config), FLEET, [SMALL, LARGE])
     return plant, plant.run(sorted(requests, key=lambda request: request.arrives_at))
 
 

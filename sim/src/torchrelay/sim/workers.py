@@ -11,10 +11,11 @@ from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, Model, SlotStatus, WorkerStatus
 from torchrelay.sim.engine import SimulatedEngine
 from torchrelay.sim.events import Event, EventQueue
+from torchrelay.sim.flows import NUM_CHUNKS
 from torchrelay.sim.scenario import Fleet, ServedModel
 from torchrelay.sim.scheduler import SimulatedScheduler
 from torchrelay.sim.spent import Meter
-from torchrelay.sim.stores import NUM_CHUNKS, SimulatedStore
+from torchrelay.sim.stores import SimulatedStore
 
 
 @dataclass(eq=False)
