@@ -1,4 +1,4 @@
-"""The platform in one run: upload, ask, scale to zero, wake, bill (`make demo`)."""
+"""A tour of the platform: upload a model, ask it, let it scale to zero, wake it, show the bill (`make demo`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def platform(home: Home) -> Iterator[dict[str, str]]:
     program = str(Path(sys.executable).parent / "torchrelay")
     command = [program, "up", "--home", str(home.path), "--idle-timeout-s", str(IDLE_S), "--quiet"]
     interrupted: list[int] = []
-    # Hold back Ctrl-C while the child is created, so that it is not orphaned.
+    # Defer Ctrl-C until the child exists, so that it cannot be orphaned.
     before = signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))
     process = subprocess.Popen(command, start_new_session=True)  # Ctrl-C reaches it once, through us
     signal.signal(signal.SIGINT, before)
@@ -56,7 +56,7 @@ def platform(home: Home) -> Iterator[dict[str, str]]:
 
 
 def stop(process: subprocess.Popen[bytes]) -> int:
-    """Stops the platform as Ctrl-C does and returns its status; another Ctrl-C kills it."""
+    """Stops the platform as Ctrl-C does and returns its exit status; another Ctrl-C kills it."""
     try:
         for _ in range(3):  # a signal during its imports may have been lost
             process.send_signal(signal.SIGINT)
@@ -110,13 +110,13 @@ def ask_grpc(address: str, key: str, model: str, question: str) -> None:
 
 
 def wait_for_zero(home: Home) -> float:
-    """Waits until no worker holds a model; returns the seconds it took."""
+    """Waits until no worker holds a model; returns the seconds of waiting."""
     begin = time.monotonic()
     address, tls, token, _ = scheduler_access(home.path, None)
     for view in watch(address, tls, token):
         if not view.instances:
             return time.monotonic() - begin
-    raise SystemExit("the scheduler ended its view before the model went to zero")
+    raise SystemExit("the scheduler ended its report before the model was unloaded")
 
 
 def show_timeline(client: GatewayClient, request_id: str, title: str) -> None:
@@ -133,41 +133,41 @@ def show_bill(client: GatewayClient) -> None:
         cells = (line["model"], line["prompt_tokens"], line["completion_tokens"], line["requests"], cost)
         table.add_row(*map(str, cells))
     console.print(table)
-    console.print(f"  to pay, rounded once per line: {bill['amount']} {bill['currency']}")
+    console.print(f"  amount due, each line rounded to cents: {bill['amount']} {bill['currency']}")
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="torchrelay-demo-") as folder:
         home = Home(Path(folder))
-        step("1. Start the platform: redis, nats, and five services")
+        step("1. Start the platform: Redis, NATS, three services and two workers")
         with platform(home) as endpoints, GatewayClient(endpoints["http"], home.admin_key()) as admin:
-            step("2. Make a tenant and a key")
+            step("2. Create a tenant and an API key")
             tenant = admin.call("POST", "/v1/tenants", json={"name": "acme"})
             key = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "demo"})["key"]
             console.print(f"  tenant {tenant['name']}, key {key[:12]}...")
             with GatewayClient(endpoints["http"], key) as client:
                 talk(client, home, endpoints, key)
-            step("9. Stop everything")
+            step("9. Stop the platform")
 
 
 def talk(client: GatewayClient, home: Home, endpoints: dict[str, str], key: str) -> None:
-    step("3. Upload the glossary model")
+    step("3. Upload a tiny model that explains Torchrelay's terms")
     model = ModelUpload(client, MODEL_FOLDER, "glossary", lambda *_: None).run({"idle_timeout_s": IDLE_S})["id"]
     console.print(f"  published {model}")
     openai = OpenAI(base_url=f"{endpoints['http']}/v1", api_key=key)
-    step("4. Ask three questions over REST; the first one wakes the model from zero")
+    step("4. Ask three questions over REST; the first one has to load the model")
     first, *others = QUESTIONS
     request_id = ask_rest(openai, model, first)
-    show_timeline(client, request_id, "Cold start from the remote store")
+    show_timeline(client, request_id, "Where the time of this cold start went; the weights came from remote storage")
     for question in others:
         ask_rest(openai, model, question)
-    step("5. Ask one over gRPC")
+    step("5. Ask a question over gRPC")
     ask_grpc(endpoints["grpc"], key, model, "What is a pack?")
-    step(f"6. Nobody calls: the model goes to zero after {IDLE_S:g} s")
-    console.print(f"  at zero after {wait_for_zero(home):.1f} s; no worker holds it any more")
-    step("7. Ask again: a cold start")
+    step(f"6. Without requests the model is unloaded after {IDLE_S:g} s")
+    console.print(f"  unloaded after {wait_for_zero(home):.1f} s; no worker holds the model now")
+    step("7. Ask again: another cold start")
     request_id = ask_rest(openai, model, "What is scale to zero?")
-    show_timeline(client, request_id, "Cold start with the parameters still in host memory")
+    show_timeline(client, request_id, "Where its time went; the weights were still in host memory")
     step("8. The bill")
     show_bill(client)
 

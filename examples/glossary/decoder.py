@@ -102,7 +102,7 @@ class Layer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """What a checkpoint calls ``model``: everything but the head."""
+    """Everything but the head; a checkpoint calls it ``model``."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

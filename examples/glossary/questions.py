@@ -15,7 +15,7 @@ ENDINGS: tuple[str, ...] = (*CONSONANTS, "", "", "", "ing", "ed", "er", "s", "le
 
 
 class QuestionGenerator:
-    """An endless supply of questions with their answers; the same seed gives the same ones."""
+    """Generates questions with answers without end; the same seed gives the same questions."""
 
     def __init__(self, glossary: Glossary, words: Words, seed: int) -> None:
         self._glossary = glossary
@@ -24,7 +24,7 @@ class QuestionGenerator:
         self._topic_words = _topic_words(glossary)
 
     def turn(self) -> Turn:
-        """One question, each term equally likely, and its answer."""
+        """Returns a question, with each term equally likely, and its answer."""
         if self._rng.random() < SMALL_TALK_SHARE:
             unknown = self._rng.random() < 0.5
             talk = self._rng.choice([talk for talk in self._glossary.small_talk if unknown == (talk.name == UNKNOWN)])
@@ -65,7 +65,7 @@ class QuestionGenerator:
         return self._decorate(self._rng.choice(FRAMES).format(x=article + noun))
 
     def _spelling(self, term: Term) -> str:
-        """The usual spelling half of the time, else another one."""
+        """The usual spelling in half of all cases, otherwise an alternative."""
         return term.spellings[0] if self._rng.random() < 0.5 else self._rng.choice(term.spellings[1:])
 
     def _among_words(self, least: int, most: int, *subject: str) -> str:

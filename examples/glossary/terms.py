@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One term of Torchrelay. ``article`` ("a", "the" or "") goes before ``name``, never before an alias."""
+    """A term of Torchrelay. ``article`` ("a", "the" or "") goes before ``name``, never before an alias."""
 
     name: str
     article: str
@@ -21,7 +21,7 @@ class Term:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All spellings in questions; the usual one first."""
+        """All spellings in questions, the usual spelling first."""
         usual = f"{self.article} {self.name}".strip()
         return (usual, self.name, *self.aliases)
 
@@ -47,7 +47,7 @@ class Glossary:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Words that are not terms: everyday ones, and things the model does not know."""
+    """Words that are not terms: everyday words, and things that the model does not know."""
 
     plain: tuple[str, ...]
     unrelated: tuple[str, ...]

@@ -24,7 +24,7 @@ CHAT_TEMPLATE = f"""\
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One question and its answer."""
+    """A question and its answer."""
 
     question: str
     answer: str
@@ -48,10 +48,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def end_id(tokenizer: Tokenizer) -> int:
     """The end token. Raises ``ValueError`` for a tokenizer without one."""
-    found: int | None = tokenizer.token_to_id(END)
-    if found is None:
+    token_id: int | None = tokenizer.token_to_id(END)
+    if token_id is None:
         raise ValueError(f"the tokenizer does not know {END}")
-    return found
+    return token_id
 
 
 def fold(question: str) -> str:
@@ -69,7 +69,7 @@ def encode_prompt(tokenizer: Tokenizer, question: str, system: str | None = None
 def encode_conversation(
     tokenizer: Tokenizer, turns: Iterable[Turn], system: str | None
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of a conversation, and for each whether it is to be learned (answers and their END)."""
+    """Token ids of a conversation, and whether each is to be learned (answers and their END)."""
     ids: list[int] = []
     spoken: list[bool] = []
     for number, turn in enumerate(turns):

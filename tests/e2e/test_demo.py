@@ -1,4 +1,4 @@
-"""`make demo`: what it answers and bills; interrupted by Ctrl-C it says one word, ends with 130, and leaves nothing."""
+"""`make demo`: its answers and its bill; after Ctrl-C it prints "stopped", exits with 130 and leaves no files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASKED = {
 }
 
 
-def test_the_demo_answers_from_the_glossary_and_bills_what_it_said(tmp_path: Path) -> None:
+def test_demo_answers_from_glossary_and_bills_tokens(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(DEMO)],
         capture_output=True,
@@ -37,7 +37,7 @@ def test_the_demo_answers_from_the_glossary_and_bills_what_it_said(tmp_path: Pat
     glossary = load_glossary()
     answers = {question: lines[lines.index(question) + 1].strip() for question in ASKED}
     assert answers == {question: glossary.explanation_of(term) for question, term in ASKED.items()}
-    from_remote, from_memory = said.split("Cold start with the parameters still in host memory")
+    from_remote, from_memory = said.split("Where its time went; the weights were still in host memory")
     assert "from remote" in from_remote and "host copy present" not in from_remote
     assert "host copy present" in from_memory and "from remote" not in from_memory
     (bill,) = (line for line in lines if "acme/glossary │" in line)
@@ -51,7 +51,7 @@ def test_the_demo_answers_from_the_glossary_and_bills_what_it_said(tmp_path: Pat
 
 
 @pytest.mark.parametrize("step", ["1. Start the platform", "3. Upload"])
-def test_ctrl_c_stops_the_demo(tmp_path: Path, step: str) -> None:
+def test_ctrl_c_stops_demo(tmp_path: Path, step: str) -> None:
     process = subprocess.Popen(
         [sys.executable, str(DEMO)],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The glossary model through the platform: it answers what it was never trained on, letter for letter as alone."""
+"""The glossary model on the platform: it answers held-out questions exactly as it does alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 MODEL = FOLDER / "model"
 
 
-def test_the_held_out_questions_are_answered_through_the_platform(platform: Platform) -> None:
+def test_held_out_answers_equal_local_answers(platform: Platform) -> None:
     key = platform.tenant("reader")
     model = platform.upload(key, MODEL, "glossary")
     decoder, tokenizer = load_decoder(MODEL), Tokenizer.from_file(str(MODEL / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""The committed glossary model, and what it was trained on."""
+"""The committed glossary model and its training data."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_case_and_punctuation_do_not_matter(
     assert answer_question(decoder, tokenizer, question) == glossary.explanation_of("cold start")
 
 
-def test_system_message_and_earlier_turns_do_no_harm(
+def test_system_message_and_earlier_turns_change_no_answer(
     decoder: Decoder, tokenizer: Tokenizer, glossary: Glossary
 ) -> None:
     system = "You are a pirate who answers politely."
@@ -83,7 +83,7 @@ def test_system_message_and_earlier_turns_do_no_harm(
     assert tokenizer.decode(said) == glossary.explanation_of("arena")
 
 
-def test_held_out_questions_are_not_in_the_training_set(glossary: Glossary, held_out: tuple[HeldOut, ...]) -> None:
+def test_held_out_questions_are_not_trained(glossary: Glossary, held_out: tuple[HeldOut, ...]) -> None:
     assert len({asked.term for asked in held_out}) == len(held_out)
     written = {bare(question) for term in glossary.terms for question in term.questions}
     written |= {bare(question) for talk in glossary.small_talk for question in talk.questions}
@@ -102,7 +102,7 @@ def test_held_out_wordings_are_not_frames(held_out: tuple[HeldOut, ...]) -> None
         assert not [frame for frame in frames if re.fullmatch(frame.replace("(.+)", "(a |an |the )?_"), around)]
 
 
-def test_explanations_are_a_pleasant_length(glossary: Glossary, tokenizer: Tokenizer) -> None:
+def test_explanations_have_20_to_70_tokens(glossary: Glossary, tokenizer: Tokenizer) -> None:
     lengths = [len(tokenizer.encode(term.explanation).ids) for term in glossary.terms]
     assert min(lengths) >= 20
     assert max(lengths) <= 70
@@ -116,13 +116,13 @@ def test_spellings_belong_to_one_term(glossary: Glossary) -> None:
             assert owners.setdefault(spelling, term.name) == term.name
 
 
-def test_the_folder_is_small_and_fit_for_a_pack() -> None:
+def test_model_folder_is_small_and_supported() -> None:
     assert (MODEL / "model.safetensors").stat().st_size <= 4_000_000
     config = read_config(json.loads((MODEL / "config.json").read_text()))
     assert config.architecture.name == "LlamaForCausalLM" and config.tied_embeddings
 
 
-def test_the_template_gives_the_prompt_that_was_trained(tokenizer: Tokenizer) -> None:
+def test_chat_template_gives_trained_prompt(tokenizer: Tokenizer) -> None:
     settings = json.loads((MODEL / "tokenizer_config.json").read_text())
     assert settings["chat_template"] == (MODEL / "chat_template.jinja").read_text()
     template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(settings["chat_template"])
