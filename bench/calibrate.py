@@ -1,11 +1,11 @@
-"""The simulator against the platform: the same arrivals, the same hosts, and the times to the first token of both.
+"""The simulator against the platform: times to first token of the same arrivals on the same hosts.
 
     python bench/calibrate.py [--quick]
 
-Three hosts in network namespaces, each with a param-store and a worker of one slot, and the control services on a host
-of their own. Every layer takes a fixed time (`calibration/padded_worker.py`), so that two cores suffice. For each seed,
-requests of random lengths come at random times, more and more of them, for a model that nobody has loaded: it is woken,
-and grows. Then the simulator plays the same arrivals on the same fleet. The time that a load takes is measured before.
+Three hosts in network namespaces have a param-store and a worker with one slot each; another host has the control
+services. Every layer takes a fixed time (`calibration/padded_worker.py`), so two cores suffice. For each seed, requests
+of random lengths arrive at random times and at a rising rate for a model that is not loaded, so it is woken and scaled
+up. Then the simulator runs the same arrivals on the same fleet. The duration of a load is measured before.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.calibration.padding import PADDED_WORKER, padding
 from bench.report import Check, finish, progress
+from bench.streaming.open_load import completion_body, open_job
 from tests.lab import Lab
 from tests.lab.child import Child
 from tests.lab.cluster import HOSTS, TARGETS, Cluster
@@ -54,7 +55,7 @@ TIMEOUT_S = 300.0
 
 
 class PaddedCluster(Cluster):
-    """Its workers take the time that ``LATENCY`` says."""
+    """A cluster whose workers take the time that ``LATENCY`` predicts."""
 
     def _worker(self, host: Host) -> Child:
         child = super()._worker(host)
@@ -77,12 +78,12 @@ Arrivals = Sequence[tuple[float, Lengths]]
 
 
 def arrivals(seed: int, seconds: float) -> Arrivals:
-    """Ever more of them, at random times."""
-    rng, at, found = random.Random(seed), 0.0, []
+    """Arrivals at random times and a rising rate."""
+    rng, at, times = random.Random(seed), 0.0, []
     low, high = PROMPT_TOKENS
     while (at := at + rng.expovariate(PER_S[0] + (PER_S[1] - PER_S[0]) * at / seconds)) < seconds:
-        found.append((at, Lengths(round(low * (high / low) ** rng.random()), rng.randint(*OUTPUT_TOKENS))))
-    return found
+        times.append((at, Lengths(round(low * (high / low) ** rng.random()), rng.randint(*OUTPUT_TOKENS))))
+    return times
 
 
 # The platform
@@ -90,7 +91,7 @@ def arrivals(seed: int, seconds: float) -> Arrivals:
 
 @dataclass(slots=True)
 class Real:
-    """The model is in each host's memory, and in nobody's slot."""
+    """The platform, with the model in each host's memory and in no slot."""
 
     lab: Lab
     cluster: Cluster
@@ -98,54 +99,39 @@ class Real:
     model: Published
     folder: Path
 
-    def ttfts_s(self, found: Arrivals, seed: int) -> list[float]:
-        """Raises ``RuntimeError`` unless all were answered whole."""
+    def ttfts_s(self, arrivals: Arrivals, seed: int) -> list[float]:
+        """Times to first token of the arrivals. Raises ``RuntimeError`` unless all answers are complete."""
         rng = random.Random(seed)
         self.operator.await_zero()
-        requests: list[dict[str, Any]] = [{"at": at, "body": self._body(lengths, rng)} for at, lengths in found]
+        requests: list[dict[str, Any]] = [{"at": at, "body": self._body(lengths, rng)} for at, lengths in arrivals]
         answers = self._send(requests)
         for request, answer in zip(requests, answers, strict=True):
             if answer["status"] != 200 or answer["num_events"] < request["body"]["max_tokens"]:
-                raise RuntimeError(f"not answered: {answer}")
+                raise RuntimeError(f"incomplete answer: {answer}")
         return [answer["first_at"] - answer["sent_at"] for answer in answers]
 
     def _body(self, lengths: Lengths, rng: random.Random) -> dict[str, Any]:
-        return {
-            "model": self.model.name,
-            "prompt": [rng.randrange(VOCAB_SIZE - 64) for _ in range(lengths.num_prompt_tokens)],
-            "max_tokens": lengths.num_output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
+        prompt = [rng.randrange(VOCAB_SIZE - 64) for _ in range(lengths.num_prompt_tokens)]
+        return completion_body(self.model.name, prompt, lengths.num_output_tokens)
 
     def _send(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """From the control host."""
-        host, port = self.cluster.http.removeprefix("http://").split(":")
-        job = {
-            "host": host,
-            "port": int(port),
-            "path": "/v1/completions",
-            "headers": {"Authorization": f"Bearer {self.operator.key}"},
-            "requests": requests,
-            "comes_back": False,
-        }
+        """Sends the requests from the control host."""
+        job = open_job(self.cluster.http, self.operator.key, requests)
         (self.folder / "job.json").write_text(json.dumps(job))
         command = [sys.executable, "-m", "bench.streaming.open_load"]
         with (self.folder / "job.json").open("rb") as given, (self.folder / "answers.json").open("wb") as answers:
             process = self.lab["control"].spawn(command, stdin=given, stdout=answers, cwd=ROOT)
             if process.wait(TIMEOUT_S):
                 raise subprocess.CalledProcessError(process.returncode, command)
-        found: list[list[dict[str, Any]]] = json.loads((self.folder / "answers.json").read_text())
-        return [tries[0] for tries in found]
+        tries: list[list[dict[str, Any]]] = json.loads((self.folder / "answers.json").read_text())
+        return [first for first, *_ in tries]
 
 
 # The simulator
 
 
-def simulated(found: Arrivals, pack_bytes: int, load_s: float) -> list[RequestOutcome]:
-    """``load_s``: of a pack in the host's memory into a slot."""
+def simulated(arrivals: Arrivals, pack_bytes: int, load_s: float) -> list[RequestOutcome]:
+    """Simulates the arrivals. ``load_s``: duration of a load from host memory into a slot."""
     model = ServedModel(
         name="t/model",
         num_devices=1,
@@ -165,7 +151,7 @@ def simulated(found: Arrivals, pack_bytes: int, load_s: float) -> list[RequestOu
     plant = Plant(policy, fleet, [model], held={number: [model.name] for number in range(len(TARGETS))})
     requests = [
         Request(f"r{number}", at, model.name, lengths.num_prompt_tokens, lengths.num_output_tokens)
-        for number, (at, lengths) in enumerate(found)
+        for number, (at, lengths) in enumerate(arrivals)
     ]
     return plant.run(requests)
 
@@ -199,14 +185,14 @@ def main() -> None:
             real = Real(lab, cluster, operator, operator.publish(checkpoint), folder)
             operator.keep_copies_on(("source", *TARGETS), real.model.pack_id)
             loads = [real.ttfts_s([(0.0, Lengths(32, 8))], -seed)[0] for seed in range(3)]
-            load_s = median(loads[1:]) - LATENCY.prefill_s(32)  # the first time, more has to be read
+            load_s = median(loads[1:]) - LATENCY.prefill_s(32)  # the first load reads more
             progress(f"a load takes {load_s * 1e3:.0f} ms")
             for seed in seeds:
-                found = arrivals(seed, SEED_S)
-                of_real = real.ttfts_s(found, seed)
-                of_sim = [outcome.ttft_s for outcome in simulated(found, real.model.pack_bytes, load_s)]
+                requests = arrivals(seed, SEED_S)
+                of_real = real.ttfts_s(requests, seed)
+                of_sim = [outcome.ttft_s for outcome in simulated(requests, real.model.pack_bytes, load_s)]
                 progress(
-                    f"seed {seed}: {len(found)} requests, P50 and P95 measured "
+                    f"seed {seed}: {len(requests)} requests, P50 and P95 measured "
                     + ", simulated ".join(
                         f"{percentile(s, 50):.3f} {percentile(s, 95):.3f} s" for s in (of_real, of_sim)
                     )

@@ -1,15 +1,14 @@
-"""Cold start: from zero to the first token, with the parameters in host memory, and on disk only.
+"""Cold start: from zero to the first token, with the parameters in host memory or on disk only.
 
     python bench/cold_start.py [--quick]
 
-Each cold sample runs in worker processes that never hosted the model; the warm median of the same prompt is subtracted,
-with the prefix cache off. The limit of the disk case is the time to read the pack's file with O_DIRECT into a reused
-buffer, measured in the same run.
+Each cold sample runs in worker processes that never hosted the model, with the prefix cache off; the warm median of the
+same prompt is subtracted. The limit of the disk case is the time of an O_DIRECT read of the pack's file into a reused
+buffer in the same run.
 """
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import statistics
@@ -24,7 +23,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.report import Check, finish, progress
+from bench.report import Check, finish, parser_of, progress
 from tests.support.checkpoints import make_checkpoint
 from tests.support.platform import Platform, running_platform
 from torchrelay.cli.up.plan import STORE_ID
@@ -53,11 +52,11 @@ class Model:
     key: str
 
 
-def first_token_s(platform: Platform, model: Model, prompt: list[int] | None = None) -> float:
-    """Seconds from sending a streamed request to its first token."""
+def first_token_s(platform: Platform, model: Model) -> float:
+    """Seconds from the start of a streamed request to its first token."""
     body = {
         "model": model.name,
-        "prompt": prompt or PROMPT,
+        "prompt": PROMPT,
         "max_tokens": 2,
         "temperature": 0,
         "stream": True,
@@ -70,7 +69,7 @@ def first_token_s(platform: Platform, model: Model, prompt: list[int] | None = N
             if line.startswith("data: {") and not first:
                 first = time.perf_counter() - begin
     if not first:
-        raise RuntimeError(f"no token came: status {response.status_code}")
+        raise RuntimeError(f"no token arrived: status {response.status_code}")
     return first
 
 
@@ -94,7 +93,7 @@ def renew_workers(platform: Platform) -> None:
 
 
 def drop_host_copy(platform: Platform, model: Model) -> None:
-    """Drops the host copies, so that the pack is on disk only."""
+    """Drops the host copies, which leaves the pack on disk only."""
     epoch = next(iter(platform.views())).epoch
     with platform.channel(platform.endpoints["store"], STORE_ID) as channel:
         stub = param_store_pb2_grpc.ParamStoreStub(channel)
@@ -132,8 +131,7 @@ def cold_samples(platform: Platform, model: Model, count: int, from_disk: bool) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer samples, under 50 s")
+    parser = parser_of(__doc__, "fewer samples, under 50 s")
     quick = parser.parse_args().quick
     with tempfile.TemporaryDirectory(prefix="torchrelay-bench-") as folder:
         root = Path(folder)

@@ -2,16 +2,15 @@
 
     python bench/engine.py [--quick] [--peer vllm] [--peer-bin PATH]
 
-`torchrelay up` with one worker in both roles and `cpu_reorder` on; random checkpoints; 64 tokens in, 32 out. The peer
-gets the same load from the same client in the same run, on all cores. PATH is its `vllm` command, also named by
-TORCHRELAY_BENCH_VLLM. Then a repeated prompt; prefill and decode on separate workers; memory of two workers with
-`cpu_reorder` off; and transformers' `generate_batch`. --quick does the same with fewer layers in the mid model and
-fewer tokens per request; `conditions` has both.
+`torchrelay up` runs with one worker in both roles and `cpu_reorder` on, with random checkpoints, prompts of 64 tokens
+and answers of 32. The peer gets the same load from the same client in the same run, on all cores. PATH is its `vllm`
+command (default: TORCHRELAY_BENCH_VLLM). Further figures: a repeated prompt; prefill and decode on separate workers;
+memory of two workers with `cpu_reorder` off; and transformers' `generate_batch`. --quick uses fewer layers in the mid
+model and fewer tokens per request; `conditions` has both.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.cold_start import WORKERS, Model, publish, renew_workers
-from bench.report import Check, finish, progress
+from bench.report import Check, finish, parser_of, progress
 from bench.serving.checks import Measured, apart_checks, memory_checks, model_checks, prefix_check
 from bench.serving.client import PROMPT_TOKENS, Burst, LoadClient, Sample, prompts_of
 from bench.serving.memory_bound import limit_check, rounds_of
@@ -57,41 +56,41 @@ FULL = Form(mid_layers=24, output_tokens=32, waves=3, rounds=5)
 QUICK = Form(mid_layers=8, output_tokens=16, waves=1, rounds=1)
 
 
-def sweep(door: LoadClient, model: BenchModel, form: Form, workers: Sequence[int] = ()) -> dict[int, Sample]:
-    """One sample per concurrency after a warm-up request; with the CPU time of these processes."""
+def sweep(client: LoadClient, model: BenchModel, form: Form, workers: Sequence[int] = ()) -> dict[int, Sample]:
+    """Samples by concurrency, after a warm-up request, with the CPU time of the processes ``workers``."""
     bursts = [Burst(prompts_of(model, 1), 1, form.output_tokens)]
     for concurrency in CONCURRENCIES:
         prompts = prompts_of(model, max(2, concurrency) * form.waves)
         bursts.append(Burst(prompts, concurrency, form.output_tokens, workers))
-    _, *samples = door.load(bursts)
+    _, *samples = client.load(bursts)
     for concurrency, sample in zip(CONCURRENCIES, samples, strict=True):
-        progress(f"{door.model} at {concurrency}: {sample}")
+        progress(f"{client.model} at {concurrency}: {sample}")
     return dict(zip(CONCURRENCIES, samples, strict=True))
 
 
-def prefix_ttft_ms(door: LoadClient, model: BenchModel) -> tuple[float, float]:
-    """TTFT of a long prompt, and of the same again."""
+def prefix_ttft_ms(client: LoadClient, model: BenchModel) -> tuple[float, float]:
+    """TTFT of a long prompt, and of its repetition."""
     burst = Burst(prompts_of(model, 1, LONG_PROMPT_TOKENS), 1, 2)
-    first, second = door.load([burst, burst])
+    first, second = client.load([burst, burst])
     return first.ttft_ms, second.ttft_ms
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A checkpoint and its model in the home that the platforms of a run share in turn."""
+    """A checkpoint and its published model, in the home folder that all platforms of a run share."""
 
     model: BenchModel
     published: Model
 
-    def door(self, platform: Platform) -> LoadClient:
+    def client(self, platform: Platform) -> LoadClient:
         return LoadClient(int(platform.http.rpartition(":")[2]), self.published.name, self.published.key)
 
     def settle(self, platform: Platform, workers: Sequence[str]) -> LoadClient:
-        """Wakes it and waits until its weights are settled."""
-        door = self.door(platform)
-        door.load([Burst(prompts_of(self.model, 1), 1, 2)])
+        """Wakes the model and waits until its weights are settled."""
+        client = self.client(platform)
+        client.load([Burst(prompts_of(self.model, 1), 1, 2)])
         await_settled([platform.pid(worker) for worker in workers])
-        return door
+        return client
 
 
 @contextmanager
@@ -109,29 +108,29 @@ def set_reorder(root: Path, reorder: bool) -> None:
 
 
 def measure_shared(platform: Platform, subject: Subject, form: Form) -> tuple[int, int]:
-    """The larger of two workers' private bytes, and what both hold of the arena (PSS)."""
-    subject.door(platform).load([Burst(prompts_of(subject.model, BATCHED), BATCHED, form.output_tokens)])
-    found = [worker_memory(platform.pid(worker), ARENA) for worker in WORKERS]
-    return max(each.private for each in found), sum(each.arena_share for each in found)
+    """The larger of two workers' private bytes, and both workers' share of the arena (PSS)."""
+    subject.client(platform).load([Burst(prompts_of(subject.model, BATCHED), BATCHED, form.output_tokens)])
+    memory = [worker_memory(platform.pid(worker), ARENA) for worker in WORKERS]
+    return max(each.private for each in memory), sum(each.arena_share for each in memory)
 
 
 def measure_apart(platform: Platform, subject: Subject, form: Form) -> tuple[dict[int, Sample], int]:
     """Prefill and decode on separate workers: figures and the decode worker's private bytes."""
-    door = subject.settle(platform, WORKERS)
-    samples = sweep(door, subject.model, form, [platform.pid(worker) for worker in WORKERS])
+    client = subject.settle(platform, WORKERS)
+    samples = sweep(client, subject.model, form, [platform.pid(worker) for worker in WORKERS])
     return samples, worker_memory(platform.pid("decode-0"), ARENA).private
 
 
 def measure_torchrelay(root: Path, subjects: list[Subject], form: Form) -> Measured:
-    """Everything measured with one worker in both roles."""
+    """Measurements of a single worker in both roles."""
     samples = {}
     with platform_of(root, BOTH, reorder=True) as platform:
         for subject in subjects:
-            door = subject.settle(platform, ["worker-0"])
-            samples[subject.model.name] = sweep(door, subject.model, form, [platform.pid("worker-0")])
+            client = subject.settle(platform, ["worker-0"])
+            samples[subject.model.name] = sweep(client, subject.model, form, [platform.pid("worker-0")])
         mid = subjects[-1].model
-        rounds = rounds_of(door, mid, form.rounds, form.waves, form.output_tokens)
-        first_ms, again_ms = prefix_ttft_ms(door, mid)
+        rounds = rounds_of(client, mid, form.rounds, form.waves, form.output_tokens)
+        first_ms, again_ms = prefix_ttft_ms(client, mid)
     return Measured(samples, rounds, again_ms / first_ms, first_ms)
 
 
@@ -145,10 +144,9 @@ def measure_peer(root: Path, command: str, models: list[BenchModel], form: Form)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="less of everything: under 50 s without a peer")
+    parser = parser_of(__doc__, "fewer layers and tokens, under 50 s without a peer")
     parser.add_argument(
-        "--peer", choices=["vllm"], help="measure it beside; it starts once per model, in half a minute each"
+        "--peer", choices=["vllm"], help="measure this peer, too; it starts once per model, which takes half a minute"
     )
     parser.add_argument("--peer-bin", default=os.environ.get("TORCHRELAY_BENCH_VLLM", "vllm"), help="its command")
     options = parser.parse_args()

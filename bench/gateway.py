@@ -1,18 +1,17 @@
-"""CPU of the gateway process per streamed token, with echo workers behind the real gRPC streams.
+"""CPU time of the gateway process per streamed token, with echo workers behind its real gRPC streams.
 
     python bench/gateway.py [--quick]
 
-The gateway runs as `torchrelay up` runs it: Redis, NATS, SQLite, traces into a file. Scheduler, store and workers
-are one echo process, the client another. Every token is an id out of 128,000 that the gateway decodes, and its own
-event. Measured twice: as fast as possible, and with engine steps of 20 ms, between which the gateway sleeps and wakes.
+The gateway runs as under `torchrelay up`, with Redis, NATS, SQLite and traces in a file. An echo process plays the
+scheduler, the store and the workers; another process is the client. Every token is one of 128,000 ids, is decoded by
+the gateway and becomes its own event. The load runs twice: as fast as possible, and with engine steps of 20 ms, between
+which the gateway sleeps.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -28,7 +27,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.processes import cpu_s
-from bench.report import Check, finish, progress
+from bench.report import Check, finish, parser_of, progress
 from bench.streaming.echo_model import PROMPT_WORDS, VOCAB_SIZE, EchoVocabulary
 from tests.support.brokers import free_port, nats_server, redis_server, running
 from torchrelay.gateway.auth.tenants import Tenants
@@ -44,15 +43,15 @@ CONCURRENCY = 64
 STEP_S = 0.02
 PATH = "/v1/completions"
 MODEL = "bench/echo"
-ENDS = 2  # events of an answer that are not tokens: finish and usage
+ENDS = 2  # events without a token: finish and usage
 ADMIN_KEY = f"tra-{'0' * 32}"
 NUM_PROMPTS = 512
-LOAD_S = 120.0  # no load takes so long
+LOAD_S = 120.0  # time limit of a load
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One loaded interval."""
+    """Figures of a load."""
 
     cpu_s: float
     seconds: float
@@ -91,17 +90,19 @@ class GatewayUnderTest:
         encoded = json.dumps(job).encode()
         done = subprocess.run(command, cwd=ROOT, input=encoded, stdout=subprocess.PIPE, check=True, timeout=LOAD_S)
         used = cpu_s(self.pid) - begin
-        said = json.loads(done.stdout)
-        num_tokens = said["events"] - ends * num_requests
-        claimed = said["output_tokens"] if ends == ENDS else num_tokens
-        if said["num_errors"] or not num_tokens == claimed == num_requests * TOKENS:
-            raise RuntimeError(f"not every token was an event of its own: {said}")
-        return Sample(used, said["seconds"], num_requests, num_tokens, said["prompt_tokens"], said["first_byte_p50_ms"])
+        answer = json.loads(done.stdout)
+        num_tokens = answer["events"] - ends * num_requests
+        claimed = answer["output_tokens"] if ends == ENDS else num_tokens
+        if answer["num_errors"] or not num_tokens == claimed == num_requests * TOKENS:
+            raise RuntimeError(f"not every token was an event of its own: {answer}")
+        return Sample(
+            used, answer["seconds"], num_requests, num_tokens, answer["prompt_tokens"], answer["first_byte_p50_ms"]
+        )
 
 
 @contextmanager
 def child(module: str, *args: str) -> Iterator[subprocess.Popen[str]]:
-    """A program of `streaming/` that communicates over its standard streams and ends with its input."""
+    """Runs a program of `streaming/`, which communicates over standard streams and ends with its input."""
     command = [sys.executable, "-m", f"bench.streaming.{module}", *args]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -133,7 +134,7 @@ def set_step(echo: subprocess.Popen[str], step_s: float) -> None:
 
 @contextmanager
 def running_gateway(home: Path, echo: dict[str, str]) -> Iterator[tuple[int, int]]:
-    """The gateway's process and its REST port."""
+    """Runs a gateway; yields its process id and its REST port."""
     port = free_port()
     with redis_server(home) as redis_url, nats_server(home) as nats_url:
         settings = {
@@ -162,7 +163,7 @@ def tenant_key(port: int) -> str:
 
 
 async def publish(home: Path, tokenizer_digest: str) -> None:
-    """Puts the model into the catalog directly: there is no store to pack it."""
+    """Publishes the model directly in the catalog, because there is no store to pack it."""
     database = Database(f"sqlite:///{home}/ledger.db")
     table_versions = TableVersions(database, 0.5)
     catalog = Catalog(database, table_versions, Prices(database, table_versions))
@@ -189,11 +190,13 @@ def bodies_of(vocabulary: EchoVocabulary) -> list[dict[str, Any]]:
     return [{**settings, **usage, "prompt": prompt} for prompt in vocabulary.prompts(NUM_PROMPTS)]
 
 
-def check_text(door: GatewayUnderTest, vocabulary: EchoVocabulary) -> int:
-    """Checks that one answer is the text of its tokens; returns the number of prompt tokens."""
-    body = {**door.bodies[0], "return_token_ids": True}
-    headers = {"Authorization": f"Bearer {door.key}"}
-    answer = httpx.post(f"http://127.0.0.1:{door.port}{PATH}", json=body, headers=headers, timeout=60, trust_env=False)
+def check_text(gateway: GatewayUnderTest, vocabulary: EchoVocabulary) -> None:
+    """Checks that an answer is the text of its tokens. Raises ``RuntimeError`` otherwise."""
+    body = {**gateway.bodies[0], "return_token_ids": True}
+    headers = {"Authorization": f"Bearer {gateway.key}"}
+    answer = httpx.post(
+        f"http://127.0.0.1:{gateway.port}{PATH}", json=body, headers=headers, timeout=60, trust_env=False
+    )
     lines = answer.raise_for_status().text.split("\n\n")
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     choices = [event["choices"][0] for event in events if event["choices"]]
@@ -201,21 +204,19 @@ def check_text(door: GatewayUnderTest, vocabulary: EchoVocabulary) -> int:
     text = "".join(choice["text"] for choice in choices)
     if len(token_ids) != TOKENS or text != vocabulary.tokenizer.decode(token_ids):
         raise RuntimeError(f"the text is not that of the {len(token_ids)} tokens: {text!r}")
-    return int(events[-1]["usage"]["prompt_tokens"])
 
 
 def bare_sample(num_requests: int) -> Sample:
-    """The same load on uvicorn with an application that only sends events."""
+    """Figures of the same load on uvicorn, with an application that only sends events."""
     with child("bare_server", str(TOKENS)) as process:
         port = int(read_json_line(process))
-        door = GatewayUnderTest(process.pid, port, "none", [{"prompt": "x" * PROMPT_WORDS * 6}])
-        door.load(CONCURRENCY, ends=0)
-        return door.load(num_requests, ends=0)
+        gateway = GatewayUnderTest(process.pid, port, "none", [{"prompt": "x" * PROMPT_WORDS * 6}])
+        gateway.load(CONCURRENCY, ends=0)
+        return gateway.load(num_requests, ends=0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer requests, under 50 s")
+    parser = parser_of(__doc__, "fewer requests, under 50 s")
     repeats, num_requests = (2, 1024) if parser.parse_args().quick else (5, 4096)
     progress("making the vocabulary")
     vocabulary = EchoVocabulary.make()
@@ -224,34 +225,34 @@ def main() -> None:
         with running_gateway(home, addresses) as (pid, port):
             key = tenant_key(port)
             asyncio.run(publish(home, addresses["tokenizer_digest"]))
-            door = GatewayUnderTest(pid, port, key, bodies_of(vocabulary))
-            check_text(door, vocabulary)
-            measure(door, echo, repeats, num_requests)
+            gateway = GatewayUnderTest(pid, port, key, bodies_of(vocabulary))
+            check_text(gateway, vocabulary)
+            measure(gateway, echo, repeats, num_requests)
 
 
-def sample(door: GatewayUnderTest, name: str, num_requests: int) -> Sample:
-    taken = door.load(num_requests)
+def sample(gateway: GatewayUnderTest, name: str, num_requests: int) -> Sample:
+    taken = gateway.load(num_requests)
     progress(f"{name}: {taken.us_per_token:.1f} us per token, {taken.num_requests / taken.seconds:.0f} requests/s")
     return taken
 
 
-def measure(door: GatewayUnderTest, echo: subprocess.Popen[str], repeats: int, num_requests: int) -> None:
-    door.load(4 * CONCURRENCY)  # warm-up
-    fast = [sample(door, "as fast as it goes", num_requests) for _ in range(repeats)]
+def measure(gateway: GatewayUnderTest, echo: subprocess.Popen[str], repeats: int, num_requests: int) -> None:
+    gateway.load(4 * CONCURRENCY)  # warm-up
+    fast = [sample(gateway, "as fast as possible", num_requests) for _ in range(repeats)]
     set_step(echo, STEP_S)
-    paced = [sample(door, "paced", num_requests // 2) for _ in range(max(1, repeats // 2))]
+    paced = [sample(gateway, "paced", num_requests // 2) for _ in range(max(1, repeats // 2))]
     bare = bare_sample(num_requests)
-    paced_us = statistics.median(one.us_per_token for one in paced)
-    per_token = statistics.median(one.us_per_token for one in fast)
-    per_request = statistics.median(one.cpu_s * 1e6 / one.num_requests for one in fast)
-    rate = statistics.median(one.num_requests / one.seconds for one in fast)
-    first_ms = statistics.median(one.first_byte_p50_ms for one in fast)
+    paced_us = statistics.median(each.us_per_token for each in paced)
+    per_token = statistics.median(each.us_per_token for each in fast)
+    per_request = statistics.median(each.cpu_s * 1e6 / each.num_requests for each in fast)
+    rate = statistics.median(each.num_requests / each.seconds for each in fast)
+    first_ms = statistics.median(each.first_byte_p50_ms for each in fast)
     peers = f"LiteLLM 640 us, Dynamo (Rust) 15 us, uvicorn alone {bare.us_per_token:.1f} us here"
     checks = [
         Check("cpu_us_per_token", per_token, "us", 40, peers),
         Check("cpu_us_per_token_paced", paced_us, "us", None, "20 ms steps"),
-        Check("cpu_us_per_request", per_request, "us", None, "all of its tokens included"),
-        Check("requests_per_s", rate, "1/s", None, "Dynamo 1,909 on two cores; here client and workers share them"),
+        Check("cpu_us_per_request", per_request, "us", None, "including all of its tokens"),
+        Check("requests_per_s", rate, "1/s", None, "Dynamo 1,909 on two cores, which client and workers share here"),
         Check("first_byte_p50_ms", first_ms, "ms", None, "at saturation"),
         Check("uvicorn_us_per_event", bare.us_per_token, "us", None, "only sends the same number of events"),
     ]
@@ -263,7 +264,6 @@ def measure(door: GatewayUnderTest, echo: subprocess.Popen[str], repeats: int, n
         "vocabulary": VOCAB_SIZE,
         "requests": num_requests,
         "samples": repeats,
-        "load_average": round(os.getloadavg()[0], 1),
     }
     finish("gateway", conditions, checks)
 

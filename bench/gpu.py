@@ -1,11 +1,11 @@
-"""The engine on an NVIDIA GPU: exactness, the copy from the arena, decode and prefill against the device's limits.
+"""The engine on an NVIDIA GPU: exactness, copies from the arena, and decode and prefill against the device's limits.
 
     python bench/gpu.py [--quick] [--profile] [--cpu-rehearsal]
 
-Runs from a checkout, on a machine with a GPU and torch, triton, transformers, safetensors, tokenizers and numpy;
-Torchrelay's own packages are found in libs/, and nothing is started. The model has the shape of Llama 3.1 8B and random
-weights in bf16. ``--profile`` also prints which kernels a decode step consists of. ``--cpu-rehearsal`` runs all of
-it with tiny shapes on the CPU, Triton in its interpreter: its figures mean nothing, and no bound applies.
+It runs from a checkout on a machine with a GPU, torch, triton, transformers, safetensors, tokenizers and numpy. It
+reads Torchrelay's packages from libs/ and starts no process. The model has the shape of Llama 3.1 8B and random weights
+in bf16. ``--profile`` also prints the kernels of a decode step. ``--cpu-rehearsal`` runs everything with tiny shapes on
+the CPU, with Triton's interpreter: its figures mean nothing, and no bound applies.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def sizes_of(quick: bool, rehearsal: bool) -> Sizes:
 
 @dataclass
 class Bench:
-    """One run; collects ``checks``, and a part that fails does not end the others."""
+    """A run that collects ``checks``; a part that fails does not end the other parts."""
 
     sizes: Sizes
     device: torch.device
@@ -82,7 +82,7 @@ class Bench:
         self.checks.append(Check(name, value, unit, None if self.rehearsal else bound, against, at_least))
 
     def part(self, title: str, names: dict[str, float | None], run: Callable[[], None]) -> None:
-        """``names``: the bounded figures of the part, with their bounds."""
+        """Runs a part of the bench. ``names``: the bounded figures of the part, with their bounds."""
         progress(title)
         try:
             run()
@@ -97,7 +97,7 @@ class Bench:
         self.part("exactness, fp32", {"triton_mismatches": 0.0}, self.exactness)
         self.part("the engine", {"decode_b1_over_hbm": 0.75}, lambda: self.engine(with_profile))
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # of what the engine had
+            torch.cuda.empty_cache()  # frees the engine's memory
         self.part("transformers", {}, self.peer)
 
     def engine(self, with_profile: bool) -> None:
@@ -113,7 +113,13 @@ class Bench:
         num_positions = max(num_positions, 2 * self.sizes.num_prefill_tokens)
         pool = KvPool(num_positions * token_bytes, str(self.device))
         instance, load_s = engine.load_s(pack, pool)
-        self.add("load_to_first_token_s", load_s, "s", None, "all segments in the arena; kernels compiled within it")
+        self.add(
+            "load_to_first_token_s",
+            load_s,
+            "s",
+            None,
+            "all segments are in the arena; kernels may be compiled",
+        )
         self.part("prefill", {"prefill_over_matmul": 0.5}, lambda: self.prefill(instance, pack))
         self.part("decode", {"decode_b1_over_hbm": 0.75}, lambda: self.decode(instance, pack, token_bytes))
         if with_profile and not self.rehearsal:
@@ -140,8 +146,8 @@ class Bench:
         self.add("arena_to_device_over_pinned", staged / pinned, "", 0.9, "one copy from pinned memory")
         if self.device.type == "cuda":
             direct, pinning = limits.staged_bytes_per_s(pack, self.device, registered=True)
-            self.add("registered_over_pinned", direct / pinned, "", None, "an arena that was pinned before")
-            self.add("register_gb_s", pinning / GB, "GB/s", None, "pinning it where it lies")
+            self.add("registered_over_pinned", direct / pinned, "", None, "from an arena pinned beforehand")
+            self.add("register_gb_s", pinning / GB, "GB/s", None, "pinning the arena in place")
 
     def prefill(self, instance: Instance, pack: Pack) -> None:
         import torch
@@ -166,8 +172,8 @@ class Bench:
             step_s = engine.decode_step_s(instance, batch, sizes.num_prompt_tokens, sizes.num_steps)
             num_positions = batch * (sizes.num_prompt_tokens + sizes.num_steps // 2)
             num_bytes = pack.num_bytes - pack.segment_bytes(0) + num_positions * token_bytes
-            against = f"{num_bytes / GB:.1f} GB a step, contexts of {sizes.num_prompt_tokens}"
-            self.add(f"decode_b{batch}_tok_s", batch / step_s, "tok/s", None, f"{step_s * 1e3:.2f} ms a step")
+            against = f"{num_bytes / GB:.1f} GB per step, contexts of {sizes.num_prompt_tokens}"
+            self.add(f"decode_b{batch}_tok_s", batch / step_s, "tok/s", None, f"{step_s * 1e3:.2f} ms per step")
             bound = 0.75 if batch == 1 else None
             self.add(f"decode_b{batch}_over_hbm", num_bytes / read / step_s, "", bound, against)
 
@@ -192,22 +198,26 @@ def kv_bytes(config: dict[str, Any]) -> int:
 
 
 def prefill_flops(config: dict[str, Any], weight_bytes: int, num_tokens: int) -> float:
-    """Two per layer weight and token, and four per head element and attended pair of positions."""
-    both_ends = 2 * config["vocab_size"] * config["hidden_size"]
-    in_layers = weight_bytes / 2 - both_ends
+    """Flops of a prefill: two per layer weight and token, four per head element and pair of positions."""
+    num_outer_weights = 2 * config["vocab_size"] * config["hidden_size"]  # embeddings and head
+    num_layer_weights = weight_bytes / 2 - num_outer_weights
     pairs = num_tokens * (num_tokens + 1) / 2
-    return float(2 * in_layers * num_tokens + 4 * config["num_hidden_layers"] * config["hidden_size"] * pairs)
+    return float(2 * num_layer_weights * num_tokens + 4 * config["num_hidden_layers"] * config["hidden_size"] * pairs)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true", help="8 of 32 layers, fewer batches, under 50 s")
+    parser.add_argument("--quick", action="store_true", help="8 of 32 layers and fewer batches, under 50 s")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a decode step")
-    parser.add_argument("--cpu-rehearsal", action="store_true", help="all of it on the CPU, tiny: tests the bench")
+    parser.add_argument(
+        "--cpu-rehearsal",
+        action="store_true",
+        help="test the bench on the CPU with tiny shapes",
+    )
     options = parser.parse_args()
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        parser.error(f"{', '.join(missing)} missing here: pip install {' '.join(NEEDED)}")
+        parser.error(f"{', '.join(missing)} not installed: pip install {' '.join(NEEDED)}")
     rehearsal: bool = options.cpu_rehearsal
     os.environ["TRITON_INTERPRET"] = "1" if rehearsal else "0"  # before triton is imported
 
@@ -216,7 +226,7 @@ def main() -> None:
     import triton
 
     if not rehearsal and not torch.cuda.is_available():
-        parser.error("torch finds no NVIDIA GPU here; --cpu-rehearsal goes through the bench without one")
+        parser.error("torch finds no NVIDIA GPU here; --cpu-rehearsal tests the bench without a GPU")
     device = torch.device("cpu" if rehearsal else "cuda:0")
     conditions = {
         "device": "cpu, Triton interpreted: a rehearsal, the figures mean nothing" if rehearsal else gpu_name(device),
@@ -235,8 +245,8 @@ def main() -> None:
 def gpu_name(device: torch.device) -> str:
     import torch
 
-    found = torch.cuda.get_device_properties(device)
-    return f"{found.name}, {found.total_memory / GB:.0f} GB, {found.multi_processor_count} processors"
+    gpu = torch.cuda.get_device_properties(device)
+    return f"{gpu.name}, {gpu.total_memory / GB:.0f} GB, {gpu.multi_processor_count} processors"
 
 
 if __name__ == "__main__":

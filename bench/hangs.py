@@ -1,16 +1,15 @@
-"""Processes that hang or die under load: what it costs streams and cold requests, and how soon they are replaced.
+"""Processes that hang or die under load: the cost to streams and cold requests, and the time until replacement.
 
     python bench/hangs.py [--quick]
 
-`torchrelay up` runs with a prefill worker, a decode worker and a free one. One process after the other is stopped
-(SIGSTOP, for 30 s unless it is replaced sooner) and killed (kill -9), each time under 8 streams that have begun and 4
-requests for a model at zero that are sent then. The model is fp32, whose greedy tokens are the same wherever they are
-computed: each stream is compared with an undisturbed one.
+`torchrelay up` runs with a prefill worker, a decode worker and a free worker. Each process in turn is stopped (SIGSTOP,
+for 30 s unless it is replaced sooner) and killed (kill -9) while 8 streams run; at the same time, 4 requests are sent
+for a model at zero. The model is fp32, whose greedy tokens do not depend on the worker, so each stream is compared with
+an undisturbed stream.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -28,7 +27,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.report import Check, finish, progress
+from bench.report import Check, finish, parser_of, progress
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import headers, stream
 from tests.support.platform import Platform, running_platform
@@ -52,7 +51,7 @@ QUICK = (("stop", "decode"), ("stop", "scheduler"), ("kill", "decode"))
 
 @dataclass(slots=True)
 class StreamOutcome:
-    """What one stream delivered; ``max_gap_s`` is the longest time without a token once it had begun."""
+    """Tokens of a stream; ``max_gap_s`` is the longest time without a token after the first token."""
 
     token_ids: list[int] = field(default_factory=list)
     max_gap_s: float = 0.0
@@ -99,7 +98,7 @@ class CaseOutcome:
 
 
 class Load:
-    """The requests of one tenant."""
+    """Requests of a tenant."""
 
     def __init__(self, platform: Platform, key: str, model: str, num_tokens: int) -> None:
         self._platform, self._key, self._model, self._num_tokens = platform, key, model, num_tokens
@@ -141,20 +140,20 @@ class Load:
             return list(pool.map(self.stream, PROMPTS))
 
     def case(self, fault: str, process: str, cold_model: str) -> CaseOutcome:
-        """Everything that happens from the fault until the process is replaced and every request has ended."""
+        """Causes a fault under load; waits until the process is replaced and all requests have ended."""
         begun = threading.Semaphore(0)
         with ThreadPoolExecutor(NUM_STREAMS + NUM_COLD + 1) as pool:
             streams = [pool.submit(self.stream, prompt, begun.release) for prompt in PROMPTS]
-            for _ in range(NUM_STREAMS * 8):  # several of each, on average
+            for _ in range(NUM_STREAMS * 8):  # several tokens per stream, on average
                 if not begun.acquire(timeout=TIMEOUT_S):
-                    raise RuntimeError("the streams did not begin")
+                    raise RuntimeError("the streams did not start")
             name = self._child(process)
             replaced = pool.submit(replacement_s, self._platform, name, fault)
             cold = [pool.submit(self.cold, cold_model) for _ in range(NUM_COLD)]
             return CaseOutcome(fault, process, replaced.result(), results(streams), results(cold))
 
     def _child(self, process: str) -> str:
-        """The child of `up`: for a role, the worker that plays it for the model now."""
+        """Name of the child of `up`; for a role, the worker that plays it now for the model."""
         if process not in WORKERS:
             return process
         view = next(self._platform.views())
@@ -162,20 +161,20 @@ class Load:
         return max(hosts, key=lambda each: each.num_running).worker_id
 
     def await_recovery(self) -> None:
-        """Until every part answers and all workers are there."""
+        """Waits until all services answer and all workers are present."""
         deadline = time.monotonic() + TIMEOUT_S
         for view in self._platform.views():
             health = httpx.get(f"{self._platform.http}/health", timeout=TIMEOUT_S).json()
             if health["status"] == "ok" and len(view.workers) == len(WORKERS) + 1:
                 return
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the platform does not recover: {health}")
+                raise RuntimeError(f"the platform did not recover: {health}")
             time.sleep(0.1)
 
     def num_billed(self) -> int:
         usage = httpx.get(f"{self._platform.http}/v1/usage", headers=headers(self._key), timeout=TIMEOUT_S).json()
-        found: int = usage["total"]["completion_tokens"]
-        return found
+        num_tokens: int = usage["total"]["completion_tokens"]
+        return num_tokens
 
 
 def results(futures: Sequence[Future[Any]]) -> list[Any]:
@@ -183,9 +182,9 @@ def results(futures: Sequence[Future[Any]]) -> list[Any]:
 
 
 def replacement_s(platform: Platform, child: str, fault: str) -> float:
-    """Stops or kills a child; seconds until another serves in its place. Infinite: none did within ``TIMEOUT_S``."""
+    """Stops or kills a child; returns seconds until another process serves, or infinity after ``TIMEOUT_S``."""
     begin_s, pid = time.monotonic(), platform.pid(child)
-    with continued(pid) if fault == "stop" else killed(pid):
+    with stopped(pid) if fault == "stop" else killed(pid):
         while time.monotonic() < begin_s + TIMEOUT_S:
             if platform.serves(child, other_than=pid):
                 return time.monotonic() - begin_s
@@ -194,15 +193,15 @@ def replacement_s(platform: Platform, child: str, fault: str) -> float:
 
 
 @contextmanager
-def continued(pid: int) -> Iterator[None]:
-    """Stops a process; after ``STOP_S`` it goes on, if it is still there."""
+def stopped(pid: int) -> Iterator[None]:
+    """Stops a process, which continues after ``STOP_S`` if it still exists."""
 
-    def go_on() -> None:
+    def resume() -> None:
         if Path(f"/proc/{pid}").exists():
             os.kill(pid, signal.SIGCONT)
 
     os.kill(pid, signal.SIGSTOP)
-    timer = threading.Timer(STOP_S, go_on)
+    timer = threading.Timer(STOP_S, resume)
     timer.start()
     try:
         yield
@@ -217,8 +216,7 @@ def killed(pid: int) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two processes and shorter streams, under 50 s")
+    parser = parser_of(__doc__, "two processes and shorter streams, under 50 s")
     quick = parser.parse_args().quick
     cases = QUICK if quick else tuple((fault, process) for fault in ("stop", "kill") for process in PROCESSES)
     num_tokens = 400 if quick else 1000
@@ -254,9 +252,9 @@ def report(
 ) -> None:
     lost = [each for outcome in outcomes for each in outcome.streams if each.error]
     apart = sum(
-        each.token_ids != one.token_ids[: len(each.token_ids)]
+        stream.token_ids != undisturbed.token_ids[: len(stream.token_ids)]
         for outcome in outcomes
-        for each, one in zip(outcome.streams, expected, strict=True)
+        for stream, undisturbed in zip(outcome.streams, expected, strict=True)
     )
     for each in lost:
         progress(f"lost: {each.error}")
@@ -267,17 +265,23 @@ def report(
     others = [outcome.resume_s for outcome in outcomes if outcome.process not in WORKERS]
     died = [outcome.resume_s for outcome in outcomes if outcome.process in WORKERS and outcome.fault == "kill"]
     refused = [answer for outcome in outcomes for answer in outcome.cold if not answer.token_ids]
-    nameless = [answer for answer in refused if answer.status not in (429, 503) or not answer.cause]
+    unexplained = [answer for answer in refused if answer.status not in (429, 503) or not answer.cause]
     cold_s = max(outcome.cold_answer_s for outcome in outcomes)
     checks = [
         Check("streams_lost", len(lost), "streams", 0, f"of {sum(len(outcome.streams) for outcome in outcomes)}"),
-        Check("streams_apart", apart, "streams", 0, "tokens of undisturbed streams"),
-        Check("resume_s", max(hung), "s", 5, "longest gap when a worker hangs"),
-        Check("resume_killed_s", max(died), "s", None, "when it is killed"),
-        Check("resume_others_s", max(others, default=0.0), "s", None, "when another process hangs or is killed"),
+        Check("streams_apart", apart, "streams", 0, "compared with undisturbed streams"),
+        Check("resume_s", max(hung), "s", 5, "longest gap after a worker hangs"),
+        Check("resume_killed_s", max(died), "s", None, "longest gap after a worker is killed"),
+        Check(
+            "resume_others_s",
+            max(others, default=0.0),
+            "s",
+            None,
+            "after another process hangs or is killed",
+        ),
         Check("cold_answer_s", cold_s, "s", 15, "answered, or refused with the cause"),
-        Check("cold_refused", len(refused), "requests", None, f"of {len(outcomes) * NUM_COLD}, by 429 or 503"),
-        Check("cold_without_cause", len(nameless), "requests", 0),
+        Check("cold_refused", len(refused), "requests", None, f"of {len(outcomes) * NUM_COLD}"),
+        Check("cold_without_cause", len(unexplained), "requests", 0),
         Check("replaced_s", max(outcome.replaced_s for outcome in outcomes), "s", 10, "until another process serves"),
         Check("ledger_difference", abs(difference), "tokens", 0, f"billed against {num_received} received"),
     ]
@@ -286,7 +290,6 @@ def report(
         "cold_requests": NUM_COLD,
         "output_tokens": num_tokens,
         "cases": [f"{outcome.fault} {outcome.process}" for outcome in outcomes],
-        "load_average": round(os.getloadavg()[0], 1),
     }
     finish("hangs", conditions, checks)
 

@@ -2,83 +2,64 @@
 
     python bench/memory.py [--quick]
 
-`torchrelay up` runs; the gateway holds the decoder of a tokenizer of 128,000 entries, a text process the whole, and a
-chat was rendered. Then 2 GB of weights (300 MB with --quick) are uploaded and packed. /proc is read every 20 ms from
-the start of the platform on, and the kernel's own high-water mark of gateway and scheduler at the end. 1 MB is 10**6
-bytes.
+`torchrelay up` runs. A first chat makes the gateway load the decoder of a tokenizer with 128,000 entries, and a text
+process the whole tokenizer. Then 2 GB of weights (300 MB with --quick) are uploaded and packed. /proc is read every
+20 ms from the start of the platform, with the kernel's peak sizes of gateway and scheduler. 1 MB is 10**6 bytes.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.processes import MB, children, is_forking, memory_bytes
+from bench.processes import MB, children, is_forking, memory_bytes, sampled
 from bench.random_checkpoint import LlamaShape, write_checkpoint
-from bench.report import Check, finish, progress
+from bench.report import Check, finish, parser_of, progress
 from tests.support.platform import Platform, running_platform
 from tests.support.sample_tokenizers import large_tokenizer
 
 VOCAB_SIZE = 128_000
-SAMPLE_S = 0.02
 SMALL = LlamaShape(VOCAB_SIZE + 64, num_layers=2, hidden=64, intermediate=128, head_dim=32)
 LARGE = LlamaShape(VOCAB_SIZE + 64, num_layers=0, hidden=1024, intermediate=4096)
 
 
 class Peaks:
-    """Peak sizes in bytes by name, sampled by a thread inside ``sampled``."""
+    """Peak sizes of the services in bytes, by name. ``run``: the folder in which they state their process ids."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._stop = threading.Event()
         self.bytes: dict[str, int] = {}
         self.num_samples = 0
-
-    @contextmanager
-    def sampled(self) -> Iterator[None]:
-        thread = threading.Thread(target=self._sample_on, name="sampler")
-        thread.start()
-        try:
-            yield
-        finally:
-            self._stop.set()
-            thread.join()
 
     def megabytes(self, name: str) -> float:
         return self.bytes.get(name, 0) / MB
 
-    def _sample_on(self) -> None:
-        while not self._stop.wait(SAMPLE_S):
-            self.num_samples += 1
-            for service in ("gateway", "scheduler", "param-store"):
-                if (pid := self._pid(service)) is not None:
-                    self._sample(service, pid)
+    def sample(self) -> None:
+        self.num_samples += 1
+        for service in ("gateway", "scheduler", "param-store"):
+            if (pid := self._pid(service)) is not None:
+                self._sample(service, pid)
 
     def _pid(self, service: str) -> int | None:
         try:
-            found: int = json.loads((self._run / f"{service}.json").read_text())["pid"]
-            return found
+            pid: int = json.loads((self._run / f"{service}.json").read_text())["pid"]
+            return pid
         except FileNotFoundError:
-            return None  # not serving yet
+            return None  # it does not serve yet
 
     def _sample(self, service: str, pid: int) -> None:
         own = memory_bytes(pid)
         below = [memory_bytes(child) for child in children(pid) if not is_forking(child, pid)]
         children_bytes = sum(sizes.get("VmRSS", 0) for sizes in below)
         self._note(f"{service} children", children_bytes)
-        if service == "param-store":  # the arena is the host's cache, not the store's memory
+        if service == "param-store":  # the arena is the cache of the host, not memory of the store
             beside = own.get("RssAnon", 0) + own.get("RssFile", 0)
             self._note("param-store alone", beside)
             self._note(service, beside + children_bytes)
@@ -90,7 +71,7 @@ class Peaks:
 
 
 def chat(platform: Platform, key: str, model: str) -> None:
-    """One chat, so that the gateway loads tokenizer and template."""
+    """Sends a chat, which makes the gateway load tokenizer and template."""
     body = {"model": model, "max_tokens": 16, "messages": [{"role": "user", "content": "What is a cold start?"}]}
     headers = {"Authorization": f"Bearer {key}"}
     url = f"{platform.http}/v1/chat/completions"
@@ -98,8 +79,7 @@ def chat(platform: Platform, key: str, model: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="300 MB instead of 2 GB, under 50 s")
+    parser = parser_of(__doc__, "300 MB instead of 2 GB, under 50 s")
     upload_mb = 300 if parser.parse_args().quick else 2000
     with tempfile.TemporaryDirectory(prefix="torchrelay-bench-") as folder:
         root = Path(folder)
@@ -109,13 +89,13 @@ def main() -> None:
         large = write_checkpoint(root / "large", LARGE.grown_to(upload_mb * MB), tokenizer_json)
         peaks = Peaks(root / "home" / "run")
         options = ("--arena-mb", str(upload_mb * 3 // 2), "--idle-timeout-s", "600")
-        with peaks.sampled(), running_platform(root / "home", options) as platform:
+        with sampled(peaks.sample), running_platform(root / "home", options) as platform:
             upload_s = drive(platform, peaks, small, large)
         report(peaks, (large / "model.safetensors").stat().st_size, upload_s)
 
 
 def drive(platform: Platform, peaks: Peaks, small: Path, large: Path) -> float:
-    """Runs everything; returns the seconds of the large upload, with hashing and packing."""
+    """Runs chats and uploads; returns the seconds of the large upload, with hashing and packing."""
     key = platform.tenant("bench")
     model = platform.upload(key, small, "small")
     chat(platform, key, model)
@@ -143,7 +123,6 @@ def report(peaks: Peaks, num_bytes: int, upload_s: float) -> None:
         "upload_bytes": num_bytes,
         "vocabulary": VOCAB_SIZE,
         "samples": peaks.num_samples,
-        "load_average": round(os.getloadavg()[0], 1),
     }
     finish("memory", conditions, checks)
 

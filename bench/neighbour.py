@@ -1,4 +1,4 @@
-"""What a tenant's attacks cost a neighbour: the latency of the neighbour's chats under the attacks of tests/hostile.
+"""Cost of a tenant's attacks to a neighbour: the latency of the neighbour's chats under the attacks of tests/hostile.
 
     python bench/neighbour.py [--quick]
 
@@ -9,10 +9,8 @@ compared with their P99 before the file's first attack, and the slowest chat of 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,16 +19,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.report import Check, finish
+from bench.report import Check, finish, parser_of, percentile
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("test_grpc_bytes", "test_rest_bytes", "test_uploads", "test_prompts")
 QUICK = ("-k", "test_bytes_are_refused and (keyless or header)")
 MAX_P99_RATIO, MAX_SLOWEST_RATIO = 2.0, 10.0
-
-
-def p99(values: list[float]) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[-1]
 
 
 def recorded(files: tuple[str, ...], options: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -45,20 +39,25 @@ def recorded(files: tuple[str, ...], options: tuple[str, ...]) -> dict[str, dict
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description="Measure what a tenant's attacks cost a neighbour.")
-    arguments.add_argument("--quick", action="store_true", help="a part of the attacks of one file, under 50 s")
-    is_quick = arguments.parse_args().quick
+    is_quick = parser_of(__doc__, "a part of the attacks of one file, under 50 s").parse_args().quick
     files = ("test_rest_bytes",) if is_quick else FILES
     chats = recorded(files, QUICK if is_quick else ())
     checks = []
     for name in files:
         row = chats[f"tests/hostile/{name}.py"]
         peace_s, under_attack = row["peace_s"], [chat_s for chats_s in row["attack_s"].values() for chat_s in chats_s]
-        against = f"P99 of {len(peace_s)} chats before the attacks, {1e3 * p99(peace_s):.0f} ms"
+        peace_p99_s = percentile(peace_s, 99)
+        against = f"P99 of {len(peace_s)} chats before the attacks, {1e3 * peace_p99_s:.0f} ms"
         short = name.removeprefix("test_")
         checks += [
-            Check(f"{short}_p99_ratio", p99(under_attack) / p99(peace_s), "x", MAX_P99_RATIO, against),
-            Check(f"{short}_slowest_ratio", max(under_attack) / p99(peace_s), "x", MAX_SLOWEST_RATIO, against),
+            Check(
+                f"{short}_p99_ratio",
+                percentile(under_attack, 99) / peace_p99_s,
+                "x",
+                MAX_P99_RATIO,
+                against,
+            ),
+            Check(f"{short}_slowest_ratio", max(under_attack) / peace_p99_s, "x", MAX_SLOWEST_RATIO, against),
         ]
     limits = "head 2 s, body silence 3 s, idle 5 s, answer silence 2 s, 1,200 connections: shorter than the defaults"
     conditions = {"quick": is_quick, "attacks": list(files), "attacker_nice": 10, "limits": limits}

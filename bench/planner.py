@@ -1,16 +1,15 @@
-"""The relay planner against the max-flow bound, and against other strategies on the same networks.
+"""The relay planner against the max-flow bound and against other strategies on the same networks.
 
     python bench/planner.py [--quick]
 
-Random uneven networks: 4 to 64 hosts, one to four of which have the pack, links of 1 to 10 Gbit/s, up to 80 % of each
-direction taken by other traffic. The planner sees what is left within 5 %, as a measurement would. Each plan is
-simulated chunk by chunk, without the planner's model (``planning/simulation.py``), and the time until the last target
-is complete is compared with a lower bound for any schedule.
+Random uneven networks have 4 to 64 hosts, one to four of which hold the pack, and links of 1 to 10 Gbit/s, of which
+other traffic takes up to 80% in each direction. The planner knows the rest within 5%, as from a measurement. Each plan
+is simulated chunk by chunk, without the planner's model (``planning/simulation.py``), and the time until the last
+target is complete is compared with a lower bound of any schedule.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -25,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.planning.baselines import Feeds, binomial, nominal_chain, star
 from bench.planning.networks import Network, random_network
 from bench.planning.outcome import MEASURED_WITHIN, NUM_CHUNKS, Outcome, feeds_of, planned, simulate
-from bench.report import Check, finish, progress
+from bench.report import Check, finish, parser_of, percentile, progress
 from torchrelay.scheduler.planning import Node, plan
 
 PACK_BYTES = 1024e6
@@ -34,7 +33,7 @@ RIVALS: dict[str, Callable[[Network], Feeds]] = {"chain": nominal_chain, "star":
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One network. ``predicted_s``: the planner's own makespan."""
+    """Results on a network. ``predicted_s``: the planner's own makespan."""
 
     bound_s: float
     predicted_s: float
@@ -53,18 +52,18 @@ def row(seed: int) -> Row:
 
 
 def rows(num_networks: int) -> list[Row]:
-    found: list[Row] = []
+    results: list[Row] = []
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for number, one in enumerate(pool.map(row, range(num_networks), chunksize=5), 1):
-            found.append(one)
-            if number % (num_networks // 10) == 0:
-                progress(f"{number} of {num_networks} networks played")
-    return found
+        for result in pool.map(row, range(num_networks), chunksize=5):
+            results.append(result)
+            if len(results) % (num_networks // 10) == 0:
+                progress(f"{len(results)} of {num_networks} networks simulated")
+    return results
 
 
 def plan_ms(num_hosts: int, samples: int = 15) -> float:
-    """Median over networks of this size of the best of three runs."""
-    taken = []
+    """Median over networks of this size of the fastest of three runs."""
+    best_ms = []
     for seed in range(samples):
         network = random_network(seed, (num_hosts, num_hosts))
         nodes = {host.name: Node(host.residual_out, host.residual_in) for host in network.hosts}
@@ -74,21 +73,17 @@ def plan_ms(num_hosts: int, samples: int = 15) -> float:
             begin = time.perf_counter()
             plan(whole, (), targets, nodes=nodes, num_bytes=PACK_BYTES)
             times.append((time.perf_counter() - begin) * 1e3)
-        taken.append(min(times))
-    return statistics.median(taken)
+        best_ms.append(min(times))
+    return statistics.median(best_ms)
 
 
-def percentile(values: list[float], percent: int) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
-
-
-def checks(found: list[Row]) -> list[Check]:
+def checks(results: list[Row]) -> list[Check]:
     def p95(name: str) -> float:
-        return percentile([one.over_bound(name) for one in found], 95)
+        return percentile([result.over_bound(name) for result in results], 95)
 
-    ready = [one.outcomes["plan"].mean_ready_s / one.outcomes["chain"].mean_ready_s for one in found]
-    missed = [abs(one.predicted_s / one.outcomes["plan"].makespan_s - 1) for one in found]
-    worst = max(one.over_bound("plan") for one in found)
+    ready = [result.outcomes["plan"].mean_ready_s / result.outcomes["chain"].mean_ready_s for result in results]
+    errors = [abs(result.predicted_s / result.outcomes["plan"].makespan_s - 1) for result in results]
+    worst = max(result.over_bound("plan") for result in results)
     return [
         Check("p95_over_bound", p95("plan"), "ratio", 1.15, "makespan over the max-flow bound, P95"),
         Check("max_over_bound", worst, "ratio", against="the worst network"),
@@ -96,7 +91,7 @@ def checks(found: list[Row]) -> list[Check]:
         Check("p95_ready_over_greedy", percentile(ready, 95), "ratio", against="the same, P95 over networks"),
         Check("plan64_ms", plan_ms(64), "ms", 10, "64 hosts"),
         Check("plan1000_ms", plan_ms(1000), "ms", 100, "1,000 hosts"),
-        Check("prediction_error_p95", percentile(missed, 95), "ratio", against="predicted against simulated makespan"),
+        Check("prediction_error_p95", percentile(errors, 95), "ratio", against="predicted against simulated makespan"),
         Check("greedy_over_bound", p95("chain"), "ratio", against="nominal greedy chain, P95"),
         Check("star_over_bound", p95("star"), "ratio", against="star, P95"),
         Check("binomial_over_bound", p95("binomial"), "ratio", against="binomial tree, pipelined, P95"),
@@ -104,13 +99,10 @@ def checks(found: list[Row]) -> list[Check]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="120 networks instead of 1,000, under 50 s")
+    parser = parser_of(__doc__, "120 networks instead of 1,000, under 50 s")
     num_networks = 120 if parser.parse_args().quick else 1000
-    found = rows(num_networks)
-    finish(
-        "planner", {"networks": num_networks, "chunks": NUM_CHUNKS, "measured_within": MEASURED_WITHIN}, checks(found)
-    )
+    conditions = {"networks": num_networks, "chunks": NUM_CHUNKS, "measured_within": MEASURED_WITHIN}
+    finish("planner", conditions, checks(rows(num_networks)))
 
 
 if __name__ == "__main__":

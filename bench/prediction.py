@@ -1,22 +1,21 @@
-"""What the scheduler predicts of requests and tells those that it refuses, against what was measured then.
+"""The scheduler's predictions for requests, and its `Retry-After` for refused requests, against measurements.
 
     python bench/prediction.py [--quick] [--padded] [--record PATH]
 
-`torchrelay up` with a prefill and a decode worker, whose scheduler records its inputs. Requests of many lengths come at
-random times, at 30, 60 and 80% of the rate at which a burst of them gets first tokens; then two and a half times as
-many as that, from clients that come back when `Retry-After` tells them to. Each prediction is what the scheduler gave
-the request when it placed it; each measurement is the gateway's, from there on.
+`torchrelay up` runs with a prefill and a decode worker, and its scheduler records its inputs. Requests of many lengths
+arrive at random times, at 30, 60 and 80% of the rate at which a burst gets first tokens; then at 250% of that rate,
+from clients that return when `Retry-After` says so. A prediction is the scheduler's at the placement; the measurement
+is the gateway's, from the placement on.
 
-Workers compute with one thread each. On two cores they, the services and their clients interrupt each other at random,
-which no prediction can know. How much requests that are alone, and alike, differ from their own median is measured too
-(`ttft_alone`, `tbt_alone`), and how far an oracle is off that knows all batches to come (`tbt_oracle_30`). With
---padded, layers take fixed times (`calibration/padded_worker.py`): what is left is the error of the queue and of the
-batch.
+Workers compute with one thread each. On two cores, workers, services and clients interrupt each other at random, which
+cannot be predicted. Two further figures show the size of that noise: the deviation of equal requests, sent one by one,
+from their own median (`ttft_alone`, `tbt_alone`), and the error of an oracle that knows all future batches
+(`tbt_oracle_30`). With --padded, layers take fixed times (`calibration/padded_worker.py`), which leaves the errors of
+the queue and of the batch.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
@@ -27,17 +26,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.calibration.padding import padded_workers
-from bench.report import Check, finish, progress
+from bench.report import Check, finish, parser_of, progress
 from bench.scheduling.record import MeasuredAttempt, Record, read_record, step_of_known_batches_s
 from bench.scheduling.refusals import Refusal, refusals_of
+from bench.streaming.open_load import completion_body, open_job
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.platform import Platform, running_platform
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
+from torchrelay.sim.summary import percentile
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPUTED: dict[str, Any] = {  # 33 MB: some milliseconds a step
@@ -51,15 +51,15 @@ OVERLOAD = 2.5
 QUEUE_LIMIT = 16
 MIN_S = 0.02  # shorter requests do not count
 PROMPT_TOKENS, OUTPUT_TOKENS = (64, 512), (16, 96)
-SHARED_TOKENS, NUM_SHARED = 128, 4  # beginnings that several prompts have in common
+SHARED_TOKENS, NUM_SHARED = 128, 4  # prefixes that several prompts share
 TIMEOUT_S = 300.0
 NUM_WARM, NUM_BURST = 8, 16
-ALONE_EVERY_S, ALONE_TOKENS = 0.6, (192, 48)  # requests that are all alike: prompt and answer
+ALONE_EVERY_S, ALONE_TOKENS = 0.6, (192, 48)  # equal requests: interval, and tokens of prompt and answer
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Seconds of each load, and of the overload; how many requests are sent alone."""
+    """Seconds of each load and of the overload, and the number of requests sent one by one."""
 
     load_s: float
     overload_s: float
@@ -70,29 +70,25 @@ FULL, QUICK = Form(60.0, 60.0, 24), Form(4.5, 4.0, 6)
 
 
 class Client:
-    """A tenant's requests for one model, of random lengths."""
+    """A tenant's requests of random lengths for a model."""
 
     def __init__(self, platform: Platform, key: str, model: str) -> None:
-        self._place, self._key, self._model = urlsplit(platform.http), key, model
+        self._url, self._key, self._model = platform.http, key, model
         self._random = random.Random(0)
         self._beginnings = [self._tokens(SHARED_TOKENS) for _ in range(NUM_SHARED)]
 
     def send(
         self, times: Sequence[float], comes_back: bool = False, lengths: tuple[int, int] | None = None
     ) -> list[list[dict[str, Any]]]:
-        """A request at each time; the tries of each. ``lengths``: of prompt and answer, with nothing in common; random
-        if they are not given. Raises ``RuntimeError`` unless all got their tokens.
+        """Sends a request at each time; returns the tries of each. ``lengths`` of prompt and answer are random by
+        default; prompts of given lengths share no prefix. Raises ``RuntimeError`` unless all requests got their tokens.
         """
-        bodies = [self._body(self._tokens(lengths[0]), lengths[1]) if lengths else self._random_body() for _ in times]
+        bodies = [
+            completion_body(self._model, self._tokens(lengths[0]), lengths[1]) if lengths else self._random_body()
+            for _ in times
+        ]
         requests: list[dict[str, Any]] = [{"at": at, "body": body} for at, body in zip(times, bodies, strict=True)]
-        job = {
-            "host": self._place.hostname,
-            "port": self._place.port,
-            "path": "/v1/completions",
-            "headers": {"Authorization": f"Bearer {self._key}"},
-            "requests": requests,
-            "comes_back": comes_back,
-        }
+        job = open_job(self._url, self._key, requests, comes_back=comes_back)
         done = subprocess.run(
             [sys.executable, "-m", "bench.streaming.open_load"],
             input=json.dumps(job), capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT_S, check=True,
@@ -101,7 +97,7 @@ class Client:
         for request, tries in zip(requests, answers, strict=True):
             last, expected = tries[-1], request["body"]["max_tokens"]
             if last["status"] == 200 and last["num_events"] < expected:
-                raise RuntimeError(f"{last['num_events']} of {expected} tokens came: {last}")
+                raise RuntimeError(f"{last['num_events']} of {expected} tokens arrived: {last}")
         return answers
 
     def at_random(self, per_s: float, seconds: float) -> list[float]:
@@ -116,18 +112,7 @@ class Client:
         num_tokens = round(low * (high / low) ** self._random.random())
         beginning = self._random.choice(self._beginnings) if self._random.random() < 0.25 else []
         prompt = (beginning + self._tokens(num_tokens))[:num_tokens]
-        return self._body(prompt, self._random.randint(*OUTPUT_TOKENS))
-
-    def _body(self, prompt: list[int], num_output_tokens: int) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": num_output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
+        return completion_body(self._model, prompt, self._random.randint(*OUTPUT_TOKENS))
 
     def _tokens(self, number: int) -> list[int]:
         return [self._random.randrange(VOCAB_SIZE - 64) for _ in range(number)]
@@ -135,7 +120,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What clients saw: the ids of the requests that were alone and of those of each load; the tries under overload."""
+    """Ids of the requests that were sent one by one and of each load, and the tries under overload."""
 
     per_s: float
     alone: set[str]
@@ -172,38 +157,38 @@ def tbt(attempt: MeasuredAttempt) -> tuple[float, float | None]:
 
 def errors(attempts: Sequence[MeasuredAttempt], figure: Figure) -> list[float]:
     """|measured - predicted| / measured of each warm attempt of at least ``MIN_S``."""
-    found = []
+    relative = []
     for attempt in attempts:
         predicted_s, measured_s = figure(attempt)
         if measured_s and counts(attempt):
-            found.append(abs(measured_s - predicted_s) / measured_s)
-    return found
+            relative.append(abs(measured_s - predicted_s) / measured_s)
+    return relative
 
 
 def median_errors(attempts: Sequence[MeasuredAttempt], figure: Figure) -> list[float]:
-    """The same of a predictor that always says the median of what was measured before."""
-    found = []
+    """Errors of a predictor that always predicts the median of the earlier measurements."""
+    relative = []
     for attempt in attempts:
         measured_s, counted = figure(attempt)[1], [each for each in attempts if counts(each)]
         before = [figure(each)[1] or 0.0 for each in counted if each.ended_at < attempt.placed_at]
         if measured_s and before and counts(attempt):
-            found.append(abs(measured_s - median(before)) / measured_s)
-    return found
+            relative.append(abs(measured_s - median(before)) / measured_s)
+    return relative
 
 
 def own_deviation(attempts: Sequence[MeasuredAttempt], figure: Figure) -> float:
-    """Median of |measured - median of all| / measured of requests that are alike: no prediction errs less."""
-    measured = [found for attempt in attempts if (found := figure(attempt)[1])]
+    """Median of |measured - median of all| / measured of equal requests, the least error of any prediction."""
+    measured = [value for attempt in attempts if (value := figure(attempt)[1])]
     usual = median(measured)
     return median(abs(each - usual) / each for each in measured)
 
 
 def oracle_error(attempts: Sequence[MeasuredAttempt], every: Sequence[MeasuredAttempt]) -> float:
-    """Median error of the times between tokens if each batch to come was known, of ``every`` attempt, when an answer
-    began, and what the steps of its worker's model must be multiplied by to fit these attempts best.
+    """Median error of the times between tokens for an oracle that knows the batches of ``every`` attempt beforehand,
+    and the factor on the steps of the worker's model that fits these attempts best.
     """
-    counted = [one for one in attempts if counts(one) and one.outcome.tbt_s]
-    known = [(step_of_known_batches_s(one, every), one.outcome.tbt_s or 0.0) for one in counted]
+    counted = [attempt for attempt in attempts if counts(attempt) and attempt.outcome.tbt_s]
+    known = [(step_of_known_batches_s(attempt, every), attempt.outcome.tbt_s or 0.0) for attempt in counted]
     factor = median(measured_s / step_s for step_s, measured_s in known)
     return median(abs(measured_s - factor * step_s) / measured_s for step_s, measured_s in known)
 
@@ -224,11 +209,11 @@ def checks_of(record: Record, measured: Measured) -> list[Check]:
     }
     for name, figure, bound in (("ttft", ttft, 0.15), ("tbt", tbt, 0.10)):
         every = [attempt for attempts in by_load.values() for attempt in attempts]
-        against = f"always the running median: {median(median_errors(every, figure)):.3f}"
-        found = {load: errors(attempts, figure) for load, attempts in by_load.items()}
-        worst = max(median(each) for each in found.values())
-        checks.append(Check(f"{name}_error", worst, "ratio", bound, f"the worst of three loads; {against}"))
-        for load, each in found.items():
+        against = f"predicting the running median: {median(median_errors(every, figure)):.3f}"
+        errors_by_load = {load: errors(attempts, figure) for load, attempts in by_load.items()}
+        worst = max(median(each) for each in errors_by_load.values())
+        checks.append(Check(f"{name}_error", worst, "ratio", bound, f"worst of three loads; {against}"))
+        for load, each in errors_by_load.items():
             signed = [
                 (figure(a)[1] or 0.0) / max(figure(a)[0], 1e-6) for a in by_load[load] if counts(a) and figure(a)[1]
             ]
@@ -237,37 +222,31 @@ def checks_of(record: Record, measured: Measured) -> list[Check]:
             )
             checks.append(Check(f"{name}_error_{load * 100:.0f}", median(each), "ratio", None, note))
         alike = [attempt for attempt in record.attempts if attempt.request_id in measured.alone]
-        note = f"{len(alike)} requests that are alone and alike, against their own median"
+        note = f"{len(alike)} equal requests sent one by one, against their own median"
         checks.append(Check(f"{name}_alone", own_deviation(alike, figure), "ratio", None, note))
     for load, attempts in by_load.items():
-        note = "knows all batches to come, and what fits these best"
+        note = "error of an oracle that knows all future batches and the best factor"
         checks.append(
             Check(f"tbt_oracle_{load * 100:.0f}", oracle_error(attempts, record.attempts), "ratio", None, note)
         )
     for role, error in record.step_errors.items():
-        note = "mean of the last steps, measured over what their own worker had learned"
+        note = "mean error of the worker's own model for its last steps"
         checks.append(Check(f"{role}_step_error", error, "ratio", None, note))
     return [*checks, *retry_checks(refusals_of(measured.overloaded, record.num_free))]
 
 
 def retry_checks(refusals: Sequence[Refusal]) -> list[Check]:
     if not refusals:
-        return [Check("retry_after_factor", float("nan"), "ratio", 2, "nobody was refused")]
+        return [Check("retry_after_factor", float("nan"), "ratio", 2, "no request was refused")]
     told = median(refusal.factor(refusal.told_s) for refusal in refusals)
     always = median(refusal.actual_s for refusal in refusals)
     blind = median(refusal.factor(max(always, 1.0)) for refusal in refusals)
-    against = f"{len(refusals)} refusals; always the median, known afterwards: {blind:.2f}"
+    against = f"{len(refusals)} refusals; the median of all, known afterwards: {blind:.2f}"
     return [Check("retry_after_factor", told, "ratio", 2, against)]
 
 
-def percentile(values: Sequence[float], percent: int) -> float:
-    ordered = sorted(values)
-    return ordered[max(-(-len(ordered) * percent // 100) - 1, 0)] if ordered else float("nan")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter loads, under 50 s")
+    parser = parser_of(__doc__, "shorter loads, under 50 s")
     parser.add_argument("--record", type=Path, help="keep the scheduler's inputs in this file")
     parser.add_argument("--padded", action="store_true", help="layers take fixed times")
     arguments = parser.parse_args()

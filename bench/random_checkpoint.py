@@ -1,15 +1,17 @@
-"""A valid Llama checkpoint of any size with random weights, written without torch."""
+"""Llama checkpoints of any size: the shapes of their tensors, and random weights written without torch."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BF16_BYTES = 2
 BLOCK_BYTES = 8 << 20
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -17,7 +19,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.con
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """The numbers of config.json that decide the size; embeddings are tied."""
+    """The fields of config.json that determine the size; embeddings are tied."""
 
     vocab_size: int
     num_layers: int
@@ -27,31 +29,16 @@ class LlamaShape:
 
     def grown_to(self, num_bytes: int) -> LlamaShape:
         """This shape with enough layers for ``num_bytes`` of weights."""
-        bare = LlamaShape(self.vocab_size, 0, self.hidden, self.intermediate, self.head_dim)
-        one = LlamaShape(self.vocab_size, 1, self.hidden, self.intermediate, self.head_dim)
-        num_layers = math.ceil((num_bytes - bare.num_bytes) / (one.num_bytes - bare.num_bytes))
-        return LlamaShape(self.vocab_size, num_layers, self.hidden, self.intermediate, self.head_dim)
+        bare = replace(self, num_layers=0)
+        layer_bytes = replace(bare, num_layers=1).num_bytes - bare.num_bytes
+        num_layers = math.ceil((num_bytes - bare.num_bytes) / layer_bytes)
+        return replace(self, num_layers=num_layers)
 
     @property
     def num_bytes(self) -> int:
-        return _size(self.tensors().values())
+        return _size(llama_tensors(self.config()).values())
 
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        hidden, intermediate = self.hidden, self.intermediate
-        layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-            **{f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"},
-            "mlp.gate_proj": (intermediate, hidden),
-            "mlp.up_proj": (intermediate, hidden),
-            "mlp.down_proj": (hidden, intermediate),
-        }
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
-        for index in range(self.num_layers):
-            found |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-        return {**found, "model.norm.weight": (hidden,)}
-
-    def config(self) -> dict[str, object]:
+    def config(self) -> dict[str, Any]:
         num_heads = self.hidden // self.head_dim
         return {
             "architectures": ["LlamaForCausalLM"],
@@ -73,13 +60,35 @@ class LlamaShape:
         }
 
 
+def llama_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Llama checkpoint's tensors; norms have one dimension."""
+    hidden, inner, vocab_size = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (vocab_size, hidden)}
+    for index in range(config["num_hidden_layers"]):
+        tensors |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+    tensors["model.norm.weight"] = (hidden,)
+    return tensors if config.get("tie_word_embeddings") else {**tensors, HEAD: (vocab_size, hidden)}
+
+
 def write_checkpoint(folder: Path, shape: LlamaShape, tokenizer_json: bytes) -> Path:
-    """Writes the folder of a chat model; returns it."""
+    """Writes the folder of a chat model and returns it."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(shape.config()))
     (folder / "tokenizer.json").write_bytes(tokenizer_json)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
-    _write_weights(folder / "model.safetensors", shape.tensors())
+    _write_weights(folder / "model.safetensors", llama_tensors(shape.config()))
     return folder
 
 
@@ -99,4 +108,4 @@ def _write_weights(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for begin in range(0, end, BLOCK_BYTES):
             bits = np.frombuffer(random.bytes(min(BLOCK_BYTES, end - begin)), np.uint16)
-            file.write((bits & 0x80FF | 0x3C00).tobytes())  # of either sign, between 2**-7 and 2**-5: all finite
+            file.write((bits & 0x80FF | 0x3C00).tobytes())  # of either sign, from 2**-7 to 2**-5: all finite

@@ -1,16 +1,14 @@
-"""The scheduler process at size: CPU per request, how soon it answers, how soon it wakes, what it costs when idle.
+"""The scheduler process at large scale: CPU time per request, latency of answers and wakes, and cost when idle.
 
     python bench/scheduler.py [--quick]
 
-A real scheduler process and a real NATS server. Gateways, workers and stores are two other processes, on its real gRPC
-streams: peers report, beat and obey as real ones do, but compute nothing (``scheduling/peers.py``). CPU is that of the
-scheduler's process, so it does not matter that the others are slower on a machine of few cores; times of answers do
-include them.
+The scheduler process and the NATS server are real. Two other processes play gateways, workers and stores on real gRPC
+streams: they report, send heartbeats and obey, but compute nothing (``scheduling/peers.py``). Only the CPU time of the
+scheduler's process counts, so slow peers on a machine with few cores do not matter to it; latencies include the peers.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
@@ -30,7 +28,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.processes import cpu_s
-from bench.report import Check, finish, progress
+from bench.report import Check, finish, parser_of, progress
 from bench.scheduling.fleet import CLUSTER_KEY, Fleet
 from bench.scheduling.gateway import Placed, bench_gateway, scheduler_token
 from tests.support.brokers import nats_server
@@ -43,14 +41,14 @@ DENSE = Fleet(num_workers=64, num_models=4, num_prefill=8, num_decode=8)
 WIDE = Fleet(num_workers=1000, num_models=300, num_prefill=2, num_decode=1)
 WAKES = Fleet(num_workers=256, num_models=300, num_prefill=0, num_decode=0, idle_timeout_s=0.5, workers_per_host=4)
 WAKES_PER_S = 200
-SETTLE_S = 3.0  # in which a new scheduler wakes nothing
+SETTLE_S = 3.0  # a new scheduler wakes nothing before
 START_S = 120.0
 GC_THRESHOLD = 20_000  # a gateway's
 
 
 @dataclass
 class Running:
-    """A scheduler that knows its whole fleet."""
+    """A running scheduler that knows its whole fleet."""
 
     address: str
     pid: int
@@ -85,7 +83,7 @@ async def running(fleet: Fleet) -> AsyncIterator[Running]:
         stack.push_async_callback(_end, peers)
         assert peers.stdout
         await peers.stdout.readline()
-        await _known(address, fleet)
+        await _await_fleet(address, fleet)
         await asyncio.sleep(SETTLE_S)
         yield Running(address, scheduler.pid, fleet, peers)
 
@@ -96,8 +94,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-async def _known(address: str, fleet: Fleet) -> None:
-    """Until the scheduler has seen every worker and store."""
+async def _await_fleet(address: str, fleet: Fleet) -> None:
+    """Waits until the scheduler has seen every worker and store."""
     async with asyncio.timeout(START_S), open_channel(address, token=scheduler_token()) as channel:
         watch = scheduler_pb2_grpc.SchedulerStub(channel).WatchCluster(scheduler_pb2.WatchClusterRequest())
         async for view in watch:
@@ -109,9 +107,9 @@ async def _known(address: str, fleet: Fleet) -> None:
 @dataclass(frozen=True, slots=True)
 class Throughput:
     admits_per_s: float  # per CPU second of the scheduler
-    answer_p99_ms: float  # at half of that
+    answer_p99_ms: float  # at half of that load
     num_refused: int
-    idle_cpu_fraction: float  # before
+    idle_cpu_fraction: float  # before the load
 
 
 async def throughput(fleet: Fleet, seconds: float) -> Throughput:
@@ -127,7 +125,7 @@ async def throughput(fleet: Fleet, seconds: float) -> Throughput:
         gateway.placed.clear()
         await gateway.pace(per_s / 2, seconds)
         await gateway.drain()
-        return Throughput(per_s, _p99_ms([one.answer_s for one in gateway.placed]), gateway.num_refused, idle)
+        return Throughput(per_s, _p99_ms([placed.answer_s for placed in gateway.placed]), gateway.num_refused, idle)
 
 
 def _p99_ms(values_s: list[float]) -> float:
@@ -142,7 +140,7 @@ async def idle_cpu_fraction(pid: int, seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class WakeTimes:
-    """P99 of the times from a request's admission to the commands of its wake: the Relay to the store, and the Load."""
+    """P99 from a request's admission to the commands of its wake: Relay to the store, and Load to the worker."""
 
     relay_p99_ms: float
     load_p99_ms: float
@@ -150,7 +148,7 @@ class WakeTimes:
 
 
 async def wake_times(seconds: float) -> WakeTimes:
-    """Each model is asked for every 1.5 s and given back after 0.5 s, so that of 256 slots some are always free."""
+    """Measures wakes: each model is requested every 1.5 s and unloaded after 0.5 s, so some of 256 slots are free."""
     async with running(WAKES) as it, bench_gateway(it.address, WAKES, 0) as gateway:
         await it.commands()
         begin, num = time.monotonic(), 0
@@ -166,23 +164,21 @@ async def wake_times(seconds: float) -> WakeTimes:
 
 
 def _until_command(placed: Sequence[Placed], commands: Sequence[tuple[str, str, float]], name: str) -> list[float]:
-    """Of requests that were held until the pack was loaded for them; one that found an instance is no wake."""
+    """Times from admission to the command of each wake. A request that was placed without a load is no wake."""
     by_pack = defaultdict[str, list[float]](list)
     for command, pack_id, at in commands:
         if command == name:
             by_pack[pack_id].append(at)
-    found = []
-    for one in placed:
-        times = [at for at in by_pack[one.pack_id] if one.sent_at <= at <= one.placed_at]
-        found += [min(times) - one.sent_at] if times else []
-    return found
+    waits_s = []
+    for request in placed:
+        times = [at for at in by_pack[request.pack_id] if request.sent_at <= at <= request.placed_at]
+        waits_s += [min(times) - request.sent_at] if times else []
+    return waits_s
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="under 50 s: fewer seconds of each")
-    quick = parser.parse_args().quick
-    gc.freeze()  # its collections hold up what it measures: no more of them than in a gateway
+    quick = parser_of(__doc__, "shorter loads, under 50 s").parse_args().quick
+    gc.freeze()  # collections delay the measurement; allow no more of them than in a gateway
     gc.set_threshold(GC_THRESHOLD)
     seconds = 3.0 if quick else 20.0
     dense = await throughput(DENSE, seconds)
@@ -191,7 +187,7 @@ async def main() -> None:
     checks = [
         Check("admits_per_s", dense.admits_per_s, "/s", 5000, "64 instances, 8 x 8 of each model", at_least=True),
         Check("admits_per_s_1000", wide.admits_per_s, "/s", 3000, "1,000 workers, 300 models", at_least=True),
-        Check("admit_p99_ms", max(dense.answer_p99_ms, wide.answer_p99_ms), "ms", 10, "at half that load"),
+        Check("admit_p99_ms", max(dense.answer_p99_ms, wide.answer_p99_ms), "ms", 10, "at half of that load"),
         Check("wake_p99_ms", wakes.load_p99_ms, "ms", 5, f"{WAKES_PER_S} requests/s, {wakes.number} wakes"),
         Check("relay_p99_ms", wakes.relay_p99_ms, "ms", against="the first command of a wake"),
         Check("idle_cpu_fraction", wide.idle_cpu_fraction, "", 0.2, "1,000 workers report"),
@@ -200,10 +196,9 @@ async def main() -> None:
     conditions = {
         "seconds": seconds,
         "quick": quick,
-        "wake": "from the write of the admission by its gateway to the arrival of the Load at the worker, after the "
-        "answer of its host's store to the Relay; requests that found an instance do not count",
-        "admit": f"half the load is offered evenly, what is due every {EVERY_S * 1e3:g} ms together, from when no "
-        "request is open",
+        "wake": "from the gateway's write of the admission to the arrival of the Load at the worker, after the host's "
+        "store has answered the Relay; requests placed without a load do not count",
+        "admit": f"half the load at an even rate, in groups every {EVERY_S * 1e3:g} ms, from no open requests on",
     }
     finish("scheduler", conditions, checks)
 

@@ -39,7 +39,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.report import Check, finish, progress
+from bench.report import Check, finish, parser_of, progress
 from bench.simulation.load import ZIPF, copies_for
 from bench.simulation.results import draw, write_json, write_table
 from bench.simulation.size import compared_interval, shortest_s, size_figures
@@ -97,12 +97,7 @@ class Comparison:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="one minute of each half of one trace, and two settings per system",
-    )
+    parser = parser_of(__doc__, "one minute of each half of one trace, and two settings per system")
     parser.add_argument("--traces", type=Path, default=TRACES, help="a folder of CSV files (%(default)s)")
     parser.add_argument("--tune", type=Path, help="a trace to tune on, with --score")
     parser.add_argument("--score", type=Path, help="a trace to score on, with --tune")

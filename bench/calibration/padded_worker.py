@@ -1,8 +1,8 @@
-"""A worker whose layers take fixed times, however quickly they are computed: three hosts need not share two cores.
+"""A worker whose layers take fixed times, so that three hosts can share two cores.
 
     BENCH_LATENCY='{"prefill": {...}, "decode": {...}}' python bench/calibration/padded_worker.py
 
-Each layer takes an equal part of its step's time by this latency model; what it computes is the same.
+Each layer takes an equal share of its step's time in this latency model. The results do not change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.engine.execution.model_runner import ModelRunner
 from torchrelay.engine.model.decoder import Decoder
 
-_LAYERS_SHARE = 0.9  # of a step; the rest is for the head, and for choosing tokens
+_LAYERS_SHARE = 0.9  # of a step; the rest is for the head and sampling
 
 
 def pad_by_environment() -> None:
@@ -25,7 +25,7 @@ def pad_by_environment() -> None:
 
 
 def pad(latency: LatencyModel) -> None:
-    """From now on, in this process."""
+    """Pads all later steps in this process."""
     compute_layers, compute = Decoder.run_layers, ModelRunner.run
 
     def run_layers(self: Any, begin: int, end: int, hidden: Any, batch: Any) -> Any:

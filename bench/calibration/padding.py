@@ -19,9 +19,9 @@ if any(each.endswith("torchrelay-worker") for each in sys.orig_argv):
 
 
 def padded_workers(folder: Path, latency: LatencyModel) -> dict[str, str]:
-    """The environment of `torchrelay up` in which its workers are such ones; writes a module into ``folder``.
+    """The environment in which `torchrelay up` starts padded workers; writes a module into ``folder``.
 
-    `up` starts the worker that is installed beside it, whose Python imports `sitecustomize` first.
+    `up` starts the installed worker, whose Python imports `sitecustomize` first.
     """
     (folder / "python").mkdir()
     (folder / "python" / "sitecustomize.py").write_text(_SITECUSTOMIZE)

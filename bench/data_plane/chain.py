@@ -1,4 +1,4 @@
-"""Undisturbed relays on shaped links: one hop, a chain of seven, a star, and gloo's broadcast for comparison."""
+"""Undisturbed relays on shaped links: a hop, a chain of seven, a star, and gloo's broadcast for comparison."""
 
 from __future__ import annotations
 
@@ -17,41 +17,37 @@ _GLOO = Path(__file__).with_name("gloo.py")
 _GLOO_S = 120.0
 
 
-def measure_chain(relays: RelayLab, ledger: FigureTable, pack: RawPack, num_samples: int) -> float:
-    """One hop over iperf3, and the chain over one hop; returns the chain's median time in seconds."""
+def measure_chain(relays: RelayLab, table: FigureTable, pack: RawPack, num_samples: int) -> float:
+    """Measures a hop relative to iperf3 and the chain relative to a hop; returns the chain's median seconds."""
     limit = relays.iperf3_bytes_per_s(SOURCE, TARGETS[0])
-    ones, sevens = [], []
+    hop_s, chain_s = [], []
     for _ in range(num_samples):
-        ones.append(relays.fill_one(TARGETS[0], pack, [SOURCE]).took_s)
-        rate = pack.num_bytes / ones[-1]
-        ledger.note("link_use", rate / limit, f"{rate / MB:.1f} MB/s, iperf3 {limit / MB:.1f} MB/s")
+        hop_s.append(relays.fill_one(TARGETS[0], pack, [SOURCE]).took_s)
+        rate = pack.num_bytes / hop_s[-1]
+        table.note("link_use", rate / limit, f"{rate / MB:.1f} MB/s, iperf3 {limit / MB:.1f} MB/s")
         before = relays.lab[SOURCE].bytes_out()
         filled, first_s = _chain_with_first_layer(relays, pack)
         sent = relays.lab[SOURCE].bytes_out() - before
-        sevens.append(filled.took_s)
-        ledger.note("source_packs", sent / pack.num_bytes, f"{sent / MB:.1f} MB left the source's link, headers too")
-        ledger.note("first_layer_fraction", first_s / filled.took_s, f"{first_s:.3f} s of {filled.took_s:.3f} s")
-        _note_chain(ledger, pack, ones[-1], filled)
-    return statistics.median(sevens)
+        chain_s.append(filled.took_s)
+        table.note("source_packs", sent / pack.num_bytes, f"{sent / MB:.1f} MB left the source's link, headers too")
+        table.note("first_layer_fraction", first_s / filled.took_s, f"{first_s:.3f} s of {filled.took_s:.3f} s")
+        bound = 1 + (len(TARGETS) - 1) / pack.manifest.num_chunks
+        against = f"{filled.took_s:.3f} s over {hop_s[-1]:.3f} s, pipeline's bound {bound:.3f}"
+        table.note("chain7_over_1", filled.took_s / hop_s[-1], against)
+    return statistics.median(chain_s)
 
 
-def _note_chain(ledger: FigureTable, pack: RawPack, one_s: float, filled: Filled) -> None:
-    bound = 1 + (len(TARGETS) - 1) / pack.manifest.num_chunks
-    against = f"{filled.took_s:.3f} s over {one_s:.3f} s, pipeline's bound {bound:.3f}"
-    ledger.note("chain7_over_1", filled.took_s / one_s, against)
-
-
-def measure_embeddings(relays: RelayLab, ledger: FigureTable, megabytes: int) -> None:
-    """The first layer where the embeddings are a quarter of the pack."""
+def measure_embeddings(relays: RelayLab, table: FigureTable, megabytes: int) -> None:
+    """Measures the first layer with embeddings that are a quarter of the pack."""
     pack = relays.pack(megabytes, embedding_share=0.25)
     filled, first_s = _chain_with_first_layer(relays, pack)
     relays.forget(pack)
     against = f"{first_s:.3f} s of {filled.took_s:.3f} s, embeddings are 0.25"
-    ledger.note("first_layer_embeddings", first_s / filled.took_s, against)
+    table.note("first_layer_embeddings", first_s / filled.took_s, against)
 
 
 def _chain_with_first_layer(relays: RelayLab, pack: RawPack) -> tuple[Filled, float]:
-    """Runs a chain and empties it again; seconds until the last host could compute its first layer."""
+    """Runs a chain and empties it; returns seconds until the last host could compute its first layer."""
     arrived_us = 0
 
     def await_first_layer() -> None:
@@ -67,19 +63,19 @@ def _chain_with_first_layer(relays: RelayLab, pack: RawPack) -> tuple[Filled, fl
     return filled, (arrived_us - filled.begin_unix_us) / 1e6
 
 
-def measure_star(relays: RelayLab, ledger: FigureTable, megabytes: int) -> None:
-    """Every target fetches from the source itself."""
+def measure_star(relays: RelayLab, table: FigureTable, megabytes: int) -> None:
+    """Measures a star, in which every target fetches from the source."""
     pack = relays.pack(megabytes)
     one_s = relays.fill_one(TARGETS[0], pack, [SOURCE]).took_s
     relays.begin([relays.stores.relay(target, pack, [SOURCE]) for target in TARGETS])
     filled = relays.await_filled(TARGETS, pack)
     relays.stores.drop(TARGETS, pack)
     relays.forget(pack)
-    ledger.note("star7_over_1", filled.took_s / one_s, f"{filled.took_s:.3f} s over {one_s:.3f} s")
+    table.note("star7_over_1", filled.took_s / one_s, f"{filled.took_s:.3f} s over {one_s:.3f} s")
 
 
-def measure_gloo(relays: RelayLab, ledger: FigureTable, megabytes: int, num_samples: int) -> None:
-    """torch.distributed's broadcast of the same bytes to the same seven hosts."""
+def measure_gloo(relays: RelayLab, table: FigureTable, megabytes: int, num_samples: int) -> None:
+    """Measures torch.distributed's broadcast of as many bytes to the same seven hosts."""
     pack = relays.pack(megabytes)
     one_s = relays.fill_one(TARGETS[0], pack, [SOURCE]).took_s
     relays.forget(pack)
@@ -94,4 +90,4 @@ def measure_gloo(relays: RelayLab, ledger: FigureTable, megabytes: int, num_samp
         raise RuntimeError(f"gloo's broadcast ended with status {process.returncode}: {said[-500:]}")
     samples = [float(line) for line in said.splitlines()[-num_samples:]]
     took_s = statistics.median(samples)
-    ledger.note("gloo7_over_1", took_s / one_s, f"torch.distributed broadcast {took_s:.3f} s ({spread(samples)})")
+    table.note("gloo7_over_1", took_s / one_s, f"torch.distributed broadcast {took_s:.3f} s ({spread(samples)})")

@@ -1,4 +1,4 @@
-"""The chain of seven with a fault at half: a store dies, a link drops all packets, a link slows down."""
+"""The chain of seven with a fault half-way: a store dies, a link drops all packets, a link slows down."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ MIDDLE = "h4"
 _STRIPED = "h3"
 
 
-def measure_kill(relays: RelayLab, ledger: FigureTable, pack: RawPack, undisturbed_s: float) -> None:
-    """Kills the middle store when half has arrived there: the others' time."""
+def measure_kill(relays: RelayLab, table: FigureTable, pack: RawPack, undisturbed_s: float) -> None:
+    """Kills the middle store when it has half of the pack; measures the others' time."""
     filled = _disturbed(relays, pack, relays.stores.children[MIDDLE].kill, spared=(MIDDLE,))
-    _note(ledger, "repair_kill", filled, undisturbed_s)
+    _note(table, "repair_kill", filled, undisturbed_s)
     _renew(relays, pack)
 
 
-def measure_silent(relays: RelayLab, ledger: FigureTable, pack: RawPack, undisturbed_s: float) -> None:
-    """Drops every packet to and from the middle host from half on: the others' time."""
+def measure_silent(relays: RelayLab, table: FigureTable, pack: RawPack, undisturbed_s: float) -> None:
+    """Drops every packet to and from the middle host from half-way on; measures the others' time."""
     middle = relays.lab[MIDDLE]
     try:
         filled = _disturbed(relays, pack, middle.cut, spared=(MIDDLE,))
     finally:
         middle.restore()
-    _note(ledger, "repair_silent", filled, undisturbed_s)
+    _note(table, "repair_silent", filled, undisturbed_s)
     _renew(relays, pack)
 
 
-def measure_slow(relays: RelayLab, ledger: FigureTable, pack: RawPack, undisturbed_s: float) -> None:
-    """Limits the middle host's egress to a quarter from half on: everybody's time."""
+def measure_slow(relays: RelayLab, table: FigureTable, pack: RawPack, undisturbed_s: float) -> None:
+    """Limits the middle host's egress to a quarter from half-way on; measures the time of all hosts."""
     middle = relays.lab[MIDDLE]
     try:
         filled = _disturbed(relays, pack, lambda: middle.set_rate(outgoing_mbit=RATE_MBIT / 4))
     finally:
         middle.set_rate(outgoing_mbit=RATE_MBIT)
-    _note(ledger, "repair_slow", filled, undisturbed_s)
+    _note(table, "repair_slow", filled, undisturbed_s)
     relays.stores.drop(TARGETS, pack)
 
 
-def measure_striping(relays: RelayLab, ledger: FigureTable, pack: RawPack) -> None:
-    """Two complete holders whose links send at half the target's rate."""
+def measure_striping(relays: RelayLab, table: FigureTable, pack: RawPack) -> None:
+    """Measures a fetch from two complete holders whose links send at half the target's rate."""
     holders = (SOURCE, TARGETS[0])
     limit = relays.iperf3_bytes_per_s(SOURCE, TARGETS[0])
     relays.begin([relays.stores.relay(TARGETS[0], pack, [SOURCE])])
@@ -55,7 +55,7 @@ def measure_striping(relays: RelayLab, ledger: FigureTable, pack: RawPack) -> No
         for holder in holders:
             relays.lab[holder].set_rate(outgoing_mbit=RATE_MBIT)
         relays.stores.drop([TARGETS[0]], pack)
-    ledger.note("striping", rate / limit, f"{rate / MB:.1f} MB/s, iperf3 at the target's rate {limit / MB:.1f} MB/s")
+    table.note("striping", rate / limit, f"{rate / MB:.1f} MB/s, iperf3 at the target's rate {limit / MB:.1f} MB/s")
 
 
 def _disturbed(relays: RelayLab, pack: RawPack, disturb: Callable[[], None], spared: tuple[str, ...] = ()) -> Filled:
@@ -66,9 +66,9 @@ def _disturbed(relays: RelayLab, pack: RawPack, disturb: Callable[[], None], spa
     return relays.chain(pack, at_half, spared)
 
 
-def _note(ledger: FigureTable, name: str, filled: Filled, undisturbed_s: float) -> None:
+def _note(table: FigureTable, name: str, filled: Filled, undisturbed_s: float) -> None:
     against = f"{filled.took_s:.3f} s over undisturbed {undisturbed_s:.3f} s, {filled.num_repairs} repairs"
-    ledger.note(name, filled.took_s / undisturbed_s, against)
+    table.note(name, filled.took_s / undisturbed_s, against)
 
 
 def _renew(relays: RelayLab, pack: RawPack) -> None:

@@ -1,4 +1,4 @@
-"""The relay's figures: names, bounds, and a table that reports missing ones."""
+"""The relay's figures: names, bounds, and a table that also reports missing figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.report import Check, progress
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Bound of a figure (None: printed only)."""
+    """Unit and bound of a figure (None: printed only)."""
 
     unit: str
     bound: float | None = None
@@ -46,7 +46,7 @@ FIGURES = {
 
 
 class FigureTable:
-    """Collects samples by figure; one without samples is reported as missed, with the reason."""
+    """Collects samples by figure; a figure without samples is reported as missed, with the reason."""
 
     def __init__(self) -> None:
         self._samples: dict[str, list[float]] = {}
@@ -54,20 +54,20 @@ class FigureTable:
         self._failures: dict[str, str] = {}
 
     def note(self, name: str, value: float, against: str) -> None:
-        """Adds a sample; the report has the median, and what the last one was compared ``against``."""
+        """Adds a sample; the report has the median and the last ``against``."""
         if name not in FIGURES:
-            raise KeyError(f"{name} is no figure of the relay")
+            raise KeyError(f"{name} is not a figure of the relay")
         self._samples.setdefault(name, []).append(value)
         self._against[name] = against
         progress(f"{name} {value:.4g}  ({against})")
 
     @contextmanager
     def case(self, *names: str) -> Iterator[None]:
-        """Measures these figures; an error inside fails these and no others."""
+        """Measures figures; an error inside fails only these."""
         begin = time.monotonic()
         try:
             yield
-        except Exception as error:  # told in the report: see ``checks``
+        except Exception as error:  # the report has it, see ``checks``
             traceback.print_exc()
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             self._failures.update(dict.fromkeys(names, reason))
@@ -87,7 +87,7 @@ class FigureTable:
                 raise error
 
     def checks(self) -> list[Check]:
-        """All figures. One with too few samples has no value and is missed."""
+        """Checks of all figures; a figure without samples has no value and is missed."""
         return [self._check(name, figure) for name, figure in FIGURES.items()]
 
     def _check(self, name: str, figure: Figure) -> Check:

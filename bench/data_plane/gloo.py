@@ -1,9 +1,9 @@
-"""torch.distributed's gloo broadcast over the hosts of a lab, the alternative to a relay.
+"""torch.distributed's gloo broadcast over the hosts of a lab, as an alternative to a relay.
 
     python gloo.py NUM_BYTES NUM_SAMPLES NAMESPACE=ADDRESS ...
 
 The first host is the source. Torch is imported once; then a process per host is forked and moved to its namespace. The
-source prints the seconds of each broadcast, from a barrier until the last host is complete, one per line.
+source prints the seconds of each broadcast, from a barrier until the last host is complete, on a line each.
 """
 
 from __future__ import annotations

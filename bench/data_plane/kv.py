@@ -1,24 +1,24 @@
-"""A KV stream alone, with a relay in the opposite direction, and with one in the same direction."""
+"""A KV stream alone, beside a relay in the opposite direction, and beside a relay in the same direction."""
 
 from __future__ import annotations
 
 import json
 import secrets
-import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.data_plane.figures import FigureTable
 from bench.data_plane.lab import MB, RATE_MBIT, SOURCE, RelayLab, await_port
+from bench.report import percentile
 from tests.lab.raw_pack import RawPack
 
-# KV goes from the first to the second; the relay goes either way.
+# KV goes from prefill to decode; the relay goes in either direction.
 _PREFILL, _DECODE = "h1", "h2"
 # A prompt's KV: 85 tokens of the 583 MB checkpoint that bench/engine.py serves, and 21 of them.
 BUFFER_BYTES, SMALL_BUFFER_BYTES = 4 << 20, 1 << 20
@@ -28,10 +28,10 @@ _SOON_S = 0.3
 _PROGRAM = Path(__file__).with_name("kv_stream.py")
 
 
-def measure_kv(relays: RelayLab, ledger: FigureTable, megabytes: int, num_pairs: int, seconds: float) -> None:
-    """``num_pairs`` times: the P99 of a buffer's time alone, and beside a relay in either direction.
+def measure_kv(relays: RelayLab, table: FigureTable, megabytes: int, num_pairs: int, seconds: float) -> None:
+    """Measures ``num_pairs`` times the P99 of a buffer's time, alone and beside a relay in either direction.
 
-    Also of small buffers, which a queue on the path delays relatively more, for half as long.
+    Small buffers, which a queue on the path delays relatively more, are measured for half as long.
     """
     stores, pack = relays.stores, relays.pack(megabytes)
     with kv_stream(relays) as stream:
@@ -51,26 +51,26 @@ def measure_kv(relays: RelayLab, ledger: FigureTable, megabytes: int, num_pairs:
                 for size in alone:
                     times = f"P99 {beside[size] * 1000:.1f} ms, alone {alone[size] * 1000:.1f} ms"
                     growth = beside[size] / alone[size] - (direction == "opposite")
-                    ledger.note(f"{size}_p99_{direction}", growth, f"{times}; the relay had {rate / MB:.0f} MB/s")
+                    table.note(f"{size}_p99_{direction}", growth, f"{times}; the relay had {rate / MB:.0f} MB/s")
     relays.forget(pack)
 
 
 @dataclass(frozen=True, slots=True)
 class KvStream:
-    """The running ends of a stream; see kv_stream.py."""
+    """The running ends of a stream (kv_stream.py)."""
 
     holder: subprocess.Popen[bytes]
     follower: subprocess.Popen[bytes]
 
     def p99s_s(self, seconds: float) -> dict[str, float]:
-        """P99 by buffer size."""
+        """P99 of seconds per buffer, by buffer size."""
         return {
-            "kv": p99(self.times_s(seconds, BUFFER_BYTES)),
-            "kv_1mb": p99(self.times_s(seconds / 2, SMALL_BUFFER_BYTES)),
+            "kv": percentile(self.times_s(seconds, BUFFER_BYTES), 99),
+            "kv_1mb": percentile(self.times_s(seconds / 2, SMALL_BUFFER_BYTES), 99),
         }
 
     def times_s(self, seconds: float, buffer_bytes: int) -> list[float]:
-        """Seconds per buffer, of a stream of buffers at 30% of the link."""
+        """Seconds of each buffer in a stream at 30% of the link's rate."""
         order = f"{time.monotonic() + _SOON_S} {seconds} {KV_BYTES_PER_S} {buffer_bytes}\n".encode()
         for end in (self.holder, self.follower):
             assert end.stdin is not None
@@ -82,10 +82,6 @@ class KvStream:
             raise RuntimeError(f"the follower of KV ended with status {self.follower.wait()}")
         taken: list[float] = json.loads(line)
         return taken
-
-
-def p99(samples: Sequence[float]) -> float:
-    return statistics.quantiles(samples, n=100, method="inclusive")[-1]
 
 
 @contextmanager
@@ -108,14 +104,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(slots=True)
 class Relayed:
-    """Packs the relay moved meanwhile, including the part of the last."""
+    """Number of packs that the relay moved, with the fraction of the last pack."""
 
     num_packs: float = 0.0
 
 
 @contextmanager
 def relaying(relays: RelayLab, pack: RawPack, holder: str, follower: str) -> Iterator[Relayed]:
-    """Relays the same pack repeatedly while the block runs. Raises the relays' errors."""
+    """Relays a pack repeatedly while the block runs. Raises the errors of these relays."""
     stores, relayed, stop = relays.stores, Relayed(), threading.Event()
     failures: list[Exception] = []
 

@@ -1,12 +1,12 @@
-"""The two ends of a KV stream: a holder of buffers, and a follower that reads them at a steady pace.
+"""The two ends of a KV stream: a holder of buffers, and a follower that reads them at a steady rate.
 
     python kv_stream.py hold    CLUSTER_KEY HOST PORT
     python kv_stream.py follow  CLUSTER_KEY HOST PORT
 
 A buffer is a prompt's KV, in chunks of a layer's pages. As between workers, every buffer is its own stream, opened when
-the prefill starts; the KV is there ``LEAD_S`` later. Both ends read lines
-`BEGIN SECONDS BYTES_PER_S BUFFER_BYTES`, BEGIN being a time of the machine's monotonic clock. The follower answers each
-with the seconds that its buffers took, as JSON: from the moment the KV was due until its last byte was verified.
+the prefill starts; its KV is complete ``LEAD_S`` later. Both ends read lines
+`BEGIN SECONDS BYTES_PER_S BUFFER_BYTES`, where BEGIN is a time of the machine's monotonic clock. The follower answers
+each line with the seconds of its buffers as JSON, from the time when the KV was due until its last byte was verified.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FAR = 1 << 50
 
 
 class _KvSink:
-    """Memory for one buffer; verifies the digest in each frame, as a worker does."""
+    """Memory for a buffer; each frame's digest is verified, as on a worker."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._chunks = [memoryview(bytearray(size)) for size in sizes]
@@ -49,18 +49,18 @@ class _KvSink:
         return None
 
     def accept(self, index: int) -> None:
-        """Nothing to mark: ``follow`` yields it."""
+        """Does nothing: ``follow`` yields the chunk."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Agenda:
-    """What a line asks for."""
+class _Schedule:
+    """The buffers that a line asks for."""
 
     buffer_bytes: int
     dues: dict[str, float]  # by buffer id: when its KV is complete
 
     @classmethod
-    def of(cls, line: str) -> _Agenda:
+    def of(cls, line: str) -> _Schedule:
         begin, seconds, bytes_per_s, buffer_bytes = map(float, line.split())
         interval_s = buffer_bytes / bytes_per_s
         dues = [begin + number * interval_s for number in range(int(seconds / interval_s))]
@@ -90,35 +90,35 @@ def hold(cluster_key: bytes, host: str, port: int) -> None:
     server = HolderServer(_HOLDER, derive_node_key(cluster_key, _HOLDER), buffers.get, listener)
     server.start()
     for line in sys.stdin:
-        agenda, diary = _Agenda.of(line), sched.scheduler(time.monotonic, time.sleep)
-        for buffer_id, due in agenda.dues.items():
-            diary.enterabs(due - LEAD_S, 0, offer, (buffer_id, data, agenda.chunk_sizes))
-            diary.enterabs(due, 0, publish, (buffer_id,))
-        diary.run()
+        schedule, timer = _Schedule.of(line), sched.scheduler(time.monotonic, time.sleep)
+        for buffer_id, due in schedule.dues.items():
+            timer.enterabs(due - LEAD_S, 0, offer, (buffer_id, data, schedule.chunk_sizes))
+            timer.enterabs(due, 0, publish, (buffer_id,))
+        timer.run()
     server.close()
 
 
 class _Follower:
     def __init__(self, cluster_key: bytes, address: str) -> None:
-        self._office, self._address = TicketIssuer(cluster_key), address
+        self._issuer, self._address = TicketIssuer(cluster_key), address
         self._receiver = Receiver(_FOLLOWER, derive_node_key(cluster_key, _FOLLOWER))
 
     def take(self, buffer_id: str, due: float, sizes: Sequence[int]) -> float:
-        """One buffer; seconds since its KV was due."""
-        source = SourceAddress(_HOLDER, self._address, self._office.issue(buffer_id, _HOLDER, _FOLLOWER, _FAR))
+        """Receives a buffer; returns seconds since its KV was due."""
+        source = SourceAddress(_HOLDER, self._address, self._issuer.issue(buffer_id, _HOLDER, _FOLLOWER, _FAR))
         for _ in follow(buffer_id, range(len(sizes)), [source], _KvSink(sizes), self._receiver):
             pass
         return time.monotonic() - due
 
     def run(self, line: str) -> list[float]:
-        """Starts buffers at a steady pace, however long each takes."""
-        agenda = _Agenda.of(line)
+        """Starts buffers at a steady rate, however long each takes."""
+        schedule = _Schedule.of(line)
         with ThreadPoolExecutor(_MAX_AT_ONCE) as pool:
-            taking = []
-            for buffer_id, due in agenda.dues.items():
+            transfers = []
+            for buffer_id, due in schedule.dues.items():
                 time.sleep(max(0.0, due - LEAD_S - time.monotonic()))
-                taking.append(pool.submit(self.take, buffer_id, due, agenda.chunk_sizes))
-            return [taken.result() for taken in taking]
+                transfers.append(pool.submit(self.take, buffer_id, due, schedule.chunk_sizes))
+            return [transfer.result() for transfer in transfers]
 
 
 def main() -> None:

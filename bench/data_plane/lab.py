@@ -1,4 +1,4 @@
-"""The lab of the relay's figures: a source, seven hosts, and common operations."""
+"""The lab of the relay's figures: a source, seven hosts and common operations."""
 
 from __future__ import annotations
 
@@ -65,23 +65,23 @@ class RelayLab:
         pack.path.unlink()
 
     def chain(self, pack: RawPack, during: Callable[[], None] | None = None, spared: Sequence[str] = ()) -> Filled:
-        """Fills all targets, each from the one before it; ``during`` runs meanwhile. ``spared`` are not awaited."""
+        """Fills all targets, each from the target before it, and calls ``during``. ``spared`` are not awaited."""
         self.begin([self.stores.relay(target, pack, chain_sources(target)) for target in TARGETS])
         if during is not None:
             during()
         return self.await_filled([target for target in TARGETS if target not in spared], pack)
 
     def begin(self, calls: Sequence[Any]) -> None:
-        """Waits until all these relays run. Raises RuntimeError when a target already had the pack."""
+        """Waits until all these relays run. Raises ``RuntimeError`` if a target already had the pack."""
         if any([call.result().already_complete for call in calls]):
-            raise RuntimeError("a copy was there before its relay began")
+            raise RuntimeError("a target had the pack before its relay began")
 
     def renew(self) -> None:
         """Restarts the stores on all targets after a failure."""
         self.stores.restart(*TARGETS, keep_arena=False)
 
     def await_filled(self, targets: Sequence[str], pack: RawPack) -> Filled:
-        # Last targets first: watching costs the store reports.
+        # The last targets first, because a watched store sends reports.
         copies = self.stores.await_whole(targets[::-1], pack)
         return Filled(copies, min(copy.relay_begin_unix_us for copy in copies.values()))
 
@@ -93,7 +93,7 @@ class RelayLab:
         return filled
 
     def await_half(self, target: str, pack: RawPack) -> None:
-        """Waits until half of the pack has arrived there, as a worker of that host sees it."""
+        """Waits until half of the pack has arrived at the target, as its workers see it."""
         with self.stores.held(target, pack) as hold:
             place = next(hold)
         slab = MappedSlab(place.arena_path, place.slab_offset, place.slab_bytes)
@@ -105,7 +105,7 @@ class RelayLab:
         slab.close()
 
     def iperf3_bytes_per_s(self, source: str, target: str, seconds: float = 1.5) -> float:
-        """Rate of one iperf3 TCP connection between two hosts; measured once."""
+        """Rate of an iperf3 TCP connection between two hosts, measured once."""
         key = (source, target)
         if key not in self._iperf3_bytes_per_s:
             self._iperf3_bytes_per_s[key] = iperf3_bytes_per_s(self.lab[source], self.lab[target], seconds)

@@ -1,16 +1,15 @@
-"""The data plane over unshaped loopback: one and two hops over iperf3, and the stores' memory."""
+"""The data plane over unshaped loopback: one and two hops relative to iperf3, and the stores' memory."""
 
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from bench.data_plane.figures import FigureTable
 from bench.data_plane.lab import MB, iperf3_bytes_per_s
-from bench.processes import memory_bytes
+from bench.processes import memory_bytes, sampled
 from tests.lab import Lab
 from tests.lab.raw_pack import publish
 from tests.lab.stores import Stores
@@ -18,12 +17,11 @@ from tests.lab.stores import Stores
 _HOST = "loopback"
 _SOURCE, _FIRST, _SECOND = "source", "a", "b"
 _STORES = (_SOURCE, _FIRST, _SECOND)
-_SAMPLE_S = 0.02
 _IPERF_S = 1.0
 
 
-def measure_loopback(ledger: FigureTable, megabytes: int, num_samples: int) -> None:
-    """Three stores on one host without a shaped link; its own address is reached over its loopback."""
+def measure_loopback(table: FigureTable, megabytes: int, num_samples: int) -> None:
+    """Measures three stores on one host, which reach each other over its loopback."""
     arena_bytes = megabytes * MB + (64 << 20)
     with (
         tempfile.TemporaryDirectory(prefix="torchrelay-bench-") as folder,
@@ -47,29 +45,22 @@ def measure_loopback(ledger: FigureTable, megabytes: int, num_samples: int) -> N
                 begin_us = min(copy.relay_begin_unix_us for copy in copies)
                 took_s = (max(copy.relay_end_unix_us for copy in copies) - begin_us) / 1e6
                 rate = pack.num_bytes / took_s
-                ledger.note(name, rate / limit, f"{rate / MB:.0f} MB/s, iperf3 {limit / MB:.0f} MB/s")
+                table.note(name, rate / limit, f"{rate / MB:.0f} MB/s, iperf3 {limit / MB:.0f} MB/s")
                 stores.drop(hops, pack)
-    ledger.note(
+    table.note(
         "rss_mb", max(peak.values()) / MB, f"the largest of {len(_STORES)} stores with {megabytes} MB in the arena"
     )
 
 
 @contextmanager
 def peak_rss_bytes(pids: list[int]) -> Iterator[dict[int, int]]:
-    """The largest resident sizes seen while the block runs, without shared memory, which is the arena."""
+    """Yields peak resident sizes of processes while the block runs, without shared memory (the arena)."""
     peak = dict.fromkeys(pids, 0)
-    stop = threading.Event()
 
     def sample() -> None:
-        while not stop.wait(_SAMPLE_S):
-            for pid in pids:
-                sizes = memory_bytes(pid)
-                peak[pid] = max(peak[pid], sizes.get("RssAnon", 0) + sizes.get("RssFile", 0))
+        for pid in pids:
+            sizes = memory_bytes(pid)
+            peak[pid] = max(peak[pid], sizes.get("RssAnon", 0) + sizes.get("RssFile", 0))
 
-    thread = threading.Thread(target=sample, name="sampler")
-    thread.start()
-    try:
+    with sampled(sample):
         yield peak
-    finally:
-        stop.set()
-        thread.join()

@@ -1,4 +1,4 @@
-"""Some of the planner's networks replayed in the lab: measured over predicted time."""
+"""Replays some of the planner's networks in the lab: measured relative to predicted time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrelay.scheduler.planning import TransferEdge
 _PAYLOAD = 0.957  # payload share of a link at an MTU of 1500: planner and simulation count payload only
 
 
-def measure_replays(relays: RelayLab, ledger: FigureTable, megabytes: int) -> None:
+def measure_replays(relays: RelayLab, table: FigureTable, megabytes: int) -> None:
     """Maps each network onto the lab's hosts and shapes their links to match."""
     pack, rows = relays.pack(megabytes), []
     for network in replay_networks():
@@ -35,7 +35,7 @@ def measure_replays(relays: RelayLab, ledger: FigureTable, megabytes: int) -> No
             f"network {network.seed}, {len(network.sources)} of {len(network.hosts)} hosts are sources: measured "
             f"{measured_s:.2f} s, simulated {simulated_s:.2f} s, planned {predicted_s:.2f} s; {feeds_of(edges)}"
         )
-        ledger.note("replayed_over_predicted", measured_s / simulated_s, f"measured/predicted s: {' '.join(rows)}")
+        table.note("replayed_over_predicted", measured_s / simulated_s, f"measured/predicted s: {' '.join(rows)}")
     relays.forget(pack)
 
 

@@ -28,9 +28,9 @@ _WARM_STEPS = 4  # the first step of a size records its graph
 def instance_of(
     pack: Pack, pool: KvPool, token_budget: int = 512, attention: str = "triton", capturer: Capturer | None = None
 ) -> Instance:
-    """Loaded, without a prefix cache: that needs a library for its keys."""
+    """A loaded instance without a prefix cache, whose keys would need another library."""
     backends = backends_for(pool.device, attention)
-    if pool.device.type == "cpu":  # a rehearsal of what a GPU would compute
+    if pool.device.type == "cpu":  # a rehearsal of the GPU's computation
         capturer = capturer or (CallingCapturer() if attention == "triton" else None)
         backends = replace(backends, fused_ops=TritonOps())
     instance = Instance(
@@ -47,22 +47,22 @@ def instance_of(
 
 
 def greedy(instance: Instance, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-    """Output tokens of all prompts, batched as far as they fit."""
+    """Output tokens of all prompts, batched as far as possible."""
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens)
     for number, prompt in enumerate(prompts):
         instance.prefill(GroupSpec(str(number), tuple(prompt), len(prompt), sampling, (ChoiceSpec(0),)))
-    found: dict[str, list[int]] = defaultdict(list)
+    outputs: dict[str, list[int]] = defaultdict(list)
     while instance.has_work():
         for token in instance.step().tokens:
-            found[token.group_id].append(token.token_id)
-    return [found[str(number)] for number in range(len(prompts))]
+            outputs[token.group_id].append(token.token_id)
+    return [outputs[str(number)] for number in range(len(prompts))]
 
 
 def mismatches(
     families: Sequence[str], lengths: Sequence[int], num_tokens: int, device: torch.device
 ) -> tuple[int, int, int]:
-    """fp32 continuations: mismatches of Triton, mismatches of the reference backend, total."""
-    by_triton = by_gather = 0
+    """Numbers of fp32 continuations: wrong by Triton, wrong by the reference backend, and all."""
+    wrong = dict.fromkeys(("triton", "gather"), 0)
     prompts = [[(i * i * 31 + i * 7 + 5) % 256 for i in range(length)] for length in lengths]
     with tempfile.TemporaryDirectory() as folder:
         for family in families:
@@ -70,20 +70,16 @@ def mismatches(
             reference = reference_model(checkpoint)
             expected = [greedy_reference(reference, prompt, num_tokens) for prompt in prompts]
             pack = pack_of_checkpoint(checkpoint)
-            for attention in ("triton", "gather"):
+            for attention in wrong:
                 instance = instance_of(pack, KvPool(8 << 20, str(device)), 128, attention)
-                found = greedy(instance, prompts, num_tokens)
+                outputs = greedy(instance, prompts, num_tokens)
                 instance.close()
-                wrong = sum(each != right for each, right in zip(found, expected, strict=True))
-                by_triton, by_gather = (
-                    by_triton + wrong * (attention == "triton"),
-                    by_gather + wrong * (attention == "gather"),
-                )
-    return by_triton, by_gather, len(families) * len(prompts)
+                wrong[attention] += sum(output != right for output, right in zip(outputs, expected, strict=True))
+    return wrong["triton"], wrong["gather"], len(families) * len(prompts)
 
 
 def decode_step_s(instance: Instance, batch: int, num_prompt_tokens: int, num_steps: int) -> float:
-    """Median time of a whole step with so many sequences: planning, computing, sampling."""
+    """Median time of a decode step of ``batch`` sequences: planning, computing, sampling."""
     sampling = SamplingParams(temperature=0, max_tokens=num_steps + _WARM_STEPS + 1)
     for number in range(batch):
         prompt = tuple((i + number) % 250 + 1 for i in range(num_prompt_tokens))
@@ -100,7 +96,7 @@ def decode_step_s(instance: Instance, batch: int, num_prompt_tokens: int, num_st
 
 
 def prefill_s(instance: Instance, num_tokens: int, num_runs: int = 4) -> float:
-    """Fastest prefill of one prompt in one step, including its first token, after a warm-up."""
+    """Fastest prefill of a prompt in a single step, with its first token, after a warm-up."""
     sampling, times = SamplingParams(temperature=0, max_tokens=1), []
     for number in range(num_runs + 1):
         prompt = tuple((i + number) % 250 + 1 for i in range(num_tokens))
@@ -113,7 +109,7 @@ def prefill_s(instance: Instance, num_tokens: int, num_runs: int = 4) -> float:
 
 
 def load_s(pack: Pack, pool: KvPool) -> tuple[Instance, float]:
-    """An instance, and the time from its first segment to its first token of a short prompt."""
+    """An instance, and the time from its first segment to the first token of a short prompt."""
     begin = time.perf_counter()
     instance = instance_of(pack, pool, token_budget=8192)
     greedy(instance, [[1, 2, 3]], 1)
@@ -121,7 +117,7 @@ def load_s(pack: Pack, pool: KvPool) -> tuple[Instance, float]:
 
 
 def profile_table(instance: Instance, batch: int, num_prompt_tokens: int) -> str:
-    """Prints the kernels of a decode step by time."""
+    """A table of a decode step's kernels by time."""
     decode_step_s(instance, batch, num_prompt_tokens, 4)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:

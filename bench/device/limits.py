@@ -1,4 +1,4 @@
-"""Limits of the device, measured in the same run: copies from the host, memory reads, matrix products."""
+"""Limits of the device, measured in the same run: copies from the host, memory reads and matrix products."""
 
 from __future__ import annotations
 
@@ -52,26 +52,26 @@ def link_of(device: torch.device) -> DeviceLink:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, num_runs: int = 5) -> float:
-    """The fastest of some runs, after a warm-up."""
+    """Seconds of the fastest run, after a warm-up."""
     times = []
     for _ in range(num_runs + 1):
-        _settle(device)
+        synchronize(device)
         begin = time.perf_counter()
         run()
-        _settle(device)
+        synchronize(device)
         times.append(time.perf_counter() - begin)
     return min(times[1:])
 
 
 def pinned_bytes_per_s(device: torch.device, num_bytes: int) -> float:
-    """One copy from pinned memory to the device."""
+    """Rate of a copy from pinned memory to the device."""
     source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     return num_bytes / seconds_of(lambda: target.copy_(source, non_blocking=True), device)
 
 
 def read_bytes_per_s(device: torch.device, num_bytes: int) -> float:
-    """Memory reads of the device: the better of a sum, and of a copy, which reads and writes."""
+    """Rate of memory reads on the device: the faster of a sum and a copy, which reads and writes."""
     source = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     by_sum = num_bytes / seconds_of(lambda: source.sum(), device)
@@ -79,22 +79,22 @@ def read_bytes_per_s(device: torch.device, num_bytes: int) -> float:
 
 
 def product_flops_per_s(device: torch.device, size: int, dtype: torch.dtype) -> float:
-    """A square matrix product."""
+    """Flops per second of a square matrix product."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / seconds_of(lambda: left @ right, device)
 
 
 def staged_bytes_per_s(pack: Pack, device: torch.device, *, registered: bool = False) -> tuple[float, float]:
-    """The engine's copy from an arena to the device, all segments at once, and the pinning rate.
+    """Rates of the engine's copy of all segments from an arena to the device, and of pinning.
 
-    With ``registered`` the arena is pinned first, outside the copy time; else the pinning rate is 0.
+    With ``registered`` the arena is pinned before the copy; otherwise the pinning rate is 0.
     """
     link, source = link_of(device), as_tensor(pack.data)
     pinned_s = 0.0
     if registered:
         begin = time.perf_counter()
         if not _register(source):
-            raise RuntimeError("the system does not let us pin the arena where it lies")
+            raise RuntimeError("the system refuses to pin the arena in place")
         pinned_s = time.perf_counter() - begin
     targets = [
         torch.empty(pack.segment_bytes(i), dtype=torch.uint8, device=device) for i in range(len(pack.manifest.segments))
@@ -125,15 +125,15 @@ def _stage(pack: Pack, stager: Stager, link: DeviceLink, targets: list[Tensor]) 
 
 
 def _register(memory: Tensor) -> bool:
-    """Pins memory in place; its mapping must be writable. False where the system refuses."""
-    found = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
-    return int(found) == 0
+    """Pins memory in place, whose mapping must be writable. Returns whether the system allowed it."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
+    return int(status) == 0
 
 
 def _refuse(reason: str) -> None:
     raise RuntimeError(reason)
 
 
-def _settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

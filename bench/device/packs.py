@@ -1,4 +1,4 @@
-"""Packs in memory for the GPU bench: from a checkpoint, or of random weights."""
+"""Packs in memory for the GPU bench, from a checkpoint or with random weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LLAMA_8B: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Pack:
-    """``memory`` is mapped but not pinned, like an arena."""
+    """A pack whose ``memory`` is mapped but not pinned, as in an arena."""
 
     manifest: Manifest
     memory: mmap.mmap
@@ -58,7 +58,7 @@ class Pack:
 
 
 def pack_of_checkpoint(folder: Path) -> Pack:
-    """A folder with config.json and one model.safetensors."""
+    """The pack of a folder with config.json and model.safetensors."""
     tensors = load_file(folder / "model.safetensors")
     dtype = "F32" if next(iter(tensors.values())).dtype == torch.float32 else "BF16"
     config = json.loads((folder / "config.json").read_text())
@@ -66,7 +66,7 @@ def pack_of_checkpoint(folder: Path) -> Pack:
 
 
 def random_pack(config: dict[str, Any], dtype: str, device: torch.device) -> Pack:
-    """Random weights; norms are ones, so that hidden states stay bounded."""
+    """A pack of random weights, with norms of ones, which keep hidden states bounded."""
 
     def make(entry: TensorEntry) -> Tensor:
         made = torch.empty(entry.shape, dtype=_TORCH_DTYPES[dtype], device=device)
@@ -105,5 +105,5 @@ def _manifest(config: dict[str, Any], dtype: str) -> Manifest:
         segments=tuple(segments),
         num_bytes=end,
         chunk_bytes=end,
-        chunk_digests=(bytes(32),),  # not read here
+        chunk_digests=(bytes(32),),  # unused
     )

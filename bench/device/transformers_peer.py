@@ -1,4 +1,4 @@
-"""transformers on the same device with a model of the same shape, for comparison."""
+"""The peer of the GPU bench: transformers on the same device with a model of the same shape."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from bench.device.limits import synchronize
+
 
 class Peer:
-    """A model of random weights on the device, with transformers' own attention (SDPA) and growing cache."""
+    """A model with random weights, and transformers' own attention (SDPA) and growing cache."""
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         import transformers
@@ -24,9 +26,9 @@ class Peer:
 
     @torch.inference_mode()
     def decode_step_s(self, batch: int, num_prompt_tokens: int, num_steps: int) -> float:
-        """Median time of a step with so many sequences and such a prompt length."""
+        """Median time of a decode step of ``batch`` sequences."""
         tokens = torch.ones(batch, num_prompt_tokens, dtype=torch.int64, device=self._device)
-        # Only the last logits, like the engine: all logits of 256 prompts would not fit.
+        # Only the last logits, as in the engine, because all logits of 256 prompts would not fit.
         out = self._model(tokens, use_cache=True, logits_to_keep=1)
         times = []
         for _ in range(num_steps + 2):
@@ -34,7 +36,7 @@ class Peer:
             chosen = out.logits[:, -1:].argmax(-1)
             chosen.tolist()
             out = self._model(chosen, past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
-            self._settle()
+            synchronize(self._device)
             times.append(time.perf_counter() - begin)
         return statistics.median(times[2:])
 
@@ -43,12 +45,8 @@ class Peer:
         tokens = torch.ones(1, num_tokens, dtype=torch.int64, device=self._device)
         times = []
         for _ in range(num_runs + 1):
-            self._settle()
+            synchronize(self._device)
             begin = time.perf_counter()
             self._model(tokens, use_cache=True, logits_to_keep=1).logits.argmax(-1).tolist()
             times.append(time.perf_counter() - begin)
         return min(times[1:])
-
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)

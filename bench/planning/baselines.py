@@ -1,4 +1,4 @@
-"""Other strategies on the same network: each returns the sources of every target."""
+"""Other strategies on the same network; each returns the sources of every target."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ Feeds = dict[str, list[str]]
 
 
 def nominal_chain(network: Network) -> Feeds:
-    """BlitzScale's greedy chain by nominal capacity: fast targets first, each from the fastest end that has no
-    follower yet. Ignores other traffic on the links.
+    """BlitzScale's greedy chain by nominal capacity: fast targets first, each from the fastest end without a follower.
+    It ignores other traffic on the links.
     """
     ends = list(network.sources)
     feeds: Feeds = {}
@@ -22,13 +22,13 @@ def nominal_chain(network: Network) -> Feeds:
 
 
 def star(network: Network) -> Feeds:
-    """Every target from a source, round robin."""
+    """Feeds every target from a source, round robin."""
     sources = network.sources
     return {host.name: [sources[rank % len(sources)].name] for rank, host in enumerate(network.targets)}
 
 
 def binomial(network: Network) -> Feeds:
-    """A binomial tree, pipelined chunk by chunk: lambdaScale's multicast order, regardless of link rates."""
+    """A binomial tree, pipelined by chunk, in lambdaScale's multicast order; it ignores link rates."""
     order: list[Host] = [*network.sources, *network.targets]
     num_sources = len(network.sources)
     feeds: Feeds = {}

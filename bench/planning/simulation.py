@@ -1,8 +1,9 @@
-"""Simulates a relay chunk by chunk: who requests what from whom, and how long each chunk takes on either link.
+"""Simulates a relay chunk by chunk: the requests of followers, and each chunk's time on either link.
 
-Independent of the planner's model. Every host sends one chunk at a time, round robin among waiting followers, and
-receives one at a time. A follower requests from each source the earliest unrequested chunks that it has, a few at a
-time, and reassigns what a source has not started when another one is idle. Hosts forward complete chunks only.
+It is independent of the planner's model. Every host sends one chunk at a time, round robin among waiting followers, and
+receives one chunk at a time. A follower requests from each source a few of the earliest unrequested chunks that the
+source has. If another source is idle, it reassigns chunks whose transfer has not started. Hosts forward only complete
+chunks.
 """
 
 from __future__ import annotations

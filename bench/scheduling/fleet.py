@@ -1,4 +1,4 @@
-"""The fleets that the scheduler's bench is run with, as plain descriptions."""
+"""Descriptions of the fleets of the scheduler's bench."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ BOTH = (PREFILL, DECODE)
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The first workers serve, so many of each role per model; the others are free.
+    """A fleet whose first workers serve, with ``num_prefill`` and ``num_decode`` instances per model; the rest is free.
 
-    ``num_prefill`` of 0: instances play both roles.
+    If ``num_prefill`` is 0, instances play both roles.
     """
 
     num_workers: int
@@ -52,7 +52,7 @@ class Fleet:
         )
 
     def served(self) -> Iterator[tuple[int, tuple[types_pb2.Role.ValueType, ...]]]:
-        """Model and roles of each worker that serves, in the order of the workers."""
+        """Model and roles of each serving worker, in the order of the workers."""
         for model in range(self.num_models):
             for _ in range(self.num_prefill):
                 yield model, (PREFILL,)

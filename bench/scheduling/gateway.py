@@ -1,4 +1,4 @@
-"""A gateway's side of the Admit stream, for loads that are steady or as fast as the scheduler goes."""
+"""The gateway's side of the Admit stream, for loads at an even rate or as fast as the scheduler answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrelay.control.v1 import scheduler_pb2_grpc, types_pb2
 NUM_PROMPTS = 512  # different ones
 NUM_HASHES = 20  # of each
 MAX_BATCH = 64  # commands in one message, as the gateway sends them
-STUCK_S = 30.0  # without any answer
+STUCK_S = 30.0  # time limit for the next answer
 PROMPT_TOKENS, MAX_TOKENS = 1300, 200
 
 
@@ -29,7 +29,7 @@ def scheduler_token() -> str:
 
 
 class Placed(NamedTuple):
-    """An admission that was answered with a place; times by the machine's monotonic clock, in seconds."""
+    """A placed admission; times are seconds of the machine's monotonic clock."""
 
     pack_id: str
     sent_at: float
@@ -41,7 +41,7 @@ class Placed(NamedTuple):
 
 
 class BenchGateway:
-    """Requests that get their first token as soon as they are placed, and end when so many others follow them."""
+    """A gateway whose requests get their first token when placed and end once ``num_running`` others follow."""
 
     def __init__(self, call: Any, fleet: Fleet, num_running: int) -> None:
         self._call = call
@@ -57,7 +57,7 @@ class BenchGateway:
         self.placed: list[Placed] = []
 
     def admit(self, model: int | None = None) -> None:
-        """Admits one request, of the next model unless one is given."""
+        """Admits a request of ``model``, by default of the next model."""
         number = self._num_sent
         self._num_sent += 1
         version = self._versions[number % len(self._versions) if model is None else model]
@@ -74,7 +74,7 @@ class BenchGateway:
         self._send(pb.AdmitCommand(admit=request))
 
     async def fill(self, num_waiting: int, seconds: float) -> None:
-        """Keeps so many requests without an answer."""
+        """Keeps ``num_waiting`` requests without an answer."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             while len(self._sent) < num_waiting:
@@ -82,7 +82,7 @@ class BenchGateway:
             await self._next_answer()
 
     async def drain(self) -> None:
-        """Until all are answered; then all of them end, and the scheduler has heard of it: one more is answered."""
+        """Waits for all answers and ends all requests; the answer to another request shows that this has arrived."""
         while self._sent:
             await self._next_answer()
         while self._running:
@@ -97,7 +97,7 @@ class BenchGateway:
             await self._answered.wait()
 
     async def pace(self, per_s: float, seconds: float) -> None:
-        """Admits steadily, in groups of what is due every ``EVERY_S``."""
+        """Admits at an even rate, in groups every ``EVERY_S``."""
         begin, num = time.monotonic(), 0
         while (elapsed := time.monotonic() - begin) < seconds:
             while num < elapsed * per_s:

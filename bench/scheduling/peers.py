@@ -1,10 +1,10 @@
-"""Workers and stores of a fleet in one process, which report, beat and obey as real ones do, and compute nothing.
+"""Workers and stores of a fleet in a single process: they report, send heartbeats and obey, but compute nothing.
 
     python -m bench.scheduling.peers NATS_URL FLEET_AS_JSON
 
-Prints ``ready``. Each worker and store has a port of its own, so that the scheduler has as many connections as in a
-real fleet. A load is complete as soon as it is ordered. Every line of stdin asks for a line of JSON: the Relay and Load
-commands since the last one, with the pack and the time of arrival, in seconds of the machine's monotonic clock.
+Prints ``ready``. Each worker and store has its own port, so the scheduler has as many connections as in a real fleet. A
+load completes immediately. Every line of stdin asks for a line of JSON: the Relay and Load commands since the previous
+line, with the pack and the time of arrival in seconds of the machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LATENCY = reports_pb2.LatencyModel(
 
 @dataclass(eq=False)
 class Peer:
-    """A worker or a store: its report, and who waits for a change of it."""
+    """A worker or a store: its report, and an event that is set at each change."""
 
     report: Any
     address: str = ""
@@ -56,7 +56,7 @@ class Peer:
 
 
 class Peers(worker_pb2_grpc.WorkerServicer, param_store_pb2_grpc.ParamStoreServicer):
-    """All of them behind one server, told apart by the token that only each of them accepts."""
+    """All peers behind one server; the token of a call identifies the peer."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.workers = [_worker(number, fleet.workers_per_host) for number in range(fleet.num_workers)]
@@ -66,7 +66,7 @@ class Peers(worker_pb2_grpc.WorkerServicer, param_store_pb2_grpc.ParamStoreServi
             _serve(worker.report, versions[model], f"inst-{worker.report.worker_id}", roles)
             host = self.stores[int(worker.report.host_id.rpartition("-")[2])]
             _hold(host.report, versions[model].pack_id)
-        for number, version in enumerate(versions):  # every pack has a copy in RAM somewhere
+        for number, version in enumerate(versions):  # every pack has a copy in some host's RAM
             _hold(self.stores[number % len(self.stores)].report, version.pack_id)
         ids = [(worker.report.worker_id, worker) for worker in self.workers]
         ids += [(store.report.store_id, store) for store in self.stores]
@@ -191,7 +191,7 @@ def _beat(peer: Peer) -> Message:
 
 
 async def _report(nats: Client, subject: str, peer: Peer, delay_s: float) -> None:
-    await asyncio.sleep(delay_s)  # real peers start at any time
+    await asyncio.sleep(delay_s)  # real peers do not start together
 
     def report() -> Message:
         peer.report.epoch = peer.epoch
@@ -204,20 +204,20 @@ async def _report(nats: Client, subject: str, peer: Peer, delay_s: float) -> Non
 
 async def main(nats_url: str, fleet: Fleet) -> None:
     nats, subjects = await connect(nats_url, "peers"), Subjects("")
-    peers = Peers(fleet)  # type: ignore[abstract]  # uploads are not its concern
+    peers = Peers(fleet)  # type: ignore[abstract]  # without uploads
     server = grpc.aio.server(options=OPTIONS)
     worker_pb2_grpc.add_WorkerServicer_to_server(peers, server)
     param_store_pb2_grpc.add_ParamStoreServicer_to_server(peers, server)
-    everybody = [*peers.workers, *peers.stores]
-    for peer in everybody:
+    all_peers = [*peers.workers, *peers.stores]
+    for peer in all_peers:
         peer.address = peer.report.grpc_address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     async with asyncio.TaskGroup() as tasks:
-        for number, peer in enumerate(everybody):
+        for number, peer in enumerate(all_peers):
             is_worker = isinstance(peer.report, reports_pb2.WorkerReport)
             name = peer.report.worker_id if is_worker else peer.report.store_id
             subject = subjects.worker_load(name) if is_worker else subjects.store_load(name)
-            tasks.create_task(_report(nats, subject, peer, number / len(everybody) / 2))
+            tasks.create_task(_report(nats, subject, peer, number / len(all_peers) / 2))
         print("ready", flush=True)
         while await asyncio.to_thread(sys.stdin.readline):
             print(json.dumps(peers.commands), flush=True)

@@ -1,4 +1,4 @@
-"""What a recorded scheduler predicted, and what came of it: its log of inputs, applied once more."""
+"""Predictions and outcomes of a recorded scheduler, from its log of inputs, which is applied again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrelay.scheduler.service.input_log import steps
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAttempt:
-    """An attempt that ended. Times are Unix seconds. ``latency``: of its decode worker, as it was known then."""
+    """An attempt that ended. Times are Unix seconds; ``latency`` is its decode worker's model at that time."""
 
     request_id: str
     decode_instance_id: str
@@ -33,7 +33,7 @@ class MeasuredAttempt:
 
     @property
     def decoded_from(self) -> float:
-        """``decoded_until`` if it has one token at most."""
+        """Time of the first token; ``decoded_until`` if there is at most one token."""
         num_steps = self.outcome.num_output_tokens / self.num_choices - 1
         return self.decoded_until - (self.outcome.tbt_s or 0.0) * num_steps
 
@@ -43,40 +43,41 @@ class MeasuredAttempt:
 
     @property
     def num_attended(self) -> int:
-        """By a step in the middle of its answer."""
+        """Positions that a step in the middle of the answer attends to."""
         return self.num_choices * self.num_prompt_tokens + self.outcome.num_output_tokens // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """``num_free``: places of the queue that nobody has, after each input, with its time. ``step_errors``: by role, how
-    far single steps were off from what their own worker had learned of such steps.
+    """``num_free``: time of each input, and free places of the queue after it. ``step_errors``: by role, the error of
+    the worker's own model for single steps.
     """
 
-    attempts: list[MeasuredAttempt] = field(default_factory=list)  # by their end
+    attempts: list[MeasuredAttempt] = field(default_factory=list)  # in order of their end
     num_free: list[tuple[float, int]] = field(default_factory=list)
     step_errors: dict[str, float] = field(default_factory=dict)
 
 
 def step_of_known_batches_s(attempt: MeasuredAttempt, attempts: Sequence[MeasuredAttempt]) -> float:
-    """The mean decode step while its answer ran, by its worker's own model, of the batches of ``attempts`` that really
-    came: what an oracle could predict that knows all requests to come, their lengths, and when each begins and ends.
-    Of an attempt with two tokens or more.
+    """Mean decode step during the attempt's answer, of two tokens or more, by its worker's own model and the batches
+    that ``attempts`` really formed. An oracle that knows all future requests, lengths and times could predict as much.
     """
     begin, end, instance_id = attempt.decoded_from, attempt.decoded_until, attempt.decode_instance_id
-    beside = [one for one in attempts if one.decoded_from < end and one.decoded_until > begin]
-    beside = [one for one in beside if one.decode_instance_id == instance_id]
-    changes = {at for one in beside for at in (one.decoded_from, one.decoded_until) if begin < at < end}
+    beside = [each for each in attempts if each.decoded_from < end and each.decoded_until > begin]
+    beside = [each for each in beside if each.decode_instance_id == instance_id]
+    changes = {at for each in beside for at in (each.decoded_from, each.decoded_until) if begin < at < end}
     num_steps = 0.0
     for since, until in pairwise([begin, *sorted(changes), end]):
-        batch = [one for one in beside if one.decoded_from <= since and one.decoded_until >= until]
-        step_s = attempt.latency.tbt_s(sum(one.num_choices for one in batch), sum(one.num_attended for one in batch))
+        batch = [each for each in beside if each.decoded_from <= since and each.decoded_until >= until]
+        step_s = attempt.latency.tbt_s(
+            sum(each.num_choices for each in batch), sum(each.num_attended for each in batch)
+        )
         num_steps += (until - since) / step_s
     return (end - begin) / num_steps
 
 
 def read_record(path: Path) -> Record:
-    """Of a scheduler of which one version was asked. Raises ``ValueError`` if there were others."""
+    """Reads the record of a scheduler with requests for one version. Raises ``ValueError`` if there are more."""
     record, open_ = Record(), dict[AttemptKey, AttemptPlaced]()
     admissions: dict[AttemptKey, Admission] = {}
     latencies: dict[AttemptKey, LatencyModel] = {}
@@ -97,8 +98,8 @@ def read_record(path: Path) -> Record:
                 costs = {"prefill": worker.latency.prefill, "decode": worker.latency.decode}
                 record.step_errors.update({role: cost.error for role, cost in costs.items() if cost.known})
         record.num_free.append((step.now, state.config.queue_limit - len(state.queues)))
-    if len(versions := {one.version_id for one in admissions.values()}) > 1:
-        raise ValueError(f"{len(versions)} versions were asked")
+    if len(versions := {admission.version_id for admission in admissions.values()}) > 1:
+        raise ValueError(f"the record has requests for {len(versions)} versions; expected one")
     return record
 
 

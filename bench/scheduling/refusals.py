@@ -1,4 +1,4 @@
-"""How far off a `Retry-After` was: both to be refused once more, and to be away while there is a place."""
+"""Errors of `Retry-After`: too short leads to another refusal, too long leaves a free place unused."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A client was told to come back after ``told_s``, and could have come after ``actual_s``."""
+    """A client that was told to return after ``told_s`` and could have returned after ``actual_s``."""
 
     told_s: float
     actual_s: float
 
     def factor(self, told_s: float) -> float:
-        """How far off this would have been, either way."""
+        """Error factor of ``told_s``, at least 1."""
         return max(self.actual_s / told_s, told_s / self.actual_s)
 
 
 def refusals_of(clients: Sequence[Sequence[dict[str, Any]]], num_free: Sequence[tuple[float, int]]) -> list[Refusal]:
-    """By their times. ``clients``: the tries of each, the last accepted; ``num_free``: places of the queue over time.
+    """Refusals in order of time. ``clients``: tries of each client, the last accepted; ``num_free``: free places of the
+    queue over time.
 
-    A client could have come when there was a place for it and for all that were refused before it and are still away.
+    A client could have returned when there was a place for it and for all clients that were refused before it and have
+    not returned.
     """
     refused = sorted((tries for tries in clients if len(tries) > 1), key=lambda tries: tries[0]["ended_at"])
     place_at = [0.0] * len(refused)
@@ -30,10 +32,10 @@ def refusals_of(clients: Sequence[Sequence[dict[str, Any]]], num_free: Sequence[
         away = [i for i, tries in enumerate(refused) if tries[0]["ended_at"] <= now < tries[-1]["sent_at"]]
         for i in away[: max(num, 0)]:
             place_at[i] = place_at[i] or now
-    found = []
+    refusals = []
     for tries, had_place_at in zip(refused, place_at, strict=True):
         accepted_at = tries[-1]["sent_at"]
         for each in tries[:-1]:
             could_at = min(accepted_at, had_place_at) if had_place_at > each["ended_at"] else accepted_at
-            found.append((each["ended_at"], Refusal(each["retry_after_s"], could_at - each["ended_at"])))
-    return [refusal for _, refusal in sorted(found, key=lambda one: one[0])]
+            refusals.append((each["ended_at"], Refusal(each["retry_after_s"], could_at - each["ended_at"])))
+    return [refusal for _, refusal in sorted(refusals, key=lambda timed: timed[0])]

@@ -16,14 +16,12 @@ KV_POOL_BYTES: Final = 256 << 20
 TOK_S_OVER_PEER: Final = {1: 1.4, 8: 1.5, 32: 1.6}
 # vLLM 0.32's CPU server, eager, on two cores of an AMD EPYC with bf16 arithmetic.
 DOCUMENTED_TOK_S: Final = {"tiny": {1: 373, 8: 899, 32: 2971}, "mid": {1: 36, 8: 139, 32: 180}}
-
-
 Samples = Mapping[str, Mapping[int, Sample]]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One worker in both roles: samples by model and concurrency, and the mid model's memory-bound rounds."""
+    """Figures of a worker in both roles: samples by model and concurrency, and the mid model's memory-bound rounds."""
 
     samples: Samples
     rounds: Sequence[Round]
@@ -32,7 +30,7 @@ class Measured:
 
 
 def model_checks(model: BenchModel, mine: Measured, peers: Samples) -> list[Check]:
-    """Speed of one model against the measured peer, or else its documented figure."""
+    """Checks of a model's speed against the measured peer, or against its documented figure."""
     checks = []
     for concurrency, sample in mine.samples[model.name].items():
         name = f"{model.name}_c{concurrency}"
@@ -65,15 +63,15 @@ def prefix_check(mine: Measured) -> Check:
 
 
 def apart_checks(model: BenchModel, both: Mapping[int, Sample], split: Mapping[int, Sample]) -> list[Check]:
-    """The CPU time, waits within a step included, shows why: a separate decode step reads all weights for few rows,
-    which a mixed step computes along with prompts.
+    """Checks of separate workers against a worker in both roles. CPU time, with waits within a step, shows the reason:
+    a separate decode step reads all weights for few rows, which a mixed step computes with the prompts.
     """
     checks = []
     for concurrency, sample in split.items():
-        one = both[concurrency]
-        cpu = f"ms of CPU a token: {sample.cpu} (prefill + decode) over {one.cpu}"
-        against = f"{sample.tok_s:.1f} over {one.tok_s:.1f} tok/s; {cpu}"
-        ratio = sample.tok_s / one.tok_s
+        together = both[concurrency]
+        cpu = f"ms of CPU a token: {sample.cpu} (prefill + decode) over {together.cpu}"
+        against = f"{sample.tok_s:.1f} over {together.tok_s:.1f} tok/s; {cpu}"
+        ratio = sample.tok_s / together.tok_s
         checks.append(
             Check(f"{model.name}_c{concurrency}_apart_over_both", ratio, "ratio", 0.9, against, at_least=True)
         )
@@ -81,7 +79,7 @@ def apart_checks(model: BenchModel, both: Mapping[int, Sample], split: Mapping[i
 
 
 def memory_checks(model: BenchModel, private_off: int, private_on: int, arena_pss: int) -> list[Check]:
-    """Private memory beside the KV pool; ``arena_pss`` is what two workers together hold of the arena."""
+    """Checks of private memory without the KV pool, and of the arena share of two workers (PSS)."""
     weights = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
     off = private_off - KV_POOL_BYTES
     return [

@@ -21,7 +21,7 @@ _random = random.Random(0)
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Requests: prompts, concurrency, tokens each, and the processes whose CPU time counts."""
+    """Requests to send, tokens of each, and the processes whose CPU time counts."""
 
     prompts: list[list[int]]
     concurrency: int
@@ -31,7 +31,7 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Output tokens/s at one concurrency, median latencies, and CPU time per token of each worker."""
+    """Output tokens/s, median latencies, and each worker's CPU time per token."""
 
     tok_s: float
     ttft_ms: float
@@ -48,14 +48,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LoadClient:
-    """A server and the name by which it knows a model."""
+    """A server, and its name of a model."""
 
     port: int
     model: str
     key: str = ""
 
     def load(self, bursts: Sequence[Burst]) -> list[Sample]:
-        """A sample of each load in turn. Raises ``RuntimeError`` unless all tokens arrived."""
+        """Sends the bursts in turn; returns a sample of each. Raises ``RuntimeError`` unless all tokens arrived."""
         done = subprocess.run(
             [sys.executable, "-m", "bench.streaming.timed_load"],
             input=json.dumps([self._job(burst) for burst in bursts]),
@@ -66,12 +66,13 @@ class LoadClient:
             check=True,
         )
         samples = []
-        for burst, found in zip(bursts, json.loads(done.stdout), strict=True):
-            num_tokens = found["output_tokens"]
-            if num_tokens != len(burst.prompts) * burst.output_tokens or found["num_errors"]:
-                raise RuntimeError(f"{num_tokens} tokens came for {len(burst.prompts)} requests: {found}")
-            cpu_ms = tuple(seconds / num_tokens * 1000 for seconds in found["cpu_s"])
-            samples.append(Sample(num_tokens / found["seconds"], found["ttft_p50_ms"], found["tbt_p50_ms"], cpu_ms))
+        for burst, figures in zip(bursts, json.loads(done.stdout), strict=True):
+            num_tokens = figures["output_tokens"]
+            if num_tokens != len(burst.prompts) * burst.output_tokens or figures["num_errors"]:
+                raise RuntimeError(f"{num_tokens} tokens arrived for {len(burst.prompts)} requests: {figures}")
+            cpu_ms = tuple(seconds / num_tokens * 1000 for seconds in figures["cpu_s"])
+            tok_s = num_tokens / figures["seconds"]
+            samples.append(Sample(tok_s, figures["ttft_p50_ms"], figures["tbt_p50_ms"], cpu_ms))
         return samples
 
     def _job(self, burst: Burst) -> dict[str, Any]:
@@ -90,5 +91,5 @@ class LoadClient:
 
 
 def prompts_of(model: BenchModel, count: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
-    """Never the same prompt twice in a run, so that the prefix cache does not help."""
+    """Random prompts that do not repeat in a run, so that the prefix cache does not help."""
     return [[_random.randrange(NUM_BYTES_ALONE, model.vocab_size) for _ in range(num_tokens)] for _ in range(count)]

@@ -1,4 +1,4 @@
-"""The two checkpoints that `engine.py` measures, and what one step of them must read."""
+"""The two checkpoints that `engine.py` measures, and the bytes that a step must read of each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from bench.cold_start import MID, SMALL
+from bench.random_checkpoint import EMBEDDING, HEAD, llama_tensors
 
-EMBEDDING: Final = "model.embed_tokens.weight"
 LLAMA: Final = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -26,7 +26,7 @@ LLAMA: Final = {
     "eos_token_id": 257,
 }
 CONTEXT_TOKENS: Final = 2048
-NUM_BYTES_ALONE: Final = 256  # the first tokens are single bytes, many of them not text
+NUM_BYTES_ALONE: Final = 256  # the first tokens are single bytes, many of which are not text
 _random = torch.Generator().manual_seed(0)
 
 
@@ -41,7 +41,7 @@ class BenchModel:
 
 
 def make_models(root: Path, mid_layers: int) -> list[BenchModel]:
-    """The tiny one in fp32 and the mid one in bf16, of so many layers."""
+    """Makes the tiny model in fp32 and the mid model, with ``mid_layers``, in bf16."""
     mid = {**MID, "num_hidden_layers": mid_layers}
     return [_make(root, "tiny", torch.float32, SMALL), _make(root, "mid", torch.bfloat16, mid)]
 
@@ -50,36 +50,15 @@ def _make(root: Path, name: str, dtype: torch.dtype, config: dict[str, Any]) -> 
     config = {**config, "max_position_embeddings": CONTEXT_TOKENS}
     folder = root / name
     folder.mkdir()
-    tensors = {key: _values(shape, dtype) for key, shape in _shapes(config).items()}
-    # Never the most likely, so that every token is text and its own event.
-    tensors["lm_head.weight"][:NUM_BYTES_ALONE] = 0
+    tensors = {key: _values(shape, dtype) for key, shape in llama_tensors(config).items()}
+    # These tokens are never the most likely, so every token is text and its own event.
+    tensors[HEAD][:NUM_BYTES_ALONE] = 0
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     settings = {**LLAMA, **config, "dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(settings))
     write_tokenizer(folder, config["vocab_size"])
     num_bytes = sum(tensor.numel() * tensor.element_size() for key, tensor in tensors.items() if key != EMBEDDING)
     return BenchModel(name, folder, config["vocab_size"], num_bytes)
-
-
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """By the names of a Llama checkpoint; norms have one dimension."""
-    hidden, inner, vocab_size = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    found: dict[str, tuple[int, ...]] = {EMBEDDING: (vocab_size, hidden)}
-    for index in range(config["num_hidden_layers"]):
-        found |= {f"model.layers.{index}.{key}.weight": shape for key, shape in layer.items()}
-    return {**found, "model.norm.weight": (hidden,), "lm_head.weight": (vocab_size, hidden)}
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -90,7 +69,7 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A byte-level BPE: single bytes, then words of two and three letters."""
+    """Writes a byte-level BPE tokenizer: single bytes, then words of two and three letters."""
     vocab = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     letters = "abcdefghijklmnopqrstuvwxyz"
     merges = [(first, second) for first in letters for second in letters]

@@ -1,4 +1,4 @@
-"""What `engine.py` compares with: vLLM's CPU server, and transformers' `generate_batch`."""
+"""Peers of `engine.py`: vLLM's CPU server, and transformers' `generate_batch`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def vllm_server(command: str, folder: Path, log: Path) -> Iterator[int]:
     settings = {
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": cores,  # by default it leaves one to its other processes
+        "VLLM_CPU_OMP_THREADS_BIND": cores,  # by default it reserves a core for its other processes
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -60,11 +60,11 @@ def _await_health(process: subprocess.Popen[bytes], url: str, log: Path) -> None
         except httpx.TransportError:
             pass
         time.sleep(0.5)
-    raise RuntimeError(f"vLLM did not come up:\n{log.read_text(errors='replace')[-3000:]}")
+    raise RuntimeError(f"vLLM did not start:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 def load_transformers() -> Any:
-    """The untyped module; imports lazily what is used of it, which takes seconds."""
+    """Imports transformers (untyped) and the parts that are used, which takes seconds."""
     hf: Any = importlib.import_module("transformers")
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it complains about missing psutil
     hf.logging.disable_progress_bar()
@@ -74,7 +74,7 @@ def load_transformers() -> Any:
 
 
 def generate_batch_tok_s(hf: Any, folder: Path, prompts: list[list[int]], num_tokens: int) -> float:
-    """Output tokens/s of transformers' own continuous batching, all prompts at once."""
+    """Output tokens/s of transformers' continuous batching with all prompts together."""
     model = hf.LlamaForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="sdpa")
     generation = hf.GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = hf.ContinuousBatchingConfig(max_batch_tokens=512, num_blocks=64)  # same step budget as ours

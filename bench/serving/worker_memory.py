@@ -1,4 +1,4 @@
-"""A worker's memory by kind, as the kernel counts it."""
+"""A worker's memory by kind, as counted by the kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WorkerMemory:
 
 
 def worker_memory(pid: int, arena: str) -> WorkerMemory:
-    """``arena``: prefix of the arena file's path. Raises ``RuntimeError`` when the process has not mapped it."""
+    """Memory of a process. ``arena``: prefix of the arena file's path. Raises ``RuntimeError`` if it is not mapped."""
     private = share = 0
     is_arena = is_mapped = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -43,9 +43,9 @@ def await_settled(pids: Sequence[int], timeout_s: float = 60.0) -> None:
     while time.monotonic() - since_s < SETTLED_S:
         if time.monotonic() > deadline_s:
             raise RuntimeError("the workers' memory kept growing")
-        found = sum(map(_anonymous_bytes, pids))
-        if abs(found - last) > 1 << 20:
-            last, since_s = found, time.monotonic()
+        num_bytes = sum(map(_anonymous_bytes, pids))
+        if abs(num_bytes - last) > 1 << 20:
+            last, since_s = num_bytes, time.monotonic()
         time.sleep(0.1)
 
 

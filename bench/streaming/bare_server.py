@@ -1,9 +1,9 @@
-"""uvicorn with an application that only sends events: the minimal cost of streaming over it.
+"""uvicorn with an application that only sends events, for the minimal cost of streaming.
 
     python -m bench.streaming.bare_server TOKENS
 
-Answers every request with TOKENS events of the size of the gateway's, each in its own turn of the event
-loop; prints its port.
+Prints its port. Answers every request with TOKENS events as large as the gateway's, each in its own iteration of the
+event loop.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Application:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         for _ in range(self._num_events):
             await send({"type": "http.response.body", "body": EVENT, "more_body": True})
-            await asyncio.sleep(0)  # else the event loop would merge them into one write
+            await asyncio.sleep(0)  # otherwise the event loop would merge the events into one write
         await send({"type": "http.response.body", "body": END})
 
 

@@ -1,4 +1,4 @@
-"""The model of the echo worker of `bench/gateway.py`: a vocabulary of real size, prompts, answers."""
+"""The model of the echo workers of `bench/gateway.py`: a vocabulary of real size, prompts and answers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _STRIDE = 7_919  # consecutive positions have ids far apart
 
 @dataclass(frozen=True, slots=True)
 class EchoVocabulary:
-    """``whole_ids``: all tokens that are complete text, spread over the vocabulary. Answers consist of them, so that
-    every token is an event with text, as nearly always in real answers.
+    """A vocabulary. Answers consist of ``whole_ids``, tokens that are complete text, so every token is an event with
+    text as in nearly all real answers.
     """
 
     tokenizer_json: bytes
@@ -40,7 +40,7 @@ class EchoVocabulary:
         return cls(encoded, tokenizer, whole, words)
 
     def answer(self, prompt: Sequence[int], seed: int, choice: int, position: int) -> int:
-        """The token at a position: a function of these arguments that differs by prompt."""
+        """The token at a position, which depends on the prompt."""
         return self.whole_ids[(prompt[0] * 31 + prompt[-1] + (position + choice) * _STRIDE) % len(self.whole_ids)]
 
     def prompts(self, count: int) -> list[str]:

@@ -1,9 +1,9 @@
-"""Scheduler, store and workers that echo, in one process, for `bench/gateway.py`.
+"""Echoing scheduler, store and workers in a single process, for `bench/gateway.py`.
 
     python -m bench.streaming.echo_server
 
-Writes one JSON line once it serves: the addresses of scheduler and store, and the digest of the tokenizer. Every line
-on standard input sets the length of an engine step in seconds and is acknowledged. The process ends with its input.
+Writes a JSON line once it serves: the addresses of scheduler and store, and the digest of the tokenizer. Every line on
+standard input sets the seconds of an engine step and is acknowledged. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ async def serve() -> None:
     store = EchoStore({digest: vocabulary.tokenizer_json})
     for server in (prefill, decode, scheduler, store):
         await server.start()
-    said = {"scheduler": scheduler.address, "store": store.address, "tokenizer_digest": digest}
-    print(json.dumps(said), flush=True)
+    addresses = {"scheduler": scheduler.address, "store": store.address, "tokenizer_digest": digest}
+    print(json.dumps(addresses), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         model.step_s = float(line)
         print("true", flush=True)

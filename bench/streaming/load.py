@@ -1,4 +1,4 @@
-"""Cheap closed-loop load of streamed requests: counts events and reads usage, without further parsing.
+"""A cheap closed-loop load of streamed requests: it counts events and reads usage without further parsing.
 
     python -m bench.streaming.load < job.json
 
@@ -14,7 +14,8 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 from typing import Any, cast
 
 import uvloop
@@ -37,7 +38,7 @@ class Totals:
 
 
 class Connection(asyncio.Protocol):
-    """One keep-alive connection, with one request at a time."""
+    """A keep-alive connection with one request at a time."""
 
     def __init__(self, requests: Iterator[bytes], totals: Totals) -> None:
         self._requests, self._totals = requests, totals
@@ -90,28 +91,26 @@ class Connection(asyncio.Protocol):
         self.closed.set_result(None)
 
 
-def requests_of(job: dict[str, Any]) -> Iterator[bytes]:
-    lines = [f"POST {job['path']} HTTP/1.1", f"Host: {job['host']}", "Content-Type: application/json"]
-    lines += [f"{name}: {value}" for name, value in job["headers"].items()]
-    bodies = [json.dumps(body).encode() for body in job["bodies"]]
-    for index in range(job["num_requests"]):
-        body = bodies[index % len(bodies)]
-        yield "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+def request_bytes(job: dict[str, Any], body: dict[str, Any], *lines: str) -> bytes:
+    """An HTTP request with the job's headers and further header ``lines``."""
+    data = json.dumps(body).encode()
+    head = [f"POST {job['path']} HTTP/1.1", f"Host: {job['host']}", "Content-Type: application/json"]
+    head += [f"{name}: {value}" for name, value in job["headers"].items()]
+    return "\r\n".join([*head, *lines, f"Content-Length: {len(data)}", "", ""]).encode() + data
 
 
-async def run(job: dict[str, Any]) -> dict[str, Any]:
-    totals, requests = Totals(), requests_of(job)
+async def run(job: dict[str, Any], connection_of: Callable[[Iterator[bytes], Totals], Connection]) -> dict[str, Any]:
+    """Sends the job's requests over its connections; returns figures."""
+    bodies = cycle([request_bytes(job, body) for body in job["bodies"]])
+    totals, requests = Totals(), islice(bodies, job["num_requests"])
     loop = asyncio.get_running_loop()
     begin_s = time.perf_counter()
-    made = [
-        loop.create_connection(lambda: Connection(requests, totals), job["host"], job["port"])
+    opening = [
+        loop.create_connection(lambda: connection_of(requests, totals), job["host"], job["port"])
         for _ in range(job["concurrency"])
     ]
-    await asyncio.gather(*(connection.closed for _, connection in await asyncio.gather(*made)))
-    return figures(totals, time.perf_counter() - begin_s)
-
-
-def figures(totals: Totals, seconds: float) -> dict[str, Any]:
+    await asyncio.gather(*(connection.closed for _, connection in await asyncio.gather(*opening)))
+    seconds = time.perf_counter() - begin_s
     return {
         "seconds": seconds,
         "requests": totals.requests,
@@ -126,4 +125,4 @@ def figures(totals: Totals, seconds: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(uvloop.run(run(json.load(sys.stdin)))))
+    print(json.dumps(uvloop.run(run(json.load(sys.stdin), Connection))))

@@ -1,10 +1,9 @@
-"""An open-loop load of streamed requests: each is sent when it is due, however many others are under way.
+"""An open-loop load of streamed requests: each is sent when it is due, however many others are in progress.
 
     python -m bench.streaming.open_load < job.json
 
-The job: {"host", "port", "path", "headers", "requests": [{"at", "body"}], "comes_back"}; ``at`` in seconds from the
-start. Prints the list of answers, one list of tries for each request: a client that is refused comes back when
-`Retry-After` tells it to, if the job says so. Times are Unix seconds.
+``open_job`` makes the job; ``at`` is in seconds from the start. Prints a list of answers, with a list of tries for each
+request: if the job has ``comes_back``, a refused client tries again when `Retry-After` says so. Times are Unix seconds.
 """
 
 from __future__ import annotations
@@ -13,17 +12,45 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvloop
 
-from bench.streaming.load import EVENT
+from bench.streaming.load import EVENT, request_bytes
 
 _READ_BYTES = 1 << 16
 
 
+def open_job(url: str, key: str, requests: Sequence[dict[str, Any]], *, comes_back: bool = False) -> dict[str, Any]:
+    """A job of ``requests``, each with ``at`` and ``body``, to the REST address ``url``."""
+    place = urlsplit(url)
+    return {
+        "host": place.hostname,
+        "port": place.port,
+        "path": "/v1/completions",
+        "headers": {"Authorization": f"Bearer {key}"},
+        "requests": requests,
+        "comes_back": comes_back,
+    }
+
+
+def completion_body(model: str, prompt: list[int], num_tokens: int) -> dict[str, Any]:
+    """A streamed completion of exactly ``num_tokens``, with an event for each."""
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+
+
 async def answered(job: dict[str, Any], request: dict[str, Any], begin: float) -> list[dict[str, Any]]:
-    """All tries of one request."""
+    """All tries of a request."""
     await asyncio.sleep(max(begin + request["at"] - time.time(), 0.0))
     tries = [await tried(job, request["body"])]
     while tries[-1]["retry_after_s"] and job["comes_back"]:
@@ -33,24 +60,20 @@ async def answered(job: dict[str, Any], request: dict[str, Any], begin: float) -
 
 
 async def tried(job: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
-    """One try, on a connection of its own; ``first_at`` and ``last_at``: of its events, 0 without any."""
-    data = json.dumps(body).encode()
-    lines = [f"POST {job['path']} HTTP/1.1", f"Host: {job['host']}", "Content-Type: application/json"]
-    lines += ["Connection: close", f"Content-Length: {len(data)}"]
-    lines += [f"{name}: {value}" for name, value in job["headers"].items()]
+    """Tries a request on a new connection; ``first_at`` and ``last_at`` are times of events, 0 without any."""
     reader, writer = await asyncio.open_connection(job["host"], job["port"])
     try:
         sent_at = time.time()
-        writer.write("\r\n".join([*lines, "", ""]).encode() + data)
+        writer.write(request_bytes(job, body, "Connection: close"))
         status, *rest = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         fields = dict(line.lower().split(": ", 1) for line in rest if line)
         first_at = last_at = 0.0
         num_events, tail = 0, b""
         while received := await reader.read(_READ_BYTES):
             tail = tail[1 - len(EVENT) :] + received
-            if found := tail.count(EVENT):
+            if count := tail.count(EVENT):
                 last_at = time.time()
-                first_at, num_events = first_at or last_at, num_events + found
+                first_at, num_events = first_at or last_at, num_events + count
     finally:
         writer.close()
     return {

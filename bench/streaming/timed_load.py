@@ -1,15 +1,14 @@
-"""The load of `load.py` with the time of every event: latency as a user sees it.
+"""The load of `load.py` with the time of every event, for latencies as a user sees them.
 
     python -m bench.streaming.timed_load < jobs.json
 
 Runs a list of such jobs in turn and prints the list of their figures, with `ttft_p50_ms` (from a request to its first
-event), `tbt_p50_ms` (between two events) and `cpu_s` (CPU time meanwhile of each process in the job's `workers`).
-Events that arrive together share the time since the last one.
+event), `tbt_p50_ms` (between two events) and `cpu_s` (CPU time of each process in the job's `workers` during the load).
+Events that arrive together share the time since the previous event.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import statistics
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 import uvloop
 
 from bench.processes import cpu_s
-from bench.streaming.load import EVENT, Connection, Totals, figures, requests_of
+from bench.streaming.load import EVENT, Connection, Totals, run
 
 
 class Times:
@@ -55,17 +54,11 @@ class TimedConnection(Connection):
         super().data_received(data)
 
 
-async def run(job: dict[str, Any]) -> dict[str, Any]:
-    totals, times, requests = Totals(), Times(), requests_of(job)
-    loop = asyncio.get_running_loop()
-    before, begin_s = [cpu_s(pid) for pid in job["workers"]], time.perf_counter()
-    made = [
-        loop.create_connection(lambda: TimedConnection(requests, totals, times), job["host"], job["port"])
-        for _ in range(job["concurrency"])
-    ]
-    await asyncio.gather(*(connection.closed for _, connection in await asyncio.gather(*made)))
+async def run_timed(job: dict[str, Any]) -> dict[str, Any]:
+    times, before = Times(), [cpu_s(pid) for pid in job["workers"]]
+    figures = await run(job, lambda requests, totals: TimedConnection(requests, totals, times))
     return {
-        **figures(totals, time.perf_counter() - begin_s),
+        **figures,
         "cpu_s": [cpu_s(pid) - earlier for pid, earlier in zip(job["workers"], before, strict=True)],
         "ttft_p50_ms": statistics.median(times.first_s or [0.0]) * 1000,
         "tbt_p50_ms": statistics.median(times.between_s or [0.0]) * 1000,
@@ -73,4 +66,4 @@ async def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps([uvloop.run(run(job)) for job in json.load(sys.stdin)]))
+    print(json.dumps([uvloop.run(run_timed(job)) for job in json.load(sys.stdin)]))
