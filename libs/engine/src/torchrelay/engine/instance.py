@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from torchrelay.common.errors import Conflict
+from torchrelay.common.errors import Conflict, InvalidRequest
 from torchrelay.common.latency.latency_model import StepWork
 from torchrelay.common.tokens.prefix_hashes import PAGE_TOKENS
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
-from torchrelay.engine.batching.decode_shares import DecodeShares, Latency, no_latency
+from torchrelay.engine.batching.decode_shares import Latency, no_latency
 from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import SequenceGroup
@@ -27,7 +27,6 @@ from torchrelay.engine.kernels.cpu.threads import ThreadBudget
 from torchrelay.engine.kv.export import MIN_HANDOVER_BYTES, KvExport
 from torchrelay.engine.kv.kv_import import KvImport
 from torchrelay.engine.kv.layout import KvLayout
-from torchrelay.engine.kv.model_layouts import ModelLayouts
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.kv.prefill_import import PrefillImport
 from torchrelay.engine.kv.prefill_layout import PrefillExport, PrefillLayout
@@ -91,7 +90,7 @@ class Instance:
             active_processes,
         )
         self.config, self.kv_shape = config, model.kv_shape
-        self._layouts = ModelLayouts(self.kv_shape, config.hidden_size, kv_block_tokens)
+        self._kv_block_tokens = kv_block_tokens
         self._tables = model.pages.tables
         prefixes = PrefixCache(self._tables.allocator, page_tokens, prefix_cache)
         copy_page, on_leave = model.pages.copy_page, model.hidden_states.drop
@@ -102,7 +101,7 @@ class Instance:
             config.max_context_tokens,
             copy_page,
             on_leave,
-            DecodeShares(latency),
+            latency,
         )
         self._interruptions = Interruptions(self._scheduler, clock)
         self._threads = threads or ThreadBudget(manifest.num_bytes, active_processes)
@@ -137,8 +136,8 @@ class Instance:
     # Requests
 
     def kv_layout(self, group: GroupSpec) -> KvLayout:
-        """(any thread) The wire layout of this group's KV, as it is handed over from here."""
-        return self._layouts.kv(group)
+        """(any thread) The wire layout of the group's KV when this instance hands it over."""
+        return KvLayout.of(self.kv_shape, self._kv_block_tokens, group)
 
     def prefill(
         self, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None = None, until: int | None = None
@@ -162,9 +161,12 @@ class Instance:
     def import_kv(self, group: GroupSpec, layout: KvLayout) -> KvImport:
         """Reserves pages for a group that another worker prefills, and for its tokens to come.
 
-        ``layout`` is the offer's. Raises ``KvPoolFull`` (retry as pages come free), ``InvalidRequest`` or ``Conflict``.
+        ``layout`` is the offer's; its block size may differ from this instance's. Raises ``KvPoolFull`` (retry when
+        pages are freed), ``InvalidRequest`` or ``Conflict``.
         """
-        self._layouts.check_kv(group, layout)
+        if layout.block_tokens < 1 or layout != KvLayout.of(self.kv_shape, layout.block_tokens, group):
+            name = group.group_id
+            raise InvalidRequest(f"the KV offered for {name} does not match the model and the request", field="sequences")
         check_logit_bias(group, self.config.vocab_size)
         kv_import = KvImport(group, layout, self.model.pages, self._scheduler, self.config.vocab_size)
         self._interruptions.deadlines.add(kv_import.imported)
@@ -184,7 +186,8 @@ class Instance:
         """
         check_tokens(group, self.config.vocab_size)
         check_layer_boundaries(self.config.num_layers, layout.boundary, until)
-        self._layouts.check_prefill(group, layout, with_kv=on_kv is None)
+        if layout.block_tokens < 1 or layout != self._prefill_layout(group, layout.boundary, on_kv, layout.block_tokens):
+            raise InvalidRequest(f"the prefill exported for {group.group_id} does not match the model and the request")
         imported = SequenceGroup.of(group, on_kv, until)
         prefill_import = PrefillImport(
             imported, layout, self.kv_layout(group), self.model.pages, self.model.hidden_states, self._scheduler
@@ -204,10 +207,16 @@ class Instance:
             raise Conflict(f"{group_id} is not at a layer boundary here")
         left_s = self._interruptions.left_s(group.spec.deadline_s)
         spec = replace(group.spec_left(), deadline_s=None)
-        layout = self._layouts.prefill(spec, group.layer, with_kv=group.on_kv is None)
+        layout = self._prefill_layout(spec, group.layer, group.on_kv, self._kv_block_tokens)
         exported = PrefillExport(spec, left_s, layout, self._export.copy_prefill(group, layout))
         self._scheduler.cancel(group_id)
         return exported
+
+    def _prefill_layout(
+        self, group: GroupSpec, boundary: int, on_kv: Callable[[KvBlock], None] | None, block_tokens: int
+    ) -> PrefillLayout:
+        hidden_size = self.config.hidden_size
+        return PrefillLayout.of(self.kv_shape, hidden_size, boundary, on_kv is None, block_tokens, group)
 
     def preempt(self, group_id: str) -> None:
         """Frees the pages of a group at once; it waits again and continues later with the same tokens.

@@ -8,7 +8,6 @@ from functools import partial
 
 from torchrelay.control.v1 import decode_pb2
 from torchrelay.engine.kv.kv_import import KvImport
-from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.transfer.fetch.follow import FollowOptions, Receiver, SourceAddress, TransferControl, follow
 from torchrelay.transfer.transport.auto import prefer_local
 from torchrelay.transfer.transport.interface import Transport
@@ -20,13 +19,12 @@ class KvReceiver:
     def __init__(
         self,
         offer: decode_pb2.KvOffer,
-        layout: KvLayout,
         kv_import: KvImport,
         receiver: Receiver,
         transport: Transport,
         host_id: str = "",
     ) -> None:
-        self.kv_import, self.layout = kv_import, layout
+        self.kv_import = kv_import
         self.num_bytes = 0
         self._receiver, self._transport = receiver, transport
         self._source = _source(offer, host_id)
@@ -38,10 +36,10 @@ class KvReceiver:
 
     def receive(self, write: Callable[[Callable[[], None], threading.Event], None], stall_s: float) -> bytes:
         """Follows the buffer, passing each verified chunk to ``write``. Returns the trailer. Raises transfer errors."""
-        source, wanted, trailer = self._source, range(self.layout.num_chunks), b""
+        source, layout, trailer = self._source, self.kv_import.layout, b""
         for index in follow(
             source.ticket.buffer_id,
-            wanted,
+            range(layout.num_chunks),
             [source],
             self,
             self._receiver,
@@ -50,7 +48,7 @@ class KvReceiver:
         ):
             data = self._staged.pop(index)
             self.num_bytes += len(data)
-            if index == self.layout.trailer_index:
+            if index == layout.trailer_index:
                 trailer = bytes(data)
             else:
                 write(partial(self.kv_import.write, index, memoryview(data)), self._stop)
@@ -59,7 +57,7 @@ class KvReceiver:
     # -- transfer.Sink: chunks are staged, because the pages of a sequence are not contiguous
 
     def chunk(self, index: int) -> memoryview:
-        staged = self._staged[index] = bytearray(self.layout.chunk_bytes(index))
+        staged = self._staged[index] = bytearray(self.kv_import.layout.chunk_bytes(index))
         return memoryview(staged)
 
     def digest(self, index: int) -> bytes | None:

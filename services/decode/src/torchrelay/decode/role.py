@@ -20,7 +20,7 @@ from torchrelay.control.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.decode.kv_receiver import KvReceiver
 from torchrelay.decode.page_queue import PageQueue
-from torchrelay.engine.core import GroupSpec, NewToken
+from torchrelay.engine.core import NewToken
 from torchrelay.engine.kv.kv_import import KvImport
 from torchrelay.engine.kv.layout import KvLayout, KvSequence
 from torchrelay.worker.attempts.attempt import Attempt, group_id_of
@@ -77,42 +77,37 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         if request.source.ticket.buffer_id != group_id:
             raise InvalidRequest("the ticket is not for this attempt's KV", field="source")
         attempt = await self.wait_for_start(group_id)
-        group = attempt.group()
-        kv_import, layout = await self._reserve_pages(attempt, group, request)
+        kv_import = await self._reserve_pages(attempt, request)
         worker = self.worker
-        kv_receiver = KvReceiver(request, layout, kv_import, worker.receiver, worker.transport, worker.settings.host_id)
+        kv_receiver = KvReceiver(request, kv_import, worker.receiver, worker.transport, worker.settings.host_id)
         if not self.is_running(attempt):
             self._release_reserved([kv_import])
             raise Conflict("the attempt was cancelled")
-        self._kv_receivers[group.group_id] = kv_receiver
+        self._kv_receivers[group_id] = kv_receiver
         self.spawn(attempt, self._receive_kv(attempt, kv_receiver), "kv")
         return decode_pb2.KvAccept()
 
-    async def _reserve_pages(
-        self, attempt: Attempt, group: GroupSpec, offer: decode_pb2.KvOffer
-    ) -> tuple[KvImport, KvLayout]:
+    async def _reserve_pages(self, attempt: Attempt, offer: decode_pb2.KvOffer) -> KvImport:
         """Reserves the attempt's pages, waiting in turn for others to free theirs while there are too few."""
+        group = attempt.group()
         sequences = tuple(KvSequence(tuple(s.choices), s.num_context_tokens) for s in offer.sequences)
         reserved: list[KvImport] = []
 
-        def reserve() -> tuple[KvImport, KvLayout]:
+        def reserve() -> KvImport:
             instance = self.worker.engine.require_instance()
-            layout = KvLayout(instance.kv_shape, offer.block_tokens, sequences)
-            if layout != KvLayout.of(instance.kv_shape, offer.block_tokens, group):
-                raise InvalidRequest("the offered KV does not match the attempt", field="sequences")
-            reserved.append(instance.import_kv(group, layout))
-            return reserved[0], layout
+            reserved.append(instance.import_kv(group, KvLayout(instance.kv_shape, offer.block_tokens, sequences)))
+            return reserved[0]
 
         try:
-            found = await self._page_queue.reserve(
+            kv_import = await self._page_queue.reserve(
                 lambda: self.worker.engine.call(reserve), lambda: self.is_running(attempt)
             )
         except asyncio.CancelledError:  # the prefill worker left, but the engine may still reserve
             self._release_reserved(reserved)
             raise
-        if found is not None:
-            return found
-        raise Conflict("the attempt was cancelled")
+        if kv_import is None:
+            raise Conflict("the attempt was cancelled")
+        return kv_import
 
     def _release_reserved(self, reserved: list[KvImport]) -> None:
         """Frees what is in the list after all commands posted so far have run."""
@@ -138,7 +133,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         try:
             trailer = await receive
             self.worker.step_metrics.kv_bytes_received += kv_receiver.num_bytes
-            first_tokens = kv_receiver.layout.unpack_trailer(attempt.group_id, trailer)
+            first_tokens = kv_receiver.kv_import.layout.unpack_trailer(attempt.group_id, trailer)
         except (TorchrelayError, OSError) as error:
             if self.is_running(attempt):
                 message = f"the KV transfer failed: {error}"

@@ -76,9 +76,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         await self.worker.engine.call(lambda: self.worker.engine.require_instance().prefill(group))
 
     async def _begin_remote(self, attempt: Attempt, group: GroupSpec) -> None:
-        layout = await self.worker.engine.call(lambda: self.worker.engine.require_instance().kv_layout(group))
-        if not self.is_running(attempt):
-            return
+        layout = self.worker.engine.require_instance().kv_layout(group)
         await self._budget.acquire(layout.num_kv_bytes)
         if not self.is_running(attempt):
             self._budget.release(layout.num_kv_bytes)

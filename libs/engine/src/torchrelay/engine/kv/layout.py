@@ -44,11 +44,6 @@ class KvShape:
         return self.num_layers * self.bytes_per_token_layer
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
-    """Bytes of KV per position, over all layers."""
-    return KvShape.of(config, dtype).bytes_per_token
-
-
 @dataclass(frozen=True, slots=True)
 class KvSequence:
     """One context that is handed over, shared by ``choices``; without the first new token."""

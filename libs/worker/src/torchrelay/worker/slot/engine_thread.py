@@ -41,7 +41,7 @@ class EngineThread:
         on_fault: Callable[[Exception], None],
         max_pending_writes: int = 256,
     ) -> None:
-        self.instance: Instance | None = None  # set and read on the engine's thread
+        self.instance: Instance | None = None  # set on the engine's thread; others may read it
         self._on_step, self._on_fault = on_step, on_fault
         self._loop = asyncio.get_running_loop()
         # Unbounded, so that the event loop never blocks: each attempt posts only a few commands.
@@ -62,10 +62,10 @@ class EngineThread:
         self._thread.join()
 
     def require_instance(self) -> Instance:
-        """(engine's thread) The instance. Raises ``Conflict`` if it was unloaded."""
-        if self.instance is None:
+        """(any thread) The instance. Raises ``Conflict`` if it was unloaded."""
+        if (instance := self.instance) is None:
             raise Conflict("the instance was unloaded")
-        return self.instance
+        return instance
 
     def progress(self, latency: LatencyModel | None) -> EngineProgress:
         """(any thread) Where the engine is. ``latency`` predicts the steps of its instance."""
