@@ -39,12 +39,12 @@ async def test_a_worker_is_active_for_requests_that_come_and_go_and_says_the_sam
         attempt = Attempt(AttemptStart(key=AttemptKey(request_id="r", attempt=1), num_prompt_tokens=9), Outbox("g"), {})
         role = one.worker.role(ROLE_PREFILL)
         assert role is not None
-        role.attempts.add(attempt)
+        role.attempts[attempt.group_id] = attempt
         began = reporter.activity()
         one.worker.step_metrics.record_step(StepResult((), (), 0, 1, 0.01))
         assert reporter.activity() == began != idle
         assert reporter.report() != first
-        role.attempts.mark_prefilled([attempt.group_id])
+        role.mark_prefilled([attempt.group_id])
         assert reporter.activity() not in (began, idle)
         role.forget(attempt)
         assert reporter.activity() == idle
@@ -59,11 +59,11 @@ async def test_a_worker_is_active_while_one_prompt_follows_another(tmp_path: Pat
             Attempt(AttemptStart(key=AttemptKey(request_id=name, attempt=1), num_prompt_tokens=9), Outbox("g"), {})
             for name in ("first", "second")
         )
-        role.attempts.add(first)
+        role.attempts[first.group_id] = first
         before = reporter.activity()
         one.worker.step_metrics.record_step(StepResult((), (first.group_id,), 9, 0, 0.01))
         role.forget(first)
-        role.attempts.add(second)
+        role.attempts[second.group_id] = second
         assert reporter.activity() != before
         role.forget(second)
 

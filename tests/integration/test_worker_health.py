@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tests.integration.roles_testbed import running_test_worker
 from tests.unit.param_store.running_store import running_store
+from torchrelay.common.liveness import Liveness
 from torchrelay.common.net.probes import GrpcProbe
 from torchrelay.common.net.rpc.channels import open_channel
-from torchrelay.worker.slot.engine_watch import EngineWatch
 
 
 async def test_a_worker_whose_engine_hangs_says_so_until_it_goes_on(tmp_path: Path, nats_url: str) -> None:
@@ -30,8 +30,8 @@ async def test_a_worker_whose_engine_hangs_says_so_until_it_goes_on(tmp_path: Pa
             assert await probe.ask() == ""
             # As if it had been so, and somebody had looked, an hour ago.
             an_hour_ago = time.monotonic() - 3600
-            one.worker.engine_watch = EngineWatch(10.0, an_hour_ago)
-            one.worker.engine_watch.observe(engine.progress(None), an_hour_ago)
+            one.worker.liveness = Liveness(an_hour_ago)
+            one.worker.liveness.observe(engine.progress(None), an_hour_ago)
             fault = await probe.ask()
             assert fault.startswith("cannot serve: the engine has work and has made no step for 36"), fault
         finally:

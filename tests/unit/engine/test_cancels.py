@@ -16,7 +16,6 @@ from tests.unit.engine.harness import Model, assert_idle, group_of, prompt_of
 from torchrelay.common.errors import Conflict
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
-from torchrelay.engine.batching.decode_shares import DecodeShares
 from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import BatchPlan, GroupState, SequenceGroup
@@ -38,7 +37,7 @@ def random_group(chance: random.Random, number: int) -> GroupSpec:
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens)
     forced = [(7,) * chance.randrange(min(3, num_tokens)) for _ in range(chance.choice([1, 1, 2, 4]))]
     group = group_of(prompt_of(length, chance.randrange(2)), f"{number}/0", sampling, forced)
-    return replace(group, tenant_id=chance.choice(TENANTS), weight=chance.choice([1.0, 2.0]))
+    return replace(group, tenant_id=chance.choice(TENANTS))
 
 
 class Mill:
@@ -48,9 +47,9 @@ class Mill:
         self.chance = random.Random(seed)
         self.pages = PageTables(64, page_tokens=4)
         prefixes = PrefixCache(self.pages.allocator, 4)
-        shares = DecodeShares(lambda: LatencyModel(decode=StepCost(1.0, 0.5, 0.0, num_steps=1)))
+        latency = LatencyModel(decode=StepCost(1.0, 0.5, 0.0, num_steps=1))
         self.scheduler = BatchScheduler(
-            self.pages, prefixes, 40, CONTEXT, lambda source, target: None, decode_shares=shares
+            self.pages, prefixes, 40, CONTEXT, lambda source, target: None, latency=lambda: latency
         )
         self.groups: list[SequenceGroup] = []
         self.num_made = self.num_cancelled = 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
-from torchrelay.engine.batching.decode_shares import MAX_SLOWDOWN, DecodeShares
+from torchrelay.engine.batching.decode_shares import MAX_SLOWDOWN
 from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import DecodeSequence, SequenceGroup
@@ -24,7 +24,6 @@ def latency_of(base_s: float, per_position_s: float, per_attended_s: float = 0.0
 def decoding(
     latency: LatencyModel | None,
     num_choices: dict[str, int],
-    weights: dict[str, float] | None = None,
     num_prompt_tokens: dict[str, int] | None = None,
     token_budget: int = 8192,
 ) -> BatchScheduler:
@@ -36,17 +35,17 @@ def decoding(
         token_budget=token_budget,
         max_context_tokens=1024,
         copy_page=lambda source, target: None,
-        decode_shares=DecodeShares(lambda: latency),
+        latency=lambda: latency,
     )
     for tenant, count in num_choices.items():
-        add(scheduler, tenant, count, (weights or {}).get(tenant, 1.0), (num_prompt_tokens or {}).get(tenant, 4))
+        add(scheduler, tenant, count, (num_prompt_tokens or {}).get(tenant, 4))
     step(scheduler)
     return scheduler
 
 
-def add(scheduler: BatchScheduler, tenant: str, num_choices: int, weight: float, num_prompt_tokens: int) -> None:
+def add(scheduler: BatchScheduler, tenant: str, num_choices: int, num_prompt_tokens: int) -> None:
     choices, prompt = tuple(map(ChoiceSpec, range(num_choices))), tuple(range(num_prompt_tokens))
-    group = GroupSpec(tenant, prompt, len(prompt), SamplingParams(max_tokens=32), choices, tenant, weight)
+    group = GroupSpec(tenant, prompt, len(prompt), SamplingParams(max_tokens=32), choices, tenant)
     scheduler.submit(SequenceGroup.of(group))
 
 
@@ -88,13 +87,6 @@ def test_who_has_many_is_held_back_and_its_choices_take_turns() -> None:
     assert lengths == {3: 10, 4: 10}, "50 steps among 20"
 
 
-@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
-def test_a_heavier_tenant_computes_more(scale: float) -> None:
-    weights = {"light": scale, "heavy": 3.0 * scale, "one": scale}
-    rows = step(decoding(latency_of(1, 0.1), {"light": 20, "heavy": 20, "one": 1}, weights))
-    assert rows == {"one": 1, "light": 5, "heavy": 17}, "3.3 <= 3 * 1.1"
-
-
 def test_a_long_context_takes_no_turns_from_others() -> None:
     """What it costs cannot be helped by holding back those who cost little."""
     costs = latency_of(1.0, 0.003, 0.001)
@@ -106,55 +98,46 @@ def test_beside_a_long_prompt_all_choices_compute() -> None:
     latency = LatencyModel(StepCost(1.0, 0.05, 0.0, num_steps=1), StepCost(1.0, 0.1, 0.0, num_steps=1))
     scheduler = decoding(latency, {"many": 20, "one": 1})
     assert step(scheduler)["many"] == 5
-    add(scheduler, "another", 1, 1.0, 900)
+    add(scheduler, "another", 1, 900)
     assert step(scheduler)["many"] == 20, "2.1 s of 46 s"
     assert step(scheduler)["many"] < 20
 
 
 def test_choices_that_are_held_back_take_no_room_from_prompts() -> None:
     scheduler = decoding(latency_of(1, 0.1), {"many": 60, "one": 1}, token_budget=64)
-    add(scheduler, "another", 1, 1.0, 300)
+    add(scheduler, "another", 1, 300)
     (plan,) = scheduler.plan()
     assert len(plan.decoding) < 20 and sum(chunk.num_tokens for chunk in plan.chunks) == 64 - len(plan.decoding)
 
 
 @given(
     num_choices=st.dictionaries(st.sampled_from("abcde"), st.integers(1, 24), min_size=2),
-    weights=st.dictionaries(st.sampled_from("abcde"), st.sampled_from([0.5, 1.0, 2.5])),
     num_prompt_tokens=st.dictionaries(st.sampled_from("abcde"), st.sampled_from([1, 40, 600])),
     costs=st.tuples(*(st.floats(1e-5, 1.0) for _ in range(2)), st.floats(0, 0.01)),
 )
 def test_no_step_is_longer_than_stated(
     num_choices: dict[str, int],
-    weights: dict[str, float],
     num_prompt_tokens: dict[str, int],
     costs: tuple[float, float, float],
 ) -> None:
     latency = latency_of(*costs)
-    scheduler = decoding(latency, num_choices, weights, num_prompt_tokens)
+    scheduler = decoding(latency, num_choices, num_prompt_tokens=num_prompt_tokens)
 
     def time_of(rows: list[int]) -> float:
         return latency.tbt_s(len(rows), sum(rows)) - latency.decode.base_s
 
     for _ in range(3):
         wanted = {each.spec.tenant_id: [row.num_computed + 1 for row in each.decodings] for each in scheduler.groups}
-        weight = {tenant: weights.get(tenant, 1.0) for tenant in wanted}
         computed: dict[str, list[int]] = {}
         for row in run_step(scheduler):
             computed.setdefault(row.spec.tenant_id, []).append(row.num_computed)  # one more by now
         assert computed.keys() == wanted.keys()
         took_s = latency.decode.base_s + sum(map(time_of, computed.values()))
-        limit_s = min(
-            (1 + MAX_SLOWDOWN * (sum(weight.values()) / weight[tenant] - 1)) * (costs[0] + time_of(rows))
-            for tenant, rows in wanted.items()
-        )
-        share_s = {tenant: time_of(rows) / weight[tenant] for tenant, rows in wanted.items()}
-        assert len(computed[min(share_s, key=share_s.__getitem__)]) == len(
-            wanted[min(share_s, key=share_s.__getitem__)]
-        )
+        share_s = {tenant: time_of(rows) for tenant, rows in wanted.items()}
+        limit_s = (1 + MAX_SLOWDOWN * (len(wanted) - 1)) * (costs[0] + min(share_s.values()))
+        least = min(share_s, key=share_s.__getitem__)
+        assert len(computed[least]) == len(wanted[least])
         if took_s > limit_s * (1 + 1e-6):  # then nobody has more than it must have
-            least_s = max(
-                min(share_s.values()), max(time_of(rows[:1]) / weight[tenant] for tenant, rows in wanted.items())
-            )
-            most_s = max(time_of(rows) / weight[tenant] for tenant, rows in computed.items())
+            least_s = max(min(share_s.values()), max(time_of(rows[:1]) for rows in wanted.values()))
+            most_s = max(map(time_of, computed.values()))
             assert most_s <= least_s * (1 + 1e-6) + 1e-12

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.engine.harness import GREEDY, Model, assert_idle, group_of, outputs, prompt_of, run
-from torchrelay.common.errors import InvalidRequest
 from torchrelay.engine.batching.fair_queue import FairQueue
 from torchrelay.engine.core import GroupSpec
 from torchrelay.engine.instance import Instance
@@ -110,8 +109,8 @@ def test_an_absent_tenant_is_forgotten_once_all_others_have_caught_up() -> None:
 # The effect on tenants
 
 
-def of(tenant: str, group: GroupSpec, weight: float = 1.0) -> GroupSpec:
-    return replace(group, tenant_id=tenant, weight=weight)
+def of(tenant: str, group: GroupSpec) -> GroupSpec:
+    return replace(group, tenant_id=tenant)
 
 
 def test_a_crowd_does_not_hold_up_another_tenant(model_of: ModelOf) -> None:
@@ -137,15 +136,14 @@ def test_a_tenant_whose_long_prompt_is_under_way_does_not_hold_up_another(model_
     assert instance.step().prefilled == ("short/0",)
 
 
-@pytest.mark.parametrize("weight", [1.0, 3.0])
-def test_prefill_goes_by_weight(model_of: ModelOf, weight: float) -> None:
+def test_tenants_prefill_alternately(model_of: ModelOf) -> None:
     instance = model_of().instance(token_budget=32, prefix_cache=False)
     for number in range(60):
-        for tenant, its in (("a", 1.0), ("b", weight)):
+        for tenant in "ab":
             group = group_of(prompt_of(16, number), f"{tenant}{number}/0", replace(GREEDY, max_tokens=1))
-            instance.prefill(of(tenant, group, its))
+            instance.prefill(of(tenant, group))
     done = Counter(name[0] for step in (instance.step() for _ in range(30)) for name in step.prefilled)
-    assert done["b"] == pytest.approx(60 * weight / (1 + weight), abs=1)
+    assert done["b"] == pytest.approx(30, abs=1)
     run_to_end(instance)
     assert_idle(instance)
 
@@ -171,11 +169,6 @@ def test_decoding_goes_on_whatever_waits(model_of: ModelOf) -> None:
     steps = [instance.step() for _ in range(GREEDY.max_tokens - 1)]
     assert len([token for step in steps for token in step.tokens if token.group_id == "a/0"]) == GREEDY.max_tokens - 1
     assert all(step.num_positions_prefilled >= 15 for step in steps)
-
-
-def test_a_weight_is_above_zero(model_of: ModelOf) -> None:
-    with pytest.raises(InvalidRequest):
-        model_of().instance().prefill(of("a", group_of(prompt_of(5)), 0.0))
 
 
 def run_to_end(instance: Instance) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import FAMILIES
 from tests.unit.engine.harness import GREEDY, Model, assert_idle, group_of, outputs, prompt_of, run
 from torchrelay.common.errors import Conflict
-from torchrelay.engine.batching.preemption import PageHolding, fair_shares, pick_victims
+from torchrelay.engine.batching.preemption import groups_to_preempt
+from torchrelay.engine.batching.sequences import SequenceGroup
 from torchrelay.engine.core import GroupSpec, KvBlock, NewToken, SamplingParams, StepResult
 from torchrelay.engine.instance import Instance
 
@@ -168,36 +170,42 @@ def test_what_cannot_be_recomputed_is_not_preempted(model_of: ModelOf) -> None:
 # Which groups the scheduler preempts
 
 
-def test_victims_are_the_youngest_of_the_tenant_furthest_above_its_share() -> None:
-    holdings = [
-        PageHolding("a1", "a", 30, 0, True),
-        PageHolding("a2", "a", 30, 3, True),
-        PageHolding("b1", "b", 30, 1, True),
-        PageHolding("b2", "b", 5, 2, False),
-    ]
-    shares = fair_shares(99, {"a": 1, "b": 1, "c": 1})
-    assert shares == {"a": 33, "b": 33, "c": 33}
-    assert pick_victims(1, shares, holdings) == ("a2",)
-    assert pick_victims(31, shares, holdings) == ("a2", "b1")  # then "b" is 2 above, "a" below
-    assert pick_victims(61, shares, holdings) == ()  # not enough: none is preempted in vain
-    assert pick_victims(1, fair_shares(99, {"a": 4, "b": 1, "c": 1}), holdings) == ("b1",)
-    assert pick_victims(0, shares, holdings) == ()
+def preempted(groups: list[tuple[str, int, bool]], num_lacking: int, num_pages: int = 100) -> list[int]:
+    """The victims' indices in ``groups``: (tenant, pages, whether it can be preempted), in order of admission."""
+    running = []
+    for number, (tenant, pages, _) in enumerate(groups):
+        spec = replace(group_of(prompt_of(1), f"{number}/0"), tenant_id=tenant)
+        running.append(SequenceGroup(spec, num_pages=pages, admission_order=number))
+    wanting = SequenceGroup(replace(group_of(prompt_of(1)), tenant_id="wanting"), arrival_order=len(groups))
+    victims = groups_to_preempt(
+        wanting, running, num_pages, num_lacking, lambda group: groups[group.admission_order][2]
+    )
+    return [group.admission_order for group in victims]
+
+
+def test_victims_are_youngest_of_tenant_furthest_above_share() -> None:
+    groups = [("a", 30, True), ("b", 30, True), ("b", 5, False), ("a", 30, True)]  # a share is 33 pages
+    assert preempted(groups, 1, 99) == [3]
+    assert preempted(groups, 31, 99) == [3, 1]  # then "b" is 2 above, "a" below
+    assert preempted(groups, 61, 99) == []  # not enough: no group is preempted in vain
+    assert preempted(groups, 0, 99) == []
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40), st.booleans()), max_size=12), st.integers(1, 100))
-def test_victims_are_needed_and_their_tenants_above_their_share(
+def test_victims_suffice_and_exceed_their_share(
     groups: list[tuple[str, int, bool]], num_wanted: int
 ) -> None:
-    holdings = [PageHolding(str(n), tenant, pages, n, can) for n, (tenant, pages, can) in enumerate(groups)]
-    shares = fair_shares(100, dict.fromkeys("abcd", 1.0))
-    found = [holdings[int(name)] for name in pick_victims(num_wanted, shares, holdings)]
-    assert all(each.can_be_preempted for each in found)
-    held = {tenant: sum(each.num_pages for each in holdings if each.tenant == tenant) for tenant in "abc"}
-    for number, each in enumerate(found):
-        assert sum(other.num_pages for other in found[:number]) < num_wanted
-        assert held[each.tenant] > shares[each.tenant]
-        held[each.tenant] -= each.num_pages
-    assert not found or sum(each.num_pages for each in found) >= num_wanted
+    victims = [groups[number] for number in preempted(groups, num_wanted)]
+    assert all(can_be_preempted for _, _, can_be_preempted in victims)
+    held = Counter({"wanting": 0})
+    for tenant, num_pages, _ in groups:
+        held[tenant] += num_pages
+    share = 100 / len(held)
+    for number, (tenant, num_pages, _) in enumerate(victims):
+        assert sum(other[1] for other in victims[:number]) < num_wanted
+        assert held[tenant] > share
+        held[tenant] -= num_pages
+    assert not victims or sum(num_pages for _, num_pages, _ in victims) >= num_wanted
 
 
 def small(model: Model, num_pages: int, **settings: Any) -> Instance:

@@ -25,14 +25,14 @@ from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, SequenceGroup
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, NewToken, SamplingParams
-from torchrelay.engine.execution.stepper import Runner, Stepper
-from torchrelay.engine.kv.model_layouts import ModelLayouts
+from torchrelay.engine.execution.stepper import Stepper
+from torchrelay.engine.kv.prefill_layout import PrefillLayout
 
 NUM_LAYERS, BUDGET = 2, 32
 layers = []
 
 
-class Sevens(Runner):
+class Sevens:
     def run(self, plan):
         places = [(each.spec, each.choice, each.next_position) for each in plan.decoding]
         for context in [chunk.context for chunk in plan.chunks if chunk.ends_context]:

@@ -16,7 +16,7 @@ from torchrelay.engine.core import SamplingParams
 from torchrelay.engine.execution.decode_graphs import BATCH_SIZES, batch_size_for
 from torchrelay.engine.kernels.attention import AttentionBackend
 from torchrelay.engine.kernels.backends import Backends, backends_for
-from torchrelay.engine.kernels.capture import Capturer, Replay, capturer_for
+from torchrelay.engine.kernels.capture import Capturer, Replay
 from torchrelay.engine.kernels.gather_attention import GatherAttention
 
 SAMPLING = SamplingParams(temperature=0, max_tokens=4)
@@ -164,7 +164,3 @@ def test_a_backend_without_fixed_plans_says_so() -> None:
     assert not backend.replays
     with pytest.raises(TypeError, match="GatherAttention has no plans"):
         backend.fixed_plan(1, 10, None, 0, torch.device("cpu"))
-
-
-def test_a_cpu_records_nothing() -> None:
-    assert capturer_for(torch.device("cpu")) is None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchrelay.common.errors import DataCorrupted
 from torchrelay.engine.core import Finish, NewToken
-from torchrelay.engine.kv.layout import KvLayout, KvSequence, KvShape, kv_bytes_per_token
+from torchrelay.engine.kv.layout import KvLayout, KvSequence, KvShape
 from torchrelay.modelspec.config import read_config
 
 SHAPES = st.builds(KvShape, st.integers(1, 5), st.integers(1, 3), st.sampled_from([2, 8]), st.sampled_from([2, 4]))
@@ -72,8 +72,8 @@ def test_sizes_of_a_model() -> None:
             **numbers,
         }
     )
-    assert kv_bytes_per_token(config, "BF16") == 2 * 3 * 2 * 16 * 2
-    assert kv_bytes_per_token(config, "F32") == 2 * kv_bytes_per_token(config, "F16")
+    assert KvShape.of(config, "BF16").bytes_per_token == 2 * 3 * 2 * 16 * 2
+    assert KvShape.of(config, "F32").bytes_per_token == 2 * KvShape.of(config, "F16").bytes_per_token
 
 
 def test_the_light_modules_import_no_torch() -> None:

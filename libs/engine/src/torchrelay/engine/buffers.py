@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def as_tensor(data: memoryview) -> Tensor:
-    """The buffer as uint8, not copied. It must not be written to: torch has no read-only tensors, and warns."""
+    """The buffer as uint8, not copied. Do not write to the tensor: torch has no read-only tensors, and warns."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
-        # A view of its own: torch does not keep the caller's from being released.
+        # Torch does not prevent the release of the caller's view, so it gets its own.
         return torch.frombuffer(data[:], dtype=torch.uint8)
 
 

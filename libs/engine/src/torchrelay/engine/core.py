@@ -1,4 +1,4 @@
-"""The engine's nouns. Imports nothing heavy.
+"""The nouns of the engine. Imports nothing heavy.
 
 A *group* is one attempt at a request: one prompt and one or more *choices* (the ``n`` of the API). Choices with equal
 *context* (prompt and forced output) share one prefill and, afterwards, the full pages of that context.
@@ -15,18 +15,18 @@ from torchrelay.common.latency.latency_model import NO_WORK, StepWork
 
 
 class KvPoolFull(Overloaded):
-    """Not enough free pages now; retry as other groups end."""
+    """There are not enough free pages now; retry when other groups have ended."""
 
     code = "kv_pool_full"
 
 
 class LoadFailed(Unavailable):
-    """The remaining weights will not arrive; this instance cannot compute any more."""
+    """The remaining weights will not arrive, so this instance cannot compute any longer."""
 
     code = "load_failed"
 
 
-# Below it a distribution is its most likely token, and fp32 could not divide by it.
+# Below this temperature a distribution is its most likely token, and fp32 could not divide by it.
 MIN_TEMPERATURE: Final = 1e-5
 
 
@@ -41,7 +41,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtracted from the logit of every token in the output so far
     frequency_penalty: float = 0.0  # the same, per occurrence
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
-    top_logprobs: int | None = None  # how many top tokens to report with the chosen one; None: no logprobs
+    top_logprobs: int | None = None  # number of top tokens to report beside the chosen token; None: no logprobs
     seed: int = 0
     max_tokens: int = 16  # per choice, forced output included
     stop_token_ids: frozenset[int] = frozenset()
@@ -56,7 +56,7 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty)
 
     def finish_of(self, token_id: int, position: int) -> Finish | None:
-        """How this token at this output position ends its choice; None: it does not."""
+        """The way in which this token at this output position ends its choice; None: the choice continues."""
         if token_id in self.stop_token_ids:
             return Finish.STOP
         return Finish.LENGTH if position + 1 >= self.max_tokens else None
@@ -64,7 +64,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSpec:
-    """One choice at the start of an attempt; ``forced_output`` is from earlier attempts and not sampled again."""
+    """A choice at the start of an attempt; ``forced_output`` is from earlier attempts and is not sampled again."""
 
     choice: int
     forced_output: tuple[int, ...] = ()
@@ -72,27 +72,26 @@ class ChoiceSpec:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One attempt. ``prompt`` is empty when KV is imported: the decode side never sees it."""
+    """An attempt. ``prompt`` is empty when KV is imported: the decode side never sees the prompt."""
 
     group_id: str  # "<request_id>/<attempt>"
     prompt: tuple[int, ...]
     num_prompt_tokens: int
     sampling: SamplingParams
     choices: tuple[ChoiceSpec, ...]
-    tenant_id: str = ""  # shares cached prefixes with, and takes turns as, this tenant
-    weight: float = 1.0  # the tenant's share where tenants compete
+    tenant_id: str = ""  # cached prefixes are shared within, and turns taken between, tenants
     deadline_s: float | None = None  # by the instance's clock; the group ends then, without another token
 
     def contexts(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """(choices, forced output) of each distinct context, by first appearance: as a hand-over numbers them."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        """(choices, forced output) of each distinct context, in the order of first appearance, as a hand-over numbers them."""
+        by_output: dict[tuple[int, ...], list[int]] = {}
         for spec in self.choices:
-            found.setdefault(spec.forced_output, []).append(spec.choice)
-        return tuple((tuple(choices), forced) for forced, choices in found.items())
+            by_output.setdefault(spec.forced_output, []).append(spec.choice)
+        return tuple((tuple(choices), forced) for forced, choices in by_output.items())
 
     @property
     def num_kv_tokens(self) -> int:
-        """Positions of KV a choice needs to run to its end; the last token has none."""
+        """Positions of KV that a choice needs to run to its end; the last token needs none."""
         return self.num_prompt_tokens + self.sampling.max_tokens - 1
 
 
@@ -116,7 +115,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """One sampled token; ``position`` counts the choice's output from 0, forced tokens included."""
+    """A sampled token; ``position`` counts the choice's output from 0, forced tokens included."""
 
     group_id: str
     choice: int
@@ -138,7 +137,7 @@ class KvBlock:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """How much of a prompt is computed that needs more than one step; ``num_computed`` includes what was cached."""
+    """The computed part of a prompt that needs more than one step; ``num_computed`` includes cached tokens."""
 
     group_id: str
     num_computed: int
@@ -147,7 +146,7 @@ class PromptProgress:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Seconds of one step by activity; ``kv_transfer_s`` includes KV imported since the step before."""
+    """Seconds of one step by activity; ``kv_transfer_s`` includes imports of KV since the previous step."""
 
     compute_s: float = 0.0
     memory_s: float = 0.0
@@ -165,7 +164,7 @@ EMPTY_PROFILE: Final = StepProfile()
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of one step. Decoding one choice counts one position, a prefill chunk one per token."""
+    """The result of one step. Decoding a choice counts one position, a prefill chunk one per token."""
 
     tokens: tuple[NewToken, ...]
     prefilled: tuple[str, ...]  # groups whose last context was prefilled in this step
@@ -175,7 +174,7 @@ class StepResult:
     work: StepWork = NO_WORK
     profile: StepProfile = EMPTY_PROFILE
     expired: tuple[str, ...] = ()  # groups that ended by their deadline
-    prompts: tuple[PromptProgress, ...] = ()  # those that this step has advanced and not ended
+    prompts: tuple[PromptProgress, ...] = ()  # that this step has advanced without ending them
 
 
 EMPTY_STEP: Final = StepResult((), (), 0, 0, 0.0)

@@ -1,4 +1,4 @@
-"""The engine's door: one model in one slot, prompts in, tokens out, one batch per step."""
+"""The entry point of the engine: one model in one slot, prompts in, tokens out, one batch per step."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ from torchrelay.transfer.manifest import Manifest
 
 
 class Instance:
-    """All methods on one engine thread, except those marked (any thread).
+    """A model in a slot. All methods run on one engine thread, except those marked (any thread).
 
-    Built before its weights arrive: that reads the manifest and partitions the pool. Steps wait layer by layer.
+    An instance is built before its weights arrive, which reads the manifest and partitions the pool. Steps wait for the
+    weights layer by layer.
     """
 
     def __init__(
@@ -65,16 +66,16 @@ class Instance:
         threads: ThreadBudget | None = None,
         min_handover_bytes: int = MIN_HANDOVER_BYTES,
     ) -> None:
-        """``data`` is the pack, read only; a CPU computes with it in place until ``close``.
+        """``data`` is the pack, which is only read; a CPU computes with it in place until ``close``.
 
         ``token_budget`` bounds the positions of one batch, ``kv_block_tokens`` is the block size of exported KV.
-        ``prefix_cache``: prompts of one tenant with a common prefix compute it once. ``cpu_reorder``: once all weights
-        have arrived and serve, make copies in the background that a CPU reads more quickly. ``on_segment`` is called,
-        on any thread, when a segment becomes usable or none will arrive any more: there may be work now.
-        ``active_processes``: the processes that share this CPU's cores. ``latency``: how long steps take here, as far
-        as is known; with it no tenant's choices slow another's by more than its share.
+        With ``prefix_cache`` prompts of one tenant compute a common prefix once. With ``cpu_reorder`` copies of the weights
+        that a CPU reads more quickly are made in the background once all weights have arrived. ``on_segment`` is called,
+        on any thread, when a segment becomes usable or when no more will arrive: there may be work now.
+        ``active_processes`` are the processes that share this CPU's cores. ``latency`` returns the model of step times,
+        with which no tenant's choices slow another's by more than its share.
 
-        The keyword arguments replace what the manifest and the device call for.
+        The keyword-only arguments replace the defaults for the manifest and the device.
         """
         device, config = pool.device, config or read_config(manifest.config)
         self.model = model = ResidentModel(
@@ -107,7 +108,7 @@ class Instance:
         self._threads = threads or ThreadBudget(manifest.num_bytes, active_processes)
         self._export = KvExport(model.pages, model.hidden_states, self.kv_layout, min_handover_bytes)
         runner = ModelRunner(model, self._export, self._wait_for_segment)
-        self._num_layer_calls = 0  # begun
+        self._num_layer_calls = 0  # that have begun
         self.awaits_weights = False  # (any thread) the running step cannot go on before a segment arrives
         self._stepper = Stepper(
             self._scheduler, runner, self._interruptions, model.can_run, config.num_layers, token_budget
@@ -116,16 +117,16 @@ class Instance:
     # Loading
 
     def segment_ready(self, segment: int) -> None:
-        """(any thread) The segment's bytes are verified. Idempotent."""
+        """(any thread) Takes a segment into use whose bytes are verified. Idempotent."""
         self.model.segment_ready(segment)
 
     def fail(self, reason: str) -> None:
-        """(any thread) No more bytes will arrive: a step that needs them, or waits now, raises ``LoadFailed``."""
+        """(any thread) Declares that no more bytes will arrive: a step that needs more, or waits now, raises ``LoadFailed``."""
         self.model.weights.gate.fail(reason)
 
     @property
     def num_segments_ready(self) -> int:
-        """(any thread)"""
+        """(any thread) Segments that have arrived."""
         return self.model.weights.gate.num_open
 
     def close(self) -> None:
@@ -144,11 +145,11 @@ class Instance:
     ) -> None:
         """Queues a prompt.
 
-        With ``on_kv`` its KV is handed over: it is called on the engine thread with each block of each layer once
-        computed, and the group ends here with its first tokens. Without, it decodes here.
+        With ``on_kv`` the KV is handed over: ``on_kv`` is called on the engine thread with each block of each layer once
+        that is computed, and the group ends here with its first tokens. Without ``on_kv`` the group decodes here.
 
-        With ``until`` all of it runs layer by layer, each layer once its weights have arrived, and stops at that
-        boundary until it is exported. ``until`` the number of layers, it continues to its first tokens.
+        With ``until`` the whole prompt runs layer by layer, each layer once its weights have arrived, and stops at that
+        boundary until it is exported. If ``until`` is the number of layers, it continues to its first tokens.
 
         Raises ``InvalidRequest`` (also ``ContextLengthExceeded``) or ``Conflict``.
         """
@@ -165,8 +166,8 @@ class Instance:
         pages are freed), ``InvalidRequest`` or ``Conflict``.
         """
         if layout.block_tokens < 1 or layout != KvLayout.of(self.kv_shape, layout.block_tokens, group):
-            name = group.group_id
-            raise InvalidRequest(f"the KV offered for {name} does not match the model and the request", field="sequences")
+            message = f"the KV offered for {group.group_id} does not match the model and the request"
+            raise InvalidRequest(message, field="sequences")
         check_logit_bias(group, self.config.vocab_size)
         kv_import = KvImport(group, layout, self.model.pages, self._scheduler, self.config.vocab_size)
         self._interruptions.deadlines.add(kv_import.imported)
@@ -179,14 +180,15 @@ class Instance:
         on_kv: Callable[[KvBlock], None] | None = None,
         until: int | None = None,
     ) -> PrefillImport:
-        """Reserves pages for a prompt that another instance exported; ``group`` is ``PrefillExport.group_at`` now.
+        """Reserves pages for a prompt that another instance exported; ``group`` is the result of ``PrefillExport.group_at``.
 
-        ``on_kv`` gets the KV of the layers from the boundary on; required if the exporter had one. ``until`` as for
-        ``prefill``. Raises ``KvPoolFull`` (retry as pages come free), ``InvalidRequest`` or ``Conflict``.
+        ``on_kv`` gets the KV of the layers from the boundary on and is required if the exporter had one. ``until`` means
+        the same as in ``prefill``. Raises ``KvPoolFull`` (retry when pages are freed), ``InvalidRequest`` or ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
         check_layer_boundaries(self.config.num_layers, layout.boundary, until)
-        if layout.block_tokens < 1 or layout != self._prefill_layout(group, layout.boundary, on_kv, layout.block_tokens):
+        block_tokens = layout.block_tokens
+        if block_tokens < 1 or layout != self._prefill_layout(group, layout.boundary, on_kv, block_tokens):
             raise InvalidRequest(f"the prefill exported for {group.group_id} does not match the model and the request")
         imported = SequenceGroup.of(group, on_kv, until)
         prefill_import = PrefillImport(
@@ -197,10 +199,10 @@ class Instance:
 
     @torch.inference_mode()
     def export_prefill(self, group_id: str) -> PrefillExport:
-        """Removes a prompt that waits, or runs layer by layer, and returns all that was computed of it.
+        """Removes a prompt that waits, or runs layer by layer, and returns all of its computed state.
 
-        Raises ``Conflict`` for any other: its chunks are at different layers, it decodes, it is not here, or some of
-        the contexts to be handed over have ended.
+        Raises ``Conflict`` for a prompt whose chunks are at different layers, that decodes, that is not here, or that
+        is handed over and has lost some of its contexts.
         """
         group = self._scheduler.get(group_id)
         if group is None or not group.can_be_exported:
@@ -219,10 +221,10 @@ class Instance:
         return PrefillLayout.of(self.kv_shape, hidden_size, boundary, on_kv is None, block_tokens, group)
 
     def preempt(self, group_id: str) -> None:
-        """Frees the pages of a group at once; it waits again and continues later with the same tokens.
+        """Frees the pages of a group at once; the group waits again and continues later with the same tokens.
 
-        Nothing happens to a group that waits or is gone. Raises ``Conflict`` if it cannot be recomputed here: its KV
-        was imported, or with all its output it exceeds the pool.
+        A group that waits or is gone is left alone. Raises ``Conflict`` for a group that cannot be recomputed here: its
+        KV was imported, or with all its output it exceeds the pool.
         """
         self._scheduler.preempt(group_id)
 
@@ -232,18 +234,18 @@ class Instance:
         self._scheduler.cancel(group_id, choice)
 
     def cancel_soon(self, group_id: str, choice: int | None = None) -> None:
-        """(any thread) As ``cancel``: between two layers of the running step, while it waits, or before the next."""
+        """(any thread) Does the same as ``cancel`` between two layers of the running step, while it waits, or before the next step."""
         self._interruptions.cancels.put(group_id, choice)
         self.model.weights.gate.wake()
 
     @property
     def running_work(self) -> StepWork:
-        """(any thread) What the running step computes, or the last one did."""
+        """(any thread) The work of the running step, or of the last step."""
         return self._stepper.work
 
     @property
     def is_recording(self) -> bool:
-        """(any thread) The running step records kernels to replay, for longer than its work would take."""
+        """(any thread) Whether the running step records kernels to replay, which takes longer than its work would."""
         return self.model.graphs is not None and self.model.graphs.is_recording
 
     @property
@@ -276,14 +278,14 @@ class Instance:
         return self._stepper.has_work
 
     def max_sleep_s(self) -> float | None:
-        """How long the driver may sleep: until there is work, or a group's deadline. None: until the next call."""
+        """Seconds that the driver may sleep: until there is work, or a group's deadline. None: until the next call."""
         return 0.0 if self._stepper.has_work else self._interruptions.next_deadline_in_s()
 
     @torch.inference_mode()
     def step(self) -> StepResult:
-        """Computes one batch, and one layer of prompts that run layer by layer; ends groups past their deadline.
+        """Computes a batch, and one layer of prompts that run layer by layer; ends groups past their deadline.
 
-        Raises ``LoadFailed``; the batch is then as if never started.
+        Raises ``LoadFailed``; the batch is then as if it had never started.
         """
         try:
             return self._stepper.step()
@@ -292,7 +294,7 @@ class Instance:
                 self._threads.rest()
 
     def _wait_for_segment(self, segment: int) -> bool:
-        """Waits until a segment has arrived or a group has ended. Whether one has ended."""
+        """Waits until a segment has arrived or a group has ended; returns whether a group has ended."""
         gate, interruptions = self.model.weights.gate, self._interruptions
         self._num_layer_calls += 1
         while not (has_ended := interruptions.apply()) and not gate.is_open(segment):

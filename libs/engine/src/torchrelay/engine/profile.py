@@ -1,7 +1,7 @@
-"""Where the time of a step goes.
+"""Measures where the time of a step goes.
 
-Each computing thread has a stopwatch. It always counts for exactly one activity, so the activities of a step add up
-to its duration. Code that does something else for a while says so:
+Each computing thread has a stopwatch that always counts for exactly one activity, so the activities of a step add up
+to its duration. Code that starts another activity announces it:
 
     before = enter(Activity.MEMORY)
     keys = plane.index_select(0, slots)
@@ -21,7 +21,7 @@ from torchrelay.engine.core import StepProfile
 
 
 class Activity(IntEnum):
-    """What a thread spends its time on."""
+    """The activities that a thread spends its time on."""
 
     NOTHING = 0  # between steps; not counted
     COMPUTE = 1  # layers, head, attention: everything not listed below
@@ -51,7 +51,7 @@ _local = _Local()
 
 
 def enter(activity: Activity) -> Activity:
-    """From now on this thread's time counts for ``activity``; returns the one it counted for before."""
+    """Counts this thread's time for ``activity`` from now on; returns the previous activity."""
     now, stopwatch = perf_counter(), _local.stopwatch
     before = stopwatch.activity
     stopwatch.seconds[before] += now - stopwatch.since
@@ -60,7 +60,7 @@ def enter(activity: Activity) -> Activity:
 
 
 def take() -> StepProfile:
-    """This thread's times since the last call; nothing is counted from now on."""
+    """Returns this thread's times since the last call, and stops counting."""
     enter(Activity.NOTHING)
     stopwatch = _local.stopwatch
     _, *seconds = stopwatch.seconds

@@ -1,4 +1,4 @@
-"""Warm-up of a process, before its slot is offered, so that no first request pays for it."""
+"""Warm-up of a process before its slot is offered, so that the first request does not pay for it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _CONFIG: Final[dict[str, Any]] = {
 
 
 def warm_up(pool: KvPool) -> None:
-    """Runs a model of zeros in every dtype through all that a request uses: threads, kernels and lazy imports.
+    """Runs a model of zeros in every dtype through everything that a request uses: threads, kernels and lazy imports.
 
-    It also faults the pool in, and hides what the process has imported from the garbage collector. To be called on
-    the computing thread; ``pool`` must be unused and have a few MB.
+    Also faults the pool in, and hides the imported modules from the garbage collector. Call it on the computing thread;
+    ``pool`` must be unused and have a few MB.
     """
     if pool.device.type == "cuda":
         torch.cuda.set_device(pool.device)  # per thread: kernels are launched on it
@@ -63,7 +63,7 @@ def warm_up(pool: KvPool) -> None:
         while instance.has_work():
             instance.step()
         instance.close()
-    # Imports stay for good: a full collection walks them for 50 ms, perhaps during a cold start.
+    # Imported modules are never freed, and a full collection walks them for 50 ms, perhaps during a cold start.
     gc.collect()
     gc.freeze()
 

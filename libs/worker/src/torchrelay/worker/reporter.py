@@ -83,7 +83,7 @@ class Reporter:
     def _queued_prompts(self) -> list[int]:
         """Tokens of each prompt that is not completely computed, those already computed included."""
         role = self._worker.role(types_pb2.ROLE_PREFILL)
-        waiting = [attempt for attempt in role.attempts if not attempt.is_prefilled] if role else []
+        waiting = [attempt for attempt in role.attempts.values() if not attempt.is_prefilled] if role else []
         return [attempt.start.num_prompt_tokens for attempt in waiting]
 
     async def run(self, nats_client: Client) -> None:

@@ -25,7 +25,6 @@ from torchrelay.transfer.transport.interface import Transport
 from torchrelay.worker.attempts.attempt import (
     DEADLINE_ERROR,
     Attempt,
-    Attempts,
     dispatch_outputs,
     group_id_of,
     non_finite_logits_error,
@@ -77,7 +76,7 @@ class WorkerRole(ABC):
 
     def __init__(self, worker: RoleContext) -> None:
         self.worker = worker
-        self.attempts = Attempts()
+        self.attempts: dict[str, Attempt] = {}  # the running ones, by group id
         self._awaited_starts: dict[str, asyncio.Future[Attempt]] = {}
 
     @property
@@ -145,7 +144,7 @@ class WorkerRole(ABC):
         finally:
             for writer in writers:
                 writer.cancel()
-            for attempt in self.attempts.of_gateway(outbox):
+            for attempt in [each for each in self.attempts.values() if each.outbox is outbox]:
                 self.end(attempt, pb.FINISH_REASON_CANCELLED)
             await asyncio.gather(*writers, return_exceptions=True)
 
@@ -195,7 +194,7 @@ class WorkerRole(ABC):
             text = f"this worker already runs {format_count(len(self.attempts), 'attempt')}"
             outbox.put(attempt.failure(pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)))
             return
-        self.attempts.add(attempt)
+        self.attempts[attempt.group_id] = attempt
         self.watch_deadline(attempt)
         try:
             attempt.stops = await self.worker.tokenizers.checkers(
@@ -279,6 +278,12 @@ class WorkerRole(ABC):
             self._finish(attempt, token)
         return output
 
+    def mark_prefilled(self, group_ids: Iterable[str]) -> None:
+        """Marks the attempts whose prompts the engine has computed."""
+        for group_id in group_ids:
+            if attempt := self.attempts.get(group_id):
+                attempt.is_prefilled = True
+
     def _finish(self, attempt: Attempt, token: NewToken) -> None:
         attempt.open_choices.discard(token.choice)
         if token.finish is None:  # a stop string, which the engine does not know of
@@ -288,7 +293,7 @@ class WorkerRole(ABC):
 
     def forget(self, attempt: Attempt) -> bool:
         """Drops an attempt. False if it was dropped before."""
-        if self.attempts.remove(attempt.group_id) is None:
+        if self.attempts.pop(attempt.group_id, None) is None:
             return False
         if attempt.deadline is not None:
             attempt.deadline.cancel()
@@ -323,7 +328,7 @@ class WorkerRole(ABC):
         self.fail(attempt, pb.RunError(code=pb.RunError.CODE_INTERNAL, message="the worker could not run the request"))
 
     def fail_all(self, error: pb.RunError) -> None:
-        for attempt in self.attempts:
+        for attempt in tuple(self.attempts.values()):
             self.fail(attempt, error)
 
 

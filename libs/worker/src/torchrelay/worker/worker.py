@@ -15,6 +15,7 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.ids import new_id
 from torchrelay.common.latency.latency_model import LatencyModel
+from torchrelay.common.liveness import Liveness
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import generation_pb2, types_pb2
@@ -33,7 +34,6 @@ from torchrelay.worker.metrics.step_metrics import StepMetrics
 from torchrelay.worker.role import WorkerRole, load_roles
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.engine_thread import EngineThread
-from torchrelay.worker.slot.engine_watch import EngineWatch
 from torchrelay.worker.slot.loader import Loader
 from torchrelay.worker.slot.slot import DRAINING, HostedInstance, Slot
 
@@ -74,7 +74,7 @@ class Worker:
         self.holder = HolderServer(settings.worker_id, node_key, self.buffers.get, listener)
         self.local_address = ""
         self.engine = EngineThread(self._on_step, self._on_fault)
-        self.engine_watch = EngineWatch(settings.engine_stall_s, time.monotonic())
+        self.liveness = Liveness(time.monotonic())  # of the engine, for this worker's own health check
         self.roles: list[WorkerRole] = load_roles(settings.role_names, self)
         self._store = store
         self._load: asyncio.Task[None] | None = None
@@ -157,7 +157,7 @@ class Worker:
     async def _run_drain(self, drain_s: float, load: asyncio.Task[None] | None) -> None:
         self._drained = asyncio.Event()
         try:
-            if any(len(role.attempts) for role in self.roles):
+            if any(role.attempts for role in self.roles):
                 async with asyncio.timeout(drain_s):
                     await self._drained.wait()
         except TimeoutError:
@@ -178,7 +178,7 @@ class Worker:
 
     def attempt_ended(self) -> None:
         """A role has dropped an attempt; a drain may be over."""
-        if self._drained is not None and not any(len(role.attempts) for role in self.roles):
+        if self._drained is not None and not any(role.attempts for role in self.roles):
             self._drained.set()
 
     # -- the engine --------------------------------------------------------------------------------------------------
@@ -203,17 +203,23 @@ class Worker:
     def progress(self) -> types_pb2.EngineProgress:
         """Where the engine is, for whoever watches this worker."""
         progress = self.engine.progress(self.latency())
-        self.engine_watch.observe(progress, time.monotonic())
+        self.liveness.observe(progress, time.monotonic())
         return types_pb2.EngineProgress(**asdict(progress))
 
     async def fault(self) -> str:
-        """For health checks: why this worker cannot serve; empty if it can."""
+        """For health checks: why this worker cannot serve; empty if it can.
+
+        Waits longer than the scheduler, which places requests elsewhere: a worker that fails this check is killed.
+        """
         self.progress()
-        return self.engine_watch.fault(time.monotonic())
+        now = time.monotonic()
+        if not self.liveness.is_stalled(now, self.settings.engine_stall_s):
+            return ""
+        return f"the engine has work and has made no step for {now - self.liveness.advanced_at:.0f} s"
 
     def _on_step(self, result: StepResult) -> None:
         for role in self.roles:
-            role.attempts.mark_prefilled(result.prefilled)
+            role.mark_prefilled(result.prefilled)
             role.advance_prompts(result.prompts)
             role.deliver(result.tokens)
             role.expire(result.expired)

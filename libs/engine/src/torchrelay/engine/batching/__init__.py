@@ -1,1 +1,1 @@
-"""Who computes next and who owns which pages. No torch, no clock, no randomness: a simulation runs it."""
+"""Batch scheduling and page ownership. No torch, no clock, no randomness."""

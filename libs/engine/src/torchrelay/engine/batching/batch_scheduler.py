@@ -1,4 +1,4 @@
-"""The batch scheduler: who computes in the next batch, and who owns which pages."""
+"""The batch scheduler: decides which sequences compute in the next batch, and owns the pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from torchrelay.common.errors import Conflict
-from torchrelay.engine.batching.decode_shares import DecodeShares
+from torchrelay.engine.batching.decode_shares import Latency, choices_to_decode, no_latency
 from torchrelay.engine.batching.fair_queue import FairQueue
 from torchrelay.engine.batching.invariants import check_pages, check_states
 from torchrelay.engine.batching.pages import PageTables
@@ -29,8 +29,8 @@ from torchrelay.engine.core import KvPoolFull, NewToken
 class BatchScheduler:
     """Continuous batching, fair between tenants in pages, in prompt tokens and in the time of decode steps.
 
-    A group is admitted once all pages it can ever need are reserved. Hence an admitted group always finishes, and
-    prefills never starve decoding. A group is preempted only where a tenant without pages waits while another holds
+    A group is admitted once all pages that it can ever need are reserved. Hence an admitted group always finishes, and
+    prefills never starve decoding. A group is preempted only if a tenant without pages waits while another tenant holds
     more than its share.
     """
 
@@ -42,9 +42,9 @@ class BatchScheduler:
         max_context_tokens: int,
         copy_page: Callable[[int, int], None],
         on_leave: Callable[[PrefillContext], None] = lambda context: None,
-        decode_shares: DecodeShares | None = None,
+        latency: Latency = no_latency,
     ) -> None:
-        """``copy_page(source, target)`` copies the KV of a page; ``on_leave`` gets each context that ends."""
+        """``copy_page(source, target)`` copies the KV of a page; ``on_leave`` is called with each context that ends."""
         self._pages = pages
         self._copy_page, self._on_leave = copy_page, on_leave
         self._prefixes = prefixes
@@ -54,14 +54,14 @@ class BatchScheduler:
         self._waiting: FairQueue[SequenceGroup] = FairQueue()
         self._prefilling: FairQueue[PrefillContext] = FairQueue()  # chunk by chunk, each through all layers
         self._by_layer: dict[SequenceGroup, None] = {}  # layer by layer, in order of admission
-        self._decoding: dict[DecodeSequence, None] = {}  # whose turn is first comes first
-        self._decode_shares = decode_shares or DecodeShares()
+        self._decoding: dict[DecodeSequence, None] = {}  # in the order of their turns
+        self._latency = latency
         self._held: Counter[str] = Counter()  # pages by tenant, as reserved
         self._moments = count()
 
     @property
     def has_work(self) -> bool:
-        """Whether the next plan computes anything. A group that waits for pages of imports does not count."""
+        """Whether the next plan computes anything. A group that waits for pages held by imports does not count."""
         if self._prefilling or self._decoding:
             return True
         group = self._waiting.head()
@@ -87,7 +87,7 @@ class BatchScheduler:
         self._waiting.push(group.spec.tenant_id, group)
 
     def receive(self, group: SequenceGroup) -> None:
-        """Reserves pages for a group computed elsewhere. Raises ``KvPoolFull``, also while others wait for pages."""
+        """Reserves pages for a group computed elsewhere. Raises ``KvPoolFull``, also while other groups wait for pages."""
         self._check(group)
         if self._waiting:
             raise KvPoolFull(f"{len(self._waiting)} groups are waiting for KV pages already")
@@ -98,7 +98,7 @@ class BatchScheduler:
         self._reserve(group, GroupState.RECEIVING)
 
     def run(self, group: SequenceGroup) -> None:
-        """What was computed elsewhere has arrived: the contexts continue from their layer boundary."""
+        """Continues contexts from their layer boundary, once everything computed elsewhere has arrived."""
         group.state = GroupState.RUNNING
         if group.until is not None:
             self._by_layer[group] = None
@@ -109,18 +109,18 @@ class BatchScheduler:
     # Batches
 
     def admit(self) -> None:
-        """Gives pages to waiting groups in turn; none overtakes a group that does not fit yet."""
+        """Gives pages to waiting groups in turn; no group overtakes one that does not fit yet."""
         while (group := self._waiting.head()) is not None:
             if self._reservations.num_pages_lacking(group) > 0 and not self._preempt_for(group):
                 return
             self._waiting.remove(group.spec.tenant_id, group)
             self._reserve(group, GroupState.RUNNING)
-            if not group.was_preempted:  # it was charged for its pages before
-                self._waiting.charge(group.spec.tenant_id, group.num_pages, group.spec.weight)
+            if not group.was_preempted:  # else its pages were charged before
+                self._waiting.charge(group.spec.tenant_id, group.num_pages, 1.0)
             self.run(group)
 
     def plan(self) -> tuple[BatchPlan, ...]:
-        """The next batches: the running choices that ``DecodeShares`` chooses, and chunks of prompts within the budget.
+        """The next batches: running choices as ``choices_to_decode`` selects them, and chunks of prompts in the budget.
 
         Chunks that continue from a layer boundary get a batch of their own.
         """
@@ -136,7 +136,7 @@ class BatchScheduler:
         return tuple(plan for plan in (first, *rest) if plan)
 
     def put_back(self, plans: Sequence[BatchPlan]) -> None:
-        """The batches were not computed."""
+        """Puts the chunks of batches that were not computed back in front."""
         for chunk in reversed([chunk for plan in plans for chunk in plan.chunks]):
             context = chunk.context
             if context.is_live and context.group.until is None and context.num_computed == chunk.begin:
@@ -144,19 +144,19 @@ class BatchScheduler:
                 self._prefilling.push(context.group.spec.tenant_id, context, first=True)
 
     def commit(self, plan: BatchPlan, tokens: Sequence[NewToken]) -> None:
-        """Advances every sequence of a computed plan. ``tokens`` are as ``sampling.sampler.draws_of`` orders them."""
+        """Advances every sequence of a computed plan; ``tokens`` are in the order of ``sampling.sampler.draws_of``."""
         for chunk in plan.chunks:
             chunk.context.num_computed = chunk.end
         for decoding, token in zip(plan.decoding, tokens, strict=False):
             self.advance(decoding, token)
         for context in (chunk.context for chunk in plan.chunks if chunk.ends_context):
             group = context.group
-            goes_on = [token for token in tokens if token.group_id == group.spec.group_id and token.finish is None]
-            first_tokens = {token.choice: token.token_id for token in goes_on}
+            unfinished = [token for token in tokens if token.group_id == group.spec.group_id and token.finish is None]
+            first_tokens = {token.choice: token.token_id for token in unfinished}
             self.start(context, {} if group.on_kv else first_tokens)
 
     def start(self, context: PrefillContext, first_tokens: Mapping[int, int]) -> None:
-        """A context is computed: choices with a first token start to decode, the others end."""
+        """Ends a computed context: choices with a first token start to decode, the others end."""
         group, spec, size = context.group, context.group.spec, self._pages.page_tokens
         if context.tables and group.has_all_kv:
             self._prefixes.keep(spec.tenant_id, context.tokens, context.tables[0])
@@ -176,7 +176,7 @@ class BatchScheduler:
         self._leave(context)
 
     def advance(self, decoding: DecodeSequence, token: NewToken) -> None:
-        """A running choice got its next token: it continues, or ends and frees its pages."""
+        """Appends the next token to a running choice, which continues, or ends and frees its pages."""
         decoding.num_computed += 1
         decoding.output.append(token.token_id)
         if decoding.counts is not None:
@@ -184,16 +184,17 @@ class BatchScheduler:
         if token.finish is not None:
             self.finish(decoding)
 
-    # Ways out
+    # Ends
 
     def finish(self, decoding: DecodeSequence) -> None:
+        """Ends a running choice and frees its pages."""
         del self._decoding[decoding]
         decoding.group.decodings.remove(decoding)
         self._release([decoding.table])
         self._update_state(decoding.group)
 
     def cancel(self, group_id: str, choice: int | None = None) -> bool:
-        """Frees the pages of a group, or of one choice, at once. False if it is gone already."""
+        """Frees the pages of a group, or of one choice, at once; returns False if it is gone already."""
         group = self._groups.get(group_id)
         if group is None:
             return False
@@ -205,10 +206,10 @@ class BatchScheduler:
         return group.num_choices < num_before
 
     def preempt(self, group_id: str) -> None:
-        """Frees the pages of a running group; it waits again, ahead of others of its tenant, with its output as forced
-        output. Nothing happens to a group that waits or is gone.
+        """Frees the pages of a running group, which waits again at the front of its tenant's queue, with its output as
+        forced output. A group that waits or is gone is left alone.
 
-        Raises ``Conflict`` if it could not run again: its prompt is unknown here, or it has outgrown the pool.
+        Raises ``Conflict`` if the group could not run again: its prompt is unknown here, or it has outgrown the pool.
         """
         group = self._groups.get(group_id)
         if group is None or group.state is GroupState.WAITING:
@@ -232,7 +233,7 @@ class BatchScheduler:
         self._waiting.push(group.spec.tenant_id, group, first=True)
 
     def check_integrity(self) -> None:
-        """See ``invariants``. Raises ``AssertionError``."""
+        """Checks the invariants of ``invariants``. Raises ``AssertionError``."""
         groups = self._groups.values()
         check_pages(self._pages.allocator, groups, self._held)
         self._prefixes.check_integrity()
@@ -241,8 +242,8 @@ class BatchScheduler:
     # Internals
 
     def _next_decoding(self, num_prompt_tokens: int) -> tuple[DecodeSequence, ...]:
-        """The shortest first. If some are held back, those chosen go last the next time."""
-        chosen = self._decode_shares.choose(self._decoding, num_prompt_tokens)
+        """The choices of the next step, the shortest first. If some must wait, the chosen ones come last the next time."""
+        chosen = choices_to_decode(self._decoding, self._latency, num_prompt_tokens)
         if len(chosen) < len(self._decoding):
             for each in chosen:
                 del self._decoding[each]
@@ -250,15 +251,17 @@ class BatchScheduler:
         return tuple(sorted(chosen, key=lambda each: each.num_computed))
 
     def _next_chunks(self, num_decoding: int) -> list[PrefillChunk]:
-        # However many choices decode, prefill advances by at least a page.
-        room = max(self._token_budget - num_decoding, self._pages.page_tokens)
+        # Prefill advances by at least a page, however many choices decode.
+        num_left = max(self._token_budget - num_decoding, self._pages.page_tokens)
         chunks: list[PrefillChunk] = []
-        while room and (context := self._prefilling.head()) is not None:
+        while num_left and (context := self._prefilling.head()) is not None:
             spec = context.group.spec
-            chunk = PrefillChunk(context, context.num_computed, min(context.num_computed + room, context.num_tokens))
+            chunk = PrefillChunk(
+                context, context.num_computed, min(context.num_computed + num_left, context.num_tokens)
+            )
             chunks.append(chunk)
-            room -= chunk.num_tokens
-            self._prefilling.charge(spec.tenant_id, chunk.num_tokens, spec.weight)
+            num_left -= chunk.num_tokens
+            self._prefilling.charge(spec.tenant_id, chunk.num_tokens, 1.0)
             if chunk.ends_context:
                 self._prefilling.remove(spec.tenant_id, context)
         return chunks
@@ -269,7 +272,7 @@ class BatchScheduler:
         group.state, group.admission_order = state, next(self._moments)
 
     def _preempt_for(self, wanting: SequenceGroup) -> bool:
-        """Preempts others for a tenant that has no pages at all. Whether the group fits now."""
+        """Preempts groups of other tenants for a tenant that has no pages; returns whether the group fits now."""
         if wanting.was_preempted or self._held[wanting.spec.tenant_id]:
             return False
         num_pages, num_pages_lacking = self._pages.allocator.num_pages, self._reservations.num_pages_lacking(wanting)
@@ -288,7 +291,7 @@ class BatchScheduler:
             self._prefixes.keep(group.spec.tenant_id, tokens[:num_computed], table)
 
     def drop(self, context: PrefillContext, choices: Sequence[int]) -> None:
-        """Ends choices of a context that is not computed yet; without any left, its pages are free."""
+        """Ends choices of a context that is not computed yet, and frees all its pages with its last choice."""
         for choice in choices:
             context.choices.remove(choice)
         num_needed = min(len(context.tables), context.num_tables if context.choices else 0)
@@ -306,7 +309,7 @@ class BatchScheduler:
         self._update_state(group)
 
     def _update_state(self, group: SequenceGroup) -> None:
-        """A group without contexts decodes; without decodings too, it is gone."""
+        """Sets the state of a group without contexts: it decodes, or is gone if it has no decodings either."""
         if group.contexts:
             return
         self._by_layer.pop(group, None)

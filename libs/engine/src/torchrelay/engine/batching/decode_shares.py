@@ -1,10 +1,10 @@
-"""Which running choices compute in the next step: all, unless one tenant's would slow another's too much.
+"""The running choices that compute in the next step: all, unless one tenant's would slow another's too much.
 
-Beside a tenant's own choices, each other tenant of the same weight may lengthen a step by ``MAX_SLOWDOWN`` of the time
-that the own ones take alone, as the latency model predicts it. Where all choices together would exceed that, tenants
-share the step's time beyond its fixed cost: the choices of whoever wants more than its share take turns. Nobody is held
-back to less than what the tenant with the least asks for, or to less than one choice, however long its context is. On a
-device where many rows cost little more than one everybody computes.
+Beside a tenant's own choices, each other tenant may lengthen a step by ``MAX_SLOWDOWN`` of the time that the tenant's
+own choices take alone, as the latency model predicts it. Where all choices together would exceed that, tenants share
+the step's time beyond its fixed cost, and the choices of a tenant that wants more than its share take turns. No tenant
+is limited to less than what the least demanding tenant asks for, or to less than one choice, however long its context
+is. On a device where many rows cost little more than one row, all choices compute.
 """
 
 from __future__ import annotations
@@ -17,64 +17,60 @@ from typing import Final
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.engine.batching.sequences import DecodeSequence
 
-MAX_SLOWDOWN: Final = 0.5  # a chat is then within twice its time, its other parts being shared as well
+MAX_SLOWDOWN: Final = 0.5  # a chat is then within twice its time, because its other parts are shared as well
 _NUM_HALVINGS: Final = 20
 _ROUNDING: Final = 1 + 1e-9
 Latency = Callable[[], LatencyModel | None]
 
 
 def no_latency() -> None:
-    """Nothing is known of how long steps take."""
+    """No latency model: nothing is known of how long steps take."""
     return None
 
 
 class _TenantRows:
-    """A tenant's choices, the first in turn first."""
+    """A tenant's choices in the order of their turns, and the time that the first n of them take."""
 
     def __init__(self, rows: list[DecodeSequence], latency: LatencyModel) -> None:
-        cost = latency.decode
-        self.rows, self.weight = rows, rows[0].spec.weight
-        self._sums_s = list(accumulate(cost.marginal_s(1, each.num_computed + 1) for each in rows))
+        self.rows = rows
+        self._sums_s = list(accumulate(latency.decode.marginal_s(1, each.num_computed + 1) for each in rows))
         self.first_s, self.all_s = self._sums_s[0], self._sums_s[-1]
 
-    def num_within(self, s_per_weight: float) -> int:
-        return max(1, bisect_right(self._sums_s, s_per_weight * self.weight * _ROUNDING))
+    def num_within(self, share_s: float) -> int:
+        return max(1, bisect_right(self._sums_s, share_s * _ROUNDING))
 
-    def time_within(self, s_per_weight: float) -> float:
-        return self._sums_s[self.num_within(s_per_weight) - 1]
+    def time_within(self, share_s: float) -> float:
+        return self._sums_s[self.num_within(share_s) - 1]
 
 
-class DecodeShares:
-    """Chooses by the latency model of the moment; while there is none, or it knows no decoding, everybody computes."""
+def choices_to_decode(
+    decoding: Iterable[DecodeSequence], latency: Latency, num_prompt_tokens: int
+) -> list[DecodeSequence]:
+    """The choices of the next step out of ``decoding``, which lists them in the order of their turns.
 
-    def __init__(self, latency: Latency = no_latency) -> None:
-        self._latency = latency
-
-    def choose(self, decoding: Iterable[DecodeSequence], num_prompt_tokens: int = 0) -> list[DecodeSequence]:
-        """``decoding``: the choices whose turn is first come first. ``num_prompt_tokens``: of prompts, in the step."""
-        by_tenant: dict[str, list[DecodeSequence]] = {}
-        for each in decoding:
-            by_tenant.setdefault(each.spec.tenant_id, []).append(each)
-        everybody = [each for rows in by_tenant.values() for each in rows]
-        latency = self._latency() if len(by_tenant) > 1 else None
-        if latency is None or not latency.decode.known:
-            return everybody
-        tenants = [_TenantRows(rows, latency) for rows in by_tenant.values()]
-        fixed_s = latency.decode.base_s
-        if num_prompt_tokens and latency.prefill.known:
-            fixed_s = latency.prefill.step_s(num_prompt_tokens, 0)
-        weight = sum(each.weight for each in tenants)
-        limit_s = min((1 + MAX_SLOWDOWN * (weight / each.weight - 1)) * (fixed_s + each.all_s) for each in tenants)
-        if fixed_s + sum(each.all_s for each in tenants) <= limit_s:
-            return everybody
-        fits = max(
-            max(each.first_s / each.weight for each in tenants), min(each.all_s / each.weight for each in tenants)
-        )
-        does_not = max(each.all_s / each.weight for each in tenants)
-        for _ in range(_NUM_HALVINGS):
-            between = (fits + does_not) / 2
-            if fixed_s + sum(each.time_within(between) for each in tenants) <= limit_s:
-                fits = between
-            else:
-                does_not = between
-        return [row for each in tenants for row in each.rows[: each.num_within(fits)]]
+    ``num_prompt_tokens`` of prompts are computed in the same step. Without a model of decode steps all choices compute.
+    """
+    by_tenant: dict[str, list[DecodeSequence]] = {}
+    for each in decoding:
+        by_tenant.setdefault(each.spec.tenant_id, []).append(each)
+    all_rows = [each for rows in by_tenant.values() for each in rows]
+    model = latency() if len(by_tenant) > 1 else None
+    if model is None or not model.decode.known:
+        return all_rows
+    tenants = [_TenantRows(rows, model) for rows in by_tenant.values()]
+    fixed_s = model.decode.base_s
+    if num_prompt_tokens and model.prefill.known:
+        fixed_s = model.prefill.step_s(num_prompt_tokens, 0)
+    least_s, most_s = min(each.all_s for each in tenants), max(each.all_s for each in tenants)
+    limit_s = (1 + MAX_SLOWDOWN * (len(tenants) - 1)) * (fixed_s + least_s)
+    if fixed_s + sum(each.all_s for each in tenants) <= limit_s:
+        return all_rows
+    # The largest share with which the step keeps the limit, by bisection.
+    fits, exceeds = max(least_s, *(each.first_s for each in tenants)), most_s
+    for _ in range(_NUM_HALVINGS):
+        between = (fits + exceeds) / 2
+        if fixed_s + sum(each.time_within(between) for each in tenants) <= limit_s:
+            fits = between
+        else:
+            exceeds = between
+    return [row for each in tenants for row in each.rows[: each.num_within(fits)]]

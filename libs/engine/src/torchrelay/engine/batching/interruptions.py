@@ -1,4 +1,4 @@
-"""Cancels from other threads and deadlines: they take effect between two layers, or while a step waits for one."""
+"""Cancels from other threads, and deadlines. Both take effect between two layers, or while a step waits for a layer."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class PendingCancels:
         return len(self._wanted)
 
     def put(self, group_id: str, choice: int | None) -> None:
-        """(any thread)"""
+        """(any thread) Adds a cancel."""
         with self._lock:
             self._wanted[group_id, choice] = None
 
     def discard(self, group_id: str, choice: int | None) -> None:
-        """Removes a cancel that was applied: it is not meant for a later group of that name."""
+        """Removes a cancel that was applied, so that it does not hit a later group of the same name."""
         if self._wanted:
             with self._lock:
                 self._wanted.pop((group_id, choice), None)
@@ -45,7 +45,7 @@ class PendingCancels:
 
 
 class DeadlineQueue:
-    """Deadlines of groups. Those of ended groups are dropped when they come up, or grow many."""
+    """Deadlines of groups. Deadlines of ended groups are dropped when they come up, or when there are many."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, SequenceGroup]] = []
@@ -89,7 +89,10 @@ class Interruptions:
     _expired: list[str] = field(default_factory=list)
 
     def apply(self) -> bool:
-        """Called before each layer of a step, or each call of several. Whether any group or choice ended."""
+        """Applies cancels and deadlines before each layer of a step, or each call of several layers.
+
+        Returns whether any group or choice ended.
+        """
         ended = False
         for group_id, choice in self.cancels.drain():
             ended |= self._scheduler.cancel(group_id, choice)
@@ -106,7 +109,7 @@ class Interruptions:
         return None if left_s is None else max(0.0, left_s)
 
     def left_s(self, deadline_s: float | None) -> float | None:
-        """Seconds from now, negative once it has passed."""
+        """Seconds from now to a deadline, negative once it has passed."""
         return None if deadline_s is None else deadline_s - self._clock()
 
     def take_expired(self) -> tuple[str, ...]:

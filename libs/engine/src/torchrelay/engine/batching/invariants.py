@@ -1,4 +1,4 @@
-"""Invariants between any two steps; called by tests."""
+"""Invariants between any two steps, for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torchrelay.engine.batching.sequences import DecodeSequence, GroupState, Pre
 
 
 def check_pages(allocator: PageAllocator, groups: Collection[SequenceGroup], held: Mapping[str, int]) -> None:
-    """Every page is free or in the table of a live sequence, and counted for its tenant. Raises ``AssertionError``."""
+    """Checks that each page is free or in the table of a live sequence, and counted for its tenant.
+
+    Raises ``AssertionError``.
+    """
     tables = [table for group in groups for context in group.contexts for table in context.tables]
     allocator.check_integrity(tables + [decoding.table for group in groups for decoding in group.decodings])
     counted: Counter[str] = Counter()
@@ -30,7 +33,7 @@ def check_states(
     by_layer: Collection[SequenceGroup],
     decoding: Collection[DecodeSequence],
 ) -> None:
-    """Each group is queued where its state says, and nowhere else. Raises ``AssertionError``."""
+    """Checks that each group is in the queue of its state, and in no other. Raises ``AssertionError``."""
     waiting.check_integrity()
     prefilling.check_integrity()
     assert all(group.contexts or group.decodings for group in groups), "a group outlives its choices"

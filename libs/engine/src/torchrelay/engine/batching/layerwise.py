@@ -10,38 +10,38 @@ from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, Sequen
 def runnable_groups(
     groups: Sequence[SequenceGroup], num_layers: int, token_budget: int, is_ready: Callable[[int], bool]
 ) -> tuple[SequenceGroup, ...]:
-    """The earliest group that can go on, and others at its boundary that fit into the same batch.
+    """The earliest group that can continue, and others at its boundary that fit into the same batch.
 
     ``is_ready`` tells whether a layer's weights have arrived; the head counts as the last layer. An instance that is
-    still loading works on what it has and never waits (live pairing, after BlitzScale, OSDI 2025).
+    still loading computes with the layers that it has and never waits (live pairing, after BlitzScale, OSDI 2025).
     """
-    found: list[SequenceGroup] = []
-    room = token_budget
+    runnable: list[SequenceGroup] = []
+    num_left = token_budget
     for group in groups:
         stops = group.layer == group.until and group.layer < num_layers  # until it is exported
-        if stops or not is_ready(group.layer) or (found and group.layer != found[0].layer):
+        if stops or not is_ready(group.layer) or (runnable and group.layer != runnable[0].layer):
             continue
         size = sum(context.num_tokens for context in group.contexts)
-        if found and size > room:
+        if runnable and size > num_left:
             break
-        found.append(group)
-        room -= size
-    return tuple(found)
+        runnable.append(group)
+        num_left -= size
+    return tuple(runnable)
 
 
 def plans_within_budget(groups: Sequence[SequenceGroup], token_budget: int) -> Iterator[BatchPlan]:
     """All positions of all contexts, in batches within the budget."""
     chunks: list[PrefillChunk] = []
-    room = token_budget
+    num_left = token_budget
     for context in [context for group in groups for context in group.contexts]:
         begin = 0
         while begin < context.num_tokens:
-            end = min(begin + room, context.num_tokens)
+            end = min(begin + num_left, context.num_tokens)
             chunks.append(PrefillChunk(context, begin, end))
-            room -= end - begin
+            num_left -= end - begin
             begin = end
-            if not room:
+            if not num_left:
                 yield BatchPlan((), tuple(chunks), context.group.layer)
-                chunks, room = [], token_budget
+                chunks, num_left = [], token_budget
     if chunks:
         yield BatchPlan((), tuple(chunks), chunks[0].context.group.layer)

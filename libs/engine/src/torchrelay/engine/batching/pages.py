@@ -14,10 +14,10 @@ from torchrelay.engine.core import KvPoolFull
 
 
 class PageAllocator:
-    """Which pages are free, and how many tables hold each of the others.
+    """The free pages, and for each other page the number of tables that hold it.
 
-    A *retained* page that no table holds is idle: it counts as free, but is taken last, the longest idle first, with
-    a call of ``on_reclaim``.
+    A *retained* page that no table holds is idle: it counts as free, but is taken last, the longest idle first, and
+    ``on_reclaim`` is called with it.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -47,13 +47,13 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more table holds each of these held or idle pages."""
+        """Adds a table to the holders of each of these held or idle pages."""
         for page in pages:
             self._holders[page] += 1
             self._idle.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One table less holds each of these; the last release frees the page, or leaves it idle."""
+        """Removes a table from the holders of each of these pages; the last release frees the page, or leaves it idle."""
         for page in reversed(pages):  # so that the end of a prefix is reclaimed first
             self._holders[page] -= 1
             if self._holders[page]:
@@ -70,7 +70,7 @@ class PageAllocator:
         return page
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Every page is free, idle, or held as often as all ``tables`` have it. Raises ``AssertionError``."""
+        """Checks that each page is free, idle, or held as often as it is in ``tables``. Raises ``AssertionError``."""
         held = Counter(page for table in tables for page in table)
         free = {*self._free, *self._idle}
         assert len(free) == len(self._free) + len(self._idle), "a page was freed twice"
@@ -92,7 +92,7 @@ class PageTables:
 
     @property
     def scratch_slot(self) -> int:
-        """A slot beyond all pages, for rows that nobody reads; only if the partition has one."""
+        """A slot beyond all pages, for rows that are never read; only if the partition has one."""
         return self.allocator.num_pages * self.page_tokens
 
     def pages_for(self, num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Page reservations: all pages that a group can ever need, or none."""
+"""Page reservations: all pages that a group can ever need, or no page."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class Reservations:
         return sum(self._pages.pages_to_reserve(*_need(context)) for context in contexts)
 
     def could_run_again(self, group: SequenceGroup) -> bool:
-        """Whether the pool could hold all it has left, even if its choices shared no page."""
+        """Whether the pool could hold the rest of the group even if its choices shared no page."""
         if group.on_kv is not None:
-            return True  # it never decodes, so it needs no more than at first
+            return True  # it never decodes, so it never needs more pages than now
         return group.num_choices * self._pages.pages_for(group.spec.num_kv_tokens) <= self._pages.allocator.num_pages
 
     def num_pages_lacking(self, group: SequenceGroup) -> int:
-        """Pages that must be freed first; 0 or less: it fits."""
+        """Pages that must be freed before the group fits; 0 or less if it fits now."""
         return self.pages_for(group.contexts) - self._pages.allocator.num_free
 
     def reserve(self, group: SequenceGroup) -> None:
-        """Takes the pages. Raises ``KvPoolFull``."""
+        """Takes the pages of a group. Raises ``KvPoolFull``."""
         group.num_pages = self.pages_for(group.contexts)
         for context in group.contexts:
-            # Layer by layer, every position is needed as a hidden state: none can come from the cache.
+            # A prompt that runs layer by layer needs the hidden state of every position: the cache cannot give it.
             tokens = context.tokens if group.until is None else ()
             known = self._prefixes.find(group.spec.tenant_id, tokens)
             context.tables = self._pages.reserve(*_need(context), known)

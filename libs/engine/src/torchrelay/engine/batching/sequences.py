@@ -1,10 +1,10 @@
-"""Groups while they live in an instance: contexts being prefilled, and choices being decoded.
+"""Groups inside an instance: contexts being prefilled, and choices being decoded.
 
     waiting --pages reserved--> running --last choice finished, handed over, exported--> gone
        ^                         |  ^
        '-------- preempted ------'  '--all chunks written-- receiving (imported KV, or an imported prefill)
 
-A cancel or the deadline ends a group in any state. The scheduler moves groups; every way out releases the pages.
+A cancel or the deadline ends a group in any state. The scheduler moves groups; every end releases the pages.
 
 Each context of a running group is computed, and then becomes one decode sequence per choice.
 """
@@ -33,7 +33,7 @@ def slots_of(table: list[int], page_tokens: int) -> Slots:
 
 class GroupState(Enum):
     WAITING = auto()  # for pages
-    RECEIVING = auto()  # has pages; what another worker computed is arriving
+    RECEIVING = auto()  # has pages; the results of another worker are arriving
     RUNNING = auto()
     GONE = auto()
 
@@ -42,7 +42,7 @@ class GroupState(Enum):
 class PrefillContext:
     """A prompt and forced output that one or more choices start with.
 
-    Until it is computed its tables are interchangeable: they share all full pages, and only the first is written to.
+    Until the context is computed its tables are interchangeable: they share all full pages, and only the first is written.
     """
 
     group: SequenceGroup
@@ -66,7 +66,7 @@ class PrefillContext:
 
     @property
     def num_tables(self) -> int:
-        """Tables to reserve: one, of the context alone, if it is handed over."""
+        """Tables to reserve: only the context's own if it is handed over, else one per choice."""
         return 1 if self.group.on_kv else len(self.choices)
 
     @property
@@ -81,7 +81,7 @@ class PrefillContext:
 
 @dataclass(slots=True, eq=False)
 class DecodeSequence:
-    """One choice between two tokens: the KV of ``output``'s last token is not computed yet."""
+    """A choice between two tokens: the KV of the last token of ``output`` is not computed yet."""
 
     group: SequenceGroup
     choice: int
@@ -106,11 +106,11 @@ class DecodeSequence:
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """One attempt. With ``on_kv`` its KV is handed over, and it ends with its first tokens."""
+    """An attempt. With ``on_kv`` its KV is handed over, and it ends with its first tokens."""
 
     spec: GroupSpec
     on_kv: Callable[[KvBlock], None] | None = None
-    until: int | None = None  # set: its contexts run layer by layer, all at once, up to this boundary
+    until: int | None = None  # if set, its contexts run layer by layer, all at once, up to this boundary
     layer: int = 0  # the boundary it was imported at, or has reached layer by layer
     has_all_kv: bool = True  # False: the KV below its import boundary is at another worker
     state: GroupState = GroupState.WAITING
@@ -138,10 +138,10 @@ class SequenceGroup:
 
     @property
     def can_be_exported(self) -> bool:
-        """Whether all of it is at one layer boundary, with nothing computed beyond.
+        """Whether the whole group is at one layer boundary, with nothing computed beyond.
 
-        A group that is handed over must also have all its contexts: the importer numbers the blocks of those that it
-        gets, the decode worker those of all that it was offered.
+        A group that is handed over must also have all its contexts: the importer numbers the blocks of the contexts
+        that it gets, the decode worker the blocks of all contexts that it was offered.
         """
         if self.decodings or not self.spec.prompt:
             return False
@@ -150,12 +150,12 @@ class SequenceGroup:
         return self.state is GroupState.WAITING or (self.state is GroupState.RUNNING and self.until is not None)
 
     def spec_left(self) -> GroupSpec:
-        """The group as another instance would start it: with the contexts not computed yet."""
+        """The group as another instance would start it, with the contexts that are not computed yet."""
         choices = [ChoiceSpec(choice, each.forced) for each in self.contexts for choice in each.choices]
         return replace(self.spec, choices=tuple(choices))
 
     def contexts_left(self) -> list[PrefillContext]:
-        """What to compute if all pages are lost: all output so far becomes forced output."""
+        """The contexts to compute if all pages are lost: all output so far becomes forced output."""
         left: dict[tuple[int, ...], PrefillContext] = {}
         for context in self.contexts:
             left[context.forced] = PrefillContext(
@@ -193,7 +193,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One batch: all running choices, the shortest first, then chunks of prompts."""
+    """A batch: running choices, the shortest first, then chunks of prompts."""
 
     decoding: tuple[DecodeSequence, ...]
     chunks: tuple[PrefillChunk, ...]
@@ -204,7 +204,7 @@ class BatchPlan:
 
     @property
     def work(self) -> StepWork:
-        """What the duration of its step is explained by. Read it before the sequences advance."""
+        """The work that explains the duration of the step. Read it before the sequences advance."""
         return StepWork(
             num_prefilled=sum(chunk.num_tokens for chunk in self.chunks),
             num_prefill_attended=sum(attended_positions(chunk.begin, chunk.end) for chunk in self.chunks),
@@ -213,7 +213,7 @@ class BatchPlan:
         )
 
     def live_part(self) -> tuple[BatchPlan, list[int]]:
-        """The part that has not ended meanwhile, and its rows."""
+        """The part of the batch that has not ended meanwhile, and its rows."""
         rows = [row for row, each in enumerate(self.decoding) if each.is_live]
         row = len(self.decoding)
         for chunk in self.chunks:

@@ -1,4 +1,4 @@
-"""Checks of what can never run here, made before anything is reserved."""
+"""Checks for groups that can never run here, made before anything is reserved."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from torchrelay.engine.core import GroupSpec
 
 
 def check_lengths(spec: GroupSpec, max_context_tokens: int) -> None:
-    """Lengths and choices. Raises ``InvalidRequest`` (also ``ContextLengthExceeded``)."""
+    """Checks lengths and choices. Raises ``InvalidRequest`` (also ``ContextLengthExceeded``)."""
     if spec.num_prompt_tokens < 1 or not spec.choices:
         raise InvalidRequest("prompt must have at least one token, and the group at least one choice", field="prompt")
     if len({choice.choice for choice in spec.choices}) < len(spec.choices):
         raise InvalidRequest("choices must be distinct", field="choices")
     if any(len(choice.forced_output) >= spec.sampling.max_tokens for choice in spec.choices):
         raise InvalidRequest("forced_output must be shorter than max_tokens", field="max_tokens")
-    if not spec.weight > 0:
-        raise InvalidRequest("weight must be positive", field="weight")
     if spec.num_prompt_tokens + spec.sampling.max_tokens > max_context_tokens:
         raise ContextLengthExceeded(
             f"{spec.num_prompt_tokens} prompt tokens and {spec.sampling.max_tokens} to generate exceed the context of"
@@ -25,11 +23,11 @@ def check_lengths(spec: GroupSpec, max_context_tokens: int) -> None:
 
 
 def check_tokens(spec: GroupSpec, vocab_size: int) -> None:
-    """For a group whose prompt is computed here. Raises ``InvalidRequest``."""
+    """Checks a group whose prompt is computed here. Raises ``InvalidRequest``."""
     forced = [token for choice in spec.choices for token in choice.forced_output]
     if len(spec.prompt) != spec.num_prompt_tokens:
-        found = f"the prompt has {len(spec.prompt)} tokens, not {spec.num_prompt_tokens}"
-        raise InvalidRequest(found, field="prompt")
+        message = f"the prompt has {len(spec.prompt)} tokens, not {spec.num_prompt_tokens}"
+        raise InvalidRequest(message, field="prompt")
     tokens = (*spec.prompt, *forced, 0)
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise InvalidRequest(f"token ids must be between 0 and {vocab_size - 1}", field="prompt")
@@ -37,13 +35,13 @@ def check_tokens(spec: GroupSpec, vocab_size: int) -> None:
 
 
 def check_logit_bias(spec: GroupSpec, vocab_size: int) -> None:
-    """Raises ``InvalidRequest``."""
+    """Checks the token ids of the logit bias. Raises ``InvalidRequest``."""
     if any(not 0 <= token < vocab_size for token, _ in spec.sampling.logit_bias):
         raise InvalidRequest(f"token ids of logit_bias must be between 0 and {vocab_size - 1}", field="logit_bias")
 
 
 def check_layer_boundaries(num_layers: int, begin: int, until: int | None) -> None:
-    """For a prompt that runs from one layer boundary to another. Raises ``InvalidRequest``."""
+    """Checks the boundaries of a prompt that runs from one layer boundary to another. Raises ``InvalidRequest``."""
     if not 0 <= begin <= num_layers:
         raise InvalidRequest(f"layer boundary {begin} must be between 0 and {num_layers}", field="boundary")
     if until is not None and not begin <= until <= num_layers:

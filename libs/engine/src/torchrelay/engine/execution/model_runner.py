@@ -12,16 +12,17 @@ from torchrelay.engine.batching.layerwise import plans_within_budget
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, SequenceGroup
 from torchrelay.engine.core import NewToken
 from torchrelay.engine.execution.resident_model import ResidentModel
-from torchrelay.engine.execution.stepper import Runner
 from torchrelay.engine.kv.export import KvExport
 from torchrelay.engine.model.batch import Batch
 from torchrelay.engine.profile import Activity
 from torchrelay.engine.sampling.sampler import draws_of, sample_tokens
 
 
-class ModelRunner(Runner):
-    """``wait_for_segment`` is called with each segment of the weights before computing with it: it returns once the
-    segment has arrived or groups have ended, and tells whether they have.
+class ModelRunner:
+    """Runs plans through the layers. Time counts as ``COMPUTE`` until tokens are returned, then as ``SCHEDULING``.
+
+    ``wait_for_segment`` is called with each segment of the weights before computing with it: it returns once the
+    segment has arrived or groups have ended, and tells whether groups have ended.
     """
 
     def __init__(self, model: ResidentModel, export: KvExport, wait_for_segment: Callable[[int], bool]) -> None:
@@ -32,11 +33,16 @@ class ModelRunner(Runner):
         self._wait_for_segment = wait_for_segment
 
     def run(self, plan: BatchPlan) -> tuple[BatchPlan, list[NewToken]]:
+        """Computes a plan from its layer boundary to its tokens; returns the part of it that was left, and the tokens.
+
+        Raises ``LoadFailed``.
+        """
         profile.enter(Activity.COMPUTE)
         left, logits = self._logits(plan)
         return left, self._sample(left, logits)
 
     def run_one_layer(self, groups: Sequence[SequenceGroup], token_budget: int) -> None:
+        """Computes one layer of groups that run layer by layer and are at the same boundary."""
         profile.enter(Activity.COMPUTE)
         layer = groups[0].layer
         for plan in plans_within_budget(groups, token_budget):
@@ -53,6 +59,7 @@ class ModelRunner(Runner):
             group.layer += 1
 
     def end(self, groups: Sequence[SequenceGroup]) -> tuple[BatchPlan, list[NewToken]]:
+        """The first tokens of groups that have run layer by layer to the end, and the plan of these tokens."""
         profile.enter(Activity.COMPUTE)
         contexts = [context for group in groups for context in group.contexts]
         plan = BatchPlan((), tuple(PrefillChunk(context, 0, context.num_tokens) for context in contexts))

@@ -1,11 +1,11 @@
-"""One step: choose, compute, commit. Imports no torch, so that a simulation can run it with a runner of its own."""
+"""A step of an instance: choose, compute, commit. Imports no torch."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torchrelay.common.latency.latency_model import NO_WORK, StepWork
 from torchrelay.engine import profile
@@ -16,21 +16,8 @@ from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, Sequen
 from torchrelay.engine.core import EMPTY_STEP, LoadFailed, NewToken, PromptProgress, StepResult
 from torchrelay.engine.profile import Activity
 
-
-class Runner(ABC):
-    """What computes. Time counts as ``COMPUTE`` while it does, and as ``SCHEDULING`` once it returns tokens."""
-
-    @abstractmethod
-    def run(self, plan: BatchPlan) -> tuple[BatchPlan, list[NewToken]]:
-        """A plan from its layer boundary to its tokens: what is left of it, and those. Raises ``LoadFailed``."""
-
-    @abstractmethod
-    def run_one_layer(self, groups: Sequence[SequenceGroup], token_budget: int) -> None:
-        """One layer of groups that run layer by layer and are at the same boundary."""
-
-    @abstractmethod
-    def end(self, groups: Sequence[SequenceGroup]) -> tuple[BatchPlan, list[NewToken]]:
-        """The first tokens of groups that have run layer by layer to the end, and the plan these are of."""
+if TYPE_CHECKING:
+    from torchrelay.engine.execution.model_runner import ModelRunner
 
 
 @dataclass(slots=True)
@@ -38,7 +25,7 @@ class Stepper:
     """The loop of an instance, one step per call. ``can_run`` tells whether a layer, or the head, could run now."""
 
     _scheduler: BatchScheduler
-    _runner: Runner
+    _runner: ModelRunner
     _interruptions: Interruptions
     _can_run: Callable[[int], bool]
     _num_layers: int

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from torchrelay.engine.kernels.attention import AttentionBackend
-from torchrelay.engine.kernels.capture import Capturer, capturer_for
+from torchrelay.engine.kernels.capture import Capturer, CudaCapturer
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kernels.cpu.layers import CpuLayers
 from torchrelay.engine.kernels.cpu.library import kernels
@@ -43,15 +43,15 @@ class Backends:
 
 def backends_for(device: torch.device, attention: str | None = None) -> Backends:
     """The quickest of everything on a device; ``attention`` names another backend. Raises ``KeyError``."""
-    backend, capturer = attention_backend(attention or default_attention(device)), capturer_for(device)
+    backend = attention_backend(attention or default_attention(device))
     if device.type == "cuda":
         from torchrelay.engine.kernels.triton.ops import TritonOps
 
-        return Backends(backend, TritonOps(), capturer=capturer)
-    found = kernels() if device.type == "cpu" else None
-    if found is None:
-        return Backends(backend, capturer=capturer)
-    return Backends(backend, CpuOps(found), lambda *of: CpuLayers(found, *of), capturer)
+        return Backends(backend, TritonOps(), capturer=CudaCapturer())
+    library = kernels() if device.type == "cpu" else None
+    if library is None:
+        return Backends(backend)
+    return Backends(backend, CpuOps(library), lambda *of: CpuLayers(library, *of))
 
 
 def attention_backend(name: str) -> Callable[[int], AttentionBackend]:

@@ -40,8 +40,3 @@ class CudaCapturer(Capturer):
             return result
 
         return replay
-
-
-def capturer_for(device: torch.device) -> Capturer | None:
-    """None: steps are not recorded on such a device."""
-    return CudaCapturer() if device.type == "cuda" else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torchrelay.common.clock import now_unix_us
@@ -148,37 +148,6 @@ def _logprobs_to_proto(logprobs: Logprobs) -> pb.TokenLogprobs:
         top_token_ids=[token_id for token_id, _ in logprobs.top],
         top_logprobs=[value for _, value in logprobs.top],
     )
-
-
-class Attempts:
-    """The running attempts of one role, by group id."""
-
-    def __init__(self) -> None:
-        self._by_group: dict[str, Attempt] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_group)
-
-    def __iter__(self) -> Iterator[Attempt]:
-        return iter(tuple(self._by_group.values()))
-
-    def get(self, group_id: str) -> Attempt | None:
-        return self._by_group.get(group_id)
-
-    def mark_prefilled(self, group_ids: Iterable[str]) -> None:
-        """Marks the prompts that the engine has computed."""
-        for group_id in group_ids:
-            if attempt := self._by_group.get(group_id):
-                attempt.is_prefilled = True
-
-    def add(self, attempt: Attempt) -> None:
-        self._by_group[attempt.group_id] = attempt
-
-    def remove(self, group_id: str) -> Attempt | None:
-        return self._by_group.pop(group_id, None)
-
-    def of_gateway(self, outbox: Outbox) -> list[Attempt]:
-        return [attempt for attempt in self if attempt.outbox is outbox]
 
 
 def dispatch_outputs(outputs: Iterable[tuple[Outbox, pb.ChoiceOutput]]) -> None:
