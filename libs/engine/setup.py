@@ -1,7 +1,7 @@
-"""The CPU's kernels, once per level of its instructions that they gain from.
+"""Builds the CPU kernels, once per instruction set that speeds them up.
 
-Left out where gcc does not make them: torch's own steps compute then, in about twice the time. Another compiler's
-OpenMP would bring a second team of threads beside torch's.
+The kernels are optional: without gcc torch's operations are used, which take about twice the time. Another compiler's
+OpenMP would add a second team of threads beside torch's.
 """
 
 from pathlib import Path

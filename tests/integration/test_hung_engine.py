@@ -34,7 +34,7 @@ begun, hang_s = Path(sys.argv.pop(1)), float(sys.argv.pop(1))
 @asynccontextmanager
 async def serving():
     async with running_worker(settings) as (worker, addresses), watched_engine(worker):
-        engine_thread._COMMAND_S, main._LOOK_S = 0.0, 0.2
+        engine_thread._COMMAND_S, main._CHECK_INTERVAL_S = 0.0, 0.2
         worker.engine.post(begun.touch)
         worker.engine.post(lambda: time.sleep(hang_s))
         worker.engine.post(lambda: begun.with_suffix(".ended").touch())

@@ -83,7 +83,9 @@ class GroupSpec:
     deadline_s: float | None = None  # by the instance's clock; the group ends then, without another token
 
     def contexts(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """(choices, forced output) of each distinct context, in the order of first appearance, as a hand-over numbers them."""
+        """(choices, forced output) of each distinct context, in the order of first appearance, as a hand-over numbers
+        them.
+        """
         by_output: dict[tuple[int, ...], list[int]] = {}
         for spec in self.choices:
             by_output.setdefault(spec.forced_output, []).append(spec.choice)

@@ -68,10 +68,10 @@ class Instance:
     ) -> None:
         """``data`` is the pack, which is only read; a CPU computes with it in place until ``close``.
 
-        ``token_budget`` bounds the positions of one batch, ``kv_block_tokens`` is the block size of exported KV.
-        With ``prefix_cache`` prompts of one tenant compute a common prefix once. With ``cpu_reorder`` copies of the weights
-        that a CPU reads more quickly are made in the background once all weights have arrived. ``on_segment`` is called,
-        on any thread, when a segment becomes usable or when no more will arrive: there may be work now.
+        ``token_budget`` bounds the positions of one batch, ``kv_block_tokens`` is the block size of exported KV. With
+        ``prefix_cache`` prompts of one tenant compute a common prefix once. With ``cpu_reorder`` copies of the weights
+        that a CPU reads more quickly are made in the background once all weights have arrived. ``on_segment`` is
+        called, on any thread, when a segment becomes usable or when no more will arrive: there may be work now.
         ``active_processes`` are the processes that share this CPU's cores. ``latency`` returns the model of step times,
         with which no tenant's choices slow another's by more than its share.
 
@@ -121,7 +121,9 @@ class Instance:
         self.model.segment_ready(segment)
 
     def fail(self, reason: str) -> None:
-        """(any thread) Declares that no more bytes will arrive: a step that needs more, or waits now, raises ``LoadFailed``."""
+        """(any thread) Declares that no more bytes will arrive: a step that needs more, or waits now, raises
+        ``LoadFailed``.
+        """
         self.model.weights.gate.fail(reason)
 
     @property
@@ -145,8 +147,8 @@ class Instance:
     ) -> None:
         """Queues a prompt.
 
-        With ``on_kv`` the KV is handed over: ``on_kv`` is called on the engine thread with each block of each layer once
-        that is computed, and the group ends here with its first tokens. Without ``on_kv`` the group decodes here.
+        With ``on_kv`` the KV is handed over: ``on_kv`` is called on the engine thread with each block of each layer
+        once that is computed, and the group ends here with its first tokens. Without ``on_kv`` the group decodes here.
 
         With ``until`` the whole prompt runs layer by layer, each layer once its weights have arrived, and stops at that
         boundary until it is exported. If ``until`` is the number of layers, it continues to its first tokens.
@@ -180,10 +182,11 @@ class Instance:
         on_kv: Callable[[KvBlock], None] | None = None,
         until: int | None = None,
     ) -> PrefillImport:
-        """Reserves pages for a prompt that another instance exported; ``group`` is the result of ``PrefillExport.group_at``.
+        """Reserves pages for a prompt that another instance exported; ``PrefillExport.group_at`` returns ``group``.
 
-        ``on_kv`` gets the KV of the layers from the boundary on and is required if the exporter had one. ``until`` means
-        the same as in ``prefill``. Raises ``KvPoolFull`` (retry when pages are freed), ``InvalidRequest`` or ``Conflict``.
+        ``on_kv`` gets the KV of the layers from the boundary on and is required if the exporter had one. ``until``
+        means the same as in ``prefill``. Raises ``KvPoolFull`` (retry when pages are freed), ``InvalidRequest`` or
+        ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
         check_layer_boundaries(self.config.num_layers, layout.boundary, until)
@@ -234,7 +237,9 @@ class Instance:
         self._scheduler.cancel(group_id, choice)
 
     def cancel_soon(self, group_id: str, choice: int | None = None) -> None:
-        """(any thread) Does the same as ``cancel`` between two layers of the running step, while it waits, or before the next step."""
+        """(any thread) Does the same as ``cancel`` between two layers of the running step, while it waits, or before
+        the next step.
+        """
         self._interruptions.cancels.put(group_id, choice)
         self.model.weights.gate.wake()
 

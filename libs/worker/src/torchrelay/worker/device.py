@@ -22,6 +22,6 @@ def resolve_device(wanted: str, num_gpus: int) -> str:
         return wanted
     number = int(wanted.partition(":")[2] or 0)
     if number >= num_gpus:
-        found = f"{num_gpus}" if num_gpus else "none"
-        raise InvalidRequest(f"GPU {number} is configured, but torch finds {found} on this machine", field="device")
+        count = num_gpus or "none"
+        raise InvalidRequest(f"GPU {number} is configured, but torch finds {count} on this machine", field="device")
     return f"cuda:{number}"

@@ -30,12 +30,12 @@ from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.worker import Worker
 
 log = get_logger(__name__)
-_LOOK_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 _MAX_FAULTS = 5
 
 
 def process_age_s() -> float:
-    """Seconds since this process started, imports included; 0 where /proc does not say."""
+    """Seconds since this process started, imports included; 0 where /proc does not have it."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -58,7 +58,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
     async with AsyncExitStack() as stack:
         nats = await connect_at_start(settings.nats_url, settings.worker_id)
         stack.push_async_callback(nats.close)
-        # Registers have a connection of their own: when JetStream cannot store them, NATS reads nothing more from it.
+        # Usage registers have their own connection: when JetStream cannot store them, NATS stops reading from it.
         usage_nats = await connect_at_start(settings.nats_url, f"{settings.worker_id}-usage")
         stack.push_async_callback(usage_nats.close)
         store_channel = open_channel(settings.store_address, tls, settings.store_token, Caller.STORE)
@@ -93,7 +93,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
 
 @asynccontextmanager
 async def watched_engine(worker: Worker) -> AsyncIterator[None]:
-    """Inside the block, a worker whose engine hangs ends, unless its watchdog is off: nobody else may replace it."""
+    """Ends a worker whose engine hangs inside the block, unless its watchdog is off: nothing else may replace it."""
     async with asyncio.TaskGroup() as tasks:
         watch = tasks.create_task(_end_when_hung(worker)) if worker.settings.watchdog_s else None
         yield
@@ -104,8 +104,9 @@ async def watched_engine(worker: Worker) -> AsyncIterator[None]:
 async def _end_when_hung(worker: Worker) -> None:
     num_faults = 0
     while True:
-        await asyncio.sleep(_LOOK_S)
-        # Several in a row: in the first look after a pause of the whole process the engine has not moved either.
+        await asyncio.sleep(_CHECK_INTERVAL_S)
+        # Several faults in a row: at the first check after a pause of the whole process the engine has not advanced
+        # either.
         num_faults = num_faults + 1 if (fault := await worker.fault()) else 0
         if num_faults == _MAX_FAULTS:
             log.error("worker_hangs", fault=fault)
@@ -114,7 +115,7 @@ async def _end_when_hung(worker: Worker) -> None:
 
 @asynccontextmanager
 async def serving(settings: WorkerSettings) -> AsyncIterator[Addresses]:
-    """``running_worker`` as ``run_service`` wants it."""
+    """``running_worker`` with the signature that ``run_service`` needs."""
     async with running_worker(settings) as (worker, addresses), watched_engine(worker):
         yield addresses
 

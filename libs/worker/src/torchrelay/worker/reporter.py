@@ -1,4 +1,4 @@
-"""The worker's reports: on NATS at intervals, and to watchers of the slot at every change."""
+"""The worker's reports, which go to NATS at intervals and to watchers of the slot at every change."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Reporter:
         )
 
     def beat(self) -> reports_pb2.WorkerReport:
-        """A sign of life, without what only changes with the slot or its load."""
+        """A beat: a report without the fields that change only with the slot or its load."""
         worker = self._worker
         return reports_pb2.WorkerReport(
             worker_id=worker.settings.worker_id,
@@ -67,10 +67,10 @@ class Reporter:
         )
 
     def activity(self) -> tuple[int, ...]:
-        """Changes with everything that the scheduler places requests by."""
+        """A value that changes with everything that the scheduler places requests by."""
         # Prefilled positions count: when one prompt ends as another begins, the queue is as long as before, but the
-        # scheduler takes everything it placed since the last report to be waiting. What only decoding changes can wait
-        # for the next regular report, and changes of the slot are streamed.
+        # scheduler assumes that everything placed since the last report is waiting. Fields that only decoding changes
+        # can wait for the next regular report, and changes of the slot are streamed.
         worker = self._worker
         return (
             worker.step_metrics.num_positions_prefilled,
@@ -81,7 +81,7 @@ class Reporter:
         )
 
     def _queued_prompts(self) -> list[int]:
-        """Tokens of each prompt that is not completely computed, those already computed included."""
+        """The length of each prompt that is not completely computed, including its computed tokens."""
         role = self._worker.role(types_pb2.ROLE_PREFILL)
         waiting = [attempt for attempt in role.attempts.values() if not attempt.is_prefilled] if role else []
         return [attempt.start.num_prompt_tokens for attempt in waiting]
@@ -94,7 +94,7 @@ class Reporter:
 
 
 def _profile_to_proto(shares: TimeShares) -> reports_pb2.EngineProfile | None:
-    """None before the first step."""
+    """The profile for a report; None before the first step."""
     if shares == NO_SHARES:
         return None
     return reports_pb2.EngineProfile(**asdict(shares), bottleneck=bottleneck(shares))

@@ -1,4 +1,4 @@
-"""What the prefill and decode roles share: streams from gateways in, outputs of engine steps out."""
+"""The base of the prefill and decode roles: streams from gateways in, outputs of engine steps out."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from torchrelay.worker.slot.engine_thread import EngineThread
 from torchrelay.worker.slot.slot import Slot
 
 log = get_logger(__name__)
-MIN_BEAT_S = 0.1  # whatever a gateway asks for
+MIN_BEAT_S = 0.1  # even if a peer asks for more frequent beats
 
 
 class RoleContext(Protocol):
-    """What a role needs of its ``Worker``, where the methods are described. All run on the event loop."""
+    """The part of ``Worker`` that a role uses. All methods run on the event loop; ``Worker`` describes them."""
 
     settings: WorkerSettings
     tls: Tls | None
@@ -51,7 +51,7 @@ class RoleContext(Protocol):
     tokenizers: HostedTokenizer
     usage: UsagePublisher
     step_metrics: StepMetrics
-    buffers: dict[str, Buffer]  # what the data plane serves, by buffer id
+    buffers: dict[str, Buffer]  # served by the data plane, by buffer id
     receiver: Receiver
     transport: Transport
     local_address: str  # of the data plane, for workers of this host; may be empty
@@ -67,7 +67,7 @@ class RoleContext(Protocol):
 
 
 class WorkerRole(ABC):
-    """One role of a worker: serves ``Run`` streams and turns engine tokens into outputs.
+    """A role of a worker: serves ``Run`` streams and turns engine tokens into outputs.
 
     A role package registers its subclass as an entry point of the group ``torchrelay.roles``.
     """
@@ -81,7 +81,7 @@ class WorkerRole(ABC):
 
     @property
     def num_awaited_starts(self) -> int:
-        """Attempts that another worker has named and whose gateway has not started them here yet."""
+        """Attempts that another worker has named and that their gateway has not started here yet."""
         return len(self._awaited_starts)
 
     @property
@@ -91,7 +91,7 @@ class WorkerRole(ABC):
 
     @abstractmethod
     def register(self, server: RpcServer) -> None:
-        """Adds the role's servicer, and says who may call it."""
+        """Adds the role's servicer and its allowed callers to the server."""
 
     @abstractmethod
     async def begin(self, attempt: Attempt) -> None:
@@ -99,23 +99,23 @@ class WorkerRole(ABC):
 
     @abstractmethod
     def drop(self, attempt: Attempt) -> None:
-        """Frees what the role holds for an attempt that has ended, for whatever reason."""
+        """Frees the role's resources of an attempt that has ended, for any reason."""
 
     @abstractmethod
     def delivers(self, attempt: Attempt, token: NewToken) -> bool:
         """Whether this role delivers ``token``."""
 
     def record_phases(self, attempt: Attempt) -> None:  # noqa: B027  (an optional hook)
-        """Called before each delivered token; adds the phases that have just ended to ``attempt.phases``."""
+        """Adds the phases that have just ended to ``attempt.phases``, before each delivered token."""
 
     def on_delivered(self, attempt: Attempt, token: NewToken, finish: Finish | None) -> None:  # noqa: B027
-        """Called after each delivered token."""
+        """Reacts to a delivered token."""
 
     def advance_prompts(self, prompts: Sequence[PromptProgress]) -> None:  # noqa: B027
-        """Called after each step with the prompts that it has advanced and not ended."""
+        """Reports the prompts that a step has advanced without ending them."""
 
     def pages_freed(self) -> None:  # noqa: B027
-        """Called when KV pages may have come free."""
+        """Reacts to KV pages that may have been freed."""
 
     def is_done(self, attempt: Attempt) -> bool:
         """Whether an attempt can be forgotten once its last choice has finished."""
@@ -129,7 +129,7 @@ class WorkerRole(ABC):
     # -- streams -----------------------------------------------------------------------------------------------------
 
     async def Run(self, requests: AsyncIterator[pb.RunCommand], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """One gateway's stream; its end cancels the gateway's attempts."""
+        """Serves a gateway's stream; its end cancels the gateway's attempts."""
         hello = await anext(aiter(requests), None)
         if hello is None or not hello.HasField("hello"):
             raise InvalidRequest("the first message of a Run stream must be hello", field="hello")
@@ -149,7 +149,7 @@ class WorkerRole(ABC):
             await asyncio.gather(*writers, return_exceptions=True)
 
     async def wait_for_start(self, group_id: str) -> Attempt:
-        """The attempt, once its gateway has started it here. Raises ``Unavailable`` if it never does."""
+        """Waits until a gateway has started the attempt here. Raises ``Unavailable`` if none does in time."""
         attempt = self.attempts.get(group_id)
         if attempt is not None and attempt.is_started:
             return attempt
@@ -182,7 +182,7 @@ class WorkerRole(ABC):
         attempt = Attempt(start, outbox, {})
         running = self.attempts.get(attempt.group_id)
         if running is not None:
-            if running.outbox is not outbox:  # its tokens go to the other stream; this one must not wait for them
+            if running.outbox is not outbox:  # its tokens go to the other stream, so this stream must not wait
                 text = "the attempt already runs on another stream"
                 outbox.put(attempt.failure(pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)))
             return
@@ -202,7 +202,7 @@ class WorkerRole(ABC):
                 list(start.sampling.stop_strings),
                 {choice.choice: list(choice.forced_output) for choice in start.choices},
             )
-            await hosted.settled.wait()  # a loading instance takes requests as soon as it is mapped
+            await hosted.settled.wait()  # a loading instance takes requests once it is mapped
             if self.is_running(attempt):
                 attempt.is_started = True
                 awaited = self._awaited_starts.get(attempt.group_id)
@@ -215,7 +215,7 @@ class WorkerRole(ABC):
             self.fail_unexpected(attempt, error)
 
     def is_running(self, attempt: Attempt) -> bool:
-        """Whether it has not been cancelled, failed or ended; ask again after every await."""
+        """Whether the attempt has not been cancelled, failed or ended; ask again after every await."""
         return self.attempts.get(attempt.group_id) is attempt
 
     def _not_serving_error(self, instance_id: str) -> pb.RunError:
@@ -286,13 +286,13 @@ class WorkerRole(ABC):
 
     def _finish(self, attempt: Attempt, token: NewToken) -> None:
         attempt.open_choices.discard(token.choice)
-        if token.finish is None:  # a stop string, which the engine does not know of
+        if token.finish is None:  # a stop string, which the engine does not know
             self.worker.cancel(token.group_id, token.choice)
         if not attempt.open_choices and self.is_done(attempt):
             self.forget(attempt)
 
     def forget(self, attempt: Attempt) -> bool:
-        """Drops an attempt. False if it was dropped before."""
+        """Drops an attempt; returns False if it was dropped before."""
         if self.attempts.pop(attempt.group_id, None) is None:
             return False
         if attempt.deadline is not None:
@@ -317,13 +317,13 @@ class WorkerRole(ABC):
             self.worker.usage.forget(attempt, pb.FINISH_REASON_ERROR)
 
     def expire(self, group_ids: Iterable[str]) -> None:
-        """Ends the attempts that the engine found past their deadlines."""
+        """Ends the attempts that the engine reported as past their deadlines."""
         for group_id in group_ids:
             if attempt := self.attempts.get(group_id):
                 self.fail(attempt, DEADLINE_ERROR)
 
     def fail_unexpected(self, attempt: Attempt, error: Exception) -> None:
-        """Ends an attempt with an internal error; the stream's other attempts go on."""
+        """Ends an attempt with an internal error; the stream's other attempts continue."""
         log.error("attempt_broke", group_id=attempt.group_id, exc_info=error)
         self.fail(attempt, pb.RunError(code=pb.RunError.CODE_INTERNAL, message="the worker could not run the request"))
 
@@ -342,7 +342,7 @@ def load_roles(names: Sequence[str], context: RoleContext) -> list[WorkerRole]:
 
 
 def _code_of(error: TorchrelayError) -> pb.RunError.Code.ValueType:
-    """Whether the gateway should try elsewhere or give up."""
+    """The code that tells the gateway to try elsewhere or to give up."""
     if isinstance(error, Conflict | Overloaded):
         return pb.RunError.CODE_WRONG_INSTANCE
     if isinstance(error, Unavailable):

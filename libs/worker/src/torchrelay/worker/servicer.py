@@ -52,10 +52,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[reports_pb2.WorkerReport]:
         fence = self._worker.slot.epoch
         fence.observe(request.epoch)
-        has_told = False
+        has_reported = False
         every_s = max(request.beat_every_s, MIN_BEAT_S) if request.beat_every_s > 0 else None
         async for has_changed in self._worker.slot.changes(every_s):
-            if has_told:  # not with the report: gRPC may drop what the status follows at once
+            if has_reported:  # not right after the report: gRPC may drop a message that the status follows at once
                 fence.check(request.epoch)
-            has_told = 0 < request.epoch < fence.highest
+            has_reported = 0 < request.epoch < fence.highest
             yield self._reporter.report() if has_changed else self._reporter.beat()

@@ -14,7 +14,7 @@ ROLES = {"prefill": types_pb2.ROLE_PREFILL, "decode": types_pb2.ROLE_DECODE}
 
 
 class WorkerSettings(ServiceSettings):
-    """One slot on one device. Every field is a flag and an environment variable too."""
+    """The settings of one slot on one device. Every field is also a flag and an environment variable."""
 
     caller = Caller.WORKER
     worker_id: str = Field(pattern=NODE_ID, description="Stable name of this worker; node_key is derived from it.")
@@ -25,7 +25,7 @@ class WorkerSettings(ServiceSettings):
     store_address: str = Field("127.0.0.1:7103", description="gRPC address of this host's param-store.")
     store_token: str = Field(
         "",
-        description="What workers show to that param-store: call_token(its node key, worker); not with TLS.",
+        description="Token that workers show to that param-store: call_token(its node key, worker); not with TLS.",
     )
     roles: str = Field("prefill,decode", description="Roles that this process can play: prefill, decode or both.")
     port: int = Field(0, description="gRPC port; 0: any free port.")
@@ -46,7 +46,7 @@ class WorkerSettings(ServiceSettings):
         " kernels read fastest: faster steps, for private memory of the weights' size. Skipped where less than twice"
         " that is available.",
     )
-    prefix_cache: bool = Field(True, description="Compute a prefix that prompts of one tenant share only once.")
+    prefix_cache: bool = Field(True, description="Compute a common prefix of one tenant's prompts only once.")
     max_attempts: int = Field(1024, ge=1, description="Maximum attempts running or waiting; more are refused.")
     start_timeout_s: float = Field(
         10.0, gt=0, description="How long a KV offer waits for the gateway to start its attempt here."
@@ -54,8 +54,8 @@ class WorkerSettings(ServiceSettings):
     engine_stall_s: float = Field(
         10.0,
         gt=0,
-        description="Health checks fail when the engine, having work, advances by nothing for this long beyond what its"
-        " step should take; five seconds later the worker ends, to be started again, unless watchdog_s is 0.",
+        description="Health checks fail when the engine has work and does not advance for this long beyond the"
+        " predicted duration of its step; five seconds later the worker ends, to be restarted, unless watchdog_s is 0.",
     )
     max_incoming: int = Field(64, ge=1, description="Maximum KV buffers received at once; more wait.")
     kv_by_shared_memory: bool = Field(

@@ -51,7 +51,7 @@ async def _guarded(work: Coroutine[Any, Any, None], name: str) -> None:
 
 
 class Worker:
-    """What the servicers and roles of this process share. All methods run on the event loop."""
+    """The shared state of the servicers and roles of this process. All methods run on the event loop."""
 
     def __init__(
         self, settings: WorkerSettings, nats: Client, store: ParamStoreAsyncStub, tls: Tls | None = None
@@ -81,12 +81,12 @@ class Worker:
         self.loader: Loader | None = None  # of the last load
         self._fault = ""  # why the engine gave up the instance
         self._spawned: set[asyncio.Task[None]] = set()
-        self._drained: asyncio.Event | None = None  # during a drain; set when the last attempt has ended
-        self.task_group: asyncio.TaskGroup | None = None  # that spawned work runs in
+        self._drained: asyncio.Event | None = None  # exists during a drain; set when the last attempt has ended
+        self.task_group: asyncio.TaskGroup | None = None  # runs spawned work
 
     @property
     def data_address(self) -> str:
-        """Where other workers reach this one's data plane."""
+        """The address at which other workers reach this worker's data plane."""
         return f"{self.settings.advertised_host}:{self.holder.address.rpartition(':')[2]}"
 
     def serve_data(self) -> None:
@@ -144,7 +144,7 @@ class Worker:
             error = failure.message
             log.warning("load_failed", instance_id=hosted.instance_id, error=error)
         except Exception as failure:
-            # A damaged or foreign pack may raise anything in the engine's builder, and the slot must become free.
+            # A damaged or foreign pack may raise any exception in the engine's builder, and the slot must become free.
             error = f"the instance could not be built: {failure}"
             log.error("load_failed", instance_id=hosted.instance_id, exc_info=True)
         finally:
@@ -177,7 +177,7 @@ class Worker:
         return next((role for role in self.roles if role.number == number), None)
 
     def attempt_ended(self) -> None:
-        """A role has dropped an attempt; a drain may be over."""
+        """Ends a drain once the last attempt has been dropped."""
         if self._drained is not None and not any(role.attempts for role in self.roles):
             self._drained.set()
 
@@ -197,11 +197,11 @@ class Worker:
         self.pages_freed()
 
     def latency(self) -> LatencyModel | None:
-        """(any thread) How long steps of the instance in the slot take here; None before the first."""
+        """(any thread) The latency model of the instance in the slot; None before its first step."""
         return self.step_metrics.latency(self.slot.instance_labels)
 
     def progress(self) -> types_pb2.EngineProgress:
-        """Where the engine is, for whoever watches this worker."""
+        """The progress of the engine, for the watchers of this worker."""
         progress = self.engine.progress(self.latency())
         self.liveness.observe(progress, time.monotonic())
         return types_pb2.EngineProgress(**asdict(progress))
@@ -228,7 +228,7 @@ class Worker:
         self.step_metrics.record_step(result, self.slot.instance_labels)
 
     def pages_freed(self) -> None:
-        """Pages may have come free: waiting offers retry after the commands posted so far."""
+        """Makes waiting offers retry after the commands posted so far, because pages may have been freed."""
         for role in self.roles:
             role.pages_freed()
 
@@ -245,7 +245,7 @@ class Worker:
             role.fail_all(error)
 
     async def close(self) -> None:
-        """Ends everything that still runs; frees the slot, the engine's thread and the data plane."""
+        """Ends all running work; closes the slot, the engine's thread and the data plane."""
         self._end_load()
         if self._load is not None:
             await asyncio.gather(self._load, return_exceptions=True)

@@ -1,1 +1,1 @@
-"""The decode role of a Torchrelay worker: KV in, the other tokens out."""
+"""The decode role of a Torchrelay worker: KV in, all tokens but the first out."""

@@ -14,7 +14,7 @@ from torchrelay.transfer.transport.interface import Transport
 
 
 class KvReceiver:
-    """One incoming KV buffer. ``receive`` blocks and runs on its own thread; ``stop`` ends it early."""
+    """An incoming KV buffer. ``receive`` blocks and runs on its own thread; ``stop`` ends it early."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class KvReceiver:
         return memoryview(staged)
 
     def digest(self, index: int) -> bytes | None:
-        return None  # only the prefill worker knows it; the frame carries it
+        return None  # only the prefill worker knows the digest; the frame carries it
 
     def accept(self, index: int) -> None:
-        """Nothing: ``receive`` passes the chunk on."""
+        """Does nothing: ``receive`` passes the chunk on."""
 
 
 def _source(offer: decode_pb2.KvOffer, host_id: str) -> SourceAddress:
-    """The prefill worker, by its local address if both name the same host."""
+    """The address of the prefill worker; its local address if both workers have the same host id."""
     source = offer.source
     local_address = offer.local_address if host_id and offer.host_id == host_id else ""
     return SourceAddress(source.holder_id, prefer_local(local_address, source.data_address), source.ticket)

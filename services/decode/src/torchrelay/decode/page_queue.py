@@ -1,5 +1,6 @@
-"""Offers of KV that wait for pages, in order of arrival: a large one is not passed by small ones for ever, and pages
-that become free are tried by one offer, not by all.
+"""KV offers that wait for pages, in order of arrival.
+
+Small offers cannot overtake a large offer forever, and freed pages are tried by one offer, not by all.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ T = TypeVar("T")
 
 
 class PageQueue:
-    """Used on the event loop only."""
+    """A queue of offers, used on the event loop only."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Event] = deque()
 
     async def reserve(self, reserve: Callable[[], Awaitable[T]], is_wanted: Callable[[], bool]) -> T | None:
-        """What ``reserve`` returns, called in turn, and again while it raises ``KvPoolFull``. None once it is
-        not wanted any more.
+        """Calls ``reserve`` in turn, and again while it raises ``KvPoolFull``; returns its result.
+
+        Returns None once ``is_wanted`` is false.
         """
         turn = asyncio.Event()
         self._waiting.append(turn)
@@ -41,11 +43,11 @@ class PageQueue:
             self.pages_freed()
 
     def pages_freed(self) -> None:
-        """The first tries again."""
+        """Makes the first offer try again."""
         if self._waiting:
             self._waiting[0].set()
 
     def attempt_ended(self) -> None:
-        """Each looks whether it is still wanted."""
+        """Makes each offer check whether it is still wanted."""
         for turn in self._waiting:
             turn.set()

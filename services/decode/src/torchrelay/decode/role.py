@@ -31,7 +31,7 @@ CALLERS: MethodCallers = {
     "/torchrelay.control.v1.Decode/Run": {Caller.GATEWAY},
     "/torchrelay.control.v1.Decode/Receive": {Caller.WORKER},
 }
-KV_SILENT_S = SILENT_S / 2  # a source that falls silent is tried once more
+KV_SILENT_S = SILENT_S / 2  # a source that becomes silent is tried once more
 
 
 class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[misc]  # Run writes to its context
@@ -63,7 +63,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
             await asyncio.to_thread(self._threads.shutdown)
 
     async def begin(self, attempt: Attempt) -> None:
-        """Nothing: the KV offer, or this worker's prefill role, waits for the attempt and goes on."""
+        """Does nothing: the KV offer, or this worker's prefill role, waits for the attempt and continues."""
 
     # -- receiving KV ----------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         return decode_pb2.KvAccept()
 
     async def _reserve_pages(self, attempt: Attempt, offer: decode_pb2.KvOffer) -> KvImport:
-        """Reserves the attempt's pages, waiting in turn for others to free theirs while there are too few."""
+        """Reserves the attempt's pages, waiting in turn while there are too few."""
         group = attempt.group()
         sequences = tuple(KvSequence(tuple(s.choices), s.num_context_tokens) for s in offer.sequences)
         reserved: list[KvImport] = []
@@ -102,7 +102,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
             kv_import = await self._page_queue.reserve(
                 lambda: self.worker.engine.call(reserve), lambda: self.is_running(attempt)
             )
-        except asyncio.CancelledError:  # the prefill worker left, but the engine may still reserve
+        except asyncio.CancelledError:  # the prefill worker has left, but the engine may still reserve
             self._release_reserved(reserved)
             raise
         if kv_import is None:
@@ -110,7 +110,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         return kv_import
 
     def _release_reserved(self, reserved: list[KvImport]) -> None:
-        """Frees what is in the list after all commands posted so far have run."""
+        """Frees the imports in the list after all commands posted so far have run."""
 
         def drop() -> None:
             for kv_import in reserved:
@@ -125,7 +125,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
     async def _receive_kv(self, attempt: Attempt, kv_receiver: KvReceiver) -> None:
         """Receives the KV, then starts decoding."""
         begin_us = now_unix_us()
-        # A prefill worker that has nothing to send yet says so many times a second: one that is silent hangs.
+        # A prefill worker that has nothing to send yet says so many times a second, so a silent worker hangs.
         stall_s = min(self.worker.settings.kv_timeout_s, KV_SILENT_S)
         receive = asyncio.get_running_loop().run_in_executor(
             self._threads, kv_receiver.receive, self.worker.engine.write, stall_s
@@ -156,7 +156,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
             self._kv_receivers.pop(attempt.group_id, None)
 
     def _continuing_choices(self, attempt: Attempt, first_tokens: tuple[NewToken, ...]) -> dict[int, int]:
-        """The choices that continue after their first token: choice -> that token."""
+        """The choices that continue after their first token, with that token."""
         continuing: dict[int, int] = {}
         for token in first_tokens:
             if token.choice in attempt.open_choices:
@@ -178,5 +178,5 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         if kv_receiver is not None:
             kv_receiver.stop()
             self._release_reserved([kv_receiver.kv_import])
-        self._page_queue.attempt_ended()  # its own offer may be waiting
+        self._page_queue.attempt_ended()  # the attempt's own offer may be waiting
         record_span("decode.run", attempt.start.traceparent, attempt.began_us * 1000, now_unix_us() * 1000)

@@ -1,4 +1,4 @@
-"""The prefill side of a KV transfer: one attempt's KV, published chunk by chunk as layers finish."""
+"""The prefill side of a KV transfer: an attempt's KV, published chunk by chunk as layers finish."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrelay.worker.attempts.attempt import Attempt
 
 
 class KvSendBuffer(MemoryBuffer):
-    """A KV buffer that knows when the decode worker has received it: the stream that carried the trailer has ended."""
+    """A KV buffer that the decode worker has received once the stream that sent the trailer has ended."""
 
     def __init__(self, buffer_id: str, layout: KvLayout) -> None:
         super().__init__(buffer_id, layout.chunk_sizes)
@@ -26,16 +26,16 @@ class KvSendBuffer(MemoryBuffer):
         return super().chunk(index)
 
     def acquire(self, owner: str) -> None:
-        """transfer.LeasedBuffer: a stream starts reading."""
+        """Does nothing when a stream starts to read; part of transfer.LeasedBuffer."""
 
     def release(self, owner: str) -> None:
-        """transfer.LeasedBuffer: a stream has ended."""
+        """Sets ``received`` when the stream that sent the trailer ends; part of transfer.LeasedBuffer."""
         if self._trailer_sent:
             self._loop.call_soon_threadsafe(self.received.set)
 
 
 class KvSender:
-    """Publishes one attempt's KV blocks, from the engine's thread, and its first tokens, from the event loop."""
+    """Publishes an attempt's KV blocks, from the engine's thread, and its first tokens, from the event loop."""
 
     def __init__(self, attempt: Attempt, layout: KvLayout) -> None:
         self.attempt, self.layout = attempt, layout
@@ -55,7 +55,7 @@ class KvSender:
             self.complete.set()
 
     def abandon(self) -> None:
-        """The attempt is over: fails the buffer for its follower, unless that has received everything."""
+        """Fails the buffer of an attempt that has ended, unless its follower has received everything."""
         if not self.buffer.received.is_set():
             self.buffer.fail("the attempt ended")
         self.complete.set()

@@ -64,7 +64,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             await self._begin_remote(attempt, group)
 
     async def _begin_local(self, attempt: Attempt, group: GroupSpec) -> None:
-        """This worker decodes too: the pages stay in place and change roles."""
+        """Starts an attempt that this worker also decodes: the pages stay in place and change roles."""
         decode = self.worker.role(types_pb2.ROLE_DECODE)
         if decode is None:
             raise Conflict("this worker does not play the decode role", field="decode")
@@ -117,7 +117,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             self.worker.usage.hand_off(attempt)
 
     def _drop_channel(self, target: types_pb2.WorkerRef) -> None:
-        """Closes the channel to a lost worker, which seldom returns at the same address."""
+        """Closes the channel to a lost worker, which rarely returns at the same address."""
         channel = self._channels.pop((target.grpc_address, target.worker_token), None)
         if channel is not None:  # other offers may still wait for a reply, up to their timeout
             grace_s = self.worker.settings.kv_timeout_s
@@ -135,7 +135,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         return token.position == attempt.num_forced(token.choice)
 
     def advance_prompts(self, prompts: Sequence[PromptProgress]) -> None:
-        """Tells the gateways how far long prompts are: what a request is billed for that is cancelled meanwhile."""
+        """Tells the gateways the progress of long prompts, by which a request is billed that is cancelled meanwhile."""
         outputs = []
         for progress in prompts:
             attempt = self.attempts.get(progress.group_id)

@@ -87,7 +87,10 @@ class BatchScheduler:
         self._waiting.push(group.spec.tenant_id, group)
 
     def receive(self, group: SequenceGroup) -> None:
-        """Reserves pages for a group computed elsewhere. Raises ``KvPoolFull``, also while other groups wait for pages."""
+        """Reserves pages for a group computed elsewhere.
+
+        Raises ``KvPoolFull``, also while other groups wait for pages.
+        """
         self._check(group)
         if self._waiting:
             raise KvPoolFull(f"{len(self._waiting)} groups are waiting for KV pages already")
@@ -242,7 +245,10 @@ class BatchScheduler:
     # Internals
 
     def _next_decoding(self, num_prompt_tokens: int) -> tuple[DecodeSequence, ...]:
-        """The choices of the next step, the shortest first. If some must wait, the chosen ones come last the next time."""
+        """The choices of the next step, the shortest first.
+
+        If some must wait, the chosen ones come last the next time.
+        """
         chosen = choices_to_decode(self._decoding, self._latency, num_prompt_tokens)
         if len(chosen) < len(self._decoding):
             for each in chosen:

@@ -44,7 +44,7 @@ class FairQueue(Generic[T]):
 
     @property
     def num_tenants(self) -> int:
-        """Those with items, or a tag to remember."""
+        """Tenants with items or a remembered tag."""
         return len(self._queues)
 
     def push(self, tenant: str, item: T, *, first: bool = False) -> None:

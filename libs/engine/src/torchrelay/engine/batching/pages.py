@@ -53,7 +53,7 @@ class PageAllocator:
             self._idle.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Removes a table from the holders of each of these pages; the last release frees the page, or leaves it idle."""
+        """Removes a table from the holders of each page; the last release frees the page, or leaves it idle."""
         for page in reversed(pages):  # so that the end of a prefix is reclaimed first
             self._holders[page] -= 1
             if self._holders[page]:

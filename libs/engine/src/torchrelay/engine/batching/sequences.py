@@ -42,7 +42,8 @@ class GroupState(Enum):
 class PrefillContext:
     """A prompt and forced output that one or more choices start with.
 
-    Until the context is computed its tables are interchangeable: they share all full pages, and only the first is written.
+    Until the context is computed its tables are interchangeable: they share all full pages, and only the first is
+    written.
     """
 
     group: SequenceGroup

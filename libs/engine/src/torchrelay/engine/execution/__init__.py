@@ -1,1 +1,1 @@
-"""One step of one model: resident weights, runner, stepper, recorded decode steps."""
+"""Execution of a model's steps: resident weights, runner, stepper, recorded decode steps."""

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: recorded once per batch size, then replayed with one launch.
 
 A step of a few rows is hundreds of kernels of microseconds each, less than it takes to launch them. A recording keeps
-the addresses it was made with, so a batch is copied into a *fixed* one of the next larger size; the rows left over
+the addresses that it was made with, so a batch is copied into a *fixed* batch of the next larger size. The unused rows
 compute with an old token and write to a scratch slot, which no other row reads.
 
     eager --all layers loaded, only decoding, a listed size--> recorded at its first batch --> replayed
@@ -27,7 +27,7 @@ BATCH_SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def batch_size_for(num_decoding: int, num_chunks: int, layer: int, sizes: Sequence[int] = BATCH_SIZES) -> int | None:
-    """The size of the fixed batch for a batch at a layer boundary. None: it is computed as it is."""
+    """The size of the fixed batch for a batch at a layer boundary. None: the batch is computed without a recording."""
     if num_chunks or layer or not num_decoding:
         return None
     return next((size for size in sizes if size >= num_decoding), None)
@@ -43,10 +43,10 @@ class ScratchSlot:
 
 @dataclass(eq=False)
 class DecodeGraphs:
-    """The recordings of one model. All methods on the engine thread.
+    """The recordings of one model. All methods run on the engine thread.
 
-    A recording may compile kernels, which takes seconds: ``is_recording`` and ``num_recorded`` tell any thread that
-    watches the engine, so that it takes none for a step that hangs.
+    A recording may compile kernels, which takes seconds. ``is_recording`` and ``num_recorded`` tell any thread that
+    watches the engine, so that it does not mistake a recording for a step that hangs.
     """
 
     _decoder: Decoder
@@ -61,7 +61,7 @@ class DecodeGraphs:
     num_recorded: int = 0
 
     def run(self, batch: Batch) -> Tensor | None:
-        """Logits [rows, vocab], valid until the next run. None: this batch is to be computed as it is."""
+        """Logits [rows, vocab], valid until the next run. None: this batch is computed without a recording."""
         plan = batch.plan
         size = batch_size_for(len(plan.decoding), len(plan.chunks), plan.layer)
         if size is None or not self._is_loaded():
@@ -79,7 +79,7 @@ class DecodeGraphs:
             fixed.fill(batch)
             return fixed, self._capturer.capture(lambda: self._compute(fixed.batch))
         finally:
-            self.num_recorded += 1  # before the next line: whoever sees that it is over sees the advance too
+            self.num_recorded += 1  # before the next line: a thread that sees the end sees the advance too
             self.is_recording = False
 
     @property
@@ -119,12 +119,12 @@ class FixedBatch:
         self.batch = Batch(BatchPlan((), ()), token_ids, self._scratch_slots.clone(), views, size)
 
     def fill(self, batch: Batch) -> None:
-        """Replaces its contents by a batch of at most ``size`` decoding rows."""
-        num_rows, own = len(batch.token_ids), self.batch
-        own.token_ids[:num_rows].copy_(batch.token_ids)
-        own.write_slots[:num_rows].copy_(batch.write_slots)
-        own.write_slots[num_rows:].copy_(self._scratch_slots[num_rows:])
-        for view, given in zip(own.views, batch.views, strict=True):
+        """Replaces the contents by a batch of at most ``size`` decoding rows."""
+        num_rows, fixed = len(batch.token_ids), self.batch
+        fixed.token_ids[:num_rows].copy_(batch.token_ids)
+        fixed.write_slots[:num_rows].copy_(batch.write_slots)
+        fixed.write_slots[num_rows:].copy_(self._scratch_slots[num_rows:])
+        for view, given in zip(fixed.views, batch.views, strict=True):
             view.cos[:num_rows].copy_(given.cos)
             view.sin[:num_rows].copy_(given.sin)
             self._backend.refill(view.attention, given.attention)

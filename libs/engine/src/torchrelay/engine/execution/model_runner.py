@@ -67,7 +67,7 @@ class ModelRunner:
         return plan, self._sample(plan, self._decoder.logits(last))
 
     def _logits(self, plan: BatchPlan) -> tuple[BatchPlan, Tensor]:
-        """A plan through all layers from its boundary on: what is left of it, and its logits."""
+        """Runs a plan through all layers above its boundary; returns the part of it that was left, and its logits."""
         while plan and self._wait_for_segment(_first_segment(plan)):
             plan, _ = plan.live_part()
         if not plan:
@@ -78,7 +78,7 @@ class ModelRunner:
         hidden, batch = self.run_layers(plan.layer, self._num_layers, self._hidden(batch), batch)
         if batch.num_outputs:
             hidden, batch = self._await_segment(self._num_layers + 1, hidden, batch)
-        if batch.num_outputs and plan.layer:  # it began above the embeddings, and the head may be tied to them
+        if batch.num_outputs and plan.layer:  # the head may be tied to the embeddings, which the plan has skipped
             hidden, batch = self._await_segment(0, hidden, batch)
         if not batch.num_outputs:
             return batch.plan, hidden[:0]
@@ -86,9 +86,9 @@ class ModelRunner:
         return batch.plan, self._decoder.logits(ends)
 
     def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
-        """Layers [begin, end) of a batch, [rows, hidden] to the same; hands over finished KV blocks.
+        """Runs layers [begin, end) of a batch, [rows, hidden] to the same; hands over finished KV blocks.
 
-        Sequences that end meanwhile, or while a layer's weights are awaited, leave the batch before the next layers.
+        Sequences that end meanwhile, or during the wait for a layer's weights, leave the batch before the next layers.
         """
         while begin < end:
             hidden, batch = self._await_segment(begin + 1, hidden, batch)
@@ -101,7 +101,7 @@ class ModelRunner:
         return hidden, batch
 
     def _await_segment(self, segment: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
-        """What is left of a batch once a segment has arrived; stops waiting when nothing is."""
+        """The part of a batch that is left once a segment has arrived; does not wait for an empty batch."""
         while batch.plan and self._wait_for_segment(segment):
             plan, rows = batch.plan.live_part()
             hidden, batch = hidden[rows], self._lay_out(plan) if plan else _empty_batch(batch, plan)
@@ -114,15 +114,15 @@ class ModelRunner:
         return torch.cat([self._hidden_states.of(chunk.context)[chunk.begin : chunk.end] for chunk in plan.chunks])
 
     def _sample(self, plan: BatchPlan, logits: Tensor) -> list[NewToken]:
-        if self._device.type == "cuda":  # otherwise its time would count for whatever comes next
-            # The stream, not the device: layers still being copied are not waited for.
+        if self._device.type == "cuda":  # otherwise its time would count for the next activity
+            # Waits for the stream, not the device: layers may still be being copied.
             torch.cuda.current_stream(self._device).synchronize()
         profile.enter(Activity.SCHEDULING)
         return sample_tokens(logits, draws_of(plan))
 
 
 def _first_segment(plan: BatchPlan) -> int:
-    """The embeddings, or the layer above the plan's boundary."""
+    """The segment of the embeddings, or of the layer above the plan's boundary."""
     return plan.layer + 1 if plan.layer else 0
 
 

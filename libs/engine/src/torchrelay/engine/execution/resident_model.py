@@ -1,4 +1,4 @@
-"""A model in a slot: its weights as they arrive, its pages, and what computes with both."""
+"""A model in a slot: its weights as they arrive, its pages, and the backends that compute with both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from torchrelay.transfer.manifest import Manifest
 
 
 class ResidentModel:
-    """All methods from the engine thread, except those marked (any thread). For the parameters see ``Instance``."""
+    """The state of a model on its device. All methods run on the engine thread, except those marked (any thread).
+
+    ``Instance`` describes the parameters.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class ResidentModel:
         self.reorderer = reorderer and reorderer(self.weights, config.num_layers)
 
     def _graphs(self, capturer: Capturer | None) -> DecodeGraphs | None:
-        # With experts the rows decide what is computed: such a step differs each time.
+        # With experts the rows decide which weights are used: each step differs.
         if capturer is None or self.config.experts is not None or not self.backend.replays:
             return None
         max_positions = min(self.config.max_context_tokens, self.pages.tables.scratch_slot)
@@ -69,14 +72,14 @@ class ResidentModel:
         )
 
     def segment_ready(self, segment: int) -> None:
-        """(any thread) The segment's bytes are verified. Idempotent."""
+        """(any thread) Takes a segment into use whose bytes are verified. Idempotent."""
         self.weights.load(segment)
         if self.reorderer is not None and self.weights.gate.all_open:
             self.reorderer.start()
 
     def can_run(self, layer: int) -> bool:
-        """Whether a layer, or the head, can run without waiting for it or for the embeddings (it may be tied to them):
-        they have arrived, or never will, which the step then reports.
+        """Whether a layer, or the head, can run without waiting for its segment or the embeddings (the head may be tied
+        to them). True also if they will never arrive, which the step then reports.
         """
         return self.weights.gate.is_settled(layer + 1) and self.weights.gate.is_settled(0)
 

@@ -37,7 +37,7 @@ class Stepper:
         return self._scheduler.has_work or bool(self._runnable_groups())
 
     def step(self) -> StepResult:
-        """As ``Instance.step``."""
+        """Computes a step as ``Instance.step`` describes."""
         begin_s = time.perf_counter()
         profile.enter(Activity.SCHEDULING)
         try:
@@ -49,7 +49,7 @@ class Stepper:
             ended = [chunk for chunk in whole.chunks if chunk.ends_context]
             num_prefilled = sum(chunk.num_tokens for chunk in whole.chunks)
             if by_layer or computed != plans or any(plan.layer for plan in plans):
-                work = NO_WORK  # its duration says nothing about whole batches
+                work = NO_WORK  # its duration tells nothing about whole batches
             if by_layer:
                 more_tokens, more_ended = self._advance(by_layer)
                 tokens, ended = tokens + more_tokens, ended + more_ended
@@ -65,12 +65,12 @@ class Stepper:
             profile.take()  # the time of a step that failed does not count for the next one
 
     def _compute(self, plans: Sequence[BatchPlan]) -> tuple[list[NewToken], tuple[BatchPlan, ...]]:
-        """New tokens, and what was left of the plans when they were computed."""
+        """Computes the plans; returns the new tokens, and the parts of the plans that were left."""
         tokens: list[NewToken] = []
         computed: list[BatchPlan] = []
         try:
             for number, plan in enumerate(plans):
-                if number:  # some of it may have ended while those before were computed
+                if number:  # parts of it may have ended while the earlier plans were computed
                     plan, _ = plan.live_part()
                 if not plan:
                     continue
@@ -84,7 +84,7 @@ class Stepper:
         return tokens, tuple(computed)
 
     def _advance(self, groups: Sequence[SequenceGroup]) -> tuple[list[NewToken], list[PrefillChunk]]:
-        """One layer of prompts that run layer by layer, or their first tokens with the chunks that ended them."""
+        """Runs one layer of prompts, or returns their first tokens with the chunks that ended them."""
         if not any(group.contexts for group in groups):  # all were cancelled within this step
             return [], []
         if groups[0].layer < self._num_layers:
@@ -104,7 +104,7 @@ def _merged(plans: Sequence[BatchPlan]) -> BatchPlan:
 
 
 def _progress(chunks: Sequence[PrefillChunk]) -> tuple[PromptProgress, ...]:
-    """The prompts of chunks that are not the last of theirs."""
+    """The progress of prompts whose last chunk is still to come."""
     return tuple(
         PromptProgress(
             chunk.context.group.spec.group_id,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows of one sequence in a batch: its last positions. Row i of n sees all slots but the last n - 1 - i."""
+    """The rows of one sequence in a batch: its last positions. Row i of n sees all slots except the last n - 1 - i."""
 
     first_row: int
     num_rows: int
@@ -28,14 +28,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Scores are query times key times ``scale``, and with ``cap`` squashed into (-cap, cap) by a tanh."""
+    """Scores are query times key times ``scale``, and with ``cap`` limited to (-cap, cap) by a tanh."""
 
     scale: float
     cap: float | None = None
 
 
 class AttentionBackend(ABC):
-    """``page_tokens``: slots come in aligned runs of this length."""
+    """Attention on one kind of device. Slots come in aligned runs of ``page_tokens``."""
 
     replays: ClassVar[bool] = False  # whether it implements ``fixed_plan`` and ``refill``
 
@@ -44,9 +44,9 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, spans: Sequence[Span], window: int | None, dtype: torch.dtype, device: torch.device) -> Any:
-        """What ``attend`` needs for this batch in all layers with this window.
+        """The data that ``attend`` needs for this batch in all layers with this window.
 
-        ``spans`` cover all rows, in order. With a ``window`` a row sees that many positions, its own last.
+        ``spans`` cover all rows, in order. With a ``window`` a row sees that many positions, which end with its own.
         """
 
     @abstractmethod
@@ -63,12 +63,12 @@ class AttentionBackend(ABC):
         raise TypeError(f"{type(self).__name__} has no plans with fixed addresses")
 
     def refill(self, fixed: Any, plan: Any) -> None:
-        """Copies a plan of at most as many sequences, of one row each, into one by ``fixed_plan``."""
+        """Copies a plan of at most as many sequences of one row each into a plan by ``fixed_plan``."""
         raise TypeError(f"{type(self).__name__} has no plans with fixed addresses")
 
 
 def visible_span(span: Span, window: int | None) -> Span:
-    """The span without the positions that none of its rows see."""
+    """The span without the positions that no row of it sees."""
     if window is None:
         return span
     return Span(span.first_row, span.num_rows, span.slots[-(window + span.num_rows - 1) :])

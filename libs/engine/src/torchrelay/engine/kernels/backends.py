@@ -1,6 +1,6 @@
-"""Which implementation of each operation a device gets.
+"""The implementation of each operation for a device.
 
-Triton, and attention backends by name, are imported when first asked for.
+Triton, and attention backends by name, are imported at their first use.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ ATTENTION_BACKENDS: Final = {
     "triton": "torchrelay.engine.kernels.triton.attention:TritonAttention",
 }
 
-# Of a model, its dtype, the kind of each layer, and the processes it shares the CPU with.
+# Called with a model, its dtype, the kind of each layer, and the processes that share the CPU.
 WholeLayers = Callable[[ModelConfig, torch.dtype, Sequence[int], ActiveProcesses | None], CpuLayers]
 
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """What computes on one device. None: nothing of the kind does, and plain operations take its place."""
+    """The implementations for one device. None: plain operations take their place."""
 
-    attention: Callable[[int], AttentionBackend]  # of a number of tokens per page
+    attention: Callable[[int], AttentionBackend]  # called with the tokens per page
     fused_ops: FusedOps | None = None
     whole_layers: WholeLayers | None = None  # several layers in one call
     capturer: Capturer | None = None  # records decode steps
 
 
 def backends_for(device: torch.device, attention: str | None = None) -> Backends:
-    """The quickest of everything on a device; ``attention`` names another backend. Raises ``KeyError``."""
+    """The quickest backends of a device; ``attention`` names another attention backend. Raises ``KeyError``."""
     backend = attention_backend(attention or default_attention(device))
     if device.type == "cuda":
         from torchrelay.engine.kernels.triton.ops import TritonOps
@@ -55,14 +55,14 @@ def backends_for(device: torch.device, attention: str | None = None) -> Backends
 
 
 def attention_backend(name: str) -> Callable[[int], AttentionBackend]:
-    """Makes a backend by its registered name. Raises ``KeyError``."""
+    """The constructor of a backend by its registered name. Raises ``KeyError``."""
     module, _, cls = ATTENTION_BACKENDS[name].partition(":")
     backend: Callable[[int], AttentionBackend] = getattr(import_module(module), cls)
     return backend
 
 
 def default_attention(device: torch.device) -> str:
-    """The name of the quickest backend on a device."""
+    """The name of the quickest attention backend of a device."""
     if device.type == "cuda":
         return "triton"
     return "gather" if kernels() is None else "cpu"

@@ -1,4 +1,4 @@
-"""Recording of a device's kernel launches, to replay them with one launch."""
+"""Recordings of a device's kernel launches, which one launch replays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ Replay = Callable[[], Tensor]
 class Capturer(ABC):
     @abstractmethod
     def capture(self, compute: Callable[[], Tensor]) -> Replay:
-        """Records what ``compute`` launches. Calling the result repeats it, and returns the same tensor each time."""
+        """Records what ``compute`` launches.
+
+        Calling the result repeats the launches and returns the same tensor each time.
+        """
 
 
 class CudaCapturer(Capturer):
@@ -24,14 +27,14 @@ class CudaCapturer(Capturer):
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, compute: Callable[[], Tensor]) -> Replay:
-        # First run it unrecorded, also on a side stream: this compiles kernels and allocates workspaces.
+        # The first run, also on a side stream, is not recorded: it compiles kernels and allocates workspaces.
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         with torch.cuda.stream(side):
             compute()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads may copy to the device meanwhile, which is not part of this recording.
+        # thread_local: copies to the device by other threads are not part of this recording.
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             result = compute()
 

@@ -1,6 +1,6 @@
 """Fused elementwise operations of a layer: one kernel each, where launches cost more than arithmetic.
 
-Each has a plain counterpart in ``model``, used on devices without fused ones; tests compare the two.
+Each has a plain counterpart in ``model`` for devices without fused operations; tests compare the two.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-NormKind = tuple[float, bool]  # epsilon, and whether one is added to the weight
+NormKind = tuple[float, bool]  # epsilon, and whether 1 is added to the weight
 Angles = tuple[Tensor, Tensor]  # cosines and sines
 
 
@@ -17,7 +17,7 @@ class FusedOps(ABC):
     """The operations on one kind of device."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
-        """As ``decoder.rms_norm``, of [rows, size]."""
+        """The norm of ``decoder.rms_norm`` for [rows, size]."""
         return self.add_norm(x, None, weight, eps, unit_offset)[1]
 
     @abstractmethod
@@ -37,4 +37,4 @@ class FusedOps(ABC):
 
     @abstractmethod
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        """activation(gate) * up of [rows, 2 * size], which holds the two side by side."""
+        """activation(gate) * up, which are side by side in [rows, 2 * size]."""

@@ -20,7 +20,7 @@ _MIN_TIMED_POSITIONS: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class GatherPart:
-    """Rows computed by one call: several sequences of one row each, padded to equal length, or one of several rows."""
+    """The rows of one call: several sequences of one row each, padded to equal length, or one of several rows."""
 
     rows: slice
     num_sequences: int
@@ -53,7 +53,7 @@ class GatherAttention(AttentionBackend):
     def attend_parts(
         self, queries: Tensor, kv: Tensor, parts: Sequence[GatherPart], scoring: Scoring, out: Tensor
     ) -> None:
-        """As ``attend``, for the rows of these parts, into ``out``."""
+        """Computes the rows of these parts like ``attend``, into ``out``."""
         for part in parts:
             out[part.rows] = _attend_part(queries[part.rows], kv, part, scoring)
 
@@ -61,7 +61,7 @@ class GatherAttention(AttentionBackend):
 def _attend_part(queries: Tensor, kv: Tensor, part: GatherPart, scoring: Scoring) -> Tensor:
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = kv.shape[2]
-    # Short contexts take a few microseconds, as long as reading the clock does.
+    # The gathering of short contexts takes a few microseconds, as long as reading the clock.
     is_notable = len(part.slots) >= _MIN_TIMED_POSITIONS
     before = profile.enter(Activity.MEMORY) if is_notable else Activity.COMPUTE
     keys, values = (
@@ -75,7 +75,7 @@ def _attend_part(queries: Tensor, kv: Tensor, part: GatherPart, scoring: Scoring
         grouped = queries.view(num_rows, num_kv_heads, -1, head_dim)
         out = _attention(grouped, keys, values, part, scoring)
         return out.reshape(num_rows, num_heads * head_dim)
-    # One sequence: kv heads take the place of SDPA's batch, and sharing is a stride of zero.
+    # A single sequence: kv heads take the place of SDPA's batch, and a stride of zero shares them.
     grouped = queries.view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     keys, values = (each.transpose(0, 1).expand(-1, grouped.shape[1], -1, -1) for each in (keys, values))
     out = _attention(grouped, keys, values, part, scoring)
@@ -116,7 +116,7 @@ def _decode_part(run: Sequence[Span], dtype: torch.dtype) -> GatherPart:
     slots = np.empty((len(run), longest), np.int64)
     for row, span in enumerate(run):
         slots[row, : lengths[row]] = span.slots
-        slots[row, lengths[row] :] = span.slots[0]  # masked, but it must be a slot this sequence has written
+        slots[row, lengths[row] :] = span.slots[0]  # masked, but it must be a slot that this sequence has written
     mask = None
     if min(lengths) < longest:
         beyond = torch.arange(longest) >= torch.tensor(lengths)[:, None]

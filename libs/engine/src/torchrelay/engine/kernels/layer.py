@@ -1,4 +1,4 @@
-"""What one decoder layer computes with: its weights, and its view of the batch."""
+"""The inputs of a decoder layer: its weights, and its view of the batch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-# An [out, in] weight; or, in a kernel's own order, what maps [rows, in] to [rows, out] of the same dtype.
+# An [out, in] weight, or a function from [rows, in] to [rows, out] of the same dtype with weights in its own order.
 Matrix = Tensor | Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LayerWeights:
-    """Projections are [out, in], as ``linear`` takes them."""
+    """The weights of a layer. Projections are [out, in], as ``linear`` takes them."""
 
     input_norm: Tensor
     attention_out_norm: Tensor | None

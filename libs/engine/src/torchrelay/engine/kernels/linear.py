@@ -1,4 +1,4 @@
-"""Linear layers, by the quickest kernel there is for the rows and the weight."""
+"""Linear layers, computed by the quickest kernel for the rows and the weight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrelay.engine.kernels.cpu.linear import FEW_ROWS, cpu_linear, max_kerne
 from torchrelay.engine.kernels.layer import Matrix
 from torchrelay.engine.kernels.workspace import Workspace
 
-# Weights widened at a time: 2 MB in fp32, which are then read from the core's own cache.
+# Weights that are widened at a time: 2 MB in fp32, which are then read from the core's own cache.
 WIDENED_BLOCK: Final = 1 << 19
 _scratch = Workspace()
 
@@ -25,19 +25,19 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         return out if bias is None else out + bias
     if not x.is_cpu:
         return F.linear(x, weight, bias)
-    num_rows, found = x.shape[0], kernels()
-    if found is not None and supports_weight(weight) and num_rows <= max_kernel_rows(found.level, x.dtype):
-        return cpu_linear(found, x, weight, bias)
-    # Few rows are bound by reading the weights, which torch's own kernels do in any dtype.
+    num_rows, library = x.shape[0], kernels()
+    if library is not None and supports_weight(weight) and num_rows <= max_kernel_rows(library.level, x.dtype):
+        return cpu_linear(library, x, weight, bias)
+    # Few rows are bound by reading the weights, which torch's kernels do well in any dtype.
     if num_rows < FEW_ROWS or has_arithmetic(x.dtype):
         return F.linear(x, weight, bias)
     return widened_linear(x, weight, bias)
 
 
 def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, block_numel: int = WIDENED_BLOCK) -> Tensor:
-    """``linear`` with the weights widened to fp32 a block at a time.
+    """``linear`` with the weights widened to fp32 one block at a time.
 
-    Where a dtype is only emulated, 64 rows of bf16 took a third of the time of ``F.linear``.
+    On a CPU that only emulates bf16, 64 rows took a third of the time of ``F.linear``.
     """
     wide, num_rows = x.float(), max(1, block_numel // x.shape[1])
     out = torch.empty(len(x), len(weight))

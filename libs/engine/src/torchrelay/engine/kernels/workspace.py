@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Workspace(threading.local):
-    """One per thread. It is kept: memory allocated per use would be faulted in each time."""
+    """A buffer per thread. It is kept, because memory allocated per use would be faulted in each time."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
@@ -17,6 +17,6 @@ class Workspace(threading.local):
     def of(self, count: int) -> Tensor:
         """``count`` fp32 numbers, valid until the thread's next call."""
         if count > self._memory.shape[0]:
-            with torch.inference_mode(False):  # an inference tensor could not be written to outside that mode
+            with torch.inference_mode(False):  # an inference tensor could not be written outside that mode
                 self._memory = torch.empty(count)
         return self._memory[:count]

@@ -1,4 +1,4 @@
-"""KV and hidden states copied out of the pool: for a decode worker, or for another instance to go on with a prompt."""
+"""KV and hidden states copied out of the pool, for a decode worker or for another instance that continues a prompt."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torchrelay.engine.kv.pool import PagedKv
 from torchrelay.engine.kv.prefill_layout import PrefillLayout
 from torchrelay.engine.profile import Activity
 
-# Of KV that leaves at once: each time wakes threads of both workers, which on a CPU slow down those that compute. With
-# 128 KB of KV per layer, prefill took 210 ms a layer at a time, and 189 ms when six layers left at once.
+# KV leaves in portions of at least this size: each portion wakes threads of both workers, which on a CPU slow down the
+# computing threads. With 128 KB of KV per layer, prefill took 210 ms with portions of one layer and 189 ms with six.
 MIN_HANDOVER_BYTES: Final = 1 << 20
 
 
 class KvExport:
-    """Copies of what was computed. ``kv_layout`` is how a group's KV is handed over."""
+    """Copies computed KV and hidden states. ``kv_layout`` returns the layout of a group's hand-over."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class KvExport:
         self._token_bytes = pages.kv[0, :, 0].nbytes  # of one layer
 
     def layers_at_once(self, chunks: Sequence[PrefillChunk]) -> int:
-        """How many layers of these chunks to compute before handing over, which overlaps with the next layers."""
+        """Layers of these chunks to compute before a hand-over, which overlaps with the next layers."""
         layer_bytes = sum(chunk.end - chunk.new_from for chunk in chunks) * self._token_bytes
         return max(1, self._min_handover_bytes // layer_bytes) if layer_bytes else len(self._kv)
 
@@ -54,7 +54,7 @@ class KvExport:
         profile.enter(before)
 
     def copy_prefill(self, group: SequenceGroup, layout: PrefillLayout) -> tuple[memoryview, ...]:
-        """All that was computed of a group up to its layer boundary, chunk by chunk."""
+        """The computed state of a group up to its layer boundary, chunk by chunk."""
         places = [layout.locate(index) for index in range(layout.num_chunks)]
         return tuple(
             as_bytes(self._hidden_states.of(group.contexts[place.sequence])[place.token_begin : place.token_end])
@@ -65,7 +65,7 @@ class KvExport:
 
     def _hand_over_chunk(self, chunk: PrefillChunk, layer: int) -> None:
         context, group = chunk.context, chunk.context.group
-        assert group.on_kv is not None, "only chunks of such groups are handed over"
+        assert group.on_kv is not None, "a chunk of a group without on_kv is not handed over"
         layout = self._kv_layout(group.spec)
         for block in range(chunk.new_from // layout.block_tokens, layout.num_blocks(context.sequence)):
             index = layout.index_of(context.sequence, block, layer)
@@ -79,6 +79,6 @@ class KvExport:
             group.on_kv(KvBlock(group.spec.group_id, index, data))
 
     def _copy_out(self, layer: int, context: PrefillContext, begin: int, end: int) -> memoryview:
-        """KV of positions [begin, end) of one layer, as a chunk of the layout."""
+        """The KV of positions [begin, end) of one layer, as a chunk of the layout."""
         slots = torch.from_numpy(context.slots[begin:end]).to(self._kv.device)
         return as_bytes(self._kv[layer].index_select(1, slots))

@@ -1,4 +1,4 @@
-"""Hidden states of prompts that stand at a layer boundary above 0."""
+"""Hidden states of prompts at a layer boundary above 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrelay.engine.batching.sequences import PrefillContext
 
 
 class HiddenStates:
-    """One tensor per context, [num_tokens, hidden]. All methods on the engine thread."""
+    """A tensor per context, [num_tokens, hidden]. All methods run on the engine thread."""
 
     def __init__(self) -> None:
         self._tensors: WeakKeyDictionary[PrefillContext, Tensor] = WeakKeyDictionary()
@@ -20,10 +20,10 @@ class HiddenStates:
 
     def write(self, context: PrefillContext, begin: int, rows: Tensor) -> None:
         """Sets the positions from ``begin`` on."""
-        found = self._tensors.get(context)
-        if found is None:
-            found = self._tensors[context] = rows.new_empty(context.num_tokens, *rows.shape[1:])
-        found[begin : begin + len(rows)] = rows
+        states = self._tensors.get(context)
+        if states is None:
+            states = self._tensors[context] = rows.new_empty(context.num_tokens, *rows.shape[1:])
+        states[begin : begin + len(rows)] = rows
 
     def drop(self, context: PrefillContext) -> None:
         self._tensors.pop(context, None)

@@ -1,4 +1,4 @@
-"""Import of what another worker computed; of a group's KV, to decode from it."""
+"""Imports of another worker's results, and the import of a group's KV to decode from."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from torchrelay.engine.profile import Activity
 
 
 class PageImport:
-    """Pages reserved for a group, to be filled with received chunks, in any order. All methods on the engine thread."""
+    """Pages reserved for a group, to be filled with received chunks in any order.
+
+    All methods run on the engine thread.
+    """
 
     layout: KvLayout | PrefillLayout
-    _chunk: ClassVar[str] = "chunk"  # as errors call one
+    _chunk: ClassVar[str] = "chunk"  # its name in errors
 
     def __init__(self, imported: SequenceGroup, num_chunks: int, pages: PagedKv, scheduler: BatchScheduler) -> None:
-        """Reserves at once. Raises ``KvPoolFull``, ``InvalidRequest`` or ``Conflict``."""
+        """Reserves the pages. Raises ``KvPoolFull``, ``InvalidRequest`` or ``Conflict``."""
         self.imported = imported
         self._pages = pages
         self._scheduler = scheduler
@@ -41,7 +44,7 @@ class PageImport:
         return len(self._missing)
 
     def _locate(self, index: int, data: memoryview | bytes) -> tuple[KvLocation, PrefillContext]:
-        """The place of a chunk that arrived. Raises ``DataCorrupted`` if its length is wrong."""
+        """The location of a chunk that arrived, and its context. Raises ``DataCorrupted`` if the length is wrong."""
         name, expected = self.imported.spec.group_id, self.layout.chunk_bytes(index)
         if len(data) != expected:
             raise DataCorrupted(f"{self._chunk} {index} of {name} has {len(data)} bytes, not {expected}")
@@ -55,13 +58,13 @@ class PageImport:
             raise Conflict(f"{len(self._missing)} {self._chunk}s of {self.imported.spec.group_id} are missing")
 
     def drop(self) -> None:
-        """The missing chunks will not arrive: frees the pages. Harmless once it decodes: that continues."""
+        """Frees the pages, because the missing chunks will not arrive. A group that decodes already continues."""
         for context in tuple(self.imported.contexts):
             self._scheduler.drop(context, list(context.choices))
 
 
 class KvImport(PageImport):
-    """The KV of a group, in chunks."""
+    """The import of a group's KV, in chunks."""
 
     layout: KvLayout
     _chunk = "KV chunk"
@@ -87,17 +90,17 @@ class KvImport(PageImport):
         profile.enter(before)
 
     def start(self, first_tokens: Mapping[int, int]) -> None:
-        """Starts decoding. Choices without a first token, or that it ends, free their pages.
+        """Starts decoding. Choices without a first token, or whose first token ends them, free their pages.
 
-        Ignored if the group was cancelled. Raises ``Conflict`` while chunks are missing.
+        Does nothing if the group was cancelled. Raises ``Conflict`` while chunks are missing.
         """
         self._check_complete()
         if any(not 0 <= token < self._vocab_size for token in first_tokens.values()):
             raise InvalidRequest(f"first tokens must be between 0 and {self._vocab_size - 1}")
         for context in tuple(self.imported.contexts):
-            goes_on = {
+            unfinished = {
                 choice: token
                 for choice, token in first_tokens.items()
                 if self.group.sampling.finish_of(token, len(context.forced)) is None
             }
-            self._scheduler.start(context, goes_on)
+            self._scheduler.start(context, unfinished)

@@ -2,7 +2,8 @@
 
 A KV buffer is a list of chunks: for each sequence, for each block of ``block_tokens`` positions, one chunk per layer;
 then one *trailer* with the first tokens. A chunk is contiguous ``[2 (keys, values), tokens, kv_heads, head_dim]`` in
-the model's dtype; the last block of a sequence may be shorter. Both sides derive the layout, so it is never sent.
+the model's dtype; the last block of a sequence may be shorter. Both sides derive the layout from the offer, so it is
+never sent.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FINISHES = (None, Finish.STOP, Finish.LENGTH, Finish.CANCELLED)
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What determines the shape of a model's KV."""
+    """The sizes that determine the shape of a model's KV."""
 
     num_layers: int
     num_kv_heads: int
@@ -31,12 +32,12 @@ class KvShape:
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: str) -> KvShape:
-        """``dtype`` is the pack's, and the KV's: "F32", "BF16" or "F16"."""
+        """The shape for a pack whose dtype, which is also the KV's, is "F32", "BF16" or "F16"."""
         return cls(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_BYTES[dtype])
 
     @property
     def bytes_per_token_layer(self) -> int:
-        """Keys and values of one position in one layer."""
+        """Bytes of the keys and values of one position in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     @property
@@ -46,7 +47,7 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class KvSequence:
-    """One context that is handed over, shared by ``choices``; without the first new token."""
+    """A context that is handed over, shared by ``choices``, without the first new token."""
 
     choices: tuple[int, ...]
     num_context_tokens: int
@@ -121,12 +122,12 @@ class KvLayout:
                 end = min(begin + self.block_tokens, sequence.num_context_tokens)
                 return KvLocation(number, block, layer, begin, end)
             block -= num_blocks
-        raise IndexError(f"chunk {index} is not one of the {self.num_kv_chunks} KV chunks")
+        raise IndexError(f"chunk {index} is not among the {self.num_kv_chunks} KV chunks")
 
     def pack_trailer(self, first_tokens: Sequence[NewToken]) -> bytes:
         """The last chunk: the first new token of each choice, in order. Raises ``KeyError`` if one is missing."""
-        found = {token.choice: token for token in first_tokens}
-        ordered = [found[choice] for sequence in self.sequences for choice in sequence.choices]
+        by_choice = {token.choice: token for token in first_tokens}
+        ordered = [by_choice[choice] for sequence in self.sequences for choice in sequence.choices]
         return b"".join(
             _TRAILER.pack(token.choice, token.position, token.token_id, _FINISHES.index(token.finish))
             for token in ordered

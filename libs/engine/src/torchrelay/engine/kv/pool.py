@@ -1,4 +1,4 @@
-"""Paged KV memory: allocated once per slot, partitioned into pages anew for each model.
+"""Paged KV memory: allocated once per slot, and partitioned into pages again for each model.
 
 The partition is layer-major, ``[layers, 2, pages * page_tokens, kv_heads, head_dim]``: a layer's keys and values are
 two plain tensors, and a position is one row (*slot*) of them. Nothing is cleared between models: no kernel reads a slot
@@ -24,14 +24,14 @@ class KvPool:
         self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def fault_in(self) -> None:
-        """Touches every byte, which costs about 2 s per GB on a virtual machine: before the slot is offered."""
+        """Touches every byte before the slot is offered, which takes about 2 s per GB on a virtual machine."""
         for begin in range(0, self.num_bytes, _FAULT_IN_STEP_BYTES):
             self._bytes[begin : begin + _FAULT_IN_STEP_BYTES].zero_()
 
     def partition(self, shape: KvShape, dtype: torch.dtype, page_tokens: int, has_scratch: bool = False) -> PagedKv:
         """Pages for one model; invalidates earlier partitions. Copies and touches nothing.
 
-        ``has_scratch`` keeps the last page out of use: see ``PageTables.scratch_slot``.
+        ``has_scratch`` reserves the last page as ``PageTables.scratch_slot``.
         """
         page_bytes = shape.bytes_per_token * page_tokens
         num_pages = self.num_bytes // page_bytes
@@ -42,13 +42,13 @@ class KvPool:
 
 
 class PagedKv:
-    """One model's partition of the pool: the tensor, and the tables of its pages."""
+    """The partition of the pool for one model: the tensor, and the tables of its pages."""
 
     def __init__(self, kv: torch.Tensor, num_pages: int, page_tokens: int) -> None:
         self.kv = kv  # [layers, 2, pages * page_tokens, kv_heads, head_dim]
         self.tables = PageTables(num_pages, page_tokens)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copies one page in all layers: the partial last page of a shared context, for each further choice."""
+        """Copies a page in all layers: the partial last page of a shared context, for each further choice."""
         size = self.tables.page_tokens
         self.kv[:, :, target * size : (target + 1) * size] = self.kv[:, :, source * size : (source + 1) * size]

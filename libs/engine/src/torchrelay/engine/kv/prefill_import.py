@@ -15,7 +15,7 @@ from torchrelay.engine.kv.prefill_layout import PrefillLayout
 
 
 class PrefillImport(PageImport):
-    """The export of a prompt, in chunks."""
+    """The import of an exported prompt, in chunks."""
 
     layout: PrefillLayout
 
@@ -48,14 +48,17 @@ class PrefillImport(PageImport):
             rows = block.view(place.token_end - place.token_begin, -1)
             self._hidden_states.write(context, place.token_begin, rows.to(kv.device))
             return
-        # NOTE: cached positions are in pages that others read: they must not be written.
+        # NOTE: cached positions are in pages that other sequences read: they must not be written.
         skipped = min(max(context.num_cached - place.token_begin, 0), place.token_end - place.token_begin)
         block = block.view(2, -1, *kv.shape[3:])[:, skipped:].to(kv.device)
         slots = torch.from_numpy(context.slots[place.token_begin + skipped : place.token_end]).to(kv.device)
         kv[place.layer].index_copy_(1, slots, block)
 
     def start(self) -> None:
-        """Continues the prompt from its boundary, unless it was cancelled. Raises ``Conflict`` if some is missing."""
+        """Continues the prompt from its boundary, unless it was cancelled.
+
+        Raises ``Conflict`` while chunks are missing.
+        """
         self._check_complete()
         if self.imported.contexts:
             self._scheduler.run(self.imported)

@@ -4,8 +4,8 @@ The exporter computed layers [0, boundary) of all its positions; the importer co
 each context, for each block of ``block_tokens`` positions, the KV of each layer below the boundary as in a
 ``KvLayout``, then the hidden states, ``[tokens, hidden]``. At boundary 0 nothing was computed and nothing is sent.
 
-If the KV is handed over to a decode worker, the exporter has sent it the layers below the boundary; the importer sends
-the others, and needs the hidden states alone.
+If the KV is handed over to a decode worker, the exporter has sent it the layers below the boundary. The importer sends
+the other layers, and needs only the hidden states.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrelay.engine.kv.layout import KvLayout, KvLocation, KvSequence, KvShap
 
 @dataclass(frozen=True, slots=True)
 class PrefillLayout:
-    """Both sides derive it from the model, the group and the boundary."""
+    """The chunks of one export. Both sides derive them from the model, the group and the boundary."""
 
     shape: KvShape
     hidden_bytes: int  # of one position
@@ -57,7 +57,7 @@ class PrefillLayout:
     def locate(self, index: int) -> KvLocation:
         """The location of a chunk; its ``layer`` is the plane. Raises ``IndexError``."""
         if not 0 <= index < self.num_chunks:
-            raise IndexError(f"chunk {index} is not one of the {self.num_chunks} chunks")
+            raise IndexError(f"chunk {index} is not among the {self.num_chunks} chunks")
         return self._grid.locate(index)
 
     def holds_hidden(self, place: KvLocation) -> bool:
@@ -71,8 +71,8 @@ class PrefillLayout:
 
 @dataclass(frozen=True, slots=True)
 class PrefillExport:
-    """A prompt that has left an instance. ``spec`` has the remaining choices, with their output as forced output. It
-    has no deadline, because the importer's clock differs.
+    """A prompt that has left an instance. ``spec`` has the remaining choices, with their output as forced output, and
+    no deadline, because the importer's clock differs.
     """
 
     spec: GroupSpec
@@ -81,5 +81,5 @@ class PrefillExport:
     chunks: tuple[memoryview, ...]  # as in the layout
 
     def group_at(self, now_s: float) -> GroupSpec:
-        """The group by the importer's clock, which shows ``now_s``."""
+        """The group with its deadline by the importer's clock, which shows ``now_s``."""
         return self.spec if self.left_s is None else replace(self.spec, deadline_s=now_s + self.left_s)

@@ -1,1 +1,1 @@
-"""The one decoder of all architectures, and a batch as its tensors."""
+"""The decoder of all architectures, and the tensors of a batch."""

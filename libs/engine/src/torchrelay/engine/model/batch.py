@@ -1,4 +1,4 @@
-"""A batch plan as tensors."""
+"""The tensors of a batch plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrelay.modelspec.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What layers of one kind share: their attention window (None: unlimited) and rotation."""
+    """The attention window (None: unlimited) and the rotation that layers of one kind share."""
 
     window: int | None
     rope: Rope
@@ -26,7 +26,7 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows are positions: one per running choice, then those of each chunk."""
+    """A batch whose rows are positions: one per running choice, then the positions of each chunk."""
 
     plan: BatchPlan
     token_ids: Tensor  # int64 [rows]
@@ -52,7 +52,7 @@ def layer_kinds(config: ModelConfig, device: torch.device) -> tuple[tuple[LayerK
 def make_batch(
     plan: BatchPlan, kinds: Sequence[LayerKind], backend: AttentionBackend, dtype: torch.dtype, device: torch.device
 ) -> Batch:
-    """Lays out a plan; ``dtype`` is the model's."""
+    """Lays out a plan as tensors; ``dtype`` is the model's."""
     token_ids = [each.output[-1] for each in plan.decoding]
     positions = [each.num_computed for each in plan.decoding]
     write_slots = [int(each.slots[each.num_computed]) for each in plan.decoding]

@@ -1,4 +1,4 @@
-"""The one decoder of all supported architectures, driven by its config.
+"""The decoder of all supported architectures, driven by its config.
 
 Arithmetic follows transformers: norms and softmax in fp32, everything else in the model's dtype.
 """
@@ -45,11 +45,11 @@ class Decoder:
         hidden = F.embedding(token_ids, self._weights.embedding())
         if not self._config.architecture.scaled_embeddings:
             return hidden
-        # Rounded to the dtype, as in transformers, and a plain number: a recorded step cannot create the tensor.
+        # Rounded to the dtype as in transformers, but a plain number: a recorded step cannot create the tensor.
         return hidden * torch.tensor(self._config.hidden_size**0.5, dtype=hidden.dtype).item()
 
     def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, int]:
-        """As many of the layers [begin, end) as one call computes, at least one; also returns the next layer.
+        """Runs as many of the layers [begin, end) as one call computes, at least one; also returns the next layer.
 
         [rows, hidden] -> the same; writes the batch's KV. Waits for the first layer's weights.
         """
@@ -61,16 +61,16 @@ class Decoder:
         return self.run_layer(begin, hidden, batch), begin + 1
 
     def run_layer(self, layer: int, hidden: Tensor, batch: Batch) -> Tensor:
-        """[rows, hidden] -> the same after one layer; writes the batch's KV. Waits for the layer's weights."""
+        """Runs one layer, [rows, hidden] -> the same; writes the batch's KV. Waits for the layer's weights."""
         weights, view = self._weights.layer(layer), batch.views[self._kind_of_layer[layer]]
         attended = self._attention(weights, self._kv[layer], self._norm(hidden, weights.input_norm), batch, view)
         if weights.attention_out_norm is not None:
             attended = self._norm(attended, weights.attention_out_norm)
         hidden, inner = self._add_norm(hidden, attended, weights.post_norm)
-        given = feed_forward(inner, weights, self._config.activation, self._config.experts, self.fused_ops)
+        fed_forward = feed_forward(inner, weights, self._config.activation, self._config.experts, self.fused_ops)
         if weights.mlp_out_norm is not None:
-            given = self._norm(given, weights.mlp_out_norm)
-        return hidden + given
+            fed_forward = self._norm(fed_forward, weights.mlp_out_norm)
+        return hidden + fed_forward
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] after the last layer -> [rows, vocab], in the model's dtype."""
@@ -110,7 +110,7 @@ class Decoder:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
     """Root-mean-square norm over the last axis, in fp32, rounded to the input's dtype before the weight is applied.
 
-    With ``unit_offset`` one is added to the weight, and it is applied before rounding.
+    With ``unit_offset`` 1 is added to the weight, which is applied before rounding.
     """
     wide = x.to(torch.float32)
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

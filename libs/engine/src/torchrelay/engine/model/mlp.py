@@ -1,4 +1,4 @@
-"""The second half of a decoder layer: one gated MLP, or a mixture of them."""
+"""The second half of a decoder layer: a gated MLP, or a mixture of gated MLPs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def feed_forward(
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for expert in sorted(set(chosen.flatten().tolist())):
         rows, places = torch.where(chosen == expert)
-        given = gated_mlp(hidden[rows], gate_up[expert], down[expert], activation, ops)
-        out.index_add_(0, rows, given * shares[rows, places, None])
+        out_rows = gated_mlp(hidden[rows], gate_up[expert], down[expert], activation, ops)
+        out.index_add_(0, rows, out_rows * shares[rows, places, None])
     return out.to(hidden.dtype)
 
 
@@ -36,7 +36,7 @@ def gated_mlp(hidden: Tensor, gate_up: Matrix, down: Matrix, activation: str, op
 
 
 def activate_and_multiply(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up of [rows, 2 * size], whose halves they are."""
+    """activation(gate) * up, the halves of [rows, 2 * size]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 

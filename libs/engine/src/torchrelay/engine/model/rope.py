@@ -1,7 +1,6 @@
 """Rotary position embedding: default, linearly scaled, and with Llama 3's scaling of the frequencies.
 
-Angles are computed per batch: a few thousand cosines, where a table for the whole context would be built at every cold
-start.
+Angles are computed per batch, a few thousand cosines. A table for the whole context would be built at every cold start.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long wavelengths are scaled by ``factor``, short ones kept, those between interpolated (Llama 3.1)."""
+    """Scales long wavelengths by ``factor``, keeps short ones, and interpolates between (Llama 3.1)."""
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_max_position / wavelengths
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

@@ -1,7 +1,7 @@
 """From logits to the distribution that tokens are drawn from: pure functions over [rows, vocab], one row per draw.
 
-Top-k, top-p and min-p each remove the tokens below some probability. So each is a *cutoff*, and a row keeps the tokens
-that reach the highest of its three. Ties at a cutoff are all kept.
+Top-k, top-p and min-p each remove the tokens below some probability, so each is a *cutoff*. A row keeps the tokens that
+reach the highest of its three cutoffs. Ties at a cutoff are all kept.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from torchrelay.engine.core import SamplingParams
 
-_NUM_ORDERED: Final = 256  # most likely tokens to sort: enough for nearly every top-k and top-p; else all are
+_NUM_ORDERED: Final = 256  # most likely tokens to sort: enough for nearly every top-k and top-p; else all are sorted
 _BLOCK: Final = 32  # tokens summed at once: a running sum is not vectorised and would cost six times the rest
 
 
 def finite_argmax(logits: Tensor) -> tuple[list[bool], list[int]]:
-    """Of each row: whether it can be sampled from, and its most likely token.
+    """Returns for each row whether it can be sampled from, and its most likely token.
 
     The maximum is not finite if any logit is NaN or infinite, or all are minus infinity.
     """
@@ -36,7 +36,7 @@ def apply_biases_and_penalties(
 ) -> Tensor:
     """Adds biases and subtracts penalties, as OpenAI defines them, in place; fp32 ``logits``.
 
-    ``counts`` are of each row's output so far, where penalties need them.
+    ``counts`` has the token counts of each row's output so far, where penalties need them.
     """
     rows: list[int] = []
     tokens: list[int] = []
@@ -57,57 +57,58 @@ def apply_biases_and_penalties(
 
 
 def _add(logits: Tensor, rows: npt.NDArray[Any], tokens: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
-    """NOTE: each (row, token) once, or the last bits of the sum would depend on the order."""
+    """Adds a value to each (row, token). NOTE: a pair twice would make the last bits depend on the order."""
     where = tuple(torch.from_numpy(each).to(logits.device) for each in (rows, tokens))
     logits.index_put_(where, torch.from_numpy(values).to(logits.device), accumulate=True)
 
 
 def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """fp32 [rows, vocab] after temperature, then top-k, top-p and min-p; removed tokens have zero. Not normalised.
+    """Probabilities, fp32 [rows, vocab], after temperature, then top-k, top-p and min-p; not normalised.
 
-    Top-p keeps the most likely tokens up to the one whose sum reaches it, min-p those at least that fraction as likely
-    as the most likely (Nguyen et al. 2024). Overwrites ``logits``, fp32 and finite; no row may be greedy.
+    Removed tokens have probability zero. Top-p keeps the most likely tokens until their sum reaches it, min-p the
+    tokens at least that fraction as likely as the most likely token (Nguyen et al. 2024). Overwrites ``logits``, which
+    are fp32 and finite; no row may be greedy.
     """
     temperatures = _column([each.temperature for each in params], logits.device)
-    found = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperatures).softmax(-1)
-    vocab_size = found.shape[1]
-    cutoff = _column([each.min_p for each in params], logits.device) * found.amax(-1, keepdim=True)
+    likely = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperatures).softmax(-1)
+    vocab_size = likely.shape[1]
+    cutoff = _column([each.min_p for each in params], logits.device) * likely.amax(-1, keepdim=True)
     cut = [row for row, each in enumerate(params) if 0 < each.top_k < vocab_size or each.top_p < 1]
     if len(cut) == len(params):
-        cutoff = torch.maximum(cutoff, _cutoff(found, params, _NUM_ORDERED))
+        cutoff = torch.maximum(cutoff, _cutoff(likely, params, _NUM_ORDERED))
     elif cut:
         rows = torch.tensor(cut, device=logits.device)
         chosen = [params[row] for row in cut]
-        cutoff[rows] = torch.maximum(cutoff[rows], _cutoff(found[rows], chosen, _NUM_ORDERED))
-    return found.masked_fill_(found < cutoff, 0.0) if cut or any(each.min_p for each in params) else found
+        cutoff[rows] = torch.maximum(cutoff[rows], _cutoff(likely[rows], chosen, _NUM_ORDERED))
+    return likely.masked_fill_(likely < cutoff, 0.0) if cut or any(each.min_p for each in params) else likely
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
 
-def _cutoff(found: Tensor, params: Sequence[SamplingParams], num_ordered: int) -> Tensor:
+def _cutoff(likely: Tensor, params: Sequence[SamplingParams], num_ordered: int) -> Tensor:
     """[rows, 1]: the least probability that top-k and top-p keep, by the ``num_ordered`` top tokens if they suffice."""
-    device, vocab_size = found.device, found.shape[1]
+    device, vocab_size = likely.device, likely.shape[1]
     top_k = [each.top_k if 0 < each.top_k < vocab_size else vocab_size for each in params]
     num_ordered = min(vocab_size, max(num_ordered, *(k if k < vocab_size else 1 for k in top_k), 1))
-    ordered = _descending(found, num_ordered)
+    ordered = _descending(likely, num_ordered)
     last = torch.tensor(top_k, device=device)[:, None].clamp_(max=num_ordered) - 1
     cutoff = ordered.gather(1, last).masked_fill_(torch.tensor([[k == vocab_size] for k in top_k], device=device), 0.0)
     if all(each.top_p >= 1 for each in params):
         return cutoff
     top_p = torch.tensor([[each.top_p] for each in params], dtype=torch.float64, device=device)
     if min(top_k) < vocab_size:  # top-p applies to what top-k keeps
-        found, ordered = found.masked_fill(found < cutoff, 0.0), ordered.masked_fill(ordered < cutoff, 0.0)
+        likely, ordered = likely.masked_fill(likely < cutoff, 0.0), ordered.masked_fill(ordered < cutoff, 0.0)
     sums = ordered.cumsum(1, dtype=torch.float64)
-    wanted = top_p * found.sum(-1, keepdim=True, dtype=torch.float64)
-    num_kept = (sums < wanted).sum(1, keepdim=True)  # before the one that reaches it
+    wanted = top_p * likely.sum(-1, keepdim=True, dtype=torch.float64)
+    num_kept = (sums < wanted).sum(1, keepdim=True)  # before the token that reaches it
     reached = num_kept < num_ordered
     nucleus = ordered.gather(1, num_kept.clamp_(max=num_ordered - 1)).masked_fill_(top_p >= 1, 0.0)
     cutoff = torch.maximum(cutoff, nucleus)
     if num_ordered < vocab_size and not bool((reached | (top_p >= 1)).all()):
         short = (~reached & (top_p < 1)).flatten().nonzero().flatten()
-        cutoff[short] = _cutoff(found[short], [params[row] for row in short.tolist()], vocab_size)
+        cutoff[short] = _cutoff(likely[short], [params[row] for row in short.tolist()], vocab_size)
     return cutoff
 
 
@@ -119,32 +120,32 @@ def _descending(values: Tensor, count: int) -> Tensor:
     return torch.from_numpy(np.flip(np.sort(values.numpy(), axis=-1), -1)[:, :count].copy())
 
 
-def draw_by_cdf(found: Tensor, numbers: Sequence[float]) -> Tensor:
-    """int64 [rows]: one token of each row, by its inverse cumulative distribution at a number in [0, 1).
+def draw_by_cdf(likely: Tensor, numbers: Sequence[float]) -> Tensor:
+    """A token of each row, int64 [rows], by its inverse cumulative distribution at a number in [0, 1).
 
-    Ordered by id, not by probability: two tokens of nearly equal probability would swap places with the last bits of
-    the logits, which depend on the batch.
+    Tokens are ordered by id, not by probability: two tokens of nearly equal probability would swap places with the last
+    bits of the logits, which depend on the batch.
     """
-    num_rows, vocab_size = found.shape
-    blocks = F.pad(found, (0, -vocab_size % _BLOCK)).view(num_rows, -1, _BLOCK)
+    num_rows, vocab_size = likely.shape
+    blocks = F.pad(likely, (0, -vocab_size % _BLOCK)).view(num_rows, -1, _BLOCK)
     sums = blocks.sum(-1, dtype=torch.float64).cumsum(1)
-    uniform = torch.tensor(numbers, dtype=torch.float64, device=found.device)[:, None]
+    uniform = torch.tensor(numbers, dtype=torch.float64, device=likely.device)[:, None]
     threshold = _strictly_below(sums[:, -1:], sums[:, -1:] * uniform)
     block = torch.searchsorted(sums, threshold, right=True)
     before = sums.gather(1, (block - 1).clamp_(min=0)).masked_fill_(block == 0, 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK))[:, 0].double().cumsum(1).add_(before)
-    # These sums were added in another order than the block's: the last bits may differ.
+    # These sums were added in another order than the sums of blocks: the last bits may differ.
     token = torch.searchsorted(inside, _strictly_below(inside[:, -1:], threshold), right=True)
     return (block * _BLOCK + token).flatten()
 
 
 def _strictly_below(total: Tensor, threshold: Tensor) -> Tensor:
-    """Rounding must not raise the threshold to the total: the first sum above it is the token."""
+    """The threshold, kept below the total in spite of rounding: the first sum above it is the token."""
     return torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[list[float], list[list[int]], list[list[float]]]:
-    """Of each row: the logprob of ``tokens``, and the ``num_top`` most likely tokens with theirs."""
+    """The logprobs of ``tokens``, and for each row the ``num_top`` most likely tokens and their logprobs."""
     logs = logits.log_softmax(dim=-1, dtype=torch.float32)
     values, likeliest = logs.topk(min(num_top, logs.shape[1]))
     return logs.gather(1, tokens[:, None]).flatten().tolist(), likeliest.tolist(), values.tolist()

@@ -23,7 +23,7 @@ _MAX_ELEMENTS: Final = 1 << 25  # elsewhere, where memory is the only limit
 
 @dataclass(frozen=True, slots=True)
 class TokenDraw:
-    """One token to sample: from a row of the logits, for a choice and output position of a group."""
+    """A token to sample from a row of the logits, for a choice and output position of a group."""
 
     row: int
     group: GroupSpec
@@ -38,7 +38,7 @@ class TokenDraw:
 
     @property
     def is_plain(self) -> bool:
-        """Takes the most likely token as it is: found for the whole batch at once."""
+        """Whether the token is the most likely one as it is, which is computed for the whole batch at once."""
         return self.params.greedy and not self.params.logit_bias and not self.params.penalised
 
     def token(self, token_id: int, logprobs: Logprobs | None) -> NewToken:
@@ -49,7 +49,7 @@ class TokenDraw:
 
 
 def draws_of(plan: BatchPlan) -> list[TokenDraw]:
-    """For each row of logits: one draw per running choice, then the first tokens of each context that the plan ends."""
+    """The draws of a plan: one per running choice, then the first tokens of each context that the plan ends."""
     draws = [
         TokenDraw(row, each.spec, each.choice, each.next_position, each.counts)
         for row, each in enumerate(plan.decoding)
@@ -61,7 +61,7 @@ def draws_of(plan: BatchPlan) -> list[TokenDraw]:
 
 
 def _draws_of_context(row: int, context: PrefillContext) -> list[TokenDraw]:
-    """The first token of each choice of the context; they differ only by the choice's random number."""
+    """Draws of the first token of each choice of a context; they differ only by the random number."""
     spec = context.group.spec
     num_cached = min(context.num_cached, spec.num_prompt_tokens)
     counts = Counter(context.forced) if spec.sampling.penalised else None
@@ -80,7 +80,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 def sample_tokens(logits: Tensor, draws: Sequence[TokenDraw]) -> list[NewToken]:
     """The token of each draw; ``logits`` is [rows, vocab].
 
-    Draws from a row that is not finite end with ``Finish.NOT_FINITE``: its maximum would be an arbitrary token.
+    A draw from a row that is not finite ends with ``Finish.NOT_FINITE``: the maximum would be an arbitrary token.
     """
     if not draws:
         return []
@@ -109,8 +109,8 @@ def _bounded_batches(is_wanted: Sequence[bool], logits: Tensor) -> Iterator[list
 
 
 def sample(logits: Tensor, draws: Sequence[TokenDraw]) -> list[int]:
-    """One token for each draw from a finite row: after biases and penalties, the most likely or a random one."""
-    wanted = _rows(logits, draws).float()  # a copy, and ours to write to
+    """A token for each draw from a finite row, after biases and penalties: the most likely or a random token."""
+    wanted = _rows(logits, draws).float()  # a copy, which may be overwritten
     distributions.apply_biases_and_penalties(wanted, [draw.params for draw in draws], [draw.counts for draw in draws])
     random = [place for place, draw in enumerate(draws) if not draw.params.greedy]
     if not random:
@@ -132,11 +132,11 @@ def _listed(tokens: Tensor) -> list[int]:
 
 
 def _logprobs_of(logits: Tensor, chosen: Sequence[tuple[TokenDraw, int]]) -> Iterator[Logprobs]:
-    """The model's probabilities, before temperature, penalties and biases."""
+    """Log-probabilities before temperature, penalties and biases."""
     num_top = [draw.params.top_logprobs or 0 for draw, _ in chosen]
     token_ids = torch.tensor([token_id for _, token_id in chosen], device=logits.device)
-    found = distributions.logprobs(_rows(logits, [draw for draw, _ in chosen]), token_ids, max(num_top))
-    for count, own, tokens, values in zip(num_top, *found, strict=True):
+    rows = distributions.logprobs(_rows(logits, [draw for draw, _ in chosen]), token_ids, max(num_top))
+    for count, own, tokens, values in zip(num_top, *rows, strict=True):
         yield Logprobs(own, tuple(zip(tokens[:count], values[:count], strict=True)))
 
 

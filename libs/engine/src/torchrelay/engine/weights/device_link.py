@@ -15,15 +15,17 @@ class CopyEvent(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """(any thread) Returns once everything before it has completed."""
+        """(any thread) Returns once everything before this position has completed."""
 
     @abstractmethod
     def join(self) -> None:
-        """(computing thread) What this thread launches from now on runs after it; returns at once."""
+        """(computing thread) Delays everything that this thread launches from now on until this position; returns at
+        once.
+        """
 
 
 class DeviceLink(ABC):
-    """Copies to one device, in order, beside its computations. Methods from any thread."""
+    """Copies to one device, in order, beside its computations. Methods may be called on any thread."""
 
     @abstractmethod
     def pinned(self, num_bytes: int) -> Tensor:
@@ -35,7 +37,7 @@ class DeviceLink(ABC):
 
     @abstractmethod
     def space(self, num_bytes: int) -> Tensor:
-        """uint8 device memory; copies into it begin after what is computing with it now."""
+        """uint8 device memory; copies into it begin after the current computations with it."""
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -43,11 +45,11 @@ class DeviceLink(ABC):
 
     @abstractmethod
     def event(self) -> CopyEvent:
-        """The position after everything started so far."""
+        """The position after all copies started so far."""
 
     @abstractmethod
     def ordered(self) -> AbstractContextManager[Any]:
-        """Computations that this thread launches inside run in the order of the copies."""
+        """A context in which this thread's computations run in the order of the copies."""
 
 
 class CudaCopyEvent(CopyEvent):
@@ -76,7 +78,7 @@ class CudaLink(DeviceLink):
 
     def space(self, num_bytes: int) -> Tensor:
         # The allocator reuses memory that the running step has freed. Work on the step's own stream is ordered after
-        # it; this stream must wait.
+        # the step; this stream must wait.
         device = self._stream.device
         space = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -94,5 +96,5 @@ class CudaLink(DeviceLink):
 
 
 def link_to(device: torch.device) -> DeviceLink | None:
-    """A link to a device. None: it computes in the arena itself."""
+    """A link to a device. None for a CPU, which computes in the arena itself."""
     return CudaLink(device) if device.type == "cuda" else None

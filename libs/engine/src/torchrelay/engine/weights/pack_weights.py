@@ -1,4 +1,4 @@
-"""A pack's bytes as tensors: views on a CPU, one copy per segment elsewhere.
+"""The tensors of a pack: views on a CPU, one copy per segment on other devices.
 
 No byte is touched before its segment is loaded, so an instance can be built while its pack is still arriving.
 """
@@ -26,7 +26,10 @@ TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float
 
 
 class PackWeights:
-    """The segments of one pack. ``load`` on any thread, the rest on the engine's, which waits for missing segments."""
+    """The segments of one pack.
+
+    ``load`` runs on any thread, the rest on the engine's, which waits for missing segments.
+    """
 
     def __init__(self, manifest: Manifest, config: ModelConfig, data: memoryview, link: DeviceLink | None) -> None:
         """``link`` copies to the device. None: computations read ``data`` in place."""
@@ -39,7 +42,7 @@ class PackWeights:
         self._bytes: Tensor | None = as_tensor(data)
         self._groups: list[Mapping[str, Tensor]] = [{}] * config.num_segments
         self._layers: list[LayerWeights | None] = [None] * config.num_layers
-        self._head: Matrix | None = None  # if it was replaced
+        self._head: Matrix | None = None  # only if it was replaced
         self._link = link
         self._stager = None if link is None else Stager(self._bytes, link, self.gate.fail)
         self._submitted: set[int] = set()
@@ -58,7 +61,7 @@ class PackWeights:
         self._stager.submit(span.begin, there, lambda: self._take(segment, there))
 
     def _take(self, segment: int, there: Tensor) -> None:
-        """The segment's bytes are in ``there``, or will be for whoever joins the event recorded here."""
+        """Uses the bytes in ``there``, which are complete for any thread that joins the event recorded here."""
         begin = self._manifest.segments[segment].begin
         groups = {
             name: self._view(there, begin, tuple(slots))
@@ -86,12 +89,12 @@ class PackWeights:
 
     def layer(self, layer: int) -> LayerWeights:
         self._wait(layer + 1)
-        found = self._layers[layer]
-        assert found is not None, "an open segment is loaded"
-        return found
+        weights = self._layers[layer]
+        assert weights is not None, "an open segment is loaded"
+        return weights
 
     def layers(self, begin: int, end: int) -> Sequence[LayerWeights]:
-        """Waits for the first of these layers; returns it and, once the whole pack has arrived, those after it.
+        """Waits for the first of these layers; returns it and, once the whole pack has arrived, the layers after it.
 
         While the pack arrives, the cores are divided between arrival and computation before each layer.
         """
@@ -116,11 +119,11 @@ class PackWeights:
         return self._groups[-1]["head"]
 
     def replace_layer(self, layer: int, weights: LayerWeights) -> None:
-        """(any thread) The same weights in another form, used from the next ``layer`` call on."""
+        """(any thread) Replaces a layer by the same weights in another form, from the next ``layer`` call on."""
         self._layers[layer] = weights
 
     def replace_head(self, head: Matrix) -> None:
-        """(any thread) As ``replace_layer``."""
+        """(any thread) Replaces the head like ``replace_layer``."""
         self._head = head
 
     def close(self) -> None:
@@ -134,14 +137,15 @@ class PackWeights:
         self._head = None
 
     def _view(self, segment: Tensor, segment_begin: int, slots: tuple[TensorSpec, ...]) -> Tensor:
-        """One tensor over a whole group, stacked along the first axis."""
+        """A tensor over a whole group, stacked along the first axis."""
         entries = [self._entry(slot) for slot in slots]
         if any(before.offset + before.num_bytes != after.offset for before, after in pairwise(entries)):
             raise DataCorrupted(f"{slots[0].name} and the tensors fused with it must be contiguous in the pack")
         begin = entries[0].offset - segment_begin
         end = entries[-1].offset + entries[-1].num_bytes - segment_begin
         shape = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
-        # NOTE: .to() is free for tensors in the pack's own dtype; others (norms kept in fp32, say) are small.
+        # NOTE: .to() is free for tensors in the pack's own dtype; tensors in another dtype, such as fp32 norms, are
+        # small.
         return segment[begin:end].view(TORCH_DTYPES[entries[0].dtype]).view(shape).to(self.dtype)
 
     def _entry(self, slot: TensorSpec) -> TensorEntry:
@@ -154,7 +158,7 @@ class PackWeights:
 def _layer(groups: Mapping[str, Tensor], config: ModelConfig) -> LayerWeights:
     qk_norm = None
     if config.architecture.qk_norm:
-        # One norm over query and key heads: they are adjacent after the fused projection.
+        # A single norm over query and key heads, which are adjacent after the fused projection.
         per_query = groups["q_norm"].expand(config.num_heads, -1)
         qk_norm = torch.cat([per_query, groups["k_norm"].expand(config.num_kv_heads, -1)])
     gate_up, down = groups["gate_up"], groups["down"]

@@ -1,7 +1,7 @@
-"""Reordered copies of the weights for the CPU's quickest kernels, made in the background while the originals serve.
+"""Reordered copies of the weights for the CPU's quickest kernels, made in the background while the originals are used.
 
-Copies take as many bytes as the weights. They pay where the CPU has arithmetic of the weights' dtype: oneDNN's kernels
-want blocks. Elsewhere, and in fp32, no kernel read a copy more quickly than the original.
+Copies take as many bytes as the weights. They pay if the CPU has arithmetic of the weights' dtype, because oneDNN's
+kernels need blocks. On other CPUs, and in fp32, no kernel read a copy more quickly than the original.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torchrelay.engine.kernels.cpu.library import has_arithmetic
 from torchrelay.engine.kernels.layer import LayerWeights, Matrix
 from torchrelay.engine.weights.pack_weights import PackWeights
 
-# The request that woke the model goes first: both want all cores.
+# The request that started the load comes first: both would use all cores.
 REORDER_DELAY_S: Final = 1.0
-MEMORY_HEADROOM: Final = 2.0  # times the weights must be available: the copies, and room for the next model
+MEMORY_HEADROOM: Final = 2.0  # times the weights must be available: for the copies and the next model
 MEMINFO: Final = Path("/proc/meminfo")
 
 
 class OneDnnMatrix:
-    """In oneDNN's blocked layout, in the weight's own dtype."""
+    """A weight in oneDNN's blocked layout and its own dtype."""
 
     def __init__(self, weight: Tensor) -> None:
         self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -41,19 +41,19 @@ class OneDnnMatrix:
 
 
 def gains_from_reorder(dtype: torch.dtype) -> bool:
-    """Whether any CPU kernel reads a copy of such weights more quickly than the weights in place."""
+    """Whether a CPU kernel reads a reordered copy of weights of this dtype more quickly than the weights in place."""
     return dtype != torch.float32 and has_arithmetic(dtype) and torch._C._has_mkldnn
 
 
 def reordered(weight: Matrix, gains: Callable[[torch.dtype], bool] = gains_from_reorder) -> Matrix:
-    """A quicker copy of an [out, in] weight, or the weight itself if there is none."""
+    """A quicker copy of an [out, in] weight, or the weight itself if no copy is quicker."""
     if not isinstance(weight, Tensor) or not gains(weight.dtype) or not weight.is_cpu:
         return weight
     return OneDnnMatrix(weight)
 
 
 def reordered_layer(layer: LayerWeights, gains: Callable[[torch.dtype], bool] = gains_from_reorder) -> LayerWeights:
-    """The layer with its projections reordered. A mixture's experts stay: each gets too few rows."""
+    """The layer with its projections reordered, except experts, which get too few rows each."""
     layer = replace(layer, qkv=reordered(layer.qkv, gains), o=reordered(layer.o, gains))
     if layer.router is not None:
         return layer
@@ -61,16 +61,16 @@ def reordered_layer(layer: LayerWeights, gains: Callable[[torch.dtype], bool] = 
 
 
 def available_bytes(meminfo: Path = MEMINFO) -> float:
-    """Memory that the system could give without swapping; infinite where it does not say."""
+    """Memory that the system could give without swapping; infinite where it is unknown."""
     try:
-        found = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
-        return float(found.split()[1]) * 1024
+        row = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
+        return float(row.split()[1]) * 1024
     except (OSError, StopIteration):
         return math.inf
 
 
 class Reorderer:
-    """Replaces the layers of one instance, one by one, on a thread of its own; a step sees the old or the new."""
+    """Replaces the layers of one instance, one by one, on its own thread; a step uses the old or the new layer."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Reorderer:
         self._thread = threading.Thread(target=self._run, name="reorder", daemon=True)
 
     def start(self) -> None:
-        """(any thread) All weights have arrived. Idempotent."""
+        """(any thread) Starts the thread, once all weights have arrived. Idempotent."""
         with self._lock:
             if not self._is_started and not self._stop.is_set():
                 self._thread.start()
@@ -101,11 +101,11 @@ class Reorderer:
         return self._thread.ident is not None
 
     def join(self) -> None:
-        """Waits until all layers are replaced. Only after ``start``."""
+        """Waits until all layers are replaced. Call it after ``start`` only."""
         self._thread.join()
 
     def close(self) -> None:
-        """Ends the thread after its current layer: nothing reads the arena afterwards."""
+        """Ends the thread after its current layer; it does not read the arena afterwards."""
         self._stop.set()
         with self._lock:
             if not self._is_started:
@@ -127,14 +127,16 @@ class Reorderer:
 
 
 def trim_heap() -> None:
-    """Returns freed memory to the system: in a free slot the allocator would keep as much as the weights took."""
+    """Returns freed memory to the system; otherwise the allocator of a free slot would keep as much as the weights
+    took.
+    """
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)  # glibc only
 
 
 def _lower_priority() -> None:
-    """This thread computes on one core and yields to the engine's: a step waits for its slowest thread."""
-    # NOTE: per thread; an OpenMP team of its own would slow down every step of the engine.
+    """Makes this thread compute on one core and yield to the engine's threads: a step waits for its slowest thread."""
+    # NOTE: this is per thread. A second OpenMP team would slow down every step of the engine.
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)

@@ -1,4 +1,4 @@
-"""Which segments of the pack are ready: set by the thread that verifies them, awaited by the engine thread."""
+"""The segments of the pack that are ready: set by the thread that verifies them, awaited by the engine thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_WAIT_S: Final = 3600.0  # a lock's timeout is bounded
 
 
 class SegmentGate:
-    """One flag per segment. An open segment stays open; after ``fail`` the others never open.
+    """A flag per segment. An open segment stays open; after ``fail`` the other segments never open.
 
     ``on_change`` is called after each change, on the thread that made it.
     """
@@ -38,11 +38,11 @@ class SegmentGate:
         return self._open[segment]
 
     def is_settled(self, segment: int) -> bool:
-        """Whether it is open or never will be: ``wait`` would not block."""
+        """Whether the segment is open or never will be, so that ``wait`` would not block."""
         return self._open[segment] or self._failure is not None
 
     def open(self, segment: int) -> None:
-        """(any thread) Idempotent."""
+        """(any thread) Opens a segment. Idempotent."""
         with self._changed:
             if self._open[segment]:
                 return
@@ -52,21 +52,21 @@ class SegmentGate:
         self.on_change()
 
     def fail(self, reason: str) -> None:
-        """(any thread) Waits for segments that are not open raise ``LoadFailed``."""
+        """(any thread) Makes waits for segments that are not open raise ``LoadFailed``."""
         with self._changed:
             self._failure = reason
             self._changed.notify_all()
         self.on_change()
 
     def wake(self) -> None:
-        """(any thread) Waiting threads check again for a reason to stop."""
+        """(any thread) Makes waiting threads check again for a reason to stop."""
         with self._changed:
             self._changed.notify_all()
 
     def wait(
         self, segment: int, at_most_s: float | None = None, has_reason_to_stop: Callable[[], object] = lambda: False
     ) -> bool:
-        """True once the segment is open; False after ``at_most_s``, or when woken with a reason to stop.
+        """Returns True once the segment is open; False after ``at_most_s``, or when woken with a reason to stop.
 
         Raises ``LoadFailed`` if the segment will never be open.
         """

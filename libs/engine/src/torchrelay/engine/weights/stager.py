@@ -1,8 +1,8 @@
 """The copy of a pack from its arena to a GPU, overlapped with the arrival of the rest of the pack.
 
 The arena is a mapped file, not pinned: a GPU would read it through one small bounce buffer of the driver. Our own
-threads copy it piece by piece into pinned buffers, which the GPU drains while they fill the next ones. Pinning the
-arena takes longer than that copy; only memory that is pinned already is copied from in place.
+threads copy it piece by piece into pinned buffers, which the GPU drains while the threads fill the next ones. Pinning
+the arena takes longer than that copy; only memory that is already pinned is copied in place.
 
     submit --pieces--> threads: arena -> pinned buffer --link's stream--> device, then ``arrived``
 """
@@ -24,14 +24,14 @@ from torchrelay.common.errors import DataCorrupted
 from torchrelay.engine.weights.device_link import CopyEvent, DeviceLink
 
 PIECE_BYTES: Final = 8 << 20
-# One core copies about 10 GB/s, a link to a GPU carries 25 to 55; the other half of the cores receives the pack.
+# A core copies about 10 GB/s, and a link to a GPU carries 25 to 55. The other half of the cores receives the pack.
 NUM_THREADS: Final = max(1, min(8, (os.cpu_count() or 1) // 2))
 _BUFFERS_PER_THREAD: Final = 2  # one is filled while the other is being copied
 
 
 @dataclass(slots=True)
 class _RangeCopy:
-    """One range being copied."""
+    """A range being copied."""
 
     begin: int
     target: Tensor
@@ -40,7 +40,7 @@ class _RangeCopy:
 
 
 class Stager:
-    """Copies ranges of one source; its threads run from the first one until ``close``."""
+    """Copies ranges of one source; its threads run from the first range until ``close``."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Stager:
     def submit(self, begin: int, target: Tensor, arrived: Callable[[], None]) -> None:
         """(any thread) Copies the source from ``begin`` on into all of ``target``, uint8 on the device.
 
-        ``arrived`` is called, in the order of the copies, once all are started: what it starts on the device, and
-        whoever joins an event recorded in it, finds the bytes there.
+        ``arrived`` is called, in the order of the copies, once all of them have started: work that it starts on the
+        device, and any thread that joins an event recorded in it, finds the bytes there.
         """
         self._start()
         offsets = range(0, max(len(target), 1), self._piece_bytes)
@@ -98,7 +98,7 @@ class Stager:
             pinned_buffers.wait()
         except DataCorrupted as error:
             self._fail(error.message)
-        except (RuntimeError, MemoryError) as error:  # torch's, for whatever a device refuses
+        except (RuntimeError, MemoryError) as error:  # torch's, for anything that a device refuses
             self._fail(f"the copy to the device failed: {error}")
 
     def _send(self, pinned_buffers: _PinnedBuffers, copy: _RangeCopy, offset: int) -> None:
@@ -116,7 +116,7 @@ class Stager:
 
 
 class _PinnedBuffers:
-    """One thread's buffers, used in rotation."""
+    """The buffers of one thread, used in rotation."""
 
     def __init__(self, link: DeviceLink, num_bytes: int) -> None:
         self._link, self._num_bytes = link, num_bytes
@@ -125,8 +125,8 @@ class _PinnedBuffers:
         self._turn = 0
 
     def fill(self, piece: Tensor) -> Tensor:
-        """A copy of the piece in the next buffer; waits until that is free."""
-        if not self._buffers:  # only once they are needed: pinning them takes milliseconds
+        """Copies the piece into the next buffer, once that is free."""
+        if not self._buffers:  # not before they are needed: pinning takes milliseconds
             self._buffers = [self._link.pinned(self._num_bytes) for _ in range(_BUFFERS_PER_THREAD)]
         event = self._events[self._turn]
         if event is not None:
@@ -136,12 +136,12 @@ class _PinnedBuffers:
         return filled
 
     def sent(self, event: CopyEvent) -> None:
-        """The buffer filled last is in use until the event."""
+        """Marks the buffer filled last as in use until the event."""
         self._events[self._turn] = event
         self._turn = (self._turn + 1) % _BUFFERS_PER_THREAD
 
     def wait(self) -> None:
-        """Until no buffer is in use."""
+        """Waits until no buffer is in use."""
         for event in self._events:
             if event is not None:
                 event.wait()

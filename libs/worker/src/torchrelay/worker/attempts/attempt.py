@@ -1,4 +1,4 @@
-"""The attempts that one role runs, and how engine tokens become outputs for their gateways."""
+"""The attempts of a role, and the conversion of engine tokens into outputs for their gateways."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def group_id_of(key: types_pb2.AttemptKey) -> str:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt as one role runs it. ``open_choices`` shrinks as choices finish."""
+    """An attempt in one role. ``open_choices`` shrinks as choices finish."""
 
     start: pb.AttemptStart
     outbox: Outbox
@@ -85,13 +85,16 @@ class Attempt:
         )
 
     def left_s(self) -> float | None:
-        """Seconds to its deadline, negative once it has passed; None without one."""
+        """Seconds to the deadline, negative once it has passed; None without a deadline."""
         if not self.start.deadline_unix_ms:
             return None
         return self.start.deadline_unix_ms / 1000 - time.time()
 
     def finish_of(self, token: NewToken) -> Finish | None:
-        """Why ``token`` ends its choice: a stop string is complete, or the engine says so. None: it goes on."""
+        """The way in which ``token`` ends its choice: by a stop string, or as the engine reports.
+
+        None: it continues.
+        """
         checker = self.stops.get(token.choice)
         stopped = checker.step(token.token_id) if checker else False
         return Finish.STOP if stopped else token.finish
@@ -101,7 +104,7 @@ class Attempt:
         return self._num_forced[choice]
 
     def output(self, token: NewToken, finish: Finish | None) -> pb.ChoiceOutput:
-        """The message for one new token, with the phases measured since the last."""
+        """The message for a new token, with the phases measured since the last message."""
         phases, self.phases = self.phases, []
         return pb.ChoiceOutput(
             key=self.start.key,
@@ -115,7 +118,7 @@ class Attempt:
         )
 
     def prompt_output(self, progress: PromptProgress) -> pb.ChoiceOutput:
-        """The message that tells how much of the prompt is computed, before there is a token."""
+        """The message that reports the computed part of the prompt before there is a token."""
         choice = min(self.open_choices)
         return pb.ChoiceOutput(
             key=self.start.key,

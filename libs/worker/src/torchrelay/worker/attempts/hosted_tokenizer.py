@@ -19,18 +19,16 @@ from torchrelay.control.v1 import param_store_pb2 as pb
 if TYPE_CHECKING:
     from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub  # exists in the stubs only
 
-READ_TIMEOUT_S = 10.0  # of a small file, from this host
-
-
+READ_TIMEOUT_S = 10.0  # for a small file from this host
 LOAD_TIMEOUT_S = 30.0
-TOKENS_PER_TURN = 128  # of forced output, a millisecond's work; then the event loop serves others
+TOKENS_PER_TURN = 128  # of forced output: a millisecond of work between turns of the event loop
 
 
 class HostedTokenizer:
-    """The tokenizer of the hosted model, read on first use; of one that cannot be loaded, the reason is kept."""
+    """The tokenizer of the hosted model, read on first use. If it cannot be loaded, the reason is kept."""
 
     def __init__(self, read: Callable[[str], Awaitable[bytes]], load_timeout_s: float = LOAD_TIMEOUT_S) -> None:
-        """``read`` gives the verified ``tokenizer.json`` of a digest."""
+        """``read`` returns the verified ``tokenizer.json`` of a digest."""
         self.read = read
         self._load_timeout_s = load_timeout_s
         self._digest = ""
@@ -40,7 +38,7 @@ class HostedTokenizer:
     async def checkers(
         self, digest: str, stop_strings: list[str], forced: dict[int, list[int]]
     ) -> dict[int, StopChecker]:
-        """One checker per choice, advanced past its forced output. Raises ``TorchrelayError``."""
+        """A checker per choice, advanced past its forced output. Raises ``TorchrelayError``."""
         if not stop_strings:
             return {}
         decoder = await self._get(digest)

@@ -1,4 +1,4 @@
-"""Outputs for one gateway, gathered until its stream can take them."""
+"""The outputs for one gateway, gathered until its stream can take them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrelay.control.v1 import types_pb2
 
 
 class Outbox:
-    """Outputs for one gateway's stream; each ``StepOutput`` carries everything since the last.
+    """The outputs for one gateway's stream; each ``StepOutput`` carries all outputs since the last.
 
     A slow gateway gets larger messages, not more of them; ``max_tokens`` of its attempts bounds the total.
     """
@@ -27,12 +27,12 @@ class Outbox:
             self._filled.set()
 
     def put_beat(self, progress: types_pb2.EngineProgress) -> None:
-        """A sign of life, in place of an earlier one that is not sent yet."""
+        """Puts a beat, in place of an earlier beat that is not sent yet."""
         self._beat = progress
         self._filled.set()
 
     async def take(self) -> pb.StepOutput:
-        """Waits for an output or a beat, then takes all there is."""
+        """Waits for an output or a beat, then takes everything."""
         await self._filled.wait()
         self._filled.clear()
         outputs, beat = self._pending, self._beat

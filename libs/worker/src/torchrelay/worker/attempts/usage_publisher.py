@@ -1,4 +1,4 @@
-"""Usage registers on JetStream: how far each choice got, in case its gateway dies before it settles the request."""
+"""Usage registers on JetStream: the progress of each choice, in case its gateway dies before it settles the request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = get_logger(__name__)
 PUBLISH_INTERVAL_S = 1.0
 ACK_LIMIT_S = 2.0
 BATCH_REGISTERS = 256
-MAX_UNSENT_REGISTERS = 1 << 16  # while NATS is away or its disk is full; beyond them some are dropped
+MAX_UNSENT_REGISTERS = 1 << 16  # while NATS is away or its disk is full; the oldest beyond this are dropped
 
 
 @dataclass(slots=True)
@@ -36,16 +36,17 @@ class _OpenRegister:
 
 
 class UsagePublisher:
-    """Publishes the register of every choice at its first token, every second, and at its end. While a long prompt is
-    computed, its first open choice has the request's register."""
+    """Publishes the register of every choice at its first token, every second, and at its end.
 
-    # Registers merge by maximum, so that of each choice one is kept until the stream has accepted it, and one that is
-    # published twice does no harm. Publishing never delays a token.
+    While a long prompt is computed, its first open choice has the request's register. Registers merge by maximum: one
+    register per choice is kept until the stream has accepted it, and publishing it twice is harmless. Publishing never
+    delays a token.
+    """
 
     def __init__(self, client: Client, subjects: Subjects) -> None:
         self.client, self._jetstream, self._subjects = client, client.jetstream(), subjects
         self._entries: dict[tuple[str, int], _OpenRegister] = {}
-        self._unsent: dict[tuple[str, int], pb.UsageRegister] = {}  # of each choice
+        self._unsent: dict[tuple[str, int], pb.UsageRegister] = {}  # by request and choice
         self._is_refused = False
         self._wake = asyncio.Event()
 
@@ -60,7 +61,7 @@ class UsagePublisher:
         return len(self._unsent)
 
     def advance(self, attempt: Attempt, output: pb.ChoiceOutput) -> None:
-        """Advances a choice's register by what was put into its gateway's outbox."""
+        """Advances a choice's register by an output that was put into its gateway's outbox."""
         key = (output.key.request_id, output.choice)
         entry = self._entries.get(key)
         if entry is None:
@@ -87,7 +88,7 @@ class UsagePublisher:
             self._wake.set()
 
     def forget(self, attempt: Attempt, cause: pb.FinishReason.ValueType) -> None:
-        """The attempt ended without a last token: publishes the registers of its open choices."""
+        """Publishes the registers of the open choices of an attempt that ended without a last token."""
         for choice in attempt.open_choices:
             if entry := self._entries.pop((attempt.start.key.request_id, choice), None):
                 entry.register.cause = cause
@@ -95,7 +96,7 @@ class UsagePublisher:
                 self._wake.set()
 
     def hand_off(self, attempt: Attempt) -> None:
-        """Another worker continues the open choices and publishes from here on."""
+        """Stops publishing the open choices of an attempt, which another worker continues and publishes."""
         for choice in attempt.open_choices:
             self._entries.pop((attempt.start.key.request_id, choice), None)
 
@@ -107,12 +108,12 @@ class UsagePublisher:
                 async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
                     await self._wake.wait()
             self._wake.clear()
-            if time.monotonic() >= due_s:  # however often urgent registers woke it
+            if time.monotonic() >= due_s:  # even if urgent registers wake it often
                 self._gather_advanced()
                 due_s = time.monotonic() + PUBLISH_INTERVAL_S
             is_accepted = await self.flush()
             raise_if_cancelled()
-            if not is_accepted:  # not again for every token
+            if not is_accepted:  # do not retry for every token
                 await asyncio.sleep(due_s - time.monotonic())
 
     def _gather_advanced(self) -> None:
@@ -128,7 +129,10 @@ class UsagePublisher:
             del self._unsent[next(iter(self._unsent))]
 
     async def flush(self) -> bool:
-        """Publishes what is due. What the stream does not accept is kept for the next flush; then returns False."""
+        """Publishes all unsent registers.
+
+        Returns False, and keeps the rest, if the stream does not accept all of them.
+        """
         fault = ""
         while not fault and (batch := list(islice(self._unsent.items(), BATCH_REGISTERS))):
             fault = "NATS does not answer"
@@ -143,7 +147,7 @@ class UsagePublisher:
         return not fault
 
     async def _publish(self, batch: list[tuple[tuple[str, int], pb.UsageRegister]]) -> str:
-        """Why not all of them are accepted; empty if they are."""
+        """Publishes a batch; returns the reason why not all registers were accepted, or an empty string."""
         if not self.client.is_connected:
             return "NATS is away"
         acks: list[asyncio.Future[PubAck]] = []
@@ -155,21 +159,21 @@ class UsagePublisher:
         except (nats.errors.Error, OSError) as error:
             return str(error) or repr(error)
         finally:
-            # All that have not come, also the one whose publication raised: each holds one of the client's permits.
+            # All outstanding acks, also of a publication that raised: each holds one of the client's permits.
             for ack in tuple(self._jetstream._publish_async_futures.values()):
                 ack.cancel()
         fault = ""
         for (key, sent), ack in zip(batch, acks, strict=True):
             if ack.cancelled() or ack.exception() is not None:
                 fault = "NATS does not answer" if ack.cancelled() else str(ack.exception()) or repr(ack.exception())
-                self._unsent[key] = self._unsent.pop(key, sent)  # others first, the next time
+                self._unsent[key] = self._unsent.pop(key, sent)  # last in the next batch
             elif self._unsent.get(key) == sent:
                 del self._unsent[key]
         return fault
 
 
 def _merged(unsent: pb.UsageRegister | None, newer: pb.UsageRegister) -> pb.UsageRegister:
-    """As the gateway merges them, also those of two attempts; what it does not read is the newer's."""
+    """Merges registers of a choice like the gateway, also of two attempts; other fields are the newer register's."""
     merged = pb.UsageRegister()
     merged.CopyFrom(newer)
     if unsent is not None:

@@ -1,4 +1,4 @@
-"""How long engine steps take here: a latency model for each pack that this worker has computed with."""
+"""Latency models of engine steps, for each pack that this worker has computed with."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _SAMPLE_INTERVAL_S = 0.01  # time in steps per sample: fitting costs as much as 
 
 
 class LatencyFits:
-    """Fits by pack. They outlive the instance: a model that comes back is predicted from its first step on."""
+    """Fits by pack. They outlive the instance: a model that is loaded again is predicted from its first step on."""
 
     def __init__(self, token_budget: int) -> None:
         self._token_budget = token_budget
-        # Each sample puts its fit last. Not an LRUCache: there a read changes the order, and metrics read on a thread.
+        # Each sample puts its fit last. An LRUCache would not do: reads change its order, and metrics read on a thread.
         self._fits: FIFOCache[str, LatencyFit] = FIFOCache(_MAX_PACKS)
         # Time in steps since the last sample: with prefill, and without.
         self._unsampled_s = {True: _SAMPLE_INTERVAL_S, False: _SAMPLE_INTERVAL_S}
@@ -26,7 +26,7 @@ class LatencyFits:
         if result.profile.io_wait_s > 0 or result.step_s <= 0:
             return
         has_prefill = result.work.num_prefilled > 0
-        # By the steps before it: the one that fills the interval is a long one more often than not.
+        # Decided by the earlier steps: the step that fills the interval is usually a long one.
         is_sample = self._unsampled_s[has_prefill] >= _SAMPLE_INTERVAL_S
         self._unsampled_s[has_prefill] = result.step_s + (0.0 if is_sample else self._unsampled_s[has_prefill])
         if not is_sample:
@@ -35,6 +35,6 @@ class LatencyFits:
         fit.observe(result.work, result.step_s)
 
     def model(self, pack_id: str) -> LatencyModel | None:
-        """None before the pack's first sample."""
+        """The latency model of a pack; None before its first sample."""
         fit = self._fits.get(pack_id)
         return fit.model if fit else None

@@ -22,7 +22,7 @@ _MEDIAN_WINDOW_STEPS = 64
 
 @dataclass(frozen=True, slots=True)
 class InstanceLabels:
-    """The instance in the slot, as metrics label it."""
+    """The labels of the instance in the slot in metrics."""
 
     instance_id: str
     model: str
@@ -60,7 +60,7 @@ class StepMetrics:
         )
 
     def record_step(self, result: StepResult, instance_labels: InstanceLabels | None = None) -> None:
-        """Counts one engine step of the instance that ``instance_labels`` names."""
+        """Counts an engine step of the instance that ``instance_labels`` names."""
         self.num_positions_prefilled += result.num_positions_prefilled
         self.num_positions_decoded += result.num_positions_decoded
         if result.step_s <= 0:
@@ -82,7 +82,7 @@ class StepMetrics:
         self._step_time.add((instance_labels.model, instance_labels.roles, _phase_of(result)), result.profile)
 
     def time_shares_of(self, instance_labels: InstanceLabels | None) -> TimeShares:
-        """Shares of recent engine time of an instance; ``NO_SHARES`` unless it made the last step."""
+        """Shares of the recent engine time of an instance; ``NO_SHARES`` unless it made the last step."""
         last = self._instance_labels
         if instance_labels is None or last is None or last.instance_id != instance_labels.instance_id:
             return NO_SHARES

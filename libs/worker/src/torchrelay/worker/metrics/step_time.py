@@ -17,14 +17,15 @@ Labels = tuple[str, str, str]  # model, roles, phase
 
 
 class StepTimeCounter:
-    """Seconds by model, roles and phase."""
+    """Seconds by model, roles and phase.
 
-    # Not by instance: each load makes a new one, and most series would never grow. Plain sums, because updating five
-    # counters of the SDK takes nearly as long as one step of a small model.
+    There is no series per instance: each load makes a new instance, and most series would never grow. The sums are
+    plain, because updating five counters of the SDK takes nearly as long as one step of a small model.
+    """
 
     def __init__(self) -> None:
         self._sums: FIFOCache[Labels, list[float]] = FIFOCache(_MAX_SERIES)
-        self._lock = threading.Lock()  # series come on the event loop and are collected on another thread
+        self._lock = threading.Lock()  # series are added on the event loop and collected on another thread
         metrics.get_meter("torchrelay.worker").create_observable_counter(
             "torchrelay_worker_engine_time", [self._observe], unit="s", description="Engine time, by activity."
         )

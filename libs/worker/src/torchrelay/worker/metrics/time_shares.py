@@ -1,4 +1,4 @@
-"""Shares of recent engine time by activity, and the bottleneck they show."""
+"""Shares of recent engine time by activity, and the bottleneck that they show."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from torchrelay.engine.core import StepProfile
 
 _HALF_LIFE_S = 2.0  # of time in steps
-_BOTTLENECK_SHARE = 0.3  # without it, steps would be 1.4 times as fast
+_BOTTLENECK_SHARE = 0.3  # without that activity, steps would be 1.4 times as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class TimeShares:
     scheduling: float = 0.0
 
     def after(self, profile: StepProfile) -> TimeShares:
-        """With one more step; a step's weight halves with every two seconds of time in steps."""
+        """The shares after one more step; a step's weight halves with every two seconds of time in steps."""
         if not profile.total_s:
             return self
         kept = 0.0 if self == NO_SHARES else 0.5 ** (profile.total_s / _HALF_LIFE_S)
@@ -44,7 +44,7 @@ def seconds_of(profile: StepProfile) -> dict[str, float]:
 
 
 def bottleneck(shares: TimeShares) -> str:
-    """The largest share but compute's if at least 30% of the time, else "compute"; empty before the first step."""
+    """The largest share other than compute if it is 30% of the time or more, else "compute"; empty before any step."""
     overhead = {name: share for name, share in asdict(shares).items() if name != "compute"}
     largest = max(overhead, key=overhead.__getitem__)
     if overhead[largest] >= _BOTTLENECK_SHARE:

@@ -1,7 +1,8 @@
-"""The thread that owns the engine: everything that touches torch runs on it, in its steps or between them."""
+"""The thread that owns the engine: everything that touches torch runs on it, in its steps or between them.
 
-# The warm-up too: a second thread that computes even once keeps its own team of OpenMP threads. With more threads than
-# cores they sleep while they wait for one another, which makes every step on a CPU half as long again.
+This includes the warm-up: a second thread that computes even once keeps its own team of OpenMP threads. With more
+threads than cores they sleep while they wait for one another, and every step on a CPU takes half as long again.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ log = get_logger(__name__)
 T = TypeVar("T")
 _STOP_POLL_S = 0.1
 _MAX_IDLE_WAIT_S = 3600.0  # Queue.get takes no timeout as long as a deadline may be away
-# What nothing predicts: a command, such as one that maps a large model, and the first step with a pack or one that
-# records a decode graph, which may compile kernels.
+# Durations that nothing predicts: of a command, such as the mapping of a large model, and of the first step with a pack
+# or a step that records a decode graph, which may compile kernels.
 _COMMAND_S = 60.0
 _FIRST_STEP_S = 30.0
 
 
 class EngineThread:
-    """Runs ``instance.step()`` while there is work or a deadline has passed, and commands between steps.
+    """Runs ``instance.step()`` while there is work or a deadline has passed, and runs commands between steps.
 
     ``on_step`` and ``on_fault`` are called on the event loop, in the order of the steps.
     """
@@ -68,14 +69,14 @@ class EngineThread:
         return instance
 
     def progress(self, latency: LatencyModel | None) -> EngineProgress:
-        """(any thread) Where the engine is. ``latency`` predicts the steps of its instance."""
+        """(any thread) The progress of the engine. ``latency`` predicts the steps of its instance."""
         instance, doing = self.instance, self._doing
         has_work = doing is not None or not self._commands.empty()
         if instance is None:
             return EngineProgress(self._num_done, has_work, _COMMAND_S)
         is_recording = instance.is_recording  # read before the advances: the end of a recording is one
         step_s = latency.step_s(instance.running_work) if latency is not None and not is_recording else None
-        # Who loads the weights answers for how long they take to come.
+        # While the engine awaits weights, the loader is responsible for the time.
         return EngineProgress(
             self._num_done + instance.num_advances,
             has_work and not instance.awaits_weights,
@@ -88,15 +89,16 @@ class EngineThread:
             self._commands.put(lambda: self._guarded(command))
 
     def wake(self) -> None:
-        """(any thread) The instance may have work now."""
+        """(any thread) Makes the thread check whether the instance has work."""
         self.post(lambda: None)
 
     def write(self, command: Callable[[], object], stop: threading.Event) -> None:
-        """(receiving threads) Like ``post``, but blocks while ``max_pending_writes`` of these are queued.
+        """(receiving threads) Runs ``command`` like ``post``, but blocks while ``max_pending_writes`` writes are
+        queued.
 
         Does nothing once ``stop`` is set or the thread is closed.
         """
-        # While a step waits for layers, KV must back up at its senders instead of filling this worker's memory.
+        # While a step waits for layers, KV must wait at its senders instead of filling this worker's memory.
         while not self._writes.acquire(timeout=_STOP_POLL_S):
             if stop.is_set() or self._closed.is_set():
                 return
@@ -108,7 +110,7 @@ class EngineThread:
         self.post(run)
 
     async def call(self, command: Callable[[], T]) -> T:
-        """Runs ``command`` before the next step and returns what it returns or raises.
+        """Runs ``command`` before the next step; returns its result or raises its exception.
 
         It runs even if the caller is cancelled. Raises ``Unavailable`` when the thread has ended.
         """
@@ -134,7 +136,7 @@ class EngineThread:
             self._doing = None
 
     def _run_commands(self) -> bool:
-        """Runs queued commands; without work, sleeps until one comes or a deadline passes. False: closed."""
+        """Runs queued commands; without work, sleeps until a command comes or a deadline passes. False: closed."""
         while True:
             max_sleep_s = None if self.instance is None else self.instance.max_sleep_s()
             try:
@@ -155,7 +157,7 @@ class EngineThread:
         try:
             result = self.instance.step()
         except Exception as error:
-            # The batch is in an unknown state and the guilty sequence is not known: give the instance up.
+            # The state of the batch and the sequence that caused the error are unknown: give up the instance.
             if not isinstance(error, LoadFailed):
                 log.error("engine_step_failed", exc_info=True)
             self.instance = None

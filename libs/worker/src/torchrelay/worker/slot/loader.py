@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _HoldEnded(Exception):
-    """The store closed the stream. No ``Unavailable``, as ``LoadFailed`` is one, and final."""
+    """The store closed the stream. Not an ``Unavailable``, because ``LoadFailed`` is one, and final."""
 
 
 _HOLD_LOST = (grpc.aio.AioRpcError, _HoldEnded)
@@ -38,7 +38,7 @@ _HOLD_LOST = (grpc.aio.AioRpcError, _HoldEnded)
 
 @dataclass(slots=True)
 class Loader:
-    """One load, from Hold to the last layer; keeps the pack pinned until it is cancelled."""
+    """A load, from Hold to the last layer; keeps the pack pinned until it is cancelled."""
 
     _slot: Slot
     _engine: EngineThread
@@ -56,13 +56,13 @@ class Loader:
     _why_closed: str = "the instance was unloaded"
 
     async def run(self, pack_id: str, traceparent: str) -> None:
-        """Loads, then holds the pack until cancelled. Raises ``LoadFailed`` when the bytes stop coming."""
+        """Loads, then holds the pack until cancelled. Raises ``LoadFailed`` when the bytes stop arriving."""
         worker_id = self._settings.worker_id
         hold = self._store.Hold(pb.HoldRequest(pack_id=pack_id, owner_id=worker_id, waits_for_relay=True))
         try:
             with span_of("worker.load", traceparent, pack_id=pack_id):
                 await self._load(hold)
-            # The mapping outlives the store; a store that comes back must learn of the pin again.
+            # The mapping outlives the store; a store that restarts must learn of the pin again.
             async for attempt in stamina.retry_context(
                 _HOLD_LOST, attempts=None, timeout=None, wait_initial=self._retry_s, wait_exp_base=1, wait_jitter=0
             ):
@@ -80,7 +80,7 @@ class Loader:
             try:
                 await self._close()
             finally:
-                hold.cancel()  # only now: without the pin the store may give the range to another pack
+                hold.cancel()  # not earlier: without the pin the store may give the range to another pack
 
     async def _wait_until_lost(self, hold: HoldCall) -> None:
         """Keeps the pin until the store ends the hold. Raises ``AioRpcError`` or ``_HoldEnded`` then."""
@@ -89,7 +89,7 @@ class Loader:
         raise _HoldEnded("the store ended the hold")
 
     async def _check_mapping(self, hold: HoldCall) -> None:
-        """The pack must lie where it is mapped, or its range may hold another one. Raises ``LoadFailed``."""
+        """Checks that the pack is still where it is mapped: its range may hold another pack. Raises ``LoadFailed``."""
         assert self.slab is not None
         try:
             reply = await anext(aiter(hold))
@@ -146,7 +146,7 @@ class Loader:
         )
 
     async def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:
-        """Opens every segment that has become complete, and tells the watchers: the time left follows from it."""
+        """Opens every segment that has become complete, and notifies the watchers, who derive the remaining time."""
         assert self._instance is not None and self._slot.hosted is not None
         for segment in range(self._next_segment, num_ready):
             self._instance.segment_ready(segment)
@@ -166,7 +166,7 @@ class Loader:
             self.slab.close()
 
     def _forget(self) -> None:
-        """On the engine's thread: a build whose caller was cancelled has finished there by now."""
+        """(engine's thread) Closes the instance; a build whose caller was cancelled has finished here by now."""
         instance, self._instance = self._instance, None
         if instance is not None:
             if self._engine.instance is instance:

@@ -5,7 +5,8 @@
                       |--the bytes stopped coming--> Free (with an error)
                       `--Unload------------------------------------------'
 
-The scheduler moves it by Load and Unload, the loader and the drain move it on. Watchers see every change.
+The scheduler moves the slot by Load and Unload; the loader and the drain make the other moves. Watchers see every
+change.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class HostedInstance:
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # built, or given up
 
     def metric_labels(self) -> InstanceLabels:
-        """How metrics label its engine steps."""
+        """The labels of its engine steps in metrics."""
         roles = "+".join(types_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in sorted(self.roles))
         return InstanceLabels(self.instance_id, self.version.model, self.version.pack_id, roles)
 
@@ -50,7 +51,7 @@ class Slot:
     def __init__(self) -> None:
         self.state: reports_pb2.SlotState.State.ValueType = FREE
         self.hosted: HostedInstance | None = None
-        self.instance_labels: InstanceLabels | None = None  # of the same; read at every step
+        self.instance_labels: InstanceLabels | None = None  # of ``hosted``; read at every step
         self.error = ""  # why the load of ``failed_instance_id`` failed; cleared by the next Load
         self.failed_instance_id = ""
         self.epoch = EpochFence()
@@ -112,7 +113,7 @@ class Slot:
             self._changed.notify_all()
 
     async def close(self) -> None:
-        """Ends the watchers' streams, by which the scheduler knows that the worker leaves."""
+        """Ends the watchers' streams, which tells the scheduler that the worker leaves."""
         self._is_closed = True
         await self.notify_watchers()
 

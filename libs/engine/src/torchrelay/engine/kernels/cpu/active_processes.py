@@ -1,8 +1,8 @@
-"""Which processes compute on this host's cores right now, in a file that they share.
+"""The processes that compute on this host's cores right now, in a file that they share.
 
 Two thread teams on the same cores wait for each other's time slices at every barrier, about a hundred per step: two
-workers on two cores gave a quarter to a half of the tokens of one. So each takes its share of the cores while others
-compute. A number that changes whenever one starts or rests interrupts long calls of the others.
+workers on two cores gave a quarter to a half of the tokens of one worker. So each process takes its share of the cores
+while others compute. A number that changes whenever a process starts or rests interrupts long calls of the others.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Final
 import numpy as np
 
 MAX_PROCESSES: Final = 64
-# How long a process that was killed, or waits for bytes, still counts: longer than any layer should take.
+# How long a process still counts that was killed or waits for bytes: longer than any layer should take.
 ACTIVE_FOR_S: Final = 1.0
 
 
 class ActiveProcesses:
-    """One process's entry in the file: its pid, and the time until which others count it.
+    """A process's entry in the file: its pid, and the time until which others count it.
 
-    At ``change_address`` is an int64, the time when a process last started or rested. It differs from ``change_seen``
-    if that happened since this process last counted.
+    The int64 at ``change_address`` is the time when a process last started or rested. It differs from ``change_seen``
+    if a process has done so since this process last counted.
     """
 
     def __init__(
         self, path: Path, clock: Callable[[], float] = time.monotonic, max_processes: int = MAX_PROCESSES
     ) -> None:
-        """Takes an entry that is free, or whose process is gone. Raises ``OSError`` if there is none."""
+        """Takes an entry that is free, or whose process is gone. Raises ``OSError`` if there is no such entry."""
         self._clock = clock
         with path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -45,7 +45,7 @@ class ActiveProcesses:
                 free = [index for index, pid in enumerate(pids.tolist()) if not _is_running(pid)]
                 if not free:
                     raise OSError(f"{path} is full: {max_processes} processes compute on this host")
-                # Entries of an earlier boot, by a clock that was further ahead, would count for that long.
+                # Entries of an earlier boot, whose clock was further ahead, would count for too long.
                 self._until_s[self._until_s > clock() + ACTIVE_FOR_S] = 0.0
                 self._entry = free[0]
                 self.change_address, self.change_seen = int(self._change.ctypes.data), int(self._change[0])
@@ -55,17 +55,17 @@ class ActiveProcesses:
                 fcntl.flock(file, fcntl.LOCK_UN)  # NOTE: closing does not: the mapping keeps the file open
 
     def count_computing(self) -> int:
-        """This process computes from now on. How many do, this one included."""
+        """Marks this process as computing; returns the number of computing processes, this one included."""
         now_s = self._clock()
         begins = self._until_s[self._entry] <= now_s
-        self._until_s[self._entry] = now_s + ACTIVE_FOR_S  # before notifying: whoever is notified counts it
+        self._until_s[self._entry] = now_s + ACTIVE_FOR_S  # before notifying: a notified process counts this one
         if begins:
             self._notify()
         self.change_seen = int(self._change[0])  # before counting: later changes interrupt
         return int(np.count_nonzero(self._until_s > now_s))
 
     def rest(self) -> None:
-        """This process stopped computing."""
+        """Marks this process as not computing."""
         if self._until_s[self._entry]:
             self._until_s[self._entry] = 0.0
             self._notify()

@@ -1,9 +1,9 @@
-/* Attention of rows that each see positions of their own: decoding sequences and short prompts. */
+/* Attention for rows that each see their own positions: decoding sequences and short prompts. */
 #pragma once
 
 #include "matmul.h" /* vectors */
 
-/* Processed at a time; their results, 256 bytes for each number of a head, are on the stack. */
+/* Positions and heads processed at a time; their results, 256 bytes for each number of a head, are on the stack. */
 #define POSITIONS 32
 #define HEADS 16
 
@@ -21,7 +21,7 @@ INLINE void fetch_line(int D, const void *from, long count) {
     for (long i = 0; i < count; i += 64 / SIZE(D)) __builtin_prefetch(at(D, from, i));
 }
 
-/* The query heads of one row that share a kv head; online softmax (Milakov and Gimelshein, 2018). */
+/* Attends the query heads of one row that share a kv head; online softmax (Milakov and Gimelshein, 2018). */
 INLINE void attend_heads(int D, const void *queries, const void *keys, const void *values, const int64_t *slots,
                          long num_slots, long stride, long num_heads, long head_dim, float scale, float cap, void *out) {
     long across = (head_dim + LANES - 1) / LANES;
@@ -73,7 +73,7 @@ INLINE void attend_heads(int D, const void *queries, const void *keys, const voi
         for (long i = 0; i < head_dim; i++) put(D, out, h * head_dim + i, ((float *)sums[h])[i] / weights[h]);
 }
 
-/* Common head sizes are compiled separately. */
+/* Calls attend_heads, which is compiled separately for common head sizes. */
 INLINE void attend_sized(int D, const void *queries, const void *keys, const void *values, const int64_t *slots,
                          long num_slots, long stride, long num_heads, long head_dim, float scale, float cap, void *out) {
     switch (head_dim) {
@@ -83,7 +83,7 @@ INLINE void attend_sized(int D, const void *queries, const void *keys, const voi
     }
 }
 
-/* The work of a thread team, one kv head of one row at a time. */
+/* The work of a thread team, in units of one kv head of one row. */
 struct heads {
     const int64_t *rows;         /* of the queries and the results */
     const int64_t *const *slots; /* seen by each of these rows */

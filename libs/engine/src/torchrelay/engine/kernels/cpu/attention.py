@@ -1,4 +1,4 @@
-"""Attention that reads the pages in place, for sequences of one row and short prompts; others go to the reference."""
+"""Attention that reads the pages in place for sequences of one row and short prompts; others use the reference."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from torchrelay.engine.kernels.attention import AttentionBackend, Scoring, Span,
 from torchrelay.engine.kernels.cpu.library import DTYPES, Kernels, address, kernels
 from torchrelay.engine.kernels.gather_attention import GatherAttention, GatherPart
 
-# Of a prompt, rows times positions: beyond it torch is quicker.
+# Rows times positions of a prompt: beyond this torch is quicker.
 MAX_PRODUCTS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """``table`` has a column for each row computed here: its index, the address of its slots, and their number."""
+    """A batch.
+
+    ``table`` has a column for each row computed here: its index, the address of its slots, and their number.
+    """
 
     num_rows: int
     table: npt.NDArray[np.int64]  # [3, rows]
     addresses: tuple[int, int, int]  # of the table's rows
-    slots: Sequence[npt.NDArray[np.int64]]  # keeps alive what it points to
+    slots: Sequence[npt.NDArray[np.int64]]  # kept alive, because the table points to them
     parts: Sequence[GatherPart]
 
 
 class CpuAttention(AttentionBackend):
-    """Needs ``kernels``. Softmax and sums in fp32; keys and values are read once, in place.
+    """Attention by ``kernels``. Softmax and sums are fp32; keys and values are read once, in place.
 
-    Prompts of more than ``max_products`` products of rows and positions are left to the reference.
+    Prompts with more than ``max_products`` products of rows and positions are left to the reference.
     """
 
     def __init__(self, page_tokens: int = 1, library: Kernels | None = None, max_products: int = MAX_PRODUCTS) -> None:
         super().__init__(page_tokens)
-        found = library or kernels()
-        assert found is not None, "registered only where kernels were built"
-        self._kernels: Kernels = found
+        library = library or kernels()
+        assert library is not None, "registered only where kernels were built"
+        self._kernels: Kernels = library
         self._max_products = max_products
         self._gather = GatherAttention(page_tokens)
 

@@ -1,4 +1,4 @@
-/* Three dtypes, read as fp32 and rounded once, and functions over them. */
+/* Three dtypes, which are read as fp32 and rounded once, and functions over them. */
 #pragma once
 
 #include <immintrin.h>
@@ -11,7 +11,7 @@
 enum dtype { F32, BF16, F16 };
 
 #define INLINE static inline __attribute__((always_inline))
-/* Calls a function with the dtype as a constant, so that each is compiled separately. */
+/* Calls a function with the dtype as a constant, so that it is compiled separately for each. */
 #define BY_DTYPE(dtype, call)                                                                                          \
     do {                                                                                                               \
         if ((dtype) == F32) { enum { D = F32 }; call; }                                                                \
@@ -26,7 +26,7 @@ enum dtype { F32, BF16, F16 };
         else { enum { D = F16 }; call; }                                                                               \
     } while (0)
 
-/* Elements below which a second thread does not pay. */
+/* Number of elements below which a second thread does not pay. */
 #define SMALL 32768
 
 INLINE uint32_t bits_of(float x) {
@@ -41,7 +41,7 @@ INLINE float of_bits(uint32_t bits) {
     return x;
 }
 
-/* fp16 in integer arithmetic: gcc before 12 lacks it, and later ones convert one number at a time. */
+/* fp16 in integer arithmetic: gcc before 12 has no fp16, and later versions convert one number at a time. */
 INLINE float of_f16(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, size = half & 0x7fff;
     uint32_t normal = (size << 13) + (112 << 23), subnormal = bits_of((float)(int32_t)size * 0x1p-24f);
@@ -53,7 +53,7 @@ INLINE float of_f16(uint16_t half) {
 INLINE uint16_t f16_of(float x) {
     uint32_t sign = bits_of(x) >> 16 & 0x8000, size = bits_of(x) & 0x7fffffff;
     uint32_t normal = (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13;
-    uint32_t subnormal = bits_of(of_bits(size) + 0.5f) - bits_of(0.5f); /* next to 0.5 an fp32 is 2^-24 away */
+    uint32_t subnormal = bits_of(of_bits(size) + 0.5f) - bits_of(0.5f); /* the next fp32 after 0.5 is 2^-24 away */
     uint32_t bits = size < 0x38800000 ? subnormal : normal;
     bits = size < 0x47800000 ? bits : 0x7c00;
     return (uint16_t)(sign | (x == x ? bits : 0x7e00));
@@ -93,7 +93,7 @@ INLINE void *place(int D, void *base, long i) {
     return (char *)base + i * SIZE(D);
 }
 
-/* exp(x) within 2 ulp: a power of two times a polynomial around zero (Cephes' expf). Infinite from 88.4 on, but never
+/* exp(x) within 2 ulp: a power of two times a polynomial around zero (Cephes' expf). Infinite from 88.4 on, never
  * zero. */
 INLINE float exponential(float x) {
     x = x > 89.0f ? 89.0f : x;

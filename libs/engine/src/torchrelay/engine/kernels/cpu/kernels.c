@@ -10,13 +10,13 @@
 #include "matmul.h"
 #include "ops.h"
 
-/* Whole layers, of rows that each see positions of their own
+/* Whole layers, for rows that each see their own positions
  *
- * One call with one thread team: between calls Python runs on a cache that the weights have swept, or waits for its
- * lock.
+ * One call with one thread team computes them: between calls Python runs on a cache that the weights have swept, or
+ * waits for its lock.
  */
 
-/* As in layers.py; NULL for what a model does not have. */
+/* The weights in the order of layers.py; NULL for weights that a model does not have. */
 struct layer {
     const void *input_norm, *qkv, *qkv_bias, *qk_norm, *o, *attention_out_norm, *post_norm, *gate_up, *down, *mlp_out_norm;
 };
@@ -43,7 +43,7 @@ struct batch {
     long layer_stride, plane; /* of kv, in numbers */
     floats *wide;
     char *memory;
-    const int64_t *change; /* NULL, or changes when the cores are to be divided anew */
+    const int64_t *change; /* NULL, or a number that changes when the cores must be divided again */
     int64_t change_seen;
 };
 
@@ -73,7 +73,7 @@ INLINE void layer_by_team(int D, const struct layer *w, const struct shape *s, c
 #define NORM(x, added, weight, sum, out) norm_row(D, x, added, weight, hidden, s->eps, s->unit_offset, sum, out)
 #define ROW(of, size) place(D, t->of, r * (size))
 #define HIDDEN place(D, b->hidden, r * hidden)
-/* A call for each row, then widens its results. */
+/* Calls `call` for each row, then widens the results. */
 #define ROWS_OF(results, size, call)                                                                                   \
     _Pragma("omp for schedule(static)") for (long first = 0; first < b->num_rows; first += rows_together(b->num_rows)) { \
         for (long r = first; r < first + rows_together(b->num_rows) && r < b->num_rows; r++) call;                     \
@@ -114,8 +114,8 @@ INLINE void layer_by_team(int D, const struct layer *w, const struct shape *s, c
 #undef LINEAR
 }
 
-/* Computes `num_layers` layers from `first` on, or fewer if `change` changes meanwhile; returns how many. `kinds` has
- * the view of each layer. */
+/* Computes `num_layers` layers from `first` on, or fewer if `change` changes meanwhile; returns their number. `kinds`
+ * has the index of each layer's view. */
 long torchrelay_layers(const struct layer *layers, const int64_t *kinds, long first, long num_layers,
                        const struct shape *s, const struct batch *b) {
     long all = s->heads + 2 * s->kv_heads, across = s->heads * s->head_dim, most = omp_get_max_threads();

@@ -1,7 +1,7 @@
-"""Whole layers in one call, for batches whose attention is all computed here: a decode step, or a short prompt.
+"""Whole layers in one call, for batches whose attention is computed here entirely: a decode step, or a short prompt.
 
 Between two calls Python runs on a cache that the weights have swept, or waits for its lock: a step of 24 layers took
-27.5 ms op by op, 23.7 ms a layer at a time, and takes 20.5 ms like this.
+27.5 ms op by op and 23.7 ms layer by layer, and takes 20.5 ms in one call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WEIGHTS: Final = (
     *("input_norm", "qkv", "qkv_bias", "qk_norm", "o", "attention_out_norm"),
     *("post_norm", "gate_up", "down", "mlp_out_norm"),
 )
-# Weights of one call: groups are cancelled between calls. Many rows, bound by arithmetic, get proportionally fewer.
+# Weights of one call: groups are cancelled between calls. Many rows are bound by arithmetic and get fewer weights.
 MAX_CALL_BYTES: Final = 1 << 30
 _FEW_ROWS: Final = 32
 _PADDING: Final = 8 * 32  # numbers: each of the eight buffers begins at a cache line
@@ -73,7 +73,7 @@ class CpuLayers:
         max_rows: int | None = None,
         max_layers: int | None = None,
     ) -> None:
-        """``max_rows`` of a batch, and ``max_layers`` of one call; None: what is quickest."""
+        """``max_rows`` of a batch and ``max_layers`` of one call are the quickest by default."""
         self._kernels, self._active_processes = kernels, active_processes
         self._max_rows = max_rows or max_kernel_rows(kernels.level, dtype)
         across = config.num_heads * config.head_dim
@@ -81,10 +81,12 @@ class CpuLayers:
         self._widest = max(config.hidden_size, config.intermediate_size, across)
         num_weights = config.hidden_size * (2 * across + 2 * in_kv + 3 * config.intermediate_size)
         self._max_layers = max_layers or max(1, MAX_CALL_BYTES // (num_weights * dtype.itemsize))
-        self._room = 3 * (config.hidden_size + across + config.intermediate_size) + 2 * in_kv  # as in kernels.c
+        self._numbers_per_row = (
+            3 * (config.hidden_size + across + config.intermediate_size) + 2 * in_kv
+        )  # as in kernels.c
         self._kinds = (c_int64 * len(kind_of_layer))(*kind_of_layer)
         self._layers = (_Layer * len(kind_of_layer))()
-        # The weights at these addresses. Weak: the pack's memory is released before this object.
+        # The weights at these addresses. Weak, because the pack's memory is released before this object.
         self._known: list[Callable[[], LayerWeights | None]] = [lambda: None] * len(kind_of_layer)
         self._shape = _Shape(
             config.hidden_size,
@@ -109,10 +111,11 @@ class CpuLayers:
         write_slots: Tensor,
         views: Sequence[LayerView],
     ) -> tuple[Tensor, int]:
-        """The hidden states after layers from ``first`` on, the same bits as op by op, and how many layers that were.
+        """Runs layers from ``first`` on; returns the hidden states, bit-equal to op by op, and the number of layers
+        run.
 
-        It stops before a layer that is not computed here, after as many layers as one call should take, or when the
-        cores are to be divided anew. ``kv`` is [layers, 2, slots, kv_heads, head_dim]; ``hidden`` is [rows, hidden].
+        Stops before a layer that is not computed here, after as many layers as one call should take, or when the cores
+        must be divided again. ``kv`` is [layers, 2, slots, kv_heads, head_dim]; ``hidden`` is [rows, hidden].
         The caller keeps ``weights`` alive meanwhile: the reorder thread may replace them.
         """
         num_rows = hidden.shape[0]
@@ -121,7 +124,7 @@ class CpuLayers:
         num_layers = self._learn(first, weights[:max_layers]) if applies else 0
         if not num_layers:
             return hidden, 0
-        found = (_View * len(views))(
+        c_views = (_View * len(views))(
             *(_View(address(view.cos), address(view.sin), *view.attention.addresses) for view in views)
         )
         hidden = hidden.clone(memory_format=torch.contiguous_format)
@@ -129,10 +132,10 @@ class CpuLayers:
         rows = _Batch(
             num_rows,
             address(write_slots),
-            *(addressof(found), address(hidden), address(kv)),
+            *(addressof(c_views), address(hidden), address(kv)),
             *kv.stride()[:2],
             address(_wide.of(num_rows * self._widest)),
-            address(_memory.of((num_rows * self._room + _PADDING) // 2)),
+            address(_memory.of((num_rows * self._numbers_per_row + _PADDING) // 2)),
             active_processes.change_address if active_processes else None,
             active_processes.change_seen if active_processes else 0,
         )
@@ -140,7 +143,7 @@ class CpuLayers:
         return hidden, done
 
     def _learn(self, first: int, weights: Sequence[LayerWeights]) -> int:
-        """How many of these layers are computed here, up to the first that is not; notes their addresses."""
+        """Records the addresses of these layers; returns how many are computed here, up to the first that is not."""
         if [layer() for layer in self._known[first : first + len(weights)]] == weights:  # nearly always
             return len(weights)
         for number, layer in enumerate(weights, first):

@@ -31,7 +31,10 @@ _ARGUMENTS: Final[dict[str, list[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class IsaLevel:
-    """``linear_rows``: with more rows it is quicker to widen a block of weights once for all of them."""
+    """An instruction set.
+
+    With more than ``linear_rows`` rows it is quicker to widen a block of weights once for all.
+    """
 
     name: str
     needs: tuple[str, ...]  # as torch.cpu.get_capabilities names them
@@ -44,8 +47,8 @@ class IsaLevel:
     @property
     def runs_here(self) -> bool:
         """Whether it was built and this CPU has its instructions."""
-        found = torch.cpu.get_capabilities()
-        return self.file.exists() and all(found.get(name) for name in self.needs)
+        capabilities = torch.cpu.get_capabilities()
+        return self.file.exists() and all(capabilities.get(name) for name in self.needs)
 
 
 _V3: Final = ("avx2", "bmi", "bmi2", "f16c", "fma3", "lzcnt")
@@ -67,7 +70,7 @@ class Kernels:
 
 @cache
 def kernels() -> Kernels | None:
-    """The quickest that run here; None if none do."""
+    """The quickest kernels that run here; None if no kernels do."""
     log = logging.getLogger(__name__)
     for level in LEVELS:
         if level.runs_here:
@@ -75,16 +78,18 @@ def kernels() -> Kernels | None:
                 return Kernels(level)
             except OSError as error:  # built for another platform, or truncated
                 log.warning("%s cannot be loaded: %s", level.file.name, error)
-    log.warning("no kernels were built for this CPU: computing with torch's operations, slower")
+    log.warning("no kernels were built for this CPU: using torch's operations, which are slower")
     return None
 
 
 @cache
 def has_arithmetic(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies the dtype natively. True when unknown."""
-    found = torch.cpu.get_capabilities()
+    capabilities = torch.cpu.get_capabilities()
     wanted = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}.get(dtype)
-    return wanted is None or found.get("architecture") != "x86_64" or any(found.get(name) for name in wanted)
+    return (
+        wanted is None or capabilities.get("architecture") != "x86_64" or any(capabilities.get(name) for name in wanted)
+    )
 
 
 def address(tensor: Tensor | None) -> int | None:

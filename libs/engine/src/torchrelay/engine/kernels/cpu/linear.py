@@ -16,12 +16,12 @@ _scratch = Workspace()
 
 
 def supports_weight(weight: Tensor) -> bool:
-    """Whether the kernel takes an [out, in] weight. For fp32 torch's own is as quick."""
+    """Whether the kernel takes an [out, in] weight. For fp32 torch's kernel is as quick."""
     return weight.dtype != torch.float32 and weight.shape[1] % _STEP == 0
 
 
 def max_kernel_rows(level: IsaLevel, dtype: torch.dtype) -> int:
-    """Up to how many rows the kernel is quickest: few are bound by reading the weights, many by arithmetic."""
+    """The number of rows up to which the kernel is quickest: few are bound by reading weights, many by arithmetic."""
     return FEW_ROWS if has_arithmetic(dtype) else level.linear_rows
 
 

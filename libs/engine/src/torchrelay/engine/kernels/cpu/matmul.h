@@ -1,10 +1,10 @@
-/* Linear layers with 16-bit weights; for fp32 there are better kernels. */
+/* Linear layers with 16-bit weights. For fp32 there are better kernels. */
 #pragma once
 
 #include "dtypes.h"
 
-/* LANES: numbers per register. FEW, MANY, OUTPUTS_OF: the tiles of sums kept in registers, rows of x times rows of
- * weights. Few rows are computed at once, many in groups. */
+/* LANES: numbers per register. FEW, MANY, OUTPUTS_OF: the size of a tile of sums in registers, in rows of x and rows of
+ * weights. Few rows are computed at once, many rows in groups. */
 #ifdef __AVX512F__
 #define LANES 16
 #define FEW 8
@@ -26,15 +26,15 @@
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 
-/* Half of the next numbers: for bf16 the even or the odd ones, each one half of a 32-bit lane. */
+/* Half of the next numbers: for bf16 the even or the odd numbers, each of them half of a 32-bit lane. */
 INLINE floats take(int D, const void *from, int half) {
     if (D == F16) return WIDENED((const char *)from + half * 2 * LANES);
     words pairs;
-    memcpy(&pairs, from, sizeof pairs); /* not a cast: they may just have been written as 16-bit numbers */
+    memcpy(&pairs, from, sizeof pairs); /* not a cast, because they may just have been written as 16-bit numbers */
     return (floats)(half ? pairs & 0xffff0000u : pairs << 16);
 }
 
-/* Widens rows, vectors interleaved: the first of each row, then the second of each row. */
+/* Widens rows and interleaves their vectors: the first of each row, then the second of each row. */
 INLINE void widen(int D, const void *from, long rows, long size, floats *wide) {
     for (long v = 0; v < size / LANES; v += 2, wide += 2 * rows)
         for (long r = 0; r < rows; r++) {
@@ -44,7 +44,7 @@ INLINE void widen(int D, const void *from, long rows, long size, floats *wide) {
         }
 }
 
-/* The totals of LANES vectors, as the lanes of one. Each round halves their number. */
+/* The totals of LANES vectors, as the lanes of one vector. Each round halves the number of vectors. */
 INLINE floats totals(floats *each) {
     const words lane = LANE_NUMBERS;
 #pragma GCC unroll 4
@@ -102,29 +102,29 @@ INLINE void finish(int D, int rows, int outputs, const floats *sums, const void 
     switch (rows) { ROWS(1, call) ROWS(2, call) ROWS(3, call) ROWS(4, call) }
 #endif
 
-/* How many chunks of a part are taken; on a cache line of its own. */
+/* The number of chunks of a part that are taken, on its own cache line. */
 struct taken {
     long chunks;
 } __attribute__((aligned(64)));
 
-/* One linear layer, as a thread team computes it. */
+/* A linear layer that a thread team computes. */
 struct linear {
     long size, num_out;
     const void *weights, *bias;
     void *out;
-    struct taken *taken, *next; /* by part: zero at first; and the next layer's, to be zeroed */
+    struct taken *taken, *next; /* by part, zero at first; and those of the next layer, which this layer zeroes */
 };
 
 #define AHEAD 8 /* outputs */
 
-/* Weights to prefetch while others are computed with, a cache line at each of two places at a time. The hardware's
- * prefetcher stops at every 4 KB page, and a row is hardly longer. */
+/* Weights to prefetch during the computation with other weights, a cache line at each of two places at a time. The
+ * hardware's prefetcher stops at every 4 KB page, and a row is hardly longer. */
 struct ahead {
     const char *next, *end;
     long apart;
 };
 
-/* A tile's sums. If its weights are read `once`, by this tile alone, it prefetches as many lines as it reads. */
+/* Computes a tile's sums. If only this tile reads its weights (`once`), it prefetches as many lines as it reads. */
 INLINE void tile(int D, int rows, int outputs, int once, const floats *x, long size, const void *weights,
                  struct ahead *ahead, floats *sums) {
     floats own[TILE] = {0};
@@ -150,7 +150,7 @@ INLINE void tile(int D, int rows, int outputs, int once, const floats *x, long s
     ahead->next = next;
 }
 
-/* Outputs from `begin` to `end` of a group of rows. */
+/* Computes outputs from `begin` to `end` of a group of rows. */
 INLINE void group(int D, int rows, int once, const floats *x, const struct linear *l, long begin, long end, void *out,
                   struct ahead *ahead) {
     for (long o = begin; o < end;) {
@@ -169,7 +169,7 @@ INLINE void group(int D, int rows, int once, const floats *x, const struct linea
     }
 }
 
-/* Outputs from `begin` to `end` of all rows: the weights stay in the core's cache for the next group. */
+/* Computes outputs from `begin` to `end` of all rows: the weights stay in the core's cache for the next group. */
 INLINE void outputs_between(int D, long num_rows, const floats *wide, const struct linear *l, long begin, long end) {
     const char *rest = at(D, l->weights, end * l->size);
     long num_bytes = (end - begin) * l->size * 2, apart = num_rows > 3 * MANY ? 0 : num_bytes / 2;
@@ -185,9 +185,9 @@ INLINE void outputs_between(int D, long num_rows, const floats *wide, const stru
 
 #define CHUNK 48 /* outputs: whole tiles of 3 or 4 */
 
-/* This thread's share of a layer; `wide` has the rows of x, widened in groups.
+/* Computes this thread's share of a layer; `wide` has the rows of x, widened in groups.
  *
- * Each thread has a part of the outputs, and steals chunks of the others' once done: a core may be preempted.
+ * Each thread has a part of the outputs, and then steals chunks from other threads, whose cores may be preempted.
  */
 INLINE void any_linear(int D, long num_rows, const floats *wide, const struct linear *l) {
     long me = omp_get_thread_num(), team = omp_get_num_threads(), num_chunks = (l->num_out + CHUNK - 1) / CHUNK;
@@ -214,7 +214,7 @@ INLINE void linear_by_team(int D, long num_rows, const floats *wide, const struc
     else f16_linear(num_rows, wide, l);
 }
 
-/* How many rows of x form a group in `wide`. */
+/* The number of rows of x that form a group in `wide`. */
 INLINE long rows_together(long num_rows) {
     return num_rows <= FEW ? FEW : MANY;
 }

@@ -89,7 +89,7 @@ void torchrelay_place_heads(int dtype, const void *heads, const void *norms, flo
 
 /* The gate of an MLP */
 
-/* One row. GELU is approximated by tanh(x) = 2 sigmoid(2 x) - 1. */
+/* Computes one row. GELU is approximated with tanh(x) = 2 sigmoid(2 x) - 1. */
 INLINE void gate_row(int D, const void *gates, const void *ups, long size, int is_silu, void *out) {
 #pragma omp simd
     for (long i = 0; i < size; i++) {

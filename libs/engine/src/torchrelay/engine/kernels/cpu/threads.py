@@ -1,4 +1,4 @@
-"""How many threads a computation takes."""
+"""The number of threads of a computation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 
-# Of weights. A step of fewer takes about as long on one core. On two, beside another program, each wait for a thread
-# that was off its core took milliseconds, and an answer 5 s instead of 0.1.
+# Bytes of weights. A step with fewer takes about as long on one core as on two. With two threads beside another
+# program, each wait for a thread that was off its core took milliseconds, and an answer 5 s instead of 0.1 s.
 MAX_ONE_THREAD_BYTES: Final = 16 << 20
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """For small work of this thread, after which a second thread would spin for as long as it helped."""
+    """Uses one thread for small work, after which a second thread would spin for as long as it helped."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -30,8 +30,8 @@ def one_thread() -> Iterator[None]:
 class ThreadBudget:
     """This process's share of the cores, while other processes compute on them.
 
-    Until all weights have arrived it leaves one core to those that receive and verify them: a computation that takes
-    every core delays the last layer by more than it gains. A model of fewer than ``one_thread_bytes`` gets one thread.
+    Until all weights have arrived one core is left to the threads that receive and verify them: a computation on all
+    cores delays the last layer by more than it gains. A model of fewer than ``one_thread_bytes`` gets one thread.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ThreadBudget:
         self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def adjust(self, is_loaded: bool) -> None:
-        """Called on the computing thread before each layer, or each call of several; cheap while nothing changes."""
+        """Sets the number of threads, before each layer or call of several layers; cheap while nothing changes."""
         wanted = self._max_threads
         if self._active_processes is not None:
             wanted = min(wanted, max(1, self._num_cores // self._active_processes.count_computing()))
@@ -55,7 +55,7 @@ class ThreadBudget:
         self._set(wanted)
 
     def rest(self) -> None:
-        """Nothing is left to compute: other processes may have all cores."""
+        """Leaves all cores to other processes while there is nothing to compute."""
         if self._active_processes is not None:
             self._active_processes.rest()
 

@@ -1,6 +1,6 @@
 """Attention over paged KV by Triton: flash decoding for sequences with one row, tiled prefill for the others.
 
-On a CPU it runs in Triton's interpreter, for tests (``TRITON_INTERPRET=1``).
+For tests on a CPU it runs in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_SPLITS: Final = 64
 _PROGRAMS_PER_PROCESSOR: Final = 2
 _INTERPRETED_PROGRAMS: Final = 4
 _MIN_DOT: Final = 16  # least rows and columns of a matrix unit
-_PREFILL_TILE_BYTES: Final = 32 << 10  # of queries; keys and values take twice as much again
+_PREFILL_TILE_BYTES: Final = 32 << 10  # of queries; keys and values take twice as much in addition
 _DECODE_TILE_BYTES: Final = 16 << 10  # of keys
 # Iterations in flight: page tables are read before the keys and values they point to.
 _DECODE_STAGES: Final = 5
@@ -34,16 +34,16 @@ _PREFILL_STAGES: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class PrefillPart:
-    """Sequences of several rows each; for the sheet see ``attention_kernels``."""
+    """Sequences of several rows each; ``attention_kernels`` describes the sheet."""
 
     sheet: Tensor
     nums_rows: tuple[int, ...]  # of each sequence
     _blocks: dict[int, Tensor] = field(default_factory=dict)  # the same for all layers
 
     def blocks(self, block_rows: int) -> Tensor:
-        """int32 [blocks, 2], sequence and first row: the rows in blocks of at most ``block_rows``.
+        """The rows in blocks of at most ``block_rows``: sequence and first row, int32 [blocks, 2].
 
-        The last rows come first: they see most and take longest.
+        The last rows come first, because they see most and take longest.
         """
         if block_rows not in self._blocks:
             pairs = [(number, row) for number, rows in enumerate(self.nums_rows) for row in range(0, rows, block_rows)]
@@ -53,7 +53,7 @@ class PrefillPart:
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    """What the kernels read: a sheet of the sequences with one row, and one of the others."""
+    """The inputs of the kernels: a sheet of the sequences with one row, and a sheet of the others."""
 
     window: int
     decode: Tensor | None
@@ -62,13 +62,13 @@ class PagedPlan:
 
 @dataclass(frozen=True, slots=True)
 class FixedPlan(PagedPlan):
-    """A plan of sequences of one row each that is refilled for each batch, and beyond it with ``blank``."""
+    """A plan of sequences of one row each that is refilled for each batch, and with ``blank`` beyond the batch."""
 
     blank: Tensor = field(kw_only=True)  # int32 [sequences, 4]: sequences that see the scratch slot alone
 
 
 class TritonAttention(AttentionBackend):
-    """One instance per model. It reads page tables."""
+    """Attention that reads page tables; one instance per model."""
 
     replays = True
 
@@ -193,9 +193,9 @@ class TritonAttention(AttentionBackend):
 
 
 def num_splits_for(num_independent: int, num_programs: int) -> int:
-    """Into how many parts to split a sequence's positions: a power of two that keeps ``num_programs`` busy.
+    """The number of parts to split a sequence's positions into: a power of two that keeps ``num_programs`` busy.
 
-    By the shape of the batch, never by lengths: a recorded batch is replayed with other lengths.
+    Depends on the shape of the batch, never on lengths: a recorded batch is replayed with other lengths.
     """
     wanted: int = triton.next_power_of_2(-(-num_programs // num_independent))
     return min(wanted, _MAX_SPLITS)
@@ -215,12 +215,12 @@ def _product_dtype(kv: Tensor) -> Any:
 
 
 def _rows_in(tile_bytes: int, row_bytes: int) -> int:
-    """Rows of a tile in shared memory: 16 to 128, a power of two as ``row_bytes`` is."""
+    """Rows of a tile in shared memory: 16 to 128, a power of two because ``row_bytes`` is one."""
     return min(max(tile_bytes // row_bytes, _MIN_DOT), 128)
 
 
 def _padded(num_pages: int) -> int:
-    """Widths in steps, so that kernels are not specialised for each."""
+    """A width rounded up to a step, so that kernels are not specialised for each width."""
     return -(-(num_pages + SHEET_HEADER) // 16) * 16 - SHEET_HEADER
 
 

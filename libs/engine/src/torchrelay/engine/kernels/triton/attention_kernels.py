@@ -49,7 +49,7 @@ def decode_split(
     BLOCK_DIM: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ) -> None:
-    """One sequence of one row, one kv head with the query heads that share it, and one split of the positions.
+    """Attends one split of the positions of a sequence of one row, for a kv head and the query heads that share it.
 
     Flash decoding (Dao et al. 2023): the splits run in parallel and are merged by ``decode_merge``.
     """
@@ -109,7 +109,7 @@ def decode_merge(
     SPLITS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    """One sequence and one head: the weighted mean of its splits."""
+    """Merges the splits of one sequence and head into their weighted mean."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(sheet + sequence * sheet_stride).to(tl.int64)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_DIM)
@@ -144,7 +144,7 @@ def prefill(
     BLOCK_DIM: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ) -> None:
-    """A block of rows of one sequence and one head, over all that they see: the context before them and themselves."""
+    """Attends a block of rows of one sequence and head to the positions before them and to themselves."""
     block, head = tl.program_id(0), tl.program_id(1)
     sequence, first_row = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
     entry = sheet + sequence * sheet_stride

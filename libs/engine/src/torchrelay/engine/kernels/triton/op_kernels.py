@@ -21,7 +21,7 @@ def _weighed(normed: tl.tensor, weight: tl.tensor, dtype: tl.constexpr, UNIT_OFF
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sigmoid(x: tl.tensor) -> tl.tensor:
-    return 1.0 / (1.0 + tl.exp(-tl.maximum(x, -80.0)))  # below it the result is 0 in fp32, and exp overflows
+    return 1.0 / (1.0 + tl.exp(-tl.maximum(x, -80.0)))  # below -80 the result is 0 in fp32, and exp overflows
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -71,7 +71,7 @@ def place_heads(
     NORMED: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ) -> None:
-    """One head of one row: queries and keys are normalised and rotated, keys and values go to their slot."""
+    """Normalises and rotates a query or key head of one row; stores keys and values in their slot."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     is_there = columns < HALF

@@ -1,4 +1,4 @@
-"""Fused operations on a GPU: each would be several launches of torch's."""
+"""Fused operations on a GPU, each of which would take several launches with torch."""
 
 from __future__ import annotations
 
