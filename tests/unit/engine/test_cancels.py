@@ -1,4 +1,4 @@
-"""Ten thousand cancels at random moments: of groups and choices that wait, run in chunks or by layers, decode, were
+"""Thousands of cancels at random moments: of groups and choices that wait, run in chunks or by layers, decode, were
 had their KV imported, or were exported or preempted. No page leaks, and nothing is left behind.
 """
 
@@ -24,7 +24,7 @@ from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.prefill_layout import PrefillExport
 
 ModelOf = Callable[..., Model]
-NUM_CANCELS = 10_000
+NUM_CANCELS = 2_500
 CONTEXT = 48
 LONGEST = 9  # output tokens of a group
 TENANTS = ("a", "b", "c")
@@ -108,7 +108,7 @@ def tokens_of(plan: BatchPlan) -> list[NewToken]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_ten_thousand_cancels_of_the_scheduler(seed: int) -> None:
+def test_scheduler_survives_random_cancels(seed: int) -> None:
     mill = Mill(seed)
     places = set()
     while mill.num_cancelled < NUM_CANCELS // 2:
@@ -190,14 +190,14 @@ class Run:
             del self.open[group_id]
 
 
-def test_ten_thousand_cancels_of_a_model(model_of: ModelOf) -> None:
+def test_instance_survives_random_cancels(model_of: ModelOf) -> None:
     run = Run(model_of("qwen2"), seed=5)
     while sum(run.cancelled.values()) < NUM_CANCELS:
         while len(run.open) < 6:
             run.add()
         if run.chance.random() < 0.6:
             run.step()
-        if run.chance.random() < 0.05:
+        if run.open and run.chance.random() < 0.05:
             with suppress(Conflict):
                 run.instance.preempt(run.chance.choice(list(run.open)))
         if run.open:
