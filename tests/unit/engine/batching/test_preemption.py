@@ -192,9 +192,7 @@ def test_victims_are_youngest_of_tenant_furthest_above_share() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40), st.booleans()), max_size=12), st.integers(1, 100))
-def test_victims_suffice_and_exceed_their_share(
-    groups: list[tuple[str, int, bool]], num_wanted: int
-) -> None:
+def test_victims_suffice_and_exceed_their_share(groups: list[tuple[str, int, bool]], num_wanted: int) -> None:
     victims = [groups[number] for number in preempted(groups, num_wanted)]
     assert all(can_be_preempted for _, _, can_be_preempted in victims)
     held = Counter({"wanting": 0})
