@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
-
-import pytest
 
 from tests.unit.scheduler.service.scripted_cluster import a_request, a_version
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
@@ -17,11 +14,10 @@ def admission(**fields: Any) -> Admission:
     return admission_from_proto(a_request("r1", **fields), "gateway-1", now=100.0)
 
 
-def test_class_and_weight_are_those_of_the_request() -> None:
-    given = admission(service_class=scheduler_pb2.SERVICE_CLASS_BATCH, weight=2.0)
-    assert (given.service_class, given.weight) == (ServiceClass.BATCH, 2.0)
-    default = admission()
-    assert (default.service_class, default.weight) == (ServiceClass.STANDARD, 1.0)
+def test_service_class_is_that_of_the_request() -> None:
+    given = admission(service_class=scheduler_pb2.SERVICE_CLASS_BATCH)
+    assert given.service_class is ServiceClass.BATCH
+    assert admission().service_class is ServiceClass.STANDARD
 
 
 def test_targets_are_those_of_the_model() -> None:
@@ -46,10 +42,3 @@ def test_what_is_on_a_stores_disk_is_told_or_as_before() -> None:
     assert store_from_proto(report, 1.0).disk_pack_ids == frozenset()
     report.disk.pack_ids.extend(["p", "q"])
     assert store_from_proto(report, 1.0).disk_pack_ids == frozenset({"p", "q"})
-
-
-@pytest.mark.parametrize(
-    ("given", "weight"), [(0.0, 1.0), (math.nan, 1.0), (-1.0, 1.0), (math.inf, 1e3), (1e-300, 1e-3), (5.0, 5.0)]
-)
-def test_no_weight_breaks_the_queues(given: float, weight: float) -> None:
-    assert admission(weight=given).weight == weight

@@ -216,7 +216,6 @@ class AdmitRequest(_message.Message):
     IS_COMPUTED_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SERVICE_CLASS_FIELD_NUMBER: _builtins.int
-    WEIGHT_FIELD_NUMBER: _builtins.int
     MIGRATES_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     num_forced_tokens: _builtins.int
@@ -229,8 +228,6 @@ class AdmitRequest(_message.Message):
     traceparent: _builtins.str
     service_class: Global___ServiceClass.ValueType
     """one that the scheduler does not know counts as standard"""
-    weight: _builtins.float
-    """of its tenant's share, 0.001 to 1,000; 0: 1"""
     migrates: _builtins.int
     """in answer to Migrate: the attempt that goes on until this one has a place; 0: none"""
     @_builtins.property
@@ -264,12 +261,11 @@ class AdmitRequest(_message.Message):
         is_computed: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
         service_class: Global___ServiceClass.ValueType = ...,
-        weight: _builtins.float = ...,
         migrates: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "key", b"key", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "is_computed", b"is_computed", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "migrates", b"migrates", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "service_class", b"service_class", "traceparent", b"traceparent", "version", b"version", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "is_computed", b"is_computed", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "migrates", b"migrates", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "service_class", b"service_class", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Tenants that wait for the same version get equal service by their weights, whenever their requests come and go."""
+"""Tenants that wait for the same version get equal service, whenever their requests come and go."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
 from torchrelay.scheduler.policy.core import Admission, AttemptKey
 
 VERSION_ID = a_model().version_id
-WEIGHTS = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 0.5}
+TENANTS = "abcd"
 
 
 def of(tenant: str, number: int, num_tokens: int) -> Admission:
     key = AttemptKey(f"{tenant}{number}", 1)
-    model, weight = f"{tenant}/tiny", WEIGHTS[tenant]
-    return Admission(key, "gateway-1", VERSION_ID, num_tokens, 0, 10, 1, float(number), model=model, weight=weight)
+    return Admission(key, "gateway-1", VERSION_ID, num_tokens, 0, 10, 1, float(number), model=f"{tenant}/tiny")
 
 
 def take_next(queues: AdmissionQueues) -> Admission:
@@ -65,7 +64,7 @@ def test_debts_of_a_version_that_nobody_waits_for_are_forgotten_after_a_while() 
 
 
 class Serving(RuleBasedStateMachine):
-    """Over any sequence of services at each of which two tenants wait, what they got by weight differs by no more than
+    """Over any sequence of services at each of which two tenants wait, their service differs by no more than
     one request of each (Goyal et al., theorem 1).
     """
 
@@ -75,18 +74,18 @@ class Serving(RuleBasedStateMachine):
         self.numbers = count()
         self.waiting: dict[AttemptKey, Admission] = {}
         self.parked: dict[AttemptKey, Admission] = {}
-        self.largest = dict.fromkeys(WEIGHTS, 0.0)  # request of a tenant, by its weight
-        self.ahead = {pair: 0.0 for pair in combinations(WEIGHTS, 2)}  # the first of two while both wait
+        self.largest = dict.fromkeys(TENANTS, 0)  # request of each tenant
+        self.ahead = {pair: 0.0 for pair in combinations(TENANTS, 2)}  # the first of two while both wait
         self.least = dict(self.ahead)
         self.most = dict(self.ahead)
 
-    @rule(tenant=st.sampled_from(sorted(WEIGHTS)), num_tokens=st.sampled_from([1, 100, 3000]), num=st.integers(1, 3))
+    @rule(tenant=st.sampled_from(TENANTS), num_tokens=st.sampled_from([1, 100, 3000]), num=st.integers(1, 3))
     def some_come(self, tenant: str, num_tokens: int, num: int) -> None:
         for _ in range(num):
             admission = of(tenant, next(self.numbers), num_tokens)
             self.queues.push(admission)
             self.waiting[admission.key] = admission
-        self.largest[tenant] = max(self.largest[tenant], num_tokens / WEIGHTS[tenant])
+        self.largest[tenant] = max(self.largest[tenant], num_tokens)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -126,7 +125,7 @@ class Serving(RuleBasedStateMachine):
             if not tenants.issuperset(pair):
                 self.ahead[pair] = self.least[pair] = self.most[pair] = 0.0
             elif admission.tenant in pair:
-                service = admission.num_prefill_tokens / admission.weight
+                service = admission.num_prefill_tokens
                 self.ahead[pair] += service if admission.tenant == pair[0] else -service
                 self.least[pair] = min(self.least[pair], self.ahead[pair])
                 self.most[pair] = max(self.most[pair], self.ahead[pair])

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from torchrelay.common.errors import Conflict
+from torchrelay.common.fair_queue import FairQueue
 from torchrelay.engine.batching.decode_shares import Latency, choices_to_decode, no_latency
-from torchrelay.engine.batching.fair_queue import FairQueue
 from torchrelay.engine.batching.invariants import check_pages, check_states
 from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.batching.preemption import groups_to_preempt
@@ -119,7 +119,7 @@ class BatchScheduler:
             self._waiting.remove(group.spec.tenant_id, group)
             self._reserve(group, GroupState.RUNNING)
             if not group.was_preempted:  # else its pages were charged before
-                self._waiting.charge(group.spec.tenant_id, group.num_pages, 1.0)
+                self._waiting.charge(group.spec.tenant_id, group.num_pages)
             self.run(group)
 
     def plan(self) -> tuple[BatchPlan, ...]:
@@ -267,7 +267,7 @@ class BatchScheduler:
             )
             chunks.append(chunk)
             num_left -= chunk.num_tokens
-            self._prefilling.charge(spec.tenant_id, chunk.num_tokens, 1.0)
+            self._prefilling.charge(spec.tenant_id, chunk.num_tokens)
             if chunk.ends_context:
                 self._prefilling.remove(spec.tenant_id, context)
         return chunks

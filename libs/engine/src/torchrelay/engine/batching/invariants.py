@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from torchrelay.engine.batching.fair_queue import FairQueue
+from torchrelay.common.fair_queue import FairQueue
 from torchrelay.engine.batching.pages import PageAllocator
 from torchrelay.engine.batching.sequences import DecodeSequence, GroupState, PrefillContext, SequenceGroup
 

@@ -335,7 +335,6 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
     service_class: ServiceClass = ServiceClass.STANDARD
     ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0, until it is admitted: that of the model for its class
     tbt_target_s: float = 0.0  # between its tokens, in the mean; 0, until it is admitted: that of the model
-    weight: float = 1.0  # of its tenant
     was_taken_back: bool = False  # it had a place, and has kept its time of arrival
     migrates: int = 0  # the attempt that goes on until this one is placed; 0: none
 

@@ -20,7 +20,6 @@ CallTokens: TypeAlias = tuple[str, str]  # the gateway's, and the other worker's
 EventFields: TypeAlias = dict[str, Any]
 _ROLES = frozenset(core.Role)
 _SERVICE_CLASSES = {one.value: one for one in core.ServiceClass}
-_WEIGHTS = (1e-3, 1e3)
 _PHASES = {
     reports_pb2.SlotState.STATE_UNSPECIFIED: core.InstancePhase.FREE,
     reports_pb2.SlotState.STATE_FREE: core.InstancePhase.FREE,
@@ -182,14 +181,8 @@ def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, n
         block_hashes=tuple(request.block_hashes),
         model=model,
         service_class=_SERVICE_CLASSES.get(request.service_class, core.ServiceClass.STANDARD),
-        weight=_weight_from_proto(request.weight),
         migrates=request.migrates,
     )
-
-
-def _weight_from_proto(weight: float) -> float:
-    """What is served is divided by it. A request is not refused for it: its gateway would only send it again."""
-    return min(max(weight, _WEIGHTS[0]), _WEIGHTS[1]) if weight > 0 else 1.0
 
 
 def placement_from_proto(placement: scheduler_pb2.Placement, key: core.AttemptKey) -> core.Placement:

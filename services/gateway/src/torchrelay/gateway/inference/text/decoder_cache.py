@@ -10,7 +10,7 @@ from pathlib import Path
 from torchrelay.common.errors import QueueFull, Unavailable
 from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer import load_decoder
-from torchrelay.gateway.inference.text.processes.fair_queue import FairQueue
+from torchrelay.gateway.inference.text.processes.bounded_queue import BoundedQueue
 from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
 from torchrelay.gateway.inference.text.processes.tenant_lru import TenantLru
 from torchrelay.gateway.inference.text.token_bytes import TokenBytes
@@ -43,7 +43,7 @@ class DecoderCache:
         self._max_bytes = max_bytes
         self._decoders: dict[str, ModelDecoder] = {}  # by digest
         self._lru: TenantLru[str] = TenantLru(max_bytes)
-        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue(1, MAX_WAITING, 0)
+        self._waiting: BoundedQueue[asyncio.Future[None]] = BoundedQueue(1, MAX_WAITING, 0)
         self._is_loading = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
 

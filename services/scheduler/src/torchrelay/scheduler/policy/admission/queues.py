@@ -1,6 +1,6 @@
 """Requests that wait for a placement, by model version: who is next, and who must leave when a queue is full.
 
-Who is next: of those whose deadline counts the tenant that got the least, by its weight; of its requests that should be
+Who is next: of those whose deadline counts the tenant that got the least; of its requests that should be
 in time the one with the earliest deadline, and now and then one that is late. Batch work is next where none of these
 waits; once its own deadline is near, it is one of these. What cannot be placed now is *parked*: it waits like the
 others and keeps its position, but is not next. A full queue refuses the tenant that has most of it.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from torchrelay.common.recent import Recent
-from torchrelay.scheduler.policy.admission.fair_queue import FairQueue
+from torchrelay.scheduler.policy.admission.deadline_queue import DeadlineQueue
 from torchrelay.scheduler.policy.admission.place_rate import PlaceRate
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, Admission, AttemptKey, ServiceClass
 
@@ -25,9 +25,9 @@ _MAX_MOVED = 1024  # taken requests whose fair queue is remembered, in case that
 class _Waiting:
     admission: Admission
     sequence: int
-    fair_queue: FairQueue | None = None  # where it waits for its turn; None: it is parked
+    fair_queue: DeadlineQueue | None = None  # where it waits for its turn; None: it is parked
 
-    def join(self, fair_queue: FairQueue) -> None:
+    def join(self, fair_queue: DeadlineQueue) -> None:
         self.leave()
         fair_queue.push(self.admission, self.sequence)
         self.fair_queue = fair_queue
@@ -43,15 +43,15 @@ class _VersionQueue:
     """``waiting``: in order of arrival."""
 
     waiting: dict[AttemptKey, _Waiting] = field(default_factory=dict)
-    timely: FairQueue = field(default_factory=FairQueue)
-    batch: FairQueue = field(default_factory=FairQueue)
+    timely: DeadlineQueue = field(default_factory=DeadlineQueue)
+    batch: DeadlineQueue = field(default_factory=DeadlineQueue)
     num_of: dict[str, int] = field(default_factory=dict)  # waiting requests, by tenant
     num_prefill_tokens: int = 0
 
     def enter(self, one: _Waiting) -> None:
         one.join(self.fair_queue_of(one.admission))
 
-    def fair_queue_of(self, admission: Admission) -> FairQueue:
+    def fair_queue_of(self, admission: Admission) -> DeadlineQueue:
         return self.batch if admission.service_class is ServiceClass.BATCH else self.timely
 
     def last_without_token(self, tenant: str) -> Admission | None:
@@ -80,7 +80,7 @@ class AdmissionQueues:
         self._emptied: dict[str, tuple[float, _VersionQueue]] = {}  # those with debts, in the order of these times
         self._version_of: dict[AttemptKey, str] = {}
         self._num_of: Counter[str] = Counter()  # waiting requests, by tenant
-        self._moved: Recent[AttemptKey, FairQueue] = Recent(_MAX_MOVED)  # batch work that was taken as such no longer
+        self._moved: Recent[AttemptKey, DeadlineQueue] = Recent(_MAX_MOVED)  # batch work taken after its lead time
         self._place_rates: Recent[str, PlaceRate] = Recent(MAX_VERSIONS)  # by version
         self._sequence = count()
 
@@ -166,7 +166,7 @@ class AdmissionQueues:
         assert one.fair_queue is not None
         tenant = one.admission.tenant
         keys = one.fair_queue.first_timely(tenant, number)
-        return [queue.waiting[key].admission for key in keys], one.fair_queue.share(tenant)
+        return [queue.waiting[key].admission for key in keys], one.fair_queue.share
 
     def refund(self, admission: Admission) -> None:
         """A request that was taken comes back: its tenant has not been served."""

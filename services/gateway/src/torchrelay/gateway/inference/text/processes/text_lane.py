@@ -10,7 +10,7 @@ from typing import Any
 
 from torchrelay.common.errors import QueueFull, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.gateway.inference.text.processes.fair_queue import FairQueue
+from torchrelay.gateway.inference.text.processes.bounded_queue import BoundedQueue
 from torchrelay.gateway.inference.text.processes.frames import (
     TOKENIZER,
     Answer,
@@ -117,7 +117,7 @@ class TextLane:
         self._limits = limits
         self._metrics = metrics
         self._killed = killed
-        self._queue: FairQueue[_Job] = FairQueue(settings.max_running, MAX_WAITING, MAX_WAITING_BYTES)
+        self._queue: BoundedQueue[_Job] = BoundedQueue(settings.max_running, MAX_WAITING, MAX_WAITING_BYTES)
         self._processes = _Processes()
         self._runs: set[_Run] = set()
         self._tasks: set[asyncio.Task[None]] = set()

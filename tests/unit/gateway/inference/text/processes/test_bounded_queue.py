@@ -7,14 +7,14 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.gateway.inference.text.processes.fair_queue import FairQueue
+from torchrelay.gateway.inference.text.processes.bounded_queue import BoundedQueue
 
 
-def queue(max_running: int = 1, max_waiting: int = 1000, max_bytes: int = 1 << 30) -> FairQueue[str]:
-    return FairQueue(max_running, max_waiting, max_bytes)
+def queue(max_running: int = 1, max_waiting: int = 1000, max_bytes: int = 1 << 30) -> BoundedQueue[str]:
+    return BoundedQueue(max_running, max_waiting, max_bytes)
 
 
-def take(waiting: FairQueue[str]) -> str | None:
+def take(waiting: BoundedQueue[str]) -> str | None:
     taken = waiting.next(lambda item: True)
     return None if taken is None else taken[0]
 
@@ -67,13 +67,13 @@ def test_idle_time_is_not_saved_up() -> None:
         waiting.ended("early", 1.0)
     order: list[str | None] = []
     for tenant in ("early", "late"):
-        for _ in range(4):
-            waiting.add(tenant, tenant, 1)
+        for number in range(4):
+            waiting.add(tenant, f"{tenant}-{number}", 1)
     for _ in range(8):
         item = take(waiting)
         assert item is not None
-        order.append(item)
-        waiting.ended(item, 1.0)
+        order.append(item.partition("-")[0])
+        waiting.ended(item.partition("-")[0], 1.0)
     assert order[:4] in (["early", "late", "early", "late"], ["late", "early", "late", "early"])
 
 
@@ -111,7 +111,7 @@ def test_places_and_bytes_are_bounded_for_each_tenant() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.001, 3.0)), min_size=1, max_size=60))
 def test_everything_is_served_once(items: list[tuple[str, float]]) -> None:
-    waiting: FairQueue[int] = FairQueue(2, 1000, 1 << 30)
+    waiting: BoundedQueue[int] = BoundedQueue(2, 1000, 1 << 30)
     for number, (tenant, _) in enumerate(items):
         waiting.add(tenant, number, 1)
     served: list[int] = []
