@@ -1,4 +1,4 @@
-"""Re-cuts a request body, which arrives in pieces of any size, into slices for gRPC messages."""
+"""Cuts a request body, which arrives in pieces of any size, into slices for gRPC messages."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ CHUNK_BYTES = 512 << 10  # the store accepts up to 1 MiB; half of that bounds me
 
 
 async def rechunk(body: ByteStream, slice_bytes: int = CHUNK_BYTES) -> AsyncIterator[bytes]:
-    """The same bytes in slices of ``slice_bytes``; the last one may be shorter, none is empty."""
-    pending: list[bytes] = []
+    """The same bytes, copied once, in slices of ``slice_bytes``; the last may be shorter, none is empty."""
+    pending: list[memoryview] = []
     num_pending = 0
     async for piece in body:
         view = memoryview(piece)
         while num_pending + len(view) >= slice_bytes:
             num_taken = slice_bytes - num_pending
-            pending.append(bytes(view[:num_taken]))
+            pending.append(view[:num_taken])
             yield b"".join(pending)
             view = view[num_taken:]
             pending, num_pending = [], 0
         if view:
-            pending.append(bytes(view))
+            pending.append(view)
             num_pending += len(view)
     if pending:
         yield b"".join(pending)

@@ -27,12 +27,12 @@ from torchrelay.control.v1 import types_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
 from torchrelay.gateway.clients.endpoint import scheduler_endpoint
 from torchrelay.gateway.inference.core import AdmissionFailed, RequestEvent
-from torchrelay.gateway.inference.execution.stream_watch import WATCH_EVERY_S, Heard, fault_of
+from torchrelay.gateway.inference.execution.stream_watch import WATCH_EVERY_S, StreamReports, read_watched
 
 log = get_logger(__name__)
 
 Listener: TypeAlias = Callable[[RequestEvent], None]
-AttemptId: TypeAlias = tuple[str, int]
+AttemptId: TypeAlias = tuple[str, int]  # an AttemptKey as the key of a dict
 
 MAX_BATCH = 64  # commands in one message
 MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 4  # a long prompt's hashes alone may be a megabyte
@@ -75,7 +75,7 @@ class AdmissionStream:
         self._filled = asyncio.Event()
         self._emptied = asyncio.Event()
         self._emptied.set()
-        self._heard = Heard()  # on the present stream
+        self._reports = StreamReports()  # of the present stream
         self._began_at = self._served_at = 0.0  # the present stream; the last one that lasted
         self._is_hung = False  # the scheduler took the last connection and said nothing
 
@@ -101,12 +101,12 @@ class AdmissionStream:
         self._open[attempt_id_of(request.key)] = _Admission(request, listener)
         self._send(pb.AdmitCommand(admit=request))
 
-    def first_token(self, key: AttemptId) -> None:
+    def first_token(self, key: types_pb2.AttemptKey) -> None:
         """Says that the attempt's prompt is computed."""
-        admission = self._open.get(key)
+        admission = self._open.get(attempt_id_of(key))
         if admission is not None and admission.is_placed:
             admission.request.is_computed = True
-            self._send(pb.AdmitCommand(first_token=pb.FirstToken(key=admission.request.key)), EVERY_S)
+            self._send(pb.AdmitCommand(first_token=pb.FirstToken(key=key)), EVERY_S)
 
     def release(self, release: pb.Release) -> None:
         """Ends an attempt: frees its resources, or withdraws it while it waits."""
@@ -134,7 +134,7 @@ class AdmissionStream:
     async def _maintain_stream(self) -> None:
         clock, num_failures = asyncio.get_running_loop().time, 0
         while True:
-            self._began_at, self._heard = clock(), Heard()
+            self._began_at, self._reports = clock(), StreamReports()
             try:
                 await self._run_stream()
             except grpc.aio.AioRpcError as error:
@@ -150,12 +150,12 @@ class AdmissionStream:
                     raise
             if self._serves(clock()):
                 num_failures = 0
-            self._heard = Heard()
+            self._reports = StreamReports()
             await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
             num_failures += 1
 
     def _serves(self, now: float) -> bool:
-        return self._heard.num_messages > 0 and now - self._began_at > STABLE_S
+        return self._reports.num_messages > 0 and now - self._began_at > STABLE_S
 
     async def _fail_overdue(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -163,7 +163,7 @@ class AdmissionStream:
             await asyncio.sleep(WATCH_EVERY_S)
             if self._serves(clock()):
                 self._served_at = clock()
-            elif not self._heard.num_messages and clock() - self._served_at > self._unreachable_after_s:
+            elif not self._reports.num_messages and clock() - self._served_at > self._unreachable_after_s:
                 self._fail_waiting(self._endpoint.silent() if self._is_hung else self._endpoint.unreachable())
 
     async def _run_stream(self) -> None:
@@ -178,26 +178,19 @@ class AdmissionStream:
                 first.append(pb.AdmitCommand(minimums=self._minimums))
             await call.write(pb.AdmitCommands(commands=first))
             self._admit_again()
-            beside = [asyncio.ensure_future(self._write(call)), asyncio.ensure_future(self._break_if_hung(call))]
-            try:
-                async for batch in call:
-                    self._heard.num_messages += 1
-                    for event in batch.events:
-                        self._route(event)
-            finally:
-                for task in beside:
-                    task.cancel()
-                await asyncio.gather(*beside, return_exceptions=True)
+            await read_watched(call, self._write(call), self._route_all, self._reports, self._note_hung)
         except TimeoutError:
             self._is_hung = True  # no connection; a process that has ended would refuse it
         finally:
             call.cancel()
 
-    async def _break_if_hung(self, call: Any) -> None:
-        fault = await fault_of(self._heard)
+    def _note_hung(self, fault: str) -> None:
         log.warning("scheduler_lost", why=f"it {fault}")
         self._is_hung = True
-        call.cancel()
+
+    def _route_all(self, batch: pb.AdmitEvents) -> None:
+        for event in batch.events:
+            self._route(event)
 
     def _admit_again(self) -> None:
         others = [command for command in self._unsent if not command.HasField("admit")]

@@ -13,7 +13,7 @@ from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.inference.core import ResolvedRequest
-from torchrelay.gateway.inference.execution.admission_stream import AdmissionStream, AttemptId, Listener
+from torchrelay.gateway.inference.execution.admission_stream import AdmissionStream, Listener
 from torchrelay.gateway.inference.execution.generation import FIRST_ATTEMPT, AttemptPlan
 from torchrelay.gateway.inference.execution.worker_streams import RoleName, RunStream, WorkerStreams
 
@@ -87,8 +87,8 @@ class Attempt:
     _streams: dict[str, RunStream] = field(default_factory=dict)
 
     @property
-    def key(self) -> AttemptId:
-        return self.resolved.request_id, self.plan.attempt
+    def key(self) -> types_pb2.AttemptKey:
+        return types_pb2.AttemptKey(request_id=self.resolved.request_id, attempt=self.plan.attempt)
 
     def admit(self, lost_workers: Sequence[str], listener: Listener) -> None:
         self.admitted_unix_us = now_unix_us()
@@ -169,16 +169,17 @@ class Attempt:
 
     def end(self, *, is_running: bool, is_taken_back: bool = False, is_migrated: bool = False) -> None:
         """Leaves the workers, cancelling the attempt there if ``is_running``, and releases the placement."""
+        key = self.key
         for stream in self._streams.values():
             if is_running:
-                stream.cancel(self.key)
+                stream.cancel(key)
             else:
-                stream.forget(self.key)
+                stream.forget(key)
         self._streams.clear()
         began, self.ended_unix_us = self.first_token_unix_us, now_unix_us()
         self.upstreams.admissions.release(
             scheduler_pb2.Release(
-                key=types_pb2.AttemptKey(request_id=self.resolved.request_id, attempt=self.plan.attempt),
+                key=key,
                 ttft_s=(began - self.admitted_unix_us) / 1e6 if began else 0.0,
                 num_output_tokens=self.num_output_tokens,
                 phases=self.phases(),

@@ -26,7 +26,7 @@ from torchrelay.control.v1.decode_pb2_grpc import DecodeStub
 from torchrelay.control.v1.prefill_pb2_grpc import PrefillStub
 from torchrelay.gateway.inference.core import WorkerLost
 from torchrelay.gateway.inference.execution.admission_stream import AttemptId, Listener, attempt_id_of
-from torchrelay.gateway.inference.execution.stream_watch import Heard, fault_of
+from torchrelay.gateway.inference.execution.stream_watch import StreamReports, read_watched
 
 log = get_logger(__name__)
 
@@ -54,7 +54,7 @@ class RunStream:
         self._routes: dict[AttemptId, Listener] = {}
         self._unsent: deque[pb.RunCommand] = deque()
         self._filled = asyncio.Event()
-        self._heard = Heard()
+        self._reports = StreamReports()
         self._why_broken = "the stream ended"
 
     def start(self, start: pb.AttemptStart, listener: Listener) -> None:
@@ -62,16 +62,14 @@ class RunStream:
         self._routes[attempt_id_of(start.key)] = listener
         self._send(pb.RunCommand(start=start))
 
-    def cancel(self, key: AttemptId) -> None:
+    def cancel(self, key: types_pb2.AttemptKey) -> None:
         """Cancels an attempt that may still be running on the worker."""
-        if self._routes.pop(key, None) is not None:
-            self._send(
-                pb.RunCommand(cancel=pb.CancelAttempt(key=types_pb2.AttemptKey(request_id=key[0], attempt=key[1])))
-            )
+        if self._routes.pop(attempt_id_of(key), None) is not None:
+            self._send(pb.RunCommand(cancel=pb.CancelAttempt(key=key)))
 
-    def forget(self, key: AttemptId) -> None:
+    def forget(self, key: types_pb2.AttemptKey) -> None:
         """Stops routing an attempt that has ended by itself."""
-        self._routes.pop(key, None)
+        self._routes.pop(attempt_id_of(key), None)
 
     async def run(self) -> None:
         channel = open_channel(self._worker.grpc_address, self._tls, self._worker.gateway_token, Caller.WORKER)
@@ -80,32 +78,22 @@ class RunStream:
             async with asyncio.timeout(SILENT_S):
                 await call.wait_for_connection()
             await call.write(pb.RunCommand(hello=pb.RunHello(gateway_id=self._gateway_id, beat_every_s=BEAT_S)))
-            beside = [asyncio.ensure_future(self._write(call)), asyncio.ensure_future(self._break_if_hung(call))]
-            try:
-                async for step in call:
-                    self._route(step)
-            finally:
-                for task in beside:
-                    task.cancel()
-                await asyncio.gather(*beside, return_exceptions=True)
+            await read_watched(call, self._write(call), self._route, self._reports, self._note_hung)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
             self._why_broken = error.details() or "" if isinstance(error, grpc.aio.AioRpcError) else "no connection"
         finally:
             self._end()
             await channel.close()
 
-    async def _break_if_hung(self, call: Any) -> None:
-        self._why_broken = f"it {await fault_of(self._heard)}"
-        call.cancel()
+    def _note_hung(self, fault: str) -> None:
+        self._why_broken = f"it {fault}"
 
     def _route(self, step: pb.StepOutput) -> None:
-        heard, routes = self._heard, self._routes
-        heard.num_messages += 1
+        routes = self._routes
         if step.HasField("beat"):
-            heard.beat = step.beat
+            self._reports.beat = step.beat
         for output in step.outputs:
-            key = output.key
-            listener = routes.get((key.request_id, key.attempt))
+            listener = routes.get(attempt_id_of(output.key))
             if listener is not None:
                 listener(output)
 
