@@ -5,7 +5,8 @@ from __future__ import annotations
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from tests.unit.gateway.token_path_rig import MakeRig, until
+from tests.support.wait import eventually
+from tests.unit.gateway.token_path_rig import MakeRig
 from torchrelay.control.v1 import scheduler_pb2
 
 
@@ -17,7 +18,7 @@ async def test_outcomes_tokens_and_times_are_counted(make_rig: MakeRig) -> None:
     rig.scheduler.refusals.append(scheduler_pb2.Refusal(reason=scheduler_pb2.Refusal.REASON_QUEUE_FULL))
     assert (await rig.http.post("/v1/completions", json=body)).status_code == 429
     assert (await rig.http.post("/v1/completions", json={**body, "model": "absent"})).status_code == 404
-    await until(lambda: not rig.ports.reserved)
+    await eventually(lambda: not rig.ports.reserved)
     data = reader.get_metrics_data()
     assert data is not None
     points = {

@@ -9,7 +9,8 @@ import grpc
 import pytest
 
 from tests.support.gateway_ports import KEY
-from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig, until
+from tests.support.wait import eventually
+from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.gateway.core import FinishCause
 from torchrelay.gateway.inference.pipeline import earlier_deadline
@@ -32,7 +33,7 @@ async def test_a_running_request_ends_when_its_time_is_over_and_frees_its_worker
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT, "max_tokens": 9})
     assert TIMEOUT_S - 0.1 < time.time() - began < 5 * TIMEOUT_S
     assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
-    await until(lambda: rig.workers[0].num_running == 0 and not rig.ports.reserved)
+    await eventually(lambda: rig.workers[0].num_running == 0 and not rig.ports.reserved)
     assert [(one.num_output_tokens, one.cause) for usages in rig.ports.settled.values() for one in usages] == [
         (3, FinishCause.ERROR)
     ]
@@ -45,7 +46,7 @@ async def test_a_request_that_waits_for_a_place_ends_too(make_rig: MakeRig) -> N
     rig.scheduler.open_gate.clear()
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})
     assert response.status_code == 504
-    await until(lambda: len(rig.scheduler.withdrawals) == 1 and not rig.ports.reserved)
+    await eventually(lambda: len(rig.scheduler.withdrawals) == 1 and not rig.ports.reserved)
 
 
 async def test_the_deadline_of_a_grpc_call_reaches_the_workers(rig: TokenPathRig) -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from tests.support.brokers import free_port
 from tests.support.echo_services import EchoScheduler
 from tests.support.echo_worker import EchoModel, EchoWorker
-from tests.unit.gateway.token_path_rig import until
+from tests.support.wait import eventually
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import scheduler_pb2 as pb
 from torchrelay.control.v1 import types_pb2
@@ -46,11 +46,11 @@ async def scheduler() -> AsyncIterator[EchoScheduler]:
 
 
 async def test_who_waits_is_told_when_the_scheduler_stays_away() -> None:
-    heard: list[RequestEvent] = []
+    events: list[RequestEvent] = []
     async with admissions_to(f"127.0.0.1:{free_port()}", unreachable_after_s=0.3) as admissions:
-        admissions.admit(pb.AdmitRequest(key=key("r")), heard.append)
-        await until(lambda: bool(heard))
-        failure = heard[0]
+        admissions.admit(pb.AdmitRequest(key=key("r")), events.append)
+        await eventually(lambda: bool(events))
+        failure = events[0]
         assert isinstance(failure, AdmissionFailed)
         assert failure.attempt == 1
         assert failure.error.message.startswith("the scheduler at 127.0.0.1:")
@@ -59,60 +59,60 @@ async def test_who_waits_is_told_when_the_scheduler_stays_away() -> None:
 
 
 async def test_a_failure_on_which_a_request_releases_its_other_attempts_is_told_once_and_the_stream_goes_on() -> None:
-    heard: list[RequestEvent] = []
+    events: list[RequestEvent] = []
     async with admissions_to(f"127.0.0.1:{free_port()}", unreachable_after_s=0.3) as admissions:
 
         def end_all(event: RequestEvent) -> None:
-            heard.append(event)
+            events.append(event)
             for attempt in (1, 2):
                 admissions.release(pb.Release(key=key("r", attempt)))
 
         for attempt in (1, 2):
             admissions.admit(pb.AdmitRequest(key=key("r", attempt)), end_all)
-        await until(lambda: bool(heard))
-        assert len(heard) == 1 and admissions.num_open == 0
+        await eventually(lambda: bool(events))
+        assert len(events) == 1 and admissions.num_open == 0
         later: list[RequestEvent] = []
         admissions.admit(pb.AdmitRequest(key=key("later")), later.append)
-        await until(lambda: bool(later))
+        await eventually(lambda: bool(later))
 
 
 async def test_a_placement_that_crosses_the_withdrawal_is_released() -> None:
-    heard: list[RequestEvent] = []
+    events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:
         there.open_gate.clear()
-        admissions.admit(pb.AdmitRequest(key=key("r")), heard.append)
-        await until(lambda: len(there.admits) == 1)
+        admissions.admit(pb.AdmitRequest(key=key("r")), events.append)
+        await eventually(lambda: len(there.admits) == 1)
         admissions.release(pb.Release(key=key("r")))
         there.open_gate.set()  # this scheduler places it all the same
-        await until(lambda: len(there.releases) == 1)
+        await eventually(lambda: len(there.releases) == 1)
         assert there.withdrawals[0].key == there.releases[0].key == key("r")
-        assert not any(isinstance(one, pb.Placement) for one in heard)
+        assert not any(isinstance(one, pb.Placement) for one in events)
 
 
 async def test_what_can_wait_goes_with_the_next_admission_or_soon_after() -> None:
-    heard: list[RequestEvent] = []
+    events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:
         for name in ("a", "b"):
-            admissions.admit(pb.AdmitRequest(key=key(name)), heard.append)
-        await until(lambda: sum(isinstance(one, pb.Placement) for one in heard) == 2)
-        admissions.first_token(("a", 1))
+            admissions.admit(pb.AdmitRequest(key=key(name)), events.append)
+        await eventually(lambda: sum(isinstance(one, pb.Placement) for one in events) == 2)
+        admissions.first_token(key("a"))
         admissions.release(pb.Release(key=key("a")))
-        admissions.admit(pb.AdmitRequest(key=key("c")), heard.append)
-        await until(lambda: there.messages[-1] == ["first_token", "release", "admit"])
+        admissions.admit(pb.AdmitRequest(key=key("c")), events.append)
+        await eventually(lambda: there.messages[-1] == ["first_token", "release", "admit"])
         admissions.release(pb.Release(key=key("b")))
-        await until(lambda: there.messages[-1] == ["release"])
+        await eventually(lambda: there.messages[-1] == ["release"])
 
 
 async def test_a_release_while_the_scheduler_is_away_arrives_later() -> None:
-    heard: list[RequestEvent] = []
+    events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:
-        admissions.admit(pb.AdmitRequest(key=key("r")), heard.append)
-        await until(lambda: any(isinstance(one, pb.Placement) for one in heard))
+        admissions.admit(pb.AdmitRequest(key=key("r")), events.append)
+        await eventually(lambda: any(isinstance(one, pb.Placement) for one in events))
         await there.kill()
         admissions.release(pb.Release(key=key("r"), num_output_tokens=3))
         admissions.release(pb.Release(key=key("r")))  # a second one changes nothing
         await there.revive()
-        await until(lambda: len(there.releases) == 1)
+        await eventually(lambda: len(there.releases) == 1)
         assert there.releases[0].num_output_tokens == 3
         assert len(there.hellos) == 2
         assert len(there.admits) == 1  # released attempts are not admitted again
@@ -123,7 +123,7 @@ async def test_flush_waits_for_what_is_unsent_but_not_for_ever() -> None:
         for name in "abc":
             admissions.admit(pb.AdmitRequest(key=key(name)), lambda _: None)
         await admissions.flush(5)
-        await until(lambda: len(there.admits) == 3)
+        await eventually(lambda: len(there.admits) == 3)
         await there.kill()
         admissions.admit(pb.AdmitRequest(key=key("d")), lambda _: None)
         await admissions.flush(0.05)
@@ -131,76 +131,76 @@ async def test_flush_waits_for_what_is_unsent_but_not_for_ever() -> None:
 
 
 async def test_more_than_can_be_kept_unsent_breaks_the_stream_and_what_is_open_is_admitted_again() -> None:
-    heard: list[RequestEvent] = []
+    events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address, max_unsent=2) as admissions:
         for name in "abcdef":
-            admissions.admit(pb.AdmitRequest(key=key(name)), heard.append)
-        await until(lambda: sum(isinstance(one, pb.Placement) for one in heard) == 6)
+            admissions.admit(pb.AdmitRequest(key=key(name)), events.append)
+        await eventually(lambda: sum(isinstance(one, pb.Placement) for one in events) == 6)
         for name in "abcde":
             admissions.release(pb.Release(key=key(name)))
-        await until(lambda: len(there.hellos) == 2 and len(there.admits) > 6)
+        await eventually(lambda: len(there.hellos) == 2 and len(there.admits) > 6)
         assert [(one.key, one.HasField("current")) for one in there.admits[6:]] == [(key("f"), True)]
 
 
 async def test_long_prompts_that_are_open_together_are_admitted_again_in_messages_that_fit() -> None:
     """Their hashes alone take ten megabytes; a message may have eight."""
-    heard: list[RequestEvent] = []
+    events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:
         for number in range(8):
             hashes = [bytes(16)] * 70_000
-            admissions.admit(pb.AdmitRequest(key=key(f"r{number}"), block_hashes=hashes), heard.append)
-        await until(lambda: len(heard) == 8)
+            admissions.admit(pb.AdmitRequest(key=key(f"r{number}"), block_hashes=hashes), events.append)
+        await eventually(lambda: len(events) == 8)
         await there.kill()
         await there.revive()
-        await until(lambda: len(there.admits) == 16)
+        await eventually(lambda: len(there.admits) == 16)
         assert len(there.hellos) == 2
 
 
 async def test_each_hears_of_its_own() -> None:
-    heard: dict[str, list[RequestEvent]] = {name: [] for name in "abcdef"}
+    events: dict[str, list[RequestEvent]] = {name: [] for name in "abcdef"}
     async with scheduler() as there, admissions_to(there.address) as admissions:
         there.refusals.append(pb.Refusal(reason=pb.Refusal.REASON_QUEUE_FULL))
-        for name, box in heard.items():
+        for name, box in events.items():
             admissions.admit(pb.AdmitRequest(key=key(name)), box.append)
-        await until(lambda: all(heard.values()))
-        kinds = [type(box[0]) for box in heard.values()]
+        await eventually(lambda: all(events.values()))
+        kinds = [type(box[0]) for box in events.values()]
         assert kinds.count(pb.Refusal) == 1 and kinds.count(pb.Placement) == 5
-        for name, box in heard.items():
+        for name, box in events.items():
             assert box[0].key.request_id == name  # type: ignore[union-attr]
         assert there.hellos == ["gw"]
         assert admissions.num_open == 5
 
 
 async def test_a_scheduler_that_hangs_is_asked_again_when_it_goes_on() -> None:
-    heard: list[RequestEvent] = []
+    events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:
-        await until(lambda: len(there.hellos) == 1)
+        await eventually(lambda: len(there.hellos) == 1)
         there.answers.clear()
-        admissions.admit(pb.AdmitRequest(key=key("r")), heard.append)
-        await until(lambda: len(there.hellos) == 2, timeout_s=8)
+        admissions.admit(pb.AdmitRequest(key=key("r")), events.append)
+        await eventually(lambda: len(there.hellos) == 2)
         there.answers.set()
-        await until(lambda: any(isinstance(one, pb.Placement) for one in heard), timeout_s=8)
+        await eventually(lambda: any(isinstance(one, pb.Placement) for one in events))
         assert [one.key.request_id for one in there.admits] == ["r"] * len(there.admits)
 
 
 async def test_who_waits_is_told_when_the_scheduler_hangs_and_what_runs_goes_on() -> None:
     running: list[RequestEvent] = []
-    heard: list[RequestEvent] = []
+    events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address, unreachable_after_s=4.0) as admissions:
         admissions.admit(pb.AdmitRequest(key=key("running")), running.append)
-        await until(lambda: any(isinstance(one, pb.Placement) for one in running))
+        await eventually(lambda: any(isinstance(one, pb.Placement) for one in running))
         there.answers.clear()
-        admissions.admit(pb.AdmitRequest(key=key("waiting")), heard.append)
-        await until(lambda: bool(heard), timeout_s=12)
-        failure = heard[0]
+        admissions.admit(pb.AdmitRequest(key=key("waiting")), events.append)
+        await eventually(lambda: bool(events))
+        failure = events[0]
         assert isinstance(failure, AdmissionFailed)
         assert failure.error.message.endswith("(TORCHRELAY_SCHEDULER_ADDRESS) does not answer")
         assert not any(isinstance(one, AdmissionFailed) for one in running)
         there.answers.set()
-        await until(lambda: any(one.HasField("current") for one in there.admits), timeout_s=8)
+        await eventually(lambda: any(one.HasField("current") for one in there.admits))
 
 
 async def test_the_scheduler_is_told_of_a_deleted_model() -> None:
     async with scheduler() as made, admissions_to(made.address) as admissions:
         admissions.model_deleted("acme/m")
-        await until(lambda: made.deleted == ["acme/m"])
+        await eventually(lambda: made.deleted == ["acme/m"])

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.support.gateway_ports import InMemoryPorts
-from tests.unit.gateway.token_path_rig import until
+from tests.support.wait import eventually
 from torchrelay.gateway.core import OpenedRequest, Reservation
 from torchrelay.gateway.inference.execution import ledger_writer
 from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
@@ -45,7 +45,7 @@ async def test_a_lost_release_is_repeated_and_nobody_waits_for_it(
     async with LedgerWriter(limits, limits, drain_s=5) as writer:
         await settle(writer)
         assert (limits.num_asked, limits.released, writer.num_waiting) == (1, {}, 0)
-        await until(lambda: "rsv" in limits.released)
+        await eventually(lambda: "rsv" in limits.released)
         assert limits.num_asked == 4
 
 

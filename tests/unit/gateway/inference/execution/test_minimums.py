@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.support.gateway_ports import published_model
+from tests.support.wait import eventually
 from tests.unit.gateway.inference.execution.test_admission_stream import admissions_to, scheduler
-from tests.unit.gateway.token_path_rig import until
 from torchrelay.common.errors import Unavailable
 from torchrelay.gateway.background import background
 from torchrelay.gateway.core import PublishedModel
@@ -27,7 +27,7 @@ async def test_of_a_schedule_the_present_and_the_next_window_are_told_and_what_c
         admissions_to(made.address) as admissions,
         background(announce_minimums(with_minimum, admissions, every_s=60.0, unix_s=lambda: noon)),
     ):
-        await until(lambda: bool(made.minimums))
+        await eventually(lambda: bool(made.minimums))
     (version,) = made.minimums[-1].versions
     told = [(each.begin_unix_s, each.end_unix_s, each.num_instances) for each in version.scaling.scheduled]
     begin, day_s = int(noon) - 4 * 3600, 24 * 3600
@@ -50,13 +50,13 @@ async def test_minimums_are_told_when_they_change_and_to_each_new_scheduler() ->
 
     async with scheduler() as made, admissions_to(made.address) as admissions:
         async with background(announce_minimums(with_minimum, admissions, every_s=0.01)):
-            await until(lambda: num_reads > 5)
-            await until(lambda: bool(made.minimums))
+            await eventually(lambda: num_reads > 5)
+            await eventually(lambda: bool(made.minimums))
             assert set(map(str, told())) == {"[('acme/m', 2)]"}, "by the hello, or after it"
             kept = []
-            await until(lambda: told()[-1] == [])
+            await eventually(lambda: told()[-1] == [])
         num_told = len(made.minimums)
         await made.kill()
         await made.revive()
-        await until(lambda: len(made.minimums) > num_told)
+        await eventually(lambda: len(made.minimums) > num_told)
         assert told()[-1] == []

@@ -7,7 +7,7 @@ import asyncio
 from torchrelay.gateway.inference.execution.notifier import Notifier
 
 
-async def test_rings_are_heard_once_whenever_they_come() -> None:
+async def test_notifications_are_coalesced_and_none_is_lost() -> None:
     notifier = Notifier(10, 10)
     notifier.notify()
     notifier.notify()

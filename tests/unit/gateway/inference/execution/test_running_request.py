@@ -13,7 +13,8 @@ from starlette.types import Message
 from tests.support.echo_services import EchoScheduler
 from tests.support.echo_worker import EchoWorker
 from tests.support.gateway_ports import KEY
-from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig, until
+from tests.support.wait import eventually
+from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig
 from torchrelay.common.errors import DeadlineExceeded, QueueFull, TorchrelayError, Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import generation_pb2 as pb
@@ -39,7 +40,7 @@ async def test_the_same_tokens_come_when_the_worker_dies(rig: TokenPathRig) -> N
     first, second = rig.workers
     first.pause_at = 10
     asking = asyncio.ensure_future(ask(rig, 25))
-    await until(lambda: rig.num_accepted() == [10])
+    await eventually(lambda: rig.num_accepted() == [10])
     await first.kill()
     assert await asking == [rig.echoed(PROMPT, 25)]
     request_id = rig.ports.opened[0].request_id
@@ -52,21 +53,21 @@ async def test_the_same_tokens_come_when_the_worker_dies(rig: TokenPathRig) -> N
     assert list(rig.scheduler.admits[1].lost_workers) == ["w0"]
     assert rig.scheduler.admits[1].num_forced_tokens == 10
     assert [(one.num_output_tokens, one.cause) for one in rig.ports.settled[request_id]] == [(25, FinishCause.LENGTH)]
-    await until(lambda: len(rig.scheduler.releases) == 2)
+    await eventually(lambda: len(rig.scheduler.releases) == 2)
 
 
 async def test_an_attempt_that_has_not_begun_runs_elsewhere_when_the_scheduler_takes_it_back(rig: TokenPathRig) -> None:
     first, second = rig.workers
     first.prefill_delay_s, first.pause_at = 60.0, 1
     asking = asyncio.ensure_future(ask(rig, 25))
-    await until(lambda: len(first.starts) == 2)
+    await eventually(lambda: len(first.starts) == 2)
     rig.scheduler.prefill_workers = rig.scheduler.decode_workers = [second]
     await rig.scheduler.take_back(first.starts[0][1].key)
     assert await asking == [rig.echoed(PROMPT, 25)]
     assert {start.key.attempt for _, start in second.starts} == {2}
     assert second.starts[0][1].sampling.seed == first.starts[0][1].sampling.seed
     assert list(rig.scheduler.admits[1].lost_workers) == []
-    await until(lambda: len(rig.scheduler.releases) == 2)
+    await eventually(lambda: len(rig.scheduler.releases) == 2)
     assert [(one.is_taken_back, one.ttft_s > 0) for one in rig.scheduler.releases] == [(True, False), (False, True)]
 
 
@@ -74,7 +75,7 @@ async def test_an_attempt_that_has_begun_goes_on_when_the_scheduler_takes_it_bac
     first, _ = rig.workers
     first.pause_at = 10
     asking = asyncio.ensure_future(ask(rig, 25))
-    await until(lambda: rig.num_accepted() == [10])
+    await eventually(lambda: rig.num_accepted() == [10])
     await rig.scheduler.take_back(first.starts[0][1].key)
     second = asyncio.ensure_future(ask(rig, 1))  # what comes after it on the stream
     await second
@@ -87,16 +88,16 @@ async def test_an_attempt_that_is_migrated_runs_until_it_has_a_place_and_goes_on
     first, second = rig.workers
     first.pause_at = 10
     asking = asyncio.ensure_future(ask(rig, 25))
-    await until(lambda: rig.num_accepted() == [10])
+    await eventually(lambda: rig.num_accepted() == [10])
     rig.scheduler.prefill_workers = rig.scheduler.decode_workers = [second]
     rig.scheduler.open_gate.clear()
     await rig.scheduler.migrate(first.starts[0][1].key)
-    await until(lambda: len(rig.scheduler.admits) == 2)
+    await eventually(lambda: len(rig.scheduler.admits) == 2)
     admit = rig.scheduler.admits[1]
     assert (admit.key.attempt, admit.migrates, admit.num_forced_tokens) == (2, 1, 10)
     first.pause_at = 15
     rig.model.wake()
-    await until(lambda: rig.num_accepted() == [15])
+    await eventually(lambda: rig.num_accepted() == [15])
     assert not second.starts and not rig.scheduler.releases
     rig.scheduler.open_gate.set()
     assert await asking == [rig.echoed(PROMPT, 25)]
@@ -104,7 +105,7 @@ async def test_an_attempt_that_is_migrated_runs_until_it_has_a_place_and_goes_on
     assert (start.key.attempt, list(start.prompt)) == (2, PROMPT)
     assert list(start.choices[0].forced_output) == rig.echoed(PROMPT, 15), "with all that came until it was placed"
     assert start.sampling.seed == first.starts[0][1].sampling.seed
-    await until(lambda: len(rig.scheduler.releases) == 2 and first.num_running == 0)
+    await eventually(lambda: len(rig.scheduler.releases) == 2 and first.num_running == 0)
     assert [(one.is_migrated, one.num_output_tokens) for one in rig.scheduler.releases] == [(True, 15), (False, 10)]
     (settled,) = rig.ports.settled.values()
     assert [(one.num_output_tokens, one.cause) for one in settled] == [(25, FinishCause.LENGTH)]
@@ -114,16 +115,16 @@ async def test_an_attempt_whose_migration_is_refused_goes_on_where_it_is(rig: To
     first, second = rig.workers
     first.pause_at = 10
     asking = asyncio.ensure_future(ask(rig, 25))
-    await until(lambda: rig.num_accepted() == [10])
+    await eventually(lambda: rig.num_accepted() == [10])
     for number in (2, 3):
         refusal = scheduler_pb2.Refusal(reason=scheduler_pb2.Refusal.REASON_NOT_MIGRATED)
         rig.scheduler.refusals.append(refusal)
         await rig.scheduler.migrate(first.starts[0][1].key)
-        await until(lambda number=number: len(rig.scheduler.admits) == number)  # type: ignore[misc]
-        await until(lambda: rig.token_path.admissions.num_open == 1)
+        await eventually(lambda number=number: len(rig.scheduler.admits) == number)  # type: ignore[misc]
+        await eventually(lambda: rig.token_path.admissions.num_open == 1)
     first.resume()
     assert await asking == [rig.echoed(PROMPT, 25)]
-    await until(lambda: len(rig.scheduler.releases) == 1)
+    await eventually(lambda: len(rig.scheduler.releases) == 1)
     assert not second.starts and not rig.scheduler.releases[0].is_migrated
 
 
@@ -132,18 +133,18 @@ async def test_a_migration_is_withdrawn_when_its_attempt_is_over_before(rig: Tok
     first, second = rig.workers
     first.pause_at = 10
     asking = asyncio.ensure_future(ask(rig, 25))
-    await until(lambda: rig.num_accepted() == [10])
+    await eventually(lambda: rig.num_accepted() == [10])
     rig.scheduler.open_gate.clear()
     await rig.scheduler.migrate(first.starts[0][1].key)
-    await until(lambda: len(rig.scheduler.admits) == 2)
+    await eventually(lambda: len(rig.scheduler.admits) == 2)
     if how == "it ends":
         first.resume()
     else:
         await first.kill()
-        await until(lambda: len(rig.scheduler.admits) == 3)
+        await eventually(lambda: len(rig.scheduler.admits) == 3)
         rig.scheduler.open_gate.set()
     assert await asking == [rig.echoed(PROMPT, 25)]
-    await until(lambda: len(rig.scheduler.withdrawals) == 1)
+    await eventually(lambda: len(rig.scheduler.withdrawals) == 1)
     assert rig.scheduler.withdrawals[0].key.attempt == 2
     rig.scheduler.open_gate.set()
     numbers = {start.key.attempt for worker in (first, second) for _, start in worker.starts}
@@ -154,7 +155,7 @@ async def test_an_attempt_with_several_open_choices_is_not_migrated(rig: TokenPa
     first, _ = rig.workers
     first.pause_at = 10
     asking = asyncio.ensure_future(ask(rig, 25, n=2))
-    await until(lambda: rig.num_accepted() == [20])
+    await eventually(lambda: rig.num_accepted() == [20])
     await rig.scheduler.migrate(first.starts[0][1].key)
     await ask(rig, 1)  # what comes after it on the stream
     first.resume()
@@ -167,19 +168,19 @@ async def test_the_same_tokens_come_when_the_worker_hangs(rig: TokenPathRig, how
     first, second = rig.workers
     first.pause_at = 10
     asking = asyncio.ensure_future(ask(rig, 25))
-    await until(lambda: rig.num_accepted() == [10])
+    await eventually(lambda: rig.num_accepted() == [10])
     if how == "silent":
         first.is_silent = True
     else:
         first.progress = types_pb2.EngineProgress(num_advances=1, has_work=True)
-    await until(lambda: bool(second.starts), timeout_s=8)
+    await eventually(lambda: bool(second.starts))
     first.is_silent = False
     first.resume()  # it goes on; nobody listens to it any more
     assert await asking == [rig.echoed(PROMPT, 25)]
     assert list(rig.scheduler.admits[1].lost_workers) == ["w0"]
     (settled,) = rig.ports.settled.values()
     assert [(one.num_output_tokens, one.cause) for one in settled] == [(25, FinishCause.LENGTH)]
-    await until(lambda: first.num_running == 0)
+    await eventually(lambda: first.num_running == 0)
 
 
 async def test_each_choice_resumes_by_itself_and_finished_ones_are_left_alone(rig: TokenPathRig) -> None:
@@ -189,7 +190,7 @@ async def test_each_choice_resumes_by_itself_and_finished_ones_are_left_alone(ri
     assert eos == 0
     first.pause_at = 6
     asking = asyncio.ensure_future(ask(rig, 12, n=3))
-    await until(lambda: rig.num_accepted() == [6 + 3 + 6])
+    await eventually(lambda: rig.num_accepted() == [6 + 3 + 6])
     await first.kill()
     whole = [50 + position for position in range(12)]
     assert await asking == [whole, [50, 51, 0], whole]
@@ -221,7 +222,7 @@ async def test_attempts_are_bounded_and_the_last_error_is_told(make_rig: MakeRig
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})
     assert (response.status_code, response.json()["error"]["message"]) == (503, "the instance is gone")
     assert len(rig.scheduler.admits) == 3
-    await until(lambda: not rig.ports.reserved and len(rig.scheduler.releases) == 3)
+    await eventually(lambda: not rig.ports.reserved and len(rig.scheduler.releases) == 3)
     assert rig.token_path.admissions.num_open == 0
 
 
@@ -230,8 +231,8 @@ async def test_an_error_that_nothing_mends_ends_the_request_and_stops_the_other_
     rig.workers[0].errors["prefill"].append(error)
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})
     assert (response.status_code, response.json()["error"]["message"]) == (500, "the engine failed")
-    await until(lambda: any(role == "decode" for role, _ in rig.workers[0].cancelled))
-    await until(lambda: not rig.ports.reserved)
+    await eventually(lambda: any(role == "decode" for role, _ in rig.workers[0].cancelled))
+    await eventually(lambda: not rig.ports.reserved)
     assert next(iter(rig.ports.settled.values()))[0].cause == FinishCause.ERROR
 
 
@@ -250,7 +251,7 @@ async def test_prefill_and_decode_on_two_workers_and_prefill_may_leave_after_its
     rig.scheduler.prefill_workers, rig.scheduler.decode_workers = [prefill], [decode]
     decode.pause_at = 4
     asking = asyncio.ensure_future(ask(rig, 9))
-    await until(lambda: rig.num_accepted() == [4])
+    await eventually(lambda: rig.num_accepted() == [4])
     await prefill.kill()
     decode.resume()
     assert await asking == [rig.echoed(PROMPT, 9)]
@@ -273,14 +274,14 @@ async def test_a_hand_over_that_fails_after_the_first_token_is_resumed(rig: Toke
 async def test_a_restarted_scheduler_is_told_what_runs_and_what_waits(rig: TokenPathRig) -> None:
     rig.workers[0].pause_at = 3
     running = asyncio.ensure_future(ask(rig, 6))
-    await until(lambda: rig.num_accepted() == [3])
+    await eventually(lambda: rig.num_accepted() == [3])
     rig.scheduler.open_gate.clear()
     waiting = asyncio.ensure_future(ask(rig, 2))
-    await until(lambda: len(rig.scheduler.admits) == 2)
+    await eventually(lambda: len(rig.scheduler.admits) == 2)
     rig.scheduler.admits.clear()
     await rig.scheduler.kill()
     await rig.scheduler.revive()
-    await until(lambda: len(rig.scheduler.admits) == 2)
+    await eventually(lambda: len(rig.scheduler.admits) == 2)
     rig.scheduler.open_gate.set()
     assert await waiting == [rig.echoed(PROMPT, 2)]
     assert [admit.HasField("current") for admit in rig.scheduler.admits] == [True, False]
@@ -296,7 +297,7 @@ async def test_every_request_gets_its_tokens_whatever_dies_and_comes_back(make_r
     rig.model.answer = lambda prompt, seed, choice, position: (seed * 31 + choice * 7 + position * position) % 300 + 5
     seeds = range(12)
     asking = asyncio.gather(*(ask(rig, 200, n=2, seed=seed) for seed in seeds))
-    await until(lambda: len(rig.num_accepted()) == len(seeds), timeout_s=20)
+    await eventually(lambda: len(rig.num_accepted()) == len(seeds))
     victims: list[EchoWorker | EchoScheduler] = [*rig.workers, rig.scheduler]
     for victim in victims * 2:
         await asyncio.sleep(0.1)
@@ -310,14 +311,14 @@ async def test_every_request_gets_its_tokens_whatever_dies_and_comes_back(make_r
         ]
     assert len(rig.scheduler.hellos) == 3
     assert {role for role, start in rig.workers[1].starts if start.key.attempt > 3} == {"prefill", "decode"}
-    await until(lambda: rig.token_path.admissions.num_open == 0 and not rig.ports.reserved)
+    await eventually(lambda: rig.token_path.admissions.num_open == 0 and not rig.ports.reserved)
     assert all(one.num_output_tokens == 200 for usages in rig.ports.settled.values() for one in usages)
 
 
 async def test_release_tells_where_the_time_went(rig: TokenPathRig) -> None:
     rig.workers[0].num_cached = 5
     await ask(rig, 4)
-    await until(lambda: len(rig.scheduler.releases) == 1)
+    await eventually(lambda: len(rig.scheduler.releases) == 1)
     release = rig.scheduler.releases[0]
     assert [phase.name for phase in release.phases] == ["prepare", "queue", "first_token", "decode", "prefill"]
     assert all(phase.end_unix_us >= phase.begin_unix_us > 0 for phase in release.phases)
@@ -350,7 +351,7 @@ async def test_a_slow_reader_slows_only_itself(rig: TokenPathRig) -> None:
     slow = asyncio.ensure_future(rig.token_path.asgi(scope, receive, send))
     for _ in range(3):
         assert await ask(rig, 50) == [rig.echoed(PROMPT, 50)]
-    await until(lambda: 4 * 500 in [release.num_output_tokens for release in rig.scheduler.releases])
+    await eventually(lambda: 4 * 500 in [release.num_output_tokens for release in rig.scheduler.releases])
     assert len(rig.ports.settled) == 3 and not slow.done()  # its end has not been sent
     reads.set()
     await slow
@@ -391,7 +392,7 @@ async def test_who_leaves_during_a_long_prompt_pays_what_was_computed(rig: Token
         "POST", "/v1/completions", json={"model": "echo", "prompt": PROMPT, "stream": True}
     ) as reply:
         await anext(reply.aiter_lines())  # a keep-alive: the worker's progress came before it
-    await until(lambda: bool(rig.ports.settled))
+    await eventually(lambda: bool(rig.ports.settled))
     assert settled_of(rig) == [(6, 2, 0, FinishCause.CANCELLED)]
 
 
@@ -401,7 +402,7 @@ async def test_who_leaves_a_cold_model_pays_nothing(rig: TokenPathRig) -> None:
         "POST", "/v1/completions", json={"model": "echo", "prompt": PROMPT, "stream": True}
     ) as reply:
         await anext(reply.aiter_lines())
-    await until(lambda: bool(rig.ports.settled))
+    await eventually(lambda: bool(rig.ports.settled))
     assert settled_of(rig) == [(0, 0, 0, FinishCause.CANCELLED)]
 
 
@@ -410,7 +411,7 @@ async def test_the_operators_deadline_that_ends_a_long_prompt_bills_nothing(make
     rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})
     assert response.status_code == 504
-    await until(lambda: bool(rig.ports.settled))
+    await eventually(lambda: bool(rig.ports.settled))
     assert settled_of(rig) == [(0, 2, 0, FinishCause.ERROR)]
 
 
@@ -426,7 +427,7 @@ async def test_the_callers_deadline_that_ends_a_long_prompt_bills_what_was_compu
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(generate(made, metadata=(("authorization", f"Bearer {KEY}"),), timeout=callers_s)))
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until(lambda: bool(rig.ports.settled))
+    await eventually(lambda: bool(rig.ports.settled))
     assert [one[:3] for one in settled_of(rig)] == [(num_billed, 2, 0)]
 
 
@@ -434,8 +435,8 @@ async def test_a_fault_of_the_platform_during_a_long_prompt_costs_nothing(make_r
     rig = await make_rig(max_attempts=1)
     rig.workers[0].prompt_progress = (4, 6)
     asking = asyncio.ensure_future(rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT}))
-    await until(lambda: any(role == "prefill" for role, _ in rig.workers[0].starts))
+    await eventually(lambda: any(role == "prefill" for role, _ in rig.workers[0].starts))
     await rig.workers[0].kill()
     assert (await asking).status_code == 503
-    await until(lambda: bool(rig.ports.settled))
+    await eventually(lambda: bool(rig.ports.settled))
     assert [one[0] for one in settled_of(rig)] == [0]

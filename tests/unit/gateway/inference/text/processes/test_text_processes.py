@@ -17,8 +17,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Split
 
 from tests.support.sample_tokenizers import large_tokenizer
+from tests.support.wait import eventually
 from tests.unit.gateway.inference.text.processes.text_rig import CONFIG, LOOP, MESSAGES, TINY, TextRig, text_rig
-from tests.unit.gateway.token_path_rig import until
 from torchrelay.common.errors import QueueFull, Unavailable
 from torchrelay.gateway.inference.text.processes.frames import TOKENIZER_CONFIG, Prompt, Refusal
 from torchrelay.gateway.inference.text.processes.text_lane import MAX_WAITING, FileRefused, PromptKilled
@@ -215,7 +215,7 @@ async def test_slow_prompts_of_one_tenant_leave_a_process_to_the_others(tmp_path
     async with text_rig(tmp_path, prompt_cpu_s=30) as rig:
         await rig.rendered("fine", tenant="beta")
         slow = [asyncio.ensure_future(rig.answer(LOOP)) for _ in range(10)]
-        await until(lambda: len(rig.processes.pids) == 2, timeout_s=30)  # one of them is slow, so one more is started
+        await eventually(lambda: len(rig.processes.pids) == 2)  # one of them is slow, so one more is started
         for number in range(20):
             async with asyncio.timeout(10):
                 assert await rig.rendered(f"fine {number}", tenant="beta") == f"fine {number}"
@@ -243,7 +243,7 @@ async def test_a_process_that_died_idle_is_replaced(rig: TextRig) -> None:
     await rig.rendered("fine")
     (pid,) = rig.processes.pids
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: not rig.processes.pids)
+    await eventually(lambda: not rig.processes.pids)
     assert await rig.rendered("fine") == "fine"
 
 
@@ -298,9 +298,9 @@ async def test_idle_processes_end_but_one(tmp_path: Path) -> None:
     template = "{% for a in range(100) %}{% for b in range(99999) %}{% endfor %}{% endfor %}slow"
     async with text_rig(tmp_path, prompt_cpu_s=60, idle_s=0.5) as rig:
         slow = asyncio.ensure_future(rig.rendered(template))
-        await until(lambda: len(rig.processes.pids) == 2, timeout_s=30)
+        await eventually(lambda: len(rig.processes.pids) == 2)
         assert await slow == "slow"
-        await until(lambda: len(rig.processes.pids) == 1, timeout_s=30)
+        await eventually(lambda: len(rig.processes.pids) == 1)
         assert await rig.rendered("fine") == "fine"
 
 
