@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from torchrelay.gateway.inference.text.processes.frames import TextLimits
-from torchrelay.gateway.inference.text.processes.text_lane import PromptKilled
+from torchrelay.gateway.inference.text.processes.text_pool import PromptKilled
 from torchrelay.gateway.inference.text.refusals import kill_error
 
 

@@ -1,1 +1,1 @@
-"""Who calls: tenants, API keys and their format."""
+"""Authentication: tenants, API keys and their format."""

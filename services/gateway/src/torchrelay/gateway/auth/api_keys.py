@@ -40,7 +40,7 @@ class KeyInfo:
 
 
 async def load_pepper(database: Database, setting: str) -> bytes:
-    """The setting (hex), or the pepper in SQL, created by whichever gateway starts first."""
+    """The setting (hex), or the pepper in SQL, created by the gateway that starts first."""
     if setting:
         return bytes.fromhex(setting)
     async with database.write() as connection:
@@ -51,7 +51,7 @@ async def load_pepper(database: Database, setting: str) -> bytes:
 
 
 class ApiKeys:
-    """Owns the key table. ``announce`` hints to the other gateways that a key was revoked; it may be lost."""
+    """Owns the key table. ``announce`` tells the other gateways that a key was revoked; it may be lost."""
 
     def __init__(
         self,
@@ -87,14 +87,14 @@ class ApiKeys:
         due_s = time.monotonic() + ANSWER_LIMIT_S
         version = await self._versions.confirmed("keys")
         entry = self._cache.get(key_id, version)
-        if entry is None:  # both questions have one limit
+        if entry is None:  # both queries share one time limit
             entry = await self._database.answer(self._look_up(key_id, version), due_s - time.monotonic())
         if entry is None or not hmac.compare_digest(entry[0], mac):
             raise _unknown()
         return entry[1]
 
     def last_known(self, authorization: str) -> Principal | None:
-        """Whose key it was when SQL was last asked about it; a hint of who is asking, and no permission."""
+        """The principal of the key when SQL was last asked about it: a hint at the caller, and no permission."""
         token = _token(authorization)
         if not token:
             return None
@@ -187,7 +187,7 @@ class ApiKeys:
 
 
 def _token(authorization: str) -> str:
-    """Of ``Bearer tr-...``; empty if there is none."""
+    """The token of ``Bearer tr-...``; empty if there is none."""
     scheme, _, token = authorization.partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 

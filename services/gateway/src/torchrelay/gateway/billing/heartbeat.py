@@ -1,9 +1,9 @@
-"""Liveness of gateway processes: each increments its own counter in SQL; one whose counter stops is gone.
+"""Liveness of gateway processes: each increments its own counter in SQL; a gateway whose counter stops is gone.
 
-No two machines' clocks are compared: an observer declares a gateway gone when its counter has not changed for a while
-on the observer's own clock. A missing row counts as stopped: its gateway shut down, or was declared gone while it was
-stalled; in that case its next beat creates the row again. What the sweep billed meanwhile the gateway supplements when
-its requests end (ledger.py).
+An observer declares a gateway gone when its counter has not changed for a while on the observer's own clock: the clocks
+of two machines are never compared. A missing row counts as stopped: its gateway shut down, or was declared gone while
+it was stalled; in that case its next beat creates the row again. When its requests end, the gateway supplements the
+amounts that the sweep billed meanwhile (ledger.py).
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Heartbeat:
     def __init__(self, database: Database, gateway_id: str) -> None:
         self._database = database
         self.gateway_id = gateway_id
-        self.num_lost = 0  # how often others have removed the row of this process, because they took it for gone
+        self.num_lost = 0  # how often other gateways removed the row of this process, because they took it for gone
         self._has_row = False
 
     async def run(self, every_s: float, timeout_s: float) -> None:
-        """Beats until cancelled, whatever else the gateway does. A beat not committed in ``timeout_s`` is repeated."""
+        """Beats until cancelled. A beat that is not committed within ``timeout_s`` is repeated."""
         while True:
             try:
                 async with asyncio.timeout(timeout_s):

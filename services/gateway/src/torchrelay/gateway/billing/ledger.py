@@ -89,8 +89,8 @@ class Ledger(GroupCommit[OpenedRequest | Settlement]):
         return results
 
     def _settle(self, connection: Connection, settlements: Sequence[Settlement]) -> dict[str, int]:
-        """The recorded cost by request id, without those never opened."""
-        usages = {settlement.request_id: settlement.usages for settlement in reversed(settlements)}  # first one wins
+        """The recorded cost by request id, without requests that were never opened."""
+        usages = {settlement.request_id: settlement.usages for settlement in reversed(settlements)}  # the first wins
         now = now_unix_us()
         costs: dict[str, int] = {}
         charges: Counter[str] = Counter()
@@ -107,7 +107,9 @@ class Ledger(GroupCommit[OpenedRequest | Settlement]):
         for request, standing in _settled_before(connection, usages.keys() - costs.keys()):
             costs[request.request_id] = sum(row.cost_nano for row in standing)
             price, used = self._price(connection, request), usages[request.request_id]
-            if any(usage.cause is not FinishCause.GATEWAY_LOST for usage in used):  # its gateway's, not another sweep's
+            if any(
+                usage.cause is not FinishCause.GATEWAY_LOST for usage in used
+            ):  # by its gateway, not by another sweep
                 bill(request, supplement_rows(standing, ledger_rows(request, used, price), price))
         if values:
             connection.execute(_BILL, values)

@@ -1,7 +1,7 @@
 """The ledger rows of a request, from its opened row, usage and price. Pure.
 
-A request has one row per choice. It gets a second one, its *supplement*, if the sweep took its gateway for gone while
-that still delivered tokens: together the two rows are what the client received.
+A request has one row per choice. It gets a second row, its *supplement*, if the sweep took its gateway for gone while
+the gateway still delivered tokens: together the two rows are what the client received.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchrelay.gateway.core import ChoiceUsage, FinishCause, OpenedRequest, Pri
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """One choice in the ledger. Only choice 0 carries the prompt tokens, so that sums are right."""
+    """A choice in the ledger. Only choice 0 carries the prompt tokens, so that sums are right."""
 
     request_id: str
     choice: int
@@ -28,7 +28,7 @@ class LedgerRow:
 
 
 def ledger_rows(opened: OpenedRequest, usages: Sequence[ChoiceUsage], price: Price) -> list[LedgerRow]:
-    """One row per choice, in order.
+    """A row per choice, in order.
 
     The prompt is computed and billed once for all choices: as far as it was computed, and in full if any choice
     produced a token. Choices without a usage had no output.
@@ -50,8 +50,9 @@ def ledger_rows(opened: OpenedRequest, usages: Sequence[ChoiceUsage], price: Pri
 
 
 def supplement_rows(swept: Sequence[LedgerRow], accepted: Sequence[LedgerRow], price: Price) -> list[LedgerRow]:
-    """What ``accepted``, the rows of a request's own gateway, exceeds those that the sweep wrote by; nothing is taken
-    back. Empty unless ``swept`` are the rows of a sweep, and no supplement was written before.
+    """The excess of ``accepted``, the rows of a request's own gateway, over ``swept``, the rows of the sweep.
+
+    Never negative. Empty unless ``swept`` are the rows of a sweep without a supplement.
     """
     if not swept or any(row.supplement or row.cause is not FinishCause.GATEWAY_LOST for row in swept):
         return []

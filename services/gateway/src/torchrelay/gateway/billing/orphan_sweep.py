@@ -5,7 +5,7 @@ registers cannot be read nothing is settled; the next round tries again. A swept
 sent: at least what the client received, plus at most what was in flight. If its gateway was only stalled and delivers
 more, it supplements the bill.
 
-Observing goes on at its own pace while settling takes its time, and this gateway's own beats have a task of their own.
+Observing and settling run in two tasks, so a slow settlement delays no observation. This gateway's beats have a third.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class OrphanSweep:
         self._clock = clock
         self._seen: dict[str, BeatObservation] = {}
         self._looked_at = float("-inf")
-        self._stopped: dict[str, int] = {}  # gateways taken for gone, with the count that they stopped at
+        self._stopped: dict[str, int] = {}  # gateways taken for gone, with their last count
 
     async def run(self) -> None:
         """Observes and settles until cancelled. A failed round is logged and the next one tries again."""
@@ -87,12 +87,12 @@ class OrphanSweep:
             await asyncio.sleep(self._every_s)
 
     async def sweep(self) -> int:
-        """A round of both; returns the number of settled requests. Raises ``Unavailable`` without SQL or JetStream."""
+        """Observes and settles once; returns the number of settled requests. Raises ``Unavailable``."""
         await self.observe()
         return await self.settle()
 
     async def observe(self) -> None:
-        """Finds the gateways whose count stands still. Raises ``Unavailable`` without SQL."""
+        """Notes the gateways whose count stands still. Raises ``Unavailable`` without SQL."""
         # Owners before beats: a gateway beats before it opens a request, so the beats include every new owner.
         unsettled = await self._unsettled_owners()
         beats = await self._heartbeat.beats()
@@ -105,7 +105,7 @@ class OrphanSweep:
         self._stopped = {gateway_id: self._seen[gateway_id].beat for gateway_id in sorted(stopped)}
 
     async def settle(self) -> int:
-        """Settles a bounded number of requests of gateways that stopped; returns it. Raises ``Unavailable``."""
+        """Settles requests of stopped gateways, up to a limit; returns their number. Raises ``Unavailable``."""
         num_settled = 0
         for gateway_id, beat in self._stopped.items():
             if num_settled < MAX_REQUESTS_PER_ROUND:

@@ -1,4 +1,4 @@
-"""What tokens cost, and which row of the price list applies. Pure."""
+"""The cost of tokens, and the row of the price list that applies. Pure."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def instant_of(text: str, field: str) -> int:
 
 
 async def usage_sums(database: Database, filter_: UsageFilter, group_by: GroupBy | None) -> list[UsageSum]:
-    """One sum per group, in group order; without ``group_by`` a single total, even over no rows."""
+    """Sums per group, in group order; without ``group_by`` a single total, even over no rows."""
     groups: dict[GroupBy, ColumnElement[Any]] = {
         "key": ledger.c.key_id,
         "model": ledger.c.model,

@@ -25,8 +25,9 @@ from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
-    """Settings of a model. ``None``: unchanged; for a new model 0, the scheduler's default. The first two are the
-    tenant's, all others the operator's.
+    """Settings of a model. ``None``: unchanged; for a new model 0, the scheduler's default.
+
+    A tenant sets the first two, the operator all others.
     """
 
     idle_timeout_s: float | None = None
@@ -66,14 +67,14 @@ class Catalog:
         if (tenant != principal.tenant and not principal.is_admin) or not is_name(tenant) or not is_name(model):
             raise _not_found(name)
         version = await self._table_versions.confirmed("catalog")
-        found = self._cache.get(full_name, version)
-        if found is None:
-            found = await self._look_up(tenant, model)
-            if found is None:
+        published = self._cache.get(full_name, version)
+        if published is None:
+            published = await self._look_up(tenant, model)
+            if published is None:
                 raise _not_found(name)
-            self._cache.put(full_name, version, found)
+            self._cache.put(full_name, version, published)
         price = await self._prices.current(full_name)
-        return found if found.price is price else replace(found, price=price)
+        return published if published.price is price else replace(published, price=price)
 
     async def _look_up(self, tenant: str, model: str) -> PublishedModel | None:
         price = await self._prices.current(f"{tenant}/{model}")
@@ -131,8 +132,8 @@ class Catalog:
 
         The caller calls ``published()`` after the commit.
         """
-        # First, because it locks a row: changes to the catalog are serialized, so that none misses which versions
-        # another one references or retires.
+        # First, because it locks a row: changes to the catalog are serialized, so that each sees the versions that
+        # the others reference or retire.
         await bump_version(connection, "catalog")
         now = now_unix_us()
         await self._keep(connection, version)
@@ -200,5 +201,5 @@ def _is(model: PublishedModel) -> tuple[ColumnElement[bool], ColumnElement[bool]
     return models.c.tenant_id == model.tenant_id, models.c.name == model.name.partition("/")[2]
 
 
-def _not_found(name: str, mend: str = "") -> NotFound:
-    return NotFound(f"the model {name[:200]!r} does not exist{mend}", field="model")
+def _not_found(name: str, hint: str = "") -> NotFound:
+    return NotFound(f"the model {name[:200]!r} does not exist{hint}", field="model")

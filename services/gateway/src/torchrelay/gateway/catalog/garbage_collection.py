@@ -1,15 +1,15 @@
-"""Frees what nobody uses any more: retired versions, uploads left open, and what processes that died left behind.
+"""Frees unused data: retired versions, uploads left open, and the leftovers of processes that died.
 
-An open upload stops nothing. Whether a version may go is decided in this order, which leaves no gap for an upload of
-the same content:
+Open uploads do not block it. A version is deleted by these steps, whose order leaves no gap for an upload of the same
+content:
 
-    1. The store lists its versions: when each was published last, and which uploads published it that SQL has not
-       confirmed. A version with such an upload stays.
-    2. SQL says which are retired and not used by a model.
-    3. The store deletes one only if it was not published again since 1.
+    1. The store lists its versions: when each was published last, and the uploads that published it and are not
+       confirmed by SQL. A version with such an upload stays.
+    2. SQL lists the versions that are retired and not used by a model.
+    3. The store deletes a version only if it was not published again since step 1.
 
-An upload confirms by ``StoreClient.abort`` once its model is in SQL, so a version published before 1 and not used in 2
-is no longer wanted, and one published after 1 is not deleted in 3.
+An upload confirms by ``StoreClient.abort`` once its model is in SQL, so a version published before
+step 1 and unused in step 2 is no longer needed, and a version published after step 1 is not deleted in step 3.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def free_retired_versions(database: Database, store: StoreClient, retired_
 
 
 async def _retired(database: Database, before_unix_us: int) -> dict[str, int]:
-    """When each version was retired that may be freed, oldest first."""
+    """The versions that may be freed, with the time of their retirement, oldest first."""
     named = exists().where(models.c.version_id == retired_versions.c.version_id)
     query = select(retired_versions.c.version_id, retired_versions.c.retired_unix_us)
     query = query.where(retired_versions.c.retired_unix_us <= before_unix_us, ~named)
@@ -63,7 +63,7 @@ async def _retired(database: Database, before_unix_us: int) -> dict[str, int]:
 
 
 async def _forget(database: Database, version_id: str, retired_unix_us: int) -> None:
-    """Removes the rows of a freed version, as far as it was not published, or retired again, meanwhile."""
+    """Removes the rows of a freed version, unless it was published or retired again meanwhile."""
     same = (retired_versions.c.version_id == version_id, retired_versions.c.retired_unix_us == retired_unix_us)
     named = exists().where(models.c.version_id == versions.c.version_id)
     retired = exists().where(retired_versions.c.version_id == versions.c.version_id)
@@ -73,7 +73,7 @@ async def _forget(database: Database, version_id: str, retired_unix_us: int) -> 
 
 
 async def _confirm_ended(database: Database, store: StoreClient, upload_ids: Collection[str]) -> None:
-    """Confirms uploads that published a version and are not in SQL any more: their gateway died, or could not."""
+    """Confirms uploads that published a version and are no longer in SQL: their gateway did not confirm them."""
     async with database.read() as connection:
         known = set((await connection.execute(select(uploads.c.upload_id))).scalars())
     for upload_id in set(upload_ids) - known:
@@ -115,7 +115,7 @@ async def orphaned_versions(database: Database, store: StoreClient, older_than_s
 async def collect_garbage(
     database: Database, store: StoreClient, uploads_: Uploads, *, every_s: float, lease_s: float, retired_s: float
 ) -> None:
-    """Does all of it every ``every_s`` until cancelled; any number of gateways may. A failed round is logged."""
+    """Collects every ``every_s`` until cancelled; any number of gateways may do so. A failed round is logged."""
     clock = asyncio.get_running_loop().time
     unnamed_due_s = clock() + every_s
     while True:

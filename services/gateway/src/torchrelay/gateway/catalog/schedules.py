@@ -25,7 +25,7 @@ _MAX_QUOTED = 60
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One stretch of time, in Unix seconds, half-open."""
+    """A period in Unix seconds, half-open."""
 
     begin_unix_s: int
     end_unix_s: int
@@ -33,8 +33,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleEntry:
-    """``days``: those on which it begins, Monday is 0. Minutes count from midnight; an end that is not after the begin
-    is of the next day.
+    """``days``: the days on which it begins, Monday is 0. Minutes count from midnight; an end that is not after the
+    begin is on the next day.
     """
 
     days: frozenset[int]
@@ -48,13 +48,13 @@ class ScheduleEntry:
         return f"{_named(self.days)} {times} {self.time_zone} = {self.num_instances}"
 
     def windows(self, now_unix_s: float) -> Iterator[Window]:
-        """Those that end after now, in their order.
+        """The windows that end after now, in order.
 
-        Where the clocks are put forward or back within the times that it names, a window is the longer of both
-        readings. Raises ``ZoneInfoNotFoundError`` where this machine does not know the time zone.
+        If the clocks change within a window, it is the longer of both readings. Raises ``ZoneInfoNotFoundError`` if
+        this machine does not know the time zone.
         """
         zone = ZoneInfo(self.time_zone)
-        # Two days back: a window that began there may be of the next day, which a change of the zone may prolong.
+        # Two days back: a window that began there may end on the next day, and a clock change may prolong it.
         day = datetime.fromtimestamp(now_unix_s, zone).date() - timedelta(days=2)
         num_days = int(self.end_minute <= self.begin_minute)
         while True:
@@ -67,7 +67,7 @@ class ScheduleEntry:
 
 
 def parse_entry(text: str) -> ScheduleEntry:
-    """Raises ``InvalidRequest``, which says what to write instead."""
+    """The entry of a text. Raises ``InvalidRequest``, which says what to write instead."""
     parts = _ENTRY.fullmatch(text.strip())
     if parts is None:
         raise _refused(text, "is not of the form DAYS BEGIN-END ZONE = INSTANCES", f"write it as {EXAMPLE!r}")
@@ -84,7 +84,7 @@ def parse_entry(text: str) -> ScheduleEntry:
 
 
 def _instants(day: date, minute: int, zone: ZoneInfo) -> tuple[int, int]:
-    """When the zone's clock shows that time: twice the same, but where it is put forward or back."""
+    """The instants at which the zone's clock shows that time: they differ only around a clock change."""
     local = datetime.combine(day, datetime.min.time()) + timedelta(minutes=minute)
     first, second = (local.replace(tzinfo=zone, fold=fold).astimezone(UTC).timestamp() for fold in (0, 1))
     return int(first), int(second)
@@ -100,28 +100,28 @@ def _minute(text: str, hour: str, minute: str) -> int:
 def _days(text: str, given: str) -> frozenset[int]:
     if given.lower() == "daily":
         return frozenset(range(7))
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in given.lower().split(","):
         first, is_range, last = part.partition("-")
         if first not in _DAYS or (is_range and last not in _DAYS):
-            mend = f"write {', '.join(_DAYS)}, joined as mon-fri or sat,sun, or daily"
-            raise _refused(text, f"has unknown days {given[:_MAX_QUOTED]!r}", mend)
+            hint = f"write {', '.join(_DAYS)}, joined as mon-fri or sat,sun, or daily"
+            raise _refused(text, f"has unknown days {given[:_MAX_QUOTED]!r}", hint)
         begin = _DAYS.index(first)
         num_days = (_DAYS.index(last) - begin) % 7 if is_range else 0
-        found.update((begin + number) % 7 for number in range(num_days + 1))
-    return frozenset(found)
+        numbers.update((begin + number) % 7 for number in range(num_days + 1))
+    return frozenset(numbers)
 
 
 def _zone(text: str, given: str) -> str:
     if (zone := _zones().get(given.lower())) is None:
-        mend = "write an IANA name such as Europe/Berlin, America/New_York or UTC"
-        raise _refused(text, f"has an unknown time zone {given[:_MAX_QUOTED]!r}", mend)
+        hint = "write an IANA name such as Europe/Berlin, America/New_York or UTC"
+        raise _refused(text, f"has an unknown time zone {given[:_MAX_QUOTED]!r}", hint)
     return zone
 
 
 @cache
 def _zones() -> dict[str, str]:
-    """The names of time zones that this machine knows, by their lower case."""
+    """The names of the time zones that this machine knows, by their names in lower case."""
     return {name.lower(): name for name in available_timezones()}
 
 
@@ -142,5 +142,5 @@ def _clock(minute: int) -> str:
     return f"{minute // 60:02}:{minute % 60:02}"
 
 
-def _refused(text: str, why: str, mend: str) -> InvalidRequest:
-    return InvalidRequest(f"schedule {text[:_MAX_QUOTED]!r} {why}; {mend}", field="schedule")
+def _refused(text: str, why: str, hint: str) -> InvalidRequest:
+    return InvalidRequest(f"schedule {text[:_MAX_QUOTED]!r} {why}; {hint}", field="schedule")

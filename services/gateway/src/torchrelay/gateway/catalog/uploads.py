@@ -48,7 +48,7 @@ MAX_FILES = 1000
 
 @dataclass(frozen=True, slots=True)
 class UploadLimits:
-    """Of each tenant; ``lease_s`` is how long an upload may stay open."""
+    """Limits of each tenant; ``lease_s`` is how long an upload may stay open."""
 
     max_open: int = 16
     max_open_bytes: int = 1 << 40
@@ -110,13 +110,13 @@ class Uploads:
     async def _check_open(self, connection: SqlConnection, tenant_id: str, more_bytes: int) -> None:
         query = select(func.count(), func.coalesce(func.sum(uploads.c.declared_bytes), 0))
         num_open, open_bytes = (await connection.execute(query.where(uploads.c.tenant_id == tenant_id))).one()
-        mend = "commit or abort one first (torchrelay uploads lists them)"
+        hint = "commit or abort one first (torchrelay uploads lists them)"
         if num_open >= self.limits.max_open:
-            raise Overloaded(f"{num_open} uploads are open already; {mend}", retry_after_s=60.0)
+            raise Overloaded(f"{num_open} uploads are open already; {hint}", retry_after_s=60.0)
         if num_open and int(open_bytes) + more_bytes > self.limits.max_open_bytes:
             raise Overloaded(
                 f"open uploads have {format_bytes(int(open_bytes))} and this one {format_bytes(more_bytes)}; together "
-                f"they may have {format_bytes(self.limits.max_open_bytes)}; {mend}",
+                f"they may have {format_bytes(self.limits.max_open_bytes)}; {hint}",
                 field="files",
                 retry_after_s=60.0,
             )
@@ -150,14 +150,14 @@ class Uploads:
         """Appends to a file at ``offset``; a complete file sent again stays as it is.
 
         ``body_bytes``: the length that the body declares, 0 if it declares none.
-        Raises ``Conflict`` if the store expects another offset, and ``UploadRefused`` for more than the file has left.
+        Raises ``Conflict`` if the store expects another offset, and ``UploadRefused`` for more bytes than declared.
         """
         # Checked before any byte is sent: the client may not see an error in the middle of its stream.
         states = {state.path: state for state in await self.files(upload)}
         if path not in states:
             raise NotFound(f"{path} is not a declared file", field=path)
         state = states[path]
-        is_sent_again = state.complete and not offset  # taken over from an earlier upload: a plain client sends it all
+        is_sent_again = state.complete and not offset  # kept from an earlier upload: a plain client sends it again
         if not is_sent_again and state.num_bytes_received != offset:
             raise Conflict(
                 f"{path} continues at offset {state.num_bytes_received}, not {offset}", field="Upload-Offset"
@@ -189,8 +189,8 @@ class Uploads:
                     yield progress
         except UploadRefused as refused:
             await self._forget(upload)
-            mend = "the upload has ended; mend the file and upload again: for an hour, files unchanged need not be sent"
-            raise UploadRefused(f"{refused.message} ({mend})", field=refused.field) from None
+            hint = "the upload has ended; fix the file and upload again: for an hour, unchanged files need not be sent"
+            raise UploadRefused(f"{refused.message} ({hint})", field=refused.field) from None
         if version is None:
             raise DataCorrupted("the param-store ended the commit without a version")
 
@@ -210,18 +210,18 @@ class Uploads:
         self._catalog.published()
 
     async def _retire(self, upload: Upload, version: Version) -> None:
-        """Ends an upload whose version the store has and no model of it gets; retires that unless a model uses it."""
+        """Ends an upload whose version becomes no model's; retires the version unless another model uses it."""
         # Retired, not deleted: another tenant may be about to publish the same content (garbage_collection.py).
         async with self._database.write() as connection:
             await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
             await self._catalog.retire_in(connection, upload.tenant_id, version)
 
     async def _confirm(self, upload: Upload) -> None:
-        """Tells the store that SQL names the upload's version, or has retired it."""
+        """Confirms to the store that SQL names the upload's version, or has retired it."""
         async with self._database.read() as connection:
             known = select(uploads.c.upload_id).where(uploads.c.upload_id == upload.upload_id)
             if (await connection.execute(known)).one_or_none() is not None:
-                return  # SQL did not take it; the commit can be repeated
+                return  # SQL did not commit; the commit of the upload can be repeated
         try:
             await self._store.abort(upload.upload_id)
         except TorchrelayError as error:  # the garbage collection will
@@ -245,7 +245,7 @@ class Uploads:
 
 
 async def _bounded(body: ByteStream, file: param_store_pb2.FileState, offset: int) -> AsyncGenerator[bytes]:
-    """A body that goes on at ``offset``. Raises ``UploadRefused`` rather than yield more than the file has left."""
+    """The body, which continues the file at ``offset``. Raises ``UploadRefused`` if it exceeds the declared size."""
     num_left = file.num_bytes - offset
     async for piece in body:
         num_left -= len(piece)

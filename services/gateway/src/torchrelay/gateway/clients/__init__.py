@@ -1,1 +1,1 @@
-"""Calls to the scheduler and the param-store, and how errors name these."""
+"""Calls to the scheduler and the param-store, and their names in errors."""

@@ -1,7 +1,8 @@
 """Client-streaming calls, which the server may end while the client writes.
 
-When a write fails, grpcio sets the status of the call to INTERNAL (grpc/grpc#36066). The status that the server sent
-replaces that if it is processed later; processed earlier, it would be lost. So it ends the writing as it is processed.
+When a write fails, grpcio sets the status of the call to INTERNAL (grpc/grpc#36066). If the server's status is
+processed later, it replaces INTERNAL; if it was processed before, it would be lost. So the server's status ends the
+writing as soon as it is processed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ T = TypeVar("T")
 
 
 async def write_while_open(call: grpc.aio.StreamUnaryCall[Any, Any], writing: Coroutine[Any, Any, T]) -> T | None:
-    """The result of ``writing``, which writes to the call. None: the call has ended, and awaiting it says how."""
+    """The result of ``writing``, which writes to the call. None if the call has ended; awaiting it gives its status."""
     task = asyncio.ensure_future(writing)
 
     def end(_: object) -> None:

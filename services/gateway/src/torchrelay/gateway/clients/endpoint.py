@@ -1,4 +1,4 @@
-"""The services the gateway calls, and how its errors name them."""
+"""The services that the gateway calls, and their names in errors."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class ServiceEndpoint:
         return Unavailable(f"the {self.name} at {self.address} ({self.setting}) cannot be reached")
 
     def silent(self) -> Unavailable:
-        """It takes connections and says nothing: its process hangs."""
+        """The error of a service that takes connections and sends nothing: its process hangs."""
         return Unavailable(f"the {self.name} at {self.address} ({self.setting}) does not answer")
 
 
 def is_from_peer(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the peer itself raised it; else the call broke off."""
+    """Whether the peer itself raised the error; otherwise the call broke off."""
     return any(key == _SERVICE_ERROR_KEY for key, _ in error.trailing_metadata() or ())
 
 

@@ -35,7 +35,7 @@ class DeclaredFile:
 
 @dataclass(frozen=True, slots=True)
 class CommitProgress:
-    """One step of a commit; ``version`` comes with the last."""
+    """A step of a commit; the last one has the ``version``."""
 
     stage: str
     num_bytes_done: int
@@ -80,7 +80,7 @@ class StoreClient:
     async def put_file(self, upload_id: str, path: str, offset: int, body: ByteStream) -> param_store_pb2.FileState:
         """Streams ``body`` into the file, holding one slice in memory; flow control reaches back to the client.
 
-        Raises ``Unavailable`` also if the store takes nothing more.
+        Raises ``Unavailable`` also if the store stops reading.
         """
         call = self._stub.PutFile()
         opening = param_store_pb2.PutFileRequest.Open(upload_id=upload_id, path=path, offset=offset)
@@ -93,11 +93,11 @@ class StoreClient:
             call.cancel()
 
     def _transfer_error(self, error: grpc.aio.AioRpcError, path: str) -> TorchrelayError:
-        """Of an upload that broke off: it goes on where it was."""
-        found = self._endpoint.error(error)
+        """The error of an interrupted transfer, which can be resumed."""
+        mapped = self._endpoint.error(error)
         if is_from_peer(error):
-            return found
-        cause = found.message if isinstance(found, Unavailable) else "the param-store ended the transfer"
+            return mapped
+        cause = mapped.message if isinstance(mapped, Unavailable) else "the param-store ended the transfer"
         return Unavailable(f"{cause}; resume {path} at the offset in the upload's state", field=path)
 
     async def _write_file(self, call: Any, opening: param_store_pb2.PutFileRequest.Open, body: ByteStream) -> float:
@@ -133,13 +133,13 @@ class StoreClient:
             raise self._endpoint.silent() from None
 
     async def abort(self, upload_id: str) -> None:
-        """Deletes what was received, or confirms what was published. An upload unknown to the store is not an error."""
+        """Deletes the received bytes, or confirms the publication. An upload unknown to the store is not an error."""
         request = param_store_pb2.AbortUploadRequest(upload_id=upload_id)
         with suppress(NotFound), self._endpoint.mapped_errors():
             await self._stub.AbortUpload(request, timeout=_LOOKUP_TIMEOUT_S)
 
     async def version(self, version_id: str) -> Version | None:
-        """A version in the remote store; None: it has none of this id."""
+        """A version in the remote store; None if it has no version with this id."""
         request = param_store_pb2.DescribeRequest(version_id=version_id)
         with suppress(NotFound), self._endpoint.mapped_errors():
             return version_of((await self._stub.Describe(request, timeout=_LOOKUP_TIMEOUT_S)).version)
@@ -152,7 +152,7 @@ class StoreClient:
             return [StoredVersion(v.version_id, v.published_unix_us, tuple(v.upload_ids)) async for v in call]
 
     async def delete_version(self, version: StoredVersion) -> bool:
-        """Frees a version's bytes, unless it was published again since it was listed; then False."""
+        """Frees a version's bytes; returns False if it was published again since it was listed."""
         request = param_store_pb2.DeleteVersionRequest(
             version_id=version.version_id, published_unix_us=version.published_unix_us
         )

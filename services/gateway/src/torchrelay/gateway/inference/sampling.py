@@ -52,12 +52,12 @@ def sampling_of(
 
 
 def _max_tokens(params: GenerateParams, context: int, num_prompt_tokens: int, bounds: GenerationBounds) -> int:
-    room = context - num_prompt_tokens
-    if room < 1:
+    num_left = context - num_prompt_tokens
+    if num_left < 1:
         raise context_exceeded(num_prompt_tokens, context, params.prompt_field)
     if params.max_tokens is None:
-        return min(bounds.default_max_tokens, room)
-    if params.max_tokens > room:
+        return min(bounds.default_max_tokens, num_left)
+    if params.max_tokens > num_left:
         message = (
             f"{num_prompt_tokens} prompt and {params.max_tokens} output tokens exceed the context length of {context}"
         )
@@ -66,6 +66,6 @@ def _max_tokens(params: GenerateParams, context: int, num_prompt_tokens: int, bo
 
 
 def context_exceeded(num_prompt_tokens: int, context: int, field: str) -> ContextLengthExceeded:
-    """The error of a prompt that leaves no room for output."""
+    """The error of a prompt that leaves no space for output."""
     message = f"the prompt has {num_prompt_tokens} tokens; the model's context length is {context}"
     return ContextLengthExceeded(message, field=field)

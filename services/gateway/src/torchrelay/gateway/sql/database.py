@@ -3,8 +3,8 @@
 SQLite runs in WAL mode with ``synchronous=FULL``: with NORMAL a power cut may lose the last commits, and a lost opened
 row is a request delivered but never billed. The ledger's group commits amortize the fsync.
 
-A database that does not answer ends nobody's patience but its own: each transaction has a time limit, after which its
-caller gets ``Unavailable`` and the connection is given up in the background.
+Each transaction has a time limit. When the database does not answer within it, the caller gets ``Unavailable`` and the
+connection is closed in the background.
 
 SQLAlchemy Core runs over asyncio drivers by ``greenlet_spawn``, as its ``AsyncEngine`` does. ``AsyncEngine`` itself
 would import the ORM, which costs 8 MB.
@@ -41,12 +41,12 @@ T = TypeVar("T")
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}
 _FULL = "the database's disk is full; it works again once space is freed there"
 _POSTGRES_DISK_FULL = "53100"
-# Classes of SQLSTATE: no connection, no resources (such as connections), and an operator's doing (such as a start).
+# Classes of SQLSTATE: no connection, no resources (such as connections), and an operator's action (such as a start).
 _POSTGRES_AWAY = ("08", "53", "57")
 _SMALLEST_WRITE_BYTES = 64 << 10  # SQLite's shared memory file and a page
 _PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000")
 TIME_LIMIT_S = 5.0
-ANSWER_LIMIT_S = 2.5  # of what every request waits for
+ANSWER_LIMIT_S = 2.5  # of queries that every request waits for
 REPORT_LIMIT_S = 300.0  # of sums over a ledger of millions of rows
 _CONNECT_LIMIT_S = 2.0
 _CLOSE_LIMIT_S = 1.0
@@ -85,7 +85,7 @@ class SqlConnection:
         await self._run(self._connection.commit)
 
     async def _run(self, call: Callable[..., T], *args: Any) -> T:
-        """A caller that is cancelled, or whose time is over, leaves at once; what it waited for is broken off."""
+        """Runs a statement. A caller that is cancelled or times out leaves at once, and its statement is broken off."""
         self._running = asyncio.ensure_future(greenlet_spawn(call, *args))
         try:
             return await asyncio.shield(self._running)
@@ -98,7 +98,7 @@ class SqlConnection:
         if hasattr(driver, "interrupt"):
             await driver.interrupt()  # of SQLite: the statement fails, unless it waits for the disk
         else:
-            driver.terminate()  # of asyncpg: without a word to a server that may not listen
+            driver.terminate()  # of asyncpg: sends nothing to the server, which may hang
 
     async def close(self) -> None:
         """Rolls back what is not committed, once the last statement has ended."""
@@ -172,7 +172,7 @@ class Database:
         async with self._limited(self._time_limit_s) as limit:
             await self._begin_writing()
             running = self.own(asyncio.ensure_future(self._transacted(work)))
-            running.add_done_callback(lambda _: self._end_writing())  # and not before, whatever becomes of the caller
+            running.add_done_callback(lambda _: self._end_writing())  # not before, even if the caller leaves
             try:
                 return await asyncio.shield(running)
             except asyncio.CancelledError:
@@ -196,7 +196,7 @@ class Database:
             self._writing.release()
 
     def own(self, work: asyncio.Future[T]) -> asyncio.Future[T]:
-        """Keeps work whose caller may leave before it ends."""
+        """Holds a reference to work whose caller may leave before it ends."""
         self._running.add(work)
         work.add_done_callback(self._ended)
         return work
@@ -207,9 +207,9 @@ class Database:
             work.exception()  # marks it as retrieved
 
     async def answer(self, query: Coroutine[Any, Any, T], time_limit_s: float = ANSWER_LIMIT_S) -> T:
-        """What a query of this database returns or raises; ``Unavailable`` after ``time_limit_s``.
+        """The result of a query of this database; raises its error, or ``Unavailable`` after ``time_limit_s``.
 
-        Ending a connection in good order may take seconds; here the caller does not wait for that either.
+        An orderly end of a connection may take seconds; the caller does not wait for that either.
         """
         asking = self.own(asyncio.ensure_future(query))
         async with self._limited(time_limit_s) as limit:
@@ -250,7 +250,7 @@ class Database:
             raise Unavailable("the database is unavailable; try again") from error
 
     async def ask(self) -> str:
-        """What is wrong with the database; empty: it answers."""
+        """The fault of the database; empty if it answers."""
 
         async def ping() -> None:
             async with self.read() as connection:
@@ -299,7 +299,7 @@ def _sqlite_engine(url: URL, pool_size: int) -> Engine:
 
 
 def _postgresql_engine(url: URL, time_limit_s: float) -> Engine:
-    # The limits of the server are for what nobody waits for any more, or whose gateway is gone without a word.
+    # The limits of the server end statements whose caller has left, or whose gateway vanished.
     settings = {"statement_timeout": f"{REPORT_LIMIT_S:.0f}s", "idle_in_transaction_session_timeout": "60s"}
     limits = {"timeout": _CONNECT_LIMIT_S, "command_timeout": REPORT_LIMIT_S, "server_settings": settings}
     return create_engine(
@@ -326,7 +326,7 @@ def is_disk_full(error: BaseException, folder: Path | None) -> bool:
         return _sqlstate(error) == _POSTGRES_DISK_FULL
     cause = getattr(error, "orig", None) or error
     code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
-    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):  # also what a full disk makes of its auxiliary files
+    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):  # a full disk also causes these for auxiliary files
         return free_bytes(folder) < _SMALLEST_WRITE_BYTES
     return code == sqlite3.SQLITE_FULL
 

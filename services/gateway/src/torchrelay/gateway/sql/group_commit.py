@@ -101,14 +101,14 @@ class GroupCommit(Generic[W]):
                 _resolve(done, results[index])
 
     def _waiting_behind(self, error: Unavailable) -> list[tuple[W, asyncio.Future[int]]]:
-        """The writes that have waited for a silent database as well: each batch would wait for it anew."""
-        found: list[tuple[W, asyncio.Future[int]]] = []
+        """The queued writes, if the database is silent: otherwise each further batch would wait for it again."""
+        entries: list[tuple[W, asyncio.Future[int]]] = []
         while is_silence(error) and not self._waiting.empty():
             if (entry := self._waiting.get_nowait()) is None:
                 self._waiting.put_nowait(None)  # the end, for ``_run``
                 break
-            found.append(entry)
-        return found
+            entries.append(entry)
+        return entries
 
 
 def _resolve(done: asyncio.Future[int], result: int | Exception) -> None:

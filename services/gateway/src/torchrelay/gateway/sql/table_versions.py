@@ -49,14 +49,14 @@ class TableVersions:
     async def confirmed(self, name: TableName) -> int:
         """The table's version, at most ``confirm_s`` old.
 
-        Raises ``Unavailable`` without SQL, and when it is silent for ``ANSWER_LIMIT_S``, for all who wait at once.
+        Raises ``Unavailable`` without SQL, for all waiting callers at once when SQL is silent for ``ANSWER_LIMIT_S``.
         """
         if not self._is_fresh():
             await self._database.answer(self._refresh())
         return self._versions[name]
 
     async def _refresh(self) -> None:
-        """All who come while a query runs wait for it, and share the next one if it was invalidated meanwhile."""
+        """Queries the versions. Callers that come while a query runs wait for it, and share the next one if needed."""
         if (running := self._querying) is not None:
             await asyncio.shield(running)
         if not self._is_fresh():

@@ -14,8 +14,8 @@ def cache(max_bytes: int = 40, **owners: str) -> TenantLru[str]:
 def test_a_tenants_own_entries_go_first() -> None:
     """A tenant with many models used to empty the cache of everybody."""
     lru = cache(a="beta", b="acme", c="beta", d="acme")
-    assert lru.make_room(10, "acme") == ["b"]
-    assert lru.make_room(25, "acme") == ["d", "a"]
+    assert lru.evict_for(10, "acme") == ["b"]
+    assert lru.evict_for(25, "acme") == ["d", "a"]
     assert list(lru) == ["c"] and lru.num_bytes == 10
     assert "c" in lru and "a" not in lru and len(lru) == 1
 
@@ -23,14 +23,14 @@ def test_a_tenants_own_entries_go_first() -> None:
 def test_the_least_recently_used_goes_first_and_what_is_kept_stays() -> None:
     lru = cache(a="acme", b="acme", c="acme")
     lru.use("a", "acme")
-    assert lru.make_room(10, "acme") == []
-    assert lru.make_room(20, "acme", kept={"b"}) == ["c"]
-    assert lru.make_room(1000, "acme", kept={"b"}) == ["a"], "what cannot fit is held alone"
+    assert lru.evict_for(10, "acme") == []
+    assert lru.evict_for(20, "acme", kept={"b"}) == ["c"]
+    assert lru.evict_for(1000, "acme", kept={"b"}) == ["a"], "what cannot fit is held alone"
 
 
 def test_what_several_tenants_use_belongs_to_none() -> None:
     lru = cache(stock="acme", own="acme", other="beta")
     lru.use("stock", "beta")
     lru.use("stock", "acme")
-    assert lru.make_room(20, "acme") == ["own"]
-    assert lru.make_room(30, "acme") == ["other"]
+    assert lru.evict_for(20, "acme") == ["own"]
+    assert lru.evict_for(30, "acme") == ["other"]

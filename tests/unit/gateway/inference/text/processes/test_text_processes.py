@@ -21,7 +21,7 @@ from tests.support.wait import eventually
 from tests.unit.gateway.inference.text.processes.text_rig import CONFIG, LOOP, MESSAGES, TINY, TextRig, text_rig
 from torchrelay.common.errors import QueueFull, Unavailable
 from torchrelay.gateway.inference.text.processes.frames import TOKENIZER_CONFIG, Prompt, Refusal
-from torchrelay.gateway.inference.text.processes.text_lane import MAX_WAITING, FileRefused, PromptKilled
+from torchrelay.gateway.inference.text.processes.text_pool import MAX_WAITING, FileRefused, PromptKilled
 
 CHATML = """\
 {%- if messages[0]['role'] == 'system' %}

@@ -1,1 +1,1 @@
-"""One request from admission to settlement, over streams to the scheduler and the workers."""
+"""A request from admission to settlement, over streams to the scheduler and the workers."""

@@ -36,7 +36,7 @@ AttemptId: TypeAlias = tuple[str, int]  # an AttemptKey as the key of a dict
 
 MAX_BATCH = 64  # commands in one message
 MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 4  # a long prompt's hashes alone may be a megabyte
-MAX_UNSENT = 100_000  # beyond one command per open attempt; the scheduler drops whatever is not admitted again
+MAX_UNSENT = 100_000  # beyond a command per open attempt; the scheduler drops attempts that are not admitted again
 STABLE_S = 1.0  # a stream that ends sooner served no request: a standby scheduler closes it at once
 RETRY_S = (0.05, 0.1, 0.2, 0.5)
 
@@ -71,24 +71,24 @@ class AdmissionStream:
         self._call: Any = None  # the present stream, or the last one
         self._unsent: deque[pb.AdmitCommand] = deque()
         self._max_unsent = max_unsent
-        self._minimums: pb.Minimums | None = None  # as last said; nothing before the catalog was read
+        self._minimums: pb.Minimums | None = None  # as last sent; None before the catalog was read
         self._filled = asyncio.Event()
         self._emptied = asyncio.Event()
         self._emptied.set()
         self._reports = StreamReports()  # of the present stream
-        self._began_at = self._served_at = 0.0  # the present stream; the last one that lasted
-        self._is_hung = False  # the scheduler took the last connection and said nothing
+        self._began_at = self._served_at = 0.0  # of the present stream; of the last stream that lasted
+        self._is_hung = False  # the scheduler took the last connection and sent nothing
 
     def set_minimums(self, versions: Iterable[types_pb2.ModelVersion]) -> None:
-        """Says which models have a minimum of instances: now, and to every scheduler that comes later."""
+        """Sends the models that have a minimum of instances, now and to every later scheduler."""
         self._minimums = pb.Minimums(versions=versions)
         self._send(pb.AdmitCommand(minimums=self._minimums))
 
     def model_deleted(self, model: str) -> None:
-        """Says once that the model is not in the catalog any more, to the present scheduler or else the next one.
+        """Sends once that the model is no longer in the catalog, to the present scheduler or else the next one.
 
-        One that takes over later is not told. It may hear of the model from what was said before: requests that are
-        still open, of any gateway, and minimums.
+        A scheduler that takes over later is not told. It may learn of the model from requests that are still open, of
+        any gateway, and from minimums.
         """
         self._send(pb.AdmitCommand(model_deleted=pb.ModelDeleted(model=model)))
 
@@ -102,7 +102,7 @@ class AdmissionStream:
         self._send(pb.AdmitCommand(admit=request))
 
     def first_token(self, key: types_pb2.AttemptKey) -> None:
-        """Says that the attempt's prompt is computed."""
+        """Tells the scheduler that the attempt's prompt is computed."""
         admission = self._open.get(attempt_id_of(key))
         if admission is not None and admission.is_placed:
             admission.request.is_computed = True
@@ -218,7 +218,7 @@ class AdmissionStream:
             call.cancel()  # also ends the reader; run() reconnects
 
     def _next_batch(self) -> list[pb.AdmitCommand]:
-        """The first of what is unsent: a few, and no more bytes than a message may have."""
+        """The first unsent commands, within the limits of a message."""
         batch, num_bytes = [self._unsent[0]], self._unsent[0].ByteSize()
         for command in islice(self._unsent, 1, MAX_BATCH):
             num_bytes += command.ByteSize()
@@ -228,11 +228,12 @@ class AdmissionStream:
         return batch
 
     def _send(self, command: pb.AdmitCommand, within_s: float = 0.0) -> None:
-        """What can wait for so long goes with others that come ``within_s``: a message of its own, which is one of few
-        in a time, would hold up the next request by as much.
+        """Sends a command ``within_s``, together with others that come until then.
+
+        Messages are rationed: a message of its own for a command that can wait would delay the next request.
         """
         if len(self._unsent) >= self._max_unsent + len(self._open):
-            # Nothing is dropped silently: the next stream admits again what is open, which stands for all of these.
+            # Nothing is lost: the next stream admits all open attempts again, which stands for all of these commands.
             log.warning("unsent_commands_dropped", num_dropped=len(self._unsent))
             self._unsent.clear()
             if self._call is not None:
@@ -268,6 +269,6 @@ class AdmissionStream:
 
     def _fail_waiting(self, error: Unavailable) -> None:
         for key, admission in list(self._open.items()):
-            # A listener that heard of a failure may have released its request's other attempts.
+            # A listener may release its request's other attempts on a failure.
             if not admission.is_placed and self._open.pop(key, None) is not None:
                 admission.listener(AdmissionFailed(key[1], error))

@@ -1,4 +1,4 @@
-"""One attempt at one request, from its admission to its release."""
+"""An attempt at a request, from its admission to its release."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrelay.gateway.inference.execution.worker_streams import RoleName, RunS
 
 @dataclass(frozen=True, slots=True)
 class Upstreams:
-    """The streams an attempt uses: to the scheduler and to the workers."""
+    """The streams that an attempt uses: to the scheduler and to the workers."""
 
     admissions: AdmissionStream
     workers: WorkerStreams
@@ -47,7 +47,7 @@ def model_version(model: PublishedModel) -> types_pb2.ModelVersion:
 def admit_request(
     resolved: ResolvedRequest, plan: AttemptPlan, lost_workers: Sequence[str], traceparent: str, migrates: int = 0
 ) -> scheduler_pb2.AdmitRequest:
-    """The admission of an attempt; a resumed one, or one that ``migrates`` another, has tokens to force too."""
+    """The admission of an attempt; a resumed attempt, or one that ``migrates`` another, also has forced tokens."""
     has_routing_keys = resolved.model.version.routing_block_tokens == ROUTING_TOKENS
     return scheduler_pb2.AdmitRequest(
         key=types_pb2.AttemptKey(request_id=resolved.request_id, attempt=plan.attempt),
@@ -66,8 +66,8 @@ def admit_request(
 
 @dataclass(slots=True)
 class Attempt:
-    """``admit`` -> ``place`` -> ``end``. A failed attempt ends too, and another one takes over; one that ``migrates``
-    another takes over when it is placed.
+    """``admit`` -> ``place`` -> ``end``. A failed attempt ends too, and another attempt takes over; an attempt that
+    ``migrates`` another takes over when it is placed.
     """
 
     resolved: ResolvedRequest
@@ -77,7 +77,7 @@ class Attempt:
     migrates: int = 0  # the attempt that goes on until this one is placed
     placement: scheduler_pb2.Placement | None = None
     has_left_prefill: bool = False  # the prefill worker sent all its tokens; it may still report a failed hand-over
-    is_prompt_begun: bool = False  # its worker tells how far a long prompt is
+    is_prompt_begun: bool = False  # its worker has reported progress of a long prompt
     admitted_unix_us: int = 0
     placed_unix_us: int = 0
     first_token_unix_us: int = 0
@@ -136,7 +136,7 @@ class Attempt:
             ]
 
     def leave_prefill(self) -> None:
-        """The prefill worker has sent all its tokens: it has room for another prompt."""
+        """Notes that the prefill worker has sent all its tokens, so it can take another prompt."""
         self.has_left_prefill = True
         self.upstreams.admissions.first_token(self.key)
 

@@ -21,7 +21,7 @@ _CAUSES = {pb.FINISH_REASON_STOP: FinishCause.STOP, pb.FINISH_REASON_LENGTH: Fin
 
 @dataclass(frozen=True, slots=True)
 class AttemptPlan:
-    """One attempt to be admitted: its choices, and the forced output tokens of each."""
+    """An attempt to be admitted: its choices, and the forced output tokens of each."""
 
     attempt: int
     forced: dict[int, tuple[int, ...]]
@@ -34,7 +34,7 @@ class AttemptPlan:
 
 @dataclass(slots=True)
 class ChoiceProgress:
-    """One choice: the tokens accepted so far, and its current attempt."""
+    """A choice: the tokens accepted so far, and its current attempt."""
 
     choice: int
     attempt: int
@@ -153,12 +153,12 @@ class Generation:
         return AttemptPlan(self._last_attempt, {progress.choice: tuple(progress.tokens) for progress in choices})
 
     def _restart(self, progress: ChoiceProgress) -> None:
-        """Another attempt begins after the accepted tokens; what came early is computed again."""
+        """Continues the choice after the accepted tokens in another attempt, which computes early tokens again."""
         progress.early.clear()
         progress.num_forced = len(progress.tokens)
 
     def prepare_migration(self, attempt: int) -> AttemptPlan | None:
-        """An attempt that may take over from ``attempt``, which goes on; None unless that has one open choice left."""
+        """An attempt that may take over from ``attempt``, which goes on; None unless it has exactly one open choice."""
         carried = self._carried_by(attempt)
         if len(carried) != 1:
             return None
@@ -166,7 +166,7 @@ class Generation:
         return AttemptPlan(self._last_attempt, {carried[0].choice: tuple(carried[0].tokens)})
 
     def migrate(self, attempt: int, successor: int) -> AttemptPlan:
-        """The prepared ``successor`` takes over, after all tokens that are accepted by now. It is no further try."""
+        """Lets the prepared ``successor`` take over after the tokens accepted by now. It does not count as a retry."""
         (progress,) = self._carried_by(attempt)
         self._restart(progress)
         progress.attempt = successor

@@ -17,14 +17,14 @@ T = TypeVar("T")
 Opening: TypeAlias = asyncio.Task[TorchrelayError | None]  # the error that prevented the opened row's commit, or None
 RETRY_S = (0.05, 0.2, 0.5, 1.0, 1.0, 1.0, 5.0)
 RELEASE_RETRY_S = (1.1, 2.0, 4.0, 8.0, 15.0, 30.0)  # then the reservation is left to its lease
-MAX_RELEASES = 4096  # that wait to be tried again; the others are left to their leases, too
+MAX_RELEASES = 4096  # waiting for a retry; further reservations are left to their leases
 
 
 class LedgerWriter:
-    """Owns the writes; on exit it waits ``drain_s`` for them. The orphan sweep settles what is left.
+    """Owns the writes; on exit it waits ``drain_s`` for them. The orphan sweep settles the rest.
 
-    A reservation that could not be ended is tried again in a task of its own: no reply waits for a Redis that is away.
-    On exit each of these is tried once more.
+    The release of a reservation that failed is retried in a task of its own, so no reply waits for Redis. On exit each
+    such release is tried once more.
     """
 
     def __init__(self, ledger: RequestLedger, limits: RequestLimiter, drain_s: float) -> None:
@@ -90,10 +90,10 @@ class LedgerWriter:
     ) -> None:
         cost_nano, num_failures = 0, 0
         if await opening is not None:
-            # Nothing was delivered, so nothing is billed. Settled all the same: if only the commit's answer was lost,
-            # the row exists and the sweep would bill it later.
+            # Nothing was delivered, so nothing is billed. It is settled nevertheless: if only the commit's answer was
+            # lost, the row exists and the sweep would bill it later.
             usages = ()
-        # By hand: stamina would cost 37 us on every request, and three outcomes must be told apart.
+        # No retry library: stamina would cost 37 us on every request, and three outcomes must be told apart.
         while True:
             try:
                 cost_nano = await self._ledger.settle(request_id, usages)

@@ -1,4 +1,4 @@
-"""Tells the scheduler which models have a minimum of instances: nobody needs to ask for them."""
+"""Sends the scheduler the models that have a minimum of instances, before anybody calls them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrelay.gateway.inference.execution.admission_stream import AdmissionStr
 from torchrelay.gateway.inference.execution.attempt import model_version
 
 log = get_logger(__name__)
-_NUM_WINDOWS = 2  # told of each entry: the one in force, and the next
+_NUM_WINDOWS = 2  # sent of each entry: the current window, and the next
 
 
 async def announce_minimums(
@@ -26,17 +26,17 @@ async def announce_minimums(
     every_s: float,
     unix_s: Callable[[], float] = time.time,
 ) -> None:
-    """Reads the catalog ``every_s``, and sends what has changed. While it cannot be read, what was sent last holds."""
+    """Reads the catalog ``every_s`` and sends changes. While it cannot be read, the minimums sent last hold."""
     sent: list[types_pb2.ModelVersion] | None = None
     while True:
         try:
-            found = [_version(model, unix_s()) for model in await with_minimum()]
+            versions = [_version(model, unix_s()) for model in await with_minimum()]
         except Unavailable as error:
             log.warning("minimums_unknown", error=error.message)
         else:
-            if found != sent:
-                sent = found
-                admissions.set_minimums(found)
+            if versions != sent:
+                sent = versions
+                admissions.set_minimums(versions)
         await asyncio.sleep(every_s)
 
 

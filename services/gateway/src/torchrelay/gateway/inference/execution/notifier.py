@@ -1,4 +1,4 @@
-"""Wakes a request's consumer: on news, or after a keep-alive interval without any."""
+"""Wakes a request's consumer: on events, or after a keep-alive interval without any."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def run_error(error: pb.RunError) -> TorchrelayError:
 
 
 class RunningRequest:
-    """See the module. ``start`` admits it; ``close`` frees and settles it, once, without waiting."""
+    """A request under way. ``start`` admits it; ``close`` frees and settles it, once, without waiting."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class RunningRequest:
         self._retry(refusal.key.attempt, refusal_error(refusal))  # the scheduler reports that its workers are gone
 
     def _take_back(self, number: int) -> None:
-        """Elsewhere the attempt begins sooner. That is no failure: it does not count as one of the attempts."""
+        """Runs the attempt elsewhere, where it begins sooner. It is no failure and does not count as a try."""
         attempt = self._attempts.get(number)
         if attempt is None or not attempt.may_be_taken_back:
             return
@@ -303,7 +303,7 @@ class RunningRequest:
             self._admit(plan)
 
     def _migrate(self, number: int) -> None:
-        """The attempt is to go on elsewhere. It runs until the other one has a place."""
+        """Admits another attempt, which takes over once it is placed; until then this attempt runs on."""
         attempt = self._attempts.get(number)
         if attempt is None or not attempt.has_left_prefill or self._successor_of(number) is not None:
             return
@@ -311,21 +311,22 @@ class RunningRequest:
         if plan is not None:
             successor = Attempt(self.resolved, plan, self._upstreams, self._traceparent, migrates=number)
             self._attempts[plan.attempt] = successor
-            successor.admit((), self._on_event)  # those that were lost, the scheduler knows
+            successor.admit((), self._on_event)  # the scheduler knows the lost workers
 
     def _leave_for(self, successor: Attempt) -> None:
-        """It has a place: it goes on after the last token that has come."""
+        """Lets the placed successor continue after the last accepted token, and ends the attempt that it migrates."""
         attempt = self._attempts.pop(successor.migrates)
         successor.plan = self._generation.migrate(successor.migrates, successor.plan.attempt)
         attempt.end(is_running=True, is_migrated=True)
         log.info("request_migrated", request_id=self.resolved.request_id, attempt=successor.plan.attempt)
 
     def _successor_of(self, number: int) -> Attempt | None:
-        """The attempt that waits for a place, to migrate this one."""
-        return next((one for one in self._attempts.values() if one.waits_to_migrate and one.migrates == number), None)
+        """The attempt that waits for a placement to migrate this one."""
+        waiting = (attempt for attempt in self._attempts.values() if attempt.waits_to_migrate)
+        return next((attempt for attempt in waiting if attempt.migrates == number), None)
 
     def _give_up_migration(self, number: int) -> None:
-        """The attempt is over before another one could take over."""
+        """Withdraws the successor of an attempt that is over before it was migrated."""
         if (successor := self._successor_of(number)) is not None:
             del self._attempts[successor.plan.attempt]
             successor.end(is_running=False)

@@ -16,7 +16,7 @@ _LOOP_STALL_S: Final = 1.0  # an event loop that stalled this long may have mess
 
 @dataclass(slots=True)
 class StreamReports:
-    """What a stream's reader notes for the watch. It does so for every message, so it looks at no clock."""
+    """Notes of a stream's reader for the watch. They are taken for every message, so they involve no clock."""
 
     num_messages: int = 0
     beat: types_pb2.EngineProgress | None = None  # the last one, until the watch reads it

@@ -2,8 +2,8 @@
 
 A stream opens with the first attempt sent to its worker and closes after a while without any. When it breaks, every
 attempt on it is notified; the next attempt opens a new one. A worker that is silent, or whose engine has work and does
-not advance, counts as lost: its stream is broken here. Nothing here waits for a request: tokens a slow client has not
-read yet are buffered in its own request.
+not advance, counts as lost: its stream is broken here. The streams never wait for a request: tokens that a slow client
+has not read yet are buffered in its own request.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RoleName: TypeAlias = Literal["prefill", "decode"]
 
 
 class RunStream:
-    """One ``Run`` stream; ``run()`` serves it until it breaks, times out idle, or is cancelled."""
+    """A ``Run`` stream; ``run()`` serves it until it breaks, times out idle, or is cancelled."""
 
     def __init__(
         self,

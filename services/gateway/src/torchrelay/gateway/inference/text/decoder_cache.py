@@ -1,4 +1,4 @@
-"""An LRU cache of what turns token ids into text, bounded in bytes."""
+"""An LRU cache of decoders, which turn token ids into text; bounded in bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_WAIT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ModelDecoder:
-    """What turns a model's token ids into text, and one by one into bytes."""
+    """Turns a model's token ids into text, and single ids into bytes."""
 
     tokens: TokenDecoder
     token_bytes: TokenBytes
@@ -34,7 +34,7 @@ class ModelDecoder:
 
 
 class DecoderCache:
-    """Loads one at a time, the tenants in turn. One larger than the cache is kept alone.
+    """Loads one decoder at a time, the tenants in turn. A decoder larger than the cache is kept alone.
 
     Requests hold references to their decoders, so eviction does not affect them.
     """
@@ -63,9 +63,9 @@ class DecoderCache:
         """The decoder of ``file``. Raises ``InvalidRequest``, ``QueueFull`` or ``Unavailable``."""
         digest = file.id[1]
         await self._turn(tenant)
-        if (found := self.get(tenant, digest)) is not None:  # loaded while this waited
+        if (decoder := self.get(tenant, digest)) is not None:  # loaded while this waited
             self._end_turn(tenant, 0.0)
-            return found
+            return decoder
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         loading = loop.run_in_executor(self._thread, ModelDecoder.load, file.path)
@@ -76,12 +76,12 @@ class DecoderCache:
             self._end_turn(tenant, loop.time() - began_s)
 
         loading.add_done_callback(loaded)
-        return await asyncio.shield(loading)  # the turn ends with the thread's work, not with the caller's patience
+        return await asyncio.shield(loading)  # the turn ends with the thread's work, not with the caller's wait
 
     def _add(self, tenant: str, digest: str, decoder: ModelDecoder) -> None:
         # Only the loaded decoder tells its size: files of the same size differ tenfold.
         num_bytes = decoder.tokens.num_bytes
-        for evicted in self._lru.make_room(num_bytes, tenant):
+        for evicted in self._lru.evict_for(num_bytes, tenant):
             del self._decoders[evicted]
         self._decoders[digest] = decoder
         self._lru.add(digest, tenant, num_bytes)

@@ -29,9 +29,9 @@ FOLDER_SUFFIX: Final = "-models"
 
 
 class ModelFiles:
-    """An LRU cache in a temporary folder; what is held stays.
+    """An LRU cache in a temporary folder; held files stay.
 
-    The folder is locked: one without a lock was left by a killed gateway, and the next gateway removes it.
+    The folder is locked. A folder without a lock was left by a killed gateway, and the next gateway removes it.
     """
 
     def __init__(self, reader: StoreFileReader, max_bytes: int = MAX_BYTES) -> None:
@@ -42,7 +42,7 @@ class ModelFiles:
         self._max_bytes = max_bytes
         self._lru: TenantLru[FileId] = TenantLru(max_bytes)
         self._num_holders: Counter[FileId] = Counter()
-        # By tenant: nobody waits for a download that another tenant has queued behind others of its own.
+        # By tenant: no tenant waits for a download that another tenant has queued behind its others.
         self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._downloads: WeakValueDictionary[tuple[str, FileId], asyncio.Lock] = WeakValueDictionary()
 
@@ -63,13 +63,13 @@ class ModelFiles:
         """
         holding: list[FileId] = []
         try:
-            found: list[LocalFile] = []
+            files: list[LocalFile] = []
             for file_id in wanted:
                 self._num_holders[file_id] += 1
                 holding.append(file_id)
-                found.append(self._files.get(file_id) or await self._download(tenant, file_id))
+                files.append(self._files.get(file_id) or await self._download(tenant, file_id))
                 self._lru.use(file_id, tenant)
-            yield found
+            yield files
         finally:
             for file_id in holding:
                 self._num_holders[file_id] -= 1
@@ -102,7 +102,7 @@ class ModelFiles:
         if (other := self._files.get(file_id)) is not None:  # another tenant was faster
             os.unlink(path)
             return other
-        for evicted in self._lru.make_room(num_bytes, tenant, self._num_holders):
+        for evicted in self._lru.evict_for(num_bytes, tenant, self._num_holders):
             self._files.pop(evicted).path.unlink()
         if self._lru.num_bytes + num_bytes > self._max_bytes:
             os.unlink(path)

@@ -20,7 +20,7 @@ from torchrelay.gateway.inference.text.processes.frames import (
     TextLimits,
     TokenIds,
 )
-from torchrelay.gateway.inference.text.processes.text_lane import FileRefused, PromptKilled
+from torchrelay.gateway.inference.text.processes.text_pool import FileRefused, PromptKilled
 from torchrelay.gateway.inference.text.processes.text_processes import TextProcesses
 from torchrelay.gateway.inference.text.refusals import (
     file_error,
@@ -46,15 +46,15 @@ class PromptEncoder:
         self._limits = limits
 
     async def decoder(self, principal: Principal, model: PublishedModel) -> ModelDecoder:
-        """What turns the model's token ids into text. Raises ``TorchrelayError`` if it cannot be loaded."""
+        """The model's decoder of token ids. Raises ``TorchrelayError`` if it cannot be loaded."""
         file_id = _tokenizer_file(model)
-        found = self._decoders.get(principal.tenant_id, file_id[1])
-        if found is None:
-            # First in a process that can be killed, so that the gateway loads nothing of unknown cost.
+        decoder = self._decoders.get(principal.tenant_id, file_id[1])
+        if decoder is None:
+            # First in a process that can be killed, so that the gateway never loads a file of unknown cost.
             await self._encode(principal, model, GenerateParams(model.name, text=""))
             async with self._files.held(principal.tenant_id, [file_id]) as files:
-                found = await self._decoders.load(principal.tenant_id, files[0])
-        return found
+                decoder = await self._decoders.load(principal.tenant_id, files[0])
+        return decoder
 
     async def token_ids(self, principal: Principal, model: PublishedModel, params: GenerateParams) -> tuple[int, ...]:
         """The prompt. Raises ``InvalidRequest`` if it is empty, has an unknown id, or the template rejects it."""

@@ -1,4 +1,4 @@
-"""Why a prompt was not encoded, as errors for its sender. Pure."""
+"""Errors for the sender of a prompt that was not encoded. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrelay.common.errors import (
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.inference.sampling import context_exceeded
 from torchrelay.gateway.inference.text.processes.frames import TOKENIZER, Refusal, TextLimits
-from torchrelay.gateway.inference.text.processes.text_lane import FileRefused, PromptKilled
+from torchrelay.gateway.inference.text.processes.text_pool import FileRefused, PromptKilled
 
 
 def refusal_error(refusal: Refusal, model: PublishedModel, field: str) -> TorchrelayError:

@@ -1,4 +1,4 @@
-"""What an upload's files say about chats: a template and the special tokens."""
+"""The chat format in an upload's files: a template and the special tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_toke
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How messages become text; a ``template_file`` takes precedence over the configuration's own template."""
+    """The rendering of messages; a ``template_file`` takes precedence over the configuration's own template."""
 
     template: ChatTemplate | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)

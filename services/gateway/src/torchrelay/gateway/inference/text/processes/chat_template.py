@@ -19,7 +19,7 @@ from torchrelay.common.chat_syntax import template_environment
 
 
 def raise_exception(message: object) -> NoReturn:
-    """Called by templates to reject messages."""
+    """Rejects messages; templates call it."""
     raise jinja2.TemplateError(str(message))
 
 

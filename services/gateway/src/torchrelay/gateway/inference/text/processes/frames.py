@@ -1,4 +1,4 @@
-"""What the gateway and a text process tell each other: msgpack over a Unix socket, each frame after its length.
+"""Messages between the gateway and a text process: msgpack over a Unix socket, each frame after its length.
 
 gateway                              text process
                                      Ready                           its rights are dropped
@@ -24,10 +24,10 @@ RefusalCause: TypeAlias = Literal[
     "file",  # it cannot be read: ``detail``
     "no_template",
     "template",  # it failed: ``detail``
-    "characters",  # too long a text: ``number`` characters
+    "characters",  # the text is too long: ``number`` characters
     "tokenizer",  # it cannot encode this text
     "vocabulary",  # the token ``detail`` with id ``number`` is beyond the model's vocabulary
-    "tokens",  # too long a prompt: ``number`` tokens
+    "tokens",  # the prompt is too long: ``number`` tokens
 ]
 
 
@@ -35,7 +35,7 @@ FileId: TypeAlias = tuple[str, str]  # name and digest
 
 
 class TextLimits(msgspec.Struct, frozen=True):
-    """What a text process may use. CPU seconds, because the wall clock also runs while other processes compute."""
+    """The limits of a text process. CPU seconds, because the wall clock also runs while other processes compute."""
 
     prompt_cpu_s: float = 2.0  # for rendering a prompt, and again for encoding it
     load_cpu_s: float = 10.0  # for reading one file
@@ -43,7 +43,7 @@ class TextLimits(msgspec.Struct, frozen=True):
 
 
 class Forget(msgspec.Struct, tag=True, frozen=True):
-    """These files are needed no longer. Not answered."""
+    """Frees files that are no longer needed. Not answered."""
 
     files: tuple[FileId, ...]
 

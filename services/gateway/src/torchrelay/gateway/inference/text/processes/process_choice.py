@@ -1,4 +1,4 @@
-"""Which text process takes a prompt. Pure."""
+"""The choice of a text process for a prompt. Pure."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from torchrelay.gateway.inference.text.processes.frames import FileId
 from torchrelay.gateway.inference.text.processes.tenant_lru import TenantLru
 
-PATIENCE_S = 0.1  # a prompt waits so long for the process that has its tokenizer: loading it elsewhere takes longer
+MAX_BUSY_S = 0.1  # a prompt waits this long for the process with its tokenizer: loading it elsewhere takes longer
 
 
 @dataclass(slots=True, eq=False)
 class ProcessState:
-    """What a process has and does. ``held``: the files that it has loaded."""
+    """A process's files and activity. ``held``: the loaded files."""
 
     held: TenantLru[FileId]
-    since_s: float  # when it began what it does, or became idle
+    since_s: float  # when it became busy or idle
     is_busy: bool = False
-    is_slow: bool = False  # busy for longer than ``PATIENCE_S``
+    is_slow: bool = False  # busy for longer than ``MAX_BUSY_S``
 
 
 def choose(processes: Collection[ProcessState], tokenizer: FileId) -> ProcessState | None:
-    """The process for a prompt with this tokenizer; None: it waits.
+    """The process for a prompt with this tokenizer; None if the prompt must wait.
 
-    One that has the tokenizer, even if that will be free only in a moment; otherwise the one that has least.
+    A process that has the tokenizer, even if it is free only in a moment; otherwise the one that has the fewest bytes.
     """
     free = [process for process in processes if not process.is_busy]
     if not free:

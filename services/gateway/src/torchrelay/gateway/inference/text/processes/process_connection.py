@@ -1,4 +1,4 @@
-"""The gateway's end of one text process: its start, its socket, its death."""
+"""The gateway's end of a text process: its start, its socket, its end."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TextProcess(asyncio.Protocol):
 
     @classmethod
     async def start(cls, limits: TextLimits, niceness: int = 0) -> TextProcess:
-        """Returns once it takes commands. Raises ``ProcessEnded``, ``OSError`` or ``TimeoutError``."""
+        """Starts a process that takes commands. Raises ``ProcessEnded``, ``OSError`` or ``TimeoutError``."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         started = cls()
@@ -138,7 +138,7 @@ class TextProcess(asyncio.Protocol):
         return await self._process.wait()
 
     def ran_ns(self) -> int:
-        """How long it has been on a core, where the system says so."""
+        """How long the process has run on a core, if the system reports that; otherwise the clock."""
         try:
             return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0])
         except (OSError, ValueError):
@@ -192,7 +192,7 @@ class TextProcess(asyncio.Protocol):
     def _answered(self, encoded: bytes) -> None:
         answer, self._answer = self._answer, None
         if answer is None or answer.done():
-            self.kill()  # it speaks without being asked
+            self.kill()  # an answer without a command
             return
         try:
             answer.set_result(_DECODER.decode(encoded))

@@ -1,4 +1,4 @@
-"""Whose jobs ended text processes lately. Pure: the time is an argument."""
+"""Tenants and models whose jobs recently ended text processes. Pure: the time is an argument."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Suspects:
         self._until_s: dict[str, dict[str, float]] = {}  # by tenant and model
 
     def note(self, tenant: str, model: str, now_s: float) -> None:
-        """A job of this pair ended its process."""
+        """Notes that a job of this pair ended its process."""
         for name in list(self._until_s):
             self._prune(name, now_s)
         models = self._until_s.setdefault(tenant, {})
-        # The first ones are enough, and a tenant has any number of models.
+        # The first models are enough to confine the tenant, which may have any number of models.
         if model in models or len(models) < self._max_models:
             models[model] = now_s + self._confined_s
 

@@ -1,7 +1,7 @@
-"""Which entries of a cache of bytes go first. Pure.
+"""The eviction order of a cache of bytes. Pure.
 
-The least recently used of the tenant who needs the room, then the least recently used of all. So a tenant with many
-models empties its own part of a cache, and the others' only until its own is large enough.
+The least recently used entries of the tenant that needs space go first, then the least recently used of all. So a
+tenant with many models empties its own part of a cache, and other parts only until its own is large enough.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TenantLru(Generic[K]):
             entry.owner = None
         self._entries.move_to_end(key)
 
-    def make_room(self, num_bytes: int, tenant: str, kept: Collection[K] = ()) -> list[K]:
-        """Takes out what must go so that ``num_bytes`` fit, if they can; ``kept`` stays."""
+    def evict_for(self, num_bytes: int, tenant: str, kept: Collection[K] = ()) -> list[K]:
+        """Removes and returns the entries that must go so that ``num_bytes`` fit, if they can; ``kept`` stays."""
         gone: list[K] = []
         own = [key for key, entry in self._entries.items() if entry.owner == tenant]
         for key in (*own, *self._entries):

@@ -1,4 +1,4 @@
-"""A text process: renders chat templates and encodes text, both with what tenants uploaded.
+"""A text process: renders chat templates and encodes text, both with files that tenants uploaded.
 
 Run as a script by ``process_connection.start``, with one end of a socket pair as its standard input, and never imported
 by the gateway. Before the first command it drops its rights to open files or sockets, start processes, write files and
@@ -104,7 +104,7 @@ class TextService:
         try:
             with cpu_limit(signal.ITIMER_PROF, self._limits.prompt_cpu_s):
                 text = format_.template.render(variables, prompt.max_chars)
-                text.encode()  # fails for halves of characters, which the library would take for a wrong type
+                text.encode()  # fails for lone surrogates, which the library would take for a wrong type
         except OutputTooLong as error:
             raise PromptRefused(Refusal("characters", number=error.num_chars)) from error
         except UnicodeEncodeError as error:
@@ -153,7 +153,9 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def cpu_limit(timer: int, limit_s: float) -> Iterator[None]:
-    """The kernel kills the process once the block has used so much CPU: by SIGPROF, or SIGVTALRM for ITIMER_VIRTUAL."""
+    """Has the kernel kill the process once the block has used ``limit_s`` of CPU: by SIGPROF, or SIGVTALRM for
+    ITIMER_VIRTUAL.
+    """
     signal.setitimer(timer, limit_s)
     try:
         yield
@@ -174,7 +176,7 @@ def drop_privileges(max_memory_bytes: int) -> None:
 
 
 def set_priority(niceness: int) -> None:
-    """Lets the gateway's event loop go first, and the machine's memory killer come here first."""
+    """Gives the gateway's event loop precedence, and makes this process the out-of-memory killer's first victim."""
     os.nice(niceness)
     if sys.platform == "linux":
         with suppress(OSError):  # some sandboxes forbid it

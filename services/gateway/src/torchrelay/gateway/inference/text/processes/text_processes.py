@@ -1,4 +1,4 @@
-"""Prompts to token ids in processes that can be killed: one lane for everybody, one for suspects."""
+"""Turns prompts into token ids in processes that can be killed: a shared pool, and a pool for suspects."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torchrelay.gateway.inference.text.processes.frames import Answer, Prompt, T
 from torchrelay.gateway.inference.text.processes.metrics import TextMetrics
 from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
 from torchrelay.gateway.inference.text.processes.suspects import Suspects
-from torchrelay.gateway.inference.text.processes.text_lane import LaneSettings, TextLane
+from torchrelay.gateway.inference.text.processes.text_pool import PoolSettings, TextPool
 
 MAX_DEFAULT_PROCESSES: Final = 8
 SUSPECTS_NICENESS: Final = 19
 
 
 def default_num_processes() -> int:
-    """One per core, within limits; two at least, so that no tenant ever holds them all."""
+    """A process per core, within limits; at least two, so that no tenant ever holds all."""
     return min(max(2, os.cpu_count() or 1), MAX_DEFAULT_PROCESSES)
 
 
 class TextProcesses:
     """Renders and encodes prompts, fairly between tenants.
 
-    A tenant uses all processes but one at most. One whose prompt ended its process is confined to a process that it
-    shares with other suspects, so that it cannot keep emptying the caches of others.
+    A tenant uses at most all processes but one. A tenant whose prompt ended its process is confined to a process that
+    it shares with other suspects, so that it cannot keep emptying the caches of others.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TextProcesses:
     ) -> None:
         metrics = TextMetrics(lambda: len(self.pids), meter)
         self._suspects = Suspects()
-        shared = LaneSettings(
+        shared = PoolSettings(
             num_processes,
             max_cached_bytes,
             max_running=max(1, num_processes - 1),
@@ -55,26 +55,26 @@ class TextProcesses:
             hung_s=hung_s,
         )
         confined = replace(shared, max_processes=1, max_running=1, num_kept=0, niceness=SUSPECTS_NICENESS)
-        self._lane = TextLane(shared, limits, metrics, self._suspect)
-        self._suspects_lane = TextLane(confined, limits, metrics, self._suspect)
+        self._pool = TextPool(shared, limits, metrics, self._suspect)
+        self._suspects_pool = TextPool(confined, limits, metrics, self._suspect)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._lane.close()
-        await self._suspects_lane.close()
+        await self._pool.close()
+        await self._suspects_pool.close()
 
     @property
     def pids(self) -> tuple[int, ...]:
         """The processes that take prompts."""
-        return self._lane.pids + self._suspects_lane.pids
+        return self._pool.pids + self._suspects_pool.pids
 
     async def run(self, tenant: str, model: str, prompt: Prompt, files: Sequence[LocalFile]) -> Answer:
-        """The answer to ``prompt``, whose ``files`` these are. Raises what ``TextLane.run`` does."""
+        """The answer to ``prompt``, whose ``files`` these are. Raises what ``TextPool.run`` does."""
         is_suspect = self._suspects.is_suspect(tenant, model, asyncio.get_running_loop().time())
-        lane = self._suspects_lane if is_suspect else self._lane
-        return await lane.run(tenant, model, frame_of(prompt), files)
+        pool = self._suspects_pool if is_suspect else self._pool
+        return await pool.run(tenant, model, frame_of(prompt), files)
 
     def _suspect(self, tenant: str, model: str) -> None:
         self._suspects.note(tenant, model, asyncio.get_running_loop().time())

@@ -176,5 +176,5 @@ def _tenant(table: str) -> sa.ForeignKeyConstraint:
 
 
 def downgrade() -> None:
-    """Unsupported for the first revision; drop the database instead."""
+    """Raises: the first revision cannot be undone; drop the database instead."""
     raise RuntimeError("revision 0001 is the first: there is nothing to go back to")

@@ -21,7 +21,7 @@ from torchrelay.gateway.inference.text.processes.frames import (
     frame_of,
 )
 from torchrelay.gateway.inference.text.processes.metrics import TextMetrics
-from torchrelay.gateway.inference.text.processes.process_choice import PATIENCE_S, ProcessState, choose
+from torchrelay.gateway.inference.text.processes.process_choice import MAX_BUSY_S, ProcessState, choose
 from torchrelay.gateway.inference.text.processes.process_connection import LocalFile, ProcessEnded, TextProcess
 from torchrelay.gateway.inference.text.processes.tenant_lru import TenantLru
 
@@ -34,8 +34,8 @@ CLOSED = "the gateway is shutting down"
 
 
 @dataclass(frozen=True, slots=True)
-class LaneSettings:
-    """The sizes of a lane."""
+class PoolSettings:
+    """The sizes of a pool."""
 
     max_processes: int
     max_cached_bytes: int  # of tokenizers and templates, in each process
@@ -44,8 +44,7 @@ class LaneSettings:
     num_kept: int = 0  # processes that stay when idle
     max_wait_s: float = 10.0
     idle_s: float = 60.0
-    # A process that computes is killed by the kernel when its CPU time is over; one that does not even do that, by the
-    # gateway after this time.
+    # The kernel kills a process that exceeds its CPU time. The gateway kills a process that uses no CPU for this long.
     hung_s: float = 10.0
 
 
@@ -95,7 +94,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _Processes:
-    """Those that take commands, and how many are about to."""
+    """Processes that take commands, and how many are starting."""
 
     ready: dict[ProcessState, TextProcess] = field(default_factory=dict)
     num_starting: int = 0
@@ -104,14 +103,14 @@ class _Processes:
         return len(self.ready) + self.num_starting
 
 
-class TextLane:
+class TextPool:
     """Runs prompts in its processes, fairly between tenants. Processes start when they are needed.
 
-    ``killed`` is told the tenant and model of each prompt whose process was killed.
+    ``killed`` is called with the tenant and model of each prompt whose process was killed.
     """
 
     def __init__(
-        self, settings: LaneSettings, limits: TextLimits, metrics: TextMetrics, killed: Callable[[str, str], None]
+        self, settings: PoolSettings, limits: TextLimits, metrics: TextMetrics, killed: Callable[[str, str], None]
     ) -> None:
         self._settings = settings
         self._limits = limits
@@ -174,7 +173,7 @@ class TextLane:
         self._runs.add(run)
         state.is_busy, state.since_s = True, loop.time()
         self._metrics.waited(state.since_s - job.asked_s)
-        run.timer = loop.call_later(PATIENCE_S, self._note_slow, run)
+        run.timer = loop.call_later(MAX_BUSY_S, self._note_slow, run)
         if all(file.id in state.held for file in job.files):
             for file in job.files:
                 state.held.use(file.id, job.tenant)
@@ -204,7 +203,7 @@ class TextLane:
             log.warning("model_file_unreadable", error=str(error))
             run.error = Unavailable(f"the gateway cannot read a file of the model: {error.strerror}")
             await self._bury(run)  # it waits for the rest of the file
-        except Exception:  # the prompt and its place must end
+        except Exception:  # the prompt must end and its process be free
             log.exception("prompt_crashed")
             run.error = TorchrelayError("internal error in the gateway's text processes")
             await self._bury(run)
@@ -214,7 +213,7 @@ class TextLane:
         held, job = run.state.held, run.job
         missing = [file for file in job.files if file.id not in held]
         num_needed = sum(map(_memory_bytes, missing))
-        if forgotten := held.make_room(num_needed, job.tenant, {file.id for file in job.files}):
+        if forgotten := held.evict_for(num_needed, job.tenant, {file.id for file in job.files}):
             run.process.tell(frame_of(Forget(tuple(forgotten))))
         for file in missing:
             run.loading = file.id[0]
@@ -238,7 +237,7 @@ class TextLane:
             job.answer.set_exception(error)
 
     def _free(self, run: _Run) -> None:
-        """The process is idle."""
+        """Makes the process of an ended prompt idle."""
         self._charge(run)
         self._dispatch()
 
@@ -296,7 +295,7 @@ class TextLane:
     # The start of processes:
 
     def _grow_if_slow(self) -> None:
-        """Starts a process, so that one is free, unless one will be free in a moment."""
+        """Starts a process unless another will be free in a moment."""
         if not self._processes.num_starting and all(state.is_slow for state in self._processes.ready):
             self._grow()
 
@@ -327,7 +326,7 @@ class TextLane:
         self._dispatch()
 
     def _note_lost(self, state: ProcessState) -> None:
-        """A busy process ends with its prompt; one that ends idle is replaced when it is needed."""
+        """Removes a process that ended while idle; a busy one is removed with its prompt."""
         if (
             not self._is_closed
             and not state.is_busy
