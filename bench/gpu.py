@@ -51,15 +51,16 @@ class Sizes:
     matrix: int
     limit_bytes: int
     peer_batches: tuple[int, ...]
+    num_prefills: int = 4
 
 
 def sizes_of(quick: bool, rehearsal: bool) -> Sizes:
     from bench.device.packs import LLAMA_8B
 
     if rehearsal:
-        tiny = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+        tiny = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
         tiny |= {"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 512}
-        return Sizes(LLAMA_8B | tiny, ("llama",), (1, 20), (1, 3), 6, 2, 20, 64, 1 << 20, (1,))
+        return Sizes(LLAMA_8B | tiny, ("llama",), (1, 17), (1, 2), 3, 1, 4, 64, 1 << 20, (1,), num_prefills=1)
     if quick:
         config = LLAMA_8B | {"num_hidden_layers": 8}
         return Sizes(config, ("llama", "gemma2"), (1, 17, 150), (1, 32), 128, 32, 4096, 8192, 2 * GB, (1,))
@@ -130,7 +131,7 @@ class Bench:
         from bench.device import engine
 
         sizes = self.sizes
-        num_tokens = 3 if self.rehearsal else 24
+        num_tokens = 2 if self.rehearsal else 24
         by_triton, by_gather, total = engine.mismatches(sizes.families, sizes.lengths, num_tokens, self.device)
         against = f"of {total} greedy continuations, transformers on the CPU"
         self.add("triton_mismatches", by_triton, "prompts", 0.0, against, at_least=False)
@@ -155,7 +156,7 @@ class Bench:
         from bench.device import engine, limits
 
         num_tokens = self.sizes.num_prefill_tokens
-        elapsed = engine.prefill_s(instance, num_tokens)
+        elapsed = engine.prefill_s(instance, num_tokens, self.sizes.num_prefills)
         limit = limits.product_flops_per_s(self.device, self.sizes.matrix, torch.bfloat16)
         rate = prefill_flops(self.sizes.config, pack.num_bytes, num_tokens) / elapsed
         self.add("matmul_tflop_s", limit / 1e12, "Tflop/s", None, f"{self.sizes.matrix} square, bf16")

@@ -95,7 +95,7 @@ def decode_step_s(instance: Instance, batch: int, num_prompt_tokens: int, num_st
     return statistics.median(times[_WARM_STEPS:])
 
 
-def prefill_s(instance: Instance, num_tokens: int, num_runs: int = 4) -> float:
+def prefill_s(instance: Instance, num_tokens: int, num_runs: int) -> float:
     """Fastest prefill of a prompt in a single step, with its first token, after a warm-up."""
     sampling, times = SamplingParams(temperature=0, max_tokens=1), []
     for number in range(num_runs + 1):

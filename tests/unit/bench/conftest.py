@@ -2,5 +2,5 @@ from __future__ import annotations
 
 import sys
 
-# There is no Triton but for Linux.
+# Triton runs on Linux only.
 collect_ignore = [] if sys.platform == "linux" else ["test_gpu.py"]

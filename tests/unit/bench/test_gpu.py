@@ -1,4 +1,4 @@
-"""The GPU bench from end to end on a CPU, so that the one run on a lent GPU is not spent on its mistakes."""
+"""The GPU bench from end to end on a CPU, which finds its errors before a run on a GPU."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from bench.gpu import kv_bytes, prefill_flops
 
 BENCH = Path(__file__).resolve().parents[3] / "bench" / "gpu.py"
-BARE = {"blake3", "grpc", "msgspec", "pydantic", "structlog"}  # no machine lent for an hour has them
+BARE = {"blake3", "grpc", "msgspec", "pydantic", "structlog"}  # a rented machine does not have them
+
+
+def run_bench(option: str, *, env: Mapping[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCH), option]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_rehearsal_gives_every_figure(tmp_path: Path) -> None:
@@ -19,18 +25,10 @@ def test_rehearsal_gives_every_figure(tmp_path: Path) -> None:
         f"import sys\nsys.modules.update(dict.fromkeys({sorted(BARE)}))  # importing any of them fails\n"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
-    found = subprocess.run(
-        [sys.executable, str(BENCH), "--cpu-rehearsal"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
-    assert "Traceback" not in found.stderr
-    report = json.loads(found.stdout.splitlines()[-1])
+    done = run_bench("--cpu-rehearsal", cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
     assert report["bench"] == "gpu"
     assert report["conditions"]["rehearsal"] is True
     assert "figures mean nothing" in report["conditions"]["device"]
@@ -42,21 +40,14 @@ def test_rehearsal_gives_every_figure(tmp_path: Path) -> None:
     assert all(check["bound"] is None for check in report["checks"])
 
 
-def test_without_a_gpu_it_says_so() -> None:
-    found = subprocess.run(
-        [sys.executable, str(BENCH), "--quick"],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert found.returncode == 2
-    assert "no NVIDIA GPU here; --cpu-rehearsal" in found.stderr
+def test_without_gpu_names_rehearsal() -> None:
+    done = run_bench("--quick", env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 2
+    assert "no NVIDIA GPU here; --cpu-rehearsal" in done.stderr
 
 
-def test_what_limits_are_counted_from() -> None:
-    """Llama 3.1 8B: 128 KiB of KV a position, 7 billion weights in the layers."""
+def test_kv_bytes_and_prefill_flops_of_llama_8b() -> None:
+    """Llama 3.1 8B has 128 KiB of KV per position and 7 billion weights in its layers."""
     config = {
         "hidden_size": 4096,
         "num_hidden_layers": 32,
