@@ -62,7 +62,7 @@ class SimulatedEngine:
 
     def __post_init__(self) -> None:
         self._prompts: deque[Prompt] = deque()
-        self._num_queued = 0
+        self.num_queued_tokens = 0  # prompt positions that are not yet computed
         self._batch: list[tuple[float, int, Decoding]] = []  # a heap by last step
         self._num_decoding = 0
         self._sequence = count()
@@ -73,15 +73,6 @@ class SimulatedEngine:
         self._step_end_at = 0.0
         self._chunks: list[tuple[Prompt, int]] = []  # of the current step
         self._next: Event | None = None
-
-    @property
-    def num_decoding(self) -> int:
-        return self._num_decoding
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Prompt positions that are not yet computed."""
-        return self._num_queued
 
     @property
     def num_running(self) -> int:
@@ -103,7 +94,7 @@ class SimulatedEngine:
 
     def prefill(self, prompt: Prompt) -> None:
         self._prompts.append(prompt)
-        self._num_queued += prompt.num_tokens - prompt.num_done
+        self.num_queued_tokens += prompt.num_tokens - prompt.num_done
         self._plan()
 
     def decode(self, decoding: Decoding) -> None:
@@ -126,7 +117,7 @@ class SimulatedEngine:
             if job in self._prompts:
                 job.is_over = True
                 self._prompts.remove(job)
-                self._num_queued -= job.num_tokens - job.num_done
+                self.num_queued_tokens -= job.num_tokens - job.num_done
                 self._plan()
         elif not job.is_over:
             job.is_over = True
@@ -203,7 +194,7 @@ class SimulatedEngine:
             if prompt.is_over:
                 continue
             prompt.num_done += size
-            self._num_queued -= size
+            self.num_queued_tokens -= size
             if prompt.num_done >= prompt.num_tokens:
                 computed.append(prompt)
         for prompt in computed:

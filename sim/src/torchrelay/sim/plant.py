@@ -103,18 +103,11 @@ class Plant:
         self._stores.report_all()
         self._workers.report_all()
         if self.events.now >= self._begin:
-            self.samples.append(self._sample())
+            phase, num_slots, gateway = InstancePhase, self._workers.num_slots, self._gateway
+            slots = num_slots(phase.LOADING), num_slots(phase.READY), num_slots(phase.DRAINING)
+            requests = gateway.num_waiting, gateway.num_decoding
+            self.samples.append(Sample(self.events.now - self._begin, *slots, *requests))
         self.events.after(_REPORT_EVERY_S, self._report_all)
-
-    def _sample(self) -> Sample:
-        return Sample(
-            self.events.now - self._begin,
-            self._workers.num_slots(InstancePhase.LOADING),
-            self._workers.num_slots(InstancePhase.READY),
-            self._workers.num_slots(InstancePhase.DRAINING),
-            self._gateway.num_waiting,
-            self._gateway.num_decoding,
-        )
 
 
 def policy_model(served: ServedModel) -> Model:

@@ -39,12 +39,6 @@ class Meter:
         self.spent.ram_byte_s += passed_s * self._ram_bytes
         self._ram_bytes += change_bytes
 
-    def hold_devices(self, device_s: float) -> None:
-        self.spent.device_s += device_s
-
-    def count_load(self) -> None:
-        self.spent.num_loads += 1
-
     def until_now(self, held_device_s: float) -> Spent:
         """Usage until now, with ``held_device_s`` of slots that are still held."""
         self.change_ram(0)

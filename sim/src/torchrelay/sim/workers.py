@@ -89,7 +89,7 @@ class SimulatedWorkers:
         )
         worker.begun_at = self._events.now
         worker.store.pins[worker.worker_id] = model.pack_id
-        self._meter.count_load()
+        self._meter.spent.num_loads += 1
         worker.engine = SimulatedEngine(self._events, served.latency, ready_at=math.inf)
         worker.store.when_whole(model.pack_id, worker.worker_id, partial(self._pack_arrived, worker))
         self._scheduler.soon(inputs.LoadAccepted(order.instance_id))
@@ -152,7 +152,7 @@ class SimulatedWorkers:
             worker.loaded = None
         worker.store.cancel_wait(worker.slot.pack_id, worker.worker_id)
         worker.store.pins.pop(worker.worker_id, None)
-        self._meter.hold_devices((self._events.now - worker.begun_at) * worker.num_devices)
+        self._meter.spent.device_s += (self._events.now - worker.begun_at) * worker.num_devices
         worker.slot, worker.engine, worker.begun_at = SlotStatus(), None, 0.0
         self._report(worker)
 

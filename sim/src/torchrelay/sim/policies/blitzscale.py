@@ -21,17 +21,9 @@ from torchrelay.sim.policies.setup import Knobs, Setup, one_copy_each
 from torchrelay.sim.scenario import Fleet, Request, ServedModel
 
 
-def blitzscale_min1(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:
-    return _setup(
-        fleet, models, knobs, CountScaling(knobs.requests_per_instance, [policy_model(model) for model in models])
-    )
-
-
-def blitzscale_min0(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:
-    return _setup(fleet, models, knobs, CountScaling(knobs.requests_per_instance))
-
-
-def _setup(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, decide: CountScaling) -> Setup:
-    config = replace(knobs.config(), recent_copies=1)
-    strategies = by_deadline(Strategies(decide=decide, plan=by_chain))
-    return Setup(config, fleet, strategies, one_copy_each(fleet, models))
+def blitzscale(
+    fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request], *, min_instances: int
+) -> Setup:
+    kept = [policy_model(model) for model in models] if min_instances else []
+    strategies = by_deadline(Strategies(decide=CountScaling(knobs.requests_per_instance, kept), plan=by_chain))
+    return Setup(replace(knobs.config(), recent_copies=1), fleet, strategies, one_copy_each(fleet, models))

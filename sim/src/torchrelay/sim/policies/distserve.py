@@ -60,15 +60,7 @@ class StaticInstances:
         return tuple(actions)
 
 
-def distserve_mean(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:
-    return _setup(fleet, models, knobs, tuned_on, is_peak=False)
-
-
-def distserve_peak(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:
-    return _setup(fleet, models, knobs, tuned_on, is_peak=True)
-
-
-def _setup(
+def distserve(
     fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request], *, is_peak: bool
 ) -> Setup:
     rates = _rates(tuned_on, is_peak=is_peak)

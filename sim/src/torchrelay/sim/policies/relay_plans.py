@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
-from torchrelay.scheduler.planning import REMOTE, Node, ReceiveProgress, TransferEdge
+from torchrelay.scheduler.planning import REMOTE, TransferEdge
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.replication.repair import ReplicationInput, ReplicationPlan
 
 
 def from_disk(
-    whole: Sequence[str],
-    receiving: Sequence[str],
-    targets: Sequence[str],
-    *,
-    nodes: Mapping[str, Node] | None = None,
-    arriving: Mapping[str, ReceiveProgress] | None = None,
-    live: Collection[str] = (),
-    num_bytes: float = 0.0,
+    whole: Sequence[str], receiving: Sequence[str], targets: Sequence[str], **_: object
 ) -> tuple[TransferEdge, ...]:
     """Plans without relays: each host reads from its own RAM or its own disk."""
     return tuple(_edge(target, REMOTE, whole, receiving) for target in dict.fromkeys(targets))
 
 
 def by_chain(
-    whole: Sequence[str],
-    receiving: Sequence[str],
-    targets: Sequence[str],
-    *,
-    nodes: Mapping[str, Node] | None = None,
-    arriving: Mapping[str, ReceiveProgress] | None = None,
-    live: Collection[str] = (),
-    num_bytes: float = 0.0,
+    whole: Sequence[str], receiving: Sequence[str], targets: Sequence[str], **_: object
 ) -> tuple[TransferEdge, ...]:
     """Plans a serial chain: each host follows the host before it, and the first one a whole copy or its disk."""
     tail = (*receiving[-1:], *whole[:1], REMOTE)[0]
