@@ -11,7 +11,7 @@ from torchrelay.engine.core import KvPoolFull
 
 
 class Pool:
-    """Counts pages, and who asked for them."""
+    """Counts free pages, and lists the offers that asked for pages and got them."""
 
     def __init__(self, num_free: int) -> None:
         self.num_free = num_free
@@ -48,8 +48,8 @@ async def waiting(pool: Pool, *offers: tuple[str, int]) -> list[asyncio.Task[str
     return tasks
 
 
-async def test_a_large_offer_is_not_passed_by_small_ones() -> None:
-    """P19: all that waited were woken together, and whoever came first to the engine took the pages."""
+async def test_small_offers_do_not_overtake_large_offer() -> None:
+    """If all waiting offers were woken together, the first to reach the engine would take the pages."""
     pool = Pool(num_free=0)
     tasks = await waiting(pool, ("large", 8), ("small 1", 1), ("small 2", 1))
     for _ in range(7):
@@ -61,7 +61,7 @@ async def test_a_large_offer_is_not_passed_by_small_ones() -> None:
     assert await asyncio.gather(*tasks) == ["large", "small 1", "small 2"]
 
 
-async def test_an_offer_that_ends_lets_the_next_try() -> None:
+async def test_next_offer_tries_when_offer_ends() -> None:
     pool = Pool(num_free=1)
     large, unwanted, small = await waiting(pool, ("large", 8), ("unwanted", 8), ("small", 1))
     pool.unwanted.add("unwanted")
@@ -73,7 +73,7 @@ async def test_an_offer_that_ends_lets_the_next_try() -> None:
     assert await small == "small"
 
 
-async def test_an_offer_that_fails_for_another_reason_lets_the_next_try() -> None:
+async def test_next_offer_tries_when_offer_fails() -> None:
     pool = Pool(num_free=0)
 
     async def mismatch() -> None:

@@ -1,4 +1,4 @@
-"""One thread for torch: these models are tiny, and other tests run beside."""
+"""Runs torch with one thread: these models are tiny, and other tests run at the same time."""
 
 from __future__ import annotations
 

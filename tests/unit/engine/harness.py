@@ -1,4 +1,4 @@
-"""Shared by the engine's tests: a model with its reference, and loops that run instances to the end."""
+"""Helpers of the engine's tests: a model with its reference, and loops that run instances to the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 @dataclass
 class Model:
-    """One checkpoint three ways: the folder, its pack, and transformers."""
+    """A checkpoint in three forms: the folder, its pack, and transformers."""
 
     folder: Path
     _expected: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Model:
 
     @torch.no_grad()
     def true_logits(self, prompt: Sequence[int]) -> torch.Tensor:
-        """The same computed in fp32, with the weights as they are."""
+        """The logits computed in fp32 with the same weights."""
         logits: torch.Tensor = self._wide(torch.tensor([prompt])).logits[0, -1]
         return logits
 
@@ -82,7 +82,7 @@ def group_of(
     sampling: SamplingParams = GREEDY,
     forced: Sequence[Sequence[int]] = ((),),
 ) -> GroupSpec:
-    """One group with a choice per entry of ``forced``."""
+    """A group with a choice per entry of ``forced``."""
     choices = tuple(ChoiceSpec(choice, tuple(output)) for choice, output in enumerate(forced))
     return GroupSpec(group_id, tuple(prompt), len(prompt), sampling, choices)
 
@@ -97,7 +97,7 @@ def run(instance: Instance) -> list[StepResult]:
 
 
 def last_logits(instance: Instance, prompt: Sequence[int]) -> torch.Tensor:
-    """What the first output token is chosen by, fp32 [vocab]."""
+    """The logits of the first output token, fp32 [vocab]."""
     seen: list[torch.Tensor] = []
     logits = instance.model.decoder.logits
 
@@ -113,18 +113,18 @@ def last_logits(instance: Instance, prompt: Sequence[int]) -> torch.Tensor:
 
 def outputs(steps: Sequence[StepResult]) -> dict[tuple[str, int], list[int]]:
     """Token ids by (group, choice); positions must rise one by one, and nothing may follow a finish."""
-    found: dict[tuple[str, int], list[NewToken]] = defaultdict(list)
+    actual: dict[tuple[str, int], list[NewToken]] = defaultdict(list)
     for token in (token for step in steps for token in step.tokens):
-        earlier = found[token.group_id, token.choice]
+        earlier = actual[token.group_id, token.choice]
         if earlier:
             assert earlier[-1].finish is None
             assert token.position == earlier[-1].position + 1
         earlier.append(token)
-    return {key: [token.token_id for token in tokens] for key, tokens in found.items()}
+    return {key: [token.token_id for token in tokens] for key, tokens in actual.items()}
 
 
 def assert_idle(instance: Instance) -> None:
-    """Nothing left behind: all pages free, all counts right."""
+    """Checks that all pages are free and all counts are right."""
     instance.check_integrity()
     assert instance.num_free_pages == instance.num_pages
     assert not instance.has_work()
@@ -159,7 +159,7 @@ def hand_over(
 
 
 def half_loaded(model: Model, num_layers: int, **settings: Any) -> Instance:
-    """An instance that has its embeddings and its first layers."""
+    """An instance with its embeddings and its first layers."""
     instance = model.instance(loaded=False, **settings)
     for segment in range(num_layers + 1):
         instance.segment_ready(segment)

@@ -31,7 +31,7 @@ TENANTS = ("a", "b", "c")
 
 
 def random_group(chance: random.Random, number: int) -> GroupSpec:
-    """From a prompt of one token to one that fills the context; prompts of a kind begin alike."""
+    """A group with a prompt of one token up to the whole context; prompts of a kind share a prefix."""
     length = chance.choice([1, 4, 17, 32, CONTEXT - 3, CONTEXT - 1])
     num_tokens = chance.randint(1, min(LONGEST, CONTEXT - length))
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens)
@@ -40,8 +40,8 @@ def random_group(chance: random.Random, number: int) -> GroupSpec:
     return replace(group, tenant_id=chance.choice(TENANTS))
 
 
-class Mill:
-    """The scheduler without a model: every token is 7, and nothing is computed."""
+class ScriptedScheduler:
+    """A scheduler without a model: every token is 7, and nothing is computed."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -78,8 +78,8 @@ class Mill:
 
     def start(self, group: SequenceGroup, count: int) -> None:
         for context in group.contexts[:count]:
-            goes_on = len(context.forced) + 1 < group.spec.sampling.max_tokens and group.on_kv is None
-            self.scheduler.start(context, dict.fromkeys(context.choices, 7) if goes_on else {})
+            continues = len(context.forced) + 1 < group.spec.sampling.max_tokens and group.on_kv is None
+            self.scheduler.start(context, dict.fromkeys(context.choices, 7) if continues else {})
 
     def disturb(self) -> None:
         group = self.chance.choice(self.groups)
@@ -97,7 +97,7 @@ class Mill:
 
 
 def tokens_of(plan: BatchPlan) -> list[NewToken]:
-    """What a step that samples nothing but 7 gives."""
+    """The tokens of a step that samples only 7."""
     places = [(each.spec, each.choice, each.next_position) for each in plan.decoding]
     ended = [chunk.context for chunk in plan.chunks if chunk.ends_context]
     places += [(each.group.spec, choice, len(each.forced)) for each in ended for choice in each.choices]
@@ -109,26 +109,26 @@ def tokens_of(plan: BatchPlan) -> list[NewToken]:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_scheduler_survives_random_cancels(seed: int) -> None:
-    mill = Mill(seed)
+    scripted = ScriptedScheduler(seed)
     places = set()
-    while mill.num_cancelled < NUM_CANCELS // 2:
-        while len(mill.groups) < 12:
-            mill.add()
-        if mill.chance.random() < 0.5:
-            mill.step()
-        mill.disturb()
-        mill.scheduler.check_integrity()
-        places |= {group.state for group in mill.groups}
-        mill.groups = [group for group in mill.groups if group.state is not GroupState.GONE]
+    while scripted.num_cancelled < NUM_CANCELS // 2:
+        while len(scripted.groups) < 12:
+            scripted.add()
+        if scripted.chance.random() < 0.5:
+            scripted.step()
+        scripted.disturb()
+        scripted.scheduler.check_integrity()
+        places |= {group.state for group in scripted.groups}
+        scripted.groups = [group for group in scripted.groups if group.state is not GroupState.GONE]
     assert places == set(GroupState)
-    for group in mill.groups:
-        mill.scheduler.cancel(group.spec.group_id)
-    mill.scheduler.check_integrity()
-    assert mill.pages.allocator.num_free == mill.pages.allocator.num_pages
+    for group in scripted.groups:
+        scripted.scheduler.cancel(group.spec.group_id)
+    scripted.scheduler.check_integrity()
+    assert scripted.pages.allocator.num_free == scripted.pages.allocator.num_pages
 
 
-class Run:
-    """One instance of a tiny model; every token that comes is compared with transformers' as it comes."""
+class ComparedInstance:
+    """An instance of a tiny model whose tokens are compared with transformers'."""
 
     def __init__(self, model: Model, seed: int) -> None:
         self.model, self.chance = model, random.Random(seed)
@@ -159,7 +159,8 @@ class Run:
             self.open.pop(group_id, None)
 
     def compare(self, token: NewToken) -> None:
-        spec, choices = self.specs[token.group_id], self.open[token.group_id]  # no KeyError: none is cancelled
+        # A KeyError would be a token of a cancelled choice.
+        spec, choices = self.specs[token.group_id], self.open[token.group_id]
         forced = next(each.forced_output for each in spec.choices if each.choice == token.choice)
         assert token.position == choices[token.choice]
         expected = self.model.expected((*spec.prompt, *forced), LONGEST)
@@ -191,7 +192,7 @@ class Run:
 
 
 def test_instance_survives_random_cancels(model_of: ModelOf) -> None:
-    run = Run(model_of("qwen2"), seed=5)
+    run = ComparedInstance(model_of("qwen2"), seed=5)
     while sum(run.cancelled.values()) < NUM_CANCELS:
         while len(run.open) < 6:
             run.add()
@@ -212,7 +213,7 @@ def test_instance_survives_random_cancels(model_of: ModelOf) -> None:
     assert_idle(run.instance)
 
 
-class Storm:
+class MovingPrompts:
     """Two instances of a tiny model, which pass prompts to each other."""
 
     def __init__(self, model: Model, seed: int) -> None:
@@ -281,19 +282,19 @@ class Storm:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_storm_over_two_instances(model_of: ModelOf, seed: int) -> None:
-    storm = Storm(model_of("qwen2"), seed)
+def test_prompts_move_between_instances_at_random(model_of: ModelOf, seed: int) -> None:
+    moving = MovingPrompts(model_of("qwen2"), seed)
     for _ in range(250):
-        for instance in storm.instances:
+        for instance in moving.instances:
             if len(instance.groups()) < 5:
-                storm.add(instance)
-        storm.chance.choice(storm.instances).step()
+                moving.add(instance)
+        moving.chance.choice(moving.instances).step()
         for _ in range(3):
-            storm.disturb()
-            for instance in storm.instances:
+            moving.disturb()
+            for instance in moving.instances:
                 instance.check_integrity()
-    assert storm.num_imported > 10
-    for instance in storm.instances:
+    assert moving.num_imported > 10
+    for instance in moving.instances:
         while instance.has_work():
             instance.step()
             instance.check_integrity()

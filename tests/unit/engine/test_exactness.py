@@ -1,4 +1,4 @@
-"""fp32 greedy output equals transformers', token for token, whatever happens on the way."""
+"""fp32 greedy output equals transformers', token for token, on every path."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tests.unit.engine.harness import (
 from torchrelay.engine.core import GroupSpec, SamplingParams
 
 ModelOf = Callable[..., Model]
-# On the way to a logit: embedding, final norm, and in each of 3 layers two norms, q, k, v and what turns or norms them,
-# scores, shares, values and their projection, gate, up, their product, down and two sums. Each moves the logits by at
-# most half of the dtype's eps of their size; all of them in one direction is the worst.
+# Roundings before a logit: embedding, final norm, and in each of 3 layers two norms, q, k, v with their rotations and
+# norms, scores, shares, values and their projection, gate, up, their product, down and two sums. Each moves the logits
+# by at most half of the dtype's eps relative to their size; in the worst case all move them in one direction.
 NUM_ROUNDINGS = 2 + 3 * 16
-OTHER_EXPERT = 0.1  # of the logits' size: by so much another expert for some tokens moves them
+OTHER_EXPERT = 0.1  # relative shift of the logits if another expert is chosen for some tokens
 LENGTHS = (1, 15, 16, 17, 70)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_alone(model_of: ModelOf, family: str, tied: bool) -> None:
+def test_single_prompt_equals_transformers(model_of: ModelOf, family: str, tied: bool) -> None:
     model = model_of(family, tied)
     instance = model.instance()
     for length in LENGTHS:
@@ -45,7 +45,7 @@ def test_alone(model_of: ModelOf, family: str, tied: bool) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batched_with_others_in_chunks(model_of: ModelOf, family: str, tied: bool) -> None:
+def test_batched_chunks_equal_transformers(model_of: ModelOf, family: str, tied: bool) -> None:
     """A budget of 20 positions cuts prompts at odd places, and prefills run beside decodes of other lengths."""
     model = model_of(family, tied)
     instance = model.instance(token_budget=20, page_tokens=8)
@@ -63,8 +63,8 @@ def test_batched_with_others_in_chunks(model_of: ModelOf, family: str, tied: boo
 @pytest.mark.parametrize("order", [1, -1], ids=["in order", "backwards"])
 @pytest.mark.parametrize("budget", [512, 23])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_handed_over(model_of: ModelOf, family: str, budget: int, order: int) -> None:
-    """Chunks that straddle blocks, other page sizes on the other side."""
+def test_handed_over_kv_equals_transformers(model_of: ModelOf, family: str, budget: int, order: int) -> None:
+    """Chunks cross blocks, and the page sizes of the two sides differ."""
     model = model_of(family)
     source = model.instance(token_budget=budget, page_tokens=8, kv_block_tokens=20)
     target = model.instance(page_tokens=16)
@@ -82,7 +82,7 @@ def test_handed_over(model_of: ModelOf, family: str, budget: int, order: int) ->
 
 @pytest.mark.parametrize("handed_over", [False, True])
 @pytest.mark.parametrize("num_forced", [1, 7, 23])
-def test_resumed(model_of: ModelOf, num_forced: int, handed_over: bool) -> None:
+def test_resumed_attempt_continues_output(model_of: ModelOf, num_forced: int, handed_over: bool) -> None:
     model = model_of("qwen3")
     expected = model.expected(prompt_of(17))
     group = group_of(prompt_of(17), "r/1", forced=[expected[:num_forced]])
@@ -101,8 +101,8 @@ def test_resumed(model_of: ModelOf, num_forced: int, handed_over: bool) -> None:
 
 @pytest.mark.parametrize("length", [16, 21])
 @pytest.mark.parametrize("handed_over", [False, True])
-def test_several_choices_share_a_context(model_of: ModelOf, handed_over: bool, length: int) -> None:
-    """Each choice writes to pages of its own, although they share the prompt's: sampled choices part at once."""
+def test_choices_sharing_a_context_diverge(model_of: ModelOf, handed_over: bool, length: int) -> None:
+    """Each choice writes to its own pages although all share the prompt's: sampled choices differ at once."""
     model = model_of()
     sampling = SamplingParams(temperature=1.5, seed=3, max_tokens=24)
     prompt = prompt_of(length)
@@ -110,8 +110,8 @@ def test_several_choices_share_a_context(model_of: ModelOf, handed_over: bool, l
     for choice in range(3):
         instance = model.instance()
         group = group_of(prompt, sampling=sampling, forced=[()] * 3)
-        one = GroupSpec(group.group_id, prompt, length, sampling, (group.choices[choice],))
-        instance.prefill(one)
+        single = GroupSpec(group.group_id, prompt, length, sampling, (group.choices[choice],))
+        instance.prefill(single)
         alone.append(outputs(run(instance))["r/0", choice])
     assert len({tuple(each) for each in alone}) == 3
     together = group_of(prompt, sampling=sampling, forced=[()] * 3)
@@ -130,19 +130,19 @@ def test_several_choices_share_a_context(model_of: ModelOf, handed_over: bool, l
     assert_idle(target)
 
 
-def test_choices_with_other_forced_output_are_contexts_of_their_own(model_of: ModelOf) -> None:
+def test_different_forced_outputs_are_separate_contexts(model_of: ModelOf) -> None:
     model = model_of()
     expected = model.expected(prompt_of(17))
     group = group_of(prompt_of(17), forced=[(), expected[:3], ()])
     source, target = model.instance(), model.instance()
     last, steps = hand_over(source, target, group)
-    found = outputs([last, *steps])
-    assert found == {("r/0", 0): expected, ("r/0", 1): expected[3:], ("r/0", 2): expected}
+    actual = outputs([last, *steps])
+    assert actual == {("r/0", 0): expected, ("r/0", 1): expected[3:], ("r/0", 2): expected}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fp32_logits_are_those_of_transformers(model_of: ModelOf, family: str) -> None:
-    """Of one prefill; the logits of these models spread over about +-10."""
+def test_fp32_logits_equal_transformers(model_of: ModelOf, family: str) -> None:
+    """Compares the logits of a prefill, which range over about +-10 in these models."""
     model = model_of(family)
     instance, prompt = model.instance(), prompt_of(40)
     assert float((last_logits(instance, prompt) - model.logits(prompt)).abs().max()) < 1e-4
@@ -150,13 +150,13 @@ def test_fp32_logits_are_those_of_transformers(model_of: ModelOf, family: str) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.15), ("float16", 0.02)])
-def test_rounded_logits_are_as_true_as_those_of_transformers(
+def test_16_bit_logits_are_as_accurate_as_transformers(
     model_of: ModelOf, family: str, dtype: str, tolerance: float
 ) -> None:
-    """The logits of each prompt are as near to what fp32 gives as their roundings let them be, those of half of the
-    prompts within the tolerance of transformers', and ours no further off than theirs.
+    """The logits of each prompt are as near to fp32 as their roundings allow. For half of the prompts they are within
+    the tolerance of transformers', and on the median their errors are no larger.
 
-    Both round, at other places. A mixture of experts magnifies what they round: in a near tie another expert is chosen.
+    Both round, at different places. Experts magnify the roundings: in a near tie another expert is chosen.
     """
     model = model_of(family, dtype=dtype)
     instance = model.instance()
@@ -167,9 +167,9 @@ def test_rounded_logits_are_as_true_as_those_of_transformers(
     apart, errors, their_errors = [], [], []
     for salt in range(15):
         prompt = prompt_of(40, salt)
-        found, theirs, true = last_logits(instance, prompt), model.logits(prompt), model.true_logits(prompt)
-        apart.append(float((found - theirs).abs().max()))
-        errors.append(float((found - true).square().mean().sqrt()))
+        actual, theirs, true = last_logits(instance, prompt), model.logits(prompt), model.true_logits(prompt)
+        apart.append(float((actual - theirs).abs().max()))
+        errors.append(float((actual - true).square().mean().sqrt()))
         their_errors.append(float((theirs - true).square().mean().sqrt()))
         assert errors[-1] < most_off * float(true.square().mean().sqrt()), f"prompt {salt}"
     assert median(apart) < tolerance

@@ -1,4 +1,4 @@
-"""The engine runs where there is nothing but torch and numpy: a bare machine with a GPU."""
+"""The engine runs with only torch and numpy installed, as on a bare machine with a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print([token.token_id for token in tokens], sorted(BLOCKED & sys.modules.keys())
 """
 
 
-def test_torch_and_numpy_are_enough() -> None:
-    found = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=120, check=False)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == "[0, 0, 0] []"
+def test_engine_needs_only_torch_and_numpy() -> None:
+    actual = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=120, check=False)
+    assert actual.returncode == 0, actual.stderr
+    assert actual.stdout.strip() == "[0, 0, 0] []"

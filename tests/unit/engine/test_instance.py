@@ -42,7 +42,7 @@ def small(model_of: ModelOf, num_pages: int, **settings: Any) -> Instance:
         (group_of(prompt_of(489)), ContextLengthExceeded),
     ],
 )
-def test_what_cannot_run_is_refused(model_of: ModelOf, group: GroupSpec, error: type[Exception]) -> None:
+def test_invalid_group_is_refused(model_of: ModelOf, group: GroupSpec, error: type[Exception]) -> None:
     instance = model_of().instance()
     with pytest.raises(error):
         instance.prefill(group)
@@ -50,7 +50,7 @@ def test_what_cannot_run_is_refused(model_of: ModelOf, group: GroupSpec, error: 
 
 
 @pytest.mark.parametrize("length", [488, 511])
-def test_the_whole_context_can_be_used(model_of: ModelOf, length: int) -> None:
+def test_whole_context_length_is_usable(model_of: ModelOf, length: int) -> None:
     model = model_of()
     instance = model.instance()
     num_tokens = 512 - length
@@ -59,7 +59,7 @@ def test_the_whole_context_can_be_used(model_of: ModelOf, length: int) -> None:
     assert_idle(instance)
 
 
-def test_more_than_the_pool_holds_is_refused(model_of: ModelOf) -> None:
+def test_group_larger_than_pool_is_refused(model_of: ModelOf) -> None:
     instance = small(model_of, 2)
     with pytest.raises(InvalidRequest, match="needs 3 KV pages, the slot has 2"):
         instance.prefill(group_of(PROMPT))
@@ -68,7 +68,7 @@ def test_more_than_the_pool_holds_is_refused(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-def test_a_group_id_is_used_once_at_a_time(model_of: ModelOf) -> None:
+def test_duplicate_group_id_is_refused_until_group_ends(model_of: ModelOf) -> None:
     instance = model_of().instance()
     instance.prefill(group_of(PROMPT))
     with pytest.raises(Conflict):
@@ -79,7 +79,7 @@ def test_a_group_id_is_used_once_at_a_time(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-def test_no_work_is_an_empty_step(model_of: ModelOf) -> None:
+def test_step_without_work_is_empty(model_of: ModelOf) -> None:
     assert model_of().instance().step() is EMPTY_STEP
 
 
@@ -97,7 +97,7 @@ def test_groups_wait_for_pages_in_order(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-def test_positions_are_counted_exactly(model_of: ModelOf) -> None:
+def test_step_counts_positions(model_of: ModelOf) -> None:
     instance = model_of().instance(token_budget=16)
     instance.prefill(group_of(PROMPT))
     steps = run(instance)
@@ -109,7 +109,7 @@ def test_positions_are_counted_exactly(model_of: ModelOf) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 5])
-def test_a_stop_token_ends_its_choice(model_of: ModelOf, position: int) -> None:
+def test_stop_token_ends_choice(model_of: ModelOf, position: int) -> None:
     model = model_of()
     expected = model.expected(PROMPT)
     stop = expected[position]
@@ -121,7 +121,7 @@ def test_a_stop_token_ends_its_choice(model_of: ModelOf, position: int) -> None:
     assert_idle(instance)
 
 
-def test_decoding_goes_on_beside_a_long_prompt_and_the_prompt_beside_many_decodes(model_of: ModelOf) -> None:
+def test_long_prompt_and_decoding_advance_together(model_of: ModelOf) -> None:
     instance = model_of().instance(token_budget=4, page_tokens=2)
     for number in range(6):
         instance.prefill(group_of((number + 1,), f"{number}/0", replace(GREEDY, max_tokens=60)))
@@ -134,7 +134,7 @@ def test_decoding_goes_on_beside_a_long_prompt_and_the_prompt_beside_many_decode
     assert step.prefilled == ("long/0",)
 
 
-def test_cancelling_one_choice_leaves_the_others(model_of: ModelOf) -> None:
+def test_cancel_of_choice_keeps_other_choices(model_of: ModelOf) -> None:
     model = model_of()
     for num_steps in range(4):
         instance = model.instance(token_budget=16)
@@ -143,9 +143,9 @@ def test_cancelling_one_choice_leaves_the_others(model_of: ModelOf) -> None:
         instance.cancel("r/0", 0)
         instance.check_integrity()
         instance.cancel("r/0", 7)
-        found = outputs([*steps, *run(instance)])
-        assert found["r/0", 1] == found["r/0", 2] == model.expected(PROMPT)
-        assert len(found.get(("r/0", 0), [])) == max(0, num_steps - 1)
+        actual = outputs([*steps, *run(instance)])
+        assert actual["r/0", 1] == actual["r/0", 2] == model.expected(PROMPT)
+        assert len(actual.get(("r/0", 0), [])) == max(0, num_steps - 1)
         assert_idle(instance)
 
 
@@ -153,7 +153,7 @@ def blind(group: GroupSpec) -> GroupSpec:
     return replace(group, prompt=())
 
 
-def test_an_import_reserves_pages_and_every_way_out_frees_them(model_of: ModelOf) -> None:
+def test_import_reserves_pages_and_frees_them_at_any_end(model_of: ModelOf) -> None:
     instance = small(model_of, 4)
     group = blind(group_of(PROMPT))
     layout = instance.kv_layout(group)
@@ -175,7 +175,7 @@ def test_an_import_reserves_pages_and_every_way_out_frees_them(model_of: ModelOf
     assert_idle(instance)
 
 
-def test_a_late_chunk_of_a_cancelled_import_is_ignored(model_of: ModelOf) -> None:
+def test_late_chunk_of_cancelled_import_is_ignored(model_of: ModelOf) -> None:
     model = model_of()
     instance = small(model_of, 3)
     group = blind(group_of(PROMPT, "gone/0"))
@@ -188,7 +188,7 @@ def test_a_late_chunk_of_a_cancelled_import_is_ignored(model_of: ModelOf) -> Non
     assert outputs([*steps, *run(instance)])["r/0", 0] == model.expected(PROMPT)
 
 
-def test_an_import_that_does_not_match_is_refused(model_of: ModelOf) -> None:
+def test_mismatched_import_is_refused(model_of: ModelOf) -> None:
     instance = model_of().instance()
     group = blind(group_of(PROMPT))
     right = instance.kv_layout(group)
@@ -212,7 +212,7 @@ def test_an_import_that_does_not_match_is_refused(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-def test_first_tokens_that_end_their_choice_never_decode(model_of: ModelOf) -> None:
+def test_choice_ended_by_first_token_never_decodes(model_of: ModelOf) -> None:
     instance = model_of().instance()
     sampling = replace(GREEDY, stop_token_ids=frozenset({9}))
     group = GroupSpec("r/0", (), 20, sampling, tuple(ChoiceSpec(choice) for choice in range(4)))
@@ -238,7 +238,7 @@ def test_imports_queue_behind_waiting_groups(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-def test_a_pool_serves_one_model_after_another(model_of: ModelOf) -> None:
+def test_pool_serves_models_in_succession(model_of: ModelOf) -> None:
     pool = KvPool(2 << 20)
     warm_up(pool)
     for family, dtype in (("llama", "float32"), ("qwen3", "bfloat16"), ("qwen2", "float32")):
@@ -247,13 +247,13 @@ def test_a_pool_serves_one_model_after_another(model_of: ModelOf) -> None:
         for segment in range(len(model.pack.manifest.segments)):
             instance.segment_ready(segment)
         instance.prefill(group_of(PROMPT, sampling=SamplingParams(temperature=0, max_tokens=8)))
-        found = outputs(run(instance))["r/0", 0]
-        assert dtype == "bfloat16" or found == model.expected(PROMPT, 8)
+        actual = outputs(run(instance))["r/0", 0]
+        assert dtype == "bfloat16" or actual == model.expected(PROMPT, 8)
         assert_idle(instance)
         instance.close()
 
 
-def test_a_long_prompt_tells_how_far_it_is_until_its_first_token(model_of: ModelOf) -> None:
+def test_long_prompt_reports_progress(model_of: ModelOf) -> None:
     instance = model_of().instance(token_budget=32)
     for prompt, expected in ((prompt_of(80), [(32, 0), (64, 0)]), (prompt_of(30, 7), []), (prompt_of(80), [])):
         instance.prefill(group_of(prompt))
@@ -263,7 +263,7 @@ def test_a_long_prompt_tells_how_far_it_is_until_its_first_token(model_of: Model
         assert all(each.group_id == group_of(prompt).group_id for step in steps for each in step.prompts)
 
 
-def test_forced_output_is_no_part_of_the_prompt(model_of: ModelOf) -> None:
+def test_prompt_progress_excludes_forced_output(model_of: ModelOf) -> None:
     instance = model_of().instance(token_budget=16)
     instance.prefill(group_of(prompt_of(20), forced=[range(20)], sampling=SamplingParams(max_tokens=24)))
     assert [each.num_computed for step in run(instance) for each in step.prompts] == [16, 20]

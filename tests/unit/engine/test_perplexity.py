@@ -1,4 +1,4 @@
-"""A bf16 model that has learnt a text gives it the perplexity that transformers gives it.
+"""A bf16 model that has learnt a text has the same perplexity on it as with transformers.
 
 The text is the opening of Lewis Carroll's Alice's Adventures in Wonderland (1865), byte by byte; the model is the tiny
 Llama of these tests after a few steps of training on it, so that its predictions mean something.
@@ -23,8 +23,9 @@ TEXT = (
     "twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it, 'and "
     "what is the use of a book,' thought Alice 'without pictures or conversations?'"
 )
-NUM_STEPS = 12  # more, and it knows the text by heart: nothing could then be distinguished
+NUM_STEPS = 12  # with more it would know the text by heart, and no difference would show
 KINDS = {"arena": torch.Tensor, "reordered": OneDnnMatrix}
+ON_THIS_CPU = ["arena", *(["reordered"] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [])]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tokens: list[int]) -> Mode
     return Model(folder)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bf16_perplexity_is_that_of_transformers(trained: Model, tokens: list[int], kind: str) -> None:
+@pytest.mark.parametrize("kind", ON_THIS_CPU)
+def test_bf16_perplexity_equals_transformers(trained: Model, tokens: list[int], kind: str) -> None:
     """With the weights in the arena, and with reordered copies."""
     at_once = partial(Reorderer, delay_s=0.0, gains=lambda dtype: True)
     instance = trained.instance(cpu_reorder=kind != "arena", reorderer=at_once)
@@ -56,13 +57,13 @@ def test_bf16_perplexity_is_that_of_transformers(trained: Model, tokens: list[in
     with torch.no_grad():
         expected = _perplexity(trained.reference(torch.tensor([tokens])).logits[0].float(), tokens)
     ends = range(1, len(tokens))
-    found = _perplexity(torch.stack([last_logits(instance, tokens[:end]) for end in ends]), tokens)
+    actual = _perplexity(torch.stack([last_logits(instance, tokens[:end]) for end in ends]), tokens)
     instance.close()
     assert 3 < expected < 10  # of 256 possible bytes
-    assert abs(found / expected - 1) < 0.005
+    assert abs(actual / expected - 1) < 0.005
 
 
 def _perplexity(logits: torch.Tensor, tokens: list[int]) -> float:
-    """Of all tokens but the first; row i of the logits predicts token i + 1."""
+    """The perplexity of all tokens but the first; row i of the logits predicts token i + 1."""
     targets = torch.tensor(tokens[1:])
     return math.exp(float(F.cross_entropy(logits[: len(targets)], targets)))

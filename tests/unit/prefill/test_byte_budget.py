@@ -1,4 +1,4 @@
-"""The bytes of KV that wait for decode workers are bounded, in order, and come back."""
+"""The budget of KV bytes that wait for decode workers: its bound, its order, and its releases."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import asyncio
 from torchrelay.prefill.byte_budget import ByteBudget
 
 
-async def test_demands_wait_for_room_in_their_order() -> None:
+async def test_requests_are_granted_in_order() -> None:
     budget = ByteBudget(100)
     await budget.acquire(60)
     large, small = (asyncio.ensure_future(budget.acquire(size)) for size in (80, 10))
     await asyncio.sleep(0)
-    assert not large.done() and not small.done()  # the small one does not pass the large one
+    assert not large.done() and not small.done()  # the small request does not overtake the large one
     budget.release(60)
     await large
     await small
     assert budget.num_granted == 90
 
 
-async def test_a_demand_over_the_whole_budget_is_met_alone() -> None:
+async def test_request_above_whole_budget_is_granted_alone() -> None:
     budget = ByteBudget(100)
     await budget.acquire(10)
     huge = asyncio.ensure_future(budget.acquire(500))
@@ -32,7 +32,7 @@ async def test_a_demand_over_the_whole_budget_is_met_alone() -> None:
     assert budget.num_granted == 0
 
 
-async def test_a_cancelled_wait_takes_nothing_even_when_it_was_just_granted() -> None:
+async def test_cancelled_wait_takes_nothing() -> None:
     budget = ByteBudget(100)
     await budget.acquire(100)
     waiting, granted = (asyncio.ensure_future(budget.acquire(50)) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What one attempt hands over: complete with the last first token, gone when it was taken, lost when it is given up."""
+"""The KV of an attempt: complete with the last first token, received with its trailer, failed when abandoned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrelay.worker.attempts.outbox import Outbox
 SHAPE = KvShape(num_layers=2, num_kv_heads=1, head_dim=4, dtype_bytes=4)
 
 
-def handover() -> KvSender:
+def kv_sender() -> KvSender:
     start = pb.AttemptStart(
         key=types_pb2.AttemptKey(request_id="req-1", attempt=1),
         prompt=[1, 2, 3],
@@ -31,44 +31,44 @@ def handover() -> KvSender:
     return KvSender(attempt, KvLayout.of(SHAPE, 2, attempt.group()))
 
 
-async def test_the_trailer_is_published_with_the_last_first_token() -> None:
-    one = handover()
-    layout = one.layout
+async def test_trailer_is_published_with_last_first_token() -> None:
+    sender = kv_sender()
+    layout = sender.layout
     for index in range(layout.num_kv_chunks):
-        one.publish(KvBlock("req-1/1", index, memoryview(bytes(layout.chunk_bytes(index)))))
-    one.add_first_token(NewToken("req-1/1", 1, 0, 9, Finish.STOP))
-    assert not one.complete.is_set() and not one.buffer.ready_flags()[layout.trailer_index]
-    one.add_first_token(NewToken("req-1/1", 0, 0, 7))
-    assert one.complete.is_set()
-    tokens = layout.unpack_trailer("req-1/1", one.buffer.chunk(layout.trailer_index))
+        sender.publish(KvBlock("req-1/1", index, memoryview(bytes(layout.chunk_bytes(index)))))
+    sender.add_first_token(NewToken("req-1/1", 1, 0, 9, Finish.STOP))
+    assert not sender.complete.is_set() and not sender.buffer.ready_flags()[layout.trailer_index]
+    sender.add_first_token(NewToken("req-1/1", 0, 0, 7))
+    assert sender.complete.is_set()
+    tokens = layout.unpack_trailer("req-1/1", sender.buffer.chunk(layout.trailer_index))
     assert [(token.choice, token.token_id, token.finish) for token in tokens] == [(0, 7, None), (1, 9, Finish.STOP)]
 
 
-async def test_it_is_taken_once_a_stream_that_was_sent_the_trailer_has_ended() -> None:
-    one = handover()
-    one.buffer.acquire("dec-1")
-    one.buffer.chunk(0)
-    one.buffer.release("dec-1")
+async def test_buffer_is_received_when_trailer_stream_ends() -> None:
+    sender = kv_sender()
+    sender.buffer.acquire("dec-1")
+    sender.buffer.chunk(0)
+    sender.buffer.release("dec-1")
     await asyncio.sleep(0)
-    assert not one.buffer.received.is_set()
-    one.buffer.acquire("dec-1")
-    one.buffer.chunk(one.layout.trailer_index)
-    one.buffer.release("dec-1")
-    async with asyncio.timeout(10):
-        await one.buffer.received.wait()
+    assert not sender.buffer.received.is_set()
+    sender.buffer.acquire("dec-1")
+    sender.buffer.chunk(sender.layout.trailer_index)
+    sender.buffer.release("dec-1")
+    async with asyncio.timeout(60):
+        await sender.buffer.received.wait()
 
 
-async def test_who_waits_for_a_chunk_of_a_given_up_hand_over_is_told() -> None:
-    one = handover()
-    one.abandon()
+async def test_waiting_reader_of_abandoned_buffer_fails() -> None:
+    sender = kv_sender()
+    sender.abandon()
     with pytest.raises(BufferLost, match="the attempt ended"):
-        one.buffer.wait_any([0], 1.0)
-    assert one.complete.is_set()
+        sender.buffer.wait_any([0], 1.0)
+    assert sender.complete.is_set()
 
 
-async def test_the_offer_says_what_the_decode_worker_needs_to_lay_the_buffer_out() -> None:
-    offer = handover().offer("pack", "pre-1", "127.0.0.1:9", "rack-1", "shm:/door")
+async def test_offer_describes_buffer_layout() -> None:
+    offer = kv_sender().offer("pack", "pre-1", "127.0.0.1:9", "rack-1", "shm:/local")
     assert (offer.instance_id, offer.pack_id, offer.block_tokens) == ("ins-2", "pack", 2)
     assert [(list(s.choices), s.num_context_tokens) for s in offer.sequences] == [([0, 1], 3)]
     assert (offer.source.holder_id, offer.source.data_address) == ("pre-1", "127.0.0.1:9")
-    assert (offer.host_id, offer.local_address) == ("rack-1", "shm:/door")
+    assert (offer.host_id, offer.local_address) == ("rack-1", "shm:/local")

@@ -17,18 +17,18 @@ from torchrelay.worker.device import resolve_device
         ("cuda:1", 2, "cuda:1"),
     ],
 )
-def test_the_device_that_is_wanted(wanted: str, num_gpus: int, expected: str) -> None:
+def test_device_is_resolved(wanted: str, num_gpus: int, expected: str) -> None:
     assert resolve_device(wanted, num_gpus) == expected
 
 
 @pytest.mark.parametrize(("wanted", "num_gpus"), [("cuda", 0), ("cuda:1", 1)])
-def test_a_gpu_that_is_not_there(wanted: str, num_gpus: int) -> None:
+def test_missing_gpu_is_refused(wanted: str, num_gpus: int) -> None:
     with pytest.raises(InvalidRequest, match=r"GPU \d is configured, but torch finds") as caught:
         resolve_device(wanted, num_gpus)
     assert caught.value.field == "device"
 
 
 @pytest.mark.parametrize("wanted", ["", "gpu", "cuda:x", "cpu:0", "mps"])
-def test_no_device_at_all(wanted: str) -> None:
+def test_invalid_device_is_refused(wanted: str) -> None:
     with pytest.raises(InvalidRequest, match="is not a valid device"):
         resolve_device(wanted, 1)

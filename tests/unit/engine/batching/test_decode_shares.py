@@ -1,4 +1,4 @@
-"""One tenant's choices slow another's decode steps no more than stated, and take turns."""
+"""Choices of a tenant slow another tenant's decode steps within the limit, and take turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def decoding(
     num_prompt_tokens: dict[str, int] | None = None,
     token_budget: int = 8192,
 ) -> BatchScheduler:
-    """A scheduler whose groups have all computed their prompts: one of each tenant."""
+    """A scheduler with one group per tenant, whose prompts are computed."""
     pages = PageTables(2048, page_tokens=16)
     scheduler = BatchScheduler(
         pages,
@@ -73,11 +73,11 @@ def run_step(scheduler: BatchScheduler) -> tuple[DecodeSequence, ...]:
         (latency_of(1, 1), {"many": 3, "as many": 3, "more": 3}),
     ],
 )
-def test_everybody_computes(latency: LatencyModel | None, num_choices: dict[str, int]) -> None:
+def test_all_choices_compute_within_limit(latency: LatencyModel | None, num_choices: dict[str, int]) -> None:
     assert step(decoding(latency, num_choices)) == num_choices
 
 
-def test_who_has_many_is_held_back_and_its_choices_take_turns() -> None:
+def test_choices_above_share_take_turns() -> None:
     scheduler = decoding(latency_of(1, 0.1), {"many": 20, "one": 1})
     steps = [step(scheduler) for _ in range(10)]
     assert steps == [{"many": 5, "one": 1}] * 10, "1.6 <= 1.5 * 1.1 < 1.7"
@@ -87,14 +87,14 @@ def test_who_has_many_is_held_back_and_its_choices_take_turns() -> None:
     assert lengths == {3: 10, 4: 10}, "50 steps among 20"
 
 
-def test_a_long_context_takes_no_turns_from_others() -> None:
-    """What it costs cannot be helped by holding back those who cost little."""
+def test_long_context_limits_no_other_tenant() -> None:
+    """Delaying cheap choices could not reduce the cost of a long context."""
     costs = latency_of(1.0, 0.003, 0.001)
     num_choices, num_prompt_tokens = {"long": 1, "short": 20}, {"long": 900, "short": 4}
     assert step(decoding(costs, num_choices, num_prompt_tokens=num_prompt_tokens)) == num_choices
 
 
-def test_beside_a_long_prompt_all_choices_compute() -> None:
+def test_all_choices_compute_beside_long_prompt() -> None:
     latency = LatencyModel(StepCost(1.0, 0.05, 0.0, num_steps=1), StepCost(1.0, 0.1, 0.0, num_steps=1))
     scheduler = decoding(latency, {"many": 20, "one": 1})
     assert step(scheduler)["many"] == 5
@@ -103,7 +103,7 @@ def test_beside_a_long_prompt_all_choices_compute() -> None:
     assert step(scheduler)["many"] < 20
 
 
-def test_choices_that_are_held_back_take_no_room_from_prompts() -> None:
+def test_delayed_choices_use_no_prompt_budget() -> None:
     scheduler = decoding(latency_of(1, 0.1), {"many": 60, "one": 1}, token_budget=64)
     add(scheduler, "another", 1, 300)
     (plan,) = scheduler.plan()
@@ -115,7 +115,7 @@ def test_choices_that_are_held_back_take_no_room_from_prompts() -> None:
     num_prompt_tokens=st.dictionaries(st.sampled_from("abcde"), st.sampled_from([1, 40, 600])),
     costs=st.tuples(*(st.floats(1e-5, 1.0) for _ in range(2)), st.floats(0, 0.01)),
 )
-def test_no_step_is_longer_than_stated(
+def test_step_duration_keeps_limit(
     num_choices: dict[str, int],
     num_prompt_tokens: dict[str, int],
     costs: tuple[float, float, float],
@@ -137,7 +137,7 @@ def test_no_step_is_longer_than_stated(
         limit_s = (1 + MAX_SLOWDOWN * (len(wanted) - 1)) * (costs[0] + min(share_s.values()))
         least = min(share_s, key=share_s.__getitem__)
         assert len(computed[least]) == len(wanted[least])
-        if took_s > limit_s * (1 + 1e-6):  # then nobody has more than it must have
+        if took_s > limit_s * (1 + 1e-6):  # then no tenant has more than its guaranteed part
             least_s = max(min(share_s.values()), max(time_of(rows[:1]) for rows in wanted.values()))
             most_s = max(map(time_of, computed.values()))
             assert most_s <= least_s * (1 + 1e-6) + 1e-12

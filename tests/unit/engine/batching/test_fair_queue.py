@@ -19,22 +19,22 @@ def of(tenant: str, group: GroupSpec) -> GroupSpec:
     return replace(group, tenant_id=tenant)
 
 
-def test_a_crowd_does_not_hold_up_another_tenant(model_of: ModelOf) -> None:
-    """A thousand prompts of one tenant wait; a single one of another is computed in the next batch but one."""
+def test_single_prompt_overtakes_many_of_other_tenant(model_of: ModelOf) -> None:
+    """While 300 prompts of a tenant wait, a prompt of another tenant is computed in the next batch but one."""
     model = model_of()
     instance = model.instance(token_budget=64)
-    one = replace(GREEDY, max_tokens=2)
-    for number in range(1000):
-        instance.prefill(of("crowd", group_of(prompt_of(40, number % 7), f"{number}/0", one)))
+    sampling = replace(GREEDY, max_tokens=2)
+    for number in range(300):
+        instance.prefill(of("crowd", group_of(prompt_of(40, number % 7), f"{number}/0", sampling)))
     for _ in range(5):
         instance.step()
-    instance.prefill(of("single", group_of(prompt_of(30), "single/0", one)))
+    instance.prefill(of("single", group_of(prompt_of(30), "single/0", sampling)))
     steps = [instance.step() for _ in range(2)]
     assert "single/0" in {name for step in steps for name in step.prefilled}
     assert outputs([*steps, *(instance.step() for _ in range(2))])["single/0", 0] == model.expected(prompt_of(30), 2)
 
 
-def test_a_tenant_whose_long_prompt_is_under_way_does_not_hold_up_another(model_of: ModelOf) -> None:
+def test_long_prompt_does_not_delay_other_tenant(model_of: ModelOf) -> None:
     instance = model_of().instance(token_budget=32)
     instance.prefill(of("long", group_of(prompt_of(480), "long/0")))
     instance.step()
@@ -54,7 +54,7 @@ def test_tenants_prefill_alternately(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-def test_pages_go_by_turns_and_within_a_tenant_in_order(model_of: ModelOf) -> None:
+def test_pages_alternate_between_tenants_in_order(model_of: ModelOf) -> None:
     """Three pages: one group at a time."""
     model = model_of()
     instance = model.instance(pool_bytes=3 * 16 * model.instance().kv_shape.bytes_per_token)
@@ -66,7 +66,7 @@ def test_pages_go_by_turns_and_within_a_tenant_in_order(model_of: ModelOf) -> No
     assert all([*names] == sorted(names) for names in ([n for n in order if n[0] == t] for t in "ab"))
 
 
-def test_decoding_goes_on_whatever_waits(model_of: ModelOf) -> None:
+def test_decoding_continues_while_prompts_wait(model_of: ModelOf) -> None:
     instance = model_of().instance(token_budget=16)
     instance.prefill(of("a", group_of(prompt_of(5), "a/0")))
     instance.step()

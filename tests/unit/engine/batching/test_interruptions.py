@@ -28,7 +28,7 @@ class Clock:
 
 
 class Between:
-    """Does something after a layer of the step under way, as another thread would, and sees what is left of it."""
+    """Acts after a layer of the running step, like another thread; records the rows and free pages of each layer."""
 
     def __init__(self, instance: Instance, after: int, action: Callable[[], None]) -> None:
         self.rows: list[int] = []
@@ -53,11 +53,9 @@ def late(group: GroupSpec, deadline_s: float | None) -> GroupSpec:
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("why", ["cancel", "deadline"])
 @pytest.mark.parametrize("family", ["gemma3", "mixtral"])
-def test_the_rows_of_what_ends_leave_the_batch_at_the_next_layer(
-    model_of: ModelOf, family: str, why: str, layer: int
-) -> None:
-    """The others' tokens are what they would have been: a choice that decodes, and a prompt on either side. After the
-    last layer that is before the head.
+def test_rows_of_ended_group_leave_batch_at_next_layer(model_of: ModelOf, family: str, why: str, layer: int) -> None:
+    """The tokens of other groups are unchanged: a choice that decodes, and a prompt on either side. After the last
+    layer the rows leave before the head.
     """
     model, clock = model_of(family), Clock()
     instance = model.instance(token_budget=256, prefix_cache=False, clock=clock)
@@ -83,14 +81,14 @@ def test_the_rows_of_what_ends_leave_the_batch_at_the_next_layer(
     assert len(set(between.free)) == (1 if layer == 2 else 2)  # their pages were free within the step
     assert steps[-1].expired == (("ends as well/0", "ends/0") if why == "deadline" else ())
     steps += run(instance)
-    found = outputs(steps)
+    actual = outputs(steps)
     for name, length in (("decoding/0", 15), ("before/0", 17), ("after/0", 70)):
-        assert found[name, 0] == model.expected(prompt_of(length))
-    assert ("ends/0", 0) not in found
+        assert actual[name, 0] == model.expected(prompt_of(length))
+    assert ("ends/0", 0) not in actual
     assert_idle(instance)
 
 
-def test_a_step_that_has_lost_all_its_rows_ends(model_of: ModelOf) -> None:
+def test_step_ends_when_all_rows_ended(model_of: ModelOf) -> None:
     for until in (None, 3):
         instance = model_of().instance()
         instance.prefill(group_of(PROMPT), until=until)
@@ -102,7 +100,7 @@ def test_a_step_that_has_lost_all_its_rows_ends(model_of: ModelOf) -> None:
         assert_idle(instance)
 
 
-def test_a_choice_can_be_cancelled_while_its_context_is_computed(model_of: ModelOf) -> None:
+def test_choice_is_cancelled_during_its_prefill(model_of: ModelOf) -> None:
     model = model_of()
     instance = model.instance()
     instance.prefill(group_of(PROMPT, forced=[(), (), ()]))
@@ -112,7 +110,7 @@ def test_a_choice_can_be_cancelled_while_its_context_is_computed(model_of: Model
     assert_idle(instance)
 
 
-def test_a_cancel_that_was_done_is_not_done_to_a_later_group(model_of: ModelOf) -> None:
+def test_applied_cancel_does_not_hit_later_group(model_of: ModelOf) -> None:
     instance = model_of().instance()
     instance.prefill(group_of(PROMPT))
     instance.cancel_soon("r/0")
@@ -121,7 +119,7 @@ def test_a_cancel_that_was_done_is_not_done_to_a_later_group(model_of: ModelOf) 
     assert len(outputs(run(instance))["r/0", 0]) == GREEDY.max_tokens
 
 
-def test_a_deadline_ends_a_group_in_any_state(model_of: ModelOf) -> None:
+def test_deadline_ends_group_in_any_state(model_of: ModelOf) -> None:
     model, clock = model_of(), Clock()
     shape = model.instance().kv_shape
     instance = model.instance(pool_bytes=10 * 16 * shape.bytes_per_token, token_budget=16, clock=clock)
@@ -145,8 +143,8 @@ def test_a_deadline_ends_a_group_in_any_state(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-def test_a_deadline_survives_preemption_and_export(model_of: ModelOf) -> None:
-    """Also to a host with another clock: the time left is exported."""
+def test_deadline_survives_preemption_and_export(model_of: ModelOf) -> None:
+    """A deadline also survives the move to a host with another clock: the time left is exported."""
     model, clock, other_clock = model_of(), Clock(), Clock()
     other_clock.now_s = 7000
     instance, other = model.instance(clock=clock), model.instance(clock=other_clock)
@@ -175,16 +173,16 @@ def test_a_deadline_survives_preemption_and_export(model_of: ModelOf) -> None:
     assert_idle(other)
 
 
-def test_the_box_gives_each_cancel_once() -> None:
-    box = PendingCancels()
-    box.put("a", None)
-    box.put("b", 1)
-    box.put("a", None)
-    box.put("c", None)
-    box.discard("c", None)
-    box.discard("d", None)
-    assert box.drain() == [("a", None), ("b", 1)]
-    assert box.drain() == []
+def test_pending_cancels_are_drained_once() -> None:
+    cancels = PendingCancels()
+    cancels.put("a", None)
+    cancels.put("b", 1)
+    cancels.put("a", None)
+    cancels.put("c", None)
+    cancels.discard("c", None)
+    cancels.discard("d", None)
+    assert cancels.drain() == [("a", None), ("b", 1)]
+    assert cancels.drain() == []
 
 
 def test_deadlines_of_ended_groups_are_dropped() -> None:

@@ -8,7 +8,7 @@ from torchrelay.engine.batching.pages import PageAllocator, PageTables
 from torchrelay.engine.core import KvPoolFull
 
 
-def test_tables_share_the_full_pages_of_their_context() -> None:
+def test_tables_share_full_pages_of_context() -> None:
     pages = PageTables(42, page_tokens=8)
     tables = pages.reserve(num_context_tokens=20, num_tokens=33, num_tables=3)
     assert [len(table) for table in tables] == [5, 5, 5]
@@ -23,7 +23,7 @@ def test_tables_share_the_full_pages_of_their_context() -> None:
         pages.allocator.check_integrity([tables[0]])
 
 
-def test_full_takes_nothing() -> None:
+def test_take_beyond_free_pages_takes_none() -> None:
     allocator = PageAllocator(4)
     held = allocator.take(3)
     with pytest.raises(KvPoolFull, match="2 KV pages are needed, 1 of 4 are free"):
@@ -33,7 +33,7 @@ def test_full_takes_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "release", "retain"]), st.integers(0, 9)), max_size=60))
-def test_counts_hold_under_any_sequence(moves: list[tuple[str, int]]) -> None:
+def test_random_operations_keep_page_counts(moves: list[tuple[str, int]]) -> None:
     allocator = PageAllocator(20)
     tables: list[list[int]] = []
     for move, number in moves:

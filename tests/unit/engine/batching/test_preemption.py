@@ -34,28 +34,28 @@ SAMPLED = SamplingParams(
 
 def tokens_of(steps: list[StepResult]) -> dict[tuple[str, int], list[NewToken]]:
     outputs(steps)  # positions rise one by one
-    found: dict[tuple[str, int], list[NewToken]] = {}
+    actual: dict[tuple[str, int], list[NewToken]] = {}
     for token in (token for step in steps for token in step.tokens):
-        found.setdefault((token.group_id, token.choice), []).append(token)
-    return found
+        actual.setdefault((token.group_id, token.choice), []).append(token)
+    return actual
 
 
-def same(found: list[NewToken], expected: list[NewToken]) -> bool:
-    """All but the last digits of the log-probabilities, which depend on the batch."""
-    plain = [replace(token, logprobs=None, num_cached=0) for token in found]
-    found_logprobs = [each.logprobs.chosen for each in found if each.logprobs]
+def same(actual: list[NewToken], expected: list[NewToken]) -> bool:
+    """Whether tokens are equal up to the last digits of their log-probabilities, which depend on the batch."""
+    plain = [replace(token, logprobs=None, num_cached=0) for token in actual]
+    actual_logprobs = [each.logprobs.chosen for each in actual if each.logprobs]
     wanted = [each.logprobs.chosen for each in expected if each.logprobs]
     return (
         plain == [replace(token, logprobs=None, num_cached=0) for token in expected]
-        and found_logprobs == pytest.approx(wanted, abs=1e-4)
-        and [{t for t, _ in each.logprobs.top} for each in found if each.logprobs]
+        and actual_logprobs == pytest.approx(wanted, abs=1e-4)
+        and [{t for t, _ in each.logprobs.top} for each in actual if each.logprobs]
         == [{t for t, _ in each.logprobs.top} for each in expected if each.logprobs]
     )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_preempted_after_every_step_of_every_family(model_of: ModelOf, family: str) -> None:
-    """A chunk, the last chunk, and decoding up to every position; with and without the prefix cache's help."""
+def test_preemption_after_any_step_keeps_output(model_of: ModelOf, family: str) -> None:
+    """Preempts in a chunk, in the last chunk and at every decoded position, with and without the prefix cache."""
     model = model_of(family)
     prompt = prompt_of(70)
     expected = model.expected(prompt)[:8]
@@ -84,18 +84,25 @@ def make(model: Model, cached: bool = True) -> Instance:
     return model.instance(token_budget=17, page_tokens=4, prefix_cache=cached)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.fixture(scope="module")
+def alone(model_of: ModelOf) -> dict[tuple[str, int], list[NewToken]]:
+    """The tokens of each group that runs alone."""
+    runs = [tokens_of(_run_all(make(model_of("qwen3")), [group], [])) for group in GROUPS]
+    return {key: tokens for tokens_by_key in runs for key, tokens in tokens_by_key.items()}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.sampled_from([group.group_id for group in GROUPS])), max_size=8),
     st.booleans(),
 )
-def test_preempted_at_random_moments(model_of: ModelOf, moments: list[tuple[int, str]], cached: bool) -> None:
-    model = model_of("qwen3")
-    alone = {key: value for group in GROUPS for key, value in tokens_of(_run_all(make(model), [group], [])).items()}
-    instance = make(model, cached)
-    found = tokens_of(_run_all(instance, list(GROUPS), moments))
-    assert found.keys() == alone.keys()
-    for key, tokens in found.items():
+def test_random_preemptions_keep_output(
+    model_of: ModelOf, alone: dict[tuple[str, int], list[NewToken]], moments: list[tuple[int, str]], cached: bool
+) -> None:
+    instance = make(model_of("qwen3"), cached)
+    actual = tokens_of(_run_all(instance, list(GROUPS), moments))
+    assert actual.keys() == alone.keys()
+    for key, tokens in actual.items():
         assert same(tokens, alone[key]), key
     assert_idle(instance)
 
@@ -113,7 +120,7 @@ def _run_all(instance: Instance, groups: list[GroupSpec], moments: list[tuple[in
     return steps
 
 
-def test_the_cached_prefix_is_reported_with_the_first_token_only(model_of: ModelOf) -> None:
+def test_cached_tokens_are_reported_with_first_token_only(model_of: ModelOf) -> None:
     instance = model_of().instance()
     instance.prefill(group_of(prompt_of(40)))
     steps = [instance.step(), instance.step()]
@@ -123,7 +130,7 @@ def test_the_cached_prefix_is_reported_with_the_first_token_only(model_of: Model
     assert sum(step.num_positions_prefilled for step in steps) == 40 + (42 - 32)  # two pages were still there
 
 
-def test_a_preempted_hand_over_repeats_no_block(model_of: ModelOf) -> None:
+def test_preempted_hand_over_repeats_no_block(model_of: ModelOf) -> None:
     model = model_of()
     group = group_of(prompt_of(70), forced=[(), (3, 4)])
     whole: dict[int, bytes] = {}
@@ -146,7 +153,7 @@ def test_a_preempted_hand_over_repeats_no_block(model_of: ModelOf) -> None:
         assert_idle(instance)
 
 
-def test_what_cannot_be_recomputed_is_not_preempted(model_of: ModelOf) -> None:
+def test_group_that_cannot_be_recomputed_is_not_preempted(model_of: ModelOf) -> None:
     model = model_of()
     shape = model.instance().kv_shape
     instance = model.instance(pool_bytes=8 * 16 * shape.bytes_per_token)
@@ -158,7 +165,7 @@ def test_what_cannot_be_recomputed_is_not_preempted(model_of: ModelOf) -> None:
     sampling = replace(SAMPLED, max_tokens=16)
     instance.prefill(group_of(prompt_of(80), "s/0", sampling, forced=[(), (), ()]))  # 5 pages shared, and 1 each
     steps = [instance.step(), instance.step(), instance.step()]
-    with pytest.raises(Conflict):  # each choice has an output of its own by now: they would share nothing
+    with pytest.raises(Conflict):  # each choice has its own output by now, and they would share no page
         instance.preempt("s/0")
     instance.check_integrity()
     steps += run(instance)
@@ -167,7 +174,7 @@ def test_what_cannot_be_recomputed_is_not_preempted(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-# Which groups the scheduler preempts
+# The victims
 
 
 def preempted(groups: list[tuple[str, int, bool]], num_lacking: int, num_pages: int = 100) -> list[int]:
@@ -210,8 +217,8 @@ def small(model: Model, num_pages: int, **settings: Any) -> Instance:
     return model.instance(pool_bytes=num_pages * 16 * model.instance().kv_shape.bytes_per_token, **settings)
 
 
-def test_a_tenant_with_nothing_gets_pages_from_one_with_more_than_its_share(model_of: ModelOf) -> None:
-    """Twelve pages: four groups of one tenant fill them. Another's prompt has its first token in the next step."""
+def test_tenant_without_pages_preempts_tenant_above_share(model_of: ModelOf) -> None:
+    """Four groups of one tenant fill twelve pages. A prompt of another tenant has its first token in the next step."""
     model = model_of()
     instance = small(model, 12)
     for number in range(5):
@@ -228,15 +235,15 @@ def test_a_tenant_with_nothing_gets_pages_from_one_with_more_than_its_share(mode
     steps += run(instance)
     prefilled = [name for step in steps for name in step.prefilled]
     assert prefilled.count("3/0") == 2 and all(prefilled.count(f"{number}/0") == 1 for number in (0, 1, 2, 4))
-    found = outputs(steps)
+    actual = outputs(steps)
     for number in range(5):
-        assert found[f"{number}/0", 0] == model.expected(prompt_of(20, number))
-    assert found["modest/0", 0] == model.expected(prompt_of(20, 9))
+        assert actual[f"{number}/0", 0] == model.expected(prompt_of(20, number))
+    assert actual["modest/0", 0] == model.expected(prompt_of(20, 9))
     assert_idle(instance)
 
 
-def test_no_group_is_preempted_twice_or_for_a_preempted_one(model_of: ModelOf) -> None:
-    """A tenant's only group fills the pool; small ones of another come all the time. Each is served, none starves."""
+def test_group_is_preempted_at_most_once(model_of: ModelOf) -> None:
+    """A tenant's only group fills the pool, and small groups of another tenant keep arriving. All are served."""
     model = model_of()
     instance = small(model, 12)
     long = replace(group_of(prompt_of(150), "long/0", replace(GREEDY, max_tokens=40)), tenant_id="long")
@@ -249,12 +256,12 @@ def test_no_group_is_preempted_twice_or_for_a_preempted_one(model_of: ModelOf) -
     steps += run(instance)
     prefilled = [name for step in steps for name in step.prefilled]
     assert prefilled.count("long/0") == 2
-    assert prefilled[-1] != "long/0"  # it was not put off to the end
+    assert prefilled[-1] != "long/0"  # it was not delayed to the end
     assert outputs(steps)["long/0", 0] == model.expected(prompt_of(150), 40)
     assert_idle(instance)
 
 
-def test_a_single_tenant_is_never_preempted(model_of: ModelOf) -> None:
+def test_single_tenant_is_never_preempted(model_of: ModelOf) -> None:
     instance = small(model_of(), 6)
     for number in range(6):
         instance.prefill(group_of(prompt_of(20, number), f"{number}/0"))

@@ -1,4 +1,4 @@
-"""The prefix cache: common beginnings are computed once, for one tenant, and the tokens stay the same."""
+"""The prefix cache: a tenant's common prefixes are computed once, and the tokens stay the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = prompt_of(70)
 
 
 def ask(instance: Instance, prompt: tuple[int, ...], tenant_id: str = "a") -> tuple[list[int], int, int]:
-    """The tokens, how many of the prompt were cached, and how many were computed."""
+    """The tokens, and the numbers of cached and of computed prompt tokens."""
     instance.prefill(replace(group_of(prompt), tenant_id=tenant_id))
     return tokens_and_counts(run(instance))
 
@@ -29,7 +29,7 @@ def tokens_and_counts(steps: list[StepResult]) -> tuple[list[int], int, int]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_the_second_time_only_the_rest_is_computed(model_of: ModelOf, family: str) -> None:
+def test_cached_prefix_is_not_recomputed(model_of: ModelOf, family: str) -> None:
     model = model_of(family)
     instance = model.instance()
     assert ask(instance, PROMPT) == (model.expected(PROMPT), 0, 70)
@@ -40,16 +40,16 @@ def test_the_second_time_only_the_rest_is_computed(model_of: ModelOf, family: st
 
 
 @pytest.mark.parametrize(("length", "num_cached"), [(15, 0), (16, 0), (17, 16), (32, 16), (33, 32)])
-def test_the_last_token_is_always_computed(model_of: ModelOf, length: int, num_cached: int) -> None:
+def test_last_prompt_token_is_always_computed(model_of: ModelOf, length: int, num_cached: int) -> None:
     model = model_of()
     instance = model.instance()
     ask(instance, PROMPT[:length])
-    found = ask(instance, PROMPT[:length])
-    assert found == (model.expected(PROMPT[:length]), num_cached, length - num_cached)
+    actual = ask(instance, PROMPT[:length])
+    assert actual == (model.expected(PROMPT[:length]), num_cached, length - num_cached)
 
 
-def test_pages_are_found_by_the_keys_that_prompts_are_routed_by(model_of: ModelOf) -> None:
-    """What the scheduler remembers of a prompt names pages that are there."""
+def test_routing_keys_match_cached_pages(model_of: ModelOf) -> None:
+    """The routing keys that the scheduler remembers of a prompt are keys of cached pages."""
     instance, prompt = model_of().instance(), prompt_of(150)
     ask(instance, prompt, tenant_id="a")
     known = instance._scheduler._prefixes._pages
@@ -59,21 +59,21 @@ def test_pages_are_found_by_the_keys_that_prompts_are_routed_by(model_of: ModelO
     assert instance._scheduler._prefixes.find("a", prompt)[:4][-1] == known[routed_by[0]]
 
 
-def test_another_tenant_finds_nothing(model_of: ModelOf) -> None:
+def test_cache_is_separate_per_tenant(model_of: ModelOf) -> None:
     instance = model_of().instance()
     ask(instance, PROMPT, tenant_id="a")
     assert ask(instance, PROMPT, tenant_id="b")[1] == 0
     assert ask(instance, PROMPT, tenant_id="b")[1] == 64
 
 
-def test_switched_off(model_of: ModelOf) -> None:
+def test_disabled_cache_caches_nothing(model_of: ModelOf) -> None:
     instance = model_of().instance(prefix_cache=False)
     assert [ask(instance, PROMPT)[1] for _ in range(2)] == [0, 0]
     assert_idle(instance)
 
 
 @pytest.mark.parametrize("budget", [512, 20])
-def test_what_was_cached_is_handed_over_too(model_of: ModelOf, budget: int) -> None:
+def test_cached_kv_is_handed_over(model_of: ModelOf, budget: int) -> None:
     model = model_of("qwen2")
     source = model.instance(token_budget=budget, kv_block_tokens=24)
     for num_cached in (0, 64):
@@ -85,7 +85,7 @@ def test_what_was_cached_is_handed_over_too(model_of: ModelOf, budget: int) -> N
     assert_idle(source)
 
 
-def test_several_choices_and_a_resume_begin_from_it(model_of: ModelOf) -> None:
+def test_choices_and_resumed_output_use_cache(model_of: ModelOf) -> None:
     model = model_of()
     instance, expected = model.instance(), model.expected(PROMPT)
     ask(instance, PROMPT)
@@ -97,7 +97,7 @@ def test_several_choices_and_a_resume_begin_from_it(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-def test_under_pressure_the_longest_unused_goes_and_ends_go_before_beginnings(model_of: ModelOf) -> None:
+def test_longest_unused_pages_are_reclaimed_first(model_of: ModelOf) -> None:
     model = model_of()
     instance = _small(model, num_pages=12)
     prompts = [prompt_of(40, salt) for salt in range(4)]
@@ -118,7 +118,7 @@ def test_under_pressure_the_longest_unused_goes_and_ends_go_before_beginnings(mo
     assert_idle(instance)
 
 
-def test_a_group_that_was_cancelled_leaves_nothing_half_computed(model_of: ModelOf) -> None:
+def test_cancelled_prefill_caches_nothing(model_of: ModelOf) -> None:
     model = model_of()
     instance = model.instance(token_budget=20)
     instance.prefill(replace(group_of(PROMPT), tenant_id="a"))

@@ -1,4 +1,4 @@
-"""Batching runs where torch cannot be imported: as in a simulation, which computes nothing."""
+"""Batching runs where torch cannot be imported."""
 
 from __future__ import annotations
 
@@ -79,6 +79,6 @@ print("torch" in sys.modules)
 
 
 def test_scheduler_and_layers_run_without_torch() -> None:
-    found = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60, check=False)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == "False"
+    actual = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    assert actual.returncode == 0, actual.stderr
+    assert actual.stdout.strip() == "False"

@@ -1,4 +1,4 @@
-"""Recorded decode steps. Here a replay is a call, on the same fixed batches."""
+"""Recorded decode steps. A replay is a call here, on the same fixed batches."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ def recording(capturer: Capturer, attention: str = "triton") -> Backends:
         (4, 0, 0, 4),
         (5, 0, 0, 8),
         (256, 0, 0, 256),
-        (257, 0, 0, None),  # larger than any: as it is
+        (257, 0, 0, None),  # larger than any recording
         (0, 0, 0, None),
         (4, 1, 0, None),  # prompts are of any length
         (4, 0, 2, None),  # begins with hidden states
     ],
 )
-def test_sizes(num_decoding: int, num_chunks: int, layer: int, expected: int | None) -> None:
+def test_batch_size_for_batch_shape(num_decoding: int, num_chunks: int, layer: int, expected: int | None) -> None:
     assert batch_size_for(num_decoding, num_chunks, layer) == expected
 
 
-def test_padding_at_most_doubles_a_batch() -> None:
+def test_padding_at_most_doubles_batch() -> None:
     assert all(larger <= 2 * smaller for smaller, larger in pairwise(BATCH_SIZES))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
 def test_replayed_output_is_exact(model_of: ModelOf, family: str) -> None:
-    """Batches shrink as sequences end: several sizes, padding rows in most, each recorded once."""
+    """Batches shrink as sequences end: each of several sizes is recorded once, most with padding rows."""
     model, capturer = model_of(family), Counting()
     instance = model.instance(backends=recording(capturer), page_tokens=8, device=str(DEVICE))
     expected = {}
@@ -82,7 +82,7 @@ def test_replayed_output_is_exact(model_of: ModelOf, family: str) -> None:
     assert_idle(instance)
 
 
-def test_who_watches_sees_that_a_step_records_and_that_it_has_recorded(model_of: ModelOf) -> None:
+def test_recording_is_visible_to_watchers(model_of: ModelOf) -> None:
     seen: list[tuple[bool, int]] = []
 
     class Watched(CallingCapturer):
@@ -103,7 +103,7 @@ def test_who_watches_sees_that_a_step_records_and_that_it_has_recorded(model_of:
     assert len(replays) == SAMPLING.max_tokens - 2 and not any(each for each, _ in replays)
 
 
-def test_a_recording_that_fails_is_over(model_of: ModelOf) -> None:
+def test_failed_recording_is_over(model_of: ModelOf) -> None:
     class Failing(CallingCapturer):
         def capture(self, compute: Replay) -> Replay:
             raise RuntimeError("out of memory")
@@ -115,7 +115,7 @@ def test_a_recording_that_fails_is_over(model_of: ModelOf) -> None:
     assert not instance.is_recording
 
 
-def test_padding_rows_write_to_no_page(model_of: ModelOf) -> None:
+def test_padding_rows_write_to_scratch_slot_only(model_of: ModelOf) -> None:
     model = model_of()
     instance = model.instance(backends=recording(CallingCapturer()), device=str(DEVICE))
     kv, tables = instance.model.pages.kv, instance.model.pages.tables
@@ -130,7 +130,7 @@ def test_padding_rows_write_to_no_page(model_of: ModelOf) -> None:
     assert written[tables.scratch_slot :].tolist() == [True] + [False] * 15
 
 
-def test_prompts_and_models_that_still_load_are_not_recorded(model_of: ModelOf) -> None:
+def test_prompts_and_loading_models_are_not_recorded(model_of: ModelOf) -> None:
     model, capturer = model_of(), Counting()
     instance = model.instance(loaded=False, backends=recording(capturer), device=str(DEVICE))
     num_segments = len(model.pack.manifest.segments)
@@ -152,14 +152,14 @@ def test_prompts_and_models_that_still_load_are_not_recorded(model_of: ModelOf) 
 
 
 @pytest.mark.parametrize(("family", "attention"), [("mixtral", "triton"), ("llama", "gather")])
-def test_what_differs_from_step_to_step_is_never_recorded(model_of: ModelOf, family: str, attention: str) -> None:
-    """Experts are chosen by the rows, and gathered slots are as many as there are."""
+def test_experts_and_gathered_attention_are_not_recorded(model_of: ModelOf, family: str, attention: str) -> None:
+    """Experts depend on the rows, and the number of gathered slots on the lengths."""
     backends = recording(CallingCapturer(), attention)
     instance = model_of(family).instance(backends=backends, device=str(DEVICE))
     assert instance.model.graphs is None
 
 
-def test_a_backend_without_fixed_plans_says_so() -> None:
+def test_backend_without_fixed_plans_raises() -> None:
     backend: AttentionBackend = GatherAttention()
     assert not backend.replays
     with pytest.raises(TypeError, match="GatherAttention has no plans"):

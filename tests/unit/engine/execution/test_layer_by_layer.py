@@ -18,8 +18,8 @@ FEW = replace(GREEDY, max_tokens=6)
 
 @pytest.mark.parametrize("boundary", (1, 2))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layer_by_layer_to_the_end(model_of: ModelOf, family: str, boundary: int) -> None:
-    """Several prompts, beside those that run in chunks; the layers come one by one."""
+def test_layer_by_layer_output_is_exact(model_of: ModelOf, family: str, boundary: int) -> None:
+    """Several prompts run beside a chunked prompt, and the layers arrive one by one."""
     model = model_of(family)
     instance = half_loaded(model, boundary, token_budget=23)
     num_layers = instance.config.num_layers
@@ -38,8 +38,8 @@ def test_layer_by_layer_to_the_end(model_of: ModelOf, family: str, boundary: int
     assert_idle(instance)
 
 
-def test_the_earliest_prompt_that_can_go_on_does(model_of: ModelOf) -> None:
-    """ZigZag: the head batch waits for its next layer, the ones behind catch up; then it has the turn again."""
+def test_earliest_runnable_prompt_runs(model_of: ModelOf) -> None:
+    """ZigZag: while the first batch waits for its next layer, later batches catch up; then it runs again."""
     model = model_of()
     instance = half_loaded(model, 1, token_budget=16)
     for name in "ab":
@@ -58,7 +58,7 @@ def test_the_earliest_prompt_that_can_go_on_does(model_of: ModelOf) -> None:
     assert set(outputs(run(instance))) == {("a/0", 0), ("b/0", 0)}
 
 
-def test_small_prompts_at_one_boundary_share_a_batch(model_of: ModelOf) -> None:
+def test_small_prompts_at_same_boundary_share_batch(model_of: ModelOf) -> None:
     instance = model_of().instance(token_budget=32)
     for number in range(3):
         instance.prefill(group_of(prompt_of(16), f"{number}/0"), until=2)
@@ -67,7 +67,7 @@ def test_small_prompts_at_one_boundary_share_a_batch(model_of: ModelOf) -> None:
     assert [group.layer for group in instance.groups()] == [2, 2, 2]
 
 
-def test_a_prompt_by_layers_can_be_cancelled_or_preempted_at_any_boundary(model_of: ModelOf) -> None:
+def test_prompt_is_cancelled_or_preempted_at_any_boundary(model_of: ModelOf) -> None:
     model = model_of("qwen2")
     expected = model.expected(prompt_of(40))
     for num_steps in range(5):

@@ -15,7 +15,7 @@ HEADS, KV_HEADS, DIM = 6, 2, 8
 def reference(
     queries: torch.Tensor, kv: torch.Tensor, spans: Sequence[Span], window: int | None, scoring: Scoring
 ) -> torch.Tensor:
-    """Row by row, head by head."""
+    """Attention computed row by row and head by head."""
     out = torch.empty(len(queries), HEADS, DIM)
     for span in spans:
         for row in range(span.num_rows):
@@ -43,7 +43,9 @@ def reference(
         [(1, 4), (1, 6), (7, 7), (1, 20), (3, 50)],
     ],
 )
-def test_equals_the_definition(name: str, scoring: Scoring, window: int | None, shapes: list[tuple[int, int]]) -> None:
+def test_attention_equals_definition(
+    name: str, scoring: Scoring, window: int | None, shapes: list[tuple[int, int]]
+) -> None:
     """(rows, positions) per sequence. Unused slots hold NaN, as another model's bytes may: they must not be read."""
     random = np.random.default_rng(0)
     free = random.permutation(800)
@@ -57,10 +59,10 @@ def test_equals_the_definition(name: str, scoring: Scoring, window: int | None, 
     queries = torch.randn(row, HEADS, DIM)
     backend = attention_backend(name)(1)
     plan = backend.plan(spans, window, torch.float32, torch.device("cpu"))
-    found = backend.attend(queries, kv, plan, scoring)
-    assert torch.allclose(found, reference(queries, kv, spans, window, scoring), atol=1e-5)
+    actual = backend.attend(queries, kv, plan, scoring)
+    assert torch.allclose(actual, reference(queries, kv, spans, window, scoring), atol=1e-5)
 
 
-def test_unknown_backend() -> None:
+def test_unknown_backend_raises_key_error() -> None:
     with pytest.raises(KeyError):
         attention_backend("none")

@@ -7,7 +7,7 @@ import torch
 from torchrelay.engine.kernels.workspace import Workspace
 
 
-def test_it_is_kept_and_grows() -> None:
+def test_workspace_is_reused_and_grows() -> None:
     scratch = Workspace()
     first = scratch.of(8)
     assert first.shape == (8,)
@@ -15,7 +15,7 @@ def test_it_is_kept_and_grows() -> None:
     assert scratch.of(9).shape == (9,)
 
 
-def test_every_thread_has_its_own() -> None:
+def test_each_thread_has_its_own_workspace() -> None:
     scratch = Workspace()
     places = [scratch.of(8).data_ptr()]
     other = Thread(target=lambda: places.append(scratch.of(8).data_ptr()))
@@ -24,7 +24,7 @@ def test_every_thread_has_its_own() -> None:
     assert places[0] != places[1]
 
 
-def test_made_while_computing_it_serves_elsewhere() -> None:
+def test_workspace_made_in_inference_mode_is_writable() -> None:
     scratch = Workspace()
     with torch.inference_mode():
         scratch.of(4)

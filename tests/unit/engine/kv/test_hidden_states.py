@@ -10,7 +10,7 @@ from torchrelay.engine.batching.sequences import SequenceGroup
 from torchrelay.engine.kv.hidden_states import HiddenStates
 
 
-def test_rows_are_kept_by_context_until_dropped() -> None:
+def test_hidden_states_are_kept_until_dropped() -> None:
     first, second = SequenceGroup.of(group_of(prompt_of(5), forced=[(), (7,)])).contexts
     states, rows = HiddenStates(), torch.randn(6, 8)
     states.write(first, 2, rows[2:5])
@@ -24,8 +24,8 @@ def test_rows_are_kept_by_context_until_dropped() -> None:
     assert torch.equal(states.of(second), rows)
 
 
-def test_they_end_with_their_context() -> None:
-    """As of a group that was preempted: its contexts are replaced."""
+def test_hidden_states_end_with_their_context() -> None:
+    """A preempted group's contexts are replaced."""
     group, states = SequenceGroup.of(group_of(prompt_of(5))), HiddenStates()
     states.write(group.contexts[0], 0, torch.zeros(5, 8))
     tensor = weakref.ref(states.of(group.contexts[0]))

@@ -23,7 +23,7 @@ def layouts(draw: st.DrawFn) -> KvLayout:
 
 
 @given(layouts())
-def test_chunks_cover_every_position_of_every_layer_once(layout: KvLayout) -> None:
+def test_chunks_cover_every_layer_and_position_once(layout: KvLayout) -> None:
     seen = []
     for index in range(layout.num_kv_chunks):
         place = layout.locate(index)
@@ -44,7 +44,7 @@ def test_chunks_cover_every_position_of_every_layer_once(layout: KvLayout) -> No
         layout.locate(layout.trailer_index)
 
 
-def test_trailer_carries_the_first_tokens() -> None:
+def test_trailer_carries_first_tokens() -> None:
     layout = KvLayout(KvShape(1, 1, 2, 4), 16, (KvSequence((0, 2), 5), KvSequence((1,), 9)))
     tokens = (NewToken("r/1", 0, 0, 7), NewToken("r/1", 2, 0, 128_000, Finish.STOP), NewToken("r/1", 1, 4, 3))
     data = layout.pack_trailer(tokens[::-1])
@@ -55,13 +55,13 @@ def test_trailer_carries_the_first_tokens() -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x09" + bytes(47), bytes(12) + b"\x07" + bytes(35), bytes(60)])
-def test_a_trailer_that_does_not_fit_is_refused(damage: bytes) -> None:
+def test_mismatched_trailer_is_refused(damage: bytes) -> None:
     layout = KvLayout(KvShape(1, 1, 2, 4), 16, (KvSequence((0, 2), 5), KvSequence((1,), 9)))
     with pytest.raises(DataCorrupted):
         layout.unpack_trailer("r/1", damage)
 
 
-def test_sizes_of_a_model() -> None:
+def test_bytes_per_token_of_model() -> None:
     numbers = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = read_config(
         {
@@ -76,6 +76,6 @@ def test_sizes_of_a_model() -> None:
     assert KvShape.of(config, "F32").bytes_per_token == 2 * KvShape.of(config, "F16").bytes_per_token
 
 
-def test_the_light_modules_import_no_torch() -> None:
+def test_core_and_layout_import_no_torch() -> None:
     code = "import sys, torchrelay.engine.core, torchrelay.engine.kv.layout; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

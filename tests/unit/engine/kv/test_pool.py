@@ -8,7 +8,7 @@ from torchrelay.engine.kv.pool import KvPool
 SHAPE = KvShape(num_layers=3, num_kv_heads=2, head_dim=4, dtype_bytes=4)
 
 
-def test_cut_is_layer_major_and_takes_no_more_than_there_is() -> None:
+def test_partition_is_layer_major_and_fits() -> None:
     pool = KvPool(10_000)
     pages = pool.partition(SHAPE, torch.float32, page_tokens=8)
     assert SHAPE.bytes_per_token == 2 * 3 * 2 * 4 * 4
@@ -17,7 +17,7 @@ def test_cut_is_layer_major_and_takes_no_more_than_there_is() -> None:
     assert pages.kv[1, 0].is_contiguous()
 
 
-def test_the_bytes_are_cut_anew_for_another_dtype() -> None:
+def test_pool_is_partitioned_again_for_other_dtype() -> None:
     pool = KvPool(1 << 16)
     first = pool.partition(SHAPE, torch.float32, page_tokens=8)
     second = pool.partition(KvShape(1, 1, 8, 2), torch.bfloat16, page_tokens=16)
@@ -25,7 +25,7 @@ def test_the_bytes_are_cut_anew_for_another_dtype() -> None:
     assert second.tables.allocator.num_pages == (1 << 16) // (16 * 32)
 
 
-def test_copying_a_page_copies_all_layers() -> None:
+def test_copy_page_copies_all_layers() -> None:
     pages = KvPool(1 << 16).partition(SHAPE, torch.float32, page_tokens=8)
     pages.kv.copy_(torch.randn(pages.kv.shape))
     pages.copy_page(1, 5)

@@ -29,8 +29,8 @@ BOUNDARIES = (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
-def test_kv_goes_to_the_decode_worker_from_both(model_of: ModelOf, boundary: int) -> None:
-    """Each hands over the layers it computed; between them the hidden states are enough."""
+def test_exporter_and_importer_hand_over_their_layers(model_of: ModelOf, boundary: int) -> None:
+    """Each instance hands over the layers that it computed; the hidden states are enough between them."""
     model = model_of("gemma2")
     source, target = half_loaded(model, boundary, token_budget=23), model.instance(token_budget=19)
     decoder = model.instance()
@@ -52,7 +52,7 @@ def test_kv_goes_to_the_decode_worker_from_both(model_of: ModelOf, boundary: int
         import_prefill(target, exported, collect)
         [first] = [token for step in run(target) for token in step.tokens]
         assert sorted(blocks) == list(range(layout.num_kv_chunks))
-        assert first.num_cached == 0 or boundary == 0  # what lacks layers is never in the cache
+        assert first.num_cached == 0 or boundary == 0  # a prompt without all layers is never cached
         kv_import = decoder.import_kv(replace(group, prompt=()), layout)
         for index, data in blocks.items():
             kv_import.write(index, data)
@@ -62,7 +62,7 @@ def test_kv_goes_to_the_decode_worker_from_both(model_of: ModelOf, boundary: int
         assert_idle(instance)
 
 
-def test_an_imported_prompt_is_handed_over_whole_with_what_was_cached(model_of: ModelOf) -> None:
+def test_imported_prompt_hands_over_cached_kv(model_of: ModelOf) -> None:
     model = model_of()
     source, target, decoder = half_loaded(model, 2), model.instance(token_budget=16), model.instance()
     prompt = prompt_of(70)
@@ -89,8 +89,8 @@ def test_an_imported_prompt_is_handed_over_whole_with_what_was_cached(model_of: 
 
 
 @pytest.mark.parametrize("hands_over", [False, True])
-def test_a_preempted_imported_prompt_is_recomputed(model_of: ModelOf, hands_over: bool) -> None:
-    """From its tokens, by the importer alone; no block is handed over twice."""
+def test_preempted_imported_prompt_is_recomputed(model_of: ModelOf, hands_over: bool) -> None:
+    """The importer recomputes the prompt from its tokens; no block is handed over twice."""
     model = model_of("qwen3")
     prompt = prompt_of(70)
     for num_steps in range(5):
@@ -116,7 +116,7 @@ def test_a_preempted_imported_prompt_is_recomputed(model_of: ModelOf, hands_over
         assert_idle(target)
 
 
-def test_what_does_not_fit_is_refused(model_of: ModelOf) -> None:
+def test_mismatched_prefill_import_is_refused(model_of: ModelOf) -> None:
     model = model_of()
     source, target = half_loaded(model, 1), model.instance()
     group = group_of(prompt_of(20))
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused(model_of: ModelOf) -> None:
     assert_idle(target)
 
 
-def test_every_way_out_of_a_taking_frees_the_pages(model_of: ModelOf) -> None:
+def test_prefill_import_frees_pages_at_any_end(model_of: ModelOf) -> None:
     model = model_of()
     shape = model.instance().kv_shape
     source, target = half_loaded(model, 1), model.instance(pool_bytes=4 * 16 * shape.bytes_per_token)
@@ -168,7 +168,7 @@ def test_every_way_out_of_a_taking_frees_the_pages(model_of: ModelOf) -> None:
     assert_idle(target)
 
 
-def test_an_imported_prompt_is_cached_with_all_its_layers(model_of: ModelOf) -> None:
+def test_imported_prompt_is_cached_with_all_layers(model_of: ModelOf) -> None:
     model = model_of()
     source, target = half_loaded(model, 2), model.instance()
     source.prefill(group_of(prompt_of(70)), until=3)
@@ -182,10 +182,10 @@ def test_an_imported_prompt_is_cached_with_all_its_layers(model_of: ModelOf) -> 
 
 @pytest.mark.parametrize("others", [(), ("stays/0",)])
 @pytest.mark.parametrize("hands_over", [False, True])
-def test_an_imported_prompt_can_end_while_another_batch_of_the_step_is_computed(
+def test_imported_prompt_ends_during_other_batch_of_step(
     model_of: ModelOf, hands_over: bool, others: tuple[str, ...]
 ) -> None:
-    """A step has a batch for each boundary; what ends during the first is not in the second any more."""
+    """A step has a batch for each boundary; a group that ends during the first is not in the second."""
     model = model_of()
     source, target = half_loaded(model, 1), model.instance()
     on_kv = (lambda block: None) if hands_over else None
@@ -196,8 +196,8 @@ def test_an_imported_prompt_can_end_while_another_batch_of_the_step_is_computed(
         import_prefill(target, export_prefill(source, name), on_kv)
     target.prefill(group_of(prompt_of(17), "whole/0"))
     Between(target, 0, lambda: target.cancel_soon("ends/0"))
-    found = outputs(run(target))
-    assert found.pop(("whole/0", 0)) == model.expected(prompt_of(17))
+    actual = outputs(run(target))
+    assert actual.pop(("whole/0", 0)) == model.expected(prompt_of(17))
     expected = model.expected(prompt_of(40))
-    assert found == {(name, 0): expected[:1] if hands_over else expected for name in others}
+    assert actual == {(name, 0): expected[:1] if hands_over else expected for name in others}
     assert_idle(target)

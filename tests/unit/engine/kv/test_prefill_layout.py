@@ -1,4 +1,4 @@
-"""Prompts move at every layer boundary, and end as if they had stayed."""
+"""Prompts move at every layer boundary, and their output stays the same."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ FEW = replace(GREEDY, max_tokens=6)
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_at_every_boundary_of_every_family(model_of: ModelOf, family: str, boundary: int) -> None:
-    """From an instance that has no more layers than those, in layers of several chunks, blocks and pages that differ.
+def test_prompt_moves_at_every_boundary(model_of: ModelOf, family: str, boundary: int) -> None:
+    """The exporter has only the layers below the boundary, and both sides differ in budgets, blocks and pages.
 
-    The same prompts again: the importer has cached their prefixes by then.
+    The second round repeats the prompts, whose prefixes the importer has cached by then.
     """
     model = model_of(family)
     source = half_loaded(model, boundary, token_budget=23, page_tokens=8, kv_block_tokens=20)
@@ -58,7 +58,7 @@ def test_at_every_boundary_of_every_family(model_of: ModelOf, family: str, bound
     assert_idle(target)
 
 
-def test_a_pipeline_of_an_instance_per_layer(model_of: ModelOf) -> None:
+def test_prompt_passes_through_instance_per_layer(model_of: ModelOf) -> None:
     model = model_of("gemma3")
     stages = [model.instance(kv_block_tokens=16) for _ in range(3)]
     group = group_of(prompt_of(70))
@@ -72,7 +72,7 @@ def test_a_pipeline_of_an_instance_per_layer(model_of: ModelOf) -> None:
         assert_idle(stage)
 
 
-def test_contexts_and_choices_move_together(model_of: ModelOf) -> None:
+def test_choices_move_with_their_contexts(model_of: ModelOf) -> None:
     model = model_of("qwen3")
     expected = model.expected(prompt_of(21))
     for boundary in BOUNDARIES:
@@ -82,13 +82,13 @@ def test_contexts_and_choices_move_together(model_of: ModelOf) -> None:
         source.cancel("r/0", 3)
         exported = export_prefill(source)
         import_prefill(target, exported)
-        found = outputs(run(target))
-        assert found == {("r/0", 0): expected, ("r/0", 1): expected[5:], ("r/0", 2): expected}
+        actual = outputs(run(target))
+        assert actual == {("r/0", 0): expected, ("r/0", 1): expected[5:], ("r/0", 2): expected}
         assert_idle(source)
         assert_idle(target)
 
 
-def test_sampled_tokens_do_not_depend_on_who_computed(model_of: ModelOf) -> None:
+def test_moved_prompt_samples_same_tokens(model_of: ModelOf) -> None:
     model = model_of()
     sampling = SamplingParams(temperature=1.3, seed=5, max_tokens=12, frequency_penalty=0.5, top_logprobs=2)
     group = group_of(prompt_of(33), sampling=sampling, forced=[(), (7, 9)])
@@ -101,7 +101,7 @@ def test_sampled_tokens_do_not_depend_on_who_computed(model_of: ModelOf) -> None
     assert outputs(run(target)) == outputs(run(alone))
 
 
-def test_only_groups_at_one_boundary_can_be_exported(model_of: ModelOf) -> None:
+def test_export_requires_single_boundary(model_of: ModelOf) -> None:
     model = model_of()
     instance = model.instance(token_budget=16)
     with pytest.raises(Conflict):
@@ -119,7 +119,7 @@ def test_only_groups_at_one_boundary_can_be_exported(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-def test_a_hand_over_is_exported_whole_or_not_at_all(model_of: ModelOf) -> None:
+def test_hand_over_without_all_contexts_is_not_exported(model_of: ModelOf) -> None:
     """Without a context that has ended, the importer would number the blocks differently from the decode worker."""
     instance = half_loaded(model_of(), 1)
     blocks: list[KvBlock] = []
@@ -148,7 +148,7 @@ def layouts(draw: st.DrawFn) -> PrefillLayout:
 
 
 @given(layouts())
-def test_chunks_hold_each_position_once_in_each_plane(layout: PrefillLayout) -> None:
+def test_chunks_cover_each_plane_once(layout: PrefillLayout) -> None:
     seen, num_hidden = [], 0
     for index in range(layout.num_chunks):
         place = layout.locate(index)

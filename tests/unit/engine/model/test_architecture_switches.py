@@ -1,6 +1,6 @@
-"""Each switch of an architecture matters: turned off, the same model no longer gives transformers' logits and tokens.
+"""Each switch of an architecture matters: without it the same model no longer gives transformers' logits and tokens.
 
-So the tests of exactness see every one of them.
+So the tests of exactness cover every switch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ UNCAPPED_LOGITS = with_numbers(logit_cap=None)  # a cap keeps their order, and s
         ("qwen3-moe", experts_with(per_token=2)),
     ],
 )
-def test_it_matters(model_of: ModelOf, family: str, change: Change) -> None:
+def test_each_switch_changes_logits(model_of: ModelOf, family: str, change: Change) -> None:
     model, prompt = model_of(family), prompt_of(70)
     expected = model.logits(prompt)
     assert float((last_logits(model.instance(), prompt) - expected).abs().max()) < 1e-4
@@ -89,5 +89,5 @@ def tokens(model: Model, config: ModelConfig | None = None) -> list[list[int]]:
     instance = model.instance(config=config)
     for number, prompt in enumerate(PROMPTS):
         instance.prefill(group_of(prompt, f"{number}/0"))
-    found = outputs(run(instance))
-    return [found[f"{number}/0", 0] for number in range(len(PROMPTS))]
+    actual = outputs(run(instance))
+    return [actual[f"{number}/0", 0] for number in range(len(PROMPTS))]

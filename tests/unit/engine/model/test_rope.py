@@ -20,7 +20,7 @@ def test_angles_equal_transformers(model_of: ModelOf, family: str) -> None:
     assert torch.allclose(sin[:, 0], expected_sin[0, :, :half], atol=1e-6)
 
 
-def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
+def test_rotation_keeps_lengths_and_relative_distance() -> None:
     query, key = torch.randn(2, 1, 1, 8, dtype=torch.float64)
     angles = torch.tensor([0.3, 0.1, 0.03, 0.01], dtype=torch.float64)
 

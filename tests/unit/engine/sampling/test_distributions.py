@@ -25,39 +25,39 @@ NUM_DRAWS = 6400
 
 
 def definition(logits: Sequence[float], params: SamplingParams, counts: dict[int, int]) -> Row:
-    """What the API promises: the probability of every token."""
+    """The probability of every token as the API defines it."""
     scores = np.array(logits, np.float64)
     for token, bias in params.logit_bias:
         scores[token] += bias
     for token, count in counts.items():
         scores[token] -= params.presence_penalty * (count > 0) + params.frequency_penalty * count
     weights: Row = np.exp((scores - scores.max()) / params.temperature)
-    found: Row = weights / weights.sum()
+    actual: Row = weights / weights.sum()
     if params.top_k:
-        found[found < np.sort(found)[::-1][min(params.top_k, len(found)) - 1]] = 0
-        found /= found.sum()
+        actual[actual < np.sort(actual)[::-1][min(params.top_k, len(actual)) - 1]] = 0
+        actual /= actual.sum()
     if params.top_p < 1:
-        order = np.argsort(-found, kind="stable")
-        num_kept = int(np.searchsorted(np.cumsum(found[order]), params.top_p)) + 1
-        found[order[num_kept:]] = 0
-        found /= found.sum()
-    found[found < params.min_p * found.max()] = 0
-    found /= found.sum()
-    return found
+        order = np.argsort(-actual, kind="stable")
+        num_kept = int(np.searchsorted(np.cumsum(actual[order]), params.top_p)) + 1
+        actual[order[num_kept:]] = 0
+        actual /= actual.sum()
+    actual[actual < params.min_p * actual.max()] = 0
+    actual /= actual.sum()
+    return actual
 
 
-def chi_square_is_likely(found: Counter[int], wanted: Row, num_draws: int) -> bool:
+def chi_square_is_likely(actual: Counter[int], wanted: Row, num_draws: int) -> bool:
     """Whether counts like these come by chance more often than once in a thousand; tokens too rare to test are pooled.
 
     The bound is the 0.999 quantile of chi-square by Wilson and Hilferty's approximation (1931), good to a percent.
     """
-    if any(wanted[token] == 0 for token in found):
+    if any(wanted[token] == 0 for token in actual):
         return False
     expected = wanted * num_draws
-    cells = [(found[token], count) for token, count in enumerate(expected) if count >= 5]
+    cells = [(actual[token], count) for token, count in enumerate(expected) if count >= 5]
     rare = [token for token, count in enumerate(expected) if 0 < count < 5]
     if rare:
-        cells.append((sum(found[token] for token in rare), float(sum(expected[token] for token in rare))))
+        cells.append((sum(actual[token] for token in rare), float(sum(expected[token] for token in rare))))
     freedom = len(cells) - 1
     statistic = sum((seen - count) ** 2 / count for seen, count in cells)
     bound = freedom * (1 - 2 / (9 * freedom) + 3.0902 * math.sqrt(2 / (9 * freedom))) ** 3
@@ -72,11 +72,11 @@ def draw_of(params: SamplingParams, row: int = 0, position: int = 0, counts: dic
 def drawn(logits: Sequence[float], params: SamplingParams, counts: dict[int, int] | None = None) -> Counter[int]:
     """Tokens of ``NUM_DRAWS`` positions of one seed, sampled 64 at once."""
     rows = torch.tensor([logits]).expand(64, -1)
-    found: Counter[int] = Counter()
+    actual: Counter[int] = Counter()
     for begin in range(0, NUM_DRAWS, 64):
         draws = [draw_of(params, row, begin + row, counts) for row in range(64)]
-        found.update(token.token_id for token in sample_tokens(rows, draws))
-    return found
+        actual.update(token.token_id for token in sample_tokens(rows, draws))
+    return actual
 
 
 SAMPLERS: list[dict[str, Any]] = [
@@ -97,35 +97,35 @@ SAMPLERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SAMPLERS, ids=lambda settings: "-".join(settings))
-def test_frequencies_fit_the_definition(settings: dict[str, Any]) -> None:
+def test_frequencies_fit_definition(settings: dict[str, Any]) -> None:
     params = SamplingParams(seed=len(str(settings)), **settings)
     counts = COUNTS if params.penalised else None
     wanted = definition(LOGITS, params, counts or {})
-    found = drawn(LOGITS, params, counts)
-    assert chi_square_is_likely(found, wanted, NUM_DRAWS)
+    actual = drawn(LOGITS, params, counts)
+    assert chi_square_is_likely(actual, wanted, NUM_DRAWS)
 
 
-def test_the_chi_square_test_sees_a_wrong_sampler() -> None:
-    """Frequencies of one sampler do not pass for those of a similar one."""
-    found = drawn(LOGITS, SamplingParams(temperature=1.0, seed=3))
+def test_chi_square_test_rejects_wrong_sampler() -> None:
+    """Frequencies of one sampler do not fit those of a similar one."""
+    actual = drawn(LOGITS, SamplingParams(temperature=1.0, seed=3))
     for other in (SamplingParams(temperature=0.9), SamplingParams(logit_bias=((1, 0.15),)), SamplingParams(top_k=6)):
-        assert not chi_square_is_likely(found, definition(LOGITS, other, {}), NUM_DRAWS)
+        assert not chi_square_is_likely(actual, definition(LOGITS, other, {}), NUM_DRAWS)
 
 
 @pytest.mark.parametrize("top_p", [0.5, 0.93, 0.999])
-def test_a_nucleus_wider_than_the_first_look_is_found_whole(top_p: float) -> None:
-    """Nearly flat over 3,000 tokens: more than are ordered at first."""
+def test_wide_nucleus_is_complete(top_p: float) -> None:
+    """The distribution is nearly flat over 3,000 tokens, more than are sorted at first."""
     logits = np.random.default_rng(4).normal(0, 0.5, 3000)
     params = SamplingParams(top_p=top_p)
     wanted = definition(logits.tolist(), params, {})
-    found = probabilities(torch.tensor(logits, dtype=torch.float32)[None].clone(), [params])[0].double().numpy()
+    actual = probabilities(torch.tensor(logits, dtype=torch.float32)[None].clone(), [params])[0].double().numpy()
     assert (wanted > 0).sum() > distributions._NUM_ORDERED
-    assert abs(int((found > 0).sum()) - int((wanted > 0).sum())) <= 1  # fp32 sums, at the border
-    assert np.allclose(found / found.sum(), wanted, atol=1e-5)
+    assert abs(int((actual > 0).sum()) - int((wanted > 0).sum())) <= 1  # fp32 sums, at the border
+    assert np.allclose(actual / actual.sum(), wanted, atol=1e-5)
 
 
-def test_rows_of_one_batch_each_have_their_own_treatment() -> None:
-    """Fifty rows with settings of their own: each as if alone, in tokens and in distribution."""
+def test_rows_of_batch_are_sampled_independently() -> None:
+    """Each of fifty rows with different settings has the tokens and the distribution that it has alone."""
     random = np.random.default_rng(9)
     logits = torch.tensor(random.normal(0, 3, (50, 700)), dtype=torch.float32)
     params = [
@@ -141,22 +141,22 @@ def test_rows_of_one_batch_each_have_their_own_treatment() -> None:
         )
         for row in range(50)
     ]
-    draws = [draw_of(one, row, row, {row: 2}) for row, one in enumerate(params)]
+    draws = [draw_of(own, row, row, {row: 2}) for row, own in enumerate(params)]
     together = sample_tokens(logits, draws)
     assert together == [sample_tokens(logits, [draw])[0] for draw in draws]
-    for row, one in enumerate(params):
-        if not one.greedy:
-            wanted = definition(logits[row].tolist(), one, {row: 2})
-            found = (
-                probabilities(apply_biases_and_penalties(logits[row : row + 1].clone(), [one], [{row: 2}]), [one])[0]
+    for row, own in enumerate(params):
+        if not own.greedy:
+            wanted = definition(logits[row].tolist(), own, {row: 2})
+            actual = (
+                probabilities(apply_biases_and_penalties(logits[row : row + 1].clone(), [own], [{row: 2}]), [own])[0]
                 .double()
                 .numpy()
             )
-            assert np.allclose(found / found.sum(), wanted, atol=1e-5), (row, one)
+            assert np.allclose(actual / actual.sum(), wanted, atol=1e-5), (row, own)
             assert wanted[together[row].token_id] > 0
         else:
             assert together[row].token_id == int(
-                apply_biases_and_penalties(logits[row : row + 1].clone(), [one], [{row: 2}]).argmax()
+                apply_biases_and_penalties(logits[row : row + 1].clone(), [own], [{row: 2}]).argmax()
             )
 
 
@@ -167,41 +167,41 @@ def test_rows_of_one_batch_each_have_their_own_treatment() -> None:
         ({"top_k": 3}, {1, 4, 7}),
         ({"top_k": 100}, set(range(8)) - {5}),
         ({"top_p": 0.0}, {4}),
-        ({"top_p": 0.7}, {1, 4, 7}),  # of e^2.4, e^2.0, e^1.9, ...: 0.36, 0.24, 0.22, 0.11: the third one passes 0.7
+        ({"top_p": 0.7}, {1, 4, 7}),  # of e^2.4, e^2.0, e^1.9, ...: 0.36, 0.24, 0.22, 0.11: the third passes 0.7
         ({"top_k": 2, "top_p": 0.99}, {1, 4}),
         ({"min_p": 0.65}, {1, 4}),  # e^-0.4, e^-0.5 and e^-1.2 of the most likely are 0.67, 0.61 and 0.30
         ({"min_p": 0.2}, {1, 3, 4, 7}),
         ({"min_p": 1.0}, {4}),
     ],
 )
-def test_what_is_cut_away_and_what_stays(settings: dict[str, float], kept: set[int]) -> None:
-    found = probabilities(torch.tensor([LOGITS]), [SamplingParams(**settings)])  # type: ignore[arg-type]
-    assert set(found[0].nonzero().flatten().tolist()) == kept
+def test_cutoffs_keep_expected_tokens(settings: dict[str, float], kept: set[int]) -> None:
+    actual = probabilities(torch.tensor([LOGITS]), [SamplingParams(**settings)])  # type: ignore[arg-type]
+    assert set(actual[0].nonzero().flatten().tolist()) == kept
 
 
-def test_ties_at_a_border_all_stay() -> None:
+def test_ties_at_cutoff_are_kept() -> None:
     logits = [1.0, 3.0, 3.0, 3.0, 0.0]
     for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.4), SamplingParams(min_p=1.0)):
-        found = probabilities(torch.tensor([logits]), [params])
-        assert found[0].nonzero().flatten().tolist() == [1, 2, 3]
+        actual = probabilities(torch.tensor([logits]), [params])
+        assert actual[0].nonzero().flatten().tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
 @pytest.mark.parametrize("vocab_size", [4, 32, 33, 200])
-def test_the_ends_of_the_range_give_possible_tokens(number: float, vocab_size: int) -> None:
-    found = torch.zeros(1, vocab_size)
-    found[0, 1] = found[0, vocab_size - 2] = 0.5
-    assert draw_by_cdf(found, [number]).tolist() == [1 if number == 0 else vocab_size - 2]
+def test_extreme_random_numbers_draw_possible_tokens(number: float, vocab_size: int) -> None:
+    actual = torch.zeros(1, vocab_size)
+    actual[0, 1] = actual[0, vocab_size - 2] = 0.5
+    assert draw_by_cdf(actual, [number]).tolist() == [1 if number == 0 else vocab_size - 2]
 
 
-def test_temperatures_down_to_zero_give_the_most_likely() -> None:
+def test_lowest_temperatures_draw_most_likely_token() -> None:
     for temperature in (0.0, 1e-300, 1e-6, 2e-5):
         assert set(drawn(LOGITS, SamplingParams(temperature=temperature))) == {4}
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_row_that_is_not_finite_ends_its_draws_and_no_others(broken: float, dtype: torch.dtype) -> None:
+def test_non_finite_row_ends_only_its_draws(broken: float, dtype: torch.dtype) -> None:
     logits = torch.tensor([LOGITS, LOGITS, LOGITS], dtype=dtype)
     logits[1, 2] = broken
     settings = (SamplingParams(temperature=0), SamplingParams(top_logprobs=2), SamplingParams(logit_bias=((1, 9.0),)))
@@ -211,6 +211,6 @@ def test_a_row_that_is_not_finite_ends_its_draws_and_no_others(broken: float, dt
         assert first == third and first.token_id >= 0 and first.finish is None
 
 
-def test_a_row_of_nothing_but_minus_infinity_is_not_finite() -> None:
+def test_row_of_minus_infinity_is_not_finite() -> None:
     (token,) = sample_tokens(torch.full((1, 8), -torch.inf), [draw_of(SamplingParams())])
     assert token.finish is Finish.NOT_FINITE

@@ -14,7 +14,7 @@ from torchrelay.engine.core import NO_TOKEN, Finish, NewToken, SamplingParams
 from torchrelay.engine.sampling.sampler import uniform
 
 
-def test_uniform_is_a_fixed_function_of_its_counter() -> None:
+def test_uniform_is_fixed_function_of_counter() -> None:
     """Golden values: a change would alter resumed requests while workers of two versions run."""
     assert uniform(0, 0, 0) == 0.156742553465558
     assert uniform(2**64 - 1, 3, 1000) == 0.7515824167881524
@@ -32,7 +32,7 @@ SEEDED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SEEDED, ids=["cut", "penalised", "greedy"])
-def test_the_same_seed_gives_the_same_tokens_in_any_batch(model_of: ModelOf, settings: dict[str, Any]) -> None:
+def test_seed_gives_same_tokens_in_any_batch(model_of: ModelOf, settings: dict[str, Any]) -> None:
     """Alone, in a batch of 32 that sample in every way, and resumed on another worker, here or handed over."""
     model = model_of("qwen2")
     sampling = SamplingParams(**settings, seed=77, max_tokens=20)
@@ -63,7 +63,7 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_overflow_end_their_own_choice_and_no_other(overflowing: Model, temperature: float) -> None:
+def test_overflowing_logits_end_only_their_group(overflowing: Model, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, seed=3, max_tokens=12)
     groups = [group_of(prompt_of(9 + salt, salt), f"{salt}/0", sampling) for salt in range(16)]
     alone: dict[str, list[NewToken]] = {}
@@ -86,20 +86,20 @@ def test_logits_that_overflow_end_their_own_choice_and_no_other(overflowing: Mod
     assert_idle(together)
 
 
-def test_a_choice_of_several_ends_alone_when_it_overflows(overflowing: Model) -> None:
+def test_overflowing_choice_ends_alone(overflowing: Model) -> None:
     """The engine ends what it cannot sample; the caller decides about the rest."""
-    found = set()
+    actual = set()
     for salt in range(4):
         instance = overflowing.instance()
         sampling = SamplingParams(temperature=1.5, seed=salt, max_tokens=12)
         instance.prefill(group_of(prompt_of(9, salt + 20), sampling=sampling, forced=[(), (), ()]))
         ends = {token.choice: token for step in run(instance) for token in step.tokens}
-        found.add(frozenset(token.finish for token in ends.values()))
+        actual.add(frozenset(token.finish for token in ends.values()))
         assert_idle(instance)
-    assert frozenset({Finish.NOT_FINITE, Finish.LENGTH}) in found
+    assert frozenset({Finish.NOT_FINITE, Finish.LENGTH}) in actual
 
 
-def test_biases_command_and_forbid(model_of: ModelOf) -> None:
+def test_logit_bias_forces_and_forbids_tokens(model_of: ModelOf) -> None:
     model = model_of()
     free = model.expected(prompt_of(12))
 
@@ -116,7 +116,7 @@ def test_biases_command_and_forbid(model_of: ModelOf) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_resume_rebuilds_what_penalties_count(model_of: ModelOf, temperature: float) -> None:
+def test_resume_rebuilds_penalty_counts(model_of: ModelOf, temperature: float) -> None:
     model = model_of("qwen3")
     sampling = SamplingParams(
         temperature=temperature, seed=5, max_tokens=24, frequency_penalty=1.5, presence_penalty=0.5
@@ -134,7 +134,7 @@ def test_a_resume_rebuilds_what_penalties_count(model_of: ModelOf, temperature: 
         assert [last.tokens[0].token_id, *outputs(steps)["r/0", 0]] == whole[num_forced:]
 
 
-def test_logprobs_are_the_models_own(model_of: ModelOf) -> None:
+def test_logprobs_are_unmodified_model_logprobs(model_of: ModelOf) -> None:
     model = model_of()
     prompt = prompt_of(20)
     expected = model.logits(prompt).log_softmax(0)
@@ -149,7 +149,7 @@ def test_logprobs_are_the_models_own(model_of: ModelOf) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 320])
-def test_a_bias_beyond_the_vocabulary_is_refused(model_of: ModelOf, token: int) -> None:
+def test_logit_bias_beyond_vocabulary_is_refused(model_of: ModelOf, token: int) -> None:
     instance = model_of().instance()
     group = group_of(prompt_of(5), sampling=SamplingParams(logit_bias=((token, 1.0),)))
     with pytest.raises(InvalidRequest) as refused:

@@ -49,9 +49,7 @@ def test_weights_are_views_of_the_mapping(mapped: tuple[Manifest, mmap.mmap], mo
     weights.close()
 
 
-def test_an_instance_runs_on_a_read_only_mapping_and_lets_go_of_it(
-    mapped: tuple[Manifest, mmap.mmap], model_of: ModelOf
-) -> None:
+def test_instance_runs_on_and_releases_read_only_mapping(mapped: tuple[Manifest, mmap.mmap], model_of: ModelOf) -> None:
     manifest, mapping = mapped
     view = memoryview(mapping)
     instance = Instance(manifest, view, KvPool(1 << 20))
@@ -64,7 +62,7 @@ def test_an_instance_runs_on_a_read_only_mapping_and_lets_go_of_it(
     mapping.close()  # raises BufferError as long as a tensor views it
 
 
-def test_a_tensor_of_another_shape_is_refused(model_of: ModelOf) -> None:
+def test_tensor_of_wrong_shape_is_refused(model_of: ModelOf) -> None:
     pack = model_of().pack
     wrong = [entry._replace(shape=(1, *entry.shape)) for entry in pack.manifest.tensors]
     manifest = replace(pack.manifest, tensors=tuple(wrong))
@@ -74,7 +72,7 @@ def test_a_tensor_of_another_shape_is_refused(model_of: ModelOf) -> None:
     assert instance.num_segments_ready == 0
 
 
-def test_a_scattered_group_is_refused(model_of: ModelOf) -> None:
+def test_non_contiguous_tensor_group_is_refused(model_of: ModelOf) -> None:
     pack = model_of().pack
     moved = [
         entry._replace(offset=entry.offset + 64) if "v_proj" in entry.name else entry for entry in pack.manifest.tensors
@@ -84,7 +82,7 @@ def test_a_scattered_group_is_refused(model_of: ModelOf) -> None:
         Instance(manifest, pack.view, KvPool(1 << 20)).segment_ready(1)
 
 
-def test_gate_counts_each_segment_once() -> None:
+def test_gate_counts_segment_once() -> None:
     gate = SegmentGate(3)
     gate.open(1)
     gate.open(1)

@@ -1,4 +1,4 @@
-"""Reordered weights give the same results, and replace the originals while the instance serves."""
+"""Reordered weights give the same results, and replace the originals while the instance is used."""
 
 from __future__ import annotations
 
@@ -25,40 +25,45 @@ from torchrelay.engine.weights.reorderer import (
 )
 
 ModelOf = Callable[..., Model]
+needs_onednn = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 on this CPU"
+)
 
 
 @pytest.fixture(autouse=True)
 def same_threads() -> Iterator[None]:
-    """This process's number of threads stays as it is."""
+    """Restores this process's number of threads."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
-# As on a CPU with bf16 arithmetic; others emulate it, with the same results. The thread starts at once.
+# Reorders on any CPU that oneDNN supports, as if it had bf16 arithmetic. The thread starts at once.
 at_once = partial(Reorderer, delay_s=0.0, gains=lambda dtype: dtype != torch.float32)
 
 
+@needs_onednn
 @pytest.mark.parametrize("rows", [1, 7, 40])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_products_are_the_same(rows: int, with_bias: bool) -> None:
+def test_reordered_product_equals_plain(rows: int, with_bias: bool) -> None:
     weight = torch.randn(72, 48).bfloat16()
     x, bias = torch.randn(rows, 48).bfloat16(), torch.randn(72).bfloat16() if with_bias else None
-    found = linear(x, OneDnnMatrix(weight), bias)
+    actual = linear(x, OneDnnMatrix(weight), bias)
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    assert found.dtype == torch.bfloat16
-    assert torch.allclose(found.double(), exact, rtol=2**-7, atol=2**-6)
+    assert actual.dtype == torch.bfloat16
+    assert torch.allclose(actual.double(), exact, rtol=2**-7, atol=2**-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_weights_stay_where_a_copy_is_no_quicker(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_weights_without_native_arithmetic_stay(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(reorderer, "has_arithmetic", lambda asked: asked == torch.float32)
     weight = torch.randn(8, 8).to(dtype)
     assert reordered(weight) is weight
 
 
+@needs_onednn
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "qwen3-moe"])
-def test_bf16_logits_stay_within_the_tolerance(model_of: ModelOf, family: str) -> None:
+def test_reordered_bf16_logits_stay_within_tolerance(model_of: ModelOf, family: str) -> None:
     """The tolerance of `test_exactness.py`."""
     model, prompt = model_of(family, dtype="bfloat16"), prompt_of(40)
     instance = _reordered_instance(model)
@@ -68,7 +73,7 @@ def test_bf16_logits_stay_within_the_tolerance(model_of: ModelOf, family: str) -
     instance.close()
 
 
-def test_fp32_greedy_output_is_the_same(model_of: ModelOf) -> None:
+def test_fp32_output_is_unchanged(model_of: ModelOf) -> None:
     model = model_of("qwen3")
     instance = _reordered_instance(model)
     instance.prefill(group_of(prompt_of(17)))
@@ -76,8 +81,9 @@ def test_fp32_greedy_output_is_the_same(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-def test_layers_are_swapped_under_a_running_request(model_of: ModelOf) -> None:
-    """Between any two steps: each token is the most likely one for transformers, or nearly."""
+@needs_onednn
+def test_layers_are_replaced_during_request(model_of: ModelOf) -> None:
+    """Layers are replaced between steps; each token is nearly the most likely one for transformers."""
     model = model_of("llama", dtype="bfloat16")
     instance = model.instance()
     instance.prefill(group_of(prompt_of(17)))
@@ -97,7 +103,8 @@ def test_layers_are_swapped_under_a_running_request(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-def test_closing_ends_the_thread_wherever_it_is(model_of: ModelOf) -> None:
+@needs_onednn
+def test_close_ends_reorder_thread(model_of: ModelOf) -> None:
     model = model_of("llama", dtype="bfloat16")
     for loaded in (False, True):
         instance = model.instance(loaded=loaded, cpu_reorder=True, reorderer=at_once)
@@ -109,8 +116,9 @@ def test_closing_ends_the_thread_wherever_it_is(model_of: ModelOf) -> None:
         assert not swapping.is_running
 
 
+@needs_onednn
 @pytest.mark.parametrize(("available", "is_done"), [(1.9, False), (2.1, True)])
-def test_weights_are_copied_only_where_there_is_room(model_of: ModelOf, available: float, is_done: bool) -> None:
+def test_weights_are_copied_only_with_enough_memory(model_of: ModelOf, available: float, is_done: bool) -> None:
     model = model_of("llama", dtype="bfloat16")
     num_bytes = available * model.pack.manifest.num_bytes
     instance = model.instance(cpu_reorder=True, reorderer=partial(at_once, available_bytes=lambda: num_bytes))
@@ -120,16 +128,17 @@ def test_weights_are_copied_only_where_there_is_room(model_of: ModelOf, availabl
     instance.close()
 
 
-def test_what_is_available_is_read(tmp_path: Path) -> None:
+def test_available_memory_is_read(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     assert available_bytes(meminfo) == float("inf")
     meminfo.write_text("MemTotal:  8000 kB\nMemAvailable:  300 kB\n")
     assert available_bytes(meminfo) == 300 * 1024
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="there the allocator is another")
-def test_the_memory_of_the_copies_goes_back_to_the_system(model_of: ModelOf) -> None:
-    """Copies of some megabytes lie in the heap once something larger was freed, and what is beside them stays."""
+@needs_onednn
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other allocators")
+def test_memory_of_copies_returns_to_system(model_of: ModelOf) -> None:
+    """Copies of a few megabytes are in the heap once something larger was freed, between allocations that stay."""
     instance = _reordered_instance(model_of("llama", dtype="bfloat16"))
     torch.empty(30 << 20, dtype=torch.uint8)
     before = _anonymous_bytes()
@@ -145,8 +154,9 @@ def test_the_memory_of_the_copies_goes_back_to_the_system(model_of: ModelOf) -> 
     assert len(beside) == 12
 
 
-def test_the_engines_own_threads_stay_as_many(model_of: ModelOf) -> None:
-    """Read before anything computes here again: the next layer would set them anew."""
+@needs_onednn
+def test_reordering_keeps_engine_threads(model_of: ModelOf) -> None:
+    """The number is read before another computation, whose next layer would set it again."""
     torch.set_num_threads(2)
     instance = _reordered_instance(model_of("llama", dtype="bfloat16"))
     assert torch.get_num_threads() == 2

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.support.wait import HANG_S
 from tests.unit.engine.harness import Model, assert_idle, group_of, outputs, prompt_of, run
 from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.engine.core import LoadFailed
@@ -19,7 +20,7 @@ PROMPT = prompt_of(20)
 
 
 class Watched:
-    """An instance over a pack that is still all 0xFF (NaN in any dtype), with an event per layer that has run."""
+    """An instance over a pack of 0xFF bytes (NaN in any dtype), with an event for each layer that has run."""
 
     def __init__(self, model: Model) -> None:
         self.pack = model.pack
@@ -37,14 +38,14 @@ class Watched:
         self.instance.model.decoder.run_layer = run_layer  # type: ignore[method-assign]
 
     def deliver(self, segment: int) -> None:
-        """The segment's bytes arrive."""
+        """Delivers the bytes of a segment."""
         span = self.pack.manifest.segments[segment]
         self.data[span.begin : span.end] = self.pack.data[span.begin : span.end]
         self.instance.segment_ready(segment)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_each_layer_runs_once_its_bytes_are_there(model_of: ModelOf, tied: bool) -> None:
+def test_layer_runs_once_its_segment_arrives(model_of: ModelOf, tied: bool) -> None:
     model = model_of("qwen2", tied)
     watched = Watched(model)
     instance = watched.instance
@@ -57,15 +58,15 @@ def test_each_layer_runs_once_its_bytes_are_there(model_of: ModelOf, tied: bool)
             watched.deliver(segment)
             assert instance.num_segments_ready == segment + 1
             if segment:
-                assert watched.ran[segment - 1].wait(10)
+                assert watched.ran[segment - 1].wait(HANG_S)
         assert not step.done()
         watched.deliver(watched.num_layers + 1)
-        steps = [step.result(10)]
+        steps = [step.result(HANG_S)]
     assert outputs([*steps, *run(instance)])["r/0", 0] == model.expected(PROMPT)
     assert_idle(instance)
 
 
-def test_segments_may_come_in_any_order(model_of: ModelOf) -> None:
+def test_segments_may_arrive_in_any_order(model_of: ModelOf) -> None:
     model = model_of()
     watched = Watched(model)
     watched.instance.prefill(group_of(PROMPT))
@@ -74,11 +75,11 @@ def test_segments_may_come_in_any_order(model_of: ModelOf) -> None:
         for segment in reversed(range(watched.num_layers + 2)):
             watched.deliver(segment)
             watched.deliver(segment)
-        assert outputs(steps.result(10))["r/0", 0] == model.expected(PROMPT)
+        assert outputs(steps.result(HANG_S))["r/0", 0] == model.expected(PROMPT)
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_load_that_fails_ends_the_step(model_of: ModelOf, waits: bool) -> None:
+def test_failed_load_ends_step(model_of: ModelOf, waits: bool) -> None:
     watched = Watched(model_of())
     instance = watched.instance
     instance.prefill(group_of(PROMPT))
@@ -88,16 +89,16 @@ def test_a_load_that_fails_ends_the_step(model_of: ModelOf, waits: bool) -> None
         if not waits:
             instance.fail("no holder is left")
         step = engine.submit(instance.step)
-        assert watched.ran[0].wait(10)
+        assert watched.ran[0].wait(HANG_S)
         instance.fail("no holder is left")
         with pytest.raises(LoadFailed, match=r"segment 2 .* no holder is left"):
-            step.result(10)
+            step.result(HANG_S)
     instance.check_integrity()  # as if the batch had never begun
     instance.cancel("r/0")
     assert_idle(instance)
 
 
-def test_a_loaded_instance_outlives_a_failure(model_of: ModelOf) -> None:
+def test_loaded_instance_survives_failed_store(model_of: ModelOf) -> None:
     model = model_of()
     instance = model.instance()
     instance.fail("the store went away")

@@ -1,9 +1,8 @@
-"""A step that waits for weights hears of what ends its groups meanwhile: cancels, deadlines, a load that fails."""
+"""A step that waits for weights reacts to the end of its groups: cancels, deadlines, a load that fails."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.wait import HANG_S, wait_until
 from tests.unit.engine.harness import (
     Model,
     assert_idle,
@@ -29,7 +29,6 @@ from torchrelay.engine.weights.segment_gate import SegmentGate
 
 ModelOf = Callable[..., Model]
 PROMPT = prompt_of(40)
-ENOUGH_S = 10.0
 SOON_S = 0.05
 
 
@@ -53,7 +52,7 @@ class Engine:
 
         gate.wait = wait  # type: ignore[method-assign, assignment]
         step = self._pool.submit(instance.step)
-        assert waits.wait(ENOUGH_S)
+        assert waits.wait(HANG_S)
         return step
 
 
@@ -66,20 +65,13 @@ def engine() -> Iterator[Engine]:
             instance.fail("the test is over")
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + ENOUGH_S
-    while not is_so():
-        assert time.monotonic() < end_s, "it never came"
-        time.sleep(0.001)
-
-
 def load_rest(instance: Instance) -> None:
     for segment in range(instance.num_segments_ready, instance.config.num_layers + 2):
         instance.segment_ready(segment)
 
 
 class Clock:
-    """Stands still until it is moved; those who wait for a deadline look at it again within ``SOON_S``."""
+    """A clock that the test moves; waits for a deadline read it again within ``SOON_S``."""
 
     now_s = 100.0
 
@@ -93,10 +85,8 @@ def ending(group: GroupSpec, why: str) -> GroupSpec:
 
 @pytest.mark.parametrize("why", ["cancel", "deadline"])
 @pytest.mark.parametrize("num_layers", [-1, 0, 2, 3])
-def test_a_step_whose_whole_batch_ends_stops_waiting(
-    model_of: ModelOf, engine: Engine, num_layers: int, why: str
-) -> None:
-    """For the embeddings, a layer, and the head."""
+def test_step_stops_waiting_when_whole_batch_ends(model_of: ModelOf, engine: Engine, num_layers: int, why: str) -> None:
+    """The step waits for the embeddings, a layer, or the head."""
     model, clock = model_of(), Clock()
     instance = half_loaded(model, num_layers, clock=clock)
     instance.prefill(ending(group_of(PROMPT), why))
@@ -104,7 +94,7 @@ def test_a_step_whose_whole_batch_ends_stops_waiting(
     clock.now_s += SOON_S
     if why == "cancel":
         instance.cancel_soon("r/0")
-    result = step.result(ENOUGH_S)
+    result = step.result(HANG_S)
     assert result.expired == (("r/0",) if why == "deadline" else ())
     assert not result.tokens and not result.prefilled
     assert result.num_positions_prefilled == 0 and result.work == NO_WORK  # nothing was computed to the end
@@ -115,9 +105,7 @@ def test_a_step_whose_whole_batch_ends_stops_waiting(
 
 
 @pytest.mark.parametrize("why", ["cancel", "deadline"])
-def test_an_imported_prompt_stops_waiting_for_the_embeddings_that_the_head_is_tied_to(
-    model_of: ModelOf, engine: Engine, why: str
-) -> None:
+def test_imported_prompt_stops_waiting_for_tied_embeddings(model_of: ModelOf, engine: Engine, why: str) -> None:
     model, clock = model_of(tied=True), Clock()
     source, target = half_loaded(model, 1), model.instance(loaded=False, clock=clock)
     assert target.config.tied_embeddings
@@ -132,19 +120,19 @@ def test_an_imported_prompt_stops_waiting_for_the_embeddings_that_the_head_is_ti
     clock.now_s += SOON_S
     if why == "cancel":
         target.cancel_soon("r/0")
-    result = step.result(ENOUGH_S)
+    result = step.result(HANG_S)
     assert result.expired == (("r/0",) if why == "deadline" else ())
     assert not result.tokens
     assert_idle(target)
     import_prefill(target, exported, now_s=clock.now_s)
     step = engine.waiting_step(target)
     target.segment_ready(0)
-    assert outputs([step.result(ENOUGH_S), *run(target)])["r/0", 0] == model.expected(PROMPT)
+    assert outputs([step.result(HANG_S), *run(target)])["r/0", 0] == model.expected(PROMPT)
 
 
 @pytest.mark.parametrize("why", ["cancel", "deadline"])
 @pytest.mark.parametrize("num_layers", [-1, 0, 2, 3])
-def test_what_ends_frees_its_pages_while_the_others_go_on_waiting(
+def test_ended_group_frees_pages_while_others_wait(
     model_of: ModelOf, engine: Engine, num_layers: int, why: str
 ) -> None:
     model, clock = model_of("gemma3"), Clock()
@@ -158,23 +146,23 @@ def test_what_ends_frees_its_pages_while_the_others_go_on_waiting(
     if why == "cancel":
         instance.cancel_soon("ends/0")
         instance.cancel_soon("after/0", 1)
-        instance.cancel_soon("nobody/0")
-    until(lambda: instance.num_free_pages >= num_free + 4)  # pages of 16 tokens for a prompt of 40 and 23 more
+        instance.cancel_soon("unknown/0")
+    wait_until(lambda: instance.num_free_pages >= num_free + 4)  # pages of 16 tokens for a prompt of 40 and 23 more
     assert not step.done()
     load_rest(instance)
-    steps = [step.result(ENOUGH_S), *run(instance)]
+    steps = [step.result(HANG_S), *run(instance)]
     assert steps[0].expired == (("ends/0",) if why == "deadline" else ())
-    found = outputs(steps)
-    assert (("after/0", 1) in found) == (why == "deadline")
-    found.pop(("after/0", 1), None)
-    assert found == {
+    actual = outputs(steps)
+    assert (("after/0", 1) in actual) == (why == "deadline")
+    actual.pop(("after/0", 1), None)
+    assert actual == {
         ("before/0", 0): model.expected(prompt_of(17)),
         ("after/0", 0): model.expected(prompt_of(20)),
     }
     assert_idle(instance)
 
 
-def test_a_group_that_waits_for_pages_is_late_while_a_step_waits_for_weights(model_of: ModelOf, engine: Engine) -> None:
+def test_group_waiting_for_pages_expires_during_wait(model_of: ModelOf, engine: Engine) -> None:
     model, clock = model_of(), Clock()
     pool_bytes = 5 * 16 * model.instance().kv_shape.bytes_per_token
     instance = half_loaded(model, 1, pool_bytes=pool_bytes, clock=clock)
@@ -182,31 +170,31 @@ def test_a_group_that_waits_for_pages_is_late_while_a_step_waits_for_weights(mod
     instance.prefill(ending(group_of(PROMPT, "late/0"), "deadline"))
     step = engine.waiting_step(instance)
     clock.now_s += SOON_S
-    until(lambda: len(instance.groups()) == 1)
+    wait_until(lambda: len(instance.groups()) == 1)
     assert not step.done()
     load_rest(instance)
-    assert step.result(ENOUGH_S).expired == ("late/0",)
+    assert step.result(HANG_S).expired == ("late/0",)
     assert outputs(run(instance)).keys() == {("r/0", 0)}
 
 
-def test_a_load_that_fails_ends_the_wait_of_what_is_left(model_of: ModelOf, engine: Engine) -> None:
+def test_failed_load_ends_wait_of_remaining_groups(model_of: ModelOf, engine: Engine) -> None:
     instance = half_loaded(model_of(), 1)
     for name in ("ends/0", "stays/0"):
         instance.prefill(group_of(PROMPT, name))
     step = engine.waiting_step(instance)
     num_free = instance.num_free_pages
     instance.cancel_soon("ends/0")
-    until(lambda: instance.num_free_pages > num_free)
+    wait_until(lambda: instance.num_free_pages > num_free)
     instance.fail("no holder is left")
     with pytest.raises(LoadFailed, match=r"segment 2 .* no holder is left"):
-        step.result(ENOUGH_S)
+        step.result(HANG_S)
     instance.check_integrity()
     instance.cancel("stays/0")
     assert_idle(instance)
 
 
-def test_a_prompt_by_layers_hears_that_its_next_layer_will_not_come(model_of: ModelOf) -> None:
-    """It waits without a step; without a notification, for ever."""
+def test_layer_by_layer_prompt_fails_with_its_load(model_of: ModelOf) -> None:
+    """The prompt waits without a step; without the notification it would wait forever."""
     instance = half_loaded(model_of(), 1)
     instance.prefill(group_of(PROMPT), until=3)
     run(instance)
@@ -217,7 +205,7 @@ def test_a_prompt_by_layers_hears_that_its_next_layer_will_not_come(model_of: Mo
     instance.check_integrity()
 
 
-def test_every_change_is_notified() -> None:
+def test_gate_notifies_every_change() -> None:
     gate, changes = SegmentGate(2), []
     gate.on_change = lambda: changes.append((gate.num_open, gate.is_settled(1)))
     gate.open(0)
@@ -226,19 +214,19 @@ def test_every_change_is_notified() -> None:
     assert changes == [(1, False), (1, True)]
 
 
-def test_a_wait_ends_after_its_time_or_when_woken_for_a_reason() -> None:
+def test_wait_ends_at_timeout_or_reason_to_stop() -> None:
     gate, reasons = SegmentGate(1), [False, False, True]
     assert not gate.wait(0, 0.01)
     assert not gate.wait(0, None, lambda: True)
     with ThreadPoolExecutor(1) as pool:
         woken = pool.submit(gate.wait, 0, None, lambda: reasons.pop(0))
-        until(lambda: len(reasons) == 2)
+        wait_until(lambda: len(reasons) == 2)
         assert not woken.done()
         gate.wake()
-        until(lambda: len(reasons) == 1)
+        wait_until(lambda: len(reasons) == 1)
         assert not woken.done()
         gate.wake()
-        assert woken.result(ENOUGH_S) is False
+        assert woken.result(HANG_S) is False
         opened = pool.submit(gate.wait, 0, 1e300)
         gate.open(0)
-        assert opened.result(ENOUGH_S) is True
+        assert opened.result(HANG_S) is True

@@ -1,4 +1,4 @@
-"""Staging by a link that copies as late as a device may: only when an event is waited for, or joined."""
+"""Staging over a link that copies as late as a device may: when an event is waited for, or joined."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.wait import HANG_S
 from tests.unit.engine.harness import group_of, outputs, prompt_of, run
 from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.engine.core import LoadFailed
@@ -37,7 +38,7 @@ class LateCopyEvent(CopyEvent):
 
 
 class LateLink(DeviceLink):
-    """Copies in order, but none before it must have been."""
+    """Runs copies in order, and as late as possible."""
 
     def __init__(self, *, is_pinned: bool = False) -> None:
         self.num_joined = 0
@@ -79,8 +80,8 @@ class LateLink(DeviceLink):
 
 @pytest.mark.parametrize("is_pinned", [False, True], ids=["through buffers", "from where it lies"])
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_everything_arrives_whole(num_threads: int, is_pinned: bool) -> None:
-    """Buffers are filled again and again; none before its last copy is over."""
+def test_ranges_are_copied_completely(num_threads: int, is_pinned: bool) -> None:
+    """Buffers are filled repeatedly, and never before their last copy is over."""
     source = torch.randint(0, 256, (50_000,), dtype=torch.uint8)
     link, arrived = LateLink(is_pinned=is_pinned), threading.Semaphore(0)
     stager = Stager(source, link, pytest.fail, PIECE_BYTES, num_threads)
@@ -89,15 +90,15 @@ def test_everything_arrives_whole(num_threads: int, is_pinned: bool) -> None:
     for (begin, _), target in zip(ranges, targets, strict=True):
         stager.submit(begin, target, arrived.release)
     for _ in ranges:
-        assert arrived.acquire(timeout=10)
+        assert arrived.acquire(timeout=HANG_S)
     for (begin, end), target in zip(ranges, targets, strict=True):
         assert torch.equal(target, source[begin:end])
-    assert link.num_buffers in ([0] if is_pinned else range(2, 2 * num_threads + 1))  # a thread may find nothing to do
+    assert link.num_buffers in ([0] if is_pinned else range(2, 2 * num_threads + 1))  # a thread may get no work
     stager.close()
     stager.close()
 
 
-def test_arrival_is_signalled_after_the_last_copy_was_started() -> None:
+def test_arrival_is_signalled_after_last_copy_started() -> None:
     source = torch.arange(200, dtype=torch.uint8).repeat(100)
     link, seen = LateLink(), threading.Event()
     stager = Stager(source, link, pytest.fail, PIECE_BYTES, num_threads=4)
@@ -108,11 +109,11 @@ def test_arrival_is_signalled_after_the_last_copy_was_started() -> None:
         seen.set()
 
     stager.submit(0, target, check)
-    assert seen.wait(10)
+    assert seen.wait(HANG_S)
     stager.close()
 
 
-def test_a_failing_copy_is_reported() -> None:
+def test_failing_copy_is_reported() -> None:
     class Broken(LateLink):
         def copy(self, target: Tensor, source: Tensor) -> None:
             raise RuntimeError("CUDA error: out of memory")
@@ -120,12 +121,12 @@ def test_a_failing_copy_is_reported() -> None:
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     stager = Stager(torch.zeros(10, dtype=torch.uint8), Broken(), reasons.put, num_threads=1)
     stager.submit(0, torch.zeros(10, dtype=torch.uint8), pytest.fail)
-    assert reasons.get(timeout=10) == "the copy to the device failed: CUDA error: out of memory"
+    assert reasons.get(timeout=HANG_S) == "the copy to the device failed: CUDA error: out of memory"
     stager.close()
 
 
-def test_closing_drops_what_was_not_begun() -> None:
-    """The arena may be unmapped after it."""
+def test_close_drops_copies_not_started() -> None:
+    """The arena may be unmapped afterwards."""
     stager = Stager(torch.zeros(10_000_000, dtype=torch.uint8), LateLink(), pytest.fail, PIECE_BYTES, num_threads=1)
     target = torch.zeros(10_000_000, dtype=torch.uint8)
     for _ in range(20):
@@ -134,14 +135,14 @@ def test_closing_drops_what_was_not_begun() -> None:
     assert len(stager._source) == 0
 
 
-def test_threads_run_from_the_first_copy_until_the_end() -> None:
+def test_threads_run_from_first_copy_until_close() -> None:
     """An instance that could not be built was never closed."""
     stager = Stager(torch.zeros(10, dtype=torch.uint8), LateLink(), pytest.fail, PIECE_BYTES, num_threads=2)
     assert stager._threads == []
     arrived = threading.Semaphore(0)
     for _ in range(2):
         stager.submit(0, torch.zeros(10, dtype=torch.uint8), arrived.release)
-        assert arrived.acquire(timeout=10)
+        assert arrived.acquire(timeout=HANG_S)
     threads = list(stager._threads)
     assert len(threads) == 2 and all(thread.is_alive() for thread in threads)
     stager.close()
@@ -151,8 +152,8 @@ def test_threads_run_from_the_first_copy_until_the_end() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
-def test_an_instance_computes_with_what_was_copied(model_of: ModelOf, family: str) -> None:
-    """The step begins before the copies; it joins each segment once. Norms of heads are computed from the copy."""
+def test_instance_computes_with_copied_weights(model_of: ModelOf, family: str) -> None:
+    """The step begins before the copies and joins each segment once. Norms of heads are computed from the copy."""
     model, late = model_of(family), LateLink()
     data = bytearray(model.pack.data)
     instance = Instance(model.pack.manifest, memoryview(data).toreadonly(), KvPool(1 << 20), link=late)
@@ -163,7 +164,7 @@ def test_an_instance_computes_with_what_was_copied(model_of: ModelOf, family: st
         for segment in reversed(range(num_segments)):
             instance.segment_ready(segment)
             instance.segment_ready(segment)
-        assert outputs(steps.result(30))["r/0", 0] == model.expected(prompt_of(20))
+        assert outputs(steps.result(HANG_S))["r/0", 0] == model.expected(prompt_of(20))
     assert late.num_joined == num_segments
     assert sum(len(target) for target, _ in late.started) == sum(
         span.end - span.begin for span in model.pack.manifest.segments
@@ -174,7 +175,7 @@ def test_an_instance_computes_with_what_was_copied(model_of: ModelOf, family: st
     instance.close()
 
 
-def test_a_pack_that_does_not_fit_its_config_fails_the_load(model_of: ModelOf) -> None:
+def test_pack_not_matching_config_fails_load(model_of: ModelOf) -> None:
     pack = model_of().pack
     wrong = [entry._replace(shape=(1, *entry.shape)) for entry in pack.manifest.tensors]
     manifest = replace(pack.manifest, tensors=tuple(wrong))
@@ -186,5 +187,5 @@ def test_a_pack_that_does_not_fit_its_config_fails_the_load(model_of: ModelOf) -
     instance.close()
 
 
-def test_a_cpu_has_no_link() -> None:
+def test_cpu_has_no_link() -> None:
     assert link_to(torch.device("cpu")) is None

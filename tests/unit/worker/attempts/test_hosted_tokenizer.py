@@ -20,7 +20,7 @@ SLOW = json.dumps(
 
 
 class Files:
-    """Files by digest, and how often each was read."""
+    """Files by digest, and the digests in the order of reads."""
 
     def __init__(self, **files: bytes) -> None:
         self.files = files
@@ -31,7 +31,7 @@ class Files:
         return self.files[digest]
 
 
-async def test_it_is_read_once_and_only_for_stop_strings() -> None:
+async def test_tokenizer_is_read_once_and_only_for_stop_strings() -> None:
     files = Files(one=TINY, two=panicking_tokenizer())
     hosted = HostedTokenizer(files.read)
     assert await hosted.checkers("one", [], {0: []}) == {}
@@ -41,7 +41,7 @@ async def test_it_is_read_once_and_only_for_stop_strings() -> None:
     assert files.reads == ["one", "two"]
 
 
-async def test_a_checker_has_seen_the_forced_output() -> None:
+async def test_checker_is_advanced_past_forced_output() -> None:
     decoder, tokenizer = load_decoder(TINY), load_tokenizer(TINY)
     ids = [tokenizer.token_to_id(letter) for letter in "STOP"]
     forced = [token_id for token_id in ids[:3] if token_id is not None] * TOKENS_PER_TURN
@@ -55,7 +55,7 @@ async def test_a_checker_has_seen_the_forced_output() -> None:
     assert not checkers[1].step(last)
 
 
-async def test_much_forced_output_does_not_hold_up_the_event_loop() -> None:
+async def test_long_forced_output_yields_to_event_loop() -> None:
     hosted, turns = HostedTokenizer(Files(one=TINY).read), 0
     await hosted.checkers("one", ["STOP"], {0: []})  # loads it
     checking = asyncio.ensure_future(hosted.checkers("one", ["STOP"], {0: [5] * TOKENS_PER_TURN * 20}))
@@ -65,7 +65,7 @@ async def test_much_forced_output_does_not_hold_up_the_event_loop() -> None:
     assert turns > 20
 
 
-async def test_a_tokenizer_beyond_the_limits_fails_those_with_stop_strings_and_is_not_read_again() -> None:
+async def test_refused_tokenizer_is_not_read_again() -> None:
     files = Files(slow=SLOW)
     hosted = HostedTokenizer(files.read)
     for _ in range(3):
@@ -75,7 +75,7 @@ async def test_a_tokenizer_beyond_the_limits_fails_those_with_stop_strings_and_i
     assert files.reads == ["slow"]
 
 
-async def test_a_tokenizer_that_does_not_come_is_not_waited_for() -> None:
+async def test_tokenizer_load_times_out() -> None:
     never = asyncio.Event()
 
     async def read(digest: str) -> bytes:
@@ -88,7 +88,7 @@ async def test_a_tokenizer_that_does_not_come_is_not_waited_for() -> None:
         await hosted.checkers("late", ["STOP"], {0: []})
 
 
-async def test_forced_output_that_cannot_be_decoded_is_an_error_of_the_request() -> None:
+async def test_undecodable_forced_output_fails_request() -> None:
     encoded = panicking_tokenizer()
     panic = load_tokenizer(encoded).token_to_id(PANIC)
     assert panic is not None

@@ -1,4 +1,4 @@
-"""What a gateway's stream sends: everything since the last message, and beats."""
+"""The messages of a gateway's stream: all outputs since the last message, and beats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torchrelay.control.v1.types_pb2 import EngineProgress
 from torchrelay.worker.attempts.outbox import Outbox
 
 
-async def test_a_beat_goes_out_alone_or_with_outputs_and_only_the_last_one() -> None:
+async def test_last_beat_is_sent_alone_or_with_outputs() -> None:
     outbox = Outbox("gw")
     outbox.put_beat(EngineProgress(num_advances=1))
     assert await outbox.take() == pb.StepOutput(beat=EngineProgress(num_advances=1))

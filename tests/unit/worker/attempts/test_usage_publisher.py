@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 
 import pytest
 from nats.aio.client import Client
@@ -10,11 +11,11 @@ from nats.js.api import StreamConfig
 
 from tests.support.silent_proxy import SilentProxy
 from tests.support.stalled_broker import assert_it_ends, stalled_client
+from tests.support.wait import HANG_S, eventually
 from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.engine.core import Finish, NewToken, PromptProgress
-from torchrelay.worker.attempts import usage_publisher
 from torchrelay.worker.attempts.attempt import Attempt
 from torchrelay.worker.attempts.outbox import Outbox
 from torchrelay.worker.attempts.usage_publisher import UsagePublisher
@@ -29,26 +30,26 @@ def attempt() -> Attempt:
     return Attempt(start, Outbox("gw-1"), {})
 
 
-async def test_registers_are_published_first_periodically_and_last(nats_url: str) -> None:
+async def test_registers_are_published_at_first_token_interval_and_end(nats_url: str) -> None:
     client = await connect(nats_url, "test")
     subjects = Subjects("usage-test")
     await ensure_streams(client.jetstream(), subjects)
-    publisher = UsagePublisher(client, subjects)
+    publisher = UsagePublisher(client, subjects, interval_s=0.1)
     running = asyncio.ensure_future(publisher.run())
     subscription = await client.jetstream().subscribe(subjects.usage("gw-1"))
 
     async def received() -> pb.UsageRegister:
-        message = await subscription.next_msg(timeout=5)
+        message = await subscription.next_msg(timeout=HANG_S)
         return pb.UsageRegister.FromString(message.data)
 
     try:
-        one = attempt()
-        publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5), None))
+        open_attempt = attempt()
+        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 0, 5), None))
         first = await received()
-        publisher.advance(one, one.output(NewToken("req-7/1", 0, 1, 5), None))
-        publisher.advance(one, one.output(NewToken("req-7/1", 0, 2, 5), None))
+        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 1, 5), None))
+        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 2, 5), None))
         middle = await received()
-        publisher.advance(one, one.output(NewToken("req-7/1", 0, 3, 5, Finish.LENGTH), Finish.LENGTH))
+        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 3, 5, Finish.LENGTH), Finish.LENGTH))
         last = await received()
     finally:
         running.cancel()
@@ -59,25 +60,25 @@ async def test_registers_are_published_first_periodically_and_last(nats_url: str
     assert last.cause == pb.FINISH_REASON_LENGTH
 
 
-async def test_a_prompt_that_is_being_computed_has_a_register(nats_url: str) -> None:
+async def test_prompt_in_prefill_has_register(nats_url: str) -> None:
     client = await connect(nats_url, "test")
     subjects = Subjects("usage-prompt")
     await ensure_streams(client.jetstream(), subjects)
-    publisher = UsagePublisher(client, subjects)
+    publisher = UsagePublisher(client, subjects, interval_s=0.1)
     running = asyncio.ensure_future(publisher.run())
     subscription = await client.jetstream().subscribe(subjects.usage("gw-1"))
 
     async def received() -> tuple[int, int, int]:
-        register = pb.UsageRegister.FromString((await subscription.next_msg(timeout=5)).data)
+        register = pb.UsageRegister.FromString((await subscription.next_msg(timeout=HANG_S)).data)
         return register.num_prompt_tokens, register.num_cached_prompt_tokens, register.output_position
 
     try:
-        one = attempt()
+        open_attempt = attempt()
         for computed in (4, 8, 6):
-            publisher.advance(one, one.prompt_output(PromptProgress("req-7/1", computed, 2)))
-        assert await received() == (8, 2, 0)  # within a second, once
-        publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5, num_cached=2), None))
-        assert await received() == (12, 2, 1)  # the first token is told at once
+            publisher.advance(open_attempt, open_attempt.prompt_output(PromptProgress("req-7/1", computed, 2)))
+        assert await received() == (8, 2, 0)  # once, at the interval
+        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 0, 5, num_cached=2), None))
+        assert await received() == (12, 2, 1)  # the first token is published at once
         left = attempt()
         left.start.key.request_id = "req-8"
         publisher.advance(left, left.prompt_output(PromptProgress("req-8/1", 5, 0)))
@@ -89,79 +90,81 @@ async def test_a_prompt_that_is_being_computed_has_a_register(nats_url: str) -> 
         await client.close()
 
 
-async def test_a_dropped_attempt_publishes_where_it_stands(nats_url: str) -> None:
+async def test_dropped_attempt_publishes_its_register(nats_url: str) -> None:
     client = await connect(nats_url, "test")
     subjects = Subjects("usage-drop")
     await ensure_streams(client.jetstream(), subjects)
     publisher = UsagePublisher(client, subjects)
-    one = attempt()
-    publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5), None))
+    open_attempt = attempt()
+    publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 0, 5), None))
     assert await publisher.flush()
-    publisher.advance(one, one.output(NewToken("req-7/1", 0, 1, 5), None))
-    publisher.forget(one, pb.FINISH_REASON_CANCELLED)
+    publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 1, 5), None))
+    publisher.forget(open_attempt, pb.FINISH_REASON_CANCELLED)
     await publisher.flush()
     await client.flush()
     subscription = await client.jetstream().pull_subscribe(subjects.usage("gw-1"), "reader")
-    registers = [pb.UsageRegister.FromString(m.data) for m in await subscription.fetch(2, timeout=5)]
+    registers = [pb.UsageRegister.FromString(m.data) for m in await subscription.fetch(2, timeout=HANG_S)]
     await client.close()
     assert [register.output_position for register in registers] == [1, 2]
     assert registers[-1].cause == pb.FINISH_REASON_CANCELLED
 
 
-async def test_a_busy_worker_still_publishes_the_long_ones_every_second(nats_url: str) -> None:
-    """What others finish wakes the publisher all the time; that must not put the periodic registers off."""
+async def test_busy_publisher_keeps_its_interval(nats_url: str) -> None:
+    """Finished choices wake the publisher all the time, which must not delay the periodic registers."""
     client = await connect(nats_url, "test")
     subjects = Subjects("usage-busy")
     await ensure_streams(client.jetstream(), subjects)
-    publisher = UsagePublisher(client, subjects)
-    running = asyncio.ensure_future(publisher.run())
-    one = attempt()
-    for position in range(30):
-        publisher.advance(one, one.output(NewToken("req-7/1", 0, position, 5), None))
-        start = pb.AttemptStart(
-            key=types_pb2.AttemptKey(request_id=f"other-{position}", attempt=1), choices=[pb.ChoiceStart(choice=0)]
-        )
-        other = Attempt(start, Outbox("gw-2"), {})
-        publisher.advance(other, other.output(NewToken(other.group_id, 0, 0, 5, Finish.STOP), Finish.STOP))
-        await asyncio.sleep(0.05)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await client.flush()
-    subscription = await client.jetstream().pull_subscribe(subjects.usage("gw-1"), "reader")
-    registers = [pb.UsageRegister.FromString(m.data) for m in await subscription.fetch(2, timeout=5)]
+    publisher = UsagePublisher(client, subjects, interval_s=0.2)
+    subscription = await client.jetstream().subscribe(subjects.usage("gw-1"))
+    open_attempt = attempt()
+
+    async def keep_busy() -> None:
+        for position in count():
+            publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, position, 5), None))
+            key = types_pb2.AttemptKey(request_id=f"other-{position}", attempt=1)
+            other = Attempt(pb.AttemptStart(key=key, choices=[pb.ChoiceStart(choice=0)]), Outbox("gw-2"), {})
+            publisher.advance(other, other.output(NewToken(other.group_id, 0, 0, 5, Finish.STOP), Finish.STOP))
+            await asyncio.sleep(0.01)
+
+    running = [asyncio.ensure_future(work) for work in (publisher.run(), keep_busy())]
+    messages = [await subscription.next_msg(timeout=HANG_S) for _ in range(2)]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
     await client.close()
-    assert registers[0].output_position == 1 and registers[1].output_position > 1
-    assert publisher.num_open == 1  # the others' are gone
-    publisher.hand_off(one)
+    first, second = (pb.UsageRegister.FromString(message.data).output_position for message in messages)
+    assert first == 1 and second > 1
+    assert publisher.num_open == 1  # the registers of the others are closed
+    publisher.hand_off(open_attempt)
     assert publisher.num_open == 0
 
 
-async def test_a_cancel_that_the_brokers_client_swallows_ends_the_publishing() -> None:
+async def test_cancel_swallowed_by_client_ends_publishing() -> None:
     async with stalled_client() as client:
         publisher = UsagePublisher(client, Subjects("usage-stalled"))
-        one = attempt()
-        publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5), None))
+        open_attempt = attempt()
+        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 0, 5), None))
         await assert_it_ends(publisher.run(), client)
 
 
 async def registers_of(client: Client, subjects: Subjects, number: int) -> list[pb.UsageRegister]:
     subscription = await client.jetstream().pull_subscribe(subjects.usage("gw-1"), "reader")
-    return [pb.UsageRegister.FromString(m.data) for m in await subscription.fetch(number, timeout=5)]
+    return [pb.UsageRegister.FromString(m.data) for m in await subscription.fetch(number, timeout=HANG_S)]
 
 
-async def test_a_register_that_could_not_be_published_is_published_later(nats_url: str) -> None:
+async def test_unpublished_register_is_published_later(nats_url: str) -> None:
     client = await connect(nats_url, "test")
     subjects = Subjects("usage-away")
     await ensure_streams(client.jetstream(), subjects)
     async with SilentProxy(nats_url).serving() as proxy:
-        publisher = UsagePublisher(await connect(proxy.url, "away"), subjects)
-        one = attempt()
+        publisher = UsagePublisher(await connect(proxy.url, "away"), subjects, ack_limit_s=0.2)
+        open_attempt = attempt()
         proxy.fall_silent()
-        publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5), None))
+        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 0, 5), None))
         assert not await publisher.flush()
         assert publisher.num_unsent == 1
         proxy.speak()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             while not await publisher.flush():
                 pass
     assert (await registers_of(client, subjects, 1))[0].output_position == 1
@@ -169,26 +172,24 @@ async def test_a_register_that_could_not_be_published_is_published_later(nats_ur
     await client.close()
 
 
-async def test_registers_that_the_stream_refuses_are_published_once_it_accepts(nats_url: str) -> None:
-    """As NATS refuses while its disk is full: here the stream has no room for a register."""
+async def test_refused_registers_are_published_once_accepted(nats_url: str) -> None:
+    """NATS refuses registers while its disk is full; here the stream's message limit is too small for a register."""
     client = await connect(nats_url, "test")
     subjects = Subjects("usage-full")
     stream = StreamConfig(name=subjects.usage_stream, subjects=[subjects.usage("*")], max_msg_size=1)
     await client.jetstream().add_stream(stream)
-    publisher = UsagePublisher(client, subjects)
-    ended, one = attempt(), attempt()
+    publisher = UsagePublisher(client, subjects, interval_s=0.1, ack_limit_s=0.5)
+    ended, open_attempt = attempt(), attempt()
     ended.start.key.request_id = "req-8"
     publisher.advance(ended, ended.output(NewToken("req-8/1", 0, 0, 5, Finish.LENGTH), Finish.LENGTH))
     running = asyncio.ensure_future(publisher.run())
     try:
         for position in range(3):
-            publisher.advance(one, one.output(NewToken("req-7/1", 0, position, 5), None))
+            publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, position, 5), None))
             assert not await publisher.flush()
         assert publisher.num_unsent == 2  # the newest of each choice
         await client.jetstream().update_stream(stream.evolve(max_msg_size=-1))
-        async with asyncio.timeout(20):
-            while publisher.num_unsent:  # noqa: ASYNC110 -- what runs has no event for it
-                await asyncio.sleep(0.01)
+        await eventually(lambda: not publisher.num_unsent, "publication of all registers")
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -198,7 +199,7 @@ async def test_registers_that_the_stream_refuses_are_published_once_it_accepts(n
     await client.close()
 
 
-async def test_a_later_attempt_takes_nothing_from_what_an_earlier_one_used(nats_url: str) -> None:
+async def test_later_attempt_keeps_usage_of_earlier_attempt(nats_url: str) -> None:
     client = await connect(nats_url, "test")
     subjects = Subjects("usage-attempts")
     await ensure_streams(client.jetstream(), subjects)
@@ -217,23 +218,21 @@ async def test_a_later_attempt_takes_nothing_from_what_an_earlier_one_used(nats_
     assert (used, register.attempt) == ((12, 3, 5), 2)
 
 
-async def test_a_publication_that_raises_is_a_fault_and_holds_no_permit(
-    nats_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_publication_releases_its_permit(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     client = await connect(nats_url, "test")
     subjects = Subjects("usage-raises")
     await ensure_streams(client.jetstream(), subjects)
     publisher = UsagePublisher(client, subjects)
-    one, num_tries = attempt(), 0
+    open_attempt, num_tries = attempt(), 0
 
     async def fail(*_: object, **__: object) -> None:
         nonlocal num_tries
         num_tries += 1
-        raise OSError  # says nothing
+        raise OSError  # without a message
 
     with monkeypatch.context() as patched:
         patched.setattr(client, "publish", fail)
-        publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5), None))
+        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 0, 5), None))
         assert not await publisher.flush()
     assert (num_tries, publisher._jetstream.publish_async_pending(), publisher.num_unsent) == (1, 0, 1)
     assert await publisher.flush()
@@ -241,14 +240,13 @@ async def test_a_publication_that_raises_is_a_fault_and_holds_no_permit(
     await client.close()
 
 
-async def test_registers_that_nobody_accepts_are_bounded(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage_publisher, "MAX_UNSENT_REGISTERS", 10)
+async def test_unaccepted_registers_are_bounded(nats_url: str) -> None:
     client = await connect(nats_url, "test")
-    publisher = UsagePublisher(client, Subjects("usage-no-stream"))
+    publisher = UsagePublisher(client, Subjects("usage-no-stream"), ack_limit_s=0.2, max_unsent=10)
     for number in range(30):
-        one = attempt()
-        one.start.key.request_id = f"req-{number}"
-        publisher.advance(one, one.output(NewToken(one.group_id, 0, 0, 5, Finish.STOP), Finish.STOP))
+        ended = attempt()
+        ended.start.key.request_id = f"req-{number}"
+        publisher.advance(ended, ended.output(NewToken(ended.group_id, 0, 0, 5, Finish.STOP), Finish.STOP))
     assert not await publisher.flush()
     assert publisher.num_unsent == 10
     await client.close()

@@ -1,4 +1,4 @@
-"""Counters, shares and what is learned from steps; as metrics and for the report."""
+"""Counters, shares and latency models of steps, as metrics and for the report."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def a_step(num_prefilled: int = 0, num_decoding: int = 1, profile: StepProfile =
 
 @pytest.fixture
 def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryMetricReader]:
-    found = InMemoryMetricReader()
-    provider = MeterProvider(metric_readers=[found], shutdown_on_exit=False)
+    actual = InMemoryMetricReader()
+    provider = MeterProvider(metric_readers=[actual], shutdown_on_exit=False)
     monkeypatch.setattr(metrics, "get_meter", provider.get_meter)
-    yield found
+    yield actual
     provider.shutdown()
 
 
 def points(reader: InMemoryMetricReader, name: str) -> dict[tuple[object, ...], float]:
     """Values of a metric by its attributes, in order of their names."""
     data = reader.get_metrics_data()
-    if data is None:  # nothing at all was observed
+    if data is None:  # nothing was observed
         return {}
     return {
         tuple(value for _, value in sorted((point.attributes or {}).items())): point.value
@@ -50,16 +50,16 @@ def points(reader: InMemoryMetricReader, name: str) -> dict[tuple[object, ...], 
     }
 
 
-def test_the_exported_shares_sum_to_the_time_of_the_steps(reader: InMemoryMetricReader) -> None:
+def test_exported_activity_times_sum_to_step_times(reader: InMemoryMetricReader) -> None:
     step_metrics = StepMetrics()
     steps = [a_step(), a_step(64, 0), a_step(64, 2), a_step()]
     for step in steps:
         step_metrics.record_step(step, LABELS)
-    found = points(reader, "torchrelay_worker_engine_time")
-    assert sum(found.values()) == pytest.approx(sum(step.step_s for step in steps))
-    assert found["compute", "acme/tiny", "decode", "prefill+decode"] == pytest.approx(0.03)
-    assert found["memory", "acme/tiny", "mixed", "prefill+decode"] == pytest.approx(0.003)
-    assert found["scheduling", "acme/tiny", "prefill", "prefill+decode"] == pytest.approx(0.002)
+    actual = points(reader, "torchrelay_worker_engine_time")
+    assert sum(actual.values()) == pytest.approx(sum(step.step_s for step in steps))
+    assert actual["compute", "acme/tiny", "decode", "prefill+decode"] == pytest.approx(0.03)
+    assert actual["memory", "acme/tiny", "mixed", "prefill+decode"] == pytest.approx(0.003)
+    assert actual["scheduling", "acme/tiny", "prefill", "prefill+decode"] == pytest.approx(0.002)
 
 
 def test_positions_are_counted_by_phase(reader: InMemoryMetricReader) -> None:
@@ -69,18 +69,18 @@ def test_positions_are_counted_by_phase(reader: InMemoryMetricReader) -> None:
     assert points(reader, "torchrelay_worker_positions") == {("prefill",): 96, ("decode",): 3}
 
 
-def test_the_error_of_the_model_is_a_metric(reader: InMemoryMetricReader) -> None:
+def test_prediction_error_is_exported(reader: InMemoryMetricReader) -> None:
     step_metrics = StepMetrics()
     assert points(reader, "torchrelay_worker_latency_prediction_error") == {}
     for _ in range(10):
         step_metrics.record_step(a_step(), LABELS)
         step_metrics.record_step(a_step(64, 0), LABELS)
-    found = points(reader, "torchrelay_worker_latency_prediction_error")
-    assert found.keys() == {("acme/tiny", "prefill"), ("acme/tiny", "decode")}
-    assert max(found.values()) < 0.1, "all steps were alike"
+    actual = points(reader, "torchrelay_worker_latency_prediction_error")
+    assert actual.keys() == {("acme/tiny", "prefill"), ("acme/tiny", "decode")}
+    assert max(actual.values()) < 0.1, "all steps were alike"
 
 
-def test_shares_are_those_of_the_instance_in_the_slot() -> None:
+def test_shares_belong_to_instance_in_slot() -> None:
     step_metrics = StepMetrics()
     step_metrics.record_step(a_step(), LABELS)
     assert astuple(step_metrics.time_shares_of(LABELS)) == pytest.approx((0.75, 0.15, 0, 0, 0.1))
@@ -91,7 +91,7 @@ def test_shares_are_those_of_the_instance_in_the_slot() -> None:
     assert step_metrics.time_shares_of(LABELS) == NO_SHARES
 
 
-def test_models_outlive_their_instance_and_cold_steps_teach_nothing() -> None:
+def test_latency_model_outlives_instance_and_skips_cold_steps() -> None:
     step_metrics = StepMetrics(token_budget=128)
     step_metrics.record_step(a_step(profile=StepProfile(compute_s=0.01, io_wait_s=0.5)), LABELS)
     assert step_metrics.latency(LABELS) is None and step_metrics.latency(None) is None
@@ -104,7 +104,7 @@ def test_models_outlive_their_instance_and_cold_steps_teach_nothing() -> None:
     assert not known.prefill.known
 
 
-def test_of_short_steps_only_some_are_learned_from() -> None:
+def test_short_steps_are_sampled() -> None:
     step_metrics = StepMetrics()
     for _ in range(100):
         step_metrics.record_step(a_step(profile=StepProfile(compute_s=0.001)), LABELS)
@@ -112,9 +112,9 @@ def test_of_short_steps_only_some_are_learned_from() -> None:
     assert known is not None and 9 <= known.decode.num_steps <= 12
 
 
-def test_a_step_is_no_likelier_to_be_learned_from_because_it_was_long() -> None:
-    """Whoever measures until ten milliseconds are full sees the step that fills them, and that is a long one: a worker
-    that shares its cores predicted steps of twice their usual time.
+def test_long_steps_are_not_sampled_more_often() -> None:
+    """Sampling the step that fills the interval would favour long steps: a worker that shares its cores predicted twice
+    the usual step time.
     """
     rng, step_metrics = random.Random(1), StepMetrics()
     for _ in range(4000):
@@ -124,7 +124,7 @@ def test_a_step_is_no_likelier_to_be_learned_from_because_it_was_long() -> None:
     assert known is not None and known.tbt_s(1, 100) == pytest.approx(0.002, rel=0.25)
 
 
-def test_rates_are_medians_of_late_steps() -> None:
+def test_rates_are_medians_of_recent_steps() -> None:
     step_metrics = StepMetrics()
     assert step_metrics.step_s == step_metrics.prefill_tokens_per_s == 0.0
     for step in (a_step(), a_step(64, 0), a_step(64, 1)):

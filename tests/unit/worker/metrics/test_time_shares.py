@@ -1,4 +1,4 @@
-"""Shares of the engine's time: they add up, fade, and have a name for what to look at."""
+"""Shares of the engine's time: their sum, their decay, and the bottleneck that they show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ profiles = st.builds(StepProfile, seconds, seconds, seconds, seconds, seconds)
 
 
 @given(st.lists(profiles, max_size=20))
-@example([StepProfile(0.0, 0.0, 0.0, 0.0, 2.2e-311)])  # the reciprocal of so little overflows
+@example([StepProfile(0.0, 0.0, 0.0, 0.0, 2.2e-311)])  # the reciprocal of such a number overflows
 def test_shares_add_up_to_one(steps: list[StepProfile]) -> None:
     shares = NO_SHARES
     for step in steps:
@@ -26,7 +26,7 @@ def test_shares_add_up_to_one(steps: list[StepProfile]) -> None:
     assert sum(astuple(shares)) == pytest.approx(expected)
 
 
-def test_the_past_fades_by_time_not_by_steps() -> None:
+def test_past_shares_decay_by_time_not_steps() -> None:
     cold = NO_SHARES.after(StepProfile(io_wait_s=10.0))
     assert cold == TimeShares(io_wait=1.0)
     warm = StepProfile(compute_s=0.01)
@@ -49,5 +49,5 @@ def test_the_past_fades_by_time_not_by_steps() -> None:
         (TimeShares(compute=0.6, memory=0.2, scheduling=0.2), "compute"),
     ],
 )
-def test_the_bottleneck_has_a_name(shares: TimeShares, name: str) -> None:
+def test_bottleneck_of_shares(shares: TimeShares, name: str) -> None:
     assert bottleneck(shares) == name

@@ -1,4 +1,4 @@
-"""The engine's thread runs commands between steps, steps while there is work, and reports what goes wrong."""
+"""The engine's thread runs commands between steps, steps while there is work, and reports faults."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.support.wait import HANG_S, eventually
 from torchrelay.common.errors import Conflict, Unavailable
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost, StepWork
 from torchrelay.common.liveness import Liveness
@@ -20,7 +21,7 @@ MAX_PENDING_WRITES = 32
 
 
 class Steps:
-    """Stands where an instance does: has work for a number of steps."""
+    """A stand-in for an instance, with work for a number of steps."""
 
     def __init__(self, count: int, error: Exception | None = None) -> None:
         self.count, self.error = count, error
@@ -40,7 +41,7 @@ class Steps:
 
 
 class Outcome:
-    """What the thread told the loop."""
+    """The steps and faults that the thread reported to the event loop."""
 
     def __init__(self) -> None:
         self.steps: list[StepResult] = []
@@ -51,7 +52,7 @@ class Outcome:
         self.engine.instance = cast(Instance, cast(Any, steps))
 
 
-async def test_steps_run_on_one_thread_while_there_is_work() -> None:
+async def test_steps_run_on_engine_thread_while_there_is_work() -> None:
     outcome, steps = Outcome(), Steps(5)
     outcome.engine.start()
     await outcome.engine.call(lambda: outcome.install(steps))
@@ -64,7 +65,7 @@ async def test_steps_run_on_one_thread_while_there_is_work() -> None:
     assert len(steps.threads) == 1 and threading.get_ident() not in steps.threads
 
 
-async def test_a_command_returns_its_value_or_its_error() -> None:
+async def test_call_returns_value_or_error() -> None:
     outcome = Outcome()
     outcome.engine.start()
 
@@ -78,11 +79,11 @@ async def test_a_command_returns_its_value_or_its_error() -> None:
 
 
 @pytest.mark.parametrize("error", [LoadFailed("the disk is gone"), RuntimeError("a kernel broke")])
-async def test_a_failing_step_gives_the_instance_up_and_says_why(error: Exception) -> None:
+async def test_failing_step_gives_up_instance_and_reports(error: Exception) -> None:
     outcome = Outcome()
     outcome.engine.start()
     await outcome.engine.call(lambda: outcome.install(Steps(0, error)))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while not outcome.faults:
             await outcome.engine.call(lambda: None)
     assert await outcome.engine.call(lambda: outcome.engine.instance) is None
@@ -90,22 +91,24 @@ async def test_a_failing_step_gives_the_instance_up_and_says_why(error: Exceptio
     assert outcome.faults == [error]
 
 
-async def test_received_kv_waits_while_the_engine_is_busy_but_commands_of_the_loop_never_do() -> None:
-    """A step that waits for layers must hold the senders back, and must not keep a cancel from being posted."""
+async def test_busy_engine_blocks_writes_but_not_posts() -> None:
+    """A step that waits for layers must block the senders, but not the posting of a cancel."""
     outcome, busy, stop = Outcome(), threading.Event(), threading.Event()
     outcome.engine.start()
     outcome.engine.post(busy.wait)
+    begun: list[int] = []
     written: list[int] = []
 
     def receive() -> None:
         for index in range(MAX_PENDING_WRITES + 10):
+            begun.append(index)
             outcome.engine.write(lambda index=index: written.append(index), stop)  # type: ignore[misc]
 
     receiving = asyncio.ensure_future(asyncio.to_thread(receive))
-    await asyncio.sleep(0.3)
-    assert not receiving.done() and not written
+    await eventually(lambda: len(begun) > MAX_PENDING_WRITES, "a write beyond the limit")
     for _ in range(20_000):
         outcome.engine.post(lambda: None)
+    assert len(begun) == MAX_PENDING_WRITES + 1 and not written  # the last write is blocked, the posts were not
     busy.set()
     await receiving
     await outcome.engine.call(lambda: None)
@@ -113,7 +116,7 @@ async def test_received_kv_waits_while_the_engine_is_busy_but_commands_of_the_lo
     await asyncio.to_thread(outcome.engine.close)
 
 
-async def test_a_receiver_that_is_held_back_is_freed_by_its_stop() -> None:
+async def test_blocked_write_ends_with_its_stop() -> None:
     outcome, busy, stop, full = Outcome(), threading.Event(), threading.Event(), threading.Event()
     written: list[int] = []
     outcome.engine.start()
@@ -128,18 +131,18 @@ async def test_a_receiver_that_is_held_back_is_freed_by_its_stop() -> None:
                 return
 
     receiving = asyncio.ensure_future(asyncio.to_thread(receive))
-    assert await asyncio.to_thread(full.wait, 10)
+    assert await asyncio.to_thread(full.wait, HANG_S)
     stop.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         await receiving
-    assert not written  # freed by its stop alone: the engine is still busy
+    assert not written  # only its stop has freed it: the engine is still busy
     busy.set()
     await outcome.engine.call(lambda: None)
     assert len(written) == MAX_PENDING_WRITES
     await asyncio.to_thread(outcome.engine.close)
 
 
-async def test_a_closed_thread_refuses_calls_and_takes_no_notice_of_commands() -> None:
+async def test_closed_thread_refuses_calls_and_ignores_posts() -> None:
     outcome = Outcome()
     outcome.engine.start()
     await asyncio.to_thread(outcome.engine.close)
@@ -149,7 +152,7 @@ async def test_a_closed_thread_refuses_calls_and_takes_no_notice_of_commands() -
 
 
 class LongStep(Steps):
-    """A single step that ends when it is let go."""
+    """A single step that ends when ``may_end`` is set."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -161,8 +164,8 @@ class LongStep(Steps):
         return super().step()
 
 
-async def test_a_recording_is_no_stall_however_fast_its_steps_will_be() -> None:
-    """It compiles kernels: seconds, in a model whose steps take milliseconds."""
+async def test_recording_is_no_stall() -> None:
+    """A recording compiles kernels for seconds, in a model whose steps take milliseconds."""
     outcome, steps, begin_s = Outcome(), LongStep(), 1000.0
     outcome.engine.start()
     await outcome.engine.call(lambda: outcome.install(steps))
@@ -181,7 +184,7 @@ async def test_a_recording_is_no_stall_however_fast_its_steps_will_be() -> None:
     await asyncio.to_thread(outcome.engine.close)
 
 
-async def test_progress_tells_a_step_that_advances_from_one_that_hangs_and_from_rest() -> None:
+async def test_progress_shows_advance_hang_and_rest() -> None:
     outcome, steps = Outcome(), LongStep()
     outcome.engine.start()
     await outcome.engine.call(lambda: outcome.install(steps))
@@ -190,7 +193,7 @@ async def test_progress_tells_a_step_that_advances_from_one_that_hangs_and_from_
     begun = outcome.engine.progress(latency)
     assert begun.has_work and begun.expected_s == 0.5
     assert outcome.engine.progress(latency) == begun
-    assert outcome.engine.progress(None).expected_s > 5  # how long the first step takes is not known
+    assert outcome.engine.progress(None).expected_s > 5  # the duration of the first step is unknown
     steps.num_advances += 1  # a call of layers
     assert outcome.engine.progress(latency).num_advances == begun.num_advances + 1
     steps.awaits_weights = True
@@ -202,7 +205,7 @@ async def test_progress_tells_a_step_that_advances_from_one_that_hangs_and_from_
     assert not ended.has_work and ended.num_advances > begun.num_advances + 1
 
 
-async def test_a_command_that_hangs_is_work_that_does_not_advance() -> None:
+async def test_hanging_command_is_work_without_advance() -> None:
     outcome, has_begun, may_end = Outcome(), threading.Event(), threading.Event()
     outcome.engine.start()
     outcome.engine.post(has_begun.set)

@@ -1,4 +1,4 @@
-"""What an engine's thread sleeps through, and what not: deadlines, segments, cancels while a step waits for weights."""
+"""Events that wake an idle engine thread: deadlines, segments, cancels while a step waits for weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
+from tests.support.wait import HANG_S, eventually
 from tests.unit.engine.harness import Model, group_of, outputs, prompt_of
 from torchrelay.engine.core import GroupSpec, StepResult
 from torchrelay.engine.instance import Instance
@@ -20,7 +21,7 @@ SOON_S = 0.05
 
 
 class Clock:
-    """Stands still until it is moved; who waits for a deadline looks at it again when as much time has passed."""
+    """A clock that the test moves; a wait for a deadline reads it again after the real time left to the deadline."""
 
     now_s = 100.0
 
@@ -49,7 +50,7 @@ class Driven:
         await self.engine.call(command)
 
     async def load(self, begin: int, end: int) -> None:
-        """From a thread of its own, as a GPU's copies come."""
+        """Delivers segments from another thread, like the copies to a GPU."""
         with ThreadPoolExecutor(1) as other:
             for segment in range(begin, end):
                 await asyncio.get_running_loop().run_in_executor(other, self.instance.segment_ready, segment)
@@ -74,21 +75,15 @@ async def driven(model: Model) -> AsyncIterator[Driven]:
     driven.instance.close()
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():  # noqa: ASYNC110 -- what is asked of lies on the engine's thread
-            await asyncio.sleep(0.002)
-
-
-async def test_a_prompt_that_is_held_expires_while_nothing_else_is_to_do(driven: Driven) -> None:
-    """It stands where it is to be passed on, and nobody comes for it."""
+async def test_held_prompt_expires_on_idle_thread(driven: Driven) -> None:
+    """The prompt has reached the boundary of its export, and is never exported."""
     group = replace(group_of(PROMPT), deadline_s=Clock.now_s + SOON_S)
     gone = replace(group_of(PROMPT, "gone/0"), deadline_s=Clock.now_s + SOON_S / 2)
     max_sleep_s, rests = driven.instance.max_sleep_s, []
 
     def rest() -> float | None:
         rests.append(max_sleep_s())
-        driven.clock.now_s += rests[-1] or 0.0  # so much later it is when the thread wakes
+        driven.clock.now_s += rests[-1] or 0.0  # the time at which the thread wakes
         return rests[-1]
 
     def ask() -> None:
@@ -98,54 +93,54 @@ async def test_a_prompt_that_is_held_expires_while_nothing_else_is_to_do(driven:
         driven.instance.prefill(group, until=1)
 
     await driven.do(ask)
-    await until(lambda: driven.expired == ["r/0"])
+    await eventually(lambda: driven.expired == ["r/0"])
     assert rests[:2] == [0.0, pytest.approx(SOON_S)]
     assert driven.instance.num_free_pages == driven.instance.num_pages
-    assert [step.num_positions_prefilled for step in driven.steps if not step.expired] == [0]  # one layer, then asleep
+    assert [step.num_positions_prefilled for step in driven.steps if not step.expired] == [0]  # one layer, then idle
 
 
-async def test_a_group_whose_kv_never_comes_expires(driven: Driven) -> None:
+async def test_group_without_kv_expires(driven: Driven) -> None:
     group = replace(group_of(PROMPT), prompt=(), deadline_s=Clock.now_s + SOON_S)
     await driven.do(lambda: _adopt(driven.instance, group))
     assert driven.expired == []
     driven.clock.now_s += SOON_S
-    await until(lambda: driven.expired == ["r/0"])
+    await eventually(lambda: driven.expired == ["r/0"])
     assert driven.instance.num_free_pages == driven.instance.num_pages
 
 
-async def test_a_prompt_by_layers_goes_on_as_each_layer_comes(driven: Driven, model: Model) -> None:
-    group = replace(group_of(PROMPT), deadline_s=1e300)  # longer than any lock or queue can be waited for
+async def test_layer_by_layer_prompt_continues_with_each_segment(driven: Driven, model: Model) -> None:
+    group = replace(group_of(PROMPT), deadline_s=1e300)  # beyond the timeout of any lock or queue
     await driven.do(lambda: driven.instance.prefill(group, until=driven.num_segments - 2))
 
     def boundaries() -> list[int]:
         return [group.layer for group in driven.instance._scheduler.by_layer]
 
     for segment in range(2, driven.num_segments):
-        await until(lambda segment=segment: boundaries() == [segment - 1])  # type: ignore[misc]
+        await eventually(lambda segment=segment: boundaries() == [segment - 1])  # type: ignore[misc]
         await driven.load(segment, segment + 1)
-    await until(lambda: any(token.finish for step in driven.steps for token in step.tokens))
+    await eventually(lambda: any(token.finish for step in driven.steps for token in step.tokens))
     assert outputs(driven.steps)["r/0", 0] == model.expected(PROMPT)
 
 
-async def test_a_prompt_by_layers_hears_of_a_load_that_fails(driven: Driven) -> None:
+async def test_layer_by_layer_prompt_fails_with_load(driven: Driven) -> None:
     await driven.do(lambda: driven.instance.prefill(group_of(PROMPT), until=3))
-    await until(lambda: bool(driven.steps))
+    await eventually(lambda: bool(driven.steps))
     driven.instance.fail("no holder is left")
-    await until(lambda: bool(driven.faults))
+    await eventually(lambda: bool(driven.faults))
     assert "no holder is left" in str(driven.faults[0])
 
 
 @pytest.mark.parametrize("why", ["cancel", "deadline"])
-async def test_a_step_that_waits_for_weights_lets_go_of_what_ends(driven: Driven, why: str) -> None:
-    """Then the thread is free: it takes commands."""
+async def test_waiting_step_drops_ended_groups(driven: Driven, why: str) -> None:
+    """The thread is then free for commands."""
     deadline_s = Clock.now_s + SOON_S if why == "deadline" else None
     await driven.do(lambda: driven.instance.prefill(replace(group_of(PROMPT), deadline_s=deadline_s)))
-    await until(lambda: driven.instance.num_free_pages < driven.instance.num_pages)  # the step has begun
+    await eventually(lambda: driven.instance.num_free_pages < driven.instance.num_pages)  # the step has begun
     called = asyncio.ensure_future(driven.engine.call(lambda: driven.instance.num_free_pages))
     driven.clock.now_s += SOON_S
     if why == "cancel":
         driven.instance.cancel_soon("r/0")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         assert await called == driven.instance.num_pages
     assert driven.expired == (["r/0"] if why == "deadline" else [])
 

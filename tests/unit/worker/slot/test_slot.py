@@ -18,7 +18,7 @@ def hosted(instance_id: str = "ins-1") -> HostedInstance:
     return HostedInstance(instance_id, types_pb2.ModelVersion(model="acme/m", pack_id="p", shape=shape), [PREFILL])
 
 
-async def test_a_taken_slot_takes_no_other_instance() -> None:
+async def test_taken_slot_refuses_other_instance() -> None:
     slot = Slot()
     await slot.begin_load(hosted())
     with pytest.raises(Conflict, match="ins-1"):
@@ -30,7 +30,7 @@ async def test_a_taken_slot_takes_no_other_instance() -> None:
     assert slot.report().error == ""
 
 
-async def test_requests_are_taken_while_loading_and_ready_and_never_while_draining() -> None:
+async def test_slot_serves_while_loading_and_ready_only() -> None:
     slot = Slot()
     await slot.begin_load(hosted())
     taken = {}
@@ -45,7 +45,7 @@ async def test_requests_are_taken_while_loading_and_ready_and_never_while_draini
     assert slot.serving_instance("ins-1", DECODE) is not None
 
 
-def test_a_lower_epoch_is_refused() -> None:
+def test_lower_epoch_is_refused() -> None:
     slot = Slot()
     slot.epoch.check(5)
     slot.epoch.check(5)
@@ -54,7 +54,7 @@ def test_a_lower_epoch_is_refused() -> None:
     assert slot.epoch.highest == 5
 
 
-async def test_watchers_see_the_state_at_once_and_every_change() -> None:
+async def test_watchers_see_state_at_once_and_every_change() -> None:
     slot = Slot()
     seen: list[int] = []
     changes = slot.changes()
@@ -68,7 +68,7 @@ async def test_watchers_see_the_state_at_once_and_every_change() -> None:
     assert seen == [FREE, LOADING, READY]
 
 
-async def test_watchers_hear_when_nothing_changes_for_a_while() -> None:
+async def test_watchers_get_false_without_change() -> None:
     slot = Slot()
     changes = slot.changes(0.01)
     assert [await anext(changes) for _ in range(3)] == [True, False, False]
@@ -76,7 +76,7 @@ async def test_watchers_hear_when_nothing_changes_for_a_while() -> None:
     assert await anext(changes)
 
 
-async def test_watchers_of_a_closed_slot_come_to_an_end() -> None:
+async def test_watchers_of_closed_slot_end() -> None:
     slot = Slot()
     changes = slot.changes()
     await anext(changes)

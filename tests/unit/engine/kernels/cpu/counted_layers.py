@@ -28,7 +28,7 @@ SAMPLING = SamplingParams(temperature=0, max_tokens=30)
 
 
 class Counted(CpuLayers):
-    """``calls``: how many layers each has computed; ``rows``: of how many rows."""
+    """Records the number of layers (``calls``) and of rows (``rows``) of each call."""
 
     def __init__(self, *arguments: Any, **limits: Any) -> None:
         super().__init__(*arguments, **limits)
@@ -43,20 +43,20 @@ class Counted(CpuLayers):
 
 
 def logits_of(instance: Instance, num_groups: int) -> list[Tensor]:
-    """Of every step, with prompts of several lengths that go beyond windows and page ends."""
-    found: list[Tensor] = []
+    """The logits of every step, with prompts of several lengths that exceed windows and pages."""
+    actual: list[Tensor] = []
     logits = instance.model.decoder.logits
 
     def spy(hidden: Tensor) -> Tensor:
-        found.append(logits(hidden))
-        return found[-1]
+        actual.append(logits(hidden))
+        return actual[-1]
 
     instance.model.decoder.logits = spy  # type: ignore[method-assign]
     for number in range(num_groups):
         instance.prefill(group_of(prompt_of(5 + 9 * number, number), f"{number}/0", SAMPLING))
     run(instance)
     instance.model.decoder.logits = logits  # type: ignore[method-assign]
-    return found
+    return actual
 
 
 def instances(
@@ -70,12 +70,12 @@ def instances(
     limits: dict[str, int] | None = None,
     **settings: Any,
 ) -> tuple[Instance, Instance, Counted]:
-    """One that computes step by step, and one that computes whole layers; both with the same kernels.
+    """An instance that runs single operations and one that runs whole layers, both with the same kernels.
 
-    ``layers`` takes the place of the kernel that computes them; ``processes`` and ``limits`` are ``CpuLayers``'.
+    ``layers`` replaces the kernel of whole layers; ``processes`` and ``limits`` are passed to ``CpuLayers``.
     """
     monkeypatch.setattr(linear, "kernels", lambda: built)
-    # A CPU that has arithmetic of the dtype leaves all but a few rows to torch.
+    # On a CPU with arithmetic of the dtype torch computes all but a few rows.
     for module in linear, cpu_linear:
         monkeypatch.setattr(module, "has_arithmetic", lambda dtype: False)
     kernels = SimpleNamespace(level=built.level, layers=layers or built.layers)
@@ -95,5 +95,5 @@ def instances(
 
 
 def budget(processes: ActiveProcesses | None = None) -> ThreadBudget:
-    """As of a model that is not too small for more threads than one."""
+    """The budget of a model that is large enough for several threads."""
     return ThreadBudget(0, processes, one_thread_bytes=0)

@@ -1,4 +1,4 @@
-"""A file by which processes know who computes beside them."""
+"""The file through which processes count each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Clock:
         return self.now_s
 
 
-def test_who_computes_is_counted_until_it_rests(tmp_path: Path) -> None:
+def test_computing_process_counts_until_it_rests(tmp_path: Path) -> None:
     first, second = (ActiveProcesses(tmp_path / "cores") for _ in range(2))
     assert first.count_computing() == 1
     assert second.count_computing() == 2
@@ -36,7 +36,7 @@ def test_who_computes_is_counted_until_it_rests(tmp_path: Path) -> None:
     assert second.count_computing() == 1
 
 
-def test_a_start_or_a_rest_notifies_the_others(tmp_path: Path) -> None:
+def test_start_or_rest_notifies_other_processes(tmp_path: Path) -> None:
     mine, theirs = (ActiveProcesses(tmp_path / "cores") for _ in range(2))
     number = ctypes.c_int64.from_address(mine.change_address)
     seen = []
@@ -44,11 +44,11 @@ def test_a_start_or_a_rest_notifies_the_others(tmp_path: Path) -> None:
         mine.count_computing()
         act()
         seen.append(number.value != mine.change_seen)
-    assert seen == [False, True, False, True, False], "what one does oneself is known, and only changes count"
+    assert seen == [False, True, False, True, False], "own changes are known, and only changes notify"
 
 
 def test_simultaneous_notifications_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is interrupted while it tells that it begins: another begins, is counted, and rests meanwhile."""
+    """While a process notifies the others of its start, another process starts, is counted, and rests."""
     mine, theirs, slow = (ActiveProcesses(tmp_path / "cores") for _ in range(3))
     number = ctypes.c_int64.from_address(mine.change_address)
 
@@ -68,10 +68,10 @@ def test_simultaneous_notifications_are_not_lost(tmp_path: Path, monkeypatch: py
     mine.count_computing()
     monkeypatch.setattr(slow, "_change", Slow(slow._change))
     slow.count_computing()
-    assert number.value != mine.change_seen, "mine is to count anew: theirs rests"
+    assert number.value != mine.change_seen, "mine must count again: theirs rests"
 
 
-def test_a_silent_process_expires(tmp_path: Path) -> None:
+def test_silent_process_expires(tmp_path: Path) -> None:
     clock = Clock()
     first, second = (ActiveProcesses(tmp_path / "cores", clock) for _ in range(2))
     first.count_computing()
@@ -81,8 +81,8 @@ def test_a_silent_process_expires(tmp_path: Path) -> None:
     assert second.count_computing() == 1
 
 
-def test_an_entry_of_an_earlier_boot_does_not_count(tmp_path: Path) -> None:
-    """The file outlives it, the clock begins again, and a pid may be somebody else's."""
+def test_entry_of_earlier_boot_does_not_count(tmp_path: Path) -> None:
+    """The file survives a boot, the clock starts again, and a pid may belong to another process."""
     clock = Clock()
     before = ActiveProcesses(tmp_path / "cores", clock)
     assert before.count_computing() == 1
@@ -90,7 +90,7 @@ def test_an_entry_of_an_earlier_boot_does_not_count(tmp_path: Path) -> None:
     assert ActiveProcesses(tmp_path / "cores", clock).count_computing() == 1
 
 
-def test_another_process_is_seen_and_leaves_its_place(tmp_path: Path) -> None:
+def test_killed_process_frees_its_entry(tmp_path: Path) -> None:
     """Once killed it expires, and the next process takes its entry."""
     path = tmp_path / "cores"
     mine = ActiveProcesses(path, max_processes=2)

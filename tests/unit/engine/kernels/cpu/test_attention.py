@@ -1,4 +1,4 @@
-"""Attention on the pages in place, against the reference backend; ``test_attention.py`` has the definition."""
+"""Attention that reads pages in place, against the reference backend; ``../test_attention.py`` has the definition."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02, torch.float16: 0.002}
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 96, 128, 256])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (37, 1)])
-def test_equals_the_reference(
+def test_cpu_attention_equals_reference(
     built: Kernels,
     heads: tuple[int, int],
     head_dim: int,
     cap: float | None,
     dtype: torch.dtype,
 ) -> None:
-    """Every length around a block's; between them a short prompt, and one that is left to the reference."""
+    """Lengths around multiples of a block, a short prompt, and a prompt that is left to the reference."""
     num_heads, num_kv_heads = heads
     random = np.random.default_rng(0)
     kv = torch.randn(2, 600, num_kv_heads, head_dim).to(dtype)
@@ -43,27 +43,27 @@ def test_equals_the_reference(
     for window in 40, None:
         plan = backend.plan(spans, window, dtype, CPU)
         assert plan.num_rows == row - 30 and len(plan.parts) == 1
-        found = backend.attend(queries, kv, plan, scoring)
+        actual = backend.attend(queries, kv, plan, scoring)
         expected = reference.attend(queries, kv, reference.plan(spans, window, dtype, CPU), scoring)
-        torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_threads_share_the_heads(built: Kernels) -> None:
+def test_heads_are_shared_between_threads(built: Kernels) -> None:
     assert torch.get_num_threads() == 3
     for heads in (8, 2), (37, 1):
-        test_equals_the_reference(built, heads, 128, None, torch.float32)
+        test_cpu_attention_equals_reference(built, heads, 128, None, torch.float32)
 
 
-def test_a_threads_stack_holds_any_number_of_heads(built: Kernels) -> None:
+def test_many_heads_fit_on_thread_stack(built: Kernels) -> None:
     queries, kv = torch.randn(1, 1100, 1024), torch.randn(2, 3, 1, 1024)
     backend, reference, spans = CpuAttention(16, built), GatherAttention(16), [Span(0, 1, np.arange(3))]
-    found = backend.attend(queries, kv, backend.plan(spans, None, torch.float32, CPU), Scoring(0.03))
+    actual = backend.attend(queries, kv, backend.plan(spans, None, torch.float32, CPU), Scoring(0.03))
     expected = reference.attend(queries, kv, reference.plan(spans, None, torch.float32, CPU), Scoring(0.03))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_large_scores_neither_overflow_nor_vanish(built: Kernels) -> None:
+def test_large_scores_do_not_overflow(built: Kernels) -> None:
     kv = torch.zeros(2, 40, 1, 16)
     kv[0, :, 0, 0] = torch.linspace(-3000.0, 3000.0, 40)
     kv[1, :, 0, 0] = torch.arange(40.0)

@@ -1,4 +1,4 @@
-"""Whole layers in one call give the same bits as op by op."""
+"""Whole layers in one call give the same bits as single operations."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from torchrelay.engine.weights.segment_gate import SegmentGate
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_equal_their_steps(
+def test_whole_layers_equal_single_operations(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, family: str, dtype: str
 ) -> None:
-    """All layers are one call, of decode steps and short prompts; long ones and mixtures are left to steps."""
+    """Decode steps and short prompts are one call; long prompts and experts run as single operations."""
     plain, whole, counted = instances(monkeypatch, model_of(family, dtype=dtype), built, max_products=600)
-    expected, found = logits_of(plain, 7), logits_of(whole, 7)
-    assert len(found) == len(expected)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    expected, actual = logits_of(plain, 7), logits_of(whole, 7)
+    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
     num_layers = whole.config.num_layers
     if whole.config.experts is None:
         assert set(counted.calls) == {0, num_layers}
@@ -41,18 +40,20 @@ def test_they_equal_their_steps(
 
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_threads_share_the_layers(
+def test_layers_are_shared_between_threads(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, family: str
 ) -> None:
     assert torch.get_num_threads() == 3
     plain, whole, counted = instances(monkeypatch, model_of(family, dtype="bfloat16"), built)
-    expected, found = logits_of(plain, 9), logits_of(whole, 9)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    expected, actual = logits_of(plain, 9), logits_of(whole, 9)
+    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
     assert whole.config.num_layers in counted.calls
 
 
-def test_fp32_is_left_to_the_steps(monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels) -> None:
-    """Which ask for a layer's weights once more, and not for those of the layers above it."""
+def test_fp32_layers_run_as_single_operations(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
+) -> None:
+    """Single operations request the layer's weights once more, and not the weights of the layers above it."""
     _, whole, counted = instances(monkeypatch, model_of(), built)
     weights, asked = whole.model.weights, []
     layer = weights.layer
@@ -67,10 +68,10 @@ def test_fp32_is_left_to_the_steps(monkeypatch: pytest.MonkeyPatch, model_of: Mo
     assert len(counted.calls) <= len(asked) <= 2 * len(counted.calls)
 
 
-def test_more_rows_than_the_kernels_are_quickest_for(
+def test_batch_over_max_rows_runs_as_single_operations(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
 ) -> None:
-    """Are left to the steps; as many as that are not."""
+    """Batches of ``max_rows`` rows run as whole layers, larger ones do not."""
     _, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built, limits={"max_rows": 3})
     logits_of(whole, 3)
     logits_of(whole, 4)
@@ -79,33 +80,33 @@ def test_more_rows_than_the_kernels_are_quickest_for(
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_one_call_takes_so_many_layers_at_most(
+def test_call_is_limited_to_max_layers(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, num_layers: int
 ) -> None:
-    """Between calls groups are cancelled; of a large model, or of many rows, a call would take long."""
+    """Groups are cancelled between calls, and a call of a large model or of many rows would take long."""
     limits = {"max_layers": num_layers}
     plain, whole, counted = instances(monkeypatch, model_of("gemma3", dtype="bfloat16"), built, limits=limits)
-    expected, found = logits_of(plain, 3), logits_of(whole, 3)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    expected, actual = logits_of(plain, 3), logits_of(whole, 3)
+    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
     assert max(counted.calls) == num_layers < whole.config.num_layers
     assert {done for done, rows in zip(counted.calls, counted.rows, strict=True) if rows == 40} == {1}  # 2 * 32 / 40
 
 
-def test_while_the_pack_arrives_a_call_is_one_layer(
+def test_call_is_one_layer_while_pack_arrives(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
 ) -> None:
-    """Cores are divided between its arrival and the computation before each."""
+    """The cores are divided between arrival and computation before each layer."""
     plain, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
     monkeypatch.setattr(SegmentGate, "all_open", False)
-    expected, found = logits_of(plain, 3), logits_of(whole, 3)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    expected, actual = logits_of(plain, 3), logits_of(whole, 3)
+    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
     assert set(counted.calls) == {1}
 
 
-def test_a_layer_in_another_form_is_left_to_the_steps(
+def test_replaced_layers_run_from_their_new_form(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
 ) -> None:
-    """One replaced by its like is computed with from where it now is."""
+    """A replaced layer is read at its new address; a layer in another form runs as single operations."""
 
     class Elsewhere:
         def __init__(self, matrix: Tensor) -> None:
@@ -123,31 +124,31 @@ def test_a_layer_in_another_form_is_left_to_the_steps(
         weights.replace_layer(0, replace(first, o=2 * first.o))
         weights.replace_layer(num_layers - 1, replace(last, o=Elsewhere(last.o)))
     counted.calls.clear()
-    expected, found = logits_of(plain, 3), logits_of(whole, 3)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert not torch.equal(found[0], before[0])
+    expected, actual = logits_of(plain, 3), logits_of(whole, 3)
+    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
+    assert not torch.equal(actual[0], before[0])
     assert set(counted.calls) == {0, num_layers - 1}  # the last one
 
 
 @pytest.mark.parametrize(("layers_at_once", "calls"), [(0, [1, 1, 1]), (1, [1, 1, 1]), (2, [2, 1]), (9, [3])])
-def test_what_is_handed_over_leaves_after_so_many_layers(
+def test_kv_is_handed_over_every_few_layers(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, layers_at_once: int, calls: list[int]
 ) -> None:
     model, blocks = model_of(dtype="bfloat16"), list[dict[int, bytes]]()
     min_bytes = layers_at_once * 20 * model.instance().kv_shape.bytes_per_token_layer
     plain, whole, counted = instances(monkeypatch, model, built, min_handover_bytes=min_bytes)
     for instance in plain, whole:
-        found: dict[int, bytes] = {}
+        actual: dict[int, bytes] = {}
         group = group_of(prompt_of(20))
-        instance.prefill(group, lambda block, found=found: found.update({block.index: bytes(block.data)}))  # type: ignore[misc]
+        instance.prefill(group, lambda block, actual=actual: actual.update({block.index: bytes(block.data)}))  # type: ignore[misc]
         run(instance)
-        assert len(found) == instance.kv_layout(group).num_kv_chunks
-        blocks.append(found)
+        assert len(actual) == instance.kv_layout(group).num_kv_chunks
+        blocks.append(actual)
     assert blocks[0] == blocks[1]
     assert counted.calls == calls
 
 
-def test_what_was_cached_leaves_with_the_first_chunk_and_counts(
+def test_cached_kv_counts_for_first_hand_over(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
 ) -> None:
     model = model_of(dtype="bfloat16")
@@ -161,7 +162,7 @@ def test_what_was_cached_leaves_with_the_first_chunk_and_counts(
     assert counted.calls == [1] * 6
 
 
-def test_layers_that_are_replaced_meanwhile_stay_until_they_are_computed_with(
+def test_replaced_layers_live_until_call_ends(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
 ) -> None:
     lived: list[bool] = []

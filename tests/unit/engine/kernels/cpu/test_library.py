@@ -1,4 +1,4 @@
-"""Kernels are built and chosen where they can run; without them the engine computes the same."""
+"""Kernels are built, and used where they can run; without them the engine computes the same."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ CPU = torch.device("cpu")
     sys.platform != "linux" or platform.machine() != "x86_64" or shutil.which("gcc") is None,
     reason="for x86-64 under Linux, where there is gcc",
 )
-def test_all_were_built_and_the_quickest_is_taken() -> None:
+def test_quickest_built_library_is_used() -> None:
     assert all(level.file.exists() for level in LEVELS)
     capabilities = torch.cpu.get_capabilities()
     runnable = [level for level in LEVELS if all(capabilities.get(name) for name in level.needs)]
-    found = kernels()
-    assert (found and found.level) == (runnable[0] if runnable else None)
+    actual = kernels()
+    assert (actual and actual.level) == (runnable[0] if runnable else None)
 
 
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if there had been no compiler."""
+    """Hides the kernels, as on a machine without a compiler."""
     nowhere = tuple(replace(level, name="none") for level in LEVELS)
     monkeypatch.setattr(module, "LEVELS", nowhere)
     kernels.cache_clear()
@@ -50,14 +50,14 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("without_kernels")
-def test_it_says_that_none_are_there(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_kernels_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert kernels() is None and backends_for(CPU).fused_ops is None and default_attention(CPU) == "gather"
     assert "no kernels were built" in caplog.text
 
 
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plain_steps_are_exact(model_of: ModelOf, family: str) -> None:
+def test_engine_without_kernels_is_exact(model_of: ModelOf, family: str) -> None:
     model = model_of(family)
     instance = model.instance(token_budget=20)
     assert isinstance(instance.model.backend, GatherAttention)
@@ -68,7 +68,7 @@ def test_plain_steps_are_exact(model_of: ModelOf, family: str) -> None:
     assert outputs(run(instance)) == expected
 
 
-def test_with_kernels_they_compute(model_of: ModelOf, built: module.Kernels) -> None:
+def test_engine_uses_built_kernels(model_of: ModelOf, built: module.Kernels) -> None:
     instance = model_of().instance()
     assert isinstance(instance.model.backend, CpuAttention)
     assert instance.model.decoder.fused_ops is not None

@@ -18,20 +18,20 @@ DTYPES = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("num_out", [1, 3, 4, 67, 200, 1030])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 19, 96])
-def test_equals_the_definition(
+def test_cpu_linear_equals_definition(
     built: Kernels, num_rows: int, num_out: int, with_bias: bool, dtype: torch.dtype
 ) -> None:
     """Within one rounding of the dtype."""
     x, weight = torch.randn(num_rows, 96).to(dtype), torch.randn(num_out, 96).to(dtype)
     bias = torch.randn(num_out).to(dtype) if with_bias else None
-    found = cpu_linear(built, x, weight, bias)
+    actual = cpu_linear(built, x, weight, bias)
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
-    assert found.dtype == dtype and found.shape == exact.shape
-    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    assert actual.dtype == dtype and actual.shape == exact.shape
+    torch.testing.assert_close(actual.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_the_same_in_every_batch(built: Kernels, dtype: torch.dtype) -> None:
+def test_row_result_is_independent_of_batch_and_threads(built: Kernels, dtype: torch.dtype) -> None:
     x, weight = torch.randn(40, 256).to(dtype), torch.randn(1030, 256).to(dtype)
     together = cpu_linear(built, x, weight, None)
     for row in range(40):
@@ -46,24 +46,24 @@ def test_a_row_is_the_same_in_every_batch(built: Kernels, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_so(built: Kernels, value: float) -> None:
+def test_non_finite_values_propagate(built: Kernels, value: float) -> None:
     x, weight = torch.ones(2, 64).bfloat16(), torch.ones(5, 64).bfloat16()
     weight[3, 17] = value
     x[1, 40] = value
-    found = cpu_linear(built, x, weight, None)
+    actual = cpu_linear(built, x, weight, None)
     expected = torch.full((2, 5), 64.0).bfloat16()
     expected[0, 3], expected[1] = value, value
-    torch.testing.assert_close(found, expected, equal_nan=True)
+    torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
-def test_rows_of_a_view(built: Kernels) -> None:
+def test_non_contiguous_rows_and_offset_weights(built: Kernels) -> None:
     """Not contiguous, and weights somewhere within a buffer."""
     x, memory = torch.randn(64, 3).bfloat16().t(), torch.randn(1 + 8 * 64).bfloat16()
     weight = memory[1:].view(8, 64)
     torch.testing.assert_close(cpu_linear(built, x, weight, None), linear(x.float(), weight.float()).bfloat16())
 
 
-def test_other_weights_are_left_to_torch() -> None:
+def test_unsupported_weights_use_torch() -> None:
     assert supports_weight(torch.zeros(3, 64).half())
     assert not supports_weight(torch.zeros(3, 64))
     assert not supports_weight(torch.zeros(3, 48).bfloat16())
@@ -71,8 +71,8 @@ def test_other_weights_are_left_to_torch() -> None:
     torch.testing.assert_close(linear(x, weight), linear(x.float(), weight.float()).bfloat16())
 
 
-def test_batches_change_no_token_of_a_bf16_model(model_of: ModelOf) -> None:
-    """Decoded alone and beside others: a row's sums do not depend on who else is computed."""
+def test_batch_does_not_change_bf16_tokens(model_of: ModelOf) -> None:
+    """A row's sums do not depend on the other rows of the batch."""
     alone = model_of("llama", dtype="bfloat16").instance(prefix_cache=False)
     alone.prefill(group_of(prompt_of(30), "0/0"))
     expected = outputs(run(alone))["0/0", 0]

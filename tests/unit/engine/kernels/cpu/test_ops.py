@@ -1,4 +1,4 @@
-"""The small steps of a layer on a CPU, against the plain ones."""
+"""The fused operations of a layer on a CPU, against the plain ones."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(actual: Tensor, expected: Tensor) -> None:
     tolerance = TOLERANCE[expected.dtype]
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_rows", "size"), SIZES)
 @pytest.mark.parametrize("unit_offset", [False, True])
-def test_norms(built: Kernels, num_rows: int, size: int, unit_offset: bool, dtype: torch.dtype) -> None:
+def test_norms_equal_plain(built: Kernels, num_rows: int, size: int, unit_offset: bool, dtype: torch.dtype) -> None:
     steps = CpuOps(built)
     x, added = (random(num_rows, size, dtype=dtype, seed=seed) for seed in (1, 2))
     weight = random(size, dtype=dtype, seed=3)
@@ -40,8 +40,8 @@ def test_norms(built: Kernels, num_rows: int, size: int, unit_offset: bool, dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_number_is_read_and_rounded_exactly(built: Kernels, dtype: torch.dtype) -> None:
-    """Sums of any two: subnormal, halfway between two, beyond the largest, and none."""
+def test_every_16_bit_number_is_rounded_exactly(built: Kernels, dtype: torch.dtype) -> None:
+    """Adds pairs of all numbers: subnormal, halfway between two, beyond the largest, and NaN."""
     numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
     for shift in (0, 1, 777, 1 << 13, 1 << 15):
         x, added = numbers.view(64, -1), numbers.roll(shift).view(64, -1)
@@ -53,7 +53,7 @@ def test_every_number_is_read_and_rounded_exactly(built: Kernels, dtype: torch.d
 @pytest.mark.parametrize(("normed", "unit_offset"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 24), (3, 3, 16), (1, 1, 8), (16, 8, 64)])
 @pytest.mark.parametrize("num_rows", [3, 40])
-def test_heads_are_placed(
+def test_placed_heads_equal_plain(
     built: Kernels,
     num_rows: int,
     heads: int,
@@ -84,29 +84,29 @@ def test_heads_are_placed(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 7), (3, 1500), (30, 2816), (0, 8)])
-def test_gates(built: Kernels, num_rows: int, size: int, activation: str, dtype: torch.dtype) -> None:
+def test_gates_equal_plain(built: Kernels, num_rows: int, size: int, activation: str, dtype: torch.dtype) -> None:
     both = 3 * random(num_rows, 2 * size, dtype=dtype)
     expected = mlp.activate_and_multiply(both, activation)
     assert_close(CpuOps(built).gate(both, activation), expected)
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_threads_share_the_rows(built: Kernels) -> None:
+def test_rows_are_shared_between_threads(built: Kernels) -> None:
     assert torch.get_num_threads() == 3
     for dtype in DTYPES:
-        test_norms(built, 40, 1024, False, dtype)
-        test_heads_are_placed(built, 40, 16, 8, 64, True, False, dtype)
-        test_gates(built, 30, 2816, "silu", dtype)
+        test_norms_equal_plain(built, 40, 1024, False, dtype)
+        test_placed_heads_equal_plain(built, 40, 16, 8, 64, True, False, dtype)
+        test_gates_equal_plain(built, 30, 2816, "silu", dtype)
 
 
 @pytest.mark.parametrize("x", [-3e38, -300.0, -88.0, -20.0, -1e-8, 0.0, 1e-8, 20.0, 88.5, 300.0, 3e38, float("nan")])
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
-def test_gates_at_the_ends(built: Kernels, activation: str, x: float) -> None:
+def test_gates_of_extreme_values_equal_plain(built: Kernels, activation: str, x: float) -> None:
     both = torch.tensor([[x, 1.0]])
     assert_close(CpuOps(built).gate(both, activation), mlp.activate_and_multiply(both, activation))
 
 
-def test_infinity_is_never_made_finite(built: Kernels) -> None:
+def test_infinity_stays_infinite(built: Kernels) -> None:
     steps = CpuOps(built)
     for value in (float("inf"), -float("inf"), float("nan")):
         x = torch.tensor([[value, 1.0, 2.0, 3.0]])

@@ -1,4 +1,4 @@
-"""A computation leaves one core to those who bring its weights, and takes it back."""
+"""The number of threads of a computation while weights arrive and other processes compute."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def three_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_one_core_is_left_until_the_weights_are_there() -> None:
+def test_loading_leaves_one_core() -> None:
     share = ThreadBudget(MAX_ONE_THREAD_BYTES)
     counts = []
     for is_loaded in (False, False, True):
@@ -35,7 +35,7 @@ def test_one_core_is_left_until_the_weights_are_there() -> None:
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_cores_are_divided_while_others_compute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cores_are_divided_between_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6), raising=False)
     mine, theirs = (ActiveProcesses(tmp_path / "cores") for _ in range(2))
     share = ThreadBudget(MAX_ONE_THREAD_BYTES, mine)
@@ -46,11 +46,11 @@ def test_cores_are_divided_while_others_compute(monkeypatch: pytest.MonkeyPatch,
         counts.append(torch.get_num_threads())
     assert counts == [3, 3, 2, 3]
     share.restore()
-    assert theirs.count_computing() == 2, "who has restored all threads computes no more"
+    assert theirs.count_computing() == 2, "restore also rests"
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_small_work_takes_one_core_and_gives_the_others_back() -> None:
+def test_small_work_uses_one_thread_and_restores_others() -> None:
     with pytest.raises(KeyError), one_thread():
         assert torch.get_num_threads() == 1
         raise KeyError
@@ -58,7 +58,7 @@ def test_small_work_takes_one_core_and_gives_the_others_back() -> None:
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_a_small_model_gets_one_core_and_leaves_the_others_to_the_next() -> None:
+def test_small_model_gets_one_thread() -> None:
     share = ThreadBudget(MAX_ONE_THREAD_BYTES - 1)
     for is_loaded in (False, True):
         share.adjust(is_loaded)
@@ -67,7 +67,7 @@ def test_a_small_model_gets_one_core_and_leaves_the_others_to_the_next() -> None
     assert torch.get_num_threads() == 3
 
 
-def test_the_only_core_is_kept() -> None:
+def test_single_thread_is_kept_while_loading() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     ThreadBudget(MAX_ONE_THREAD_BYTES).adjust(is_loaded=False)

@@ -50,17 +50,17 @@ def assert_alike(
     queries = torch.randn(row, num_heads, head_dim).to(dtype)
     scoring = Scoring(head_dim**-0.5, cap)
     backends: list[AttentionBackend] = [GatherAttention(), TritonAttention(PAGE)]
-    expected, found = (
+    expected, actual = (
         backend.attend(queries.to(DEVICE), kv.to(DEVICE), backend.plan(spans, window, dtype, DEVICE), scoring)
         for backend in backends
     )
-    assert found.dtype == dtype
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (8, 2), (5, 1), (40, 2)], ids=str)
 @pytest.mark.parametrize("head_dim", [8, 24, 64])
-def test_heads(heads: tuple[int, int], head_dim: int) -> None:
+def test_head_counts_and_sizes(heads: tuple[int, int], head_dim: int) -> None:
     assert_alike([(1, 7), (1, 90), (9, 20)], heads=heads, head_dim=head_dim)
 
 
@@ -72,17 +72,17 @@ def test_windows_and_caps(window: int | None, cap: float | None) -> None:
 
 @pytest.mark.parametrize("num_rows", [2, 127, 128, 129, 200])
 @pytest.mark.parametrize("window", [None, 40])
-def test_prompts_longer_than_a_tile(num_rows: int, window: int | None) -> None:
+def test_prompts_longer_than_tile(num_rows: int, window: int | None) -> None:
     assert_alike([(num_rows, num_rows + 37), (3, 3)], window, heads=(2, 1), head_dim=64)
 
 
 @pytest.mark.parametrize("num_positions", [1, 3, 4, 5, 127, 128, 129, 700])
-def test_lengths_of_one_sequence(num_positions: int) -> None:
+def test_single_sequence_lengths(num_positions: int) -> None:
     assert_alike([(1, num_positions)], heads=(2, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_16_bit_dtypes(dtype: torch.dtype) -> None:
     assert_alike([(1, 1), (1, 90), (40, 60)], cap=5.0, dtype=dtype, tolerance=0.02)
 
 
@@ -97,7 +97,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     cap=st.none() | st.floats(0.5, 50),
     heads=st.sampled_from([(2, 1), (2, 2), (6, 2)]),
 )
-def test_any_batch(
+def test_random_batches(
     shapes: list[tuple[int, int]], window: int | None, cap: float | None, heads: tuple[int, int]
 ) -> None:
     assert_alike(shapes, window, cap, heads)
@@ -107,12 +107,12 @@ def test_any_batch(
     ("num_independent", "num_programs", "expected"),
     [(1, 1, 1), (8, 264, 64), (16, 264, 32), (264, 264, 1), (1, 999, 64)],
 )
-def test_splits(num_independent: int, num_programs: int, expected: int) -> None:
+def test_num_splits_for_batch_shape(num_independent: int, num_programs: int, expected: int) -> None:
     assert num_splits_for(num_independent, num_programs) == expected
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "mistral"])
-def test_the_whole_decoder(model_of: ModelOf, family: str) -> None:
+def test_decoder_with_triton_attention_is_exact(model_of: ModelOf, family: str) -> None:
     """Greedy output equals transformers', with prompts in chunks beside decodes: windows, caps, odd head sizes."""
     model = model_of(family)
     instance = model.instance(

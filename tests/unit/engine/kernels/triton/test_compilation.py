@@ -1,4 +1,7 @@
-"""The kernels compile for a GPU as they are launched, which the interpreter cannot tell; this needs no GPU."""
+"""The kernels compile for a GPU with the arguments of their launches, which the interpreter cannot check.
+
+Needs no GPU.
+"""
 
 from __future__ import annotations
 
@@ -77,19 +80,19 @@ print(json.dumps(found))
 """
 
 
-def test_every_kernel_compiles(tmp_path: Path) -> None:
+def test_every_kernel_compiles_for_gpu(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-c", _PROGRAM]
     ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout.splitlines()[-1])
-    assert {name for name, *_ in found} == {
+    actual = json.loads(ended.stdout.splitlines()[-1])
+    assert {name for name, *_ in actual} == {
         *("decode_split", "decode_merge", "prefill"),
         *("norm_rows", "place_heads", "gate_rows"),
     }
-    assert len(found) == 4 * (3 + 2 + 2 + 2)
-    assert max(shared for _, shared, *_ in found) <= MAX_SHARED_BYTES
-    for name, _, copies_ahead, multiplies in found[:3]:  # bf16 with heads of 128
+    assert len(actual) == 4 * (3 + 2 + 2 + 2)
+    assert max(shared for _, shared, *_ in actual) <= MAX_SHARED_BYTES
+    for name, _, copies_ahead, multiplies in actual[:3]:  # bf16 with heads of 128
         if name != "decode_merge":
             assert copies_ahead, f"{name} does not read ahead"
             assert multiplies, f"{name} does not use the matrix units"

@@ -1,4 +1,4 @@
-"""The small steps of a layer as kernels, in Triton's interpreter, against the plain ones."""
+"""The fused operations of a layer in Triton's interpreter, against the plain ones."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (5, 96), (3, 4097), (0, 64)])
 @pytest.mark.parametrize("unit_offset", [False, True])
-def test_norms(num_rows: int, size: int, unit_offset: bool, dtype: torch.dtype) -> None:
+def test_norms_equal_plain(num_rows: int, size: int, unit_offset: bool, dtype: torch.dtype) -> None:
     x, added = (random(num_rows, size, dtype=dtype, seed=seed) for seed in (1, 2))
     weight = random(size, dtype=dtype, seed=3)
     here, other, factors = x.to(DEVICE), added.to(DEVICE), weight.to(DEVICE)
-    found = STEPS.rms_norm(here, factors, 1e-5, unit_offset)
+    actual = STEPS.rms_norm(here, factors, 1e-5, unit_offset)
     expected = rms_norm(x, weight, 1e-5, unit_offset)
-    torch.testing.assert_close(found.cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(actual.cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     total, normed = STEPS.add_norm(here, other, factors, 1e-5, unit_offset)
     # NOTE: the interpreter cuts bf16 off where devices round it.
     torch.testing.assert_close(total.cpu(), x + added, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -48,7 +48,7 @@ def test_norms(num_rows: int, size: int, unit_offset: bool, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("normed", "unit_offset"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 24), (3, 3, 16), (1, 1, 8)])
-def test_heads_are_placed(
+def test_placed_heads_equal_plain(
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -79,17 +79,17 @@ def test_heads_are_placed(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 7), (3, 1500), (0, 8)])
-def test_gates(num_rows: int, size: int, activation: str, dtype: torch.dtype) -> None:
+def test_gates_equal_plain(num_rows: int, size: int, activation: str, dtype: torch.dtype) -> None:
     eye = torch.eye(2 * size, dtype=dtype), torch.eye(size, dtype=dtype)
     both = 3 * random(num_rows, 2 * size, dtype=dtype)
-    found = STEPS.gate(both.to(DEVICE), activation).cpu()
+    actual = STEPS.gate(both.to(DEVICE), activation).cpu()
     torch.testing.assert_close(
-        found, mlp.gated_mlp(both, *eye, activation), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        actual, mlp.gated_mlp(both, *eye, activation), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
     )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
-def test_the_whole_decoder(model_of: ModelOf, family: str) -> None:
+def test_decoder_with_triton_ops_is_exact(model_of: ModelOf, family: str) -> None:
     """Prompts in chunks beside decodes: greedy output is still transformers'."""
     model = model_of(family)
     instance = model.instance(

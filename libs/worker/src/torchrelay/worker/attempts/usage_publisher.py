@@ -43,8 +43,16 @@ class UsagePublisher:
     delays a token.
     """
 
-    def __init__(self, client: Client, subjects: Subjects) -> None:
+    def __init__(
+        self,
+        client: Client,
+        subjects: Subjects,
+        interval_s: float = PUBLISH_INTERVAL_S,
+        ack_limit_s: float = ACK_LIMIT_S,
+        max_unsent: int = MAX_UNSENT_REGISTERS,
+    ) -> None:
         self.client, self._jetstream, self._subjects = client, client.jetstream(), subjects
+        self._interval_s, self._ack_limit_s, self._max_unsent = interval_s, ack_limit_s, max_unsent
         self._entries: dict[tuple[str, int], _OpenRegister] = {}
         self._unsent: dict[tuple[str, int], pb.UsageRegister] = {}  # by request and choice
         self._is_refused = False
@@ -102,7 +110,7 @@ class UsagePublisher:
 
     async def run(self) -> None:
         """Publishes until cancelled."""
-        due_s = time.monotonic() + PUBLISH_INTERVAL_S
+        due_s = time.monotonic() + self._interval_s
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
@@ -110,7 +118,7 @@ class UsagePublisher:
             self._wake.clear()
             if time.monotonic() >= due_s:  # even if urgent registers wake it often
                 self._gather_advanced()
-                due_s = time.monotonic() + PUBLISH_INTERVAL_S
+                due_s = time.monotonic() + self._interval_s
             is_accepted = await self.flush()
             raise_if_cancelled()
             if not is_accepted:  # do not retry for every token
@@ -125,7 +133,7 @@ class UsagePublisher:
         entry.published = entry.position
         key = (entry.register.request_id, entry.register.choice)
         self._unsent[key] = _merged(self._unsent.get(key), entry.register)
-        if len(self._unsent) > MAX_UNSENT_REGISTERS:
+        if len(self._unsent) > self._max_unsent:
             del self._unsent[next(iter(self._unsent))]
 
     async def flush(self) -> bool:
@@ -137,7 +145,7 @@ class UsagePublisher:
         while not fault and (batch := list(islice(self._unsent.items(), BATCH_REGISTERS))):
             fault = "NATS does not answer"
             with suppress(TimeoutError):
-                async with asyncio.timeout(2 * ACK_LIMIT_S):
+                async with asyncio.timeout(2 * self._ack_limit_s):
                     fault = await cancellable(self._publish(batch))
         if bool(fault) != self._is_refused:
             self._is_refused = bool(fault)
@@ -155,7 +163,7 @@ class UsagePublisher:
             for _, register in batch:
                 subject = self._subjects.usage(register.gateway_id)
                 acks.append(await self._jetstream.publish_async(subject, register.SerializeToString()))
-            await asyncio.wait(acks, timeout=ACK_LIMIT_S)
+            await asyncio.wait(acks, timeout=self._ack_limit_s)
         except (nats.errors.Error, OSError) as error:
             return str(error) or repr(error)
         finally:
