@@ -28,14 +28,13 @@ MAX_P99_RATIO, MAX_SLOWEST_RATIO = 2.0, 10.0
 
 
 def recorded(files: tuple[str, ...], options: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Seconds of the neighbour's chats by file: the list ``peace_s``, and ``attack_s`` with a list for each attack."""
+    """Seconds of the neighbour's chats by file: a list ``peace_s``, and ``attack_s`` with a list for each attack."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "chats.json"
         paths = [f"tests/hostile/{name}.py" for name in files]
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", *paths, *options]
         subprocess.run(command, cwd=ROOT, env={**os.environ, "TORCHRELAY_NEIGHBOUR_RECORD": str(record)}, check=True)
-        chats: dict[str, dict[str, Any]] = json.loads(record.read_text())
-        return chats
+        return {Path(name).stem: chats for name, chats in json.loads(record.read_text()).items()}
 
 
 def main() -> None:
@@ -44,7 +43,7 @@ def main() -> None:
     chats = recorded(files, QUICK if is_quick else ())
     checks = []
     for name in files:
-        row = chats[f"tests/hostile/{name}.py"]
+        row = chats[name]
         peace_s, under_attack = row["peace_s"], [chat_s for chats_s in row["attack_s"].values() for chat_s in chats_s]
         peace_p99_s = percentile(peace_s, 99)
         against = f"P99 of {len(peace_s)} chats before the attacks, {1e3 * peace_p99_s:.0f} ms"

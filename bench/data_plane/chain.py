@@ -84,10 +84,10 @@ def measure_gloo(relays: RelayLab, table: FigureTable, megabytes: int, num_sampl
     process = relays.lab[SOURCE].spawn(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     overdue = threading.Timer(_GLOO_S, process.kill)
     overdue.start()
-    said = process.communicate()[0].decode(errors="replace")
+    output = process.communicate()[0].decode(errors="replace")
     overdue.cancel()
     if process.returncode != 0:
-        raise RuntimeError(f"gloo's broadcast ended with status {process.returncode}: {said[-500:]}")
-    samples = [float(line) for line in said.splitlines()[-num_samples:]]
+        raise RuntimeError(f"gloo's broadcast ended with status {process.returncode}: {output[-500:]}")
+    samples = [float(line) for line in output.splitlines()[-num_samples:]]
     took_s = statistics.median(samples)
     table.note("gloo7_over_1", took_s / one_s, f"torch.distributed broadcast {took_s:.3f} s ({spread(samples)})")

@@ -113,37 +113,37 @@ class RelayLab:
 
 
 def chain_sources(target: str) -> list[str]:
-    """The holder before the target, then those for repair: earlier ones, then later ones."""
+    """The holder before the target, then alternates for repair: earlier holders, then later ones."""
     place = TARGETS.index(target)
     return [*reversed([SOURCE, *TARGETS[:place]]), *TARGETS[place + 1 :]]
 
 
 def iperf3_bytes_per_s(source: Host, target: Host, seconds: float) -> float:
-    """Payload bytes per second that arrive over one TCP connection."""
+    """Payload bytes per second that arrive over a TCP connection."""
     if shutil.which("iperf3") is None:
-        raise LabError("the limits are measured by iperf3, not found on PATH: apt-get install iperf3")
+        raise LabError("iperf3, which measures the limits, is not on PATH: apt-get install iperf3")
     server = target.spawn(
         ["iperf3", "-s", "-1", "-B", target.address, "-p", str(_IPERF_PORT)], stdout=subprocess.DEVNULL
     )
     await_port(target, _IPERF_PORT)
     command = ["iperf3", "-c", target.address, "-p", str(_IPERF_PORT), "-t", f"{seconds:g}", "-J"]
-    said = json.loads(source.run(command).stdout)
+    result = json.loads(source.run(command).stdout)
     server.wait(10)
-    return float(said["end"]["sum_received"]["bits_per_second"]) / 8
+    return float(result["end"]["sum_received"]["bits_per_second"]) / 8
 
 
 def await_port(host: Host, port: int) -> None:
-    """Waits for a listener by lookup: iperf3 would take a connection for its client."""
+    """Waits for a listener without connecting, because iperf3 would take a connection for its client."""
     listening = f":{port}"
     deadline = time.monotonic() + 10
     while listening not in host.run(["ss", "-ltnH"]).stdout:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"nobody listens on port {port} of {host.name}")
+            raise TimeoutError(f"no process listens on port {port} of {host.name} after 10 s")
 
 
 @contextmanager
 def relay_lab() -> Iterator[RelayLab]:
-    """Eight hosts on links of 400 Mbit/s in each direction, a store on each, and NATS on one of their own."""
+    """Runs a store on each of eight hosts with links of 400 Mbit/s in each direction, and NATS on another host."""
     progress(f"starting {1 + len(TARGETS)} stores on links of {RATE_MBIT} Mbit/s")
     names = (SOURCE, *TARGETS)
     with (

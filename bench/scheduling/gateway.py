@@ -17,7 +17,7 @@ from torchrelay.common.net.rpc.message_pace import EVERY_S, MessagePace
 from torchrelay.control.v1 import scheduler_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2_grpc, types_pb2
 
-NUM_PROMPTS = 512  # different ones
+NUM_PROMPTS = 512  # different prompts
 NUM_HASHES = 20  # of each
 MAX_BATCH = 64  # commands in one message, as the gateway sends them
 STUCK_S = 30.0  # time limit for the next answer

@@ -1,4 +1,4 @@
-"""The training loop: packed conversations, AdamW, one warm-up and one cosine, all of it seeded."""
+"""The training loop: packed conversations, AdamW, a warm-up and a cosine schedule, all seeded."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Plant:
         self._gateway = SimulatedGateway(self.events, fleet, self.served, self.models, self._scheduler, self._workers)
         self.workers, self.outcomes = self._workers.of, self._gateway.outcomes
         self.at_last_arrival = Spent()  # from the first request on
-        self.samples: list[Sample] = []  # one a second, from the first request on
+        self.samples: list[Sample] = []  # one per second, from the first request on
         self._begin = math.inf
         for number, pack_ids in (held or {}).items():
             self._stores.hold(self._stores.of[f"store-{number}"], pack_ids)

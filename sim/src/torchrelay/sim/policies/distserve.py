@@ -51,7 +51,7 @@ class StaticInstances:
             have = Counter(role for load in own for role in load.instance.target_roles)
             missing = [max(num_prefill - have[Role.PREFILL], 0), max(num_decode - have[Role.DECODE], 0)]
             chosen: list[SlotAssignment] = []
-            for num_missing in ((missing[0], 0), (0, missing[1])):  # one role each
+            for num_missing in ((missing[0], 0), (0, missing[1])):  # instances with a single role
                 assigned = assign(free_slots(model, free.values(), autoscaler_input.stores, frozenset()), *num_missing)
                 for assignment in assigned:
                     del free[assignment.worker_id]

@@ -19,7 +19,7 @@ def from_disk(
 def by_chain(
     whole: Sequence[str], receiving: Sequence[str], targets: Sequence[str], **_: object
 ) -> tuple[TransferEdge, ...]:
-    """Plans a serial chain: each host follows the host before it, and the first one a whole copy or its disk."""
+    """Plans a serial chain: each host follows the host before it; the first follows a whole copy or reads its disk."""
     tail = (*receiving[-1:], *whole[:1], REMOTE)[0]
     edges = []
     for target in dict.fromkeys(targets):
