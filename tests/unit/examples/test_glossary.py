@@ -60,9 +60,13 @@ def test_held_out_questions_are_answered(
 
 
 def test_every_term_is_explained(decoder: Decoder, tokenizer: Tokenizer, glossary: Glossary) -> None:
-    questions = [HeldOut(f"What is {term.spellings[0]}?", term.name) for term in glossary.terms]
-    answers = ask_all(decoder, tokenizer, glossary, questions)
-    assert [answer.asked.term for answer in answers if not answer.right] == []
+    """The most likely token after every part of an explanation is its next token, so greedy answers equal it."""
+    for term in glossary.terms:
+        prompt = encode_prompt(tokenizer, f"What is {term.spellings[0]}?")
+        answer = [*tokenizer.encode(term.explanation).ids, end_id(tokenizer)]
+        with torch.inference_mode():
+            hidden = decoder.hidden(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1]
+            assert decoder.logits(hidden).argmax(-1).tolist() == answer, term.name
 
 
 @pytest.mark.parametrize("question", ["what is a cold start", "WHAT IS A COLD START?", "What is a cold start ???"])

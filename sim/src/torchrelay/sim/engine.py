@@ -54,7 +54,7 @@ class Decoding:
 
 @dataclass(eq=False)
 class SimulatedEngine:
-    """Engine of a slot. ``latency`` must have both costs. No step ends before ``ready_at``, when all layers are there."""
+    """Engine of a slot. ``latency`` must have both costs. No step ends before ``ready_at``, the last layer's time."""
 
     events: EventQueue
     latency: LatencyModel
