@@ -7,7 +7,7 @@ from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.gateway.core import ServiceClass
 
 
-async def test_a_tenant_is_made_once_and_found_by_name(parts: AccountingRig) -> None:
+async def test_tenant_is_created_once_and_read_by_name(parts: AccountingRig) -> None:
     made = await parts.tenants.create("zoo", storage_quota_bytes=7, budget_nano=8, service_class="batch")
     assert await parts.tenants.by_name("zoo") == made
     assert [tenant.name for tenant in await parts.tenants.list()] == ["acme", "zoo"]
@@ -17,7 +17,7 @@ async def test_a_tenant_is_made_once_and_found_by_name(parts: AccountingRig) -> 
         await parts.tenants.by_name("absent")
 
 
-async def test_a_raised_budget_holds_for_the_next_request(parts: AccountingRig) -> None:
+async def test_changed_budget_applies_to_the_next_request(parts: AccountingRig) -> None:
     _, token = await parts.keys.create("acme", parts.acme.tenant_id)
     assert (await parts.keys.authenticate(f"Bearer {token}")).budget_nano is None
     for budget in (7, 9, None):
@@ -27,7 +27,7 @@ async def test_a_raised_budget_holds_for_the_next_request(parts: AccountingRig) 
         await parts.tenants.change("absent", {"budget_nano": 1})
 
 
-async def test_a_changed_class_holds_for_the_next_request(parts: AccountingRig) -> None:
+async def test_changed_class_applies_to_the_next_request(parts: AccountingRig) -> None:
     _, token = await parts.keys.create("acme", parts.acme.tenant_id)
     expected = {"batch": ServiceClass.BATCH, "interactive": ServiceClass.INTERACTIVE, None: ServiceClass.STANDARD}
     for name, service_class in expected.items():

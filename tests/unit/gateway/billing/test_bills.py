@@ -23,7 +23,7 @@ def test_lines_are_rounded_once_and_add_up(costs: list[int]) -> None:
         assert abs(line.amount * 10**9 - line.billed.cost_nano) <= 5_000_000
 
 
-def test_a_month_is_half_open_and_the_year_turns() -> None:
+def test_month_bounds_are_half_open_across_years() -> None:
     begin, end = month_bounds("2026-11")
     assert (end - begin) == 30 * 86400 * 10**6
     assert month_bounds("2026-12")[1] == month_bounds("2027-01")[0]

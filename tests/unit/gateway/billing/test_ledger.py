@@ -24,11 +24,11 @@ COST = 6 * 100 + 4 * 25 + 3 * 400
 
 async def spent(parts: AccountingRig) -> int:
     async with parts.database.read() as connection:
-        found: int = (await connection.execute(select(balances.c.spent_nano))).scalar_one()
-    return found
+        spent: int = (await connection.execute(select(balances.c.spent_nano))).scalar_one()
+    return spent
 
 
-async def test_a_request_is_opened_and_settled_with_its_cost(parts: AccountingRig) -> None:
+async def test_request_is_opened_and_settled_with_its_cost(parts: AccountingRig) -> None:
     await parts.ledger.open(parts.request())
     assert await spent(parts) == 0
     assert await parts.ledger.settle("req-1", [usage()]) == COST
@@ -40,14 +40,14 @@ async def test_a_request_is_opened_and_settled_with_its_cost(parts: AccountingRi
     assert (await reconcile(parts.database)).faults == ()
 
 
-async def test_settling_again_changes_nothing_whatever_it_says(parts: AccountingRig) -> None:
+async def test_second_settlement_changes_nothing(parts: AccountingRig) -> None:
     await parts.ledger.open(parts.request())
     await parts.ledger.settle("req-1", [usage()])
     assert await parts.ledger.settle("req-1", [usage(num_output=99)]) == COST
     assert await spent(parts) == COST
 
 
-async def test_opening_again_changes_nothing(parts: AccountingRig) -> None:
+async def test_second_opening_changes_nothing(parts: AccountingRig) -> None:
     await parts.ledger.open(parts.request())
     await parts.ledger.settle("req-1", [usage()])
     await parts.ledger.open(replace(parts.request(), num_prompt_tokens=999))
@@ -57,7 +57,7 @@ async def test_opening_again_changes_nothing(parts: AccountingRig) -> None:
     assert row.settled_unix_us is not None
 
 
-async def test_a_request_never_opened_cannot_be_settled_and_harms_no_other(parts: AccountingRig) -> None:
+async def test_unopened_request_cannot_be_settled(parts: AccountingRig) -> None:
     await parts.ledger.open(parts.request())
     good, bad = await asyncio.gather(
         parts.ledger.settle("req-1", [usage()]),
@@ -68,7 +68,7 @@ async def test_a_request_never_opened_cannot_be_settled_and_harms_no_other(parts
     assert isinstance(bad, NotFound)
 
 
-async def test_one_bad_write_fails_alone(parts: AccountingRig) -> None:
+async def test_faulty_write_fails_alone(parts: AccountingRig) -> None:
     bad = replace(parts.request("req-bad"), tenant_id="nobody")
     results = await asyncio.gather(
         *(parts.ledger.open(request) for request in (parts.request("req-1"), bad, parts.request("req-2"))),
@@ -80,7 +80,7 @@ async def test_one_bad_write_fails_alone(parts: AccountingRig) -> None:
         assert set((await connection.execute(select(opened.c.request_id))).scalars()) == {"req-1", "req-2"}
 
 
-async def test_hundreds_at_once_share_commits_and_add_up(parts: AccountingRig) -> None:
+async def test_concurrent_writes_share_commits_and_add_up(parts: AccountingRig) -> None:
     async def one(index: int) -> None:
         request = parts.request(f"req-{index}", num_choices=2)
         await parts.ledger.open(request)
@@ -92,7 +92,7 @@ async def test_hundreds_at_once_share_commits_and_add_up(parts: AccountingRig) -
     assert await spent(parts) == 400 * (COST + 3 * 400)
 
 
-async def test_two_gateways_settling_the_same_requests_bill_each_once(parts: AccountingRig) -> None:
+async def test_two_gateways_bill_each_request_once(parts: AccountingRig) -> None:
     ids = [f"req-{index}" for index in range(50)]
     await asyncio.gather(*(parts.ledger.open(parts.request(request_id)) for request_id in ids))
     async with Ledger(parts.database) as elsewhere:
@@ -105,7 +105,7 @@ async def test_two_gateways_settling_the_same_requests_bill_each_once(parts: Acc
     assert (books.num_ledger_rows, books.faults) == (50, ())
 
 
-async def test_what_waits_at_the_end_is_committed_and_then_nothing_is_taken(parts: AccountingRig) -> None:
+async def test_exit_commits_waiting_writes_and_refuses_new_ones(parts: AccountingRig) -> None:
     ending = Ledger(parts.database)
     async with ending:
         opening = asyncio.create_task(ending.open(parts.request("req-late")))

@@ -17,7 +17,7 @@ def _usage(choice: int, num_output: int, num_cached: int = 0) -> ChoiceUsage:
     return ChoiceUsage("r", choice, 10, num_cached, num_output, FinishCause.STOP)
 
 
-def test_the_prompt_is_billed_once_for_all_choices() -> None:
+def test_prompt_is_billed_once_for_all_choices() -> None:
     rows = ledger_rows(_opened(2), [_usage(0, 3, 4), _usage(1, 5, 4)], PRICE)
     assert [(row.num_prompt_tokens, row.num_cached_prompt_tokens, row.num_output_tokens) for row in rows] == [
         (10, 4, 3),
@@ -26,7 +26,7 @@ def test_the_prompt_is_billed_once_for_all_choices() -> None:
     assert [row.cost_nano for row in rows] == [6 * 100 + 4 * 25 + 3 * 400, 5 * 400]
 
 
-def test_without_a_token_only_what_was_computed_of_the_prompt_is_billed() -> None:
+def test_request_without_tokens_bills_the_computed_prompt() -> None:
     def rows_of(num_prompt: int, num_cached: int) -> list[LedgerRow]:
         return ledger_rows(_opened(2), [ChoiceUsage("r", 0, num_prompt, num_cached, 0, FinishCause.CANCELLED)], PRICE)
 
@@ -37,7 +37,7 @@ def test_without_a_token_only_what_was_computed_of_the_prompt_is_billed() -> Non
     assert rows_of(99, 99)[0].cost_nano == 10 * 25  # no more than the prompt
 
 
-def test_with_a_token_the_whole_prompt_is_billed_whatever_was_reported() -> None:
+def test_request_with_a_token_bills_the_whole_prompt() -> None:
     usages = [ChoiceUsage("r", 0, 3, 0, 0, FinishCause.STOP), ChoiceUsage("r", 1, 3, 0, 2, FinishCause.STOP)]
     assert [row.num_prompt_tokens for row in ledger_rows(_opened(2), usages, PRICE)] == [10, 0]
 
@@ -52,7 +52,7 @@ def _rows(used: tuple[tuple[int, int, int], ...], cause: FinishCause) -> list[Le
 
 
 @given(usages_of_two, usages_of_two)
-def test_a_swept_row_and_its_supplement_are_what_the_gateway_accepted(
+def test_swept_row_and_supplement_equal_accepted_usage(
     swept: tuple[tuple[int, int, int], ...], accepted: tuple[tuple[int, int, int], ...]
 ) -> None:
     standing, own = _rows(swept, FinishCause.GATEWAY_LOST), _rows(accepted, FinishCause.STOP)
@@ -67,7 +67,7 @@ def test_a_swept_row_and_its_supplement_are_what_the_gateway_accepted(
 
 
 @given(st.permutations([_usage(0, 3), _usage(1, 5), _usage(2, 0)]))
-def test_the_order_of_usages_does_not_matter(usages: list[ChoiceUsage]) -> None:
+def test_order_of_usages_does_not_matter(usages: list[ChoiceUsage]) -> None:
     assert ledger_rows(_opened(3), usages, PRICE) == ledger_rows(_opened(3), sorted(usages, key=_choice), PRICE)
 
 

@@ -16,7 +16,7 @@ from torchrelay.gateway.billing.money import amount_of, exact_amount
         (10**10, "10.00"),
     ],
 )
-def test_half_a_cent_goes_up(cost_nano: int, amount: str) -> None:
+def test_half_a_cent_rounds_up(cost_nano: int, amount: str) -> None:
     assert str(amount_of(cost_nano)) == amount
 
 

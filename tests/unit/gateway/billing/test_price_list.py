@@ -26,15 +26,15 @@ LIST = [_price("d0", "", 0), _price("m10", "a/m", 10), _price("d20", "", 20), _p
         ("b/x", 20, "d20"),
     ],
 )
-def test_the_latest_row_of_the_model_wins_else_the_default(model: str, at: int, expected: str) -> None:
+def test_latest_row_of_the_model_wins_over_the_default(model: str, at: int, expected: str) -> None:
     assert price_at(LIST, model, at).price_id == expected
 
 
-def test_an_interval_ends_where_the_next_of_the_same_model_begins() -> None:
+def test_price_ends_where_the_next_of_its_model_begins() -> None:
     assert [valid_until(LIST, price) for price in LIST] == [20, 30, None, None]
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 10**6))
-def test_cached_tokens_cost_their_own_price(prompt: int, cached: int, output: int) -> None:
+def test_cached_tokens_have_their_own_price(prompt: int, cached: int, output: int) -> None:
     cached = min(cached, prompt)
     assert cost_nano(LIST[0], prompt, cached, output) == 100 * (prompt - cached) + 25 * cached + 400 * output

@@ -7,7 +7,7 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, InvalidRequest
 
 
-async def test_a_new_price_holds_from_its_time_and_the_past_stays(parts: AccountingRig) -> None:
+async def test_new_price_applies_from_its_start(parts: AccountingRig) -> None:
     assert (await parts.prices.current("acme/glossary")).price_id == "price-default"
     added = await parts.prices.add("acme/glossary", 1, 2, 3)
     assert await parts.prices.current("acme/glossary") == added

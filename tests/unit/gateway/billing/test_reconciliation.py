@@ -13,7 +13,7 @@ async def _settled(parts: AccountingRig) -> None:
     await parts.ledger.settle("req-1", [ChoiceUsage("req-1", 0, 10, 0, 3, FinishCause.STOP)])
 
 
-async def test_right_books_have_no_faults(parts: AccountingRig) -> None:
+async def test_consistent_books_have_no_faults(parts: AccountingRig) -> None:
     await _settled(parts)
     await parts.ledger.open(parts.request("req-running"))
     books = await reconcile(parts.database)
@@ -21,7 +21,7 @@ async def test_right_books_have_no_faults(parts: AccountingRig) -> None:
     assert (books.cost_nano, books.faults) == (2200, ())
 
 
-async def test_a_wrong_balance_is_found(parts: AccountingRig) -> None:
+async def test_wrong_balance_is_reported(parts: AccountingRig) -> None:
     await _settled(parts)
     async with parts.database.write() as connection:
         await connection.execute(update(balances).values(spent_nano=1))
@@ -29,7 +29,7 @@ async def test_a_wrong_balance_is_found(parts: AccountingRig) -> None:
     assert "the balance is 1 nano, the ledger sums to 2200" in fault
 
 
-async def test_a_missing_row_is_found(parts: AccountingRig) -> None:
+async def test_missing_row_is_reported(parts: AccountingRig) -> None:
     await _settled(parts)
     async with parts.database.write() as connection:
         await connection.execute(delete(ledger))
@@ -37,7 +37,7 @@ async def test_a_missing_row_is_found(parts: AccountingRig) -> None:
     assert "request req-1: 1 ledger rows expected, 0 found" in faults
 
 
-async def test_a_wrong_cost_and_too_many_tokens_are_found(parts: AccountingRig) -> None:
+async def test_wrong_cost_and_excess_tokens_are_reported(parts: AccountingRig) -> None:
     await _settled(parts)
     async with parts.database.write() as connection:
         await connection.execute(update(ledger).values(num_output_tokens=1000))

@@ -50,11 +50,11 @@ async def test_sums_by_group(
     settled: AccountingRig, group_by: GroupBy | None, expected: dict[str, tuple[int, int, int]]
 ) -> None:
     sums = await usage_sums(settled.database, UsageFilter(tenant_id=settled.acme.tenant_id), group_by)
-    assert {one.group: (one.prompt_tokens, one.completion_tokens, one.requests) for one in sums} == expected
-    assert sum(one.cost_nano for one in sums) == 3 * (600 + 100) + 20 * 400
+    assert {total.group: (total.prompt_tokens, total.completion_tokens, total.requests) for total in sums} == expected
+    assert sum(total.cost_nano for total in sums) == 3 * (600 + 100) + 20 * 400
 
 
-async def test_filters_hold_together(settled: AccountingRig) -> None:
+async def test_filters_combine(settled: AccountingRig) -> None:
     acme = UsageFilter(tenant_id=settled.acme.tenant_id)
     for wanted, num_requests in (
         (replace(acme, key_id="key-2"), 1),
@@ -68,13 +68,13 @@ async def test_filters_hold_together(settled: AccountingRig) -> None:
         assert total.requests == num_requests
 
 
-async def test_a_bill_has_a_sum_per_model_and_price(settled: AccountingRig) -> None:
+async def test_bill_has_a_sum_per_model_and_price(settled: AccountingRig) -> None:
     price = await settled.prices.add("acme/story", 1, 1, 1)
     request = replace(settled.request("req-9"), model="acme/story", price_id=price.price_id)
     await settled.ledger.open(request)
     await settled.ledger.settle("req-9", [ChoiceUsage("req-9", 0, 10, 0, 2, FinishCause.STOP)])
     sums = await billed_sums(settled.database, UsageFilter(tenant_id=settled.acme.tenant_id))
-    assert [(one.model, one.output_nano, one.completion_tokens, one.cost_nano) for one in sums] == [
+    assert [(total.model, total.output_nano, total.completion_tokens, total.cost_nano) for total in sums] == [
         ("acme/glossary", 400, 15, 2 * 700 + 15 * 400),
         ("acme/story", 400, 5, 700 + 5 * 400),
         ("acme/story", 1, 2, 12),

@@ -18,8 +18,8 @@ registers = st.builds(UsageRegister, counts, counts, counts)
 
 
 @given(registers, registers)
-def test_merging_is_commutative(one: UsageRegister, other: UsageRegister) -> None:
-    assert merge_registers(one, other) == merge_registers(other, one)
+def test_merging_is_commutative(first: UsageRegister, second: UsageRegister) -> None:
+    assert merge_registers(first, second) == merge_registers(second, first)
 
 
 @given(registers, registers, registers)
@@ -28,16 +28,16 @@ def test_merging_is_associative(a: UsageRegister, b: UsageRegister, c: UsageRegi
 
 
 @given(registers)
-def test_merging_is_idempotent_and_nothing_is_neutral(one: UsageRegister) -> None:
-    assert merge_registers(one, one) == one == merge_registers(one, EMPTY_REGISTER)
+def test_merging_is_idempotent_with_a_neutral_element(first: UsageRegister) -> None:
+    assert merge_registers(first, first) == first == merge_registers(first, EMPTY_REGISTER)
 
 
 @given(registers, registers)
-def test_merging_is_monotone(one: UsageRegister, other: UsageRegister) -> None:
-    merged = merge_registers(one, other)
-    assert merged.output_position >= max(one.output_position, other.output_position)
-    assert merged.num_prompt_tokens >= max(one.num_prompt_tokens, other.num_prompt_tokens)
-    assert merge_registers(merged, one) == merged
+def test_merging_is_monotone(first: UsageRegister, second: UsageRegister) -> None:
+    merged = merge_registers(first, second)
+    assert merged.output_position >= max(first.output_position, second.output_position)
+    assert merged.num_prompt_tokens >= max(first.num_prompt_tokens, second.num_prompt_tokens)
+    assert merge_registers(merged, first) == merged
 
 
 @given(st.lists(registers, max_size=8), st.randoms())
@@ -52,7 +52,7 @@ def _opened(num_choices: int) -> OpenedRequest:
 
 
 @given(registers)
-def test_a_swept_request_is_billed_for_no_more_than_it_could_use(register: UsageRegister) -> None:
+def test_swept_bill_is_bounded_by_the_request(register: UsageRegister) -> None:
     usage, other = usages_from_registers(_opened(2), {0: register})
     assert usage.num_output_tokens == min(register.output_position, 20)
     assert usage.num_prompt_tokens == min(register.num_prompt_tokens, 10)

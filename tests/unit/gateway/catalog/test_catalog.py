@@ -46,7 +46,7 @@ async def retired(parts: AccountingRig) -> set[str]:
         return set((await connection.execute(select(retired_versions.c.version_id))).scalars())
 
 
-async def test_a_published_model_is_resolved_whole(parts: AccountingRig, caller: Principal) -> None:
+async def test_published_model_is_resolved_with_all_fields(parts: AccountingRig, caller: Principal) -> None:
     await publish(parts, "glossary", version(), ScalingSettings(idle_timeout_s=4))
     model = await parts.catalog.resolve(caller, "glossary")
     assert (model.name, model.tenant_id, model.version) == ("acme/glossary", parts.acme.tenant_id, version())
@@ -58,27 +58,25 @@ async def test_a_published_model_is_resolved_whole(parts: AccountingRig, caller:
 @pytest.mark.parametrize(
     "name", ["", "/", "a/b/c", "acme/", "/glossary", "other/glossary", "acme/absent", "acme", "a\0b", "\ud800"]
 )
-async def test_anything_else_is_not_found(parts: AccountingRig, caller: Principal, name: str) -> None:
+async def test_other_names_are_not_found(parts: AccountingRig, caller: Principal, name: str) -> None:
     await publish(parts, "glossary", version())
     with pytest.raises(NotFound):
         await parts.catalog.resolve(caller, name)
 
 
-async def test_another_tenants_model_is_like_an_absent_one(parts: AccountingRig) -> None:
+async def test_another_tenants_model_is_not_found(parts: AccountingRig) -> None:
     await publish(parts, "glossary", version())
-    stranger = Principal((await parts.tenants.create("zoo")).tenant_id, "zoo", "key-2")
+    other_tenant = Principal((await parts.tenants.create("zoo")).tenant_id, "zoo", "key-2")
     messages = []
     for name in ("acme/glossary", "acme/absent"):
         with pytest.raises(NotFound) as raised:
-            await parts.catalog.resolve(stranger, name)
+            await parts.catalog.resolve(other_tenant, name)
         messages.append(raised.value.message.replace(name, "NAME"))
     assert messages[0] == messages[1]
-    assert await parts.catalog.models(stranger) == []
+    assert await parts.catalog.models(other_tenant) == []
 
 
-async def test_publishing_again_replaces_the_version_and_keeps_the_settings(
-    parts: AccountingRig, caller: Principal
-) -> None:
+async def test_republishing_replaces_version_and_keeps_settings(parts: AccountingRig, caller: Principal) -> None:
     await publish(parts, "glossary", version("v1"), ScalingSettings(idle_timeout_s=4, max_instances=2))
     before = await parts.catalog.resolve(caller, "glossary")
     await publish(parts, "glossary", version("v2"), ScalingSettings(max_instances=3))
@@ -90,7 +88,7 @@ async def test_publishing_again_replaces_the_version_and_keeps_the_settings(
     assert await retired(parts) == {"v2"}
 
 
-async def test_a_version_is_retired_when_its_last_model_goes(parts: AccountingRig, caller: Principal) -> None:
+async def test_version_is_retired_with_its_last_model(parts: AccountingRig, caller: Principal) -> None:
     await publish(parts, "one", version())
     await publish(parts, "two", version())
     await parts.catalog.delete(await parts.catalog.resolve(caller, "one"))
@@ -104,9 +102,7 @@ async def test_a_version_is_retired_when_its_last_model_goes(parts: AccountingRi
         await parts.catalog.set_scaling(two, ScalingSettings(max_instances=1))
 
 
-async def test_deleting_retires_the_version_the_model_named_last_not_the_one_it_was_read_with(
-    parts: AccountingRig, caller: Principal
-) -> None:
+async def test_delete_retires_the_models_newest_version(parts: AccountingRig, caller: Principal) -> None:
     await publish(parts, "glossary", version("v1"))
     read_before = await parts.catalog.resolve(caller, "glossary")
     await publish(parts, "glossary", version("v2"))
@@ -114,17 +110,15 @@ async def test_deleting_retires_the_version_the_model_named_last_not_the_one_it_
     assert await retired(parts) == {"v1", "v2"}
 
 
-async def test_models_of_one_version_deleted_at_once_retire_it(parts: AccountingRig, caller: Principal) -> None:
+async def test_concurrent_deletes_of_one_version_retire_it(parts: AccountingRig, caller: Principal) -> None:
     for name in ("one", "two"):
         await publish(parts, name, version())
-    found = [await parts.catalog.resolve(caller, name) for name in ("one", "two")]
-    await asyncio.gather(*map(parts.catalog.delete, found))
+    resolved = [await parts.catalog.resolve(caller, name) for name in ("one", "two")]
+    await asyncio.gather(*map(parts.catalog.delete, resolved))
     assert await retired(parts) == {"v1"}
 
 
-async def test_another_gateway_sees_a_change_once_its_confirmation_is_old(
-    parts: AccountingRig, caller: Principal
-) -> None:
+async def test_other_gateway_sees_changes_after_its_confirmation(parts: AccountingRig, caller: Principal) -> None:
     now = 0.0
     table_versions = TableVersions(parts.database, 0.5, lambda: now)
     elsewhere = Catalog(parts.database, table_versions, Prices(parts.database, table_versions))
@@ -138,7 +132,7 @@ async def test_another_gateway_sees_a_change_once_its_confirmation_is_old(
     assert (seen.version.version_id, seen.price) == ("v2", price)
 
 
-async def test_a_price_that_begins_later_holds_without_any_change(parts: AccountingRig, caller: Principal) -> None:
+async def test_later_price_applies_without_a_catalog_change(parts: AccountingRig, caller: Principal) -> None:
     now = 1_000
     prices = Prices(parts.database, parts.table_versions, clock=lambda: now)
     catalog = Catalog(parts.database, parts.table_versions, prices)
@@ -149,7 +143,7 @@ async def test_a_price_that_begins_later_holds_without_any_change(parts: Account
     assert (await catalog.resolve(caller, "glossary")).price == later
 
 
-async def test_keys_and_catalog_have_versions_of_their_own(parts: AccountingRig, caller: Principal) -> None:
+async def test_keys_and_catalog_have_separate_versions(parts: AccountingRig, caller: Principal) -> None:
     keys = ApiKeys(parts.database, parts.table_versions, PEPPER)
     before = await parts.table_versions.confirmed("catalog")
     info, _ = await keys.create("acme", parts.acme.tenant_id)
@@ -157,33 +151,31 @@ async def test_keys_and_catalog_have_versions_of_their_own(parts: AccountingRig,
     assert await parts.table_versions.confirmed("catalog") == before
 
 
-async def test_models_with_a_minimum_are_found(parts: AccountingRig, caller: Principal) -> None:
+async def test_models_with_a_minimum_are_listed(parts: AccountingRig, caller: Principal) -> None:
     await publish(parts, "glossary", version("v1"))
     assert await parts.catalog.with_minimum() == []
     model = await parts.catalog.resolve(caller, "glossary")
     await parts.catalog.set_scaling(model, ScalingSettings(min_instances=2))
-    assert [(one.name, one.min_instances) for one in await parts.catalog.with_minimum()] == [(model.name, 2)]
+    assert [(each.name, each.min_instances) for each in await parts.catalog.with_minimum()] == [(model.name, 2)]
     await publish(parts, "glossary", version("v2"))
     (after,) = await parts.catalog.with_minimum()
     assert after.version.version_id == "v2" and after.min_instances == 2
     await parts.catalog.set_scaling(after, ScalingSettings(min_instances=0))
     assert await parts.catalog.with_minimum() == []
     await parts.catalog.set_scaling(after, ScalingSettings(schedule=("daily 08:00-18:00 UTC = 1",)))
-    assert [one.schedule for one in await parts.catalog.with_minimum()] == [("daily 08:00-18:00 UTC = 1",)]
+    assert [each.schedule for each in await parts.catalog.with_minimum()] == [("daily 08:00-18:00 UTC = 1",)]
     await parts.catalog.set_scaling(after, ScalingSettings(schedule=()))
     assert await parts.catalog.with_minimum() == []
 
 
-async def test_targets_outlive_a_new_version_and_every_gateway_reads_them(
-    parts: AccountingRig, caller: Principal
-) -> None:
+async def test_targets_survive_a_new_version(parts: AccountingRig, caller: Principal) -> None:
     await publish(parts, "glossary", version("v1"))
     other = Catalog(parts.database, TableVersions(parts.database, confirm_s=0), parts.prices)
     model = await other.resolve(caller, "glossary")
     assert model.targets == LatencyTargets()
     await parts.catalog.set_scaling(model, ScalingSettings(standard_ttft_s=0.5, tbt_target_s=0.05))
     await publish(parts, "glossary", version("v2"))
-    found = [await each.resolve(caller, "glossary") for each in (other, parts.catalog)]
-    assert [(one.version.version_id, one.targets) for one in found] == [
+    resolved = [await each.resolve(caller, "glossary") for each in (other, parts.catalog)]
+    assert [(model.version.version_id, model.targets) for model in resolved] == [
         ("v2", LatencyTargets(standard_ttft_s=0.5, tbt_target_s=0.05))
     ] * 2

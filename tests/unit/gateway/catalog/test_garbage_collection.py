@@ -59,7 +59,7 @@ async def begun(parts: AccountingRig, client: StoreClient, model: str = "glossar
     return upload
 
 
-async def test_a_replaced_version_is_freed_after_its_time(
+async def test_replaced_version_is_freed_after_the_delay(
     parts: AccountingRig, store: ScriptedStore, client: StoreClient
 ) -> None:
     await stored(parts, store, "glossary", "v1", "v2")
@@ -71,16 +71,16 @@ async def test_a_replaced_version_is_freed_after_its_time(
     assert await free_retired_versions(parts.database, client, retired_for_s=0) == 0
 
 
-async def test_an_open_upload_stops_nothing(parts: AccountingRig, store: ScriptedStore, client: StoreClient) -> None:
+async def test_open_upload_does_not_block_collection(
+    parts: AccountingRig, store: ScriptedStore, client: StoreClient
+) -> None:
     await stored(parts, store, "glossary", "v1", "v2")
     await begun(parts, client)
     assert await free_retired_versions(parts.database, client, retired_for_s=0) == 1
     assert store.deleted == ["v1"]
 
 
-async def test_a_version_that_a_model_names_again_stays(
-    parts: AccountingRig, store: ScriptedStore, client: StoreClient
-) -> None:
+async def test_version_named_again_stays(parts: AccountingRig, store: ScriptedStore, client: StoreClient) -> None:
     await stored(parts, store, "glossary", "v1")
     model = await parts.catalog.resolve(Principal(parts.acme.tenant_id, "acme", "k"), "glossary")
     await parts.catalog.delete(model)
@@ -89,7 +89,7 @@ async def test_a_version_that_a_model_names_again_stays(
     assert store.deleted == []
 
 
-async def test_a_version_that_an_upload_has_published_waits_for_sql(
+async def test_version_of_an_unconfirmed_upload_waits_for_sql(
     parts: AccountingRig, store: ScriptedStore, client: StoreClient
 ) -> None:
     """The upload's gateway may be about to name it; other versions are freed meanwhile."""
@@ -103,7 +103,7 @@ async def test_a_version_that_an_upload_has_published_waits_for_sql(
     assert store.deleted == ["v2", "v1"]
 
 
-async def test_an_upload_that_ended_unconfirmed_does_not_keep_its_version_for_ever(
+async def test_ended_unconfirmed_upload_frees_its_version(
     parts: AccountingRig, store: ScriptedStore, client: StoreClient
 ) -> None:
     await stored(parts, store, "glossary", "v1", "v2")
@@ -113,7 +113,7 @@ async def test_an_upload_that_ended_unconfirmed_does_not_keep_its_version_for_ev
     assert await free_retired_versions(parts.database, client, retired_for_s=0) == 1
 
 
-async def test_what_is_published_again_meanwhile_stays(
+async def test_version_published_again_meanwhile_stays(
     parts: AccountingRig, store: ScriptedStore, client: StoreClient
 ) -> None:
     """Deleting takes time: what held at its start may not hold at its end."""
@@ -134,14 +134,14 @@ async def test_what_is_published_again_meanwhile_stays(
     assert await ids_in(parts, versions.c.version_id) == {"v1", "v3"}
 
 
-async def test_a_version_published_while_it_is_deleted_keeps_its_row(
+async def test_version_published_during_deletion_keeps_its_row(
     parts: AccountingRig, store: ScriptedStore, client: StoreClient
 ) -> None:
     await stored(parts, store, "glossary", "v1", "v2")
 
     class Slow(StoreClient):
-        async def delete_version(self, found: Any) -> bool:
-            deleted = await super().delete_version(found)
+        async def delete_version(self, version: Any) -> bool:
+            deleted = await super().delete_version(version)
             await stored(parts, store, "same", "v1")
             return deleted
 
@@ -151,7 +151,7 @@ async def test_a_version_published_while_it_is_deleted_keeps_its_row(
     assert "v1" in store.published
 
 
-async def test_with_the_store_away_it_is_tried_again(parts: AccountingRig) -> None:
+async def test_unreachable_store_is_retried(parts: AccountingRig) -> None:
     await publish(parts, "glossary", version("v1"))
     await publish(parts, "glossary", version("v2"))
     async with open_channel("127.0.0.1:1") as channel:
@@ -160,7 +160,7 @@ async def test_with_the_store_away_it_is_tried_again(parts: AccountingRig) -> No
     assert await ids_in(parts, versions.c.version_id) == {"v1", "v2"}
 
 
-async def test_a_forgotten_upload_is_dropped_whether_or_not_the_store_knows_it(
+async def test_expired_upload_is_dropped_even_if_unknown_to_the_store(
     parts: AccountingRig, store: ScriptedStore, client: StoreClient
 ) -> None:
     async with parts.database.write() as connection:
@@ -184,7 +184,7 @@ async def published_without_sql(parts: AccountingRig, store: ScriptedStore, clie
     return upload
 
 
-async def test_a_version_whose_gateway_died_before_sql_named_it_is_freed(
+async def test_version_of_a_dead_gateway_is_freed(
     parts: AccountingRig, store: ScriptedStore, client: StoreClient
 ) -> None:
     upload = await published_without_sql(parts, store, client)
@@ -196,7 +196,7 @@ async def test_a_version_whose_gateway_died_before_sql_named_it_is_freed(
     assert (store.published, await ids_in(parts, versions.c.version_id)) == ({}, set())
 
 
-async def test_a_version_whose_gateway_died_before_sql_named_it_is_adopted_by_a_repeated_commit(
+async def test_repeated_commit_adopts_a_dead_gateways_version(
     parts: AccountingRig, store: ScriptedStore, client: StoreClient
 ) -> None:
     upload = await published_without_sql(parts, store, client)
@@ -207,18 +207,18 @@ async def test_a_version_whose_gateway_died_before_sql_named_it_is_adopted_by_a_
     assert await ids_in(parts, uploads.c.upload_id) == set()
 
 
-async def test_what_sql_does_not_know_is_listed_and_not_touched(
+async def test_versions_unknown_to_sql_are_listed_and_kept(
     parts: AccountingRig, store: ScriptedStore, client: StoreClient
 ) -> None:
     await stored(parts, store, "glossary", "v1")
     store.publish("v-unknown")
-    found = await orphaned_versions(parts.database, client, older_than_s=0)
-    assert [orphan.version_id for orphan in found] == ["v-unknown"]
+    orphans = await orphaned_versions(parts.database, client, older_than_s=0)
+    assert [orphan.version_id for orphan in orphans] == ["v-unknown"]
     assert await free_retired_versions(parts.database, client, retired_for_s=0) == 0
     assert "v-unknown" in store.published
 
 
-async def test_the_collection_goes_on_after_a_round_that_failed(
+async def test_collection_continues_after_a_failed_round(
     parts: AccountingRig, store: ScriptedStore, client: StoreClient
 ) -> None:
     await stored(parts, store, "glossary", "v1", "v2")

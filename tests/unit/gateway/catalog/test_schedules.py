@@ -21,11 +21,11 @@ def at(text: str) -> float:
 
 
 def begins(entry: str, now: str, *expected: tuple[str, float]) -> None:
-    found = [
+    windows = [
         (each.begin_unix_s, (each.end_unix_s - each.begin_unix_s) / HOUR_S)
         for each in islice(parse_entry(entry).windows(at(now)), len(expected))
     ]
-    assert found == [(at(begin), hours) for begin, hours in expected]
+    assert windows == [(at(begin), hours) for begin, hours in expected]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def begins(entry: str, now: str, *expected: tuple[str, float]) -> None:
         ("mon-sun 23:00-00:00 UTC = 1", "daily 23:00-00:00 UTC = 1"),
     ],
 )
-def test_an_entry_is_read_as_operators_write_it(written: str, read: str) -> None:
+def test_entries_are_parsed(written: str, read: str) -> None:
     assert str(parse_entry(written)) == read
     assert parse_entry(read) == parse_entry(written)
 
@@ -57,27 +57,27 @@ def test_an_entry_is_read_as_operators_write_it(written: str, read: str) -> None
         ("mon 08:00-18:00 UTC = 0", "the number of instances must be from 1 to 10,000"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_what_to_write(written: str, said: str) -> None:
+def test_invalid_entries_are_refused_with_a_hint(written: str, said: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         parse_entry(written)
     assert refused.value.field == "schedule" and said in refused.value.message
     assert refused.value.message.startswith(f"schedule {written!r} ")
 
 
-def test_windows_are_those_that_end_after_now() -> None:
+def test_windows_end_after_now() -> None:
     entry = "mon-fri 08:00-18:00 Europe/Berlin = 2"
     friday, monday = ("2026-11-27T08:00+01:00", 10.0), ("2026-11-30T08:00+01:00", 10.0)
     begins(entry, "2026-11-27T17:59:59+01:00", friday, monday)
     begins(entry, "2026-11-27T18:00:00+01:00", monday)
 
 
-def test_over_midnight_it_is_of_the_day_on_which_it_begins() -> None:
+def test_window_over_midnight_belongs_to_its_first_day() -> None:
     entry = "fri 22:00-06:00 UTC = 1"
     begins(entry, "2026-11-28T05:00+00:00", ("2026-11-27T22:00+00:00", 8.0), ("2026-12-04T22:00+00:00", 8.0))
     begins(entry, "2026-11-28T06:00+00:00", ("2026-12-04T22:00+00:00", 8.0))
 
 
-def test_summer_time_moves_a_window_with_the_clock_on_the_wall() -> None:
+def test_window_follows_local_time_through_summer_time() -> None:
     entry = "daily 08:00-18:00 Europe/Berlin = 1"
     begins(entry, "2026-10-24T00:00+02:00", ("2026-10-24T08:00+02:00", 10.0), ("2026-10-25T08:00+01:00", 10.0))
 
@@ -92,9 +92,7 @@ def test_summer_time_moves_a_window_with_the_clock_on_the_wall() -> None:
         ("sat 22:00-02:30 Europe/Berlin = 1", "2026-03-28T12:00+01:00", "2026-03-28T22:00+01:00", 4.5),  # ends there
     ],
 )
-def test_where_the_clock_is_put_forward_or_back_the_longer_reading_counts(
-    entry: str, now: str, begin: str, hours: float
-) -> None:
+def test_clock_change_within_a_window_prolongs_it(entry: str, now: str, begin: str, hours: float) -> None:
     begins(entry, now, (begin, hours))
 
 
@@ -109,9 +107,9 @@ def test_where_the_clock_is_put_forward_or_back_the_longer_reading_counts(
     ).filter(lambda entry: entry.begin_minute != entry.end_minute),
     now=st.integers(0, 4 * 10**9),
 )
-def test_windows_follow_each_other_and_are_written_as_read(entry: ScheduleEntry, now: int) -> None:
+def test_windows_are_ordered_and_entries_round_trip(entry: ScheduleEntry, now: int) -> None:
     assert parse_entry(str(entry)) == entry
-    found = list(islice(entry.windows(now), 9))
-    assert all(each.end_unix_s > now and each.begin_unix_s < each.end_unix_s for each in found)
-    assert [each.begin_unix_s for each in found] == sorted({each.begin_unix_s for each in found})
-    assert found[0].begin_unix_s <= now + 8 * 24 * HOUR_S, "each week has one"
+    windows = list(islice(entry.windows(now), 9))
+    assert all(each.end_unix_s > now and each.begin_unix_s < each.end_unix_s for each in windows)
+    assert [each.begin_unix_s for each in windows] == sorted({each.begin_unix_s for each in windows})
+    assert windows[0].begin_unix_s <= now + 8 * 24 * HOUR_S, "each week has one"

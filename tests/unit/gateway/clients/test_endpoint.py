@@ -26,6 +26,6 @@ def failed(code: grpc.StatusCode, *trailing: tuple[str, str]) -> AioRpcError:
         (failed(grpc.StatusCode.INTERNAL), TorchrelayError, "its words"),
     ],
 )
-def test_who_said_it(error: AioRpcError, kind: type[TorchrelayError], message: str) -> None:
+def test_error_names_the_peer_or_the_endpoint(error: AioRpcError, kind: type[TorchrelayError], message: str) -> None:
     made = param_store_endpoint("10.0.0.7:7103").error(error)
     assert (type(made), made.message) == (kind, message)

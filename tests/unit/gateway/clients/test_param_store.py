@@ -1,4 +1,4 @@
-"""A param-store that hangs in the middle of an upload or a commit is named in time; one that refuses says why."""
+"""A param-store that hangs during an upload or a commit is named; a refusal keeps its cause."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.support.wait import HANG_S
 from tests.unit.gateway.scripted_services import ScriptedStore, serving_store
 from torchrelay.common.errors import DiskFull, Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
@@ -26,7 +27,7 @@ SILENT = r"the param-store at store:1 \(TORCHRELAY_STORE_ADDRESS\) does not answ
 
 
 class HungStore(ScriptedStore):
-    """Its disk does not answer: it takes a stream and reads nothing of it, or tells one step of a commit."""
+    """A store whose disk hangs: it reads nothing of an upload, and sends one step of a commit."""
 
     async def PutFile(self, request_iterator: AsyncIterator[Any], context: Any) -> param_store_pb2.FileState:
         await asyncio.Event().wait()
@@ -46,14 +47,14 @@ async def pieces(num_bytes: int) -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize("num_bytes", [10, 16 << 20], ids=["sent", "not taken"])
-async def test_a_store_that_takes_no_bytes_is_named(num_bytes: int) -> None:
-    async with serving_store(hung_store()) as channel, asyncio.timeout(30):
+async def test_store_that_reads_no_bytes_is_named(num_bytes: int) -> None:
+    async with serving_store(hung_store()) as channel, asyncio.timeout(HANG_S):
         client = StoreClient(channel, "store:1", silence_s=0.5)
         with pytest.raises(Unavailable, match=SILENT):
             await client.put_file("u1", "w", 0, pieces(num_bytes))
 
 
-async def test_a_cancelled_upload_reads_no_more_of_its_body() -> None:
+async def test_cancelled_upload_stops_reading_the_body() -> None:
     reading, has_ended = asyncio.Event(), False
 
     async def body() -> AsyncIterator[bytes]:
@@ -65,7 +66,7 @@ async def test_a_cancelled_upload_reads_no_more_of_its_body() -> None:
         finally:
             has_ended = True
 
-    async with serving_store(hung_store()) as channel, asyncio.timeout(30):
+    async with serving_store(hung_store()) as channel, asyncio.timeout(HANG_S):
         sending = asyncio.ensure_future(StoreClient(channel, "store:1").put_file("u1", "w", 0, body()))
         await reading.wait()
         sending.cancel()
@@ -73,9 +74,9 @@ async def test_a_cancelled_upload_reads_no_more_of_its_body() -> None:
         assert sending.cancelled() and has_ended
 
 
-async def test_a_commit_that_falls_silent_is_named() -> None:
-    async with serving_store(hung_store()) as channel, asyncio.timeout(30):
-        client, stages = StoreClient(channel, "store:1", silence_s=0.5), list[str]()
+async def test_silent_commit_is_named() -> None:
+    async with serving_store(hung_store()) as channel, asyncio.timeout(HANG_S):
+        client, stages = StoreClient(channel, "store:1", silence_s=2.0), list[str]()
         with pytest.raises(Unavailable, match=SILENT):
             async for step in client.commit("u1", 0):
                 stages.append(step.stage)
@@ -105,7 +106,7 @@ class FullStore(ParamStoreServicer):
 
     def occupy_client(self) -> None:
         """Returns when the refusal has reached the client, whose event loop could not process it."""
-        assert self.has_refused.wait(10)
+        assert self.has_refused.wait(HANG_S)
         time.sleep(0.1)
 
 
@@ -122,13 +123,13 @@ def serving_full_store() -> Iterator[tuple[FullStore, str]]:
 
 
 async def assert_cause_is_told(address: str, body: AsyncIterator[bytes]) -> None:
-    async with open_channel(address) as channel, asyncio.timeout(10):
+    async with open_channel(address) as channel, asyncio.timeout(HANG_S):
         with pytest.raises(DiskFull, match="the disk is full"):
             await StoreClient(channel, "store:1").put_file("u1", "w", 0, body)
 
 
 @pytest.mark.parametrize("num_slices_after", [0, 1], ids=["before the end", "before a write"])
-async def test_the_cause_is_told_of_a_refusal_that_a_busy_event_loop_finds_late(num_slices_after: int) -> None:
+async def test_late_refusal_keeps_its_cause(num_slices_after: int) -> None:
     with serving_full_store() as (store, address):
         store.num_messages = 2
 
@@ -141,20 +142,20 @@ async def test_the_cause_is_told_of_a_refusal_that_a_busy_event_loop_finds_late(
         await assert_cause_is_told(address, body())
 
 
-async def test_the_cause_is_told_of_a_refusal_while_a_write_waits_for_the_store() -> None:
+async def test_refusal_during_a_write_keeps_its_cause() -> None:
     with serving_full_store() as (store, address):
         store.delay_s = 0.3
         await assert_cause_is_told(address, pieces(16 << 20))
 
 
 @pytest.mark.parametrize("num_messages", range(1, 31))
-async def test_the_cause_is_told_of_a_refusal_at_any_message(num_messages: int) -> None:
+async def test_refusal_at_any_message_keeps_its_cause(num_messages: int) -> None:
     with serving_full_store() as (store, address):
         store.num_messages = num_messages
         await assert_cause_is_told(address, pieces(32 << 20))
 
 
-async def test_the_cause_is_told_while_the_tenant_sends_nothing() -> None:
+async def test_refusal_of_an_idle_upload_keeps_its_cause() -> None:
     with serving_full_store() as (store, address):
         store.num_messages = 2
 
@@ -165,7 +166,7 @@ async def test_the_cause_is_told_while_the_tenant_sends_nothing() -> None:
         await assert_cause_is_told(address, body())
 
 
-async def test_a_body_that_breaks_off_is_not_the_store_that_has_answered() -> None:
+async def test_broken_body_is_not_a_store_error() -> None:
     with serving_full_store() as (store, address):
         store.num_messages = 99
 
@@ -173,16 +174,16 @@ async def test_a_body_that_breaks_off_is_not_the_store_that_has_answered() -> No
             yield bytes(CHUNK_BYTES)
             raise asyncio.InvalidStateError("the body")
 
-        async with open_channel(address) as channel, asyncio.timeout(10):
+        async with open_channel(address) as channel, asyncio.timeout(HANG_S):
             with pytest.raises(asyncio.InvalidStateError, match="the body"):
                 await StoreClient(channel, "store:1").put_file("u1", "w", 0, body())
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE])
-async def test_who_uploads_is_told_to_resume_what_broke_off(code: grpc.StatusCode) -> None:
+async def test_broken_transfer_asks_to_resume(code: grpc.StatusCode) -> None:
     with serving_full_store() as (store, address):
         store.breaks_off_by = code
-        async with open_channel(address) as channel, asyncio.timeout(10):
+        async with open_channel(address) as channel, asyncio.timeout(HANG_S):
             with pytest.raises(Unavailable, match="; resume w at the offset in the upload's state") as caught:
                 await StoreClient(channel, "store:1").put_file("u1", "w", 0, pieces(32 << 20))
     assert caught.value.field == "w" and "grpc's words" not in caught.value.message

@@ -14,7 +14,7 @@ async def _body(pieces: list[bytes]) -> AsyncIterator[bytes]:
 
 
 @given(st.lists(st.binary(max_size=50), max_size=12), st.integers(1, 40))
-async def test_the_same_bytes_in_full_slices(pieces: list[bytes], slice_bytes: int) -> None:
+async def test_body_is_cut_into_full_slices(pieces: list[bytes], slice_bytes: int) -> None:
     cut = [piece async for piece in rechunk(_body(pieces), slice_bytes)]
     assert b"".join(cut) == b"".join(pieces)
     assert all(len(piece) == slice_bytes for piece in cut[:-1])

@@ -8,7 +8,7 @@ from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 
 
-async def test_it_asks_for_the_largest_slot_and_for_reasons() -> None:
+async def test_client_gets_largest_slot_and_explanations() -> None:
     async with serving_scheduler() as channel:
         client = SchedulerClient(channel, "127.0.0.1:1")
         assert await client.largest_slot_bytes() == 12345
@@ -17,7 +17,7 @@ async def test_it_asks_for_the_largest_slot_and_for_reasons() -> None:
             await client.explain("req-old")
 
 
-async def test_without_a_scheduler_the_slot_is_not_known() -> None:
+async def test_largest_slot_is_zero_without_a_scheduler() -> None:
     async with open_channel("127.0.0.1:1") as channel:
         client = SchedulerClient(channel, "127.0.0.1:1")
         assert await client.largest_slot_bytes(timeout_s=1) == 0

@@ -26,22 +26,22 @@ def deadlines(rig: TokenPathRig) -> set[int]:
     return {start.deadline_unix_ms for worker in rig.workers for _, start in worker.starts}
 
 
-async def test_a_running_request_ends_when_its_time_is_over_and_frees_its_worker(make_rig: MakeRig) -> None:
+async def test_running_request_past_its_deadline_frees_its_worker(make_rig: MakeRig) -> None:
     rig = await make_rig(request_timeout_s=TIMEOUT_S)
     rig.workers[0].pause_at = 3
     began = time.time()
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT, "max_tokens": 9})
-    assert TIMEOUT_S - 0.1 < time.time() - began < 5 * TIMEOUT_S
+    ended = time.time()
     assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
     await eventually(lambda: rig.workers[0].num_running == 0 and not rig.ports.reserved)
-    assert [(one.num_output_tokens, one.cause) for usages in rig.ports.settled.values() for one in usages] == [
+    assert [(usage.num_output_tokens, usage.cause) for usages in rig.ports.settled.values() for usage in usages] == [
         (3, FinishCause.ERROR)
     ]
     (deadline_ms,) = deadlines(rig)  # sent to both roles: a worker enforces it even without the gateway
-    assert deadline_ms / 1000 == pytest.approx(began + TIMEOUT_S, abs=TIMEOUT_S / 2)
+    assert began + TIMEOUT_S - 0.1 <= deadline_ms / 1000 <= ended
 
 
-async def test_a_request_that_waits_for_a_place_ends_too(make_rig: MakeRig) -> None:
+async def test_waiting_request_past_its_deadline_is_withdrawn(make_rig: MakeRig) -> None:
     rig = await make_rig(request_timeout_s=0.2)
     rig.scheduler.open_gate.clear()
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})
@@ -49,18 +49,19 @@ async def test_a_request_that_waits_for_a_place_ends_too(make_rig: MakeRig) -> N
     await eventually(lambda: len(rig.scheduler.withdrawals) == 1 and not rig.ports.reserved)
 
 
-async def test_the_deadline_of_a_grpc_call_reaches_the_workers(rig: TokenPathRig) -> None:
+async def test_grpc_deadline_reaches_the_workers(rig: TokenPathRig) -> None:
     async with open_channel(rig.grpc_address) as channel:
         generate: Any = InferenceStub(channel).Generate
         assert [event async for event in generate(GRPC_REQUEST, metadata=METADATA)]
         assert deadlines(rig) == {0}, "no deadline is none"
         rig.workers[0].starts.clear()
+        began = time.time()
         assert [event async for event in generate(GRPC_REQUEST, metadata=METADATA, timeout=60)]
         (deadline_ms,) = deadlines(rig)
-        assert deadline_ms / 1000 == pytest.approx(time.time() + 60, abs=5)
+        assert began + 59 <= deadline_ms / 1000 <= time.time() + 61
 
 
-async def test_of_two_deadlines_the_earlier_one_counts(make_rig: MakeRig) -> None:
+async def test_earlier_of_two_deadlines_counts(make_rig: MakeRig) -> None:
     rig = await make_rig(request_timeout_s=TIMEOUT_S)
     rig.workers[0].pause_at = 3
     async with open_channel(rig.grpc_address) as channel:
@@ -85,5 +86,7 @@ async def test_of_two_deadlines_the_earlier_one_counts(make_rig: MakeRig) -> Non
         (0.0, 5.0, (100, True)),
     ],
 )
-def test_whose_deadline_it_is_is_known(callers_s: float | None, operators_s: float, expected: tuple[int, bool]) -> None:
+def test_earlier_deadline_and_its_owner(
+    callers_s: float | None, operators_s: float, expected: tuple[int, bool]
+) -> None:
     assert earlier_deadline(100, callers_s, operators_s) == expected

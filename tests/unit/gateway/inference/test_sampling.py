@@ -15,7 +15,7 @@ MODEL = published_model(file_digests={}, context=100, eos_token_ids=(2, 3))
 BOUNDS = GenerationBounds(default_max_tokens=40, max_choices=4)
 
 
-def test_a_default_is_cut_to_the_room_and_a_given_number_is_not() -> None:
+def test_only_default_max_tokens_is_cut_to_the_context() -> None:
     params = GenerateParams("m", text="x")
     assert sampling_of(params, MODEL, 10, BOUNDS).max_tokens == 40
     assert sampling_of(params, MODEL, 90, BOUNDS).max_tokens == 10
@@ -28,7 +28,7 @@ def test_a_default_is_cut_to_the_room_and_a_given_number_is_not() -> None:
 @pytest.mark.parametrize(
     ("params", "field"), [(GenerateParams("m", text="x"), "prompt"), (GenerateParams("m", messages=()), "messages")]
 )
-def test_a_prompt_that_fills_the_context_is_too_long(params: GenerateParams, field: str) -> None:
+def test_prompt_that_fills_the_context_is_refused(params: GenerateParams, field: str) -> None:
     with pytest.raises(ContextLengthExceeded) as caught:
         sampling_of(params, MODEL, 100, BOUNDS)
     assert caught.value.field == field
@@ -41,14 +41,14 @@ def test_seeds_are_kept_or_drawn() -> None:
     assert len(drawn) == 8
 
 
-def test_stops_are_the_models_and_the_users() -> None:
+def test_stops_are_those_of_model_and_request() -> None:
     sampling = sampling_of(GenerateParams("m", text="x", stop=("a", "b")), MODEL, 1, BOUNDS)
     assert (list(sampling.stop_token_ids), list(sampling.stop_strings)) == ([2, 3], ["a", "b"])
     ignoring = sampling_of(GenerateParams("m", text="x", ignore_eos=True), MODEL, 1, BOUNDS)
     assert (list(ignoring.stop_token_ids), ignoring.ignore_eos) == ([], True)
 
 
-def test_wishes_for_the_sampler_reach_the_workers() -> None:
+def test_sampling_parameters_reach_the_workers() -> None:
     params = GenerateParams(
         "m",
         text="x",
@@ -75,13 +75,13 @@ def test_wishes_for_the_sampler_reach_the_workers() -> None:
         (GenerateParams("m", text="x", stop_token_ids=(1 << 20,)), "stop_token_ids"),
     ],
 )
-def test_tokens_that_the_model_does_not_have_are_refused(params: GenerateParams, field: str) -> None:
+def test_token_ids_beyond_the_vocabulary_are_refused(params: GenerateParams, field: str) -> None:
     with pytest.raises(InvalidRequest, match="token 1048576; the model's token ids are 0 to 1048575") as caught:
         sampling_of(params, MODEL, 1, BOUNDS)
     assert caught.value.field == field
 
 
-def test_prompts_of_one_token_and_of_all_but_one() -> None:
+def test_max_tokens_at_the_bounds_of_the_context() -> None:
     assert sampling_of(GenerateParams("m", text="x", max_tokens=99), MODEL, 1, BOUNDS).max_tokens == 99
     assert sampling_of(GenerateParams("m", text="x", max_tokens=1), MODEL, 99, BOUNDS).max_tokens == 1
     assert sampling_of(GenerateParams("m", text="x"), MODEL, 99, BOUNDS).max_tokens == 1
@@ -89,7 +89,7 @@ def test_prompts_of_one_token_and_of_all_but_one() -> None:
         sampling_of(GenerateParams("m", text="x", max_tokens=2), MODEL, 99, BOUNDS)
 
 
-def test_choices_are_bounded() -> None:
+def test_number_of_choices_is_bounded() -> None:
     with pytest.raises(InvalidRequest) as caught:
         sampling_of(GenerateParams("m", text="x", num_choices=5), MODEL, 1, BOUNDS)
     assert caught.value.field == "n"

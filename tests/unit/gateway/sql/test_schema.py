@@ -24,7 +24,7 @@ def test_head_is_alembics_head_and_revisions_rise() -> None:
     assert revisions == sorted(revisions, reverse=True)
 
 
-async def test_migrations_make_exactly_the_tables(database: Database) -> None:
+async def test_migrations_create_exactly_the_tables(database: Database) -> None:
     async with database.read() as connection:
         differences = await connection.run_sync(
             lambda sync: compare_metadata(MigrationContext.configure(sync), metadata)
@@ -32,13 +32,13 @@ async def test_migrations_make_exactly_the_tables(database: Database) -> None:
     assert differences == []
 
 
-async def test_there_is_a_default_price(database: Database) -> None:
+async def test_schema_has_a_default_price(database: Database) -> None:
     async with database.read() as connection:
         (row,) = (await connection.execute(select(prices))).all()
     assert (row.model, row.valid_from_unix_us) == ("", 0)
 
 
-async def test_a_schema_at_head_or_newer_is_left_alone(database: Database, database_url: str) -> None:
+async def test_schema_at_head_or_newer_is_unchanged(database: Database, database_url: str) -> None:
     await ensure_schema(database, database_url)
     async with database.write() as connection:
         await connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
@@ -47,7 +47,7 @@ async def test_a_schema_at_head_or_newer_is_left_alone(database: Database, datab
         assert (await connection.execute(text("SELECT version_num FROM alembic_version"))).scalars().all() == ["9999"]
 
 
-async def test_several_that_start_together_migrate_once(postgres_template: str) -> None:
+async def test_concurrent_starts_migrate_once(postgres_template: str) -> None:
     url = postgres_template  # the server's own database, still empty
     databases = [Database(url) for _ in range(3)]
     await asyncio.gather(*(ensure_schema(database, url) for database in databases))
@@ -57,7 +57,7 @@ async def test_several_that_start_together_migrate_once(postgres_template: str) 
         await database.close()
 
 
-async def test_a_migration_that_fails_says_why(tmp_path: Path) -> None:
+async def test_failed_migration_names_the_cause(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/broken.db"
     database = Database(url)
     async with database.write() as connection:

@@ -11,7 +11,7 @@ from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 
 
-async def test_a_version_rises_with_the_transaction_that_raises_it(parts: AccountingRig) -> None:
+async def test_version_rises_when_its_transaction_commits(parts: AccountingRig) -> None:
     before = await parts.table_versions.confirmed("catalog")
     async with parts.database.write() as connection:
         await bump_version(connection, "catalog")
@@ -21,7 +21,7 @@ async def test_a_version_rises_with_the_transaction_that_raises_it(parts: Accoun
     assert await parts.table_versions.confirmed("keys") == 1
 
 
-async def test_many_waiters_ask_once(parts: AccountingRig) -> None:
+async def test_concurrent_callers_share_a_query(parts: AccountingRig) -> None:
     asked = 0
 
     class Counting(TableVersions):
@@ -35,7 +35,7 @@ async def test_many_waiters_ask_once(parts: AccountingRig) -> None:
     assert asked == 1
 
 
-async def test_a_doubt_during_the_question_makes_its_answer_good_once_only(parts: AccountingRig) -> None:
+async def test_invalidation_during_a_query_causes_another(parts: AccountingRig) -> None:
     num_asked = 0
 
     class Doubted(TableVersions):
@@ -56,7 +56,7 @@ async def test_a_doubt_during_the_question_makes_its_answer_good_once_only(parts
     assert num_asked == 2
 
 
-async def test_a_query_that_outlasts_all_who_waited_ends_before_its_database_is_closed(postgres_url: str) -> None:
+async def test_abandoned_query_ends_before_the_database_closes(postgres_url: str) -> None:
     has_ended = False
 
     class Noted(TableVersions):

@@ -3,7 +3,7 @@ from __future__ import annotations
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
 
-def test_an_entry_is_good_for_its_version_only() -> None:
+def test_entry_is_valid_for_its_version_only() -> None:
     cache: VersionedCache[str, int] = VersionedCache(2)
     cache.put("a", 1, 10)
     assert cache.get("a", 1) == 10
@@ -12,7 +12,7 @@ def test_an_entry_is_good_for_its_version_only() -> None:
     assert cache.get("a", 2) == 11
 
 
-def test_it_is_bounded_and_forgets_the_least_recently_used() -> None:
+def test_cache_evicts_the_least_recently_used() -> None:
     cache: VersionedCache[str, int] = VersionedCache(2)
     cache.put("a", 1, 1)
     cache.put("b", 1, 2)

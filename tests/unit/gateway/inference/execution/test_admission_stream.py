@@ -45,7 +45,7 @@ async def scheduler() -> AsyncIterator[EchoScheduler]:
         await worker.stop()
 
 
-async def test_who_waits_is_told_when_the_scheduler_stays_away() -> None:
+async def test_unreachable_scheduler_fails_waiting_requests() -> None:
     events: list[RequestEvent] = []
     async with admissions_to(f"127.0.0.1:{free_port()}", unreachable_after_s=0.3) as admissions:
         admissions.admit(pb.AdmitRequest(key=key("r")), events.append)
@@ -58,7 +58,7 @@ async def test_who_waits_is_told_when_the_scheduler_stays_away() -> None:
         assert admissions.num_open == 0
 
 
-async def test_a_failure_on_which_a_request_releases_its_other_attempts_is_told_once_and_the_stream_goes_on() -> None:
+async def test_listener_may_release_other_attempts_on_failure() -> None:
     events: list[RequestEvent] = []
     async with admissions_to(f"127.0.0.1:{free_port()}", unreachable_after_s=0.3) as admissions:
 
@@ -76,7 +76,7 @@ async def test_a_failure_on_which_a_request_releases_its_other_attempts_is_told_
         await eventually(lambda: bool(later))
 
 
-async def test_a_placement_that_crosses_the_withdrawal_is_released() -> None:
+async def test_placement_that_crosses_a_withdrawal_is_released() -> None:
     events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:
         there.open_gate.clear()
@@ -86,15 +86,15 @@ async def test_a_placement_that_crosses_the_withdrawal_is_released() -> None:
         there.open_gate.set()  # this scheduler places it all the same
         await eventually(lambda: len(there.releases) == 1)
         assert there.withdrawals[0].key == there.releases[0].key == key("r")
-        assert not any(isinstance(one, pb.Placement) for one in events)
+        assert not any(isinstance(event, pb.Placement) for event in events)
 
 
-async def test_what_can_wait_goes_with_the_next_admission_or_soon_after() -> None:
+async def test_deferrable_commands_share_the_next_message() -> None:
     events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:
         for name in ("a", "b"):
             admissions.admit(pb.AdmitRequest(key=key(name)), events.append)
-        await eventually(lambda: sum(isinstance(one, pb.Placement) for one in events) == 2)
+        await eventually(lambda: sum(isinstance(event, pb.Placement) for event in events) == 2)
         admissions.first_token(key("a"))
         admissions.release(pb.Release(key=key("a")))
         admissions.admit(pb.AdmitRequest(key=key("c")), events.append)
@@ -103,11 +103,11 @@ async def test_what_can_wait_goes_with_the_next_admission_or_soon_after() -> Non
         await eventually(lambda: there.messages[-1] == ["release"])
 
 
-async def test_a_release_while_the_scheduler_is_away_arrives_later() -> None:
+async def test_release_without_a_scheduler_arrives_later() -> None:
     events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:
         admissions.admit(pb.AdmitRequest(key=key("r")), events.append)
-        await eventually(lambda: any(isinstance(one, pb.Placement) for one in events))
+        await eventually(lambda: any(isinstance(event, pb.Placement) for event in events))
         await there.kill()
         admissions.release(pb.Release(key=key("r"), num_output_tokens=3))
         admissions.release(pb.Release(key=key("r")))  # a second one changes nothing
@@ -118,7 +118,7 @@ async def test_a_release_while_the_scheduler_is_away_arrives_later() -> None:
         assert len(there.admits) == 1  # released attempts are not admitted again
 
 
-async def test_flush_waits_for_what_is_unsent_but_not_for_ever() -> None:
+async def test_flush_waits_for_unsent_commands_up_to_its_limit() -> None:
     async with scheduler() as there, admissions_to(there.address) as admissions:
         for name in "abc":
             admissions.admit(pb.AdmitRequest(key=key(name)), lambda _: None)
@@ -130,19 +130,19 @@ async def test_flush_waits_for_what_is_unsent_but_not_for_ever() -> None:
         assert len(there.admits) == 3
 
 
-async def test_more_than_can_be_kept_unsent_breaks_the_stream_and_what_is_open_is_admitted_again() -> None:
+async def test_too_many_unsent_commands_restart_the_stream() -> None:
     events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address, max_unsent=2) as admissions:
         for name in "abcdef":
             admissions.admit(pb.AdmitRequest(key=key(name)), events.append)
-        await eventually(lambda: sum(isinstance(one, pb.Placement) for one in events) == 6)
+        await eventually(lambda: sum(isinstance(event, pb.Placement) for event in events) == 6)
         for name in "abcde":
             admissions.release(pb.Release(key=key(name)))
         await eventually(lambda: len(there.hellos) == 2 and len(there.admits) > 6)
-        assert [(one.key, one.HasField("current")) for one in there.admits[6:]] == [(key("f"), True)]
+        assert [(admit.key, admit.HasField("current")) for admit in there.admits[6:]] == [(key("f"), True)]
 
 
-async def test_long_prompts_that_are_open_together_are_admitted_again_in_messages_that_fit() -> None:
+async def test_readmission_of_long_prompts_fits_the_message_limit() -> None:
     """Their hashes alone take ten megabytes; a message may have eight."""
     events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:
@@ -156,7 +156,7 @@ async def test_long_prompts_that_are_open_together_are_admitted_again_in_message
         assert len(there.hellos) == 2
 
 
-async def test_each_hears_of_its_own() -> None:
+async def test_listeners_get_their_own_events() -> None:
     events: dict[str, list[RequestEvent]] = {name: [] for name in "abcdef"}
     async with scheduler() as there, admissions_to(there.address) as admissions:
         there.refusals.append(pb.Refusal(reason=pb.Refusal.REASON_QUEUE_FULL))
@@ -171,7 +171,7 @@ async def test_each_hears_of_its_own() -> None:
         assert admissions.num_open == 5
 
 
-async def test_a_scheduler_that_hangs_is_asked_again_when_it_goes_on() -> None:
+async def test_resumed_scheduler_gets_open_admissions_again() -> None:
     events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address) as admissions:
         await eventually(lambda: len(there.hellos) == 1)
@@ -179,28 +179,28 @@ async def test_a_scheduler_that_hangs_is_asked_again_when_it_goes_on() -> None:
         admissions.admit(pb.AdmitRequest(key=key("r")), events.append)
         await eventually(lambda: len(there.hellos) == 2)
         there.answers.set()
-        await eventually(lambda: any(isinstance(one, pb.Placement) for one in events))
-        assert [one.key.request_id for one in there.admits] == ["r"] * len(there.admits)
+        await eventually(lambda: any(isinstance(event, pb.Placement) for event in events))
+        assert [admit.key.request_id for admit in there.admits] == ["r"] * len(there.admits)
 
 
-async def test_who_waits_is_told_when_the_scheduler_hangs_and_what_runs_goes_on() -> None:
+async def test_hung_scheduler_fails_only_waiting_requests() -> None:
     running: list[RequestEvent] = []
     events: list[RequestEvent] = []
     async with scheduler() as there, admissions_to(there.address, unreachable_after_s=4.0) as admissions:
         admissions.admit(pb.AdmitRequest(key=key("running")), running.append)
-        await eventually(lambda: any(isinstance(one, pb.Placement) for one in running))
+        await eventually(lambda: any(isinstance(event, pb.Placement) for event in running))
         there.answers.clear()
         admissions.admit(pb.AdmitRequest(key=key("waiting")), events.append)
         await eventually(lambda: bool(events))
         failure = events[0]
         assert isinstance(failure, AdmissionFailed)
         assert failure.error.message.endswith("(TORCHRELAY_SCHEDULER_ADDRESS) does not answer")
-        assert not any(isinstance(one, AdmissionFailed) for one in running)
+        assert not any(isinstance(event, AdmissionFailed) for event in running)
         there.answers.set()
-        await eventually(lambda: any(one.HasField("current") for one in there.admits))
+        await eventually(lambda: any(admit.HasField("current") for admit in there.admits))
 
 
-async def test_the_scheduler_is_told_of_a_deleted_model() -> None:
+async def test_deleted_model_is_sent_to_the_scheduler() -> None:
     async with scheduler() as made, admissions_to(made.address) as admissions:
         admissions.model_deleted("acme/m")
         await eventually(lambda: made.deleted == ["acme/m"])

@@ -12,7 +12,7 @@ from torchrelay.gateway.core import LatencyTargets, ServiceClass
 from torchrelay.gateway.inference.execution.attempt import model_version
 
 
-async def test_the_routing_keys_of_a_prompt_are_page_keys_of_its_tenant(rig: TokenPathRig) -> None:
+async def test_routing_keys_are_page_keys_of_the_tenant(rig: TokenPathRig) -> None:
     prompt = [40 + number % 50 for number in range(150)]
     body = {"model": "echo", "prompt": prompt, "max_tokens": 1}
     assert (await rig.http.post("/v1/completions", json=body)).status_code == 200
@@ -21,7 +21,7 @@ async def test_the_routing_keys_of_a_prompt_are_page_keys_of_its_tenant(rig: Tok
     assert len(admit.block_hashes) == 2
 
 
-def test_the_targets_of_a_model_go_with_every_request_and_minimum() -> None:
+def test_model_version_carries_the_latency_targets() -> None:
     model = published_model("acme/m", file_digests={})
     assert not model_version(model).targets.ListFields()
     targets = model_version(replace(model, targets=LatencyTargets(0.2, 0.5, 60.0, 0.05))).targets
@@ -29,5 +29,7 @@ def test_the_targets_of_a_model_go_with_every_request_and_minimum() -> None:
     assert targets.tbt_target_s == 0.05
 
 
-def test_the_numbers_of_classes_are_those_of_the_protocol() -> None:
-    assert {f"SERVICE_CLASS_{one.name}": one.value for one in ServiceClass} == dict(scheduler_pb2.ServiceClass.items())
+def test_service_class_numbers_match_the_protocol() -> None:
+    assert {f"SERVICE_CLASS_{kind.name}": kind.value for kind in ServiceClass} == dict(
+        scheduler_pb2.ServiceClass.items()
+    )

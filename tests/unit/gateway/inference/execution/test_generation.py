@@ -41,13 +41,13 @@ def test_tokens_in_order_are_accepted_until_the_finish() -> None:
     assert generation.choices[0].tokens == [5, 6, 7]
 
 
-def test_a_choice_never_has_more_than_max_tokens() -> None:
+def test_choice_has_at_most_max_tokens() -> None:
     generation = Generation(1, 3)
     delivery = generation.accept(output(1, 0, 0, 1, 2, 3, 4, 5))
     assert delivery is not None and (delivery.token_ids, delivery.finish) == ((1, 2, 3), FinishCause.LENGTH)
 
 
-def test_an_unknown_choice_and_a_stale_attempt_are_dropped() -> None:
+def test_unknown_choices_and_stale_attempts_are_dropped() -> None:
     generation = Generation(2, 10)
     assert generation.accept(output(1, 7, 0, 1)) is None
     generation.accept(output(1, 0, 0, 1))
@@ -60,7 +60,7 @@ def test_an_unknown_choice_and_a_stale_attempt_are_dropped() -> None:
     assert generation.num_attempts(2) == 2
 
 
-def test_what_came_early_from_a_lost_attempt_is_forgotten() -> None:
+def test_early_tokens_of_a_lost_attempt_are_dropped() -> None:
     generation = Generation(1, 10)
     assert generation.accept(output(1, 0, 1, 99)) is None
     generation.resume(1)
@@ -76,26 +76,26 @@ def with_logprobs(attempt: int, position: int, *tokens: int, finish: pb.FinishRe
     return made
 
 
-def test_logprobs_go_with_their_tokens_in_whatever_order_these_come() -> None:
+def test_logprobs_follow_their_tokens_in_any_order() -> None:
     generation = LogprobGeneration(1, 6)
     assert generation.accept(with_logprobs(1, 2, 7, 8)) is None
     assert generation.accept(with_logprobs(1, 40, 9)) is None
     first = generation.accept(with_logprobs(1, 0, 5))
-    assert first is not None and [one.chosen for one in first.logprobs] == [-100]
+    assert first is not None and [item.chosen for item in first.logprobs] == [-100]
     second = generation.accept(with_logprobs(1, 0, 5, 6))  # a duplicate, a new one, and the early ones
     assert second is not None and second.token_ids == (6, 7, 8)
-    assert [one.chosen for one in second.logprobs] == [-101, -102, -103]
-    assert [one.top for one in second.logprobs] == [((6, -1.0),), ((7, -1.0),), ((8, -1.0),)]
+    assert [item.chosen for item in second.logprobs] == [-101, -102, -103]
+    assert [item.top for item in second.logprobs] == [((6, -1.0),), ((7, -1.0),), ((8, -1.0),)]
     assert generation.accept(with_logprobs(1, 5, 99)) is None  # early, from an attempt that will be lost
     generation.resume(1)
     assert generation.accept(with_logprobs(1, 4, 98)) is None
     last = generation.accept(with_logprobs(2, 4, 1, 2, 3))
     assert last is not None and (last.token_ids, last.finish) == ((1, 2), FinishCause.LENGTH)
-    assert [one.chosen for one in last.logprobs] == [-204, -205]
+    assert [item.chosen for item in last.logprobs] == [-204, -205]
     assert not generation._waiting[0]
 
 
-def test_prefill_is_done_once_every_choice_has_a_new_token() -> None:
+def test_prefill_ends_when_every_choice_has_a_new_token() -> None:
     generation = Generation(2, 10)
     assert not generation.has_prefilled(1)
     generation.accept(output(1, 0, 0, 5))
@@ -104,14 +104,14 @@ def test_prefill_is_done_once_every_choice_has_a_new_token() -> None:
     assert generation.has_prefilled(1)
 
 
-def test_cached_tokens_are_fixed_by_the_first_attempt_that_says_them() -> None:
+def test_first_report_fixes_the_cached_tokens() -> None:
     generation = Generation(1, 10)
     generation.accept(output(1, 0, 0, 5))
     generation.resume(1)
     generation.accept(output(2, 0, 1, 6, finish=LENGTH))
     assert generation.usage(30).num_cached_prompt_tokens == 1
     settled = generation.settlement("r", 30, FinishCause.CANCELLED, by_caller=True)
-    assert [(one.num_prompt_tokens, one.num_output_tokens, one.cause) for one in settled] == [
+    assert [(usage.num_prompt_tokens, usage.num_output_tokens, usage.cause) for usage in settled] == [
         (30, 2, FinishCause.LENGTH)
     ]
 
@@ -122,11 +122,11 @@ def prompt_progress(attempt: int, num_prompt: int, num_cached: int) -> pb.Choice
 
 
 def billed(generation: Generation, *, by_caller: bool) -> tuple[int, int, int]:
-    (one,) = generation.settlement("r", 30, FinishCause.CANCELLED, by_caller=by_caller)
-    return one.num_prompt_tokens, one.num_cached_prompt_tokens, one.num_output_tokens
+    (usage,) = generation.settlement("r", 30, FinishCause.CANCELLED, by_caller=by_caller)
+    return usage.num_prompt_tokens, usage.num_cached_prompt_tokens, usage.num_output_tokens
 
 
-def test_before_the_first_token_a_caller_who_leaves_pays_what_was_computed_of_the_prompt() -> None:
+def test_cancel_before_first_token_bills_the_computed_prompt() -> None:
     generation = Generation(1, 10)
     assert billed(generation, by_caller=True) == (0, 0, 0)
     for attempt, computed in ((1, 12), (1, 20), (1, 16)):  # preempted: computed again
@@ -143,7 +143,7 @@ def test_before_the_first_token_a_caller_who_leaves_pays_what_was_computed_of_th
     assert billed(generation, by_caller=True) == (30, 8, 0)
 
 
-def test_with_a_first_token_the_whole_prompt_is_billed() -> None:
+def test_first_token_bills_the_whole_prompt() -> None:
     generation = Generation(1, 10)
     generation.advance_prompt(prompt_progress(1, 12, 8))
     generation.accept(output(1, 0, 0, 5))

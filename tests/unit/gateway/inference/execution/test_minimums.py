@@ -1,4 +1,4 @@
-"""What the scheduler hears of models with a minimum of instances."""
+"""Minimums of instances reach the scheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.inference.execution.minimums import announce_minimums
 
 
-async def test_of_a_schedule_the_present_and_the_next_window_are_told_and_what_cannot_be_read_is_left_out() -> None:
+async def test_schedule_sends_two_windows_and_skips_unknown_zones() -> None:
     noon = 1_795_608_000.0  # a Wednesday, in UTC
     entries = ("daily 08:00-18:00 UTC = 3", "mon 08:00-18:00 Atlantis/Poseidonis = 1")
     kept = [replace(published_model("acme/m", file_digests={}), schedule=entries)]
@@ -35,7 +35,7 @@ async def test_of_a_schedule_the_present_and_the_next_window_are_told_and_what_c
     assert {each.entry for each in version.scaling.scheduled} == {entries[0]}
 
 
-async def test_minimums_are_told_when_they_change_and_to_each_new_scheduler() -> None:
+async def test_minimums_are_sent_on_change_and_to_each_scheduler() -> None:
     kept, num_reads = [replace(published_model("acme/m", file_digests={}), min_instances=2)], 0
 
     async def with_minimum() -> Sequence[PublishedModel]:
@@ -46,7 +46,7 @@ async def test_minimums_are_told_when_they_change_and_to_each_new_scheduler() ->
         return kept
 
     def told() -> list[list[tuple[str, int]]]:
-        return [[(one.model, one.scaling.min_instances) for one in each.versions] for each in made.minimums]
+        return [[(version.model, version.scaling.min_instances) for version in each.versions] for each in made.minimums]
 
     async with scheduler() as made, admissions_to(made.address) as admissions:
         async with background(announce_minimums(with_minimum, admissions, every_s=0.01)):

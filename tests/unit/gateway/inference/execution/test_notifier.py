@@ -1,4 +1,4 @@
-"""A notifier wakes on news and ticks without any."""
+"""A notifier wakes on notifications and ticks without any."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def test_notifications_are_coalesced_and_none_is_lost() -> None:
     notifier.close()
 
 
-async def test_it_ticks_while_nobody_rings_and_not_after_its_end() -> None:
+async def test_notifier_ticks_without_notifications_until_closed() -> None:
     notifier = Notifier(0.01, 0.02)
     assert not await notifier.wait()
     assert not await notifier.wait()
@@ -31,7 +31,7 @@ async def test_it_ticks_while_nobody_rings_and_not_after_its_end() -> None:
     waiting.cancel()
 
 
-async def test_a_cancelled_wait_loses_nothing() -> None:
+async def test_cancelled_wait_loses_no_notification() -> None:
     notifier = Notifier(10, 10)
     waiting = asyncio.ensure_future(notifier.wait())
     await asyncio.sleep(0)
@@ -42,7 +42,7 @@ async def test_a_cancelled_wait_loses_nothing() -> None:
     notifier.close()
 
 
-async def test_a_rest_hears_no_ring_but_can_be_ended() -> None:
+async def test_pause_ignores_notifications_and_can_be_ended() -> None:
     notifier = Notifier(10, 10)
     await notifier.pause(0.01)
     notifier.end_pause()  # nobody pauses

@@ -13,7 +13,7 @@ from starlette.types import Message
 from tests.support.echo_services import EchoScheduler
 from tests.support.echo_worker import EchoWorker
 from tests.support.gateway_ports import KEY
-from tests.support.wait import eventually
+from tests.support.wait import HANG_S, eventually
 from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig
 from torchrelay.common.errors import DeadlineExceeded, QueueFull, TorchrelayError, Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
@@ -36,7 +36,7 @@ async def ask(rig: TokenPathRig, num_tokens: int, n: int = 1, **fields: object) 
     return [choice["token_ids"] for choice in response.json()["choices"]]
 
 
-async def test_the_same_tokens_come_when_the_worker_dies(rig: TokenPathRig) -> None:
+async def test_dead_worker_does_not_change_the_tokens(rig: TokenPathRig) -> None:
     first, second = rig.workers
     first.pause_at = 10
     asking = asyncio.ensure_future(ask(rig, 25))
@@ -52,11 +52,13 @@ async def test_the_same_tokens_come_when_the_worker_dies(rig: TokenPathRig) -> N
     assert again[0].sampling.seed == first.starts[0][1].sampling.seed
     assert list(rig.scheduler.admits[1].lost_workers) == ["w0"]
     assert rig.scheduler.admits[1].num_forced_tokens == 10
-    assert [(one.num_output_tokens, one.cause) for one in rig.ports.settled[request_id]] == [(25, FinishCause.LENGTH)]
+    assert [(usage.num_output_tokens, usage.cause) for usage in rig.ports.settled[request_id]] == [
+        (25, FinishCause.LENGTH)
+    ]
     await eventually(lambda: len(rig.scheduler.releases) == 2)
 
 
-async def test_an_attempt_that_has_not_begun_runs_elsewhere_when_the_scheduler_takes_it_back(rig: TokenPathRig) -> None:
+async def test_recalled_attempt_that_has_not_begun_runs_elsewhere(rig: TokenPathRig) -> None:
     first, second = rig.workers
     first.prefill_delay_s, first.pause_at = 60.0, 1
     asking = asyncio.ensure_future(ask(rig, 25))
@@ -68,10 +70,13 @@ async def test_an_attempt_that_has_not_begun_runs_elsewhere_when_the_scheduler_t
     assert second.starts[0][1].sampling.seed == first.starts[0][1].sampling.seed
     assert list(rig.scheduler.admits[1].lost_workers) == []
     await eventually(lambda: len(rig.scheduler.releases) == 2)
-    assert [(one.is_taken_back, one.ttft_s > 0) for one in rig.scheduler.releases] == [(True, False), (False, True)]
+    assert [(release.is_taken_back, release.ttft_s > 0) for release in rig.scheduler.releases] == [
+        (True, False),
+        (False, True),
+    ]
 
 
-async def test_an_attempt_that_has_begun_goes_on_when_the_scheduler_takes_it_back(rig: TokenPathRig) -> None:
+async def test_recalled_attempt_that_has_begun_goes_on(rig: TokenPathRig) -> None:
     first, _ = rig.workers
     first.pause_at = 10
     asking = asyncio.ensure_future(ask(rig, 25))
@@ -81,10 +86,10 @@ async def test_an_attempt_that_has_begun_goes_on_when_the_scheduler_takes_it_bac
     await second
     first.resume()
     assert await asking == [rig.echoed(PROMPT, 25)]
-    assert [one.key.attempt for one in rig.scheduler.admits] == [1, 1]
+    assert [admit.key.attempt for admit in rig.scheduler.admits] == [1, 1]
 
 
-async def test_an_attempt_that_is_migrated_runs_until_it_has_a_place_and_goes_on_there(rig: TokenPathRig) -> None:
+async def test_migrated_attempt_runs_until_its_successor_is_placed(rig: TokenPathRig) -> None:
     first, second = rig.workers
     first.pause_at = 10
     asking = asyncio.ensure_future(ask(rig, 25))
@@ -106,12 +111,15 @@ async def test_an_attempt_that_is_migrated_runs_until_it_has_a_place_and_goes_on
     assert list(start.choices[0].forced_output) == rig.echoed(PROMPT, 15), "with all that came until it was placed"
     assert start.sampling.seed == first.starts[0][1].sampling.seed
     await eventually(lambda: len(rig.scheduler.releases) == 2 and first.num_running == 0)
-    assert [(one.is_migrated, one.num_output_tokens) for one in rig.scheduler.releases] == [(True, 15), (False, 10)]
+    assert [(release.is_migrated, release.num_output_tokens) for release in rig.scheduler.releases] == [
+        (True, 15),
+        (False, 10),
+    ]
     (settled,) = rig.ports.settled.values()
-    assert [(one.num_output_tokens, one.cause) for one in settled] == [(25, FinishCause.LENGTH)]
+    assert [(usage.num_output_tokens, usage.cause) for usage in settled] == [(25, FinishCause.LENGTH)]
 
 
-async def test_an_attempt_whose_migration_is_refused_goes_on_where_it_is(rig: TokenPathRig) -> None:
+async def test_attempt_goes_on_when_its_migration_is_refused(rig: TokenPathRig) -> None:
     first, second = rig.workers
     first.pause_at = 10
     asking = asyncio.ensure_future(ask(rig, 25))
@@ -129,7 +137,7 @@ async def test_an_attempt_whose_migration_is_refused_goes_on_where_it_is(rig: To
 
 
 @pytest.mark.parametrize("how", ["it ends", "its worker dies"])
-async def test_a_migration_is_withdrawn_when_its_attempt_is_over_before(rig: TokenPathRig, how: str) -> None:
+async def test_migration_is_withdrawn_when_its_attempt_ends(rig: TokenPathRig, how: str) -> None:
     first, second = rig.workers
     first.pause_at = 10
     asking = asyncio.ensure_future(ask(rig, 25))
@@ -151,7 +159,7 @@ async def test_a_migration_is_withdrawn_when_its_attempt_is_over_before(rig: Tok
     assert numbers == ({1} if how == "it ends" else {1, 3})
 
 
-async def test_an_attempt_with_several_open_choices_is_not_migrated(rig: TokenPathRig) -> None:
+async def test_attempt_with_several_open_choices_is_not_migrated(rig: TokenPathRig) -> None:
     first, _ = rig.workers
     first.pause_at = 10
     asking = asyncio.ensure_future(ask(rig, 25, n=2))
@@ -160,11 +168,11 @@ async def test_an_attempt_with_several_open_choices_is_not_migrated(rig: TokenPa
     await ask(rig, 1)  # what comes after it on the stream
     first.resume()
     assert await asking == [rig.echoed(PROMPT, 25, choice) for choice in range(2)]
-    assert [one.migrates for one in rig.scheduler.admits] == [0, 0]
+    assert [admit.migrates for admit in rig.scheduler.admits] == [0, 0]
 
 
 @pytest.mark.parametrize("how", ["silent", "stalled"])
-async def test_the_same_tokens_come_when_the_worker_hangs(rig: TokenPathRig, how: str) -> None:
+async def test_hung_worker_does_not_change_the_tokens(rig: TokenPathRig, how: str) -> None:
     first, second = rig.workers
     first.pause_at = 10
     asking = asyncio.ensure_future(ask(rig, 25))
@@ -179,11 +187,11 @@ async def test_the_same_tokens_come_when_the_worker_hangs(rig: TokenPathRig, how
     assert await asking == [rig.echoed(PROMPT, 25)]
     assert list(rig.scheduler.admits[1].lost_workers) == ["w0"]
     (settled,) = rig.ports.settled.values()
-    assert [(one.num_output_tokens, one.cause) for one in settled] == [(25, FinishCause.LENGTH)]
+    assert [(usage.num_output_tokens, usage.cause) for usage in settled] == [(25, FinishCause.LENGTH)]
     await eventually(lambda: first.num_running == 0)
 
 
-async def test_each_choice_resumes_by_itself_and_finished_ones_are_left_alone(rig: TokenPathRig) -> None:
+async def test_unfinished_choices_resume_separately(rig: TokenPathRig) -> None:
     first, second = rig.workers
     rig.model.answer = lambda prompt, seed, choice, position: 0 if (choice, position) == (1, 2) else 50 + position
     eos = rig.ports.published["acme/echo"].version.eos_token_ids[0]
@@ -195,7 +203,7 @@ async def test_each_choice_resumes_by_itself_and_finished_ones_are_left_alone(ri
     whole = [50 + position for position in range(12)]
     assert await asking == [whole, [50, 51, 0], whole]
     again = [start for role, start in second.starts if role == "decode"]
-    assert [(start.key.attempt, [one.choice for one in start.choices]) for start in again] == [(2, [0]), (3, [2])]
+    assert [(start.key.attempt, [choice.choice for choice in start.choices]) for start in again] == [(2, [0]), (3, [2])]
 
 
 async def test_choices_without_tokens_resume_together(rig: TokenPathRig) -> None:
@@ -207,14 +215,14 @@ async def test_choices_without_tokens_resume_together(rig: TokenPathRig) -> None
 
 
 @pytest.mark.parametrize("code", ["CODE_WRONG_INSTANCE", "CODE_DECODE_LOST", "CODE_PREFILL_LOST"])
-async def test_errors_that_another_placement_mends_are_not_seen(rig: TokenPathRig, code: pb.RunError.Code) -> None:
+async def test_retriable_errors_are_not_seen(rig: TokenPathRig, code: pb.RunError.Code) -> None:
     error = pb.RunError(code=pb.RunError.Code.Value(str(code)), message="moved")
     rig.workers[0].errors["decode"].append(error)
     assert await ask(rig, 8) == [rig.echoed(PROMPT, 8)]
     assert len(rig.scheduler.admits) == 2
 
 
-async def test_attempts_are_bounded_and_the_last_error_is_told(make_rig: MakeRig) -> None:
+async def test_attempts_are_bounded_and_the_last_error_returned(make_rig: MakeRig) -> None:
     rig = await make_rig(max_attempts=3)
     error = pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message="the instance is gone")
     for worker in rig.workers:
@@ -226,7 +234,7 @@ async def test_attempts_are_bounded_and_the_last_error_is_told(make_rig: MakeRig
     assert rig.token_path.admissions.num_open == 0
 
 
-async def test_an_error_that_nothing_mends_ends_the_request_and_stops_the_other_worker(rig: TokenPathRig) -> None:
+async def test_final_error_ends_the_request_at_both_workers(rig: TokenPathRig) -> None:
     error = pb.RunError(code=pb.RunError.CODE_INTERNAL, message="the engine failed")
     rig.workers[0].errors["prefill"].append(error)
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})
@@ -236,17 +244,17 @@ async def test_an_error_that_nothing_mends_ends_the_request_and_stops_the_other_
     assert next(iter(rig.ports.settled.values()))[0].cause == FinishCause.ERROR
 
 
-async def test_choices_are_one_request_to_the_limits_and_all_their_tokens_are_reserved(rig: TokenPathRig) -> None:
+async def test_limits_count_one_request_with_tokens_of_all_choices(rig: TokenPathRig) -> None:
     await ask(rig, 5, n=3)
     assert rig.ports.admitted == [(len(PROMPT), 15)]
 
 
-async def test_decoded_tokens_that_overtake_the_first_wait_for_it(rig: TokenPathRig) -> None:
+async def test_decoded_tokens_wait_for_the_first_token(rig: TokenPathRig) -> None:
     rig.workers[0].prefill_delay_s = 0.1
     assert await ask(rig, 6, n=2) == [rig.echoed(PROMPT, 6, choice) for choice in range(2)]
 
 
-async def test_prefill_and_decode_on_two_workers_and_prefill_may_leave_after_its_part(rig: TokenPathRig) -> None:
+async def test_prefill_worker_may_leave_after_the_first_token(rig: TokenPathRig) -> None:
     prefill, decode = rig.workers
     rig.scheduler.prefill_workers, rig.scheduler.decode_workers = [prefill], [decode]
     decode.pause_at = 4
@@ -262,16 +270,16 @@ async def test_prefill_and_decode_on_two_workers_and_prefill_may_leave_after_its
     assert (starts["prefill"].instance_id, starts["decode"].instance_id) == ("i-w0", "i-w1")
 
 
-async def test_a_hand_over_that_fails_after_the_first_token_is_resumed(rig: TokenPathRig) -> None:
+async def test_hand_over_that_fails_late_is_resumed(rig: TokenPathRig) -> None:
     prefill, decode = rig.workers
     rig.scheduler.prefill_workers, rig.scheduler.decode_workers = [prefill], [decode]
-    prefill.errors["hand-over"] = [pb.RunError(code=pb.RunError.CODE_DECODE_LOST, message="no room")]
-    async with asyncio.timeout(10):
+    prefill.errors["hand-over"] = [pb.RunError(code=pb.RunError.CODE_DECODE_LOST, message="no free pages")]
+    async with asyncio.timeout(HANG_S):
         assert await ask(rig, 9) == [rig.echoed(PROMPT, 9)]
     assert [admit.num_forced_tokens for admit in rig.scheduler.admits] == [0, 1]
 
 
-async def test_a_restarted_scheduler_is_told_what_runs_and_what_waits(rig: TokenPathRig) -> None:
+async def test_restarted_scheduler_gets_running_and_waiting_requests(rig: TokenPathRig) -> None:
     rig.workers[0].pause_at = 3
     running = asyncio.ensure_future(ask(rig, 6))
     await eventually(lambda: rig.num_accepted() == [3])
@@ -291,7 +299,7 @@ async def test_a_restarted_scheduler_is_told_what_runs_and_what_waits(rig: Token
     assert await running == [rig.echoed(PROMPT, 6)]
 
 
-async def test_every_request_gets_its_tokens_whatever_dies_and_comes_back(make_rig: MakeRig) -> None:
+async def test_requests_get_all_tokens_through_repeated_failures(make_rig: MakeRig) -> None:
     rig = await make_rig(max_attempts=50)
     rig.model.step_s = 0.003
     rig.model.answer = lambda prompt, seed, choice, position: (seed * 31 + choice * 7 + position * position) % 300 + 5
@@ -312,10 +320,10 @@ async def test_every_request_gets_its_tokens_whatever_dies_and_comes_back(make_r
     assert len(rig.scheduler.hellos) == 3
     assert {role for role, start in rig.workers[1].starts if start.key.attempt > 3} == {"prefill", "decode"}
     await eventually(lambda: rig.token_path.admissions.num_open == 0 and not rig.ports.reserved)
-    assert all(one.num_output_tokens == 200 for usages in rig.ports.settled.values() for one in usages)
+    assert all(usage.num_output_tokens == 200 for usages in rig.ports.settled.values() for usage in usages)
 
 
-async def test_release_tells_where_the_time_went(rig: TokenPathRig) -> None:
+async def test_release_reports_the_phases(rig: TokenPathRig) -> None:
     rig.workers[0].num_cached = 5
     await ask(rig, 4)
     await eventually(lambda: len(rig.scheduler.releases) == 1)
@@ -329,7 +337,7 @@ async def test_release_tells_where_the_time_went(rig: TokenPathRig) -> None:
     assert next(iter(rig.ports.settled.values()))[0].num_cached_prompt_tokens == 5
 
 
-async def test_a_slow_reader_slows_only_itself(rig: TokenPathRig) -> None:
+async def test_slow_reader_slows_only_itself(rig: TokenPathRig) -> None:
     """A client that does not read delays neither another's stream nor its own worker."""
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 500, "n": 4, "stream": True}
     reads, sent = asyncio.Event(), bytearray()
@@ -358,7 +366,7 @@ async def test_a_slow_reader_slows_only_itself(rig: TokenPathRig) -> None:
     assert sent.count(b'"finish_reason":null') == 4 * 500
 
 
-def test_errors_of_scheduler_and_worker_have_their_class() -> None:
+def test_errors_of_scheduler_and_worker_are_mapped() -> None:
     reasons = scheduler_pb2.Refusal
     full = refusal_error(reasons(reason=reasons.REASON_QUEUE_FULL, message="m", retry_after_s=2))
     assert isinstance(full, QueueFull) and full.retry_after_s == 2
@@ -371,7 +379,7 @@ def test_errors_of_scheduler_and_worker_have_their_class() -> None:
     assert isinstance(run_error(pb.RunError(code=pb.RunError.CODE_DEADLINE)), DeadlineExceeded)
 
 
-def test_retries_wait_longer_each_time() -> None:
+def test_retry_delays_grow() -> None:
     delays = [retry_delay_s(attempt) for attempt in range(2, 8)]
     assert delays[0] == 0
     assert delays == sorted(delays)
@@ -380,13 +388,13 @@ def test_retries_wait_longer_each_time() -> None:
 
 def settled_of(rig: TokenPathRig) -> list[tuple[int, int, int, FinishCause]]:
     return [
-        (one.num_prompt_tokens, one.num_cached_prompt_tokens, one.num_output_tokens, one.cause)
+        (usage.num_prompt_tokens, usage.num_cached_prompt_tokens, usage.num_output_tokens, usage.cause)
         for usages in rig.ports.settled.values()
-        for one in usages
+        for usage in usages
     ]
 
 
-async def test_who_leaves_during_a_long_prompt_pays_what_was_computed(rig: TokenPathRig) -> None:
+async def test_client_that_leaves_pays_the_computed_prompt(rig: TokenPathRig) -> None:
     rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
     async with rig.http.stream(
         "POST", "/v1/completions", json={"model": "echo", "prompt": PROMPT, "stream": True}
@@ -396,7 +404,7 @@ async def test_who_leaves_during_a_long_prompt_pays_what_was_computed(rig: Token
     assert settled_of(rig) == [(6, 2, 0, FinishCause.CANCELLED)]
 
 
-async def test_who_leaves_a_cold_model_pays_nothing(rig: TokenPathRig) -> None:
+async def test_client_that_leaves_a_cold_model_pays_nothing(rig: TokenPathRig) -> None:
     rig.scheduler.open_gate.clear()
     async with rig.http.stream(
         "POST", "/v1/completions", json={"model": "echo", "prompt": PROMPT, "stream": True}
@@ -406,7 +414,7 @@ async def test_who_leaves_a_cold_model_pays_nothing(rig: TokenPathRig) -> None:
     assert settled_of(rig) == [(0, 0, 0, FinishCause.CANCELLED)]
 
 
-async def test_the_operators_deadline_that_ends_a_long_prompt_bills_nothing(make_rig: MakeRig) -> None:
+async def test_operator_deadline_during_a_prompt_bills_nothing(make_rig: MakeRig) -> None:
     rig = await make_rig(request_timeout_s=4.0)
     rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})
@@ -416,9 +424,7 @@ async def test_the_operators_deadline_that_ends_a_long_prompt_bills_nothing(make
 
 
 @pytest.mark.parametrize(("callers_s", "num_billed"), [(4.0, 6), (60.0, 0)])
-async def test_the_callers_deadline_that_ends_a_long_prompt_bills_what_was_computed(
-    make_rig: MakeRig, callers_s: float, num_billed: int
-) -> None:
+async def test_caller_deadline_bills_the_computed_prompt(make_rig: MakeRig, callers_s: float, num_billed: int) -> None:
     rig = await make_rig(request_timeout_s=5.0)
     rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
     made = inference_pb2.GenerateRequest(model="echo", prompt_token_ids=inference_pb2.TokenIds(ids=PROMPT))
@@ -428,10 +434,10 @@ async def test_the_callers_deadline_that_ends_a_long_prompt_bills_what_was_compu
             await anext(aiter(generate(made, metadata=(("authorization", f"Bearer {KEY}"),), timeout=callers_s)))
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await eventually(lambda: bool(rig.ports.settled))
-    assert [one[:3] for one in settled_of(rig)] == [(num_billed, 2, 0)]
+    assert [usage[:3] for usage in settled_of(rig)] == [(num_billed, 2, 0)]
 
 
-async def test_a_fault_of_the_platform_during_a_long_prompt_costs_nothing(make_rig: MakeRig) -> None:
+async def test_platform_fault_during_a_prompt_bills_nothing(make_rig: MakeRig) -> None:
     rig = await make_rig(max_attempts=1)
     rig.workers[0].prompt_progress = (4, 6)
     asking = asyncio.ensure_future(rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT}))
@@ -439,4 +445,4 @@ async def test_a_fault_of_the_platform_during_a_long_prompt_costs_nothing(make_r
     await rig.workers[0].kill()
     assert (await asking).status_code == 503
     await eventually(lambda: bool(rig.ports.settled))
-    assert [one[0] for one in settled_of(rig)] == [0]
+    assert [usage[0] for usage in settled_of(rig)] == [0]

@@ -38,7 +38,7 @@ def start(request_id: str, max_tokens: int = 5) -> pb.AttemptStart:
     )
 
 
-async def test_requests_share_a_stream_and_each_hears_its_own(worker: EchoWorker) -> None:
+async def test_requests_share_a_stream_and_get_their_own_outputs(worker: EchoWorker) -> None:
     events: dict[str, list[RequestEvent]] = {"a": [], "b": []}
     async with WorkerStreams("gw") as streams:
         for name, box in events.items():
@@ -47,13 +47,13 @@ async def test_requests_share_a_stream_and_each_hears_its_own(worker: EchoWorker
         await eventually(lambda: all(len(box) == 5 for box in events.values()))
         assert streams.num_open == worker.num_streams == 2
         for name, box in events.items():
-            outputs = [one for one in box if isinstance(one, pb.ChoiceOutput)]
-            assert {one.key.request_id for one in outputs} == {name}
-            assert sorted(one.first_position for one in outputs) == [0, 1, 2, 3, 4]
+            outputs = [output for output in box if isinstance(output, pb.ChoiceOutput)]
+            assert {output.key.request_id for output in outputs} == {name}
+            assert sorted(output.first_position for output in outputs) == [0, 1, 2, 3, 4]
     await eventually(lambda: worker.num_streams == 0)
 
 
-async def test_an_unused_stream_closes_and_opens_again(worker: EchoWorker) -> None:
+async def test_unused_stream_closes_and_opens_again(worker: EchoWorker) -> None:
     events: list[RequestEvent] = []
     async with WorkerStreams("gw", idle_s=0.1) as streams:
         for expected in (1, 2):
@@ -62,10 +62,10 @@ async def test_an_unused_stream_closes_and_opens_again(worker: EchoWorker) -> No
             await eventually(lambda expected=expected: len(events) == expected)  # type: ignore[misc]
             stream.forget(KEY)
             await eventually(lambda: streams.num_open == 0 and worker.num_streams == 0)
-    assert not any(isinstance(one, WorkerLost) for one in events)
+    assert not any(isinstance(event, WorkerLost) for event in events)
 
 
-async def test_an_idle_stream_with_an_attempt_on_it_stays(worker: EchoWorker) -> None:
+async def test_idle_stream_with_an_attempt_stays_open(worker: EchoWorker) -> None:
     events: list[RequestEvent] = []
     worker.pause_at = 0
     async with WorkerStreams("gw", idle_s=0.05) as streams:
@@ -75,7 +75,7 @@ async def test_an_idle_stream_with_an_attempt_on_it_stays(worker: EchoWorker) ->
         assert streams.num_open == 1
 
 
-async def test_everybody_on_a_broken_stream_is_told(worker: EchoWorker) -> None:
+async def test_broken_stream_reports_the_loss_to_every_attempt(worker: EchoWorker) -> None:
     events: list[RequestEvent] = []
     worker.pause_at = 0
     async with WorkerStreams("gw") as streams:
@@ -88,7 +88,7 @@ async def test_everybody_on_a_broken_stream_is_told(worker: EchoWorker) -> None:
         assert streams.num_open == 0
 
 
-async def test_a_worker_that_is_not_there_is_lost_at_once() -> None:
+async def test_unreachable_worker_is_lost_at_once() -> None:
     events: list[RequestEvent] = []
     nowhere = types_pb2.WorkerRef(worker_id="w9", grpc_address=f"127.0.0.1:{free_port()}")
     async with WorkerStreams("gw") as streams:
@@ -97,7 +97,7 @@ async def test_a_worker_that_is_not_there_is_lost_at_once() -> None:
     assert events == [WorkerLost(1, "w9")]
 
 
-async def test_a_cancelled_attempt_is_stopped_and_silent(worker: EchoWorker) -> None:
+async def test_cancelled_attempt_stops_and_gets_no_events(worker: EchoWorker) -> None:
     events: list[RequestEvent] = []
     worker.pause_at = 0
     async with WorkerStreams("gw") as streams:
@@ -113,7 +113,7 @@ async def test_a_cancelled_attempt_is_stopped_and_silent(worker: EchoWorker) -> 
     assert worker.cancelled == [("decode", ("r", 1))]
 
 
-async def test_a_worker_that_falls_silent_is_lost_and_what_it_still_runs_is_cancelled(worker: EchoWorker) -> None:
+async def test_silent_worker_is_lost_and_its_attempts_cancelled(worker: EchoWorker) -> None:
     events: list[RequestEvent] = []
     worker.pause_at = 3
     async with WorkerStreams("gw") as streams:
@@ -126,13 +126,13 @@ async def test_a_worker_that_falls_silent_is_lost_and_what_it_still_runs_is_canc
         await eventually(lambda: streams.num_open == worker.num_running == 0)
         worker.is_silent = False
         worker.resume()
-        again: list[RequestEvent] = []  # a new stream: what the old one had is not events again
+        again: list[RequestEvent] = []  # a new stream does not repeat the events of the old one
         streams.stream("prefill", worker.ref).start(start("s", max_tokens=1), again.append)
         await eventually(lambda: bool(again))
         assert len(events) == 5
 
 
-async def test_a_worker_that_never_says_a_word_is_lost(worker: EchoWorker) -> None:
+async def test_worker_silent_from_the_start_is_lost(worker: EchoWorker) -> None:
     """It hung before the stream was opened, over a connection that others keep."""
     events: list[RequestEvent] = []
     async with open_channel(worker.ref.grpc_address) as channel:
@@ -145,7 +145,7 @@ async def test_a_worker_that_never_says_a_word_is_lost(worker: EchoWorker) -> No
         assert events == [WorkerLost(1, "w0")]
 
 
-async def test_a_worker_that_beats_and_makes_no_step_is_lost(worker: EchoWorker) -> None:
+async def test_worker_that_beats_without_progress_is_lost(worker: EchoWorker) -> None:
     events: list[RequestEvent] = []
     worker.pause_at = 0
     worker.progress = types_pb2.EngineProgress(num_advances=5, has_work=True)
@@ -156,7 +156,7 @@ async def test_a_worker_that_beats_and_makes_no_step_is_lost(worker: EchoWorker)
     assert events == [WorkerLost(1, "w0")]
 
 
-async def test_who_waits_at_a_worker_that_works_for_others_or_rests_is_left_there(worker: EchoWorker) -> None:
+async def test_attempt_waiting_at_a_live_worker_stays(worker: EchoWorker) -> None:
     events: list[RequestEvent] = []
     worker.pause_at = 0
     async with WorkerStreams("gw") as streams:

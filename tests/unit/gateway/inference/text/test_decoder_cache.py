@@ -42,30 +42,30 @@ def cache() -> Iterator[DecoderCache]:
     cache.close()
 
 
-async def test_askers_share_one_load(cache: DecoderCache, files: list[LocalFile]) -> None:
+async def test_concurrent_loads_share_one_decoder(cache: DecoderCache, files: list[LocalFile]) -> None:
     assert cache.get("acme", digest(files[0])) is None
-    found = await asyncio.gather(*(cache.load("acme", files[0]) for _ in range(10)))
-    assert all(one is found[0] for one in found)
-    assert cache.get("acme", digest(files[0])) is found[0]
-    assert found[0].tokens.decode([5])
+    decoders = await asyncio.gather(*(cache.load("acme", files[0]) for _ in range(10)))
+    assert all(decoder is decoders[0] for decoder in decoders)
+    assert cache.get("acme", digest(files[0])) is decoders[0]
+    assert decoders[0].tokens.decode([5])
 
 
-async def test_the_least_recently_used_goes_first(files: list[LocalFile]) -> None:
-    room = sum(load_decoder(encoded).num_bytes for encoded in ENCODED[:3])
-    cache = DecoderCache(room)
+async def test_least_recently_used_decoders_are_evicted_first(files: list[LocalFile]) -> None:
+    max_bytes = sum(load_decoder(encoded).num_bytes for encoded in ENCODED[:3])
+    cache = DecoderCache(max_bytes)
     for index in (0, 1, 2):
         await cache.load("acme", files[index])
     assert cache.get("acme", digest(files[0])) is not None
     await cache.load("acme", files[3])  # 3 is larger than 1: several must be evicted
     cache.check_integrity()
-    assert 0 < cache.num_bytes <= room
+    assert 0 < cache.num_bytes <= max_bytes
     kept = [cache.get("acme", digest(file)) for file in files]
     assert [decoder is not None for decoder in kept] == [True, False, False, True]
     assert cache.num_bytes == sum(decoder.tokens.num_bytes for decoder in kept if decoder is not None)
     cache.close()
 
 
-async def test_one_larger_than_all_room_still_serves(files: list[LocalFile]) -> None:
+async def test_decoder_larger_than_the_cache_still_serves(files: list[LocalFile]) -> None:
     cache = DecoderCache(10)
     for file in files[:2]:
         assert (await cache.load("acme", file)).tokens.decode([5])
@@ -74,15 +74,15 @@ async def test_one_larger_than_all_room_still_serves(files: list[LocalFile]) -> 
     cache.close()
 
 
-async def test_senseless_files_are_refused(cache: DecoderCache, tmp_path: Path, files: list[LocalFile]) -> None:
+async def test_invalid_tokenizer_files_are_refused(cache: DecoderCache, tmp_path: Path, files: list[LocalFile]) -> None:
     senseless = write(tmp_path, b'{"model": {"type": "BPE", "vocab": 3, "merges": []}}')
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json"):
         await cache.load("acme", senseless)
     assert await cache.load("acme", files[0])
 
 
-async def test_a_tenant_that_waits_for_many_delays_another_by_one(cache: DecoderCache, tmp_path: Path) -> None:
-    """All tenants' tokenizers used to wait in one line."""
+async def test_tenant_with_many_loads_delays_another_by_one(cache: DecoderCache, tmp_path: Path) -> None:
+    """All tenants used to share one queue."""
     order: list[str] = []
 
     async def load(tenant: str, file: LocalFile) -> None:
@@ -95,7 +95,7 @@ async def test_a_tenant_that_waits_for_many_delays_another_by_one(cache: Decoder
     assert order.index("beta") <= 1
 
 
-async def test_a_tenants_line_is_bounded(cache: DecoderCache, files: list[LocalFile]) -> None:
+async def test_waiting_loads_per_tenant_are_bounded(cache: DecoderCache, files: list[LocalFile]) -> None:
     waiting = [asyncio.ensure_future(cache.load("acme", files[0])) for _ in range(MAX_WAITING + 1)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match="wait for the tokenizers"):
@@ -104,7 +104,7 @@ async def test_a_tenants_line_is_bounded(cache: DecoderCache, files: list[LocalF
     await asyncio.gather(*waiting)
 
 
-async def test_who_leaves_gives_the_turn_to_the_next(cache: DecoderCache, files: list[LocalFile]) -> None:
+async def test_cancelled_load_passes_its_turn_on(cache: DecoderCache, files: list[LocalFile]) -> None:
     leaving = [asyncio.ensure_future(cache.load("acme", file)) for file in files[:3]]
     await asyncio.sleep(0)
     for task in leaving:

@@ -50,21 +50,21 @@ async def contents(files: ModelFiles, wanted: list[FileId], tenant: str = "acme"
         return [file.path.read_bytes() for file in held]
 
 
-async def test_askers_share_one_read(store: EchoStore, reader: StoreFileReader) -> None:
+async def test_concurrent_requests_share_one_read(store: EchoStore, reader: StoreFileReader) -> None:
     async with ModelFiles(reader) as files:
-        found = await asyncio.gather(*(contents(files, IDS[:2]) for _ in range(10)))
-        assert found == [ENCODED[:2]] * 10
+        read = await asyncio.gather(*(contents(files, IDS[:2]) for _ in range(10)))
+        assert read == [ENCODED[:2]] * 10
         assert sorted(store.reads) == sorted(DIGESTS[:2])
 
 
 async def test_tenants_do_not_wait_for_each_others_reads(store: EchoStore, reader: StoreFileReader) -> None:
     async with ModelFiles(reader) as files:
-        found = await asyncio.gather(*(contents(files, IDS[:1], tenant) for tenant in ("acme", "beta") * 3))
-        assert found == [ENCODED[:1]] * 6
+        read = await asyncio.gather(*(contents(files, IDS[:1], tenant) for tenant in ("acme", "beta") * 3))
+        assert read == [ENCODED[:1]] * 6
         assert 1 <= len(store.reads) <= 2
 
 
-async def test_the_least_recently_used_goes_unless_it_is_held(store: EchoStore, reader: StoreFileReader) -> None:
+async def test_least_recently_used_file_goes_unless_held(store: EchoStore, reader: StoreFileReader) -> None:
     async with ModelFiles(reader, max_bytes=2000) as files:
         async with files.held("acme", IDS[:1]) as held:
             for file_id in IDS[1:]:
@@ -78,7 +78,7 @@ async def test_the_least_recently_used_goes_unless_it_is_held(store: EchoStore, 
         assert store.reads == [DIGESTS[1]]
 
 
-async def test_what_is_held_leaves_no_room_for_more(reader: StoreFileReader) -> None:
+async def test_held_files_that_fill_the_cache_cause_overload(reader: StoreFileReader) -> None:
     async with ModelFiles(reader, max_bytes=2000) as files:
         async with files.held("acme", IDS[:2]) as held:
             with pytest.raises(Overloaded, match="too many models' files are in use"):
@@ -92,7 +92,7 @@ async def test_equal_bytes_under_two_names_are_two_files(reader: StoreFileReader
         assert await contents(files, [IDS[0], (TOKENIZER_CONFIG, DIGESTS[0])]) == [ENCODED[0]] * 2
 
 
-async def test_a_damaged_file_is_refused_and_not_kept(store: EchoStore, reader: StoreFileReader) -> None:
+async def test_damaged_file_is_refused_and_not_kept(store: EchoStore, reader: StoreFileReader) -> None:
     async with ModelFiles(reader) as files:
         store.files[DIGESTS[0]] = ENCODED[1]
         with pytest.raises(DataCorrupted, match=r"tokenizer\.json does not match"):
@@ -105,7 +105,7 @@ def is_folder(path: Path) -> bool:
     return path.is_dir()
 
 
-async def test_the_folder_goes_with_the_gateway(reader: StoreFileReader) -> None:
+async def test_folder_is_removed_with_the_gateway(reader: StoreFileReader) -> None:
     async with ModelFiles(reader) as files, files.held("acme", IDS[:1]) as held:
         folder = held[0].path.parent
         assert is_folder(folder)
@@ -133,7 +133,7 @@ def folder_of_a_killed_gateway(environment: dict[str, str]) -> Path:
     return leftover
 
 
-async def test_what_a_killed_gateway_left_is_removed_and_what_others_use_stays(
+async def test_leftover_folders_are_removed_and_used_ones_stay(
     reader: StoreFileReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -90,20 +90,20 @@ async def test_texts_and_chats_become_tokens(rig: EncoderRig) -> None:
     assert await rig.text(both, CHAT) == "<s> of the file"
 
 
-async def test_a_decoder_is_loaded_without_a_prompt_too(rig: EncoderRig) -> None:
+async def test_decoder_is_loaded_without_a_prompt(rig: EncoderRig) -> None:
     decoder = await rig.prompts.decoder(PRINCIPAL, rig.model())
     assert await rig.prompts.decoder(PRINCIPAL, rig.model()) is decoder
     assert len(rig.store.reads) == 1
 
 
-async def test_what_is_too_long_says_how_long(rig: EncoderRig) -> None:
+async def test_overlong_prompts_name_their_length(rig: EncoderRig) -> None:
     model = rig.model(context=4, template=b"{{ 'x ' * 64 }}")
     assert "has 129 characters, too many" in (await rig.error(model, replace(TEXT, text="x" * 129))).message
     assert "has 64 tokens" in (await rig.error(model, replace(TEXT, text="x " * 32))).message
     assert isinstance(await rig.error(rig.model(context=4, template=b"{{ 'x' * 999 }}"), CHAT), ContextLengthExceeded)
 
 
-async def test_what_cannot_be_encoded_says_why(rig: EncoderRig) -> None:
+async def test_refused_prompts_name_the_cause(rig: EncoderRig) -> None:
     error = await rig.error(rig.model(), CHAT)
     assert (type(error), error.field) == (InvalidRequest, "messages")
     assert error.message.startswith("acme/echo has no chat template")
@@ -119,7 +119,7 @@ async def test_what_cannot_be_encoded_says_why(rig: EncoderRig) -> None:
         await rig.prompts.token_ids(PRINCIPAL, published_model(file_digests={}), TEXT)
 
 
-async def test_a_tokenizer_that_panics_refuses_the_prompt(rig: EncoderRig) -> None:
+async def test_panicking_tokenizer_refuses_the_prompt(rig: EncoderRig) -> None:
     tokenizer = Tokenizer(BPE(vocab={"a": 0}, merges=[]))
     tokenizer.pre_tokenizer = Split(Regex("(a+)+!"), "isolated")
     model = rig.model(tokenizer=tokenizer.to_str().encode())
@@ -127,13 +127,13 @@ async def test_a_tokenizer_that_panics_refuses_the_prompt(rig: EncoderRig) -> No
     assert (error.field, error.message) == ("prompt", "the tokenizer of acme/echo cannot encode this text")
 
 
-async def test_files_that_cannot_be_read_are_named(rig: EncoderRig) -> None:
+async def test_unreadable_files_are_named(rig: EncoderRig) -> None:
     error = await rig.error(rig.model(config=b"{"), CHAT)
     assert (type(error), error.field) == (DataCorrupted, "tokenizer_config.json")
     error = await rig.error(rig.model(tokenizer=b'{"model": {}}'), TEXT)
     assert (type(error), error.field) == (InvalidRequest, "tokenizer.json")
 
 
-async def test_a_killed_prompt_names_its_part_and_the_limit(rig: EncoderRig) -> None:
+async def test_killed_prompt_names_its_part_and_the_limit(rig: EncoderRig) -> None:
     error = await rig.error(rig.model(template=LOOP.encode()), CHAT)
     assert (error.field, error.message) == ("messages", "the model's chat template failed: it took longer than 0.5 s")

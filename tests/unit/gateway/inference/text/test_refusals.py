@@ -20,7 +20,7 @@ from torchrelay.gateway.inference.text.refusals import kill_error
         (signal.SIGKILL, None, None, "the process that tokenized the prompt was killed"),
     ],
 )
-def test_the_signal_says_what_took_too_much(
+def test_kill_error_names_the_exceeded_limit(
     end: signal.Signals, loading: str | None, field: str | None, words: str
 ) -> None:
     error = kill_error(PromptKilled(-end, loading), TextLimits(), "messages")

@@ -48,7 +48,7 @@ def byte_level_tokenizer() -> Tokenizer:
     ],
     ids=["byte fallback", "stripped", "metaspace", "byte level"],
 )
-def test_the_bytes_of_tokens_are_the_bytes_of_their_text(tokenizer: Tokenizer) -> None:
+def test_token_bytes_join_to_the_text(tokenizer: Tokenizer) -> None:
     """For random texts: the decoded text equals the concatenated bytes of its tokens."""
     special = {token for token, added in tokenizer.get_added_tokens_decoder().items()}
     plain = [token for token in range(tokenizer.get_vocab_size()) if token not in special]
@@ -67,7 +67,7 @@ def test_the_bytes_of_tokens_are_the_bytes_of_their_text(tokenizer: Tokenizer) -
     assert num_whole > 300
 
 
-def test_added_tokens_are_spelt_as_they_are_and_unknown_ids_are_empty() -> None:
+def test_added_tokens_are_literal_and_unknown_ids_empty() -> None:
     tokenizer = byte_fallback_tokenizer(strips=True)
     tokens = TokenBytes(decoder_of(tokenizer))
     for spelt, meant in (("<end>", b"<end>"), ("▁raw", "▁raw".encode()), ("<0xE2>", b"\xe2")):

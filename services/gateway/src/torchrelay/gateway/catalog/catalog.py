@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 import msgspec
-from sqlalchemy import ColumnElement, Row, Select, delete, exists, insert, or_, select, update
+from sqlalchemy import ColumnElement, Row, Select, delete, exists, insert, or_, select, true, update
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import NotFound
@@ -85,20 +85,15 @@ class Catalog:
 
     async def models(self, principal: Principal) -> list[PublishedModel]:
         """The models of the principal's tenant (all models for the admin), by name."""
-        price_list = await self._prices.all()
-        query = _joined().order_by(tenants.c.name, models.c.name)
-        if not principal.is_admin:
-            query = query.where(models.c.tenant_id == principal.tenant_id)
-        async with self._database.read() as connection:
-            rows = (await connection.execute(query)).all()
-        now = now_unix_us()
-        return [_published(row, price_at(price_list, f"{row.tenant}/{row.name}", now)) for row in rows]
+        return await self._listed(true() if principal.is_admin else models.c.tenant_id == principal.tenant_id)
 
     async def with_minimum(self) -> list[PublishedModel]:
         """The models that have a minimum of instances, always or at times, by name. Raises ``Unavailable``."""
+        return await self._listed(or_(models.c.min_instances > 0, models.c.schedule != "[]"))
+
+    async def _listed(self, condition: ColumnElement[bool]) -> list[PublishedModel]:
         price_list = await self._prices.all()
-        has_minimum = or_(models.c.min_instances > 0, models.c.schedule != "[]")
-        query = _joined().where(has_minimum).order_by(tenants.c.name, models.c.name)
+        query = _joined().where(condition).order_by(tenants.c.name, models.c.name)
         async with self._database.read() as connection:
             rows = (await connection.execute(query)).all()
         now = now_unix_us()

@@ -57,7 +57,7 @@ class ResolvedRequest:
     num_choices: int
     arrived_unix_us: int  # when the server began handling it
     deadline_unix_us: int = 0  # 0: none
-    is_callers_deadline: bool = False  # not the operator's, for which nobody is billed before the first token
+    is_callers_deadline: bool = False  # the operator's deadline bills nothing before the first token
     service_class: ServiceClass = ServiceClass.STANDARD
 
 
@@ -74,7 +74,7 @@ class Usage:
 class TokenLogprobs:
     """Natural logarithms of the model's own probabilities, before temperature, penalties and biases.
 
-    For impossible tokens -9999, as in OpenAI's API: JSON has no infinity.
+    -9999 for impossible tokens, as in OpenAI's API: JSON has no infinity.
     """
 
     chosen: float
@@ -84,7 +84,7 @@ class TokenLogprobs:
 class TokenDelta(msgspec.Struct, frozen=True):
     """Newly accepted tokens of one choice, and why it finished, if it did."""
 
-    # A msgspec.Struct: one is created per token, and a frozen dataclass takes five times as long.
+    # A msgspec.Struct, because a delta is created per token, and a frozen dataclass takes five times as long.
 
     choice: int
     token_ids: tuple[int, ...]
@@ -119,20 +119,6 @@ class AdmissionFailed:
     error: TorchrelayError
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerOpened:
-    """The ledger's opened row is committed, or could not be (``error``)."""
-
-    error: TorchrelayError | None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestStopped:
-    """The request must end: its client disconnected (``error`` is None), or the gateway gives up on it."""
-
-    error: TorchrelayError | None
-
-
 RequestEvent: TypeAlias = (
     generation_pb2.ChoiceOutput
     | scheduler_pb2.Placement
@@ -141,8 +127,6 @@ RequestEvent: TypeAlias = (
     | scheduler_pb2.Migrate
     | WorkerLost
     | AdmissionFailed
-    | LedgerOpened
-    | RequestStopped
 )
 
 

@@ -19,7 +19,7 @@ def take(waiting: BoundedQueue[str]) -> str | None:
     return None if taken is None else taken[0]
 
 
-def test_a_tenants_items_come_in_their_order() -> None:
+def test_items_of_a_tenant_run_in_order_one_at_once() -> None:
     waiting = queue()
     for item in "abc":
         assert waiting.add("acme", item, 1)
@@ -30,7 +30,7 @@ def test_a_tenants_items_come_in_their_order() -> None:
     assert take(waiting) is None
 
 
-def test_a_tenant_with_many_slow_items_delays_another_by_one() -> None:
+def test_many_slow_items_delay_another_tenant_by_one() -> None:
     waiting = queue()
     for number in range(100):
         waiting.add("slow", f"slow-{number}", 1)
@@ -44,7 +44,7 @@ def test_a_tenant_with_many_slow_items_delays_another_by_one() -> None:
     assert take(waiting) == "slow-1"
 
 
-def test_what_was_used_is_not_forgotten_by_leaving() -> None:
+def test_used_time_is_remembered_while_nothing_waits() -> None:
     waiting = queue()
     served: Counter[str] = Counter()
     # The slow tenant never has a second item in the queue; the quick one always has one.
@@ -59,7 +59,7 @@ def test_what_was_used_is_not_forgotten_by_leaving() -> None:
     assert 95 <= served["quick"] / served["slow"] <= 105
 
 
-def test_idle_time_is_not_saved_up() -> None:
+def test_idle_time_accumulates_no_credit() -> None:
     waiting = queue()
     for _ in range(50):
         waiting.add("early", "early", 1)
@@ -77,7 +77,7 @@ def test_idle_time_is_not_saved_up() -> None:
     assert order[:4] in (["early", "late", "early", "late"], ["late", "early", "late", "early"])
 
 
-def test_one_whose_item_has_no_place_lets_the_next_tenant_pass() -> None:
+def test_item_without_a_place_lets_the_next_tenant_pass() -> None:
     waiting = queue()
     waiting.add("acme", "big", 1)
     waiting.add("beta", "small", 1)
@@ -85,7 +85,7 @@ def test_one_whose_item_has_no_place_lets_the_next_tenant_pass() -> None:
     assert waiting.next(lambda item: None) is None
 
 
-def test_no_tenant_runs_more_than_its_places() -> None:
+def test_running_items_per_tenant_are_bounded() -> None:
     waiting = queue(max_running=2)
     for number in range(5):
         waiting.add("acme", f"acme-{number}", 1)
@@ -95,7 +95,7 @@ def test_no_tenant_runs_more_than_its_places() -> None:
     assert take(waiting) == "acme-2"
 
 
-def test_places_and_bytes_are_bounded_for_each_tenant() -> None:
+def test_waiting_items_and_bytes_per_tenant_are_bounded() -> None:
     waiting = queue(max_waiting=2, max_bytes=10)
     assert waiting.add("acme", "a", 100), "a first item of any size"
     assert not waiting.add("acme", "b", 1)
@@ -110,7 +110,7 @@ def test_places_and_bytes_are_bounded_for_each_tenant() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.001, 3.0)), min_size=1, max_size=60))
-def test_everything_is_served_once(items: list[tuple[str, float]]) -> None:
+def test_every_item_is_served_once_in_tenant_order(items: list[tuple[str, float]]) -> None:
     waiting: BoundedQueue[int] = BoundedQueue(2, 1000, 1 << 30)
     for number, (tenant, _) in enumerate(items):
         waiting.add(tenant, number, 1)

@@ -14,13 +14,13 @@ def process(*files: FileId, is_busy: bool = False, is_slow: bool = False) -> Pro
     return ProcessState(held, 0.0, is_busy, is_slow)
 
 
-def test_a_process_that_has_the_tokenizer_comes_first() -> None:
+def test_process_with_the_tokenizer_is_chosen_first() -> None:
     states = [process(), process(A), process(B)]
     assert choose(states, A) is states[1]
     assert choose(states, C) is states[0], "it has least"
 
 
-def test_a_process_that_is_free_in_a_moment_is_waited_for_but_not_for_long() -> None:
+def test_busy_holder_is_waited_for_until_it_is_slow() -> None:
     assert choose([process(B), process(A, is_busy=True)], A) is None
     states = [process(B), process(A, is_busy=True, is_slow=True)]
     assert choose(states, A) is states[0]

@@ -3,7 +3,7 @@ from __future__ import annotations
 from torchrelay.gateway.inference.text.processes.suspects import Suspects
 
 
-def test_a_pair_is_confined_for_its_time_and_nobody_else() -> None:
+def test_only_the_pair_is_confined_for_its_time() -> None:
     suspects = Suspects(confined_s=60, max_models=3)
     assert not suspects.is_suspect("acme", "loop", 0)
     suspects.note("acme", "loop", 0)
@@ -13,14 +13,14 @@ def test_a_pair_is_confined_for_its_time_and_nobody_else() -> None:
     assert not suspects.is_suspect("acme", "loop", 60)
 
 
-def test_each_kill_begins_the_time_anew() -> None:
+def test_each_kill_restarts_the_confinement() -> None:
     suspects = Suspects(confined_s=60, max_models=3)
     suspects.note("acme", "loop", 0)
     suspects.note("acme", "loop", 50)
     assert suspects.is_suspect("acme", "loop", 109) and not suspects.is_suspect("acme", "loop", 110)
 
 
-def test_a_tenant_with_several_of_them_is_confined_with_all_its_models() -> None:
+def test_tenant_with_several_suspects_is_confined_wholly() -> None:
     suspects = Suspects(confined_s=60, max_models=3)
     for number in range(100):
         suspects.note("acme", f"loop-{number}", number / 10)

@@ -11,7 +11,7 @@ def cache(max_bytes: int = 40, **owners: str) -> TenantLru[str]:
     return made
 
 
-def test_a_tenants_own_entries_go_first() -> None:
+def test_own_entries_are_evicted_first() -> None:
     """A tenant with many models used to empty the cache of everybody."""
     lru = cache(a="beta", b="acme", c="beta", d="acme")
     assert lru.evict_for(10, "acme") == ["b"]
@@ -20,7 +20,7 @@ def test_a_tenants_own_entries_go_first() -> None:
     assert "c" in lru and "a" not in lru and len(lru) == 1
 
 
-def test_the_least_recently_used_goes_first_and_what_is_kept_stays() -> None:
+def test_least_recently_used_entries_go_and_kept_ones_stay() -> None:
     lru = cache(a="acme", b="acme", c="acme")
     lru.use("a", "acme")
     assert lru.evict_for(10, "acme") == []
@@ -28,7 +28,7 @@ def test_the_least_recently_used_goes_first_and_what_is_kept_stays() -> None:
     assert lru.evict_for(1000, "acme", kept={"b"}) == ["a"], "what cannot fit is held alone"
 
 
-def test_what_several_tenants_use_belongs_to_none() -> None:
+def test_entries_used_by_several_tenants_have_no_owner() -> None:
     lru = cache(stock="acme", own="acme", other="beta")
     lru.use("stock", "beta")
     lru.use("stock", "acme")

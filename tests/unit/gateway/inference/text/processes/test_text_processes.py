@@ -1,4 +1,4 @@
-"""Templates and tokenizers are strangers' code: rendered as in transformers, contained, and nobody else's delay."""
+"""Templates and tokenizers are tenants' code: rendered as in transformers, contained, and no delay for others."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BOMB = "{% set ns = namespace(x=['y'] * 1000) %}{% for i in range(99999) %}{% se
 
 
 def regex_tokenizer(pattern: str) -> bytes:
-    """One whose normalizer replaces ``pattern``."""
+    """A tokenizer whose normalizer replaces ``pattern``."""
     tokenizer = Tokenizer.from_str(TINY.decode())
     tokenizer.normalizer = normalizers.Replace(Regex(pattern), "x")
     return tokenizer.to_str().encode()
@@ -68,7 +68,7 @@ async def cause(answering: Any) -> tuple[str, str]:
     return answer.cause, answer.detail
 
 
-async def test_a_template_renders_as_in_transformers(rig: TextRig) -> None:
+async def test_template_renders_as_in_transformers(rig: TextRig) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     rendered: Any = render_jinja_template(
@@ -79,7 +79,7 @@ async def test_a_template_renders_as_in_transformers(rig: TextRig) -> None:
     assert "<|user|>" in expected and "<brief>" in expected
 
 
-async def test_the_time_is_there(rig: TextRig) -> None:
+async def test_strftime_now_gives_the_time(rig: TextRig) -> None:
     assert await rig.rendered("{{ strftime_now('%Y') }}") == time.strftime("%Y")
 
 
@@ -101,9 +101,9 @@ async def test_the_time_is_there(rig: TextRig) -> None:
         ("{{ '\\ud800' }}", "its output is not valid text"),
     ],
 )
-async def test_what_a_template_does_wrong_is_its_fault(rig: TextRig, template: str, why: str) -> None:
-    found, detail = await cause(rig.answer(template))
-    assert found == "template" and why in detail
+async def test_template_faults_are_named(rig: TextRig, template: str, why: str) -> None:
+    fault, detail = await cause(rig.answer(template))
+    assert fault == "template" and why in detail
     assert await rig.rendered("{{ bos_token }}") == "<s>"
 
 
@@ -111,7 +111,7 @@ async def test_messages_are_read_only(rig: TextRig) -> None:
     assert (await cause(rig.answer("{{ messages.append(1) }}")))[0] == "template"
 
 
-async def test_texts_and_prompts_have_a_length(rig: TextRig) -> None:
+async def test_overlong_texts_and_prompts_are_refused(rig: TextRig) -> None:
     for template in ("{{ 'x' * 1000 }}", "{% for a in range(9999) %}xx{% endfor %}"):
         answer = await rig.answer(template, max_chars=100)
         assert isinstance(answer, Refusal) and answer.cause == "characters" and answer.number > 100
@@ -121,14 +121,14 @@ async def test_texts_and_prompts_have_a_length(rig: TextRig) -> None:
     assert isinstance(answer, Refusal) and answer.cause == "vocabulary" and answer.number >= 100 and answer.detail
 
 
-async def test_a_version_without_a_template_says_so(rig: TextRig) -> None:
+async def test_chat_without_a_template_is_refused(rig: TextRig) -> None:
     files = [rig.file("tokenizer.json", TINY), rig.file(TOKENIZER_CONFIG, CONFIG)]
     prompt = Prompt(tuple(file.id for file in files), 1 << 20, 100, 100, messages=MESSAGES)
     assert await rig.processes.run("acme", "acme/echo", prompt, files) == Refusal("no_template")
 
 
 @pytest.mark.parametrize("encoded", [b"{", b"[]", b'{"model": {"type": "BPE", "vocab": 3, "merges": []}}'])
-async def test_files_that_cannot_be_read_are_refused_and_the_process_goes_on(rig: TextRig, encoded: bytes) -> None:
+async def test_unreadable_files_are_refused_and_the_process_stays(rig: TextRig, encoded: bytes) -> None:
     await rig.answer(text="hello")
     pids = rig.processes.pids
     with pytest.raises(FileRefused) as caught:
@@ -138,7 +138,7 @@ async def test_files_that_cannot_be_read_are_refused_and_the_process_goes_on(rig
     assert rig.processes.pids == pids
 
 
-async def test_an_endless_template_is_killed_in_time_and_named(rig: TextRig) -> None:
+async def test_endless_template_is_killed_and_named(rig: TextRig) -> None:
     assert await rig.rendered("fine") == "fine"
     pids = rig.processes.pids
     with pytest.raises(PromptKilled) as caught:
@@ -148,40 +148,40 @@ async def test_an_endless_template_is_killed_in_time_and_named(rig: TextRig) -> 
     assert not set(pids) & set(rig.processes.pids)
 
 
-async def test_a_slow_pattern_of_a_tokenizer_is_killed_in_time_and_named(rig: TextRig) -> None:
+async def test_slow_tokenizer_pattern_is_killed_and_named(rig: TextRig) -> None:
     with pytest.raises(PromptKilled) as caught:
         await rig.answer(text=SLOW_TEXT, tokenizer=SLOW_TOKENIZER)
     assert (caught.value.status, caught.value.loading) == (-signal.SIGVTALRM, None)
     assert rig.text(await rig.answer(text="hello")) == "hello"
 
 
-async def test_a_tokenizer_that_takes_too_long_to_load_is_killed_in_time_and_named(tmp_path: Path) -> None:
+async def test_slow_tokenizer_load_is_killed_and_named(tmp_path: Path) -> None:
     async with text_rig(tmp_path, load_cpu_s=0.05) as rig:
         with pytest.raises(PromptKilled) as caught:
             await rig.answer(text="hello", tokenizer=large_tokenizer(100_000))
     assert (caught.value.status, caught.value.loading) == (-signal.SIGPROF, "tokenizer.json")
 
 
-async def test_a_tokenizer_that_panics_is_refused(rig: TextRig) -> None:
+async def test_panicking_tokenizer_is_refused(rig: TextRig) -> None:
     tokenizer = Tokenizer(BPE(vocab={"a": 0}, merges=[]))
     tokenizer.pre_tokenizer = Split(Regex("(a+)+!"), "isolated")
     answer = await rig.answer(text="a" * 30 + "c", tokenizer=tokenizer.to_str().encode())
     assert answer == Refusal("tokenizer")
 
 
-async def test_one_huge_power_cannot_hold_a_process(rig: TextRig) -> None:
+async def test_huge_power_cannot_block_a_process(rig: TextRig) -> None:
     with pytest.raises(PromptKilled):
         await rig.answer("{{ 9 ** (9 ** 9) }}")
     assert await rig.rendered("fine") == "fine"
 
 
-async def test_memory_is_bounded(tmp_path: Path) -> None:
+async def test_process_memory_is_bounded(tmp_path: Path) -> None:
     async with text_rig(tmp_path, max_memory_bytes=256 << 20, prompt_cpu_s=20) as rig:
         assert await cause(rig.answer(BOMB)) == ("template", "out of memory")
         assert await rig.rendered("fine") == "fine"
 
 
-async def test_a_prompt_that_needs_too_much_memory_ends_only_its_process(tmp_path: Path) -> None:
+async def test_prompt_out_of_memory_ends_only_its_process(tmp_path: Path) -> None:
     async with text_rig(tmp_path, max_memory_bytes=96 << 20, prompt_cpu_s=30) as rig:
         with pytest.raises(PromptKilled) as caught:
             await rig.answer(text="a " * (1 << 19))
@@ -189,16 +189,16 @@ async def test_a_prompt_that_needs_too_much_memory_ends_only_its_process(tmp_pat
         assert await rig.rendered("fine") == "fine"
 
 
-async def test_a_template_killed_for_one_tenant_serves_the_others(rig: TextRig) -> None:
-    """It used to be condemned for everybody, for a minute."""
+async def test_template_killed_for_a_tenant_serves_others(rig: TextRig) -> None:
+    """A killed template used to be refused for all tenants, for a minute."""
     template = "{% for message in messages %}{% for a in range(99999) %}{% endfor %}{% endfor %}{{ messages | length }}"
     with pytest.raises(PromptKilled):
         await rig.answer(template, messages=MESSAGES * 5000)
     assert rig.text(await rig.answer(template, tenant="beta")) == "2"
-    assert rig.text(await rig.answer(template)) == "2", "nor for the one who sent too much"
+    assert rig.text(await rig.answer(template)) == "2", "also for the tenant that sent too much"
 
 
-async def test_what_was_killed_once_does_not_end_the_processes_of_others_again(rig: TextRig) -> None:
+async def test_killed_model_is_confined_to_the_suspects_pool(rig: TextRig) -> None:
     with pytest.raises(PromptKilled):
         await rig.answer(LOOP, model="acme/loop")
     assert await rig.rendered("fine", tenant="beta") == "fine"
@@ -210,22 +210,21 @@ async def test_what_was_killed_once_does_not_end_the_processes_of_others_again(r
     assert set(kept) <= set(rig.processes.pids)
 
 
-async def test_slow_prompts_of_one_tenant_leave_a_process_to_the_others(tmp_path: Path) -> None:
-    """Ten prompts of seconds each: the neighbour used to wait for all of them."""
+async def test_slow_prompts_leave_a_process_to_other_tenants(tmp_path: Path) -> None:
+    """Each of ten prompts runs until its CPU limit, which a waiting neighbour would see end."""
     async with text_rig(tmp_path, prompt_cpu_s=30) as rig:
         await rig.rendered("fine", tenant="beta")
         slow = [asyncio.ensure_future(rig.answer(LOOP)) for _ in range(10)]
-        await eventually(lambda: len(rig.processes.pids) == 2)  # one of them is slow, so one more is started
+        await eventually(lambda: len(rig.processes.pids) == 2)  # a slow prompt has a second process started
         for number in range(20):
-            async with asyncio.timeout(10):
-                assert await rig.rendered(f"fine {number}", tenant="beta") == f"fine {number}"
+            assert await rig.rendered(f"fine {number}", tenant="beta") == f"fine {number}"
         assert not any(task.done() for task in slow)
         for task in slow:
             task.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
 
 
-async def test_a_cancelled_prompt_neither_ends_its_process_nor_leaves_an_answer_behind(tmp_path: Path) -> None:
+async def test_cancelled_prompt_leaves_process_and_answers_intact(tmp_path: Path) -> None:
     template = "{% for a in range(20) %}{% for b in range(99999) %}{% endfor %}{% endfor %}slow"
     async with text_rig(tmp_path, num_processes=1, prompt_cpu_s=30) as rig:
         await rig.rendered("fine")
@@ -239,7 +238,7 @@ async def test_a_cancelled_prompt_neither_ends_its_process_nor_leaves_an_answer_
         assert rig.processes.pids == pids
 
 
-async def test_a_process_that_died_idle_is_replaced(rig: TextRig) -> None:
+async def test_process_that_ends_idle_is_replaced(rig: TextRig) -> None:
     await rig.rendered("fine")
     (pid,) = rig.processes.pids
     os.kill(pid, signal.SIGKILL)
@@ -247,7 +246,7 @@ async def test_a_process_that_died_idle_is_replaced(rig: TextRig) -> None:
     assert await rig.rendered("fine") == "fine"
 
 
-async def test_a_process_that_hangs_is_replaced_and_its_tenant_is_not_to_blame(tmp_path: Path) -> None:
+async def test_hung_process_is_replaced_without_suspecting_tenant(tmp_path: Path) -> None:
     async with text_rig(tmp_path, hung_s=1) as rig:
         await rig.rendered("fine")
         (pid,) = rig.processes.pids
@@ -257,14 +256,14 @@ async def test_a_process_that_hangs_is_replaced_and_its_tenant_is_not_to_blame(t
         assert await rig.rendered("fine") == "fine"
 
 
-async def test_many_at_once_each_get_their_own_answer(rig: TextRig) -> None:
+async def test_concurrent_prompts_get_their_own_answers(rig: TextRig) -> None:
     texts = await asyncio.gather(
         *(rig.rendered(f"{{{{ messages | length }}}} of {i}", tenant=f"tenant-{i % 3}") for i in range(50))
     )
     assert texts == [f"2 of {i}" for i in range(50)]
 
 
-async def test_a_tenants_queue_is_bounded_and_nobody_elses(tmp_path: Path) -> None:
+async def test_full_queue_refuses_only_its_tenant(tmp_path: Path) -> None:
     async with text_rig(tmp_path, prompt_cpu_s=30) as rig:
         await rig.rendered("fine")
         waiting = [asyncio.ensure_future(rig.answer(LOOP)) for _ in range(MAX_WAITING + 1)]
@@ -278,7 +277,7 @@ async def test_a_tenants_queue_is_bounded_and_nobody_elses(tmp_path: Path) -> No
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def test_waiting_ends_with_its_cause(tmp_path: Path) -> None:
+async def test_expired_wait_names_its_cause(tmp_path: Path) -> None:
     async with text_rig(tmp_path, num_processes=1, prompt_cpu_s=30, max_wait_s=5) as rig:
         await rig.rendered("fine")
         slow = asyncio.ensure_future(rig.answer(LOOP))
@@ -304,7 +303,7 @@ async def test_idle_processes_end_but_one(tmp_path: Path) -> None:
         assert await rig.rendered("fine") == "fine"
 
 
-async def test_files_that_no_longer_fit_are_forgotten_and_loaded_again(tmp_path: Path) -> None:
+async def test_evicted_files_are_loaded_again(tmp_path: Path) -> None:
     async with text_rig(tmp_path, num_processes=1, max_cached_bytes=10) as rig:
         for _ in range(2):
             for number in range(3):
@@ -313,7 +312,7 @@ async def test_files_that_no_longer_fit_are_forgotten_and_loaded_again(tmp_path:
 
 @dataclass(frozen=True)
 class ProcessRights:
-    """What the kernel says about a process."""
+    """The kernel's view of a process."""
 
     environment: str
     limits: dict[str, str]  # soft limits by name
@@ -332,7 +331,7 @@ class ProcessRights:
         )
 
 
-async def test_a_process_has_no_secrets_and_no_rights(rig: TextRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_has_no_secrets_and_no_rights(rig: TextRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRELAY_ADMIN_KEY", "tra-secret")
     await rig.rendered("fine")
     (pid,) = rig.processes.pids
@@ -349,7 +348,7 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-async def test_closing_ends_the_processes_and_what_waits(tmp_path: Path) -> None:
+async def test_close_ends_processes_and_waiting_prompts(tmp_path: Path) -> None:
     async with text_rig(tmp_path, prompt_cpu_s=30) as rig:
         await rig.rendered("fine")
         pids = rig.processes.pids

@@ -80,7 +80,7 @@ class TextRig:
 
     @staticmethod
     def text(answer: Answer, tokenizer: bytes = TINY) -> str:
-        """What the token ids of ``answer`` stand for."""
+        """The text of the token ids in ``answer``."""
         assert isinstance(answer, TokenIds), answer
         ids = list(array("i", answer.packed))
         text: str = Tokenizer.from_str(tokenizer.decode()).decode(ids, skip_special_tokens=False)

@@ -27,10 +27,19 @@ class LedgerWriter:
     such release is tried once more.
     """
 
-    def __init__(self, ledger: RequestLedger, limits: RequestLimiter, drain_s: float) -> None:
+    def __init__(
+        self,
+        ledger: RequestLedger,
+        limits: RequestLimiter,
+        drain_s: float,
+        release_retry_s: Sequence[float] = RELEASE_RETRY_S,
+        max_releases: int = MAX_RELEASES,
+    ) -> None:
         self._ledger = ledger
         self._limits = limits
         self._drain_s = drain_s
+        self._release_retry_s = release_retry_s
+        self._max_releases = max_releases
         self._tasks: set[asyncio.Task[Any]] = set()
         self._releases: set[asyncio.Task[Any]] = set()
         self._closes = asyncio.Event()
@@ -106,11 +115,11 @@ class LedgerWriter:
                 log.exception("settlement_crashed", request_id=request_id)
             await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
             num_failures += 1
-        if not await self._limits.release(reservation, cost_nano) and len(self._releases) < MAX_RELEASES:
+        if not await self._limits.release(reservation, cost_nano) and len(self._releases) < self._max_releases:
             self._own(self._release(reservation, cost_nano), self._releases)
 
     async def _release(self, reservation: Reservation, cost_nano: int) -> None:
-        for delay_s in RELEASE_RETRY_S:
+        for delay_s in self._release_retry_s:
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await self._closes.wait()

@@ -19,9 +19,7 @@ from torchrelay.gateway.core import FinishCause, OpenedRequest, Reservation
 from torchrelay.gateway.inference.core import (
     AdmissionFailed,
     ClientDisconnected,
-    LedgerOpened,
     RequestEvent,
-    RequestStopped,
     ResolvedRequest,
     TokenDelta,
     Usage,
@@ -142,11 +140,23 @@ class RunningRequest:
         self._admit(self._generation.first())
 
     def _opened(self, opening: Opening) -> None:
-        self._on_event(LedgerOpened(Unavailable("the ledger was closed") if opening.cancelled() else opening.result()))
+        if self._is_over:
+            return
+        error = Unavailable("the ledger was closed") if opening.cancelled() else opening.result()
+        self._is_opened = error is None
+        if error is None:
+            self._notifier.notify()
+        else:
+            self.stop(error)
 
     def stop(self, error: TorchrelayError | None = None) -> None:
         """Makes ``next`` raise ``error``, or ``ClientDisconnected`` if None. Any task of the loop may call it."""
-        self._on_event(RequestStopped(error))
+        if not self._is_over:
+            self._fail(error or ClientDisconnected())
+
+    @property
+    def _is_over(self) -> bool:
+        return self._failure is not None or self._settling is not None
 
     async def next(self) -> list[TokenDelta]:
         """The tokens accepted since the last call; empty after a keep-alive interval without any.
@@ -200,19 +210,23 @@ class RunningRequest:
     # -- events ------------------------------------------------------------------------------------------------------
 
     def _on_event(self, event: RequestEvent) -> None:
-        if self._failure is not None or self._settling is not None:
+        if self._is_over:
             return
         try:
             if isinstance(event, pb.ChoiceOutput):
                 self._output(event)
             else:
                 self._handle(event)
-        except (TorchrelayError, ClientDisconnected) as failure:
-            self._failure = failure  # ``next`` raises it after delivering what was accepted before
-            self._free()
-            self._notifier.end_pause()
-        if self._is_opened or self._failure is not None:  # before that ``next`` has nothing to return
+        except TorchrelayError as failure:
+            self._fail(failure)
+        if self._is_opened:  # before that ``next`` has nothing to return
             self._notifier.notify()
+
+    def _fail(self, failure: TorchrelayError | ClientDisconnected) -> None:
+        self._failure = failure  # ``next`` raises it after returning the tokens accepted before
+        self._free()
+        self._notifier.end_pause()
+        self._notifier.notify()
 
     def _handle(self, event: RequestEvent) -> None:
         if isinstance(event, scheduler_pb2.Placement):
@@ -232,17 +246,10 @@ class RunningRequest:
             if attempt is not None and not attempt.survives_loss_of(event.worker_id):
                 error = Unavailable(f"worker {event.worker_id} was lost")
                 self._retry(event.attempt, error, event.worker_id)
-        elif isinstance(event, AdmissionFailed):
-            if (attempt := self._attempts.get(event.attempt)) is not None:
-                if not attempt.waits_to_migrate:
-                    raise event.error
-                del self._attempts[event.attempt]
-        elif isinstance(event, LedgerOpened):
-            if event.error is not None:
+        elif isinstance(event, AdmissionFailed) and (attempt := self._attempts.get(event.attempt)) is not None:
+            if not attempt.waits_to_migrate:
                 raise event.error
-            self._is_opened = True
-        elif isinstance(event, RequestStopped):
-            raise event.error or ClientDisconnected()
+            del self._attempts[event.attempt]
 
     def _output(self, output: pb.ChoiceOutput) -> None:
         number = output.key.attempt
@@ -251,7 +258,7 @@ class RunningRequest:
             return
         reason = output.finish_reason
         if reason and reason in FAILED_REASONS:
-            self._failed(output)
+            self._output_failed(output)
             return
         delta = self._generation.accept(output)
         if delta is None:
@@ -271,7 +278,7 @@ class RunningRequest:
         elif not attempt.has_left_prefill and self._generation.has_prefilled(number):
             attempt.leave_prefill()
 
-    def _failed(self, output: pb.ChoiceOutput) -> None:
+    def _output_failed(self, output: pb.ChoiceOutput) -> None:
         number, error = output.key.attempt, output.error
         if not self._generation.carries(number, output.choice):
             return

@@ -119,7 +119,7 @@ class TextPool:
         self._queue: BoundedQueue[_Job] = BoundedQueue(settings.max_running, MAX_WAITING, MAX_WAITING_BYTES)
         self._processes = _Processes()
         self._runs: set[_Run] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
     @property
@@ -332,7 +332,7 @@ class TextPool:
             and not state.is_busy
             and (process := self._processes.ready.pop(state, None)) is not None
         ):
-            self._own(self._reap(process))
+            self._own(process.end())
 
     def _end_if_idle(self, state: ProcessState) -> None:
         process = self._processes.ready.get(state)
@@ -342,12 +342,9 @@ class TextPool:
         is_idle = not state.is_busy and loop.time() - state.since_s >= self._settings.idle_s
         if is_idle and len(self._processes) > self._settings.num_kept:
             del self._processes.ready[state]
-            self._own(self._reap(process))
+            self._own(process.end())
         else:
             loop.call_later(self._settings.idle_s, self._end_if_idle, state)
-
-    async def _reap(self, process: TextProcess) -> None:
-        await process.end()
 
     def _refuse_waiting(self, message: str) -> None:
         while (taken := self._queue.next(lambda _: True)) is not None:
@@ -355,7 +352,7 @@ class TextPool:
             self._queue.ended(job.tenant, 0.0)
             self._fail(job, Unavailable(message))
 
-    def _own(self, work: Coroutine[Any, Any, None]) -> None:
+    def _own(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
