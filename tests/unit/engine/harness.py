@@ -14,10 +14,13 @@ import torch
 
 from tests.support.checkpoints import greedy_reference, reference_model
 from tests.support.packs import Pack, build_pack
+from torchrelay.common.tokens.prefix_hashes import PAGE_TOKENS
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, KvBlock, NewToken, SamplingParams, StepResult
 from torchrelay.engine.instance import Instance
+from torchrelay.engine.kv.layout import KvShape
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.kv.prefill_layout import PrefillExport
+from torchrelay.modelspec.config import read_config
 from torchrelay.transfer.buffers import MemoryBuffer
 
 POOL_BYTES = 4 << 20
@@ -62,13 +65,40 @@ class Model:
     def _wide(self) -> Any:
         return deepcopy(self.reference).float()
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV per position."""
+        manifest = self.pack.manifest
+        return KvShape.of(read_config(manifest.config), manifest.dtype).bytes_per_token
+
     def instance(
-        self, *, loaded: bool = True, pool_bytes: int = POOL_BYTES, device: str = "cpu", **settings: Any
+        self,
+        *,
+        loaded: bool = True,
+        pool_bytes: int = POOL_BYTES,
+        num_pages: int | None = None,
+        device: str = "cpu",
+        **settings: Any,
     ) -> Instance:
+        """An instance; ``num_pages`` of the pool replace ``pool_bytes``."""
+        if num_pages is not None:
+            pool_bytes = num_pages * settings.get("page_tokens", PAGE_TOKENS) * self.bytes_per_token
         instance = Instance(self.pack.manifest, self.pack.view, KvPool(pool_bytes, device), **settings)
         for segment in range(len(self.pack.manifest.segments) if loaded else 0):
             instance.segment_ready(segment)
         return instance
+
+
+ModelOf = Callable[..., Model]
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.engine.harness import Model, assert_idle, group_of, prompt_of
+from tests.unit.engine.harness import Model, ModelOf, assert_idle, group_of, prompt_of
 from torchrelay.common.errors import Conflict
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
@@ -23,7 +23,6 @@ from torchrelay.engine.core import GroupSpec, KvBlock, KvPoolFull, NewToken, Sam
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.prefill_layout import PrefillExport
 
-ModelOf = Callable[..., Model]
 NUM_CANCELS = 2_500
 CONTEXT = 48
 LONGEST = 9  # output tokens of a group
@@ -132,8 +131,7 @@ class ComparedInstance:
 
     def __init__(self, model: Model, seed: int) -> None:
         self.model, self.chance = model, random.Random(seed)
-        pool_bytes = 120 * 4 * model.instance().kv_shape.bytes_per_token
-        self.instance = model.instance(pool_bytes=pool_bytes, page_tokens=4, token_budget=24, kv_block_tokens=6)
+        self.instance = model.instance(num_pages=120, page_tokens=4, token_budget=24, kv_block_tokens=6)
         self.specs: dict[str, GroupSpec] = {}
         self.open: dict[str, dict[int, int]] = {}  # group -> choice -> its tokens so far
         self.handed_over: set[str] = set()  # groups that end with their prefill
@@ -218,9 +216,8 @@ class MovingPrompts:
 
     def __init__(self, model: Model, seed: int) -> None:
         self.chance = random.Random(seed)
-        pool_bytes = 120 * 4 * model.instance().kv_shape.bytes_per_token
         self.instances = [
-            model.instance(pool_bytes=pool_bytes, page_tokens=4, token_budget=24, kv_block_tokens=6) for _ in range(2)
+            model.instance(num_pages=120, page_tokens=4, token_budget=24, kv_block_tokens=6) for _ in range(2)
         ]
         self.names: list[str] = []
         self.num_made = self.num_imported = 0

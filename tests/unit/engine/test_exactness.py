@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import median
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from tests.support.checkpoints import FAMILIES
 from tests.unit.engine.harness import (
     GREEDY,
-    Model,
+    ModelOf,
     assert_idle,
     group_of,
     hand_over,
@@ -22,7 +21,6 @@ from tests.unit.engine.harness import (
 )
 from torchrelay.engine.core import GroupSpec, SamplingParams
 
-ModelOf = Callable[..., Model]
 # Roundings before a logit: embedding, final norm, and in each of 3 layers two norms, q, k, v with their rotations and
 # norms, scores, shares, values and their projection, gate, up, their product, down and two sums. Each moves the logits
 # by at most half of the dtype's eps relative to their size; in the worst case all move them in one direction.

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from tests.unit.engine.harness import GREEDY, assert_idle, group_of, outputs, prompt_of, run
-from tests.unit.engine.test_exactness import ModelOf
+from tests.unit.engine.harness import GREEDY, ModelOf, assert_idle, group_of, outputs, prompt_of, run
 from torchrelay.common.errors import Conflict, ContextLengthExceeded, DataCorrupted, InvalidRequest
 from torchrelay.engine.core import EMPTY_STEP, ChoiceSpec, Finish, GroupSpec, KvBlock, KvPoolFull, SamplingParams
 from torchrelay.engine.instance import Instance
@@ -19,13 +17,6 @@ PROMPT = prompt_of(20)
 
 def ignore(block: KvBlock) -> None:
     """A hand-over without a receiver."""
-
-
-def small(model_of: ModelOf, num_pages: int, **settings: Any) -> Instance:
-    """An instance with exactly so many pages of 16 positions."""
-    model = model_of()
-    shape = model.instance().kv_shape
-    return model.instance(pool_bytes=num_pages * 16 * shape.bytes_per_token, **settings)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +51,7 @@ def test_whole_context_length_is_usable(model_of: ModelOf, length: int) -> None:
 
 
 def test_group_larger_than_pool_is_refused(model_of: ModelOf) -> None:
-    instance = small(model_of, 2)
+    instance = model_of().instance(num_pages=2)
     with pytest.raises(InvalidRequest, match="needs 3 KV pages, the slot has 2"):
         instance.prefill(group_of(PROMPT))
     instance.prefill(group_of(PROMPT), ignore)  # handed over, it needs its prompt's pages alone
@@ -86,7 +77,7 @@ def test_step_without_work_is_empty(model_of: ModelOf) -> None:
 def test_groups_wait_for_pages_in_order(model_of: ModelOf) -> None:
     """20 + 23 positions are 3 pages; of 4 pages one group runs at a time, also a small one that would fit beside."""
     model = model_of()
-    instance = small(model_of, 4)
+    instance = model_of().instance(num_pages=4)
     instance.prefill(group_of(PROMPT, "a/0"))
     instance.prefill(group_of(PROMPT, "b/0"))
     instance.prefill(group_of((5,), "c/0", replace(GREEDY, max_tokens=4)))
@@ -154,7 +145,7 @@ def blind(group: GroupSpec) -> GroupSpec:
 
 
 def test_import_reserves_pages_and_frees_them_at_any_end(model_of: ModelOf) -> None:
-    instance = small(model_of, 4)
+    instance = model_of().instance(num_pages=4)
     group = blind(group_of(PROMPT))
     layout = instance.kv_layout(group)
     kv_import = instance.import_kv(group, layout)
@@ -177,7 +168,7 @@ def test_import_reserves_pages_and_frees_them_at_any_end(model_of: ModelOf) -> N
 
 def test_late_chunk_of_cancelled_import_is_ignored(model_of: ModelOf) -> None:
     model = model_of()
-    instance = small(model_of, 3)
+    instance = model_of().instance(num_pages=3)
     group = blind(group_of(PROMPT, "gone/0"))
     kv_import = instance.import_kv(group, instance.kv_layout(group))
     instance.cancel("gone/0")
@@ -226,7 +217,7 @@ def test_choice_ended_by_first_token_never_decodes(model_of: ModelOf) -> None:
 
 
 def test_imports_queue_behind_waiting_groups(model_of: ModelOf) -> None:
-    instance = small(model_of, 4)
+    instance = model_of().instance(num_pages=4)
     instance.prefill(group_of(PROMPT, "a/0"))
     instance.prefill(group_of(PROMPT, "b/0"))
     instance.step()

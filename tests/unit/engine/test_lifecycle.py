@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.engine.harness import Model, assert_idle, group_of, prompt_of
-from tests.unit.engine.test_exactness import ModelOf
+from tests.unit.engine.harness import Model, ModelOf, assert_idle, group_of, prompt_of
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.engine.core import GroupSpec, KvBlock, KvPoolFull, NewToken, SamplingParams
 from torchrelay.engine.instance import Instance
@@ -22,10 +21,7 @@ class RandomMoves:
 
     def __init__(self, model: Model, seed: int) -> None:
         self.random = random.Random(seed)
-        shape = model.instance().kv_shape
-        self.instance: Instance = model.instance(
-            pool_bytes=40 * 4 * shape.bytes_per_token, page_tokens=4, token_budget=13, kv_block_tokens=6
-        )
+        self.instance: Instance = model.instance(num_pages=40, page_tokens=4, token_budget=13, kv_block_tokens=6)
         self.model = model
         self.groups: dict[str, GroupSpec] = {}
         self.kv_imports: list[KvImport] = []

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from tests.unit.engine.harness import GREEDY, Model, assert_idle, group_of, outputs, prompt_of, run
+from tests.unit.engine.harness import GREEDY, ModelOf, assert_idle, group_of, outputs, prompt_of, run
 from torchrelay.engine.core import GroupSpec
-from torchrelay.engine.instance import Instance
-
-ModelOf = Callable[..., Model]
 
 
 def of(tenant: str, group: GroupSpec) -> GroupSpec:
@@ -50,14 +46,14 @@ def test_tenants_prefill_alternately(model_of: ModelOf) -> None:
             instance.prefill(of(tenant, group))
     done = Counter(name[0] for step in (instance.step() for _ in range(30)) for name in step.prefilled)
     assert done["b"] == pytest.approx(30, abs=1)
-    run_to_end(instance)
+    run(instance)
     assert_idle(instance)
 
 
 def test_pages_alternate_between_tenants_in_order(model_of: ModelOf) -> None:
     """Three pages: one group at a time."""
     model = model_of()
-    instance = model.instance(pool_bytes=3 * 16 * model.instance().kv_shape.bytes_per_token)
+    instance = model.instance(num_pages=3)
     for tenant in "aabbab":
         name = f"{tenant}{len(instance.groups())}/0"
         instance.prefill(of(tenant, group_of(prompt_of(20), name)))
@@ -75,8 +71,3 @@ def test_decoding_continues_while_prompts_wait(model_of: ModelOf) -> None:
     steps = [instance.step() for _ in range(GREEDY.max_tokens - 1)]
     assert len([token for step in steps for token in step.tokens if token.group_id == "a/0"]) == GREEDY.max_tokens - 1
     assert all(step.num_positions_prefilled >= 15 for step in steps)
-
-
-def run_to_end(instance: Instance) -> None:
-    while instance.has_work():
-        instance.step()

@@ -8,23 +8,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.unit.engine.harness import GREEDY, Model, assert_idle, group_of, import_prefill, outputs, prompt_of, run
+from tests.unit.engine.harness import (
+    GREEDY,
+    Clock,
+    ModelOf,
+    assert_idle,
+    group_of,
+    import_prefill,
+    outputs,
+    prompt_of,
+    run,
+)
 from torchrelay.engine.batching.interruptions import DeadlineQueue, PendingCancels
 from torchrelay.engine.batching.sequences import GroupState, SequenceGroup
 from torchrelay.engine.core import GroupSpec
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.model.batch import Batch
 
-ModelOf = Callable[..., Model]
 PROMPT = prompt_of(40)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Between:
@@ -121,8 +122,7 @@ def test_applied_cancel_does_not_hit_later_group(model_of: ModelOf) -> None:
 
 def test_deadline_ends_group_in_any_state(model_of: ModelOf) -> None:
     model, clock = model_of(), Clock()
-    shape = model.instance().kv_shape
-    instance = model.instance(pool_bytes=10 * 16 * shape.bytes_per_token, token_budget=16, clock=clock)
+    instance = model.instance(num_pages=10, token_budget=16, clock=clock)
     received = late(replace(group_of(prompt_of(20), "received/0"), prompt=()), 101)
     kv_import = instance.import_kv(received, instance.kv_layout(received))
     instance.prefill(late(group_of(prompt_of(20), "decodes/0"), 103))

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import FAMILIES
-from tests.unit.engine.harness import GREEDY, Model, assert_idle, group_of, outputs, prompt_of, run
+from tests.unit.engine.harness import GREEDY, Model, ModelOf, assert_idle, group_of, outputs, prompt_of, run
 from torchrelay.common.errors import Conflict
 from torchrelay.engine.batching.preemption import groups_to_preempt
 from torchrelay.engine.batching.sequences import SequenceGroup
 from torchrelay.engine.core import GroupSpec, KvBlock, NewToken, SamplingParams, StepResult
 from torchrelay.engine.instance import Instance
 
-ModelOf = Callable[..., Model]
 SAMPLED = SamplingParams(
     temperature=1.2,
     top_p=0.9,
@@ -155,8 +152,7 @@ def test_preempted_hand_over_repeats_no_block(model_of: ModelOf) -> None:
 
 def test_group_that_cannot_be_recomputed_is_not_preempted(model_of: ModelOf) -> None:
     model = model_of()
-    shape = model.instance().kv_shape
-    instance = model.instance(pool_bytes=8 * 16 * shape.bytes_per_token)
+    instance = model.instance(num_pages=8)
     received = replace(group_of(prompt_of(20)), prompt=())
     kv_import = instance.import_kv(received, instance.kv_layout(received))
     with pytest.raises(Conflict):
@@ -213,14 +209,10 @@ def test_victims_suffice_and_exceed_their_share(groups: list[tuple[str, int, boo
     assert not victims or sum(num_pages for _, num_pages, _ in victims) >= num_wanted
 
 
-def small(model: Model, num_pages: int, **settings: Any) -> Instance:
-    return model.instance(pool_bytes=num_pages * 16 * model.instance().kv_shape.bytes_per_token, **settings)
-
-
 def test_tenant_without_pages_preempts_tenant_above_share(model_of: ModelOf) -> None:
     """Four groups of one tenant fill twelve pages. A prompt of another tenant has its first token in the next step."""
     model = model_of()
-    instance = small(model, 12)
+    instance = model.instance(num_pages=12)
     for number in range(5):
         instance.prefill(replace(group_of(prompt_of(20, number), f"{number}/0"), tenant_id="greedy"))
     steps = [instance.step(), instance.step()]
@@ -245,7 +237,7 @@ def test_tenant_without_pages_preempts_tenant_above_share(model_of: ModelOf) -> 
 def test_group_is_preempted_at_most_once(model_of: ModelOf) -> None:
     """A tenant's only group fills the pool, and small groups of another tenant keep arriving. All are served."""
     model = model_of()
-    instance = small(model, 12)
+    instance = model.instance(num_pages=12)
     long = replace(group_of(prompt_of(150), "long/0", replace(GREEDY, max_tokens=40)), tenant_id="long")
     instance.prefill(long)
     steps = [instance.step() for _ in range(3)]
@@ -262,7 +254,7 @@ def test_group_is_preempted_at_most_once(model_of: ModelOf) -> None:
 
 
 def test_single_tenant_is_never_preempted(model_of: ModelOf) -> None:
-    instance = small(model_of(), 6)
+    instance = model_of().instance(num_pages=6)
     for number in range(6):
         instance.prefill(group_of(prompt_of(20, number), f"{number}/0"))
     prefilled = [name for step in run(instance) for name in step.prefilled]

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.engine.harness import Model, assert_idle, group_of, hand_over, outputs, prompt_of, run
-from tests.unit.engine.test_exactness import ModelOf
+from tests.unit.engine.harness import ModelOf, assert_idle, group_of, hand_over, outputs, prompt_of, run
 from torchrelay.common.tokens.prefix_hashes import page_hashes, routing_hashes
 from torchrelay.engine.core import SamplingParams, StepResult
 from torchrelay.engine.instance import Instance
@@ -99,7 +98,7 @@ def test_choices_and_resumed_output_use_cache(model_of: ModelOf) -> None:
 
 def test_longest_unused_pages_are_reclaimed_first(model_of: ModelOf) -> None:
     model = model_of()
-    instance = _small(model, num_pages=12)
+    instance = model.instance(num_pages=12)
     prompts = [prompt_of(40, salt) for salt in range(4)]
     sampling = SamplingParams(temperature=0, max_tokens=2)
     for prompt in prompts:
@@ -129,14 +128,9 @@ def test_cancelled_prefill_caches_nothing(model_of: ModelOf) -> None:
 
 def test_admission_counts_idle_pages_as_free(model_of: ModelOf) -> None:
     model = model_of()
-    instance = _small(model, num_pages=8)
+    instance = model.instance(num_pages=8)
     for salt in range(3):
         prompt = prompt_of(90, salt)
         instance.prefill(replace(group_of(prompt), tenant_id="a"))
         assert outputs(run(instance))["r/0", 0] == model.expected(prompt)
     assert instance.num_free_pages == instance.num_pages
-
-
-def _small(model: Model, num_pages: int) -> Instance:
-    shape = model.instance().kv_shape
-    return model.instance(pool_bytes=num_pages * PAGE * shape.bytes_per_token, page_tokens=PAGE)

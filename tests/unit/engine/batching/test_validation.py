@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.engine.harness import GREEDY, assert_idle, group_of, outputs, prompt_of, run
-from tests.unit.engine.test_exactness import ModelOf
+from tests.unit.engine.harness import GREEDY, ModelOf, assert_idle, group_of, outputs, prompt_of, run
 from torchrelay.common.errors import ContextLengthExceeded, InvalidRequest
 
 CONTEXT = 512  # of the tiny checkpoints

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.support.calling_capturer import CallingCapturer
-from tests.unit.engine.harness import assert_idle, group_of, outputs, prompt_of, run
+from tests.unit.engine.harness import ModelOf, assert_idle, group_of, outputs, prompt_of, run
 from tests.unit.engine.kernels.triton.test_attention import DEVICE
-from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.engine.core import SamplingParams
 from torchrelay.engine.execution.decode_graphs import BATCH_SIZES, batch_size_for
 from torchrelay.engine.kernels.attention import AttentionBackend

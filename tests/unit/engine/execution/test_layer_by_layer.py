@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from tests.support.checkpoints import FAMILIES
-from tests.unit.engine.harness import GREEDY, Model, assert_idle, group_of, half_loaded, outputs, prompt_of, run
+from tests.unit.engine.harness import (
+    GREEDY,
+    ModelOf,
+    assert_idle,
+    group_of,
+    half_loaded,
+    outputs,
+    prompt_of,
+    run,
+)
 from torchrelay.engine.core import EMPTY_STEP
 
-ModelOf = Callable[..., Model]
 LENGTHS = (1, 16, 70)
 FEW = replace(GREEDY, max_tokens=6)
 

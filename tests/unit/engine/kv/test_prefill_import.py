@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from tests.unit.engine.batching.test_interruptions import Between
 from tests.unit.engine.harness import (
-    Model,
+    ModelOf,
     assert_idle,
     export_prefill,
     group_of,
@@ -24,7 +23,6 @@ from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
 from torchrelay.engine.core import KvBlock, KvPoolFull
 from torchrelay.engine.kv.layout import KvSequence
 
-ModelOf = Callable[..., Model]
 BOUNDARIES = (0, 1, 2, 3)
 
 
@@ -147,8 +145,7 @@ def test_mismatched_prefill_import_is_refused(model_of: ModelOf) -> None:
 
 def test_prefill_import_frees_pages_at_any_end(model_of: ModelOf) -> None:
     model = model_of()
-    shape = model.instance().kv_shape
-    source, target = half_loaded(model, 1), model.instance(pool_bytes=4 * 16 * shape.bytes_per_token)
+    source, target = half_loaded(model, 1), model.instance(num_pages=4)
     source.prefill(group_of(prompt_of(20)), until=3)
     run(source)
     exported = export_prefill(source)

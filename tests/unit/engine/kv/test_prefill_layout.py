@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import FAMILIES
 from tests.unit.engine.harness import (
     GREEDY,
-    Model,
+    ModelOf,
     assert_idle,
     export_prefill,
     group_of,
@@ -27,7 +26,6 @@ from torchrelay.engine.core import KvBlock, SamplingParams
 from torchrelay.engine.kv.layout import KvSequence, KvShape
 from torchrelay.engine.kv.prefill_layout import PrefillLayout
 
-ModelOf = Callable[..., Model]
 LENGTHS = (1, 16, 70)
 BOUNDARIES = (0, 1, 2, 3)
 FEW = replace(GREEDY, max_tokens=6)

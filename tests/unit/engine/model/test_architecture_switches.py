@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.engine.harness import Model, group_of, last_logits, outputs, prompt_of, run
-from tests.unit.engine.test_exactness import ModelOf
+from tests.unit.engine.harness import Model, ModelOf, group_of, last_logits, outputs, prompt_of, run
 from torchrelay.modelspec.config import ExpertConfig, ModelConfig, RopeConfig, read_config
 
 PROMPTS = [prompt_of(70, salt) for salt in range(5)]

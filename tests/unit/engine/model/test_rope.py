@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.engine.test_exactness import ModelOf
+from tests.unit.engine.harness import ModelOf
 from torchrelay.engine.model.rope import Rope, rotate
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import make_overflowing_checkpoint
-from tests.unit.engine.harness import Model, assert_idle, group_of, hand_over, outputs, prompt_of, run
-from tests.unit.engine.test_exactness import ModelOf
+from tests.unit.engine.harness import Model, ModelOf, assert_idle, group_of, hand_over, outputs, prompt_of, run
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.engine.core import NO_TOKEN, Finish, NewToken, SamplingParams
 from torchrelay.engine.sampling.sampler import uniform

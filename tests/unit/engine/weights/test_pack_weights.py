@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.engine.harness import group_of, outputs, prompt_of, run
-from tests.unit.engine.test_exactness import ModelOf
+from tests.unit.engine.harness import ModelOf, group_of, outputs, prompt_of, run
 from torchrelay.common.errors import DataCorrupted
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.pool import KvPool

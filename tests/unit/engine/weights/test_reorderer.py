@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.unit.engine.harness import Model, assert_idle, group_of, last_logits, outputs, prompt_of, run
+from tests.unit.engine.harness import Model, ModelOf, assert_idle, group_of, last_logits, outputs, prompt_of, run
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.linear import linear
 from torchrelay.engine.weights import reorderer
@@ -24,7 +24,6 @@ from torchrelay.engine.weights.reorderer import (
     reordered_layer,
 )
 
-ModelOf = Callable[..., Model]
 needs_onednn = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 on this CPU"
 )

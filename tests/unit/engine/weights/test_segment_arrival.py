@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.support.wait import HANG_S
-from tests.unit.engine.harness import Model, assert_idle, group_of, outputs, prompt_of, run
-from tests.unit.engine.test_exactness import ModelOf
+from tests.unit.engine.harness import Model, ModelOf, assert_idle, group_of, outputs, prompt_of, run
 from torchrelay.engine.core import LoadFailed
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.pool import KvPool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,8 @@ import pytest
 
 from tests.support.wait import HANG_S, wait_until
 from tests.unit.engine.harness import (
-    Model,
+    Clock,
+    ModelOf,
     assert_idle,
     export_prefill,
     group_of,
@@ -27,7 +28,6 @@ from torchrelay.engine.core import GroupSpec, LoadFailed, StepResult
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.weights.segment_gate import SegmentGate
 
-ModelOf = Callable[..., Model]
 PROMPT = prompt_of(40)
 SOON_S = 0.05
 
@@ -68,15 +68,6 @@ def engine() -> Iterator[Engine]:
 def load_rest(instance: Instance) -> None:
     for segment in range(instance.num_segments_ready, instance.config.num_layers + 2):
         instance.segment_ready(segment)
-
-
-class Clock:
-    """A clock that the test moves; waits for a deadline read it again within ``SOON_S``."""
-
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def ending(group: GroupSpec, why: str) -> GroupSpec:
@@ -164,8 +155,7 @@ def test_ended_group_frees_pages_while_others_wait(
 
 def test_group_waiting_for_pages_expires_during_wait(model_of: ModelOf, engine: Engine) -> None:
     model, clock = model_of(), Clock()
-    pool_bytes = 5 * 16 * model.instance().kv_shape.bytes_per_token
-    instance = half_loaded(model, 1, pool_bytes=pool_bytes, clock=clock)
+    instance = half_loaded(model, 1, num_pages=5, clock=clock)
     instance.prefill(group_of(PROMPT))
     instance.prefill(ending(group_of(PROMPT, "late/0"), "deadline"))
     step = engine.waiting_step(instance)

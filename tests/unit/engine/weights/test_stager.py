@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.support.wait import HANG_S
-from tests.unit.engine.harness import group_of, outputs, prompt_of, run
-from tests.unit.engine.test_exactness import ModelOf
+from tests.unit.engine.harness import ModelOf, group_of, outputs, prompt_of, run
 from torchrelay.engine.core import LoadFailed
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.pool import KvPool

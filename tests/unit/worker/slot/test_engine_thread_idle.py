@@ -11,22 +11,13 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.wait import HANG_S, eventually
-from tests.unit.engine.harness import Model, group_of, outputs, prompt_of
+from tests.unit.engine.harness import Clock, Model, group_of, outputs, prompt_of
 from torchrelay.engine.core import GroupSpec, StepResult
 from torchrelay.engine.instance import Instance
 from torchrelay.worker.slot.engine_thread import EngineThread
 
 PROMPT = prompt_of(40)
 SOON_S = 0.05
-
-
-class Clock:
-    """A clock that the test moves; a wait for a deadline reads it again after the real time left to the deadline."""
-
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture(scope="module")

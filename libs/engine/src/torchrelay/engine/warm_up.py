@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from itertools import groupby
 from typing import Any, Final
@@ -32,8 +31,7 @@ _CONFIG: Final[dict[str, Any]] = {
 def warm_up(pool: KvPool) -> None:
     """Runs a model of zeros in every dtype through everything that a request uses: threads, kernels and lazy imports.
 
-    Also faults the pool in, and hides the imported modules from the garbage collector. Call it on the computing thread;
-    ``pool`` must be unused and have a few MB.
+    Also faults the pool in. Call it on the computing thread; ``pool`` must be unused and have a few MB.
     """
     if pool.device.type == "cuda":
         torch.cuda.set_device(pool.device)  # per thread: kernels are launched on it
@@ -63,9 +61,6 @@ def warm_up(pool: KvPool) -> None:
         while instance.has_work():
             instance.step()
         instance.close()
-    # Imported modules are never freed, and a full collection walks them for 50 ms, perhaps during a cold start.
-    gc.collect()
-    gc.freeze()
 
 
 def zeros_manifest(dtype: str) -> Manifest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import time
 from collections.abc import AsyncIterator
@@ -117,6 +118,9 @@ async def _end_when_hung(worker: Worker) -> None:
 async def serving(settings: WorkerSettings) -> AsyncIterator[Addresses]:
     """``running_worker`` with the signature that ``run_service`` needs."""
     async with running_worker(settings) as (worker, addresses), watched_engine(worker):
+        # Imported modules are never freed, and a full collection walks them for 50 ms, perhaps during a cold start.
+        gc.collect()
+        gc.freeze()
         yield addresses
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.engine.harness import Clock
 from torchrelay.engine.kernels.cpu.active_processes import ACTIVE_FOR_S, ActiveProcesses
 
 _COMPUTE = """
@@ -19,13 +20,6 @@ from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 print(ActiveProcesses(Path(sys.argv[1]), max_processes=2).count_computing(), flush=True)
 sys.stdin.read()
 """
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_computing_process_counts_until_it_rests(tmp_path: Path) -> None:

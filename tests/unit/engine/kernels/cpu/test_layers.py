@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.support.checkpoints import FAMILIES
-from tests.unit.engine.harness import group_of, prompt_of, run
+from tests.unit.engine.harness import ModelOf, group_of, prompt_of, run
 from tests.unit.engine.kernels.cpu.counted_layers import instances, logits_of
-from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.engine.kernels.cpu.library import Kernels
 from torchrelay.engine.kernels.layer import LayerWeights
 from torchrelay.engine.kernels.linear import linear

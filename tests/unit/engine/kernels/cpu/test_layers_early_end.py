@@ -11,9 +11,8 @@ from threading import Thread
 import pytest
 import torch
 
-from tests.unit.engine.harness import Model
+from tests.unit.engine.harness import Model, ModelOf
 from tests.unit.engine.kernels.cpu.counted_layers import Counted, instances, logits_of
-from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kernels.cpu.library import Kernels

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.support.checkpoints import FAMILIES
-from tests.unit.engine.harness import group_of, outputs, prompt_of, run
-from tests.unit.engine.test_exactness import LENGTHS, ModelOf
+from tests.unit.engine.harness import ModelOf, group_of, outputs, prompt_of, run
+from tests.unit.engine.test_exactness import LENGTHS
 from torchrelay.engine.kernels import backends, linear
 from torchrelay.engine.kernels.backends import backends_for, default_attention
 from torchrelay.engine.kernels.cpu import attention

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.engine.harness import group_of, outputs, prompt_of, run
-from tests.unit.engine.test_exactness import ModelOf
+from tests.unit.engine.harness import ModelOf, group_of, outputs, prompt_of, run
 from torchrelay.engine.kernels.cpu.library import Kernels
 from torchrelay.engine.kernels.cpu.linear import cpu_linear, supports_weight
 from torchrelay.engine.kernels.linear import linear

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.engine.harness import assert_idle, group_of, outputs, prompt_of, run
-from tests.unit.engine.test_exactness import ModelOf
+from tests.unit.engine.harness import ModelOf, assert_idle, group_of, outputs, prompt_of, run
 from torchrelay.engine.core import SamplingParams
 from torchrelay.engine.kernels.attention import AttentionBackend, Scoring, Span
 from torchrelay.engine.kernels.backends import backends_for

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine.harness import group_of, outputs, prompt_of, run
+from tests.unit.engine.harness import ModelOf, group_of, outputs, prompt_of, run
 from tests.unit.engine.kernels.triton.test_attention import DEVICE
-from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.engine.core import SamplingParams
 from torchrelay.engine.kernels.backends import backends_for
 from torchrelay.engine.kernels.triton.ops import TritonOps
