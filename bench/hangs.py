@@ -27,6 +27,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.random_checkpoint import LLAMA_33MB
 from bench.report import Check, finish, parser_of, progress
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import headers, stream
@@ -39,10 +40,6 @@ NUM_COLD_TOKENS = 8
 STOP_S = 30.0
 TIMEOUT_S = 90.0
 PROMPTS = [list(range(20 + i, 52 + i)) for i in range(NUM_STREAMS)]
-SHAPE: dict[str, Any] = {  # 33 MB: some milliseconds a step
-    "hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 704, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "max_position_embeddings": 2048,
-}  # fmt: skip
 BROKERS = ("redis", "nats")
 WORKERS = {"prefill": types_pb2.ROLE_PREFILL, "decode": types_pb2.ROLE_DECODE}
 PROCESSES = (*BROKERS, "param-store", "scheduler", *WORKERS)
@@ -223,7 +220,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="torchrelay-bench-") as folder:
         root = Path(folder)
         progress("making the checkpoints")
-        warm = make_checkpoint(root / "warm", "llama", **SHAPE)
+        warm = make_checkpoint(root / "warm", "llama", **LLAMA_33MB)
         cold = [make_checkpoint(root / f"cold-{i}", "llama", seed=i) for i in range(len(cases))]
         options = ("--both-workers", "1", "--arena-mb", "512", "--threads", "1", "--idle-timeout-s", "600")
         with running_platform(root / "home", options, {"TORCHRELAY_CPU_REORDER": "false"}) as platform:

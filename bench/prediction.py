@@ -30,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.calibration.padding import padded_workers
+from bench.random_checkpoint import LLAMA_33MB
 from bench.report import Check, finish, parser_of, progress
 from bench.scheduling.record import MeasuredAttempt, Record, read_record, step_of_known_batches_s
 from bench.scheduling.refusals import Refusal, refusals_of
@@ -40,10 +41,6 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.sim.summary import percentile
 
 ROOT = Path(__file__).resolve().parents[1]
-COMPUTED: dict[str, Any] = {  # 33 MB: some milliseconds a step
-    "hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 704, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "max_position_embeddings": 2048,
-}  # fmt: skip
 PADDED: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 8, "max_position_embeddings": 2048}
 LATENCY = LatencyModel(StepCost(0.02, 4e-4, 1e-7, 1000), StepCost(0.02, 5e-4, 1e-6, 1000), token_budget=512)
 LOADS = (0.3, 0.6, 0.8)
@@ -254,7 +251,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="torchrelay-bench-") as folder:
         root = Path(folder)
         path = arguments.record or root / "record.json"
-        checkpoint = make_checkpoint(root / "model", "llama", **(PADDED if arguments.padded else COMPUTED))
+        checkpoint = make_checkpoint(root / "model", "llama", **(PADDED if arguments.padded else LLAMA_33MB))
         options = ("--arena-mb", "256", "--threads", "1", "--idle-timeout-s", "600", "--quiet")
         env = {"TORCHRELAY_RECORD": str(path), "TORCHRELAY_QUEUE_LIMIT": str(QUEUE_LIMIT)}
         if arguments.padded:

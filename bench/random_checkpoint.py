@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LLAMA_33MB: dict[str, Any] = {  # in fp32; a step takes some milliseconds on a CPU
+    "hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 704, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 2048,
+}  # fmt: skip
 BF16_BYTES = 2
 BLOCK_BYTES = 8 << 20
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.processes import memory_bytes
+
 SETTLED_S = 1.4  # longer than the delay before a worker copies weights, and than the copy of a layer
 
 
@@ -43,12 +45,7 @@ def await_settled(pids: Sequence[int], timeout_s: float = 60.0) -> None:
     while time.monotonic() - since_s < SETTLED_S:
         if time.monotonic() > deadline_s:
             raise RuntimeError("the workers' memory kept growing")
-        num_bytes = sum(map(_anonymous_bytes, pids))
+        num_bytes = sum(memory_bytes(pid)["RssAnon"] for pid in pids)
         if abs(num_bytes - last) > 1 << 20:
             last, since_s = num_bytes, time.monotonic()
         time.sleep(0.1)
-
-
-def _anonymous_bytes(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
