@@ -36,11 +36,27 @@ async def ask(rig: TokenPathRig, num_tokens: int, n: int = 1, **fields: object) 
     return [choice["token_ids"] for choice in response.json()["choices"]]
 
 
+def settled_of(rig: TokenPathRig) -> list[tuple[int, int, int, FinishCause]]:
+    return [
+        (usage.num_prompt_tokens, usage.num_cached_prompt_tokens, usage.num_output_tokens, usage.cause)
+        for usages in rig.ports.settled.values()
+        for usage in usages
+    ]
+
+
+async def ask_until(
+    rig: TokenPathRig, worker: EchoWorker, num_tokens: int, n: int = 1
+) -> asyncio.Task[list[list[int]]]:
+    """A request for 25 tokens per choice, which ``worker`` pauses after ``num_tokens`` of each."""
+    worker.pause_at = num_tokens
+    asking = asyncio.ensure_future(ask(rig, 25, n))
+    await eventually(lambda: rig.num_accepted() == [n * num_tokens])
+    return asking
+
+
 async def test_dead_worker_does_not_change_the_tokens(rig: TokenPathRig) -> None:
     first, second = rig.workers
-    first.pause_at = 10
-    asking = asyncio.ensure_future(ask(rig, 25))
-    await eventually(lambda: rig.num_accepted() == [10])
+    asking = await ask_until(rig, first, 10)
     await first.kill()
     assert await asking == [rig.echoed(PROMPT, 25)]
     request_id = rig.ports.opened[0].request_id
@@ -78,9 +94,7 @@ async def test_recalled_attempt_that_has_not_begun_runs_elsewhere(rig: TokenPath
 
 async def test_recalled_attempt_that_has_begun_goes_on(rig: TokenPathRig) -> None:
     first, _ = rig.workers
-    first.pause_at = 10
-    asking = asyncio.ensure_future(ask(rig, 25))
-    await eventually(lambda: rig.num_accepted() == [10])
+    asking = await ask_until(rig, first, 10)
     await rig.scheduler.take_back(first.starts[0][1].key)
     second = asyncio.ensure_future(ask(rig, 1))  # what comes after it on the stream
     await second
@@ -91,9 +105,7 @@ async def test_recalled_attempt_that_has_begun_goes_on(rig: TokenPathRig) -> Non
 
 async def test_migrated_attempt_runs_until_its_successor_is_placed(rig: TokenPathRig) -> None:
     first, second = rig.workers
-    first.pause_at = 10
-    asking = asyncio.ensure_future(ask(rig, 25))
-    await eventually(lambda: rig.num_accepted() == [10])
+    asking = await ask_until(rig, first, 10)
     rig.scheduler.prefill_workers = rig.scheduler.decode_workers = [second]
     rig.scheduler.open_gate.clear()
     await rig.scheduler.migrate(first.starts[0][1].key)
@@ -115,15 +127,12 @@ async def test_migrated_attempt_runs_until_its_successor_is_placed(rig: TokenPat
         (True, 15),
         (False, 10),
     ]
-    (settled,) = rig.ports.settled.values()
-    assert [(usage.num_output_tokens, usage.cause) for usage in settled] == [(25, FinishCause.LENGTH)]
+    assert [usage[2:] for usage in settled_of(rig)] == [(25, FinishCause.LENGTH)]
 
 
 async def test_attempt_goes_on_when_its_migration_is_refused(rig: TokenPathRig) -> None:
     first, second = rig.workers
-    first.pause_at = 10
-    asking = asyncio.ensure_future(ask(rig, 25))
-    await eventually(lambda: rig.num_accepted() == [10])
+    asking = await ask_until(rig, first, 10)
     for number in (2, 3):
         refusal = scheduler_pb2.Refusal(reason=scheduler_pb2.Refusal.REASON_NOT_MIGRATED)
         rig.scheduler.refusals.append(refusal)
@@ -139,9 +148,7 @@ async def test_attempt_goes_on_when_its_migration_is_refused(rig: TokenPathRig) 
 @pytest.mark.parametrize("how", ["it ends", "its worker dies"])
 async def test_migration_is_withdrawn_when_its_attempt_ends(rig: TokenPathRig, how: str) -> None:
     first, second = rig.workers
-    first.pause_at = 10
-    asking = asyncio.ensure_future(ask(rig, 25))
-    await eventually(lambda: rig.num_accepted() == [10])
+    asking = await ask_until(rig, first, 10)
     rig.scheduler.open_gate.clear()
     await rig.scheduler.migrate(first.starts[0][1].key)
     await eventually(lambda: len(rig.scheduler.admits) == 2)
@@ -161,9 +168,7 @@ async def test_migration_is_withdrawn_when_its_attempt_ends(rig: TokenPathRig, h
 
 async def test_attempt_with_several_open_choices_is_not_migrated(rig: TokenPathRig) -> None:
     first, _ = rig.workers
-    first.pause_at = 10
-    asking = asyncio.ensure_future(ask(rig, 25, n=2))
-    await eventually(lambda: rig.num_accepted() == [20])
+    asking = await ask_until(rig, first, 10, n=2)
     await rig.scheduler.migrate(first.starts[0][1].key)
     await ask(rig, 1)  # what comes after it on the stream
     first.resume()
@@ -174,9 +179,7 @@ async def test_attempt_with_several_open_choices_is_not_migrated(rig: TokenPathR
 @pytest.mark.parametrize("how", ["silent", "stalled"])
 async def test_hung_worker_does_not_change_the_tokens(rig: TokenPathRig, how: str) -> None:
     first, second = rig.workers
-    first.pause_at = 10
-    asking = asyncio.ensure_future(ask(rig, 25))
-    await eventually(lambda: rig.num_accepted() == [10])
+    asking = await ask_until(rig, first, 10)
     if how == "silent":
         first.is_silent = True
     else:
@@ -186,8 +189,7 @@ async def test_hung_worker_does_not_change_the_tokens(rig: TokenPathRig, how: st
     first.resume()  # it goes on; nobody listens to it any more
     assert await asking == [rig.echoed(PROMPT, 25)]
     assert list(rig.scheduler.admits[1].lost_workers) == ["w0"]
-    (settled,) = rig.ports.settled.values()
-    assert [(usage.num_output_tokens, usage.cause) for usage in settled] == [(25, FinishCause.LENGTH)]
+    assert [usage[2:] for usage in settled_of(rig)] == [(25, FinishCause.LENGTH)]
     await eventually(lambda: first.num_running == 0)
 
 
@@ -308,10 +310,12 @@ async def test_requests_get_all_tokens_through_repeated_failures(make_rig: MakeR
     await eventually(lambda: len(rig.num_accepted()) == len(seeds))
     victims: list[EchoWorker | EchoScheduler] = [*rig.workers, rig.scheduler]
     for victim in victims * 2:
-        await asyncio.sleep(0.1)
+        num_before, num_hellos = sum(rig.num_accepted()), len(rig.scheduler.hellos)
+        await eventually(lambda num=num_before: sum(rig.num_accepted()) > num + 50)  # type: ignore[misc]
         await victim.kill()
-        await asyncio.sleep(0.02)
         await victim.revive()
+        if victim is rig.scheduler:
+            await eventually(lambda num=num_hellos: len(rig.scheduler.hellos) > num)  # type: ignore[misc]
     answers = await asking
     for seed, answer in zip(seeds, answers, strict=True):
         assert answer == [
@@ -386,31 +390,23 @@ def test_retry_delays_grow() -> None:
     assert delays[-1] == 2.0
 
 
-def settled_of(rig: TokenPathRig) -> list[tuple[int, int, int, FinishCause]]:
-    return [
-        (usage.num_prompt_tokens, usage.num_cached_prompt_tokens, usage.num_output_tokens, usage.cause)
-        for usages in rig.ports.settled.values()
-        for usage in usages
-    ]
+async def leave(rig: TokenPathRig) -> None:
+    """Disconnects a client before its first token."""
+    body = {"model": "echo", "prompt": PROMPT, "stream": True}
+    async with rig.http.stream("POST", "/v1/completions", json=body) as reply:
+        await anext(reply.aiter_lines())  # a keep-alive, after the worker's progress
+    await eventually(lambda: bool(rig.ports.settled))
 
 
 async def test_client_that_leaves_pays_the_computed_prompt(rig: TokenPathRig) -> None:
     rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
-    async with rig.http.stream(
-        "POST", "/v1/completions", json={"model": "echo", "prompt": PROMPT, "stream": True}
-    ) as reply:
-        await anext(reply.aiter_lines())  # a keep-alive: the worker's progress came before it
-    await eventually(lambda: bool(rig.ports.settled))
+    await leave(rig)
     assert settled_of(rig) == [(6, 2, 0, FinishCause.CANCELLED)]
 
 
 async def test_client_that_leaves_a_cold_model_pays_nothing(rig: TokenPathRig) -> None:
     rig.scheduler.open_gate.clear()
-    async with rig.http.stream(
-        "POST", "/v1/completions", json={"model": "echo", "prompt": PROMPT, "stream": True}
-    ) as reply:
-        await anext(reply.aiter_lines())
-    await eventually(lambda: bool(rig.ports.settled))
+    await leave(rig)
     assert settled_of(rig) == [(0, 0, 0, FinishCause.CANCELLED)]
 
 
