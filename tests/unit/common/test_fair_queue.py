@@ -75,12 +75,12 @@ def test_absence_neither_saves_turns_nor_clears_debt() -> None:
     costs = {item: ("a" if item < 20 else "b", 1.0) for item in range(40)}
     for item in range(20):
         queue.push("a", item)
+    queue.push("b", 20)
     order = served(queue, costs)
-    for _ in range(10):
-        next(order)
-    for item in range(20, 30):
+    assert Counter(next(order)[0] for _ in range(11)) == {"a": 10, "b": 1}
+    for item in range(21, 31):
         queue.push("b", item)
-    assert Counter(next(order)[0] for _ in range(6)) == {"a": 3, "b": 3}  # "b" was away for ten turns
+    assert Counter(next(order)[0] for _ in range(6)) == {"a": 3, "b": 3}  # "b" was away for nine turns
     queue.charge("a", 5)  # a long item
     for item in range(20):
         queue.remove("a", item)
