@@ -110,7 +110,7 @@ def test_num_splits_for_batch_shape(num_independent: int, num_programs: int, exp
     assert num_splits_for(num_independent, num_programs) == expected
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "mistral"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral"])
 def test_decoder_with_triton_attention_is_exact(model_of: ModelOf, family: str) -> None:
     """Greedy output equals transformers', with prompts in chunks beside decodes: windows, caps, odd head sizes."""
     model = model_of(family)
