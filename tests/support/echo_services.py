@@ -75,10 +75,10 @@ class EchoScheduler:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    async def take_back(self, key: types_pb2.AttemptKey) -> None:
+    async def recall(self, key: types_pb2.AttemptKey) -> None:
         """Says so to every gateway."""
         for events in self._streams:
-            await events.put(admit_pb.AdmitEvent(take_back=admit_pb.TakeBack(key=key)))
+            await events.put(admit_pb.AdmitEvent(recall=admit_pb.Recall(key=key)))
 
     async def migrate(self, key: types_pb2.AttemptKey) -> None:
         """Says so to every gateway."""

@@ -13,7 +13,7 @@ import pytest
 
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Role, ServiceClass
-from torchrelay.scheduler.policy.effects import Effects, TakeBack, UnloadCommand
+from torchrelay.scheduler.policy.effects import Effects, Recall, UnloadCommand
 from torchrelay.scheduler.policy.inputs import Admit, Due, FirstToken, Input, Release, Tick, WorkerReported
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.strategies import Strategies
@@ -70,7 +70,7 @@ def test_prompts_leave_worker_that_became_slow() -> None:
     class CountingPolicy(Policy):
         """Counts recalled requests. Every second worker prefers to decode."""
 
-        num_taken_back = 0
+        num_recalled = 0
         preferred: ClassVar[dict[str, Role]] = {}
 
         def apply(self, input_: Input, now: float) -> Effects:
@@ -79,7 +79,7 @@ def test_prompts_leave_worker_that_became_slow() -> None:
                 role = self.preferred.setdefault(worker.worker_id, tuple(Role)[len(self.preferred) % 2])
                 input_ = msgspec.structs.replace(input_, worker=replace(worker, preferred_role=role))
             caused = super().apply(input_, now)
-            self.num_taken_back += sum(isinstance(answer, TakeBack) for answer in caused.answers)
+            self.num_recalled += sum(isinstance(answer, Recall) for answer in caused.answers)
             return caused
 
     burst_s = 16 * 0.03  # 16 prompts together; prompts that arrive singly find idle instances
@@ -89,7 +89,7 @@ def test_prompts_leave_worker_that_became_slow() -> None:
     ]
 
     def run_with(gain_s: float) -> tuple[CountingPolicy, list[RequestOutcome]]:
-        policy = new_policy(CountingPolicy, take_back_gain_s=gain_s)
+        policy = new_policy(CountingPolicy, recall_gain_s=gain_s)
         policy.preferred.clear()
         plant = Plant(policy, FLEET, [SMALL])
 
@@ -103,9 +103,9 @@ def test_prompts_leave_worker_that_became_slow() -> None:
 
     policy, outcomes = run_with(0.5)
     assert all(outcome.ended_at and not outcome.is_refused for outcome in outcomes)
-    assert 0 < policy.num_taken_back <= 20
+    assert 0 < policy.num_recalled <= 20
     never, as_bound = run_with(math.inf)
-    assert never.num_taken_back == 0
+    assert never.num_recalled == 0
     late, late_as_bound = (sum(outcome.ttft_s > 2.0 for outcome in both[600:]) for both in (outcomes, as_bound))
     assert late < late_as_bound
 

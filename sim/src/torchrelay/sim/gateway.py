@@ -108,8 +108,8 @@ class SimulatedGateway:
                 if self._migrating.pop(answer.key, None) is None and outcome is not None:
                     outcome.is_refused = True
                     self.num_waiting -= not outcome.first_token_at
-            case effects.TakeBack():
-                self._events.after(RPC_S, partial(self._take_back, answer.key))
+            case effects.Recall():
+                self._events.after(RPC_S, partial(self._recall, answer.key))
             case effects.Migrate():
                 self._events.after(RPC_S, partial(self._migrate, answer.key))
 
@@ -186,11 +186,11 @@ class SimulatedGateway:
         )
         self._scheduler.soon(inputs.Release(attempt.key, True, outcome))
 
-    def _take_back(self, key: AttemptKey) -> None:
+    def _recall(self, key: AttemptKey) -> None:
         """Asks for a new attempt if this one has not begun."""
         attempt = self._running.get(key)
         if attempt is not None and isinstance(attempt.job, Prompt) and not attempt.job.num_done:
-            self._fail(attempt, is_taken_back=True)
+            self._fail(attempt, is_recalled=True)
 
     def _migrate(self, key: AttemptKey) -> None:
         """Asks for another attempt, which takes over when it is placed."""
@@ -209,12 +209,12 @@ class SimulatedGateway:
             del self._migrating[successor], self._open[successor], self._forced[successor]
             self._scheduler.soon(inputs.Withdraw(successor))
 
-    def _fail(self, attempt: _Attempt, *, is_taken_back: bool = False) -> None:
+    def _fail(self, attempt: _Attempt, *, is_recalled: bool = False) -> None:
         """Ends the attempt before its last token and asks for another that continues it."""
         self._give_up_migration(attempt)
         given = self._num_given(attempt)
         self._leave(attempt)
-        self._scheduler.apply(inputs.Release(attempt.key, given > attempt.num_forced, is_taken_back=is_taken_back))
+        self._scheduler.apply(inputs.Release(attempt.key, given > attempt.num_forced, is_recalled=is_recalled))
         attempt.outcome.num_attempts += 1
         key = AttemptKey(attempt.key.request_id, attempt.outcome.num_attempts)
         self._admit(attempt.outcome, key, given)

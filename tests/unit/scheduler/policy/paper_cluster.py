@@ -58,7 +58,7 @@ from torchrelay.scheduler.policy.inputs import (
     WorkerReported,
 )
 from torchrelay.scheduler.policy.policy import Policy
-from torchrelay.scheduler.policy.transitions import placements
+from torchrelay.scheduler.policy.transitions import dispatch
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
 
 MB = 1 << 20
@@ -283,14 +283,14 @@ class PaperCluster:
         state.attempts.check_integrity(pools)
         state.queues.check_integrity()
         for version_id in state.queues.versions:
-            if state.rosters.is_blocked(version_id, self.now):
+            if state.roster_cache.is_blocked(version_id, self.now):
                 self._check_nobody_has_a_place(version_id)
 
     def _check_nobody_has_a_place(self, version_id: str) -> None:
         """Whoever waits for the version, and wherever they look."""
         state, model = self.policy.state, self.policy.state.models[version_id]
         for admission in state.queues.waiting(version_id):
-            among = placements.candidates(state, admission, model, self.now)
+            among = dispatch.candidates(state, admission, model, self.now)
             found = place(admission, model, among, state.kv_transfer_times, state.config, self.now)
             assert isinstance(found, NoPlacement)
 

@@ -28,7 +28,7 @@ from torchrelay.scheduler.policy.effects import (
     DisconnectCommand,
     Migrate,
     Placed,
-    TakeBack,
+    Recall,
     UnloadCommand,
 )
 from torchrelay.scheduler.policy.explain import ExplainLog
@@ -89,7 +89,7 @@ class Call:
     changes: dict[str, object] = field(default_factory=dict)
     attempt: int = 1
     num_attempts: int = 1
-    num_taken_back: int = 0
+    num_recalled: int = 0
     num_migrated: int = 0
     successor: int = 0  # the attempt that takes over when it is placed; 0: none
     last_attempt: int = 1
@@ -139,7 +139,7 @@ class RunningCluster(PaperCluster):
     tokens_per_s: float = 2000.0
     explain: ExplainLog = field(default_factory=ExplainLog)
     is_gateway_here: bool = True
-    _lanes: dict[str, deque[Call]] = field(default_factory=dict)  # by instance
+    _queues: dict[str, deque[Call]] = field(default_factory=dict)  # by instance
     _loads: dict[str, float] = field(default_factory=dict)  # when they began, by instance
     _drains: dict[str, float] = field(default_factory=dict)  # when they must be over, by instance
     _unsent: list[Release | FirstToken | Withdraw] = field(default_factory=list)
@@ -226,17 +226,17 @@ class RunningCluster(PaperCluster):
             self.tell(Withdraw(call.key._replace(attempt=call.successor)))
             call.successor = 0
 
-    def _retry(self, call: Call, lost_worker: str = "", *, is_taken_back: bool = False) -> None:
+    def _retry(self, call: Call, lost_worker: str = "", *, is_recalled: bool = False) -> None:
         """The attempt is over without its end."""
         self._give_up_migration(call)
         self._leave_workers(call)
-        self.tell(Release(call.key, call.first_token_at is not None, is_taken_back=is_taken_back))
+        self.tell(Release(call.key, call.first_token_at is not None, is_recalled=is_recalled))
         if lost_worker:
             call.lost_workers = (*call.lost_workers, lost_worker)
         call.has_token = call.has_token or call.first_token_at is not None
         call.placement, call.first_token_at, call.decoded_at = None, None, math.inf
         call.attempt = call.next_attempt()
-        call.num_attempts += not is_taken_back
+        call.num_attempts += not is_recalled
         if call.num_attempts > MAX_ATTEMPTS:
             self._end(call, "ATTEMPTS: its workers failed it again and again")
             return
@@ -245,9 +245,9 @@ class RunningCluster(PaperCluster):
 
     def _leave_workers(self, call: Call) -> None:
         if call.placement is not None:
-            lane = self._lanes.get(call.placement.prefill.instance_id)
-            if lane is not None and call in lane:
-                lane.remove(call)
+            queue = self._queues.get(call.placement.prefill.instance_id)
+            if queue is not None and call in queue:
+                queue.remove(call)
 
     # Time
 
@@ -298,8 +298,8 @@ class RunningCluster(PaperCluster):
                 self._start(answer.placement)
             elif isinstance(answer, AdmissionRefused):
                 self._refused(answer)
-            elif isinstance(answer, TakeBack):
-                self._take_back(answer.key)
+            elif isinstance(answer, Recall):
+                self._recall(answer.key)
             elif isinstance(answer, Migrate):
                 self._migrate(answer.key)
         while self._num_noted < len(self.events):
@@ -321,12 +321,12 @@ class RunningCluster(PaperCluster):
         else:
             self._end(call, f"{refusal.reason.name}: {refusal.message}")
 
-    def _take_back(self, key: AttemptKey) -> None:
+    def _recall(self, key: AttemptKey) -> None:
         call = self._call_of(key)
         if call is None or call.placement is None or call.first_token_at is not None or not self.is_gateway_here:
             return
-        call.num_taken_back += 1
-        self._retry(call, is_taken_back=True)
+        call.num_recalled += 1
+        self._retry(call, is_recalled=True)
 
     def _successor_of(self, key: AttemptKey) -> Call | None:
         call = self.calls.get(key.request_id)
@@ -371,7 +371,7 @@ class RunningCluster(PaperCluster):
                 self._retry(call)
                 return
         call.tokens_left = float(call.num_tokens)
-        self._lanes.setdefault(placement.prefill.instance_id, deque()).append(call)
+        self._queues.setdefault(placement.prefill.instance_id, deque()).append(call)
 
     # Workers
 
@@ -392,13 +392,13 @@ class RunningCluster(PaperCluster):
             if slot.num_layers_ready < 4 or fault in (Fault.IDLE_LIAR, Fault.HUNG):
                 continue
             left = step_s * self.tokens_per_s / (20.0 if fault is Fault.SLOW else 1.0)
-            lane = self._lanes.get(slot.instance_id, deque())
-            while lane and left > 0:
-                done = min(left, lane[0].tokens_left)
+            queue = self._queues.get(slot.instance_id, deque())
+            while queue and left > 0:
+                done = min(left, queue[0].tokens_left)
                 left -= done
-                lane[0].tokens_left -= done
-                if lane[0].tokens_left <= 0:
-                    call = lane.popleft()
+                queue[0].tokens_left -= done
+                if queue[0].tokens_left <= 0:
+                    call = queue.popleft()
                     call.first_token_at = self.now
                     call.decoded_at = self.now + call.decode_s
                     self.tell(FirstToken(call.key))
@@ -468,7 +468,7 @@ class RunningCluster(PaperCluster):
         running = self._running_at(worker.slot.instance_id)
         self._drains.pop(worker.slot.instance_id, None)
         self.workers[worker_id] = replace(worker, slot=SlotStatus(error=error))
-        self._lanes.pop(worker.slot.instance_id, None)
+        self._queues.pop(worker.slot.instance_id, None)
         for call in running:
             self._retry(call)
         self.report(worker_id)
@@ -476,7 +476,7 @@ class RunningCluster(PaperCluster):
     def report(self, worker_id: str) -> None:
         worker, instance_id = self.workers[worker_id], self.workers[worker_id].slot.instance_id
         fault, running = self.faults.get(worker_id), self._running_at(instance_id) if instance_id else []
-        queued = sum(call.tokens_left for call in self._lanes.get(instance_id, ()))
+        queued = sum(call.tokens_left for call in self._queues.get(instance_id, ()))
         progress = EngineProgress(worker.progress.num_advances + 1, bool(running))
         if fault is Fault.HUNG:
             progress = EngineProgress(worker.progress.num_advances, bool(running))
@@ -495,7 +495,7 @@ class RunningCluster(PaperCluster):
         worker = self.workers.pop(worker_id)
         for call in self._running_at(worker.slot.instance_id) if worker.slot.instance_id else []:
             self._retry(call, worker_id)
-        self._lanes.pop(worker.slot.instance_id, None)
+        self._queues.pop(worker.slot.instance_id, None)
         self.faults.pop(worker_id, None)
         self.apply(WorkerGone(worker_id))
 

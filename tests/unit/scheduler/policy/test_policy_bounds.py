@@ -102,7 +102,7 @@ class Running(RuleBasedStateMachine):
         assert all(queues.num_waiting(model.version_id) <= CONFIG.queue_limit for model in VERSIONS)
         staying = Counter((i.version_id, role) for i in instances if i.staying for role in i.target_roles)
         assert all(number <= CONFIG.max_instances for number in staying.values()), staying
-        assert all(call.num_taken_back <= 1 for call in scene.calls.values())
+        assert all(call.num_recalled <= 1 for call in scene.calls.values())
         assert all(call.num_migrated <= call.num_attempts for call in scene.calls.values()), (
             "once, unless it failed there"
         )

@@ -17,7 +17,7 @@ from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Placemen
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
 from torchrelay.scheduler.policy.effects import Placed
 from torchrelay.scheduler.policy.inputs import FirstToken, MinimumsSet, StoreReported, Tick, WorkerBeat
-from torchrelay.scheduler.policy.transitions import kept_slots
+from torchrelay.scheduler.policy.transitions import reserved_slots
 
 MODEL = a_model("acme/m0")
 
@@ -113,7 +113,7 @@ def bytecodes_of_tick(num_slots: int, num_waiting: int) -> int:
         scene.admit(a_model(f"acme/m{number}"), f"of {number}")
     state = scene.policy.state
     assert len(state.queues) == num_waiting
-    return num_bytecodes(lambda: kept_slots.refuse_without_slot(state, scene.now))
+    return num_bytecodes(lambda: reserved_slots.refuse_without_slot(state, scene.now))
 
 
 def test_slots_that_minimums_hold_are_looked_at_once_however_many_models_wait() -> None:

@@ -76,7 +76,7 @@ def a_report(worker_id: str, *, drains: bool = False) -> reports_pb2.WorkerRepor
     )
 
 
-async def test_a_prompt_is_taken_back_through_its_gateways_stream() -> None:
+async def test_a_prompt_is_recalled_through_its_gateways_stream() -> None:
     controller, _ = recorded_controller()
     stream = controller.streams.open()
     controller.streams.connected(stream, "gateway-1")
@@ -88,17 +88,17 @@ async def test_a_prompt_is_taken_back_through_its_gateways_stream() -> None:
     state, key = controller.policy.state, core.AttemptKey("r2", 1)
     assert len(state.attempts) == 2
 
-    def is_asked_back() -> bool:
+    def is_recalled() -> bool:
         controller.tick(0.0)
         attempt = state.attempts.get(key)
-        return attempt is not None and attempt.is_asked_back
+        return attempt is not None and attempt.is_recalled
 
-    await eventually(is_asked_back)
+    await eventually(is_recalled)
     sent = (await anext(stream.events())).events
-    assert [event.take_back.key.request_id for event in sent if event.HasField("take_back")] == ["r2"]
-    message = scheduler_pb2.Release(key=types_pb2.AttemptKey(request_id="r2", attempt=1), is_taken_back=True)
+    assert [event.recall.key.request_id for event in sent if event.HasField("recall")] == ["r2"]
+    message = scheduler_pb2.Release(key=types_pb2.AttemptKey(request_id="r2", attempt=1), is_recalled=True)
     controller.release(message)
-    assert list(state.taken_back) == ["r2"] and "r2" not in state.instances_without_token
+    assert list(state.recalled) == ["r2"] and "r2" not in state.instances_without_token
 
 
 async def test_an_answer_moves_through_its_gateways_stream() -> None:

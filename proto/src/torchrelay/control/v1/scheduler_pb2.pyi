@@ -325,13 +325,13 @@ class Release(_message.Message):
     TTFT_S_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
-    IS_TAKEN_BACK_FIELD_NUMBER: _builtins.int
+    IS_RECALLED_FIELD_NUMBER: _builtins.int
     IS_MIGRATED_FIELD_NUMBER: _builtins.int
     ttft_s: _builtins.float
     """0: no token was delivered"""
     num_output_tokens: _builtins.int
-    is_taken_back: _builtins.bool
-    """in answer to TakeBack: the next attempt keeps its place in the queue"""
+    is_recalled: _builtins.bool
+    """in answer to Recall: the next attempt keeps its place in the queue"""
     is_migrated: _builtins.bool
     """another attempt goes on with it, which has a place"""
     @_builtins.property
@@ -347,12 +347,12 @@ class Release(_message.Message):
         ttft_s: _builtins.float = ...,
         num_output_tokens: _builtins.int = ...,
         phases: _abc.Iterable[_types_pb2.Phase] | None = ...,
-        is_taken_back: _builtins.bool = ...,
+        is_recalled: _builtins.bool = ...,
         is_migrated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_migrated", b"is_migrated", "is_taken_back", b"is_taken_back", "key", b"key", "num_output_tokens", b"num_output_tokens", "phases", b"phases", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_migrated", b"is_migrated", "is_recalled", b"is_recalled", "key", b"key", "num_output_tokens", b"num_output_tokens", "phases", b"phases", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -365,7 +365,7 @@ class AdmitEvent(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
-    TAKE_BACK_FIELD_NUMBER: _builtins.int
+    RECALL_FIELD_NUMBER: _builtins.int
     MIGRATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def placement(self) -> Global___Placement: ...
@@ -374,7 +374,7 @@ class AdmitEvent(_message.Message):
     @_builtins.property
     def beat(self) -> Global___Beat: ...
     @_builtins.property
-    def take_back(self) -> Global___TakeBack: ...
+    def recall(self) -> Global___Recall: ...
     @_builtins.property
     def migrate(self) -> Global___Migrate: ...
     def __init__(
@@ -383,21 +383,21 @@ class AdmitEvent(_message.Message):
         placement: Global___Placement | None = ...,
         refusal: Global___Refusal | None = ...,
         beat: Global___Beat | None = ...,
-        take_back: Global___TakeBack | None = ...,
+        recall: Global___Recall | None = ...,
         migrate: Global___Migrate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "migrate", b"migrate", "placement", b"placement", "refusal", b"refusal", "take_back", b"take_back"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "migrate", b"migrate", "placement", b"placement", "recall", b"recall", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "migrate", b"migrate", "placement", b"placement", "refusal", b"refusal", "take_back", b"take_back"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "migrate", b"migrate", "placement", b"placement", "recall", b"recall", "refusal", b"refusal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "refusal", "beat", "take_back", "migrate"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "refusal", "beat", "recall", "migrate"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___AdmitEvent: _TypeAlias = AdmitEvent  # noqa: Y015
 
 @_typing.final
-class TakeBack(_message.Message):
+class Recall(_message.Message):
     """Where the attempt was placed it has not begun, and elsewhere it would much sooner: the gateway ends it and admits
     another, at once. An attempt that has begun goes on, and nothing is answered.
     """
@@ -418,7 +418,7 @@ class TakeBack(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TakeBack: _TypeAlias = TakeBack  # noqa: Y015
+Global___Recall: _TypeAlias = Recall  # noqa: Y015
 
 @_typing.final
 class Migrate(_message.Message):

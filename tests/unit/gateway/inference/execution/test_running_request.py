@@ -80,13 +80,13 @@ async def test_recalled_attempt_that_has_not_begun_runs_elsewhere(rig: TokenPath
     asking = asyncio.ensure_future(ask(rig, 25))
     await eventually(lambda: len(first.starts) == 2)
     rig.scheduler.prefill_workers = rig.scheduler.decode_workers = [second]
-    await rig.scheduler.take_back(first.starts[0][1].key)
+    await rig.scheduler.recall(first.starts[0][1].key)
     assert await asking == [rig.echoed(PROMPT, 25)]
     assert {start.key.attempt for _, start in second.starts} == {2}
     assert second.starts[0][1].sampling.seed == first.starts[0][1].sampling.seed
     assert list(rig.scheduler.admits[1].lost_workers) == []
     await eventually(lambda: len(rig.scheduler.releases) == 2)
-    assert [(release.is_taken_back, release.ttft_s > 0) for release in rig.scheduler.releases] == [
+    assert [(release.is_recalled, release.ttft_s > 0) for release in rig.scheduler.releases] == [
         (True, False),
         (False, True),
     ]
@@ -95,7 +95,7 @@ async def test_recalled_attempt_that_has_not_begun_runs_elsewhere(rig: TokenPath
 async def test_recalled_attempt_that_has_begun_goes_on(rig: TokenPathRig) -> None:
     first, _ = rig.workers
     asking = await ask_until(rig, first, 10)
-    await rig.scheduler.take_back(first.starts[0][1].key)
+    await rig.scheduler.recall(first.starts[0][1].key)
     second = asyncio.ensure_future(ask(rig, 1))  # what comes after it on the stream
     await second
     first.resume()

@@ -34,9 +34,9 @@ def test_a_pause_is_owed_to_no_answer_that_comes_after_the_last_has_left() -> No
     attempts.computed(other, 1.0)
     prompt = begin("prompt", 2.0, pause_s=0.5)
     attempts.close(other, 2.1)
-    assert attempts.at("both").lane.owes_pauses, "one answer is there yet"
+    assert attempts.at("both").queue.owes_pauses, "one answer is there yet"
     attempts.close(answer, 2.2)
     attempts.computed(prompt, 3.0)
     work = attempts.at("both")
-    assert work.has_answers and not work.lane.owes_pauses
-    assert work.lane.paused_s(0.01, 3.0) == 0.0
+    assert work.has_answers and not work.queue.owes_pauses
+    assert work.queue.paused_s(0.01, 3.0) == 0.0

@@ -26,8 +26,8 @@ from torchrelay.scheduler.policy.core import (
 )
 from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
-from torchrelay.scheduler.policy.dispatch.prefill_lane import PrefillLane
-from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
+from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.transitions.admissions import with_targets
 
@@ -127,8 +127,8 @@ def test_no_prompt_comes_before_the_answers_there_had_their_pause() -> None:
     assert isinstance(first, Placement)
     pause_s = (full_s - 0.085) / (0.085 - decode_s) * decode_s
     assert first.predicted.pause_s == pytest.approx(pause_s)
-    both.work.lane.bind(asked.key, first.predicted.prefill_s, NOW - 0.6, pause_s)
-    both.work.lane.leave(asked.key, NOW)
+    both.work.queue.bind(asked.key, first.predicted.prefill_s, NOW - 0.6, pause_s)
+    both.work.queue.leave(asked.key, NOW)
     found = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
     assert isinstance(found, NoPlacement) and found.due == pytest.approx(NOW + pause_s - decode_s)
     assert isinstance(place(asked, MODEL, [both], KvTransferTimes(), RULES, found.due + 1e-6), Placement)
@@ -152,9 +152,9 @@ def test_prompts_keep_half_of_the_time_also_when_short_ones_follow_long_ones() -
                 found = place(asked, MODEL, [both], KvTransferTimes(), RULES, now)
             assert isinstance(found, Placement)
             prefill_s = found.predicted.prefill_s
-            both.work.lane.bind(asked.key, prefill_s, now, found.predicted.pause_s)
+            both.work.queue.bind(asked.key, prefill_s, now, found.predicted.pause_s)
             now, computed_s = now + prefill_s, computed_s + prefill_s
-            both.work.lane.leave(asked.key, now)
+            both.work.queue.leave(asked.key, now)
         return waited_s, computed_s
 
     waited_s, computed_s = times(16 * 512, 20)
@@ -188,7 +188,7 @@ def test_who_waits_for_a_pause_is_due_when_the_prompts_before_it_and_the_pause_a
     """While prompts were bound there, it was never due."""
     both = a_candidate("b", BOTH, num_decoding=3, seen=800)
     asked, decode_s = an_admission(MODEL, "r1", num_prompt_tokens=100), 0.01 * (1 + 3 / 8 + 800 / 8000)
-    both.work.lane.bind(AttemptKey("other", 1), 0.2, NOW, pause_s=0.1)
+    both.work.queue.bind(AttemptKey("other", 1), 0.2, NOW, pause_s=0.1)
     found = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
     assert isinstance(found, NoPlacement) and found.due == pytest.approx(NOW + 0.2 + 0.1 - decode_s)
     assert isinstance(place(asked, MODEL, [both], KvTransferTimes(), RULES, found.due + 1e-6), Placement)
@@ -196,11 +196,11 @@ def test_who_waits_for_a_pause_is_due_when_the_prompts_before_it_and_the_pause_a
 
 def test_an_instance_that_loads_takes_prompts_up_to_a_full_step_when_earlier_ones_are_computed() -> None:
     loading = a_candidate("p", PREFILL, load_left_s=2.0)
-    assert loading.entry.bindable_at(loading.work.lane) <= NOW
+    assert loading.entry.bindable_at(loading.work.queue) <= NOW
     earlier = a_candidate("p", PREFILL, load_left_s=2.0, queued=1000)
-    assert earlier.entry.bindable_at(earlier.work.lane) == pytest.approx(NOW + 1.0 - 0.512)
-    loading.work.lane.bind(AttemptKey("other", 1), 0.6, NOW)
-    assert math.isinf(loading.entry.bindable_at(loading.work.lane)), "nothing begins there by the passing of time"
+    assert earlier.entry.bindable_at(earlier.work.queue) == pytest.approx(NOW + 1.0 - 0.512)
+    loading.work.queue.bind(AttemptKey("other", 1), 0.6, NOW)
+    assert math.isinf(loading.entry.bindable_at(loading.work.queue)), "nothing begins there by the passing of time"
 
 
 def test_measured_rates_count() -> None:
@@ -315,11 +315,11 @@ def test_a_place_always_has_the_roles_and_the_kv(found: list[Candidate], tokens:
     fits = [one for one in found if one.kv_unreserved_bytes >= admission.kv_bytes(MODEL) and len(one.work.decodes) < 64]
     prefills = [one.entry for one in found if one.entry.plays_prefill]
     if isinstance(placement, NoPlacement):
-        is_full = any(entry.ahead_s(PrefillLane(), NOW) >= entry.full_step_s for entry in prefills)
+        is_full = any(entry.ahead_s(PrefillQueue(), NOW) >= entry.full_step_s for entry in prefills)
         assert is_full or not prefills or not any(one.entry.plays_decode for one in fits)
         assert not is_full or placement.due > NOW
         return
     prefill, decode = by_worker[placement.prefill.worker_id], by_worker[placement.decode.worker_id]
     assert prefill.entry.plays_prefill and decode.entry.plays_decode and decode in fits
-    assert prefill.entry.ahead_s(PrefillLane(), NOW) < prefill.entry.full_step_s, "nothing is bound that cannot begin"
+    assert prefill.entry.ahead_s(PrefillQueue(), NOW) < prefill.entry.full_step_s, "nothing is bound that cannot begin"
     assert placement.cold == bool(prefill.entry.load_left_s(NOW) or decode.entry.load_left_s(NOW))

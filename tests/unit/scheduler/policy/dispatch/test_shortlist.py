@@ -23,7 +23,7 @@ from torchrelay.scheduler.policy.core import (
 )
 from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
-from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.dispatch.shortlist import Shortlist
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.inputs import FirstToken
@@ -50,7 +50,7 @@ def rosters(draw: st.DrawFn) -> tuple[list[RosterEntry], dict[str, BoundWork]]:
         work = BoundWork(num_choices=draw(st.integers(0, 8)))
         for prompt in range(draw(st.integers(0, 3))):
             begun_at = NOW - draw(st.floats(0, 0.5))
-            work.lane.bind(AttemptKey(f"r{number}-{prompt}", 1), draw(st.floats(0.01, 0.4)), begun_at)
+            work.queue.bind(AttemptKey(f"r{number}-{prompt}", 1), draw(st.floats(0.01, 0.4)), begun_at)
         entries.append(entry)
         works[entry.instance_id] = work
     return entries, works
@@ -64,7 +64,7 @@ def test_if_it_is_full_no_instance_has_room_for_a_prompt(
     shortlist = Shortlist(entries, works.__getitem__)
 
     def have_room(among: Sequence[RosterEntry]) -> bool:
-        return any(entry.queued_s(works[entry.instance_id].lane, NOW) < entry.full_step_s for entry in among)
+        return any(entry.queued_s(works[entry.instance_id].queue, NOW) < entry.full_step_s for entry in among)
 
     if shortlist.is_full(NOW) and not have_room(shortlist.entries()):
         assert not have_room(entries)
@@ -74,13 +74,13 @@ def test_who_has_nothing_to_do_is_listed_and_again_when_its_work_has_left() -> N
     entries = [an_entry(number) for number in range(64)]
     works = {entry.instance_id: BoundWork(num_choices=1) for entry in entries}
     for entry in entries:
-        works[entry.instance_id].lane.bind(AttemptKey(entry.instance_id, 1), 0.1, NOW)
+        works[entry.instance_id].queue.bind(AttemptKey(entry.instance_id, 1), 0.1, NOW)
     works["i60"] = BoundWork()
     shortlist = Shortlist(entries, works.__getitem__)
     assert shortlist.entries()[0].instance_id == "i60"
-    works["i60"].lane.bind(AttemptKey("new", 1), 0.5, NOW)
+    works["i60"].queue.bind(AttemptKey("new", 1), 0.5, NOW)
     works["i60"].num_choices = 9
-    works["i61"].lane.leave(AttemptKey("i61", 1), NOW)
+    works["i61"].queue.leave(AttemptKey("i61", 1), NOW)
     for instance_id in ("i60", "i61"):
         shortlist.change(instance_id)
     listed = [entry.instance_id for entry in shortlist.entries()]

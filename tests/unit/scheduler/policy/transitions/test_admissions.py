@@ -379,7 +379,7 @@ def test_who_had_a_place_is_next_by_its_deadline_though_that_has_passed(had_toke
     full: dict[str, Any] = {"num_prompt_tokens": 2 * LATENCY.token_budget, "tbt_target_s": 10.0}
     if not had_tokens:
         scene.admit(MODEL, "first", **full)
-        scene.apply(Release(AttemptKey("first", 1), delivered=False, is_taken_back=True))
+        scene.apply(Release(AttemptKey("first", 1), delivered=False, is_recalled=True))
     scene.admit(MODEL, "ahead", **full)
     scene.admit(MODEL, "newcomer", ttft_target_s=1000.0, **full)
     scene.admit(MODEL, "first", attempt=2, ttft_target_s=0.01, num_forced_tokens=5 if had_tokens else 0, **full)

@@ -21,7 +21,7 @@ from torchrelay.scheduler.policy.core import (
     SlotStatus,
     WorkerStatus,
 )
-from torchrelay.scheduler.policy.effects import Migrate, RefusalReason, TakeBack
+from torchrelay.scheduler.policy.effects import Migrate, Recall, RefusalReason
 from torchrelay.scheduler.policy.inputs import FirstToken, GatewayConnected, Release
 from torchrelay.scheduler.policy.prediction import Outcome
 
@@ -253,7 +253,7 @@ def test_the_length_of_an_answer_that_moved_is_learned_whole_and_once() -> None:
     assert scene.policy.state.answer_lengths.expected(MODEL.version_id, 1000) == 100
 
 
-def test_the_prompt_of_an_answer_that_moves_is_not_taken_back() -> None:
+def test_the_prompt_of_an_answer_that_moves_is_not_recalled() -> None:
     """Its client waits for the next token: it would have to wait in the queue."""
     scene = a_cluster("w1", "w2")
     key = begin(scene, "r1").key
@@ -263,7 +263,7 @@ def test_the_prompt_of_an_answer_that_moves_is_not_taken_back() -> None:
     assert go_on(scene, key) is not None
     scene.settle(ready("w3"))
     scene.pass_time(3.0)
-    back = [answer.key for answer in scene.answers if isinstance(answer, TakeBack)]
+    back = [answer.key for answer in scene.answers if isinstance(answer, Recall)]
     assert AttemptKey("r1", 2) not in back and scene.policy.state.attempts.get(ahead) is not None
 
 

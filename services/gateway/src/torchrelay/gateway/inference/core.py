@@ -123,7 +123,7 @@ RequestEvent: TypeAlias = (
     generation_pb2.ChoiceOutput
     | scheduler_pb2.Placement
     | scheduler_pb2.Refusal
-    | scheduler_pb2.TakeBack
+    | scheduler_pb2.Recall
     | scheduler_pb2.Migrate
     | WorkerLost
     | AdmissionFailed

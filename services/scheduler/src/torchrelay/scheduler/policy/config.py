@@ -69,7 +69,7 @@ class PolicyConfig:
     link_cap_bytes_per_s: float = 0.0  # planned maximum per direction of a host's link; 0: as measured
 
     # Prompts that are bound and have not begun
-    take_back_gain_s: float = 0.5  # one is taken back once, if it begins more than this sooner elsewhere
+    recall_gain_s: float = 0.5  # one is taken back once, if it begins more than this sooner elsewhere
 
     # Answers that go on elsewhere
     migration_gain_s: float = 0.5  # one moves, once, if that gains more than this beyond what it costs

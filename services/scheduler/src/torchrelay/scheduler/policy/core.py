@@ -246,7 +246,7 @@ class StoreStatus:
         """The failure domain; at least the host itself."""
         return self.failure_domain or self.host_id
 
-    def room_for(self, pack_id: str, pack_bytes: int, unpinned: Container[str] = ()) -> bool:
+    def has_space_for(self, pack_id: str, pack_bytes: int, unpinned: Container[str] = ()) -> bool:
         """Whether the arena has the pack, or has room for it without unpinned packs, and those that will be."""
         if pack_id in self.copies:
             return True
@@ -335,7 +335,7 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
     service_class: ServiceClass = ServiceClass.STANDARD
     ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0, until it is admitted: that of the model for its class
     tbt_target_s: float = 0.0  # between its tokens, in the mean; 0, until it is admitted: that of the model
-    was_taken_back: bool = False  # it had a place, and has kept its time of arrival
+    was_recalled: bool = False  # it had a place, and has kept its time of arrival
     migrates: int = 0  # the attempt that goes on until this one is placed; 0: none
 
     @property

@@ -117,7 +117,7 @@ class AdmissionRefused:
 
 
 @dataclass(frozen=True)
-class TakeBack:
+class Recall:
     """The attempt is to be asked for anew, if it has not begun."""
 
     gateway_id: str
@@ -132,7 +132,7 @@ class Migrate:
     key: AttemptKey
 
 
-Answer = Placed | AdmissionRefused | TakeBack | Migrate
+Answer = Placed | AdmissionRefused | Recall | Migrate
 
 
 @dataclass(frozen=True)

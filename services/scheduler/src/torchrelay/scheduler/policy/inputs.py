@@ -38,13 +38,13 @@ class FirstToken(_Input, frozen=True):
 
 class Release(_Input, frozen=True):
     """The attempt is over. ``delivered``: it produced at least one token. ``outcome``: what was measured of it.
-    ``is_taken_back``: it had not begun, and the request comes again. ``is_migrated``: another attempt goes on with it.
+    ``is_recalled``: it had not begun, and the request comes again. ``is_migrated``: another attempt goes on with it.
     """
 
     key: AttemptKey
     delivered: bool
     outcome: Outcome | None = None
-    is_taken_back: bool = False
+    is_recalled: bool = False
     is_migrated: bool = False
 
 

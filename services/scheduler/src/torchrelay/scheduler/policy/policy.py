@@ -20,16 +20,16 @@ from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.transitions import (
     admissions,
-    autoscaler_inputs,
-    kept_slots,
+    cluster_view,
+    dispatch,
     loads,
     migrations,
-    placements,
+    recalls,
     relays,
     replication,
+    reserved_slots,
     rosters,
     scaling,
-    take_backs,
 )
 
 _FEW_VERSIONS = 8  # are looked at in a moment
@@ -54,7 +54,7 @@ class Policy:
             case inputs.Withdraw(key):
                 admissions.withdraw(state, key, now)
             case inputs.FirstToken(key):
-                placements.first_token(state, key, now)
+                dispatch.first_token(state, key, now)
             case inputs.Release():
                 self._release(input_, now)
             case inputs.MinimumsSet(models):
@@ -71,7 +71,7 @@ class Policy:
             case inputs.WorkerBeat(worker_id, incarnation, progress):
                 if state.membership.beat_worker(worker_id, incarnation, progress, now):
                     if instance := state.instances.on_worker(worker_id):
-                        state.rosters.forget(instance.version_id)
+                        state.roster_cache.forget(instance.version_id)
                     self._react(now)
             case inputs.WorkerStreamClosed(worker_id):
                 state.membership.stream_closed(worker_id)
@@ -118,7 +118,7 @@ class Policy:
             case inputs.RetainFailed(store_id):
                 state.replication_state.retain_failed(store_id, now)
             case inputs.Due():
-                placements.place_due(state, now)
+                dispatch.place_due(state, now)
             case inputs.Turn():
                 self._turn(now)
             case inputs.Tick(listening_since):
@@ -141,7 +141,7 @@ class Policy:
             migrations.admit(state, admission, now)
             return
         if admissions.admit(state, admission, model, input_.current, input_.is_computed, now):
-            placements.place_waiting(state, now, (model.version_id,))
+            dispatch.place_waiting(state, now, (model.version_id,))
             opened = state.attempts.get(admission.key)
             if opened is None:
                 admissions.refuse_if_infeasible(state, admission, now)
@@ -158,12 +158,12 @@ class Policy:
             admissions.observe_outcome(state, attempt, input_.outcome, now)
             if not input_.is_migrated:
                 admissions.observe_length(state, attempt, input_.outcome)
-        if input_.is_taken_back:
-            take_backs.taken_back(state, attempt)
+        if input_.is_recalled:
+            recalls.recalled(state, attempt)
         elif not input_.delivered:
             state.note_no_token(input_.key.request_id, attempt.instance_ids)
-        if not input_.is_taken_back:  # else it comes again at once, and others wait for its place
-            placements.place_waiting(state, now, (attempt.admission.version_id,))
+        if not input_.is_recalled:  # else it comes again at once, and others wait for its place
+            dispatch.place_waiting(state, now, (attempt.admission.version_id,))
 
     # The cluster
 
@@ -186,17 +186,17 @@ class Policy:
         own = sorted({change.instance.version_id for change in changes})
         is_new = before is None or was_suspect
         if not is_new and all(change.is_progress for change in changes):
-            placements.place_waiting(state, now, own)
+            dispatch.place_waiting(state, now, own)
             return
         if not state.strategies.decides_in_turns:
-            placements.place_waiting(state, now)
-            take_backs.take_back(state, now, own)
+            dispatch.place_waiting(state, now)
+            recalls.recall(state, now, own)
             scaling.scale(state, now, sorted({*state.queues.versions, *own}))
             return
         if is_new and (instance := state.instances.on_worker(accepted.worker_id)):
             own = sorted({*own, instance.version_id})
-        placements.place_waiting(state, now, own)
-        take_backs.take_back(state, now, own)
+        dispatch.place_waiting(state, now, own)
+        recalls.recall(state, now, own)
         wanting = {version_id for version_id in own if scaling.has_waiting_or_minimum(state, version_id)}
         if is_new or any(change.gone for change in changes):  # there may be a free slot, for who has none
             wanting.update(scaling.starving_versions(state, now))
@@ -234,7 +234,7 @@ class Policy:
         instance = self.state.instances.get(instance_id)
         if instance is not None and not instance.accepted:
             self.state.instances.put(replace(instance, accepted_at=now))
-            placements.place_waiting(self.state, now, (instance.version_id,))
+            dispatch.place_waiting(self.state, now, (instance.version_id,))
 
     def _load_failed(self, input_: inputs.LoadRefused, now: float) -> None:
         state, cause = self.state, input_.cause
@@ -280,18 +280,18 @@ class Policy:
             admissions.refuse_infeasible(state, now)
             state.whole_scale_due = now + state.config.whole_scale_every_s
             scaling.evaluate_minimums(state, now)
-            kept_slots.refuse_without_slot(state, now)
+            reserved_slots.refuse_without_slot(state, now)
         if is_whole and not is_in_turns:
             self._react(now)
-            take_backs.take_back(state, now, state.instances.versions)
+            recalls.recall(state, now, state.instances.versions)
             migrations.rebalance(state, now, state.instances.versions)
         else:
-            placements.place_waiting(state, now)
+            dispatch.place_waiting(state, now)
             due: list[str] = []
             if is_in_turns:
                 due = [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
                 if is_whole:  # these may have no instance
-                    due += [*state.minimums.in_force, *autoscaler_inputs.expected_versions(state, now)]
+                    due += [*state.minimums.in_force, *cluster_view.expected_versions(state, now)]
             self._look(due, now, also=(*state.queues.versions, *state.instances.loading_versions))
         if is_whole:
             migrations.empty_draining(state, now)
@@ -314,7 +314,7 @@ class Policy:
         """
         scaling.scale(self.state, now, sorted({*version_ids, *also}))
         once = sorted(set(version_ids))  # what was moved is not seen by a second look
-        take_backs.take_back(self.state, now, once)
+        recalls.recall(self.state, now, once)
         migrations.rebalance(self.state, now, once)
 
     def _give_up_load(self, instance: Instance, reason: Reason, now: float) -> None:
@@ -328,7 +328,7 @@ class Policy:
     # Shared
 
     def _react(self, now: float) -> None:
-        placements.place_waiting(self.state, now)
+        dispatch.place_waiting(self.state, now)
         scaling.scale(self.state, now)
 
     def _remove_instances(self, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:

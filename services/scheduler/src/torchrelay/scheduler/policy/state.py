@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.admission.due_times import DueTimes
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
-from torchrelay.scheduler.policy.admission.promises import Promises
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
+from torchrelay.scheduler.policy.admission.retry_times import RetryTimes
 from torchrelay.scheduler.policy.autoscaling.arrivals import Arrivals
 from torchrelay.scheduler.policy.autoscaling.idle_deadlines import IdleDeadlines
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
@@ -23,7 +23,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, AttemptKey, Instance, Model
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
-from torchrelay.scheduler.policy.dispatch.rosters import Rosters
+from torchrelay.scheduler.policy.dispatch.roster_cache import RosterCache
 from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
 from torchrelay.scheduler.policy.estimates.answer_lengths import AnswerLengths
@@ -61,10 +61,10 @@ class State:
     idle_deadlines: IdleDeadlines = field(default_factory=IdleDeadlines)
     arrivals: Arrivals = field(default_factory=Arrivals)
     load_times: LoadTimes = field(default_factory=LoadTimes)
-    promises: Promises = field(default_factory=Promises)
+    retry_times: RetryTimes = field(default_factory=RetryTimes)
     instances: Instances = field(default_factory=Instances)
     attempts: OpenAttempts = field(default_factory=OpenAttempts)
-    rosters: Rosters = field(default_factory=Rosters)
+    roster_cache: RosterCache = field(default_factory=RosterCache)
     corrections: Corrections = field(default_factory=lambda: Corrections(TTFT_WEIGHT))  # of times to the first token
     prompt_times: PromptTimes = field(default_factory=PromptTimes)
     token_times: TokenTimes = field(default_factory=TokenTimes)
@@ -87,14 +87,14 @@ class State:
     instances_without_token: Recent[str, tuple[str, ...]] = field(  # by request id; see note_no_token
         default_factory=lambda: Recent(_MAX_REQUESTS_WITHOUT_TOKEN)
     )
-    taken_back: Recent[str, float] = field(  # by request id: when it was first admitted, until it comes again
+    recalled: Recent[str, float] = field(  # by request id: when it was first admitted, until it comes again
         default_factory=lambda: Recent(_MAX_TAKEN_BACK)
     )
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     overdue_slots_at: dict[str, float] = field(default_factory=dict)  # by tenant, of the last turn; see ``Drain``
     whole_scale_due: float = 0.0  # next look at all models at once, where they take no turns
     unserved_since: float | None = None  # since when no model can be loaded; None: one can
-    without_slot_since: dict[AttemptKey, float] = field(default_factory=dict)  # of requests; see ``kept_slots``
+    without_slot_since: dict[AttemptKey, float] = field(default_factory=dict)  # of requests; see ``reserved_slots``
 
     @classmethod
     def fresh(cls, config: PolicyConfig, new_id: Callable[[], str], now: float, strategies: Strategies) -> State:
@@ -105,8 +105,8 @@ class State:
         state = cls(
             config, new_id, now, queues, failures, progress, gateways, membership, turns, strategies, links=links
         )
-        state.instances = Instances(on_change=state.rosters.forget)
-        state.attempts = OpenAttempts(on_change=state.rosters.work_changed)
+        state.instances = Instances(on_change=state.roster_cache.forget)
+        state.attempts = OpenAttempts(on_change=state.roster_cache.work_changed)
         return state
 
     def take_effects(self) -> Effects:
@@ -139,14 +139,7 @@ class State:
         """What a cold start of the version is worth, in seconds of a slot: the longest that any of its users asked
         for. The default, if nobody has named it since the start: it is known by its instances.
         """
-        return self.aliases.idle_timeout_s(version_id, now) or self.config.idle_timeout_s / self._num_devices(
-            version_id
-        )
-
-    def _num_devices(self, version_id: str) -> int:
-        """Of a slot."""
-        workers = (self.membership.workers.get(one.worker_id) for one in self.instances.of_version(version_id))
-        return next((worker.num_devices for worker in workers if worker is not None), 1)
+        return self.aliases.idle_timeout_s(version_id, now) or self.config.idle_timeout_s
 
     def longest_idle_s(self, version_id: str, now: float) -> float:
         """After which an idle instance of the version is drained at the latest: at once if its models are deleted."""

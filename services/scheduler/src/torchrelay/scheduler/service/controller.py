@@ -24,7 +24,7 @@ from torchrelay.scheduler.policy.effects import (
     Command,
     Effects,
     Placed,
-    TakeBack,
+    Recall,
     WakeCommand,
 )
 from torchrelay.scheduler.policy.explain import ExplainLog
@@ -167,7 +167,7 @@ class Controller:
             outcome = outcome_of(phases, release.num_output_tokens, attempt.admission.num_choices)
             self.explain.record_accuracy(key, attempt.placement, outcome, now)
             self._metrics.record_accuracy(attempt.placement, outcome)
-        self._apply(Release(key, release.ttft_s > 0, outcome, release.is_taken_back, release.is_migrated), now)
+        self._apply(Release(key, release.ttft_s > 0, outcome, release.is_recalled, release.is_migrated), now)
 
     def worker_reported(self, report: reports_pb2.WorkerReport, streamed: bool) -> None:
         """Raises ``StaleEpoch`` when most peers, and the worker among them, obey a newer scheduler."""
@@ -284,9 +284,9 @@ class Controller:
             event = converters.placed_to_fields(answer.placement, ticket, self.cluster_tickets.call_tokens)
         elif isinstance(answer, AdmissionRefused):
             kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
-        elif isinstance(answer, TakeBack):
-            message = scheduler_pb2.TakeBack(key=converters.key_to_proto(answer.key))
-            kind, event = "taken_back", AdmitEvent(take_back=message)
+        elif isinstance(answer, Recall):
+            message = scheduler_pb2.Recall(key=converters.key_to_proto(answer.key))
+            kind, event = "recalled", AdmitEvent(recall=message)
         else:
             kind, event = "migrated", AdmitEvent(migrate=scheduler_pb2.Migrate(key=converters.key_to_proto(answer.key)))
         self._metrics.answered(kind)

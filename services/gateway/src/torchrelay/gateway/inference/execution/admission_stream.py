@@ -253,8 +253,8 @@ class AdmissionStream:
             admission = self._open.pop(attempt_id_of(event.refusal.key), None)
             if admission is not None:
                 admission.listener(event.refusal)
-        elif kind == "take_back" and (placed := self._open.get(attempt_id_of(event.take_back.key))) is not None:
-            placed.listener(event.take_back)
+        elif kind == "recall" and (placed := self._open.get(attempt_id_of(event.recall.key))) is not None:
+            placed.listener(event.recall)
         elif kind == "migrate" and (running := self._open.get(attempt_id_of(event.migrate.key))) is not None:
             running.listener(event.migrate)
 

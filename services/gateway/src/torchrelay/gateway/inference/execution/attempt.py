@@ -158,7 +158,7 @@ class Attempt:
         return worker_id == placement.prefill.worker_id != placement.decode.worker_id
 
     @property
-    def may_be_taken_back(self) -> bool:
+    def may_be_recalled(self) -> bool:
         """Whether it is placed and has not begun, as far as its workers have told."""
         return self.placement is not None and not self.is_prompt_begun and not self.first_token_unix_us
 
@@ -167,7 +167,7 @@ class Attempt:
         """Whether another attempt still carries its choice."""
         return self.migrates > 0 and self.placement is None
 
-    def end(self, *, is_running: bool, is_taken_back: bool = False, is_migrated: bool = False) -> None:
+    def end(self, *, is_running: bool, is_recalled: bool = False, is_migrated: bool = False) -> None:
         """Leaves the workers, cancelling the attempt there if ``is_running``, and releases the placement."""
         key = self.key
         for stream in self._streams.values():
@@ -183,7 +183,7 @@ class Attempt:
                 ttft_s=(began - self.admitted_unix_us) / 1e6 if began else 0.0,
                 num_output_tokens=self.num_output_tokens,
                 phases=self.phases(),
-                is_taken_back=is_taken_back,
+                is_recalled=is_recalled,
                 is_migrated=is_migrated,
             )
         )

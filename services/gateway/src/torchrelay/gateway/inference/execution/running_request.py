@@ -237,8 +237,8 @@ class RunningRequest:
                 attempt.place(event, self._on_event)
         elif isinstance(event, scheduler_pb2.Refusal):
             self._refused(event)
-        elif isinstance(event, scheduler_pb2.TakeBack):
-            self._take_back(event.key.attempt)
+        elif isinstance(event, scheduler_pb2.Recall):
+            self._recall(event.key.attempt)
         elif isinstance(event, scheduler_pb2.Migrate):
             self._migrate(event.key.attempt)
         elif isinstance(event, WorkerLost):
@@ -297,16 +297,16 @@ class RunningRequest:
             raise refusal_error(refusal)
         self._retry(refusal.key.attempt, refusal_error(refusal))  # the scheduler reports that its workers are gone
 
-    def _take_back(self, number: int) -> None:
+    def _recall(self, number: int) -> None:
         """Runs the attempt elsewhere, where it begins sooner. It is no failure and does not count as a try."""
         attempt = self._attempts.get(number)
-        if attempt is None or not attempt.may_be_taken_back:
+        if attempt is None or not attempt.may_be_recalled:
             return
         del self._attempts[number]
-        attempt.end(is_running=True, is_taken_back=True)
+        attempt.end(is_running=True, is_recalled=True)
         self._max_attempts += 1
         for plan in self._generation.resume(number):
-            log.info("request_taken_back", request_id=self.resolved.request_id, attempt=plan.attempt)
+            log.info("request_recalled", request_id=self.resolved.request_id, attempt=plan.attempt)
             self._admit(plan)
 
     def _migrate(self, number: int) -> None:

@@ -59,7 +59,7 @@ class _VersionQueue:
         had a place.
         """
         latest = (one.admission for one in reversed(self.waiting.values()) if one.admission.tenant == tenant)
-        return next((one for one in latest if not one.num_forced_tokens and not one.was_taken_back), None)
+        return next((one for one in latest if not one.num_forced_tokens and not one.was_recalled), None)
 
 
 def _crowd(num_of: Mapping[str, int], newcomer: str) -> str | None:

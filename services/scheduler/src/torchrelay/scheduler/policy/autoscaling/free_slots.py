@@ -56,7 +56,7 @@ class FreeSlots:
                 host_id = self._free[worker_id].host_id
                 if host_id not in rooms:
                     store = self._input.stores.get(host_id)
-                    rooms[host_id] = store is not None and store.room_for(model.pack_id, model.pack_bytes)
+                    rooms[host_id] = store is not None and store.has_space_for(model.pack_id, model.pack_bytes)
                 if not rooms[host_id] or not self._is_free(worker_id):
                     continue
                 is_avoided = worker_id in avoid
@@ -75,7 +75,7 @@ class FreeSlots:
         return {
             store.host_id: tier_of(pack_id, store, bool(in_ram))
             for store in (*in_ram, *on_disk)
-            if stores.get(store.host_id) is store and store.room_for(pack_id, model.pack_bytes)
+            if stores.get(store.host_id) is store and store.has_space_for(pack_id, model.pack_bytes)
         }
 
     def _is_free(self, worker_id: str) -> bool:

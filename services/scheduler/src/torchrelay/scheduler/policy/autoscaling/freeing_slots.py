@@ -51,7 +51,7 @@ class FreeingSlots:
         self.add(decided)
 
     def claim(self, demand: Demand, missing: Roles) -> Roles:
-        """Promises the model a slot that plays all ``missing`` roles, else one for each. Returns the rest."""
+        """RetryTimes the model a slot that plays all ``missing`` roles, else one for each. Returns the rest."""
         slots = {key: self.roles(demand, instance.worker_id) for key, instance in self._unclaimed.items()}
         chosen = fewest(slots, missing)
         for instance_id in chosen:
@@ -104,7 +104,7 @@ class FreeingSlots:
         gone = {load.instance.instance_id: load.instance.pack_id for load in without}
         held = {pack_id for instance_id, pack_id in self._held[host_id].items() if instance_id not in gone}
         unpinned = self._leaving[host_id].union(gone.values()) - held
-        return store.room_for(model.pack_id, model.pack_bytes, unpinned)
+        return store.has_space_for(model.pack_id, model.pack_bytes, unpinned)
 
 
 def fewest(slots: Mapping[str, Roles], missing: Roles) -> list[str]:

@@ -50,7 +50,7 @@ def free_slots(
     @cache
     def tier(host_id: str) -> Tier | None:
         store = stores.get(host_id)
-        if store is None or not store.room_for(model.pack_id, model.pack_bytes):
+        if store is None or not store.has_space_for(model.pack_id, model.pack_bytes):
             return None
         return tier_of(model.pack_id, store, is_held)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torchrelay.scheduler.policy.core import Admission, AttemptKey, Placement
-from torchrelay.scheduler.policy.dispatch.prefill_lane import PrefillLane
+from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
 
 
 @dataclass(eq=False, slots=True)
@@ -23,7 +23,7 @@ class OpenAttempt:
     kv_bytes: int
     is_computed: bool = False  # its first token is there: the prefill instance is rid of it
     num_attended: int = 0  # positions that a step for it is expected to attend to, all choices together
-    is_asked_back: bool = False  # its gateway was told to ask for it anew, if it has not begun
+    is_recalled: bool = False  # its gateway was told to ask for it anew, if it has not begun
     computed_at: float = 0.0
     asked_to_migrate_at: float | None = None  # when its gateway was told to ask for another attempt; None: or it has
 
@@ -38,7 +38,7 @@ class OpenAttempt:
 class BoundWork:
     """What open attempts have bound of one instance."""
 
-    lane: PrefillLane = field(default_factory=PrefillLane)
+    queue: PrefillQueue = field(default_factory=PrefillQueue)
     prefills: dict[AttemptKey, OpenAttempt] = field(default_factory=dict)  # not computed yet
     decodes: dict[AttemptKey, OpenAttempt] = field(default_factory=dict)
     kv_bytes: int = 0
@@ -99,7 +99,7 @@ class OpenAttempts:
         if not attempt.is_computed:
             prefill = self._work(placement.prefill.instance_id)
             prefill.prefills[key] = attempt
-            prefill.lane.bind(key, placement.predicted.prefill_s, now, placement.predicted.pause_s)
+            prefill.queue.bind(key, placement.predicted.prefill_s, now, placement.predicted.pause_s)
         decode = self._work(placement.decode.instance_id)
         decode.decodes[key] = attempt
         decode.kv_bytes += attempt.kv_bytes
@@ -138,7 +138,7 @@ class OpenAttempts:
         if decode.is_idle:
             del self._bound[instance_id]
         elif not decode.has_answers:
-            decode.lane.answers_left()
+            decode.queue.answers_left()
         for instance_id in attempt.instance_ids:
             self._on_change(instance_id)
         return attempt
@@ -146,14 +146,14 @@ class OpenAttempts:
     def resumed(self, instance_id: str, now: float) -> None:
         """The instance is loaded: it begins with what was bound to it meanwhile."""
         if work := self._bound.get(instance_id):
-            work.lane.resume(now)
+            work.queue.resume(now)
             self._on_change(instance_id)
 
     def _leave_prefill(self, attempt: OpenAttempt, now: float) -> None:
         instance_id, key = attempt.placement.prefill.instance_id, attempt.admission.key
         work = self._bound.get(instance_id)
         if work is not None and work.prefills.pop(key, None) is not None:
-            work.lane.leave(key, now)
+            work.queue.leave(key, now)
             if work.is_idle:
                 del self._bound[instance_id]
 
@@ -177,7 +177,7 @@ class OpenAttempts:
             assert not work.is_idle
             assert work.kv_bytes == kv_bytes.get(instance_id, 0)
             assert work.num_choices == num_choices.get(instance_id, 0)
-            assert len(work.lane) == len(work.prefills)
+            assert len(work.queue) == len(work.prefills)
         bound = {key for work in self._bound.values() for key in (*work.prefills, *work.decodes)}
         assert bound == set(self._open)
         for instance_id, pool in pools.items():

@@ -21,7 +21,7 @@ import msgspec
 from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND, BoundWork
-from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.dispatch.token_pause import pause_s
 from torchrelay.scheduler.policy.estimates import prompt_time
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
@@ -147,13 +147,13 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
         paused_s = decode_s = 0.0
         if entry.plays_decode:
             one_s = latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
-            if work.lane.owes_pauses and work.has_answers:
+            if work.queue.owes_pauses and work.has_answers:
                 decode_s = latency.tbt_s(work.num_choices, work.num_attended)
-                paused_s = work.lane.paused_s(decode_s, now)
+                paused_s = work.queue.paused_s(decode_s, now)
         else:
             one_s = latency.prefill_s(num_tokens, num_cached)
         steps_s, load_left_s = num_contexts * one_s, entry.load_left_s(now)
-        queued_s, overdue_s = entry.queued_and_overdue_s(work.lane, now)
+        queued_s, overdue_s = entry.queued_and_overdue_s(work.queue, now)
         if load_left_s or queued_s:
             prefill_s, alone_s = steps_s * candidate.correction, 0.0
         else:
@@ -163,8 +163,8 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
             found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, alone_s, candidate))
             continue
         soonest_s = min(soonest_s, ttft_s)
-        unpaused_at = work.lane.paused_until(decode_s) if paused_s else 0.0
-        due = min(due, max(entry.bindable_at(work.lane), unpaused_at, now + _MIN_WAIT_S))
+        unpaused_at = work.queue.paused_until(decode_s) if paused_s else 0.0
+        due = min(due, max(entry.bindable_at(work.queue), unpaused_at, now + _MIN_WAIT_S))
     if found:
         found.sort()
         if found[0][0] <= soonest_s:
@@ -202,7 +202,7 @@ def _decodes(
         tbt_s = candidate.token_time.mean_s(step_s)
         cost_s = tbt_s + (tbt_s - target_s) * num_tokens if tbt_s > target_s else tbt_s
         if entry.plays_prefill:  # a prompt interrupts decoding by one step at a time
-            cost_s += min(entry.ahead_s(work.lane, now), entry.full_step_s)
+            cost_s += min(entry.ahead_s(work.queue, now), entry.full_step_s)
         found.append((cost_s, entry.worker_ref.instance_id, tbt_s, step_s, entry.load_left_s(now), candidate))
     if found:
         if len(found) > MAX_SCORED:

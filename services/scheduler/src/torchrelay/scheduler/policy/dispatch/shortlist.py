@@ -9,7 +9,7 @@ from itertools import islice
 
 from torchrelay.scheduler.policy.core import InstancePhase
 from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork
-from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 
 LEAST_ENTRIES = 32  # a roster with fewer is looked at whole
 _NUM_LISTED = 16  # of each order
@@ -56,14 +56,14 @@ class Shortlist:
     def _place(self, entry: RosterEntry) -> None:
         instance_id, work = entry.instance_id, self._work_of(entry.instance_id)
         if entry.phase is InstancePhase.LOADING:
-            self._loads.put(instance_id, entry.loaded_at + work.lane.work_s(), work.num_choices)
+            self._loads.put(instance_id, entry.loaded_at + work.queue.work_s(), work.num_choices)
             return
         if entry.plays_prefill:
             # No later than it has room for another prompt.
-            begin_at = work.lane.end_at() - entry.full_step_s if len(work.lane) else -math.inf
+            begin_at = work.queue.end_at() - entry.full_step_s if len(work.queue) else -math.inf
             if entry.plays_decode and work.has_answers:
                 decode_s = entry.latency.tbt_s(work.num_choices, work.num_attended)
-                begin_at = max(begin_at, work.lane.paused_until(decode_s))
+                begin_at = max(begin_at, work.queue.paused_until(decode_s))
             self._prefills.put(instance_id, max(begin_at, entry.excess_until - entry.full_step_s), work.num_choices)
         if entry.plays_decode:
             self._decodes.put(instance_id, work.num_choices, 0)

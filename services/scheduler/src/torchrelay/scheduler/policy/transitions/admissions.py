@@ -25,7 +25,7 @@ from torchrelay.scheduler.policy.core import (
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import backlogs, placements
+from torchrelay.scheduler.policy.transitions import backlogs, dispatch
 
 _LEAST_AHEAD_S = 1e-3  # of a queue that is full
 _SWEEP_S = 10.0  # for so long after a reason to refuse requests that wait, they are looked at: ticks may be late
@@ -45,7 +45,7 @@ def admit(
     _suspect_failed_workers(state, admission, now)
     if opened is not None:
         if is_computed:  # the message that told so may have been lost with its stream
-            placements.first_token(state, key, now, is_measured=False)
+            dispatch.first_token(state, key, now, is_measured=False)
         if current is None:
             state.effects.answers.append(effects.Placed(admission.gateway_id, opened.placement))
         return False
@@ -54,7 +54,7 @@ def admit(
         return True
     if current is not None:
         # Placed by an earlier scheduler: it runs, and needs no answer.
-        placements.open_attempt(state, admission, current, is_computed, now)
+        dispatch.open_attempt(state, admission, current, is_computed, now)
         return False
     # Placed on a load that failed, it has had its tries; but a store may be back in a moment.
     has_had_tries = key.attempt > 1 and not admission.num_forced_tokens
@@ -64,9 +64,9 @@ def admit(
         and refuse_if_given_up(state, admission, now)
     ):
         return False
-    admitted_at = state.taken_back.pop(key.request_id, None)
+    admitted_at = state.recalled.pop(key.request_id, None)
     if admitted_at is not None:  # it had a place, and leaves to no newcomer the one that it waits for now
-        state.queues.push(structs.replace(admission, admitted_at=admitted_at, was_taken_back=True))
+        state.queues.push(structs.replace(admission, admitted_at=admitted_at, was_recalled=True))
         return True
     displaced = state.queues.displaced_by(admission)
     if displaced is not None:
@@ -112,7 +112,7 @@ def _ttft_s(targets: LatencyTargets | PolicyConfig, service_class: ServiceClass)
 
 
 def _refuse_as_full(state: State, admission: Admission, model: Model, now: float) -> None:
-    retry_s = state.promises.promise_s(
+    retry_s = state.retry_times.retry_s(
         model.version_id, _places_per_s(state, model, now), backlogs.first_load_left_s(state, model, now), now
     )
     num_own = state.queues.num_of_tenant(model.version_id, admission.tenant)
@@ -152,7 +152,7 @@ def _suspect_failed_workers(state: State, admission: Admission, now: float) -> N
 def _suspect(state: State, worker_id: str, now: float) -> None:
     state.membership.suspect(worker_id, now)
     if instance := state.instances.on_worker(worker_id):
-        state.rosters.forget(instance.version_id)
+        state.roster_cache.forget(instance.version_id)
 
 
 def withdraw(state: State, key: AttemptKey, now: float) -> None:
@@ -162,7 +162,7 @@ def withdraw(state: State, key: AttemptKey, now: float) -> None:
     if admission is None and attempt is not None:
         admission = attempt.admission
     if admission is not None:
-        placements.place_version(state, admission.version_id, now)
+        dispatch.place_version(state, admission.version_id, now)
 
 
 def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
@@ -171,7 +171,7 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     state.queues.remove(key, now)
     attempt = state.attempts.close(key, now)
     if attempt is not None:
-        state.rosters.unblock(attempt.admission.version_id)
+        state.roster_cache.unblock(attempt.admission.version_id)
         state.aliases.used(attempt.admission.version_id, attempt.admission.model, now)
         state.arrivals.used(attempt.admission.version_id, now)
         for instance_id in attempt.instance_ids:

@@ -9,7 +9,7 @@ from torchrelay.scheduler.policy.core import (
     InstancePhase,
     Model,
 )
-from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import rosters
 
@@ -23,7 +23,7 @@ def _backlog_s(state: State, model: Model, entries: Sequence[RosterEntry], now: 
     """``entries``: the version's instances that play prefill."""
     bound = state.attempts.bound
     works = [(entry, work) for entry in entries if (work := bound.get(entry.instance_id)) is not None]
-    bound_s = sum(entry.queued_s(work.lane, now) for entry, work in works)
+    bound_s = sum(entry.queued_s(work.queue, now) for entry, work in works)
     bound_s += sum(one.excess_until - now for one in entries if one.excess_until > now and one.instance_id not in bound)
     num_tokens = state.queues.num_prefill_tokens(model.version_id) - num_left_out
     return bound_s + _prompts_s(state, model, entries, num_tokens)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
+from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand, most_in_time
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.core import ROLES, InstancePhase, Model, Role
+from torchrelay.scheduler.policy.core import BOTH, ROLES, Instance, InstancePhase, Model, Role
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
+from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import backlogs, decode_work
+from torchrelay.scheduler.policy.transitions import backlogs, rosters
 
 
 def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
@@ -29,10 +31,10 @@ def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
     load_s = state.load_times.by_tier(model, state.config)
     idle_plan = history.idle_gaps.plan(price_s, load_s[Tier.PEER])
     backlog_s = backlogs.backlog_s(state, model, now, waiting.num_too_large_tokens)
-    decode = decode_work.decode_demand(state, model, instances, waiting.number, price_s, now)
+    decode = _decode_demand(state, model, instances, waiting.number, price_s, now)
     if decode is not None and waiting.number:
         num_tokens = state.queues.num_prefill_tokens(version_id) - waiting.num_too_large_tokens
-        held_up = decode_work.num_held_up(state, model, decode, now) / waiting.number
+        held_up = _num_held_up(state, model, decode, now) / waiting.number
         backlog_s -= min(held_up, 1.0) * backlogs.prompts_s(state, model, num_tokens, now)
     demand = Demand(
         model=model,
@@ -64,8 +66,8 @@ def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
     num_serving = playing[Role.PREFILL] if decode is not None else min(playing[role] for role in ROLES)
     if num_serving < 2:
         return demand
-    lanes = (state.attempts.at(one.instance_id).lane for one in instances)
-    num_stuck = sum(lane.overdue_s(now) > state.config.take_back_gain_s for lane in lanes)  # these may compute nothing
+    queues = (state.attempts.at(one.instance_id).queue for one in instances)
+    num_stuck = sum(queue.overdue_s(now) > state.config.recall_gain_s for queue in queues)  # these may compute nothing
     num_able = num_serving - num_stuck
     if num_able < 2 or demand.num_saved(num_able - 1, 0.0) >= 1:
         return replace(demand, crowded_at=now)
@@ -125,3 +127,45 @@ def tenants_of(state: State, version_id: str) -> list[str]:
     """Who shares the version; empty for a single tenant."""
     tenants = sorted({tenant_of(name) for name in state.aliases.of(version_id)})
     return tenants if len(tenants) > 1 else []
+
+
+def _decode_demand(
+    state: State, model: Model, instances: Sequence[Instance], num_waiting: int, price_s: float, now: float
+) -> DecodeDemand | None:
+    """None: an instance plays both roles, or it is not known how long answers are and how much KV they take."""
+    num_tokens = state.answer_lengths.mean(model.version_id)
+    if not num_tokens or any(one.target_roles >= BOTH for one in instances):
+        return None
+    entries, prefills = _decodes(state, model, now), rosters.prefills(state, model, now)
+    work = [state.attempts.at(entry.instance_id) for entry in entries]
+    if not (num_open := sum(one.num_choices for one in work)) or not prefills:
+        return None
+    first, history = entries[0], state.arrivals.of(model.version_id)
+    correction, cost = state.token_times.of(first.instance_id, now).correction, first.latency.decode
+    base_s = correction * cost.base_s
+    attended_s = cost.per_attended_s * sum(one.num_attended for one in work) / num_open
+    per_answer_s = correction * (cost.per_position_s + attended_s)
+    most_open = state.config.max_open_per_instance
+    pool_bytes = sum(entry.kv_pool_bytes for entry in entries) / len(entries)
+    kv_bytes = sum(one.kv_bytes for one in work) / num_open
+    num_most = max(min(int(pool_bytes / kv_bytes), most_open), 1) if kv_bytes else most_open
+    num_held = most_in_time(num_most, state.tbt_target_s(model.version_id, now), base_s, per_answer_s)
+    return DecodeDemand(
+        num_answers=num_open + num_waiting,
+        num_held=num_held,
+        num_most=num_most,
+        answer_s=prefills[0].full_step_s + num_tokens * (base_s + per_answer_s * num_held),
+        arrivals_per_s=history.rate(now).requests_per_s,
+        target_s=history.target_s or state.config.standard_ttft_s,
+        price_s=price_s,
+        crowded_at=history.decode_crowded_at,
+    )
+
+
+def _num_held_up(state: State, model: Model, decode: DecodeDemand, now: float) -> int:
+    """Requests that wait for a place to decode: more instances that prefill would not help them."""
+    return max(decode.num_answers - len(_decodes(state, model, now)) * decode.num_most, 0)
+
+
+def _decodes(state: State, model: Model, now: float) -> list[RosterEntry]:
+    return [entry for entry in rosters.roster(state, model, now) if entry.plays_decode]

@@ -1,7 +1,7 @@
 """Running answers that go on elsewhere: to empty an instance that drains, or because its tokens take too long.
 
 Their gateways ask for another attempt, and let the running one go on until that is placed. Who moves is decided by
-``dispatch/migration.py``. Prompts that wait come first: while any of a version does, none of its answers moves.
+``dispatch/migration_gain.py``. Prompts that wait come first: while any of a version does, none of its answers moves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.core import Admission, AttemptKey, Instance, InstancePhase, Model, Placement
-from torchrelay.scheduler.policy.dispatch.migration import (
+from torchrelay.scheduler.policy.dispatch.migration_gain import (
     RunningAnswer,
     lateness_gain_s,
     num_tokens_left,
@@ -26,7 +26,7 @@ from torchrelay.scheduler.policy.dispatch.migration import (
 from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork, OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import placements, rosters
+from torchrelay.scheduler.policy.transitions import dispatch, rosters
 
 _UNANSWERED_S = 2.0  # a gateway that has not asked for another attempt by then may be told again
 _MAX_COMPARED = 4  # answers of one instance whose tokens take too long
@@ -83,7 +83,7 @@ def admit(state: State, admission: Admission, now: float) -> None:
         refusal = effects.AdmissionRefused(admission.gateway_id, key, effects.RefusalReason.NOT_MIGRATED, message)
         state.effects.answers.append(refusal)
         return
-    placements.bind(state, admission, move.placement, now)
+    dispatch.bind(state, admission, move.placement, now)
 
 
 # Drains
@@ -106,14 +106,14 @@ def _empty(state: State, instance: Instance, now: float) -> None:
         return move.pause_s + _share_s(source, attempts[answer.key]) * answer.num_left
 
     cut_off_s = max(state.config.drain_s - (now - instance.since), 0.0)
-    leaving = worth_draining(answers, cost_s, source.work.lane.work_s(), cut_off_s, state.config.migration_gain_s)
+    leaving = worth_draining(answers, cost_s, source.work.queue.work_s(), cut_off_s, state.config.migration_gain_s)
     room = state.config.migrations_at_once - (len(attempts) - len(answers))
     asked_s: dict[str, float] = {}  # of prompts, by instance: more than a step of them finds no place
     entries = {entry.instance_id: entry for entry in rosters.roster(state, source.model, now)}
     for answer in leaving[: max(room, 0)]:
         placement = moves[answer.key].placement
         entry = entries[placement.prefill.instance_id]
-        ahead_s = entry.queued_s(state.attempts.at(entry.instance_id).lane, now) + asked_s.get(entry.instance_id, 0.0)
+        ahead_s = entry.queued_s(state.attempts.at(entry.instance_id).queue, now) + asked_s.get(entry.instance_id, 0.0)
         if ahead_s < entry.full_step_s:
             asked_s[entry.instance_id] = asked_s.get(entry.instance_id, 0.0) + placement.predicted.prefill_s
             why = f"{source.worker_id}, which drains, would have it for another {format_duration(answer.left_s)}"
@@ -217,7 +217,7 @@ def _move(state: State, source: _Source, admission: Admission, now: float) -> _M
         structs.replace(one, entry=replace(one.entry, plays_decode=False))
         if one.entry.instance_id == source.instance_id
         else one
-        for one in placements.candidates(state, admission, source.model, now)
+        for one in dispatch.candidates(state, admission, source.model, now)
     ]
     num_expected = state.answer_lengths.expected(admission.version_id, admission.max_tokens)
     found = state.strategies.place(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from torchrelay.scheduler.planning import TransferEdge
-from torchrelay.scheduler.policy.core import REMOTE, CopyCause, PackCopy, StoreStatus
-from torchrelay.scheduler.policy.effects import Hop, RerouteCommand
+from torchrelay.scheduler.policy.core import REMOTE, CopyCause, Model, PackCopy, StoreStatus
+from torchrelay.scheduler.policy.effects import Hop, RerouteCommand, SchedulerEvent
 from torchrelay.scheduler.policy.reasons import NO_REASON, Reason
 from torchrelay.scheduler.policy.relay.link_order import Direction, LinkOrder, is_ordered
 from torchrelay.scheduler.policy.relay.replan import is_replan_due, replanned_edge, with_slowness
-from torchrelay.scheduler.policy.relay.transfer_events import slow_event
+from torchrelay.scheduler.policy.relay.transfer_events import slow_event, transfer_event
 from torchrelay.scheduler.policy.relay.transfers import (
     Transfer,
     TransferEvent,
@@ -22,7 +22,6 @@ from torchrelay.scheduler.policy.relay.transfers import (
     planned_sources,
 )
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import transfer_outcomes
 
 
 def plan_relay(
@@ -183,7 +182,7 @@ def store_reported(state: State, store: StoreStatus, before: StoreStatus | None,
     """Measures the links, moves transfers on, and gives new sources to slow ones. ``before``: the previous report."""
     state.links.observe_store(store, before, now)
     events = state.transfers.observe(store, before, now)
-    transfer_outcomes.record(state, events, now)
+    _record(state, events, now)
     _order_links(state, _ended(events), now)
     for transfer in state.transfers.into(store.store_id):
         copy = store.copies.get(transfer.pack_id)
@@ -200,14 +199,14 @@ def store_reported(state: State, store: StoreStatus, before: StoreStatus | None,
 def store_lost(state: State, store: StoreStatus, cause: str, now: float) -> None:
     state.links.forget_store(store)
     events = state.transfers.lost(store.store_id, cause, now)
-    transfer_outcomes.record_lost(state, events, now)
+    _record_lost(state, events, now)
     _order_links(state, _ended(events), now)
 
 
 def relay_refused(state: State, pack_id: str, store_id: str, cause: str, now: float) -> None:
     """The store could not be given the relay, or refused it."""
     events = state.transfers.refused((pack_id, store_id), cause, now)
-    transfer_outcomes.record(state, events, now)
+    _record(state, events, now)
     _order_links(state, _ended(events), now)
 
 
@@ -242,3 +241,50 @@ def _reroute(state: State, store: StoreStatus, transfer: Transfer, copy: PackCop
         state.effects.commands.append(RerouteCommand(model, hop, first))
     if edge is not None or is_first:  # that nothing better is known is reported once
         state.effects.events.append(slow_event(transfer, copy.bytes_per_s, edge, model, now))
+
+
+def _record(state: State, events: Iterable[TransferEvent], now: float) -> None:
+    for event in events:
+        _record_history(state, event, now)
+        if event.kind in (TransferEventKind.FINISHED, TransferEventKind.FAILED):
+            _record_copy(state, event.transfer, now)
+
+
+def _record_lost(state: State, events: Iterable[TransferEvent], now: float) -> None:
+    """The target is gone: no fault of its copies, so where they may go next is not held against it."""
+    for event in events:
+        _record_history(state, event, now)
+        if event.transfer.cause is not None:
+            state.replication_state.clear_failures(event.transfer.key)
+
+
+def _record_history(state: State, event: TransferEvent, now: float) -> None:
+    if event.in_history:
+        model = state.model_of_pack(event.transfer.pack_id)
+        state.effects.events.append(transfer_event(event, model, now))
+
+
+def _record_copy(state: State, transfer: Transfer, now: float) -> None:
+    """A copy that the replicator ordered is there, or has failed."""
+    cause, error, replication_state = transfer.cause, transfer.error, state.replication_state
+    if cause is None:
+        return
+    if error:
+        replication_state.fail(transfer.key, cause, now, state.config)
+    else:
+        replication_state.clear_failures(transfer.key)
+    if transfer.pack_id not in replication_state.recent_packs:
+        return
+    model, took_s = replication_state.recent_packs.use(transfer.pack_id).model, now - transfer.planned_at
+    fields: dict[str, str | float] = {"pack_id": transfer.pack_id, "store_id": transfer.target, "took_s": took_s}
+    fields |= {"cause": cause.value} | ({"error": error} if error else {})
+    kind, reason = ("copy_failed", error) if error else ("copied", f"{cause.value} is done")
+    record_copy_event(state, now, kind, model, f"{transfer.target}: {reason}", fields)
+
+
+def record_copy_event(
+    state: State, now: float, kind: str, model: Model, reason: str, fields: Mapping[str, str | float]
+) -> None:
+    topic = {"copied": "finished", "copy_failed": "failed"}.get(kind, kind)
+    event = SchedulerEvent(now, kind, model.name, model.name, reason, f"copy.{topic}", fields)
+    state.effects.events.append(event)

@@ -14,7 +14,6 @@ from torchrelay.scheduler.policy.replication.repair import CopyOrder, PackDemand
 from torchrelay.scheduler.policy.replication.replication_state import PackUse
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import relays
-from torchrelay.scheduler.policy.transitions.transfer_outcomes import record_copy_event
 
 
 def replicate(state: State, now: float) -> None:
@@ -85,7 +84,7 @@ def _order_copy(state: State, order: CopyOrder, now: float) -> None:
     first = relays.goes_first(state, model.pack_id, order.store_id)
     state.effects.commands.append(CopyCommand(model, hop, first, not order.may_evict_retained))
     fields = {"cause": cause, "pack_id": order.pack_id, "store_id": order.store_id, "source": edge.upstream}
-    record_copy_event(state, now, cause, model, f"{order.reason}: {edge}; {_worth(state, use, now)}", fields)
+    relays.record_copy_event(state, now, cause, model, f"{order.reason}: {edge}; {_worth(state, use, now)}", fields)
 
 
 def record_evictions(state: State, store: StoreStatus, now: float) -> None:
@@ -96,7 +95,7 @@ def record_evictions(state: State, store: StoreStatus, now: float) -> None:
             use = replication_state.recent_packs.use(pack_id)
             reason = f"no longer in the RAM of {store.store_id}; {_worth(state, use, now)}"
             fields = {"pack_id": pack_id, "store_id": store.store_id}
-            record_copy_event(state, now, "evicted", use.model, reason, fields)
+            relays.record_copy_event(state, now, "evicted", use.model, reason, fields)
 
 
 def store_seen(state: State, store: StoreStatus, before: StoreStatus | None, now: float) -> None:

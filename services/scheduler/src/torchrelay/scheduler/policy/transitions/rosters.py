@@ -14,7 +14,7 @@ from torchrelay.scheduler.policy.core import (
     WorkerRef,
     WorkerStatus,
 )
-from torchrelay.scheduler.policy.dispatch.roster import RosterEntry, computes_alike
+from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry, computes_alike
 from torchrelay.scheduler.policy.estimates.latency import load_left_s
 from torchrelay.scheduler.policy.state import State
 
@@ -42,7 +42,7 @@ def roster(state: State, model: Model, now: float) -> Sequence[RosterEntry]:
         assert instance is not None, "a roster is forgotten when an instance goes"
         return replace(before, loaded_at=now + _load_left_s(state, model, instance, now))
 
-    return state.rosters.of(model.version_id, lambda: _roster(state, model, now), load_of)
+    return state.roster_cache.of(model.version_id, lambda: _roster(state, model, now), load_of)
 
 
 def _roster(state: State, model: Model, now: float) -> Iterator[RosterEntry]:
@@ -70,9 +70,9 @@ def forget_roster(state: State, before: WorkerStatus | None, worker: WorkerStatu
     its version are predicted anew.
     """
     if before is None or not computes_alike(before, worker):
-        state.rosters.forget(instance.version_id)
+        state.roster_cache.forget(instance.version_id)
     elif instance.version_id in state.instances.loading_versions:
-        state.rosters.forget_loads(instance.version_id)
+        state.roster_cache.forget_loads(instance.version_id)
 
 
 def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> float:
@@ -88,4 +88,4 @@ def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> 
 def prefills(state: State, model: Model, now: float) -> Sequence[RosterEntry]:
     """The instances of the version that take prompts."""
     roster(state, model, now)
-    return state.rosters.prefills(model.version_id)
+    return state.roster_cache.prefills(model.version_id)

@@ -14,7 +14,7 @@ from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand,
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import demands, relays
-from torchrelay.scheduler.policy.transitions.autoscaler_inputs import autoscaler_input
+from torchrelay.scheduler.policy.transitions.cluster_view import autoscaler_input
 
 LOAD_STALLED, LOAD_REFUSED = "load_stalled", "load_refused"
 _UNLOAD_RETRY_S = 1.0

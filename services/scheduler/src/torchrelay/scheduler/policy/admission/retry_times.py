@@ -35,13 +35,13 @@ class _Promised:
             self.num -= self.num_at.pop(heapq.heappop(self.steps))
 
 
-class Promises:
+class RetryTimes:
     """Of each version's queue."""
 
     def __init__(self) -> None:
         self._of: LRUCache[str, _Promised] = LRUCache(MAX_VERSIONS)
 
-    def promise_s(self, version_id: str, places_per_s: float, load_left_s: float, now: float) -> float:
+    def retry_s(self, version_id: str, places_per_s: float, load_left_s: float, now: float) -> float:
         """After how many seconds the client refused now may come back. ``load_left_s``: until anything is served."""
         promised = self._of.setdefault(version_id, _Promised())
         promised.expire(now)

@@ -1,12 +1,12 @@
-"""Rosters: built once, and nothing is kept of a version without instances."""
+"""RosterCache: built once, and nothing is kept of a version without instances."""
 
 from __future__ import annotations
 
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy.core import InstancePhase, WorkerRef
 from torchrelay.scheduler.policy.dispatch.open_attempts import NOTHING_BOUND
-from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
-from torchrelay.scheduler.policy.dispatch.rosters import Rosters
+from torchrelay.scheduler.policy.dispatch.roster_cache import RosterCache
+from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 
 LOADING = RosterEntry(
     WorkerRef("w", "w:1", "i"), "h", True, True, InstancePhase.LOADING, 1000.0, LatencyModel(), 1 << 20, 1.0
@@ -15,7 +15,7 @@ LOADING = RosterEntry(
 
 def test_nothing_is_kept_of_versions_without_instances() -> None:
     """Each that was ever asked for had an empty roster for good."""
-    rosters = Rosters()
+    rosters = RosterCache()
     for number in range(100):
         version_id = f"v{number}"
         assert rosters.of(version_id, lambda: (), lambda entry: entry) == ()
@@ -26,7 +26,7 @@ def test_nothing_is_kept_of_versions_without_instances() -> None:
 
 
 def test_nothing_is_kept_of_a_version_whose_instances_are_gone() -> None:
-    rosters = Rosters()
+    rosters = RosterCache()
     assert rosters.of("v", lambda: (LOADING,), lambda entry: entry) == (LOADING,)
     assert rosters.prefills("v") == (LOADING,)
     rosters.block("v", 1001.0)

@@ -9,9 +9,9 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, SlotStatus
-from torchrelay.scheduler.policy.effects import Placed, TakeBack
+from torchrelay.scheduler.policy.effects import Placed, Recall
 from torchrelay.scheduler.policy.inputs import FirstToken, MinimumsSet, Release
-from torchrelay.scheduler.policy.transitions import take_backs
+from torchrelay.scheduler.policy.transitions import recalls
 
 MODEL = a_model()
 
@@ -35,46 +35,46 @@ def a_newcomer_is_ready(scene: PaperCluster) -> None:
     scene.report("w2")
 
 
-def taken_back(scene: PaperCluster) -> list[AttemptKey]:
-    return [answer.key for answer in scene.answers if isinstance(answer, TakeBack)]
+def recalled(scene: PaperCluster) -> list[AttemptKey]:
+    return [answer.key for answer in scene.answers if isinstance(answer, Recall)]
 
 
 def ask_again(scene: PaperCluster, keys: list[AttemptKey]) -> None:
     for key in keys:
-        scene.apply(Release(key, delivered=False, is_taken_back=True))
+        scene.apply(Release(key, delivered=False, is_recalled=True))
         scene.admit(MODEL, key.request_id, attempt=key.attempt + 1)
 
 
 def test_prompts_on_an_instance_that_loads_go_to_a_newcomer_that_is_ready() -> None:
     scene = a_loading_instance()
     a_newcomer_is_ready(scene)
-    keys = taken_back(scene)
+    keys = recalled(scene)
     assert sorted(keys) == [AttemptKey(f"r{number}", 1) for number in range(3)]
     ask_again(scene, keys)
     placements = [scene.placement(f"r{number}", attempt=2) for number in range(3)]
     assert [one and one.prefill.worker_id for one in placements] == ["w2"] * 3
-    told = [event.reason for event in scene.events if event.kind == "take_back"]
+    told = [event.reason for event in scene.events if event.kind == "recall"]
     assert len(told) == 3 and all("would begin in" in one and one.endswith("on w2") for one in told)
     scene.check()
 
 
-def test_nothing_is_taken_back_twice_or_for_little() -> None:
+def test_nothing_is_recalled_twice_or_for_little() -> None:
     scene = a_loading_instance()
     a_newcomer_is_ready(scene)
-    keys = taken_back(scene)
+    keys = recalled(scene)
     ask_again(scene, keys)
     scene.pass_time(3.0)
-    assert taken_back(scene) == keys, "they have not begun on the newcomer either, and were taken back once"
-    scene = a_loading_instance(take_back_gain_s=30.0)
+    assert recalled(scene) == keys, "they have not begun on the newcomer either, and were taken back once"
+    scene = a_loading_instance(recall_gain_s=30.0)
     a_newcomer_is_ready(scene)
     scene.pass_time(3.0)
-    assert taken_back(scene) == []
+    assert recalled(scene) == []
 
 
 def test_a_tick_looks_once_at_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first look asks back, a second one still sees where it was. It has a minimum, and its turn."""
     looked_at: list[list[str]] = []
-    monkeypatch.setattr(take_backs, "take_back", lambda _state, _now, version_ids: looked_at.append([*version_ids]))
+    monkeypatch.setattr(recalls, "recall", lambda _state, _now, version_ids: looked_at.append([*version_ids]))
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w1", "host-1"))
     kept = replace(MODEL, min_instances=1)
     scene.models[kept.version_id] = kept
@@ -88,10 +88,10 @@ def test_a_tick_looks_once_at_each_version(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_prompt_that_begins_meanwhile_stays() -> None:
     scene = a_loading_instance()
     a_newcomer_is_ready(scene)
-    keys = taken_back(scene)
+    keys = recalled(scene)
     scene.apply(FirstToken(keys[0]))
     scene.pass_time(2.0)
-    assert len(taken_back(scene)) == 3
+    assert len(recalled(scene)) == 3
     attempt = scene.policy.state.attempts.get(keys[0])
     assert attempt is not None and attempt.is_computed
 
@@ -107,13 +107,13 @@ def test_prompts_behind_one_that_is_long_overdue_go_to_another_instance() -> Non
     assert sum(isinstance(answer, Placed) for answer in scene.answers) == 3
     scene.settle(a_worker("w2", "host-1", slot=ready("w2", "host-1")))
     scene.pass_time(1.0)
-    assert sorted(taken_back(scene)) == [AttemptKey("r1", 1), AttemptKey("r2", 1)], "the first has begun"
+    assert sorted(recalled(scene)) == [AttemptKey("r1", 1), AttemptKey("r2", 1)], "the first has begun"
 
 
-def test_who_was_taken_back_keeps_its_time_of_arrival_and_is_refused_by_no_full_queue() -> None:
+def test_who_was_recalled_keeps_its_time_of_arrival_and_is_refused_by_no_full_queue() -> None:
     scene = a_loading_instance(queue_limit=1)
     a_newcomer_is_ready(scene)
-    first = taken_back(scene)[0]
+    first = recalled(scene)[0]
     arrived_at = scene.policy.state.attempts.get(first)
     assert arrived_at is not None
     del scene.workers["w2"]
@@ -122,18 +122,18 @@ def test_who_was_taken_back_keeps_its_time_of_arrival_and_is_refused_by_no_full_
     scene.report("w1")
     scene.admit(MODEL, "waits")
     assert scene.placement("waits") is None
-    scene.apply(Release(first, delivered=False, is_taken_back=True))
+    scene.apply(Release(first, delivered=False, is_recalled=True))
     scene.admit(MODEL, first.request_id, attempt=2)
     assert scene.refusal(first.request_id, attempt=2) is None
     again = next(one for one in scene.policy.state.queues if one.key.request_id == first.request_id)
-    assert again.admitted_at == arrived_at.admission.admitted_at and again.was_taken_back
+    assert again.admitted_at == arrived_at.admission.admitted_at and again.was_recalled
     scene.admit(MODEL, "newcomer")
     assert scene.refusal("newcomer") is not None and scene.refusal(first.request_id, attempt=2) is None
     assert not scene.policy.state.membership.suspects, "its workers have not failed it"
 
 
-@pytest.mark.parametrize("is_taken_back", [True, False])
-def test_what_was_taken_back_is_charged_to_its_tenant_once(is_taken_back: bool) -> None:
+@pytest.mark.parametrize("is_recalled", [True, False])
+def test_what_was_recalled_is_charged_to_its_tenant_once(is_recalled: bool) -> None:
     scene = a_loading_instance()
     queues = scene.policy.state.queues
     other = a_model("birch/tiny", version_id=MODEL.version_id, pack_id=MODEL.pack_id)
@@ -146,6 +146,6 @@ def test_what_was_taken_back_is_charged_to_its_tenant_once(is_taken_back: bool) 
     scene.policy.state.attempts.get(key)
     for attempt in scene.policy.state.attempts.attempts():
         if attempt.admission.tenant == "acme":
-            queues.refund(attempt.admission) if is_taken_back else None
+            queues.refund(attempt.admission) if is_recalled else None
     after = queues.next(MODEL.version_id, scene.now)
-    assert after is not None and (after.tenant == "acme" or not is_taken_back)
+    assert after is not None and (after.tenant == "acme" or not is_recalled)

@@ -21,7 +21,7 @@ from torchrelay.scheduler.policy.transitions import admissions
 
 def refuse_without_slot(state: State, now: float) -> None:
     """Refuses who has waited so long while minimums held all slots for it."""
-    kept = _KeptSlots(state) if state.minimums.in_force and len(state.queues) else None
+    kept = _ReservedSlots(state) if state.minimums.in_force and len(state.queues) else None
     without = {admission.key: admission for admission in kept.without_slot()} if kept is not None else {}
     state.without_slot_since = {key: state.without_slot_since.get(key, now) for key in without}
     for key, since in state.without_slot_since.items():
@@ -65,7 +65,7 @@ class _Takable:
 
 
 @dataclass
-class _KeptSlots:
+class _ReservedSlots:
     """The slots at one moment: all workers are looked at once, however many versions wait."""
 
     _state: State

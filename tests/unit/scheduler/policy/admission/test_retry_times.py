@@ -11,8 +11,8 @@ from statistics import median
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, an_admission
-from torchrelay.scheduler.policy.admission.promises import MAX_S, MIN_S, Promises
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
+from torchrelay.scheduler.policy.admission.retry_times import MAX_S, MIN_S, RetryTimes
 from torchrelay.scheduler.policy.core import AttemptKey
 
 MODEL = a_model()
@@ -75,10 +75,8 @@ def retry_factors(overload: float, retry_after_s: RetryAfter) -> list[float]:
 
 
 def promised() -> RetryAfter:
-    promises = Promises()
-    return lambda queues, now: promises.promise_s(
-        VERSION, queues.places_per_s(VERSION, now) or PREDICTED_PER_S, 0.0, now
-    )
+    promises = RetryTimes()
+    return lambda queues, now: promises.retry_s(VERSION, queues.places_per_s(VERSION, now) or PREDICTED_PER_S, 0.0, now)
 
 
 def whole_queue(queues: AdmissionQueues, now: float) -> float:
@@ -96,13 +94,13 @@ def test_the_time_for_the_whole_queue_is_no_answer_to_all_of_the_refused() -> No
 
 
 def test_each_refused_client_is_promised_a_place_of_its_own() -> None:
-    promises = Promises()
-    told = [promises.promise_s(VERSION, 0.5, 4.0, 100.0) for _ in range(3)]
+    promises = RetryTimes()
+    told = [promises.retry_s(VERSION, 0.5, 4.0, 100.0) for _ in range(3)]
     assert told == [6.0, 8.0, 10.0]
-    assert promises.promise_s("another", 0.5, 0.0, 100.0) == 2.0
-    assert promises.promise_s(VERSION, 0.5, 0.0, 109.0) == 4.0  # two were due to come back, at 106 and 108
-    assert promises.promise_s(VERSION, 1e6, 0.0, 109.0) == MIN_S
-    assert promises.promise_s(VERSION, 1e-6, 0.0, 109.0) == MAX_S
+    assert promises.retry_s("another", 0.5, 0.0, 100.0) == 2.0
+    assert promises.retry_s(VERSION, 0.5, 0.0, 109.0) == 4.0  # two were due to come back, at 106 and 108
+    assert promises.retry_s(VERSION, 1e6, 0.0, 109.0) == MIN_S
+    assert promises.retry_s(VERSION, 1e-6, 0.0, 109.0) == MAX_S
 
 
 def test_the_rate_of_places_is_of_the_time_in_which_somebody_waits() -> None:

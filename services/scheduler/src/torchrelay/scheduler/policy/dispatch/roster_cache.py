@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torchrelay.scheduler.policy.core import InstancePhase
 from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork
-from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.dispatch.shortlist import LEAST_ENTRIES, Shortlist
 
 
-class Rosters:
+class RosterCache:
     """By version, built when they are asked for, and again after ``forget``; after ``forget_loads`` only the entries of
     instances that load. Nothing is kept of a version without instances. A version is blocked while a full step of
     prompts is ahead on each of its instances: nothing is placed there.

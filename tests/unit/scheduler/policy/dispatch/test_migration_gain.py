@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay.scheduler.policy.core import AttemptKey
-from torchrelay.scheduler.policy.dispatch.migration import (
+from torchrelay.scheduler.policy.dispatch.migration_gain import (
     RunningAnswer,
     lateness_gain_s,
     num_tokens_left,

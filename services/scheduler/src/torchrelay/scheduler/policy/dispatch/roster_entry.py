@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy.core import InstancePhase, WorkerRef, WorkerStatus
-from torchrelay.scheduler.policy.dispatch.prefill_lane import PrefillLane
+from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +32,31 @@ class RosterEntry:
     def load_left_s(self, now: float) -> float:
         return max(self.loaded_at - now, 0.0) if self.phase is InstancePhase.LOADING else 0.0
 
-    def queued_s(self, lane: PrefillLane, now: float) -> float:
+    def queued_s(self, queue: PrefillQueue, now: float) -> float:
         """Prompts bound there and not computed, in seconds of work; an instance that loads has begun none."""
-        bound_s = lane.work_s() if self.phase is InstancePhase.LOADING else lane.ahead_s(now)
+        bound_s = queue.work_s() if self.phase is InstancePhase.LOADING else queue.ahead_s(now)
         return bound_s + (self.excess_until - now) if self.excess_until > now else bound_s
 
-    def queued_and_overdue_s(self, lane: PrefillLane, now: float) -> tuple[float, float]:
+    def queued_and_overdue_s(self, queue: PrefillQueue, now: float) -> tuple[float, float]:
         """``queued_s``, and what these will take beyond that, as the first has: whatever an instance that computes
         nothing says of itself, it gets nothing more where there is a choice.
         """
         if self.phase is InstancePhase.LOADING:
-            return self.queued_s(lane, now), 0.0
-        ahead_s, overdue_s = lane.ahead_and_overdue_s(now)
+            return self.queued_s(queue, now), 0.0
+        ahead_s, overdue_s = queue.ahead_and_overdue_s(now)
         return ahead_s + (self.excess_until - now) if self.excess_until > now else ahead_s, overdue_s
 
-    def ahead_s(self, lane: PrefillLane, now: float) -> float:
+    def ahead_s(self, queue: PrefillQueue, now: float) -> float:
         """The time that these will take."""
-        queued_s, overdue_s = self.queued_and_overdue_s(lane, now)
+        queued_s, overdue_s = self.queued_and_overdue_s(queue, now)
         return queued_s + overdue_s
 
-    def bindable_at(self, lane: PrefillLane) -> float:
+    def bindable_at(self, queue: PrefillQueue) -> float:
         """When less than a full step will be ahead, by the passing of time alone."""
-        room_s = self.full_step_s - lane.work_s()
+        room_s = self.full_step_s - queue.work_s()
         if self.phase is InstancePhase.LOADING and room_s <= 0:
             return math.inf
-        room_at = 0.0 if self.phase is InstancePhase.LOADING else lane.less_ahead_at(self.full_step_s)
+        room_at = 0.0 if self.phase is InstancePhase.LOADING else queue.less_ahead_at(self.full_step_s)
         return max(room_at, self.excess_until - max(room_s, 0.0))
 
 

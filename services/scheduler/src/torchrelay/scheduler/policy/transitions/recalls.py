@@ -10,13 +10,13 @@ from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.core import InstancePhase
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
-from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import rosters
 
 
-def take_back(state: State, now: float, version_ids: Iterable[str]) -> None:
-    """Of each version the prompts that gain more than ``take_back_gain_s``, and more than they take themselves: that is
+def recall(state: State, now: float, version_ids: Iterable[str]) -> None:
+    """Of each version the prompts that gain more than ``recall_gain_s``, and more than they take themselves: that is
     what one loses that has begun after all.
 
     gain = (load left + ahead of it) here - (load left + ahead + waiting / instances + what it takes longer) there
@@ -36,13 +36,13 @@ def take_back(state: State, now: float, version_ids: Iterable[str]) -> None:
                 target = min(others, key=lambda one: (begin_s[one.instance_id], one.instance_id))
                 there_s, takes_s = begin_s[target.instance_id], _prefill_s(state, target, attempt, now)
                 gain_s = here_s - there_s - max(takes_s - own_s, 0.0)
-                if gain_s > max(state.config.take_back_gain_s, own_s):
+                if gain_s > max(state.config.recall_gain_s, own_s):
                     begin_s[target.instance_id] += takes_s
-                    _ask_back(state, attempt, source, here_s, target, there_s, now)
+                    _recall(state, attempt, source, here_s, target, there_s, now)
 
 
 def _ahead_s(state: State, entry: RosterEntry, now: float) -> float:
-    return entry.ahead_s(state.attempts.at(entry.instance_id).lane, now)
+    return entry.ahead_s(state.attempts.at(entry.instance_id).queue, now)
 
 
 def _prefill_s(state: State, entry: RosterEntry, attempt: OpenAttempt, now: float) -> float:
@@ -56,17 +56,17 @@ def _not_begun(state: State, source: RosterEntry, now: float) -> list[tuple[Open
     work, is_loading = state.attempts.at(source.instance_id), source.phase is InstancePhase.LOADING
     load_left_s = source.load_left_s(now)
     found = [
-        (work.prefills[key], load_left_s + ahead_s) for key, ahead_s in work.lane.not_begun(now, is_loading=is_loading)
+        (work.prefills[key], load_left_s + ahead_s) for key, ahead_s in work.queue.not_begun(now, is_loading=is_loading)
     ]
-    return [one for one in reversed(found) if _may_be_asked_back(one[0])]
+    return [one for one in reversed(found) if _may_be_recalled(one[0])]
 
 
-def _may_be_asked_back(attempt: OpenAttempt) -> bool:
+def _may_be_recalled(attempt: OpenAttempt) -> bool:
     """Once, and no answer that pauses: it would have to wait in the queue."""
-    return not (attempt.is_asked_back or attempt.admission.was_taken_back or attempt.admission.migrates)
+    return not (attempt.is_recalled or attempt.admission.was_recalled or attempt.admission.migrates)
 
 
-def _ask_back(
+def _recall(
     state: State,
     attempt: OpenAttempt,
     source: RosterEntry,
@@ -76,16 +76,16 @@ def _ask_back(
     now: float,
 ) -> None:
     admission = attempt.admission
-    attempt.is_asked_back = True
-    state.effects.answers.append(effects.TakeBack(admission.gateway_id, admission.key))
+    attempt.is_recalled = True
+    state.effects.answers.append(effects.Recall(admission.gateway_id, admission.key))
     here, there = f"in {format_duration(here_s)} on {source.worker_ref.worker_id}", format_duration(there_s)
     reason = f"attempt {admission.key.attempt} would begin {here}, in {there} on {target.worker_ref.worker_id}"
-    event = effects.SchedulerEvent(now, "take_back", admission.model, admission.key.request_id, reason)
+    event = effects.SchedulerEvent(now, "recall", admission.model, admission.key.request_id, reason)
     state.effects.events.append(event)
 
 
-def taken_back(state: State, attempt: OpenAttempt) -> None:
+def recalled(state: State, attempt: OpenAttempt) -> None:
     """It has left its instances. Its request comes again, with its first time of arrival; its tenant was not served."""
     admission = attempt.admission
     state.queues.refund(admission)
-    state.taken_back[admission.key.request_id] = admission.admitted_at
+    state.recalled[admission.key.request_id] = admission.admitted_at

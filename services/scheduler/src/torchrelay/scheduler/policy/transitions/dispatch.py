@@ -18,7 +18,7 @@ from torchrelay.scheduler.policy.core import (
 )
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import MAX_SCORED, Candidate, NoPlacement
-from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
+from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.dispatch.shared_versions import max_prompts_ahead
 from torchrelay.scheduler.policy.estimates.prompt_time import UNKNOWN as UNKNOWN_PROMPT_TIME
 from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN as UNKNOWN_TOKEN_TIME
@@ -42,10 +42,10 @@ def place_due(state: State, now: float) -> None:
 
 
 def place_version(state: State, version_id: str, now: float) -> None:
-    if state.rosters.is_blocked(version_id, now):
+    if state.roster_cache.is_blocked(version_id, now):
         return
     state.due.pop(version_id, None)
-    state.rosters.unblock(version_id)
+    state.roster_cache.unblock(version_id)
     model = state.models.get(version_id)
     if model is None or not state.queues.num_waiting(version_id):
         return
@@ -66,7 +66,7 @@ def place_version(state: State, version_id: str, now: float) -> None:
             if not math.isinf(found.due):
                 state.due[version_id] = found.due
             if found.is_of_all and not state.shared_versions.is_shared(version_id, now):
-                state.rosters.block(version_id, found.due)
+                state.roster_cache.block(version_id, found.due)
             break
         is_late = now + found.predicted.ttft_s > admission.deadline
         if is_late and _may_be_late(admission) and _fall_late(state, admission, found.predicted.prefill_s):
@@ -79,7 +79,7 @@ def place_version(state: State, version_id: str, now: float) -> None:
 
 def _may_be_late(admission: Admission) -> bool:
     """One that has begun leaves its place to no newcomer."""
-    return not admission.was_taken_back and not admission.num_forced_tokens
+    return not admission.was_recalled and not admission.num_forced_tokens
 
 
 def _fall_late(state: State, admission: Admission, prompt_s: float) -> bool:
@@ -96,7 +96,7 @@ def _choose_late(state: State, admission: Admission, model: Model, now: float) -
         return
     timely, share = state.queues.timely_beside(admission.key, _MAX_TIMELY)
     work_of, prompt_s = state.attempts.at, backlogs.computation_s(state, model, entries)
-    busy_s = (one.load_left_s(now) + one.ahead_s(work_of(one.instance_id).lane, now) for one in entries)
+    busy_s = (one.load_left_s(now) + one.ahead_s(work_of(one.instance_id).queue, now) for one in entries)
     free_at = [now + seconds for seconds in nsmallest(_MAX_INSTANCES, busy_s)]
     prompts = [
         TimedPrompt(one.key, one.deadline, prompt_s(one.num_prefill_tokens), _may_be_late(one)) for one in timely
@@ -123,7 +123,7 @@ def _placement(
             state.answer_lengths.expected(model.version_id, admission.max_tokens),
         )
 
-    shortlist = state.rosters.shortlist(model.version_id, state.attempts.at)
+    shortlist = state.roster_cache.shortlist(model.version_id, state.attempts.at)
     if shortlist is not None:
         likely = shortlist.entries()
         if admission.block_hashes:
@@ -167,7 +167,7 @@ def bind(state: State, admission: Admission, found: Placement, now: float) -> No
 
 def _takes_beside_others(candidate: Candidate) -> bool:
     entry = candidate.entry
-    return not entry.plays_prefill or len(candidate.work.lane) < max_prompts_ahead(entry.latency)
+    return not entry.plays_prefill or len(candidate.work.queue) < max_prompts_ahead(entry.latency)
 
 
 def candidates(state: State, admission: Admission, model: Model, now: float) -> list[Candidate]:
@@ -216,7 +216,7 @@ def first_token(state: State, key: AttemptKey, now: float, *, is_measured: bool 
     attempt = state.attempts.computed(key, now)
     if attempt is None:
         return
-    state.rosters.unblock(attempt.admission.version_id)
+    state.roster_cache.unblock(attempt.admission.version_id)
     if state.instances.get(attempt.placement.prefill.instance_id):
         _learn_from_first_token(state, attempt, now, is_measured=is_measured)
     place_version(state, attempt.admission.version_id, now)

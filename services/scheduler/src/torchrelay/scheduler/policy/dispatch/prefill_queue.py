@@ -14,7 +14,7 @@ from torchrelay.scheduler.policy.core import AttemptKey
 
 
 @dataclass(slots=True)
-class PrefillLane:
+class PrefillQueue:
     _bound: dict[AttemptKey, float] = field(default_factory=dict)  # predicted seconds
     _work_s: float = 0.0
     _head_since: float = 0.0  # when the instance could begin with the first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
-from torchrelay.scheduler.policy.transitions.autoscaler_inputs import autoscaler_input
+from torchrelay.scheduler.policy.transitions.cluster_view import autoscaler_input
 
 
 def test_a_decision_on_one_model_can_ask_for_the_demand_of_any() -> None:
