@@ -160,6 +160,16 @@ def assert_idle(instance: Instance) -> None:
     assert not instance.has_work()
 
 
+def copy_into(blocks: dict[int, bytes], group_id: str = "r/0") -> Callable[[KvBlock], None]:
+    """An ``on_kv`` that copies the blocks of a group, and checks that none comes twice."""
+
+    def copy(block: KvBlock) -> None:
+        assert block.group_id == group_id and block.index not in blocks
+        blocks[block.index] = bytes(block.data)
+
+    return copy
+
+
 def hand_over(
     source: Instance, target: Instance, group: GroupSpec, order: int = 1
 ) -> tuple[StepResult, list[StepResult]]:
@@ -168,14 +178,8 @@ def hand_over(
     Gives the last prefill step and all decode steps.
     """
     blocks: dict[int, bytes] = {}
-
-    def copy_out(block: KvBlock) -> None:
-        assert block.group_id == group.group_id
-        assert block.index not in blocks
-        blocks[block.index] = bytes(block.data)
-
     layout = source.kv_layout(group)
-    source.prefill(group, copy_out)
+    source.prefill(group, copy_into(blocks, group.group_id))
     last = [step for step in run(source) if step.prefilled][-1]
     firsts = [token for token in last.tokens if token.group_id == group.group_id]
     assert sorted(blocks) == list(range(layout.num_kv_chunks))

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import FAMILIES
-from tests.unit.engine.harness import GREEDY, Model, ModelOf, assert_idle, group_of, outputs, prompt_of, run
+from tests.unit.engine.harness import GREEDY, Model, ModelOf, assert_idle, copy_into, group_of, outputs, prompt_of, run
 from torchrelay.common.errors import Conflict
 from torchrelay.engine.batching.preemption import groups_to_preempt
 from torchrelay.engine.batching.sequences import SequenceGroup
-from torchrelay.engine.core import GroupSpec, KvBlock, NewToken, SamplingParams, StepResult
+from torchrelay.engine.core import GroupSpec, NewToken, SamplingParams, StepResult
 from torchrelay.engine.instance import Instance
 
 SAMPLED = SamplingParams(
@@ -134,12 +134,7 @@ def test_preempted_hand_over_repeats_no_block(model_of: ModelOf) -> None:
     for num_steps in range(8):
         instance = model.instance(token_budget=16, kv_block_tokens=24, prefix_cache=False)
         blocks: dict[int, bytes] = {}
-
-        def collect(block: KvBlock, blocks: dict[int, bytes] = blocks) -> None:
-            assert block.index not in blocks
-            blocks[block.index] = bytes(block.data)
-
-        instance.prefill(group, collect)
+        instance.prefill(group, copy_into(blocks))
         steps = [instance.step() for _ in range(num_steps)]
         instance.preempt("r/0")
         steps += run(instance)

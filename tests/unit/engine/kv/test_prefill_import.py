@@ -10,6 +10,7 @@ from tests.unit.engine.batching.test_interruptions import Between
 from tests.unit.engine.harness import (
     ModelOf,
     assert_idle,
+    copy_into,
     export_prefill,
     group_of,
     half_loaded,
@@ -34,11 +35,7 @@ def test_exporter_and_importer_hand_over_their_layers(model_of: ModelOf, boundar
     decoder = model.instance()
     group = group_of(prompt_of(70))
     blocks: dict[int, bytes] = {}
-
-    def collect(block: KvBlock) -> None:
-        assert block.index not in blocks
-        blocks[block.index] = bytes(block.data)
-
+    collect = copy_into(blocks)
     for _ in range(2):  # the second time the importer finds the prefix in its cache, if enabled
         blocks.clear()
         layout = source.kv_layout(group)
@@ -67,10 +64,7 @@ def test_imported_prompt_hands_over_cached_kv(model_of: ModelOf) -> None:
     target.prefill(group_of(prompt, "warm/0"))
     run(target)
     blocks: dict[int, bytes] = {}
-
-    def collect(block: KvBlock) -> None:
-        blocks[block.index] = bytes(block.data)
-
+    collect = copy_into(blocks)
     group = group_of(prompt)
     source.prefill(group, collect, until=3)
     run(source)

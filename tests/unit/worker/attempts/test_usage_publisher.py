@@ -30,11 +30,25 @@ def attempt() -> Attempt:
     return Attempt(start, Outbox("gw-1"), {})
 
 
-async def test_registers_are_published_at_first_token_interval_and_end(nats_url: str) -> None:
-    client = await connect(nats_url, "test")
-    subjects = Subjects("usage-test")
+def advance(
+    publisher: UsagePublisher, attempt: Attempt, position: int, finish: Finish | None = None, num_cached: int = 0
+) -> None:
+    """Advances the register of choice 0 by the token at an output position."""
+    token = NewToken(attempt.group_id, 0, position, 5, finish, num_cached)
+    publisher.advance(attempt, attempt.output(token, finish))
+
+
+async def publisher_for(
+    nats_url: str, prefix: str, interval_s: float = 1.0, ack_limit_s: float = 2.0
+) -> tuple[Client, Subjects, UsagePublisher]:
+    """A publisher with its client, and its subjects, whose streams exist."""
+    client, subjects = await connect(nats_url, "test"), Subjects(prefix)
     await ensure_streams(client.jetstream(), subjects)
-    publisher = UsagePublisher(client, subjects, interval_s=0.1)
+    return client, subjects, UsagePublisher(client, subjects, interval_s, ack_limit_s)
+
+
+async def test_registers_are_published_at_first_token_interval_and_end(nats_url: str) -> None:
+    client, subjects, publisher = await publisher_for(nats_url, "usage-test", interval_s=0.1)
     running = asyncio.ensure_future(publisher.run())
     subscription = await client.jetstream().subscribe(subjects.usage("gw-1"))
 
@@ -44,12 +58,12 @@ async def test_registers_are_published_at_first_token_interval_and_end(nats_url:
 
     try:
         open_attempt = attempt()
-        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 0, 5), None))
+        advance(publisher, open_attempt, 0)
         first = await received()
-        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 1, 5), None))
-        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 2, 5), None))
+        advance(publisher, open_attempt, 1)
+        advance(publisher, open_attempt, 2)
         middle = await received()
-        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 3, 5, Finish.LENGTH), Finish.LENGTH))
+        advance(publisher, open_attempt, 3, Finish.LENGTH)
         last = await received()
     finally:
         running.cancel()
@@ -61,10 +75,7 @@ async def test_registers_are_published_at_first_token_interval_and_end(nats_url:
 
 
 async def test_prompt_in_prefill_has_register(nats_url: str) -> None:
-    client = await connect(nats_url, "test")
-    subjects = Subjects("usage-prompt")
-    await ensure_streams(client.jetstream(), subjects)
-    publisher = UsagePublisher(client, subjects, interval_s=0.1)
+    client, subjects, publisher = await publisher_for(nats_url, "usage-prompt", interval_s=0.1)
     running = asyncio.ensure_future(publisher.run())
     subscription = await client.jetstream().subscribe(subjects.usage("gw-1"))
 
@@ -77,7 +88,7 @@ async def test_prompt_in_prefill_has_register(nats_url: str) -> None:
         for computed in (4, 8, 6):
             publisher.advance(open_attempt, open_attempt.prompt_output(PromptProgress("req-7/1", computed, 2)))
         assert await received() == (8, 2, 0)  # once, at the interval
-        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 0, 5, num_cached=2), None))
+        advance(publisher, open_attempt, 0, num_cached=2)
         assert await received() == (12, 2, 1)  # the first token is published at once
         left = attempt()
         left.start.key.request_id = "req-8"
@@ -91,19 +102,15 @@ async def test_prompt_in_prefill_has_register(nats_url: str) -> None:
 
 
 async def test_dropped_attempt_publishes_its_register(nats_url: str) -> None:
-    client = await connect(nats_url, "test")
-    subjects = Subjects("usage-drop")
-    await ensure_streams(client.jetstream(), subjects)
-    publisher = UsagePublisher(client, subjects)
+    client, subjects, publisher = await publisher_for(nats_url, "usage-drop")
     open_attempt = attempt()
-    publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 0, 5), None))
+    advance(publisher, open_attempt, 0)
     assert await publisher.flush()
-    publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 1, 5), None))
+    advance(publisher, open_attempt, 1)
     publisher.forget(open_attempt, pb.FINISH_REASON_CANCELLED)
     await publisher.flush()
     await client.flush()
-    subscription = await client.jetstream().pull_subscribe(subjects.usage("gw-1"), "reader")
-    registers = [pb.UsageRegister.FromString(m.data) for m in await subscription.fetch(2, timeout=HANG_S)]
+    registers = await registers_of(client, subjects, 2)
     await client.close()
     assert [register.output_position for register in registers] == [1, 2]
     assert registers[-1].cause == pb.FINISH_REASON_CANCELLED
@@ -111,19 +118,16 @@ async def test_dropped_attempt_publishes_its_register(nats_url: str) -> None:
 
 async def test_busy_publisher_keeps_its_interval(nats_url: str) -> None:
     """Finished choices wake the publisher all the time, which must not delay the periodic registers."""
-    client = await connect(nats_url, "test")
-    subjects = Subjects("usage-busy")
-    await ensure_streams(client.jetstream(), subjects)
-    publisher = UsagePublisher(client, subjects, interval_s=0.2)
+    client, subjects, publisher = await publisher_for(nats_url, "usage-busy", interval_s=0.2)
     subscription = await client.jetstream().subscribe(subjects.usage("gw-1"))
     open_attempt = attempt()
 
     async def keep_busy() -> None:
         for position in count():
-            publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, position, 5), None))
+            advance(publisher, open_attempt, position)
             key = types_pb2.AttemptKey(request_id=f"other-{position}", attempt=1)
             other = Attempt(pb.AttemptStart(key=key, choices=[pb.ChoiceStart(choice=0)]), Outbox("gw-2"), {})
-            publisher.advance(other, other.output(NewToken(other.group_id, 0, 0, 5, Finish.STOP), Finish.STOP))
+            advance(publisher, other, 0, Finish.STOP)
             await asyncio.sleep(0.01)
 
     running = [asyncio.ensure_future(work) for work in (publisher.run(), keep_busy())]
@@ -143,7 +147,7 @@ async def test_cancel_swallowed_by_client_ends_publishing() -> None:
     async with stalled_client() as client:
         publisher = UsagePublisher(client, Subjects("usage-stalled"))
         open_attempt = attempt()
-        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 0, 5), None))
+        advance(publisher, open_attempt, 0)
         await assert_it_ends(publisher.run(), client)
 
 
@@ -160,7 +164,7 @@ async def test_unpublished_register_is_published_later(nats_url: str) -> None:
         publisher = UsagePublisher(await connect(proxy.url, "away"), subjects, ack_limit_s=0.2)
         open_attempt = attempt()
         proxy.fall_silent()
-        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 0, 5), None))
+        advance(publisher, open_attempt, 0)
         assert not await publisher.flush()
         assert publisher.num_unsent == 1
         proxy.speak()
@@ -181,11 +185,11 @@ async def test_refused_registers_are_published_once_accepted(nats_url: str) -> N
     publisher = UsagePublisher(client, subjects, interval_s=0.1, ack_limit_s=0.5)
     ended, open_attempt = attempt(), attempt()
     ended.start.key.request_id = "req-8"
-    publisher.advance(ended, ended.output(NewToken("req-8/1", 0, 0, 5, Finish.LENGTH), Finish.LENGTH))
+    advance(publisher, ended, 0, Finish.LENGTH)
     running = asyncio.ensure_future(publisher.run())
     try:
         for position in range(3):
-            publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, position, 5), None))
+            advance(publisher, open_attempt, position)
             assert not await publisher.flush()
         assert publisher.num_unsent == 2  # the newest of each choice
         await client.jetstream().update_stream(stream.evolve(max_msg_size=-1))
@@ -200,14 +204,11 @@ async def test_refused_registers_are_published_once_accepted(nats_url: str) -> N
 
 
 async def test_later_attempt_keeps_usage_of_earlier_attempt(nats_url: str) -> None:
-    client = await connect(nats_url, "test")
-    subjects = Subjects("usage-attempts")
-    await ensure_streams(client.jetstream(), subjects)
-    publisher = UsagePublisher(client, subjects)
+    client, subjects, publisher = await publisher_for(nats_url, "usage-attempts")
     first, second = attempt(), attempt()
     for position in range(5):
         finish = Finish.LENGTH if position == 4 else None
-        publisher.advance(first, first.output(NewToken("req-7/1", 0, position, 5, finish, num_cached=3), finish))
+        advance(publisher, first, position, finish, num_cached=3)
     second.start.key.attempt = 2
     publisher.advance(second, second.prompt_output(PromptProgress("req-7/2", 1, 0)))
     publisher.forget(second, pb.FINISH_REASON_CANCELLED)
@@ -219,10 +220,7 @@ async def test_later_attempt_keeps_usage_of_earlier_attempt(nats_url: str) -> No
 
 
 async def test_failed_publication_releases_its_permit(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = await connect(nats_url, "test")
-    subjects = Subjects("usage-raises")
-    await ensure_streams(client.jetstream(), subjects)
-    publisher = UsagePublisher(client, subjects)
+    client, subjects, publisher = await publisher_for(nats_url, "usage-raises")
     open_attempt, num_tries = attempt(), 0
 
     async def fail(*_: object, **__: object) -> None:
@@ -232,7 +230,7 @@ async def test_failed_publication_releases_its_permit(nats_url: str, monkeypatch
 
     with monkeypatch.context() as patched:
         patched.setattr(client, "publish", fail)
-        publisher.advance(open_attempt, open_attempt.output(NewToken("req-7/1", 0, 0, 5), None))
+        advance(publisher, open_attempt, 0)
         assert not await publisher.flush()
     assert (num_tries, publisher._jetstream.publish_async_pending(), publisher.num_unsent) == (1, 0, 1)
     assert await publisher.flush()
@@ -246,7 +244,7 @@ async def test_unaccepted_registers_are_bounded(nats_url: str) -> None:
     for number in range(30):
         ended = attempt()
         ended.start.key.request_id = f"req-{number}"
-        publisher.advance(ended, ended.output(NewToken(ended.group_id, 0, 0, 5, Finish.STOP), Finish.STOP))
+        advance(publisher, ended, 0, Finish.STOP)
     assert not await publisher.flush()
     assert publisher.num_unsent == 10
     await client.close()
