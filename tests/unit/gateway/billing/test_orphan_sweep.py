@@ -91,13 +91,19 @@ def sweep_of(
     )
 
 
+async def round_of(sweep: OrphanSweep) -> int:
+    """Observes and settles once; returns the number of settled requests."""
+    await sweep.observe()
+    return await sweep.settle()
+
+
 async def sweep_twice(parts: AccountingRig, registers: RegisterSource | None, ledger_: Ledger | None = None) -> int:
     """The number of requests a new sweep settles after every gateway's beat has stopped long enough."""
     clock = Clock()
     sweep = sweep_of(parts, registers, clock, ledger_=ledger_)
-    assert await sweep.sweep() == 0
+    assert await round_of(sweep) == 0
     clock.now += 10
-    return await sweep.sweep()
+    return await round_of(sweep)
 
 
 async def outputs(parts: AccountingRig) -> dict[tuple[str, int], tuple[int, int, str]]:
@@ -152,15 +158,15 @@ async def test_requests_of_a_gone_gateway_are_settled(
         await report(nats_client, subjects, "req-reported", position)
     clock = Clock()
     sweep = sweep_of(parts, UsageRegisterReader(nats_client, subjects), clock)
-    assert await sweep.sweep() == 0  # it may be alive: its beat has only just been seen
+    assert await round_of(sweep) == 0  # it may be alive: its beat has only just been seen
     clock.now = 10.0
-    assert await sweep.sweep() == 2
+    assert await round_of(sweep) == 2
     assert await outputs(parts) == {
         ("req-reported", 0): (10, 30, "gateway_lost"),
         ("req-reported", 1): (0, 0, "gateway_lost"),
         ("req-silent", 0): (0, 0, "gateway_lost"),
     }
-    assert await sweep.sweep() == 0
+    assert await round_of(sweep) == 0
     assert "gw-dead" not in await Heartbeat(parts.database, "gw-live").beats()
     assert (await reconcile(parts.database)).faults == ()
 
@@ -255,10 +261,10 @@ async def test_round_settles_a_bounded_number(parts: AccountingRig) -> None:
     await asyncio.gather(*map(parts.ledger.open, requests))
     clock = Clock()
     sweep = sweep_of(parts, Reported(), clock)
-    assert await sweep.sweep() == 0
+    assert await round_of(sweep) == 0
     clock.now += 10
-    assert await sweep.sweep() == MAX_REQUESTS_PER_ROUND
-    assert await sweep.sweep() == 10
+    assert await round_of(sweep) == MAX_REQUESTS_PER_ROUND
+    assert await round_of(sweep) == 10
 
 
 async def test_returning_gateway_keeps_its_requests(parts: AccountingRig) -> None:
@@ -306,13 +312,13 @@ async def test_missed_observations_restart_the_wait(parts: AccountingRig) -> Non
     await parts.ledger.open(parts.request("req-1", gateway_id="gw-slow"))
     clock = Clock()
     sweep = sweep_of(parts, Nobody(), clock, every_s=2)
-    assert await sweep.sweep() == 0
+    assert await round_of(sweep) == 0
     clock.now = 60.0
-    assert await sweep.sweep() == 0
+    assert await round_of(sweep) == 0
     for clock.now in (62.0, 65.0, 69.9):
-        assert await sweep.sweep() == 0
+        assert await round_of(sweep) == 0
     clock.now = 70.0
-    assert await sweep.sweep() == 1
+    assert await round_of(sweep) == 1
 
 
 async def test_gateway_that_starts_during_a_sweep_is_not_gone(parts: AccountingRig) -> None:
@@ -326,9 +332,9 @@ async def test_gateway_that_starts_during_a_sweep_is_not_gone(parts: AccountingR
 
     clock = Clock()
     sweep = sweep_of(parts, Reported(), clock, heartbeat=Arriving(parts.database, "gw-live"))
-    assert await sweep.sweep() == 0
+    assert await round_of(sweep) == 0
     clock.now += 10
-    assert await sweep.sweep() == 0  # it beats with each look
+    assert await round_of(sweep) == 0  # it beats with each look
     assert await outputs(parts) == {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from blake3 import blake3
@@ -26,13 +27,17 @@ async def store() -> AsyncIterator[EchoStore]:
     await store.stop()
 
 
-async def test_hung_store_is_named(store: EchoStore) -> None:
+async def test_hung_store_is_named(store: EchoStore, tmp_path: Path) -> None:
+    path = tmp_path / "file"
     async with open_channel(store.address) as channel:
         stub = ParamStoreStub(channel)
-        reader = StoreFileReader(stub, store.address, part_timeout_s=60.0)
-        assert await reader.read(DIGEST, "tokenizer.json", 4 << 20) == DATA
-        store.answers.clear()
-        with pytest.raises(Unavailable, match=r"the param-store at .* \(TORCHRELAY_STORE_ADDRESS\) does not answer"):
-            await StoreFileReader(stub, store.address, part_timeout_s=0.2).read(DIGEST, "tokenizer.json", 4 << 20)
-        store.answers.set()
-        assert await reader.read(DIGEST, "tokenizer.json", 4 << 20) == DATA
+        slow, quick = (StoreFileReader(stub, store.address, part_timeout_s) for part_timeout_s in (60.0, 0.2))
+        for _ in range(2):
+            assert await slow.save(DIGEST, "tokenizer.json", 4 << 20, path) == len(DATA)
+            assert path.read_bytes() == DATA
+            store.answers.clear()
+            with pytest.raises(
+                Unavailable, match=r"the param-store at .* \(TORCHRELAY_STORE_ADDRESS\) does not answer"
+            ):
+                await quick.save(DIGEST, "tokenizer.json", 4 << 20, path)
+            store.answers.set()

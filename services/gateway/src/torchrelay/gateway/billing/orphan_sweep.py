@@ -86,11 +86,6 @@ class OrphanSweep:
                 log.exception("sweep_crashed")
             await asyncio.sleep(self._every_s)
 
-    async def sweep(self) -> int:
-        """Observes and settles once; returns the number of settled requests. Raises ``Unavailable``."""
-        await self.observe()
-        return await self.settle()
-
     async def observe(self) -> None:
         """Notes the gateways whose count stands still. Raises ``Unavailable`` without SQL."""
         # Owners before beats: a gateway beats before it opens a request, so the beats include every new owner.

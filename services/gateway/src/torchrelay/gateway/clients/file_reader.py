@@ -25,12 +25,11 @@ class StoreFileReader:
         self._part_timeout_s = part_timeout_s
         self._endpoint = param_store_endpoint(address)
 
-    async def read(self, digest: str, name: str, max_bytes: int) -> bytes:
-        """The file's bytes. Raises ``DataCorrupted`` naming the file, ``NotFound`` or ``Unavailable``."""
-        return b"".join([part async for part in self._parts(digest, name, max_bytes)])
-
     async def save(self, digest: str, name: str, max_bytes: int, path: Path) -> int:
-        """Writes the file to ``path`` with at most one message in memory; returns its size."""
+        """Writes the file to ``path`` with at most one message in memory; returns its size.
+
+        Raises ``DataCorrupted`` naming the file, ``NotFound`` or ``Unavailable``.
+        """
         num_bytes = 0
         with path.open("wb") as file:
             async for part in self._parts(digest, name, max_bytes):

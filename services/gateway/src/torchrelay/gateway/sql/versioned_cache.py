@@ -33,6 +33,3 @@ class VersionedCache(Generic[K, V]):
     def put(self, key: K, version: int, value: V) -> None:
         """``version`` must be confirmed before ``value`` is read, so that an entry is never older than its version."""
         self._entries[key] = (version, value)
-
-    def __len__(self) -> int:
-        return len(self._entries)

@@ -4,7 +4,7 @@ from torchrelay.gateway.inference.text.processes.suspects import Suspects
 
 
 def test_only_the_pair_is_confined_for_its_time() -> None:
-    suspects = Suspects(confined_s=60, max_models=3)
+    suspects = Suspects()
     assert not suspects.is_suspect("acme", "loop", 0)
     suspects.note("acme", "loop", 0)
     assert suspects.is_suspect("acme", "loop", 59)
@@ -14,14 +14,14 @@ def test_only_the_pair_is_confined_for_its_time() -> None:
 
 
 def test_each_kill_restarts_the_confinement() -> None:
-    suspects = Suspects(confined_s=60, max_models=3)
+    suspects = Suspects()
     suspects.note("acme", "loop", 0)
     suspects.note("acme", "loop", 50)
     assert suspects.is_suspect("acme", "loop", 109) and not suspects.is_suspect("acme", "loop", 110)
 
 
 def test_tenant_with_several_suspects_is_confined_wholly() -> None:
-    suspects = Suspects(confined_s=60, max_models=3)
+    suspects = Suspects()
     for number in range(100):
         suspects.note("acme", f"loop-{number}", number / 10)
     assert suspects.is_suspect("acme", "fine", 10) and not suspects.is_suspect("beta", "fine", 10)
