@@ -14,6 +14,7 @@ from tests.support.echo_services import EchoScheduler
 from tests.support.echo_worker import EchoWorker
 from tests.support.gateway_ports import KEY
 from tests.support.wait import HANG_S, eventually
+from tests.unit.gateway.inference.test_pipeline import load_tokenizer
 from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig
 from torchrelay.common.errors import DeadlineExceeded, QueueFull, TorchrelayError, Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
@@ -411,7 +412,8 @@ async def test_client_that_leaves_a_cold_model_pays_nothing(rig: TokenPathRig) -
 
 
 async def test_operator_deadline_during_a_prompt_bills_nothing(make_rig: MakeRig) -> None:
-    rig = await make_rig(request_timeout_s=4.0)
+    rig = await make_rig(request_timeout_s=1.0)
+    await load_tokenizer(rig)
     rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})
     assert response.status_code == 504
@@ -419,9 +421,12 @@ async def test_operator_deadline_during_a_prompt_bills_nothing(make_rig: MakeRig
     assert settled_of(rig) == [(0, 2, 0, FinishCause.ERROR)]
 
 
-@pytest.mark.parametrize(("callers_s", "num_billed"), [(4.0, 6), (60.0, 0)])
-async def test_caller_deadline_bills_the_computed_prompt(make_rig: MakeRig, callers_s: float, num_billed: int) -> None:
-    rig = await make_rig(request_timeout_s=5.0)
+@pytest.mark.parametrize(("callers_s", "operators_s", "num_billed"), [(1.0, 60.0, 6), (60.0, 1.0, 0)])
+async def test_caller_deadline_bills_the_computed_prompt(
+    make_rig: MakeRig, callers_s: float, operators_s: float, num_billed: int
+) -> None:
+    rig = await make_rig(request_timeout_s=operators_s)
+    await load_tokenizer(rig)
     rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
     made = inference_pb2.GenerateRequest(model="echo", prompt_token_ids=inference_pb2.TokenIds(ids=PROMPT))
     async with open_channel(rig.grpc_address) as channel:
