@@ -22,8 +22,6 @@ from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import models, retired_versions, tenants, versions
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
-_MAX_CACHED = 10_000  # models
-
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
@@ -52,11 +50,13 @@ class ScalingSettings:
 class Catalog:
     """Owns the models and versions tables."""
 
-    def __init__(self, database: Database, table_versions: TableVersions, prices: Prices) -> None:
+    def __init__(
+        self, database: Database, table_versions: TableVersions, prices: Prices, capacity: int = 10_000
+    ) -> None:
         self._database = database
         self._table_versions = table_versions
         self._prices = prices
-        self._cache: VersionedCache[str, PublishedModel] = VersionedCache(_MAX_CACHED)
+        self._cache: VersionedCache[str, PublishedModel] = VersionedCache(capacity)
 
     async def resolve(self, principal: Principal, name: str) -> PublishedModel:
         """The model ``name`` refers to, with its current price. Raises ``NotFound``."""
