@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.unit.engine.harness import Model, group_of, prompt_of, run
@@ -57,6 +58,12 @@ def logits_of(instance: Instance, num_groups: int) -> list[Tensor]:
     run(instance)
     instance.model.decoder.logits = logits  # type: ignore[method-assign]
     return actual
+
+
+def assert_same_logits(plain: Instance, whole: Instance, num_groups: int) -> None:
+    """Checks that both instances compute the same bits."""
+    expected, actual = logits_of(plain, num_groups), logits_of(whole, num_groups)
+    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
 def instances(

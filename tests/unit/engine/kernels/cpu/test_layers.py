@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.checkpoints import FAMILIES
 from tests.unit.engine.harness import ModelOf, group_of, prompt_of, run
-from tests.unit.engine.kernels.cpu.counted_layers import instances, logits_of
+from tests.unit.engine.kernels.cpu.counted_layers import assert_same_logits, instances, logits_of
 from torchrelay.engine.kernels.cpu.library import Kernels
 from torchrelay.engine.kernels.layer import LayerWeights
 from torchrelay.engine.kernels.linear import linear
@@ -26,8 +26,7 @@ def test_whole_layers_equal_single_operations(
 ) -> None:
     """Decode steps and short prompts are one call; long prompts and experts run as single operations."""
     plain, whole, counted = instances(monkeypatch, model_of(family, dtype=dtype), built, max_products=600)
-    expected, actual = logits_of(plain, 7), logits_of(whole, 7)
-    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
+    assert_same_logits(plain, whole, 7)
     num_layers = whole.config.num_layers
     if whole.config.experts is None:
         assert set(counted.calls) == {0, num_layers}
@@ -44,8 +43,7 @@ def test_layers_are_shared_between_threads(
 ) -> None:
     assert torch.get_num_threads() == 3
     plain, whole, counted = instances(monkeypatch, model_of(family, dtype="bfloat16"), built)
-    expected, actual = logits_of(plain, 9), logits_of(whole, 9)
-    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
+    assert_same_logits(plain, whole, 9)
     assert whole.config.num_layers in counted.calls
 
 
@@ -85,8 +83,7 @@ def test_call_is_limited_to_max_layers(
     """Groups are cancelled between calls, and a call of a large model or of many rows would take long."""
     limits = {"max_layers": num_layers}
     plain, whole, counted = instances(monkeypatch, model_of("gemma3", dtype="bfloat16"), built, limits=limits)
-    expected, actual = logits_of(plain, 3), logits_of(whole, 3)
-    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
+    assert_same_logits(plain, whole, 3)
     assert max(counted.calls) == num_layers < whole.config.num_layers
     assert {done for done, rows in zip(counted.calls, counted.rows, strict=True) if rows == 40} == {1}  # 2 * 32 / 40
 
@@ -97,8 +94,7 @@ def test_call_is_one_layer_while_pack_arrives(
     """The cores are divided between arrival and computation before each layer."""
     plain, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
     monkeypatch.setattr(SegmentGate, "all_open", False)
-    expected, actual = logits_of(plain, 3), logits_of(whole, 3)
-    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
+    assert_same_logits(plain, whole, 3)
     assert set(counted.calls) == {1}
 
 

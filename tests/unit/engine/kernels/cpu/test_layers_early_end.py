@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.unit.engine.harness import Model, ModelOf
-from tests.unit.engine.kernels.cpu.counted_layers import Counted, instances, logits_of
+from tests.unit.engine.kernels.cpu.counted_layers import Counted, assert_same_logits, instances, logits_of
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kernels.cpu.library import Kernels
@@ -46,8 +46,7 @@ def test_call_ends_after_layer_when_another_process_changes(
     )
     model = model_of("gemma3", dtype="bfloat16")
     plain, whole, counted = beside(monkeypatch, model, built, tmp_path / "cores", lambda theirs: next(acts)(theirs))
-    expected, actual = logits_of(plain, 5), logits_of(whole, 5)
-    assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
+    assert_same_logits(plain, whole, 5)
     num_layers = whole.config.num_layers
     calls = [num_done for num_done in counted.calls if num_done]
     assert calls == [1, num_layers - 1] * (len(calls) // 2) and len(calls) > 20
