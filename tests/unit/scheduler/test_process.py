@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, GatewayClient, cluster, house
+from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, GatewayClient, cluster, scripted_cluster
 from torchrelay.control.v1 import scheduler_pb2
 
 MAX_RSS_MB = 100
@@ -25,7 +25,7 @@ def resident_mb(pid: int) -> float:
 
 async def test_it_serves_in_little_memory_and_ends_cleanly(nats_url: str, tmp_path: Path) -> None:
     ready = tmp_path / "scheduler.json"
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         await it.host(1)
         environment = os.environ | {
             "TORCHRELAY_NATS_URL": nats_url,
@@ -46,13 +46,13 @@ async def test_it_serves_in_little_memory_and_ends_cleanly(nats_url: str, tmp_pa
                     await asyncio.sleep(0.02)
             address = json.loads(ready.read_text())["grpc"]
             await cluster(address, lambda view: len(view.workers) == 2)
-            async with GatewayClient(address) as door:
+            async with GatewayClient(address) as gateway:
                 for number in range(500):
-                    await door.admit(f"r{number}")
+                    await gateway.admit(f"r{number}")
                 for _ in range(60):  # the others wait until these are computed
-                    placement = await door.placement()
-                    await door.send(first_token=scheduler_pb2.FirstToken(key=placement.key))
-                    await door.send(release=scheduler_pb2.Release(key=placement.key))
+                    placement = await gateway.placement()
+                    await gateway.send(first_token=scheduler_pb2.FirstToken(key=placement.key))
+                    await gateway.send(release=scheduler_pb2.Release(key=placement.key))
             assert resident_mb(process.pid) < MAX_RSS_MB
         finally:
             process.send_signal(signal.SIGTERM)

@@ -12,6 +12,7 @@ from typing import Any, Self
 from nats.aio.client import Client
 
 from tests.support.callers import every_token
+from tests.support.wait import HANG_S
 from tests.unit.scheduler.service.scripted_peers import CLUSTER_KEY as CLUSTER_KEY
 from tests.unit.scheduler.service.scripted_peers import (
     NUM_LAYERS,
@@ -28,7 +29,7 @@ from torchrelay.scheduler.main import serving
 from torchrelay.scheduler.policy.config import TICK_S
 from torchrelay.scheduler.settings import SchedulerSettings
 
-WAIT_S = 20.0  # for what merely must happen, on a machine however busy
+WAIT_S = HANG_S  # against hanging only
 
 SCHEDULER_TOKEN = every_token(bytes.fromhex(CLUSTER_KEY), SCHEDULER_NODE)
 
@@ -131,7 +132,7 @@ class ScriptedCluster:
 
 
 @asynccontextmanager
-async def house(nats_url: str) -> AsyncIterator[ScriptedCluster]:
+async def scripted_cluster(nats_url: str) -> AsyncIterator[ScriptedCluster]:
     nats = await connect(nats_url, "scripted")
     try:
         async with AsyncExitStack() as stack:
@@ -153,10 +154,3 @@ async def cluster(
                 assert isinstance(view, scheduler_pb2.ClusterView)
                 return view
     raise AssertionError("the stream of views ended")
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    """Waits for something that no stream tells of."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)

@@ -45,7 +45,7 @@ class ReportingPeer(abc.ABC):
         self._is_leaving = False
         self.is_hung = False  # it keeps its connections and says nothing
         self.num_watches = 0
-        self.is_heard_by_broker = True  # cleared: the broker passes nothing on
+        self.is_passed_on_by_broker = True  # cleared: the broker passes nothing on
         self._changed = asyncio.Condition()
         self._publishing: asyncio.Task[None] | None = None
 
@@ -87,7 +87,7 @@ class ReportingPeer(abc.ABC):
 
     async def _publish(self) -> None:
         while True:
-            if self.is_heard_by_broker and not self.is_hung:
+            if self.is_passed_on_by_broker and not self.is_hung:
                 payload = self.report().SerializeToString()
                 mac = report_mac(self._node_key, self._subject, payload)
                 await self._nats.publish(self._subject, payload, headers={MAC_HEADER: mac})

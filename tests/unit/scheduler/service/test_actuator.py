@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
+from tests.support.wait import eventually
 from tests.unit.scheduler.policy.paper_cluster import a_model
 from tests.unit.scheduler.service.scripted_cluster import (
     GatewayClient,
     ScriptedCluster,
     a_version,
     cluster,
-    eventually,
-    house,
+    scripted_cluster,
 )
 from tests.unit.scheduler.service.scripted_peers import ScriptedStore
 from torchrelay.common.errors import Overloaded
 from torchrelay.control.v1 import param_store_pb2, reports_pb2
 from torchrelay.scheduler.policy.effects import WakeCommand
-from torchrelay.scheduler.service import actuator
 from torchrelay.scheduler.service.actuator import Actuator
 
 PACK = a_version().pack_id
@@ -42,35 +41,35 @@ async def a_store(it: ScriptedCluster, number: int, mb_per_s: float, whole: bool
     return store
 
 
-async def first_relay(door: GatewayClient, store: ScriptedStore) -> param_store_pb2.RelayRequest:
+async def first_relay(gateway: GatewayClient, store: ScriptedStore) -> param_store_pb2.RelayRequest:
     await asyncio.sleep(0.5)  # the settling time of a start
-    await door.admit("r1")
-    await door.placement()
+    await gateway.admit("r1")
+    await gateway.placement()
     await eventually(lambda: bool(store.relays))
     return store.relays[0]
 
 
 async def test_sources_slower_than_the_target_are_striped_over(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         await a_store(it, 1, 60)
         await a_store(it, 2, 40)
         target = await a_store(it, 3, 100, whole=False)
-        async with it.scheduler(6, replicate=False) as address, GatewayClient(address) as door:
+        async with it.scheduler(6, replicate=False) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: len(view.stores) == 3)
-            relay = await first_relay(door, target)
+            relay = await first_relay(gateway, target)
     assert [source.holder_id for source in relay.sources] == ["store-1", "store-2", "remote"]
     assert relay.num_striped == 2
     assert relay.urgency == param_store_pb2.RELAY_URGENCY_URGENT
 
 
 async def test_a_relay_that_turns_slow_is_given_another_source(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         await a_store(it, 1, 60)
         await a_store(it, 2, 100)
         target = await a_store(it, 3, 50, whole=False)
-        async with it.scheduler(6, replicate=False) as address, GatewayClient(address) as door:
+        async with it.scheduler(6, replicate=False) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: len(view.stores) == 3)
-            relay = await first_relay(door, target)
+            relay = await first_relay(gateway, target)
             assert relay.sources[0].holder_id == "store-1" and relay.num_striped == 1
             share = reports_pb2.SourceShare(holder_id="store-1", num_bytes=1, bytes_per_s=5 * MB, following=True)
             target.copies[PACK].shares.append(share)
@@ -85,42 +84,39 @@ async def test_a_relay_that_turns_slow_is_given_another_source(nats_url: str) ->
 
 async def test_a_store_that_hangs_delays_no_other_host_of_its_wake(nats_url: str) -> None:
     """P11: hosts were told one after the other, each as long as the one before took to answer."""
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         hosts = [await it.host(number) for number in (1, 2)]
         (_, _, first), (_, second, _) = hosts
         for taken in (first, second):  # free are one that prefers prefill, and one of the other host for decode
             taken.slot.state, taken.slot.instance_id = reports_pb2.SlotState.STATE_DRAINING, f"of {taken.worker_id}"
             await taken.touch()
-        async with it.scheduler(4, replicate=False) as address, GatewayClient(address) as door:
+        async with it.scheduler(4, replicate=False) as address, GatewayClient(address) as gateway:
             for store, *_ in hosts:
                 store.answers.clear()
             await asyncio.sleep(0.5)  # the settling time of a start
             begin = asyncio.get_running_loop().time()
-            await door.admit("r1")
+            await gateway.admit("r1")
             await eventually(lambda: all(store.relays for store, *_ in hosts))
             assert asyncio.get_running_loop().time() - begin < 4, "less than the first one's deadline of 5 s"
             for store, *_ in hosts:
                 store.answers.set()
-            await door.placement()
+            await gateway.placement()
 
 
-async def test_a_load_from_a_whole_copy_waits_for_no_answer_of_its_store(
-    nats_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_load_from_a_whole_copy_waits_for_no_answer_of_its_store(nats_url: str) -> None:
     """It goes out beside the relay: a store that is slow delays nobody."""
-    monkeypatch.setattr(actuator, "_WHOLE_S", 3600.0)
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         store, *workers = await it.host(1)
         store.copies[PACK] = reports_pb2.PackCopy(
             pack_id=PACK, pack_bytes=a_version().pack_bytes, num_chunks=8, num_chunks_verified=8
         )
         await store.touch()
-        async with it.scheduler(2, replicate=False) as address, GatewayClient(address) as door:
+        async with it.scheduler(2, replicate=False) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: len(view.stores) == 1 and len(view.stores[0].copies) == 1)
             store.answers.clear()
             await asyncio.sleep(0.5)  # the settling time of a start
-            await door.admit("r1")
-            await door.placement()
+            await gateway.admit("r1")
+            await gateway.placement()
             assert all(worker.loads for worker in workers) and len(store.relays) <= 1
             store.answers.set()
 
@@ -130,7 +126,7 @@ async def test_a_store_that_refuses_the_relay_of_a_whole_copy_is_to_blame_and_no
     nats_url: str, hung: bool
 ) -> None:
     """It has just let the pack go. A worker that hangs delays the news for no other."""
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         store, *workers = await it.host(1)
         store.copies[PACK] = reports_pb2.PackCopy(
             pack_id=PACK, pack_bytes=a_version().pack_bytes, num_chunks=8, num_chunks_verified=8
@@ -139,33 +135,33 @@ async def test_a_store_that_refuses_the_relay_of_a_whole_copy_is_to_blame_and_no
         await store.touch()
         if hung:
             workers[1].answers.clear()
-        async with it.scheduler(2, replicate=False) as address, GatewayClient(address) as door:
+        async with it.scheduler(2, replicate=False) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: len(view.stores) == 1 and len(view.stores[0].copies) == 1)
             await asyncio.sleep(0.5)  # the settling time of a start
             begin = asyncio.get_running_loop().time()
-            await door.admit("r1")
+            await gateway.admit("r1")
             await eventually(lambda: bool(workers[0].unloads))
             assert workers[0].unloads[0].drain_s == 0.0
             assert asyncio.get_running_loop().time() - begin < 4, "less than a call's deadline of 5 s"
             store.refusal = None
             workers[1].answers.set()
-            await door.placement()
+            await gateway.placement()
 
 
 async def test_of_two_wakes_over_one_link_the_later_is_idle_until_the_other_has_ended(nats_url: str) -> None:
     other = a_version("acme/other")
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         source = await a_store(it, 1, 100)
         source.copies[other.pack_id] = reports_pb2.PackCopy(
             pack_id=other.pack_id, pack_bytes=other.pack_bytes, num_chunks=8, num_chunks_verified=8
         )
         await source.touch()
         targets = [await a_store(it, number, 100, whole=False) for number in (2, 3)]
-        async with it.scheduler(6, replicate=False) as address, GatewayClient(address) as door:
+        async with it.scheduler(6, replicate=False) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: len(view.stores) == 3 and len(view.stores[0].copies) == 2)
             await asyncio.sleep(0.5)  # the settling time of a start
-            await door.admit("r1")
-            await door.admit("r2", version=other)
+            await gateway.admit("r1")
+            await gateway.admit("r2", version=other)
             await eventually(lambda: all(target.relays for target in targets))
             first, second = sorted(targets, key=lambda target: target.relays[0].pack_id != PACK)
             assert first.relays[0].urgency == param_store_pb2.RELAY_URGENCY_URGENT

@@ -8,7 +8,8 @@ import json
 
 from nats.aio.client import Client
 
-from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, a_request, a_version, eventually
+from tests.support.wait import eventually
+from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, a_request, a_version
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy import core
@@ -84,7 +85,7 @@ async def test_a_prompt_is_recalled_through_its_gateways_stream() -> None:
         if worker_id == "w2":  # comes when two prompts have been bound to the other, which computes nothing
             for request_id in ("r1", "r2"):
                 controller.admit("gateway-1", a_request(request_id))
-        controller.worker_reported(a_report(worker_id), streamed=True)
+        controller.reported(a_report(worker_id), streamed=True)
     state, key = controller.policy.state, core.AttemptKey("r2", 1)
     assert len(state.attempts) == 2
 
@@ -106,10 +107,10 @@ async def test_an_answer_moves_through_its_gateways_stream() -> None:
     stream = controller.streams.open()
     controller.streams.connected(stream, "gateway-1")
     for worker_id in ("w1", "w2"):
-        controller.worker_reported(a_report(worker_id), streamed=True)
+        controller.reported(a_report(worker_id), streamed=True)
     controller.admit("gateway-1", a_request("r1", max_tokens=1000))
     controller.apply(FirstToken(core.AttemptKey("r1", 1)))
-    controller.worker_reported(a_report("w1", drains=True), streamed=True)
+    controller.reported(a_report("w1", drains=True), streamed=True)
     controller.tick(0.0)
     controller.admit("gateway-1", a_request("r1", 2, max_tokens=1000, num_forced_tokens=3, migrates=1))
     controller.admit("gateway-1", a_request("r1", 3, max_tokens=1000, num_forced_tokens=3, migrates=9))
@@ -138,7 +139,7 @@ async def test_a_view_of_stores_leaves_out_what_is_on_their_disks() -> None:
     controller, _ = recorded_controller()
     on_disk = reports_pb2.DiskPacks(pack_ids=["p"])
     report = reports_pb2.StoreReport(store_id="s", incarnation="s 1", host_id="h", grpc_address="s:1", disk=on_disk)
-    controller.store_reported(report, streamed=True)
+    controller.reported(report, streamed=True)
     assert controller.policy.state.membership.is_on_disk("p")
     (seen,) = cluster_view(controller).stores
     assert seen.store_id == "s" and not seen.HasField("disk")

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from tests.unit.scheduler.service.scripted_cluster import GatewayClient, a_version, cluster, house
+from tests.unit.scheduler.service.scripted_cluster import GatewayClient, a_version, cluster, scripted_cluster
 from tests.unit.scheduler.service.scripted_peers import MB
 from torchrelay.common.liveness import BEAT_S
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
@@ -18,17 +18,17 @@ from torchrelay.scheduler.settings import SchedulerSettings
 
 
 async def test_who_says_goodbye_was_stopped_and_who_does_not_is_lost(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         _, first, second = await it.host(1)
-        async with it.scheduler(2) as address, GatewayClient(address) as door:
-            await door.admit("r1")
-            await door.placement()
+        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+            await gateway.admit("r1")
+            await gateway.placement()
             await cluster(address, lambda view: len(view.instances) == 2)
             await first.leave()
             await cluster(address, lambda view: len(view.instances) == 1)
             await second.kill()
             await cluster(address, lambda view: not view.instances)
-            history = door.stub.WatchEvents(
+            history = gateway.stub.WatchEvents(
                 scheduler_pb2.WatchEventsRequest(kinds=["instance"], since_unix_us=1, follow=True)
             )
             ends = {"instance.stopped": "", "instance.lost": ""}
@@ -44,12 +44,12 @@ async def test_who_says_goodbye_was_stopped_and_who_does_not_is_lost(nats_url: s
 
 
 async def test_a_silent_broker_costs_nobody_and_who_hangs_meanwhile_is_lost_and_comes_back(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         store, steady, hung = await it.host(1)
         async with it.scheduler(2) as address:
             await cluster(address, lambda view: len(view.stores) == 1)
             for peer in (store, steady, hung):
-                peer.is_heard_by_broker = False
+                peer.is_passed_on_by_broker = False
             hung.is_hung = True
             began = asyncio.get_running_loop().time()
             present: list[set[str]] = []
@@ -68,7 +68,7 @@ async def test_a_silent_broker_costs_nobody_and_who_hangs_meanwhile_is_lost_and_
 
 
 async def test_a_worker_that_only_beats_and_makes_no_step_is_lost(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         _, first, second = await it.host(1)
         async with it.scheduler(2) as address:
             second.engine = types_pb2.EngineProgress(num_advances=3, has_work=True)
@@ -82,27 +82,27 @@ async def test_a_command_to_a_store_that_hangs_ends_when_the_store_is_lost(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The relay of a large pack has minutes; whoever waits for it is not kept that long."""
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         monkeypatch.setattr(SchedulerSettings, "config", replace(it.settings().config, unserved_s=0.5))
         store, *_ = await it.host(1)
-        async with it.scheduler(2) as address, GatewayClient(address) as door:
+        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: len(view.stores) == 1)
             store.answers.clear()
             version = a_version()
             version.pack_bytes = 900 * MB
-            await door.admit("r1", version=version)
+            await gateway.admit("r1", version=version)
             while not store.relays:  # noqa: ASYNC110 (it has no event)
                 await asyncio.sleep(0.01)
             store.is_hung = True
             await cluster(address, lambda view: not view.stores)
             await cluster(address, lambda view: not view.instances)
-            while not (event := await door.event()).HasField("refusal"):
+            while not (event := await gateway.event()).HasField("refusal"):
                 pass
             assert "the param-store of host host-1 does not answer" in event.refusal.message
 
 
 async def test_a_peer_that_obeys_a_newer_scheduler_is_asked_ever_less_often_and_logged_once(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         _, fenced, _ = await it.host(1)
         with capture_logs() as logged:
             async with it.scheduler(2), asyncio.timeout(60):

@@ -14,7 +14,7 @@ from typing import BinaryIO, get_args
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_pair, a_store, a_worker
-from tests.unit.scheduler.service.scripted_cluster import GatewayClient, house
+from tests.unit.scheduler.service.scripted_cluster import GatewayClient, scripted_cluster
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import (
@@ -307,10 +307,10 @@ def test_a_file_that_is_no_log_ends_the_replay_with_one_sentence(tmp_path: Path)
 
 async def test_what_a_serving_scheduler_records_is_enough_for_a_replay(nats_url: str, tmp_path: Path) -> None:
     path = tmp_path / "inputs.jsonl"
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         await it.host(1)
-        async with it.scheduler(2, record=path) as address, GatewayClient(address) as door:
-            await door.admit("r1")
-            placement = await door.placement()
+        async with it.scheduler(2, record=path) as address, GatewayClient(address) as gateway:
+            await gateway.admit("r1")
+            placement = await gateway.placement()
     placed = [json.loads(line)["answers"] for line in replay(path) if b'"placement"' in line]
     assert [answer["placement"]["prefill"]["instance_id"] for (answer,) in placed] == [placement.prefill.instance_id]

@@ -16,10 +16,10 @@ def message(data: bytes = b"report", mac: str = "aa", subject: str = "relay.load
 
 def test_from_the_second_repeat_on_a_report_says_nothing_new_but_now_and_then_it_is_looked_at() -> None:
     repeats, found = Repeats(), []
-    assert not repeats.is_one(message())
+    assert not repeats.is_repeat(message())
     repeats.note(message())
     for _ in range(2 * WHOLE_EVERY):
-        found.append(repeats.is_one(message()))
+        found.append(repeats.is_repeat(message()))
         if not found[-1]:
             repeats.note(message())
     assert not found[0] and all(found[1 : WHOLE_EVERY - 1])
@@ -32,10 +32,10 @@ def test_from_the_second_repeat_on_a_report_says_nothing_new_but_now_and_then_it
 def test_what_differs_in_anything_is_none(other: Msg) -> None:
     repeats = Repeats()
     repeats.note(message())
-    repeats.is_one(message())
-    assert not any(repeats.is_one(other) for _ in range(3))
+    repeats.is_repeat(message())
+    assert not any(repeats.is_repeat(other) for _ in range(3))
 
 
 def test_what_nobody_has_checked_is_none_however_often_it_comes() -> None:
     repeats = Repeats()
-    assert not any(repeats.is_one(message(mac="forged")) for _ in range(5))
+    assert not any(repeats.is_repeat(message(mac="forged")) for _ in range(5))

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import time
 
-from tests.unit.scheduler.service.scripted_cluster import GatewayClient, a_version, cluster, eventually, house
+from tests.support.wait import eventually
+from tests.unit.scheduler.service.scripted_cluster import GatewayClient, a_version, cluster, scripted_cluster
 from torchrelay.control.v1 import param_store_pb2, scheduler_pb2
 
 PACK = a_version().pack_id
 
 
 async def test_a_woken_model_is_copied_idly_to_another_host_and_retained_on_both(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         hosts = [await it.host(number) for number in (1, 2)]
         stores = [store for store, _, _ in hosts]
-        async with it.scheduler(4) as address, GatewayClient(address) as door:
+        async with it.scheduler(4) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: len(view.stores) == 2)
-            await door.admit("r1")
-            await door.placement()
+            await gateway.admit("r1")
+            await gateway.placement()
             first = next(store for store in stores if store.relays)
             second = next(store for store in stores if store is not first)
             await first.finish_relay(PACK, time.time_ns() // 1000)
@@ -41,17 +42,17 @@ async def test_a_woken_model_is_copied_idly_to_another_host_and_retained_on_both
                 events[message.subject] = json.loads(message.data)
             begun = events[it.subjects.event("copy.replicate")]
             assert begun["model"] == "acme/tiny" and begun["store_id"] == second.store_id and begun["reason"]
-            reply = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
+            reply = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
             assert {"replicate", "copied"} <= {decision.kind for decision in reply.decisions}
 
 
 async def test_a_killed_store_costs_an_urgent_copy(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         stores = [(await it.host(number))[0] for number in (1, 2, 3)]
-        async with it.scheduler(6) as address, GatewayClient(address) as door:
+        async with it.scheduler(6) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: len(view.stores) == 3)
-            await door.admit("r1")
-            await door.placement()
+            await gateway.admit("r1")
+            await gateway.placement()
             first = next(store for store in stores if store.relays)
             await first.finish_relay(PACK, time.time_ns() // 1000)
             others = [store for store in stores if store is not first]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from structlog.testing import capture_logs
 
-from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, ScriptedCluster, cluster, house
+from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, ScriptedCluster, cluster, scripted_cluster
 from torchrelay.common.net.load_reports import MAC_HEADER, report_mac
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.transfer.protocol.tickets import derive_node_key
@@ -65,7 +65,7 @@ async def tell(it: ScriptedCluster, subject_id: str, report: WorkerReport | Stor
     ids=lambda f: f.__name__,
 )
 async def test_forged_reports_are_refused_and_logged_once(nats_url: str, sign: Signer) -> None:
-    async with house(nats_url) as it, it.scheduler() as address:
+    async with scripted_cluster(nats_url) as it, it.scheduler() as address:
         with capture_logs() as logged:
             for _ in range(3):
                 await tell(it, "evil", FORGED, sign, by="evil")
@@ -81,7 +81,7 @@ async def test_forged_reports_are_refused_and_logged_once(nats_url: str, sign: S
 
 async def test_a_worker_cannot_speak_for_another(nats_url: str) -> None:
     """With its own key, on its own subject or on the other's."""
-    async with house(nats_url) as it, it.scheduler() as address:
+    async with scripted_cluster(nats_url) as it, it.scheduler() as address:
         _, first, _ = await it.host(1)
         await cluster(address, lambda view: len(view.workers) == 2)
         stolen = first.report()
@@ -98,7 +98,7 @@ async def test_a_worker_cannot_speak_for_another(nats_url: str) -> None:
 
 
 async def test_a_false_epoch_of_a_known_worker_ends_no_scheduler(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         store, first, _ = await it.host(1)
         store.epoch = first.epoch = 1 << 62
         async with it.scheduler(2) as address:

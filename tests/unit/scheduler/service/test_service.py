@@ -10,14 +10,14 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.support.wait import eventually
 from tests.unit.scheduler.service.scripted_cluster import (
     CLUSTER_KEY,
     GatewayClient,
     a_request,
     a_version,
     cluster,
-    eventually,
-    house,
+    scripted_cluster,
 )
 from torchrelay.common.errors import Conflict, InvalidRequest, StaleEpoch
 from torchrelay.common.net.rpc.errors import error_from_rpc
@@ -30,14 +30,14 @@ PACK = a_version().pack_id
 
 
 async def test_a_cold_start_relays_once_loads_twice_and_places_with_a_ticket(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         store, first, second = await it.host(1)
         # Nothing in it waits for a timer.
-        async with it.scheduler(2, tick_s=3600.0) as address, GatewayClient(address) as door:
+        async with it.scheduler(2, tick_s=3600.0) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: view.largest_slot_bytes > 0)
             await asyncio.sleep(PolicyConfig().settle_s)  # the settling time of a start, in which nothing is woken
-            await door.admit("r1")
-            placement = await door.placement()
+            await gateway.admit("r1")
+            placement = await gateway.placement()
             (relay,) = store.relays
             assert relay.epoch > 1.6e12 and [source.holder_id for source in relay.sources] == ["remote"]
             assert [*first.loads[0].roles, *second.loads[0].roles] == [types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE]
@@ -51,38 +51,38 @@ async def test_a_cold_start_relays_once_loads_twice_and_places_with_a_ticket(nat
 
 
 async def test_a_model_with_a_minimum_is_loaded_without_a_request(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         _, *workers = await it.host(1)
-        async with it.scheduler(2) as address, GatewayClient(address) as door:
+        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
             version = a_version()
             version.scaling.min_instances = 1
-            await door.send(minimums=scheduler_pb2.Minimums(versions=[version]))
+            await gateway.send(minimums=scheduler_pb2.Minimums(versions=[version]))
             await eventually(lambda: all(worker.loads for worker in workers))
 
 
 async def test_a_deleted_model_is_shown_no_more_though_its_copies_are_still_there(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         await it.host(1)
-        async with it.scheduler(2) as address, GatewayClient(address) as door:
-            await door.admit("r1")
-            await door.placement()
+        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+            await gateway.admit("r1")
+            await gateway.placement()
             view = await cluster(address, lambda view: bool(view.versions))
             assert list(view.versions[0].models) == [a_version().model]
-            await door.send(model_deleted=scheduler_pb2.ModelDeleted(model=a_version().model))
+            await gateway.send(model_deleted=scheduler_pb2.ModelDeleted(model=a_version().model))
             view = await cluster(address, lambda view: not view.versions)
             assert len(view.instances) == 2, "what runs goes on"
 
 
 async def test_three_hosts_are_woken_by_a_chain_with_tickets(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         hosts = [await it.host(number) for number in (1, 2, 3)]
-        async with it.scheduler(6, max_instances=3) as address, GatewayClient(address) as door:
+        async with it.scheduler(6, max_instances=3) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: len(view.stores) == 3)
             await asyncio.sleep(PolicyConfig().settle_s)
             for number in range(40):
-                await door.admit(f"r{number}", num_prompt_tokens=500)
+                await gateway.admit(f"r{number}", num_prompt_tokens=500)
             for _ in range(3):
-                await door.placement()
+                await gateway.placement()
             await eventually(lambda: all(store.relays for store, _, _ in hosts))
             upstream = {store.store_id: store.relays[0].sources[0] for store, _, _ in hosts}
             head = next(name for name, source in upstream.items() if source.holder_id == "remote")
@@ -97,33 +97,33 @@ async def test_three_hosts_are_woken_by_a_chain_with_tickets(nats_url: str) -> N
 
 
 async def test_admissions_sent_again_have_the_effect_of_once(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         _, first, second = await it.host(1)
         async with it.scheduler(2) as address:
-            async with GatewayClient(address) as door:
-                await door.admit("r1")
-                placement = await door.placement()
-            async with GatewayClient(address) as door:
-                await door.admit("r1", current=placement)  # it runs: nothing is to be said
-                await door.admit("r1")  # the answer was lost on the way
-                again = await door.placement()
+            async with GatewayClient(address) as gateway:
+                await gateway.admit("r1")
+                placement = await gateway.placement()
+            async with GatewayClient(address) as gateway:
+                await gateway.admit("r1", current=placement)  # it runs: nothing is to be said
+                await gateway.admit("r1")  # the answer was lost on the way
+                again = await gateway.placement()
                 for one in (placement, again):
                     one.ClearField("kv_ticket")
                 assert again == placement
                 view = await cluster(address, lambda view: bool(view.demand))
                 assert [(demand.num_waiting, demand.num_running) for demand in view.demand] == [(0, 1)]
-                await door.send(release=scheduler_pb2.Release(key=placement.key))
+                await gateway.send(release=scheduler_pb2.Release(key=placement.key))
                 await cluster(address, lambda view: not view.demand)
             assert len(first.loads) == len(second.loads) == 1
 
 
 async def test_a_gateway_that_stays_away_loses_its_admissions(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         await it.host(1)
         async with it.scheduler(2, gateway_grace_s=0.3) as address:
-            async with GatewayClient(address) as door:
-                await door.admit("r1")
-                await door.placement()
+            async with GatewayClient(address) as gateway:
+                await gateway.admit("r1")
+                await gateway.placement()
                 before = await cluster(address, lambda view: bool(view.demand))
             after = await cluster(address, lambda view: not view.demand)
             assert [(demand.num_waiting, demand.num_running) for demand in before.demand] == [(0, 1)]
@@ -131,18 +131,18 @@ async def test_a_gateway_that_stays_away_loses_its_admissions(nats_url: str) -> 
 
 
 async def test_a_killed_decode_worker_is_replaced_within_a_second(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         _, first, second = await it.host(1)
-        async with it.scheduler(2) as address, GatewayClient(address) as door:
-            await door.admit("r1")
-            placement = await door.placement()
+        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+            await gateway.admit("r1")
+            placement = await gateway.placement()
             for worker in (first, second):
                 await worker.finish_load()
             await cluster(address, lambda view: {one.state for one in view.instances} == {"ready"})
             await second.kill()
             begin = time.monotonic()
-            await door.admit("r1", 2, num_forced_tokens=5, lost_workers=["w-1b"])
-            resumed = await door.placement()
+            await gateway.admit("r1", 2, num_forced_tokens=5, lost_workers=["w-1b"])
+            resumed = await gateway.placement()
             assert time.monotonic() - begin < 1.0
             assert resumed.prefill == resumed.decode == placement.prefill
             assert not resumed.HasField("kv_ticket") and not resumed.cold
@@ -150,49 +150,49 @@ async def test_a_killed_decode_worker_is_replaced_within_a_second(nats_url: str)
 
 
 async def test_a_store_lost_in_the_middle_of_a_command_loses_no_request(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         store, _, _ = await it.host(1)
         store.answers.clear()
-        async with it.scheduler(2) as address, GatewayClient(address) as door:
-            await door.admit("r1")
+        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+            await gateway.admit("r1")
             await eventually(lambda: bool(store.relays))
             await store.kill()
             await cluster(address, lambda view: not view.stores and not view.instances)
             await it.host(2)
-            placement = await door.placement()
+            placement = await gateway.placement()
             assert placement.prefill.worker_id == "w-2a"
 
 
 async def test_a_load_that_breaks_is_tried_again(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         _, first, second = await it.host(1)
-        async with it.scheduler(2) as address, GatewayClient(address) as door:
-            await door.admit("r1")
-            broken = await door.placement()
+        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+            await gateway.admit("r1")
+            broken = await gateway.placement()
             await first.fail_load("no holder had chunk 7")
             await second.fail_load("no holder had chunk 7")
-            await door.send(release=scheduler_pb2.Release(key=broken.key))
-            await door.admit("r1", 2)
-            again = await door.placement()
+            await gateway.send(release=scheduler_pb2.Release(key=broken.key))
+            await gateway.admit("r1", 2)
+            again = await gateway.placement()
             assert again.prefill.instance_id != broken.prefill.instance_id
-            model = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
+            model = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
             assert "no holder had chunk 7" in [decision.reason for decision in model.decisions]
 
 
 async def test_a_restarted_scheduler_goes_on_within_two_seconds(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         store, first, second = await it.host(1)
-        async with it.scheduler(2) as address, GatewayClient(address) as door:
-            await door.admit("r1")
-            placement = await door.placement()
+        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+            await gateway.admit("r1")
+            placement = await gateway.placement()
             for worker in (first, second):
                 await worker.finish_load()
             await cluster(address, lambda view: {one.state for one in view.instances} == {"ready"})
         begin, former_epoch = time.monotonic(), first.epoch
-        async with it.scheduler() as address, GatewayClient(address) as door:
-            await door.admit("r1", current=placement)
-            await door.admit("r2")
-            adopted = await door.placement()
+        async with it.scheduler() as address, GatewayClient(address) as gateway:
+            await gateway.admit("r1", current=placement)
+            await gateway.admit("r2")
+            adopted = await gateway.placement()
             assert time.monotonic() - begin < 2.0
             assert adopted.prefill == placement.prefill and adopted.decode == placement.decode
             assert adopted.key.request_id == "r2"
@@ -203,12 +203,12 @@ async def test_a_restarted_scheduler_goes_on_within_two_seconds(nats_url: str) -
 
 
 async def test_failed_loads_end_in_a_refusal_with_the_cause(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         _, first, second = await it.host(1)
         first.refusal = second.refusal = Conflict("the slot is on fire")
-        async with it.scheduler(2, load_tries=2) as address, GatewayClient(address) as door:
-            await door.admit("r1")
-            event = await door.event()
+        async with it.scheduler(2, load_tries=2) as address, GatewayClient(address) as gateway:
+            await gateway.admit("r1")
+            event = await gateway.event()
             assert event.refusal.reason == scheduler_pb2.Refusal.REASON_LOAD_FAILED
             assert "the slot is on fire" in event.refusal.message
             # One of a pair may be ordered anew before the other has answered: then that one was not asked twice.
@@ -216,14 +216,14 @@ async def test_failed_loads_end_in_a_refusal_with_the_cause(nats_url: str) -> No
 
 
 async def test_a_model_goes_back_to_zero_and_its_history_tells(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         _, first, second = await it.host(1)
-        async with it.scheduler(2) as address, GatewayClient(address) as door:
-            await door.admit("r1", version=a_version(idle_timeout_s=0.3))
-            placement = await door.placement()
+        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+            await gateway.admit("r1", version=a_version(idle_timeout_s=0.3))
+            placement = await gateway.placement()
             for worker in (first, second):
                 await worker.finish_load()
-            await door.send(release=scheduler_pb2.Release(key=placement.key))
+            await gateway.send(release=scheduler_pb2.Release(key=placement.key))
             await eventually(lambda: bool(first.unloads and second.unloads))
             await cluster(address, lambda view: not view.instances)
             js = it.nats.jetstream()
@@ -240,11 +240,11 @@ async def test_a_model_goes_back_to_zero_and_its_history_tells(nats_url: str) ->
 
 
 async def test_explain_tells_a_cold_start_from_queue_to_first_token(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         store, first, second = await it.host(1)
-        async with it.scheduler(2) as address, GatewayClient(address) as door:
-            await door.admit("r1")
-            placement = await door.placement()
+        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+            await gateway.admit("r1")
+            placement = await gateway.placement()
             now_us = time.time_ns() // 1000
             await store.finish_relay(PACK, now_us)
             for worker in (first, second):
@@ -254,9 +254,9 @@ async def test_explain_tells_a_cold_start_from_queue_to_first_token(nats_url: st
                 types_pb2.Phase(name="prefill", begin_unix_us=now_us + 20_000, end_unix_us=now_us + 30_000),
                 types_pb2.Phase(name="first_token", begin_unix_us=now_us + 30_000, end_unix_us=now_us + 31_000),
             ]
-            await door.send(release=scheduler_pb2.Release(key=placement.key, ttft_s=0.1, phases=phases))
+            await gateway.send(release=scheduler_pb2.Release(key=placement.key, ttft_s=0.1, phases=phases))
             await cluster(address, lambda view: not view.demand)
-            reply = await door.stub.Explain(scheduler_pb2.ExplainRequest(request_id="r1"))
+            reply = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(request_id="r1"))
             names = [phase.name for phase in reply.phases]
             assert {"queue", "plan", "relay", "hold", "map", "prefill", "first_token"} == set(names)
             relay = next(phase for phase in reply.phases if phase.name == "relay")
@@ -264,17 +264,17 @@ async def test_explain_tells_a_cold_start_from_queue_to_first_token(nats_url: st
             assert relay.end_unix_us - relay.begin_unix_us == 9_000
             assert [one.begin_unix_us for one in reply.phases] == sorted(one.begin_unix_us for one in reply.phases)
             assert "wake" in [decision.kind for decision in reply.decisions]
-            model = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
+            model = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
             assert all(decision.reason for decision in model.decisions)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await door.stub.Explain(scheduler_pb2.ExplainRequest(request_id="r0"))
+                await gateway.stub.Explain(scheduler_pb2.ExplainRequest(request_id="r0"))
             assert caught.value.details() == (
                 "no recent request has the id 'r0': only requests since the scheduler's start, the last 2,048, are kept"
             )
 
 
 async def test_a_newer_scheduler_ends_this_one(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         store, first, _ = await it.host(1)
         with pytest.raises(BaseExceptionGroup) as caught:
             async with it.scheduler(2) as address, asyncio.timeout(20):
@@ -290,7 +290,7 @@ async def test_a_newer_scheduler_ends_this_one(nats_url: str) -> None:
 
 async def test_a_newer_scheduler_that_commands_nothing_ends_this_one(nats_url: str) -> None:
     """Both only watch, and the broker is silent by then."""
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         peers = await it.host(1)
         with pytest.raises(BaseExceptionGroup) as caught:
             async with it.scheduler(2) as address, asyncio.timeout(20):
@@ -299,26 +299,26 @@ async def test_a_newer_scheduler_that_commands_nothing_ends_this_one(nats_url: s
                 async with it.scheduler(2) as newer:
                     view = await cluster(newer, lambda view: len(view.stores) == 1)
                     for peer in peers:
-                        peer.is_heard_by_broker = False
+                        peer.is_passed_on_by_broker = False
                     await asyncio.Event().wait()
         assert caught.group_contains(StaleEpoch)
         assert [peer.epoch for peer in peers] == [view.epoch] * 3
 
 
 async def test_at_its_start_a_scheduler_goes_above_every_epoch_it_sees(nats_url: str) -> None:
-    async with house(nats_url) as it:
+    async with scripted_cluster(nats_url) as it:
         store, first, second = await it.host(1)
         ahead = int(time.time() * 1000) + 60_000  # the clock of the scheduler before went wrong
         store.epoch = first.epoch = second.epoch = ahead
-        async with it.scheduler(2) as address, GatewayClient(address) as door:
-            await door.admit("r1")
-            await door.placement()
+        async with it.scheduler(2) as address, GatewayClient(address) as gateway:
+            await gateway.admit("r1")
+            await gateway.placement()
             assert first.loads[0].epoch == ahead + 1
 
 
 async def test_a_stream_without_a_hello_is_refused(nats_url: str) -> None:
-    async with house(nats_url) as it, it.scheduler() as address, GatewayClient(address) as door:
-        call: Any = door.stub.Admit()
+    async with scripted_cluster(nats_url) as it, it.scheduler() as address, GatewayClient(address) as gateway:
+        call: Any = gateway.stub.Admit()
         command = scheduler_pb2.AdmitCommand(admit=a_request("r1"))
         await call.write(scheduler_pb2.AdmitCommands(commands=[command]))
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -1,12 +1,12 @@
-"""Carries out commands over gRPC; outcomes go back as inputs. Each command is a task of its own with a deadline."""
+"""Carries out commands over gRPC; their outcomes go back as inputs. Each command is a task with a deadline."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf.message import Message
@@ -30,30 +30,12 @@ log = get_logger(__name__)
 
 _TIMEOUT_S = 5.0  # Load and SetRoles return at once, and Relay where memory is faulted in
 _FAULTING_BYTES_PER_S = 0.25e9  # a store may have to fault its arena in before it can reserve a range
-_WHOLE_S = 0.05  # how long a load from a whole copy waits for the store to say that it has it
-_UPSTREAM_S = 1.0  # how long a store may wait for those that it follows to be told
+_UPSTREAM_S = 1.0  # how long a relay waits until the stores that it follows have answered
 _RETRY_S = 0.05  # before the second attempt of a call that did not reach the peer
 
 
 class _Unanswered(Unavailable):
-    """The deadline of a call passed: whether it was carried out is not known."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """A call that is on its way, and what it takes to try again."""
-
-    rpc: Callable[..., Awaitable[object]]
-    request: Message
-    timeout_s: float
-    answer: Awaitable[object]
-
-
-class _BegunWake(NamedTuple):
-    """Of a wake of one host. ``loads``: by instance; none where they wait for the answer to the relay."""
-
-    relay: _Begun
-    loads: Mapping[str, _Begun]
+    """The deadline of a call passed: the peer may have carried it out or not."""
 
 
 class Actuator:
@@ -74,8 +56,10 @@ class Actuator:
             return
         match command:
             case effects.WakeCommand():
-                begun = self._begin_wake(command)
-                self._tasks.create_task(self._wake(command, begun), name=f"wake {command.model.name}")
+                answered = {hop.store_id: asyncio.Event() for hop in command.hops}
+                for hop in command.hops:
+                    wake = self._wake_host(command, hop, answered)
+                    self._tasks.create_task(wake, name=f"wake {command.model.name} at {hop.store_id}")
             case effects.SetRolesCommand():
                 self._tasks.create_task(self._set_roles(command), name=f"set roles {command.instance_id}")
             case effects.UnloadCommand():
@@ -89,134 +73,69 @@ class Actuator:
             case effects.DisconnectCommand():
                 self._tasks.create_task(self._channels.forget(command.address), name=f"disconnect {command.address}")
 
-    def _begin_wake(self, command: effects.WakeCommand) -> _BegunWake | None:
-        """A wake of one host begins before the event loop turns to anything else: requests wait for it. Where the host
-        has the pack, as far as is known, and its store is connected, the loads begin at once too: in case that the pack
-        was just let go, the store keeps them waiting for the relay. None: of several hosts, or a peer is gone.
-        """
-        if len(command.hops) != 1:
-            return None
-        (hop,) = command.hops
-        try:
-            relay = self._begin_relay(command, self._hop_of_wake(command, hop))
-            if not self._has_whole(hop.store_id, command.model.pack_id) or not self._is_connected(hop.store_id):
-                return _BegunWake(relay, {})
-            return _BegunWake(relay, {order.instance_id: self._begin_load(command, order) for order in hop.loads})
-        except Unavailable:
-            return None
-
-    async def _wake(self, command: effects.WakeCommand, begun: _BegunWake | None) -> None:
-        """All hosts at once, but each after those of this wake that it follows: a store that hangs delays its followers
-        alone, for ``_UPSTREAM_S``, as they have other sources. Where the store has the pack, as far as is known, loads
-        are told beside the relay; elsewhere once it has accepted it.
-        """
-        if begun is not None and begun.loads:
-            await self._finish_wake(command, begun)
-            return
-        if len(command.hops) == 1:
-            relay = begun.relay if begun is not None else None
-            await self._wake_host(command, command.hops[0], (), asyncio.Event(), relay)
-            return
-        told = {hop.store_id: asyncio.Event() for hop in command.hops}
-        async with asyncio.TaskGroup() as hosts:
-            for hop in command.hops:
-                upstream = [told[source] for source in hop.sources[: hop.num_striped] if source in told]
-                hosts.create_task(self._wake_host(command, hop, upstream, told[hop.store_id]))
-
-    async def _finish_wake(self, command: effects.WakeCommand, begun: _BegunWake) -> None:
-        """The relay and the loads of one host are under way."""
-        (hop,) = command.hops
-        async with asyncio.TaskGroup() as calls:
-            relay = calls.create_task(self._request_relay(command, hop, begun.relay))
-            for order in hop.loads:
-                calls.create_task(self._load_beside(command, hop, order, relay, begun.loads[order.instance_id]))
-
     async def _wake_host(
-        self,
-        command: effects.WakeCommand,
-        hop: effects.Hop,
-        upstream: Sequence[asyncio.Event],
-        told: asyncio.Event,
-        relay: _Begun | None = None,
+        self, command: effects.WakeCommand, hop: effects.Hop, answered: Mapping[str, asyncio.Event]
     ) -> None:
-        if self._has_whole(hop.store_id, command.model.pack_id):
-            told.set()
-            await self._load_whole(command, hop, relay)
-            return
-        if upstream:
+        """Relays the pack to one host and loads it there. The loads go out beside the relay if the host has the whole
+        pack, and otherwise once its store has accepted the relay.
+
+        ``answered``: by store, set once the store has answered. A relay waits for the stores of this wake that it
+        follows, but no longer than ``_UPSTREAM_S``: it has other sources.
+        """
+        has_pack = self._has_pack(hop.store_id, command.model.pack_id)
+        if has_pack:
+            # The relay is only for the case that the store has just evicted the pack: one source is enough.
+            hop = replace(hop, sources=hop.sources[:1], num_striped=1)
+            answered[hop.store_id].set()
+        else:
+            upstream = [answered[source] for source in hop.sources[: hop.num_striped] if source in answered]
             with suppress(TimeoutError):
                 async with asyncio.timeout(_UPSTREAM_S):
-                    for one in upstream:
-                        await one.wait()
-        try:
-            cause = await self._request_relay(command, hop, relay)
-        finally:
-            told.set()
-        if cause:
-            self._refuse_loads(hop, hop.loads, cause)
-            return
-        async with asyncio.TaskGroup() as loads:
-            for order in hop.loads:
-                loads.create_task(self._load(command, order))
-
-    async def _load_whole(self, command: effects.WakeCommand, hop: effects.Hop, begun: _Begun | None) -> None:
-        """The host has the pack, as far as is known: the relay is for the case that it has not any more. A store that
-        takes long for its answer delays no load.
-        """
+                    for event in upstream:
+                        await event.wait()
         async with asyncio.TaskGroup() as calls:
-            relay = calls.create_task(self._request_relay(command, hop, begun))
-            await asyncio.wait({relay}, timeout=_WHOLE_S)
-            if relay.done() and (cause := relay.result()):
-                self._refuse_loads(hop, hop.loads, cause)
+            relay = calls.create_task(self._request_relay(command, hop, answered[hop.store_id]))
+            if not has_pack and (cause := await relay):
+                for order in hop.loads:
+                    self._refuse_load(hop, order, cause)
                 return
             for order in hop.loads:
                 calls.create_task(self._load_beside(command, hop, order, relay))
 
     async def _load_beside(
-        self,
-        command: effects.WakeCommand,
-        hop: effects.Hop,
-        order: effects.LoadOrder,
-        relay: asyncio.Task[str],
-        begun: _Begun | None = None,
+        self, command: effects.WakeCommand, hop: effects.Hop, order: effects.LoadOrder, relay: asyncio.Task[str]
     ) -> None:
-        """A load whose relay may still be refused. The policy hears of that after what the worker says: a load that was
-        taken has to be ended.
+        """Loads although the relay may still be refused. The policy learns of a refusal after the worker's answer, so
+        that it ends a load that the worker has accepted.
         """
-        await self._load(command, order, begun)
+        await self._load(command, order)
         if cause := await relay:
-            self._refuse_loads(hop, (order,), cause)
+            self._refuse_load(hop, order, cause)
 
-    def _refuse_loads(self, hop: effects.Hop, orders: Sequence[effects.LoadOrder], cause: str) -> None:
-        for order in orders:
-            self._controller.apply(inputs.LoadRefused(order.instance_id, cause, hop.store_id))
+    def _refuse_load(self, hop: effects.Hop, order: effects.LoadOrder, cause: str) -> None:
+        self._controller.apply(inputs.LoadRefused(order.instance_id, cause, hop.store_id))
 
-    async def _request_relay(self, command: effects.WakeCommand, hop: effects.Hop, relay: _Begun | None) -> str:
-        """Why the store did not take the relay; empty if it did."""
+    async def _request_relay(self, command: effects.WakeCommand, hop: effects.Hop, answered: asyncio.Event) -> str:
+        """Returns why the store did not accept the relay; empty if it did."""
         try:
-            await self._finish(relay or self._begin_relay(command, self._hop_of_wake(command, hop)))
+            await self._relay(command, hop)
         except TorchrelayError as error:
             log.info("relay_refused", store_id=hop.store_id, error=logged_cause(error))
-            return f"param-store {hop.store_id} did not take the relay: {error.message}"
+            return f"param-store {hop.store_id} did not accept the relay: {error.message}"
+        finally:
+            answered.set()
         return ""
 
-    def _hop_of_wake(self, command: effects.WakeCommand, hop: effects.Hop) -> effects.Hop:
-        """What has the pack needs one source, for the case that it has not any more."""
-        is_whole = self._has_whole(hop.store_id, command.model.pack_id)
-        return replace(hop, sources=hop.sources[:1], num_striped=1) if is_whole else hop
-
-    def _has_whole(self, store_id: str, pack_id: str) -> bool:
+    def _has_pack(self, store_id: str, pack_id: str) -> bool:
+        """Whether the store has last reported a whole copy, and is connected: otherwise its process may be gone."""
         store = self._controller.policy.state.membership.stores.get(store_id)
         copy = store.copies.get(pack_id) if store is not None else None
-        return copy is not None and copy.complete
+        is_whole = copy is not None and copy.complete
+        return is_whole and store is not None and self._channels.is_connected(store.grpc_address, store_id)
 
-    async def _relay(self, command: effects.CopyCommand | effects.RerouteCommand, hop: effects.Hop) -> None:
-        await self._finish(self._begin_relay(command, hop))
-
-    def _begin_relay(
+    async def _relay(
         self, command: effects.WakeCommand | effects.CopyCommand | effects.RerouteCommand, hop: effects.Hop
-    ) -> _Begun:
-        """Raises ``Unavailable`` if the store is gone."""
+    ) -> None:
         store, stores = self._store(hop.store_id), self._controller.policy.state.membership.stores
         holders = [stores[source] for source in hop.sources if source in stores]
         model, cluster_tickets = command.model, self._controller.cluster_tickets
@@ -234,10 +153,10 @@ class Actuator:
             request.keep_retained = command.keep_retained
         if not (hop.urgent if isinstance(command, effects.WakeCommand) else command.urgent):
             request.urgency = RELAY_URGENCY_IDLE
-        return self._begin(store.Relay, request, _TIMEOUT_S + model.pack_bytes / _FAULTING_BYTES_PER_S)
+        await self._call(store.Relay, request, _TIMEOUT_S + model.pack_bytes / _FAULTING_BYTES_PER_S)
 
     async def _reroute(self, command: effects.RerouteCommand) -> None:
-        """If the store cannot be reached, its relay goes on unchanged."""
+        """Gives a running relay other sources. If the store cannot be reached, the relay goes on unchanged."""
         try:
             await self._relay(command, command.hop)
         except TorchrelayError as error:
@@ -266,19 +185,13 @@ class Actuator:
             log.info("retain_failed", store_id=command.store_id, error=logged_cause(error))
             self._controller.apply(inputs.RetainFailed(command.store_id))
 
-    def _is_connected(self, store_id: str) -> bool:
-        """One whose process is gone is known to be so at once, and its host's loads are not begun in vain."""
-        store = self._controller.policy.state.membership.stores.get(store_id)
-        return store is not None and self._channels.is_connected(store.grpc_address, store_id)
-
     def _store(self, store_id: str) -> ParamStoreAsyncStub:
         store = self._controller.policy.state.membership.stores.get(store_id)
         if store is None:
             raise Unavailable("the store is gone")
         return self._channels.store(store.grpc_address, store_id)
 
-    def _begin_load(self, command: effects.WakeCommand, order: effects.LoadOrder) -> _Begun:
-        """Raises ``Unavailable`` if the worker is gone."""
+    async def _load(self, command: effects.WakeCommand, order: effects.LoadOrder) -> None:
         request = worker_pb2.LoadRequest(
             epoch=self._controller.epoch.value,
             instance_id=order.instance_id,
@@ -286,11 +199,8 @@ class Actuator:
             roles=converters.roles_to_proto(order.roles),
             traceparent=command.traceparent,
         )
-        return self._begin(self._worker(order.worker_id).Load, request, _TIMEOUT_S)
-
-    async def _load(self, command: effects.WakeCommand, order: effects.LoadOrder, begun: _Begun | None = None) -> None:
         try:
-            await self._finish(begun or self._begin_load(command, order))
+            await self._call(self._worker(order.worker_id).Load, request)
         except _Unanswered:
             self._controller.apply(inputs.LoadUnanswered(order.instance_id))
             return
@@ -331,34 +241,27 @@ class Actuator:
     async def _call(
         self, rpc: Callable[..., Awaitable[object]], request: Message, timeout_s: float = _TIMEOUT_S
     ) -> None:
-        await self._finish(self._begin(rpc, request, timeout_s))
+        """Waits for the answer of an RPC, which is tried again if it did not reach the peer.
 
-    def _begin(self, rpc: Callable[..., Awaitable[object]], request: Message, timeout_s: float) -> _Begun:
-        """Raises ``Unavailable`` if the peer's channel is closed."""
-        try:
-            return _Begun(rpc, request, timeout_s, rpc(request, timeout=timeout_s))
-        except grpc.aio.UsageError as error:
-            raise Unavailable("the peer was lost before the call") from error
-
-    async def _finish(self, begun: _Begun) -> None:
-        """Waits for the answer of an RPC, which is tried again if the peer was not reached.
-
-        A ``StaleEpoch`` fails it like any error: a newer scheduler shows by the reports of all, not by one's word.
+        A ``StaleEpoch`` is an error like any other: whether a newer scheduler is active is decided by the reports of
+        most peers, not by the answer of one.
         """
         try:
             try:
-                await begun.answer
+                await rpc(request, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
                 if error.code() != grpc.StatusCode.UNAVAILABLE:
                     raise
                 await asyncio.sleep(_RETRY_S)
-                await self._begin(begun.rpc, begun.request, begun.timeout_s).answer
+                await rpc(request, timeout=timeout_s)
+        except grpc.aio.UsageError as error:
+            raise Unavailable("the peer was lost before the call") from error
         except asyncio.CancelledError:
-            # Either we are cancelled, or the peer was lost and its channel closed under the call.
+            # Either this task is cancelled, or the peer was lost and its channel closed during the call.
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             raise Unavailable("the peer was lost during the call") from None
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise _Unanswered(f"there was no answer within {begun.timeout_s:g} s") from error
+                raise _Unanswered(f"there was no answer within {timeout_s:g} s") from error
             raise error_from_rpc(error) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from torchrelay.control.v1 import scheduler_pb2
+from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimum
 from torchrelay.scheduler.policy.core import Instance
 from torchrelay.scheduler.policy.state import State
@@ -19,10 +20,11 @@ def cluster_view(controller: Controller) -> scheduler_pb2.ClusterView:
     now = controller.clock.now()
     waiting = Counter(admission.model for admission in state.queues)
     running = Counter(attempt.admission.model for attempt in state.attempts.attempts())
+    reports = [report for peer, report in controller.reports.items() if controller.is_present(peer)]
     return scheduler_pb2.ClusterView(
         epoch=controller.epoch.value,
-        workers=[report for key, report in controller.worker_reports.items() if key in state.membership.workers],
-        stores=[report for key, report in controller.store_reports.items() if key in state.membership.stores],
+        workers=[report for report in reports if isinstance(report, WorkerReport)],
+        stores=[report for report in reports if isinstance(report, StoreReport)],
         instances=[_instance_view(controller, instance, now) for instance in state.instances],
         demand=[
             scheduler_pb2.ModelDemand(model=name, num_waiting=waiting[name], num_running=running[name])

@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
 
 from opentelemetry import metrics
 
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.common.recent import Recent
-from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
+from torchrelay.control.v1 import scheduler_pb2, types_pb2
+from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
-from torchrelay.scheduler.policy.core import Model
+from torchrelay.scheduler.policy.core import Instance, Model
 from torchrelay.scheduler.policy.effects import (
     AdmissionRefused,
     Answer,
@@ -34,10 +36,8 @@ from torchrelay.scheduler.policy.inputs import (
     Input,
     MinimumsSet,
     Release,
-    StoreBeat,
     StoreReported,
     Tick,
-    WorkerBeat,
     WorkerReported,
 )
 from torchrelay.scheduler.policy.policy import Policy
@@ -54,6 +54,14 @@ from torchrelay.scheduler.service.tickets import ClusterTickets
 log = get_logger(__name__)
 
 _MAX_VERSIONS = 8192
+
+
+Report: TypeAlias = WorkerReport | StoreReport
+Peer: TypeAlias = tuple[type[Report], str]  # whether it is a worker or a store, and its id
+
+
+def peer_of(report: Report) -> Peer:
+    return type(report), report.worker_id if isinstance(report, WorkerReport) else report.store_id
 
 
 class Clock:
@@ -95,9 +103,8 @@ class Controller:
         self.cluster_tickets = cluster_tickets
         self.explain = explain
         self.actuator: CommandExecutor | None = None  # set once, before anything is admitted
-        self.worker_reports: dict[str, reports_pb2.WorkerReport] = {}
-        self.store_reports: dict[str, reports_pb2.StoreReport] = {}
-        self._streamed: dict[str, reports_pb2.WorkerReport] = {}  # the last, until one comes by the broker
+        self.reports: dict[Peer, Report] = {}  # the last report of each worker and store that is present
+        self._streamed: dict[Peer, Report] = {}  # the last report by a stream, until one comes by the broker
         self._recorder = recorder
         self._due_at = math.inf  # for which the timer runs
         self._due_timer: asyncio.TimerHandle | None = None
@@ -169,58 +176,52 @@ class Controller:
             self._metrics.record_accuracy(attempt.placement, outcome)
         self._apply(Release(key, release.ttft_s > 0, outcome, release.is_recalled, release.is_migrated), now)
 
-    def worker_reported(self, report: reports_pb2.WorkerReport, streamed: bool) -> None:
-        """Raises ``StaleEpoch`` when most peers, and the worker among them, obey a newer scheduler."""
-        now = self.clock.now()
-        self._check_epoch(report.epoch, report.worker_id, now)
+    def is_present(self, peer: Peer) -> bool:
+        kind, node_id = peer
+        membership = self.policy.state.membership
+        return node_id in (membership.workers if kind is WorkerReport else membership.stores)
+
+    def reported(self, report: Report, streamed: bool) -> None:
+        """Raises ``StaleEpoch`` when most peers, and the one that reports among them, obey a newer scheduler."""
+        now, peer = self.clock.now(), peer_of(report)
+        self._check_epoch(report.epoch, peer[1], now)
         if report.is_beat:
-            progress = converters.progress_from_proto(report.engine)
-            self._apply(WorkerBeat(report.worker_id, report.incarnation, progress), now)
+            self._apply(converters.beat_from_proto(report), now)
             return
         if streamed:
-            self._streamed[report.worker_id] = report
-        elif report == self._streamed.pop(report.worker_id, None) and self.worker_repeated(report.worker_id):
+            self._streamed[peer] = report
+        elif report == self._streamed.pop(peer, None) and self.repeated(peer):
             return
-        self._apply(WorkerReported(converters.worker_from_proto(report, now), streamed), now)
-        if report.worker_id in self.policy.state.membership.workers:
-            self.worker_reports[report.worker_id] = report
-        self._explain_load(report.worker_id)
-        self._notify_watchers()
-
-    def worker_repeated(self, worker_id: str) -> bool:
-        """The worker's last report came again: a sign of life, and all that there is to it unless its slot is about to
-        change. False: it must be looked at whole.
-        """
-        report, instance = self.worker_reports.get(worker_id), self.policy.state.instances.on_worker(worker_id)
-        if report is None or (instance is not None and not instance.is_settled):
-            return False
-        self.apply(WorkerBeat(worker_id, report.incarnation, converters.progress_from_proto(report.engine)))
-        return True
-
-    def store_repeated(self, store_id: str) -> bool:
-        """The same of a store, unless a copy is on its way to it, or an instance of its host about to change."""
-        report, state = self.store_reports.get(store_id), self.policy.state
-        if report is None or state.transfers.into(store_id):
-            return False
-        if not all(instance.is_settled for instance in state.instances.on_host(report.host_id)):
-            return False
-        self.apply(StoreBeat(store_id, report.incarnation))
-        return True
-
-    def store_reported(self, report: reports_pb2.StoreReport, streamed: bool) -> None:
-        """Raises ``StaleEpoch`` when most peers, and the store among them, obey a newer scheduler."""
-        now = self.clock.now()
-        self._check_epoch(report.epoch, report.store_id, now)
-        if report.is_beat:
-            self._apply(StoreBeat(report.store_id, report.incarnation), now)
-            return
-        self._apply(StoreReported(converters.store_from_proto(report, now), streamed), now)
-        if report.store_id in self.policy.state.membership.stores:
-            self.store_reports[report.store_id] = report
+        if isinstance(report, WorkerReport):
+            self._apply(WorkerReported(converters.worker_from_proto(report, now), streamed), now)
+        else:
+            self._apply(StoreReported(converters.store_from_proto(report, now), streamed), now)
             report.ClearField("disk")  # the policy has it; a view of many stores would grow too large
-        for instance in self.policy.state.instances.on_host(report.host_id):
+        if self.is_present(peer):
+            self.reports[peer] = report
+        for instance in self._instances_of(report):
             self._explain_load(instance.worker_id)
         self._notify_watchers()
+
+    def repeated(self, peer: Peer) -> bool:
+        """Takes a repeat of the peer's last report as a sign of life. False if the report must be applied whole: it is
+        not known, a copy is on its way to the store, or an instance of the worker or host is about to change.
+        """
+        report = self.reports.get(peer)
+        if report is None or self.policy.state.transfers.into(peer[1]):
+            return False
+        if not all(instance.is_settled for instance in self._instances_of(report)):
+            return False
+        self.apply(converters.beat_from_proto(report))
+        return True
+
+    def _instances_of(self, report: Report) -> Sequence[Instance]:
+        """Instances of the worker that reports, or of the store's host."""
+        instances = self.policy.state.instances
+        if isinstance(report, WorkerReport):
+            instance = instances.on_worker(report.worker_id)
+            return () if instance is None else (instance,)
+        return tuple(instances.on_host(report.host_id))
 
     def _check_epoch(self, epoch: int, node_id: str, now: float) -> None:
         workers, stores = self.policy.state.membership.workers, self.policy.state.membership.stores
@@ -240,11 +241,9 @@ class Controller:
     def tick(self, listening_since: float) -> None:
         self.apply(Tick(listening_since))
         membership = self.policy.state.membership
-        for worker_id in self.worker_reports.keys() - membership.workers.keys():
-            del self.worker_reports[worker_id]
-            self._streamed.pop(worker_id, None)
-        for store_id in self.store_reports.keys() - membership.stores.keys():
-            del self.store_reports[store_id]
+        for peer in [peer for peer in self.reports if not self.is_present(peer)]:
+            del self.reports[peer]
+            self._streamed.pop(peer, None)
         self.epoch.keep(membership.workers.keys() | membership.stores.keys())
 
     def version(self, version_id: str) -> types_pb2.ModelVersion:

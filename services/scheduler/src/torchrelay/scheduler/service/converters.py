@@ -9,7 +9,7 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
-from torchrelay.scheduler.policy import core
+from torchrelay.scheduler.policy import core, inputs
 from torchrelay.scheduler.policy.effects import AdmissionRefused, SchedulerEvent
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
@@ -76,6 +76,12 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> core.Work
         has_prefix_cache=report.has_prefix_cache,
         progress=progress_from_proto(report.engine),
     )
+
+
+def beat_from_proto(report: reports_pb2.WorkerReport | reports_pb2.StoreReport) -> inputs.WorkerBeat | inputs.StoreBeat:
+    if isinstance(report, reports_pb2.WorkerReport):
+        return inputs.WorkerBeat(report.worker_id, report.incarnation, progress_from_proto(report.engine))
+    return inputs.StoreBeat(report.store_id, report.incarnation)
 
 
 def progress_from_proto(engine: types_pb2.EngineProgress) -> EngineProgress:

@@ -1,20 +1,20 @@
 """Discovers workers and stores from load reports on the broker, then watches each by a stream.
 
-A stream brings every change of a slot or a copy at once, and beats between them. It carries our epoch there, so that
-an older scheduler learns of us and loses its streams, even if neither commands anything. A worker that shuts down ends
-its stream. When a stream breaks, the peer's port shows whether the process is gone: then the peer is lost at once, else
-after three seconds without a word on either road. The stream to a lost peer is tried again for a while: one that only
-hung comes back without the broker.
+A stream brings every change of a slot or a copy at once, and beats between them. It carries our epoch to the peer, so
+that an older scheduler learns of us and loses its streams, even if neither commands anything. A worker that shuts down
+ends its stream. When a stream breaks, the peer's port shows whether the process is gone. Then the peer is lost at once,
+otherwise after three seconds without a message by the stream or the broker. The stream to a lost peer is opened again
+for a while: a peer that only hung comes back without the broker.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -28,19 +28,17 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2, worker_pb2
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.scheduler.policy.inputs import StoreGone, WorkerGone, WorkerStopped, WorkerStreamClosed
-from torchrelay.scheduler.service.controller import Clock, Controller
+from torchrelay.scheduler.service.controller import Clock, Controller, Peer, Report, peer_of
 from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
 from torchrelay.scheduler.service.repeats import Repeats
 from torchrelay.scheduler.service.report_check import ReportCheck, node_id
 
 log = get_logger(__name__)
 
-_BEAT_S = 1.0  # there are thousands of peers, and each is heard on NATS too
+_BEAT_S = 1.0  # there are thousands of peers, and each also reports on NATS
 _RETRY_S = 0.1
 _MAX_RETRY_S = 1.0  # for a peer that is lost, or whose streams end soon
 _AWAY_S = 60.0  # then only the broker can bring it back
-
-Report = TypeVar("Report", WorkerReport, StoreReport)
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class _Watch:
 
 
 class Discovery:
-    """Owns one watching task per peer; ``tasks`` ends them."""
+    """Owns a task per peer that watches it; ``tasks`` ends them."""
 
     def __init__(
         self,
@@ -69,33 +67,35 @@ class Discovery:
         self._tasks = tasks
         self._stopped = False
         self._repeats = Repeats()
-        self._watches: dict[str, _Watch] = {}  # by "worker <id>" or "store <id>"
+        self._watches: dict[Peer, _Watch] = {}
 
     async def start(self) -> None:
-        await self._nats.subscribe(self._subjects.worker_load(), cb=self._on_worker)
-        await self._nats.subscribe(self._subjects.store_load(), cb=self._on_store)
+        await self._nats.subscribe(self._subjects.worker_load(), cb=partial(self._on_report, WorkerReport))
+        await self._nats.subscribe(self._subjects.store_load(), cb=partial(self._on_report, StoreReport))
 
     def stop(self) -> None:
         """Ignores further reports: the task group is closing."""
         self._stopped = True
 
-    async def _on_worker(self, message: Msg) -> None:
-        if not self._stopped and self._repeats.is_one(message) and self._controller.worker_repeated(node_id(message)):
+    async def _on_report(self, kind: type[Report], message: Msg) -> None:
+        if self._stopped or (self._repeats.is_repeat(message) and self._controller.repeated((kind, node_id(message)))):
             return
-        report = self._apply(WorkerReport, message, partial(self._controller.worker_reported, streamed=False))
-        if report is not None and report.worker_id in self._controller.policy.state.membership.workers:
-            self._watch(f"worker {report.worker_id}", report.incarnation, lambda: self._watch_worker(report))
-
-    async def _on_store(self, message: Msg) -> None:
-        if not self._stopped and self._repeats.is_one(message) and self._controller.store_repeated(node_id(message)):
+        report = self._read(kind, message)
+        if report is None:
             return
-        report = self._apply(StoreReport, message, partial(self._controller.store_reported, streamed=False))
-        if report is not None and report.store_id in self._controller.policy.state.membership.stores:
-            self._watch(f"store {report.store_id}", report.incarnation, lambda: self._watch_store(report))
+        try:
+            self._controller.reported(report, streamed=False)
+        except Exception as error:
+            # The broker's client only logs what a callback raises; an error here must end the service.
+            self._stopped = True
+            self._tasks.create_task(_fail(error))
+            return
+        if self._controller.is_present(peer_of(report)):
+            self._watch(report)
 
-    def _apply(self, kind: type[Report], message: Msg, apply: Callable[[Report], None]) -> Report | None:
-        """The report of a message, once applied; None if it cannot be read or is another's, or reports are ignored."""
-        if self._stopped or not self._report_check.is_signed(message):
+    def _read(self, kind: type[Report], message: Msg) -> Report | None:
+        """The report in a message; None if it cannot be read, or its own node has not signed it."""
+        if not self._report_check.is_signed(message):
             return None
         self._repeats.note(message)
         try:
@@ -103,117 +103,102 @@ class Discovery:
         except DecodeError as error:
             log.warning("report_unreadable", subject=message.subject, error=str(error))
             return None
-        claimed_id = report.worker_id if isinstance(report, WorkerReport) else report.store_id
-        if not self._report_check.names_its_node(message, claimed_id):
-            return None
-        try:
-            apply(report)
-        except Exception as error:
-            # The broker's client only logs what a callback raises; an error here must end the service.
-            self._stopped = True
-            self._tasks.create_task(_fail(error))
-        return report
+        return report if self._report_check.names_its_node(message, peer_of(report)[1]) else None
 
-    def _watch(self, name: str, incarnation: str, watch: Callable[[], Coroutine[None, None, None]]) -> None:
-        if present := self._watches.get(name):
-            if present.incarnation == incarnation and not present.task.done():
+    def _watch(self, report: Report) -> None:
+        """Watches the process that reports, unless a task does so already."""
+        peer = peer_of(report)
+        if present := self._watches.get(peer):
+            if present.incarnation == report.incarnation and not present.task.done():
                 return
             present.task.cancel()
-        self._watches[name] = _Watch(incarnation, self._tasks.create_task(watch(), name=f"watch {name}"))
+        task = self._tasks.create_task(self._watch_peer(report), name=f"watch {peer[1]}")
+        self._watches[peer] = _Watch(report.incarnation, task)
 
-    async def _watch_worker(self, first: WorkerReport) -> None:
-        membership, worker_id, address = self._controller.policy.state.membership, first.worker_id, first.grpc_address
-        patience = _Patience(self._controller.clock)
-        while patience.lasts(worker_id in membership.workers):
-            request = worker_pb2.WatchSlotRequest(beat_every_s=_BEAT_S, epoch=self._controller.epoch.value)
-            stub = self._channels.worker(address, worker_id)
-            stream = _ReportStream(partial(stub.WatchSlot, request), worker_id, patience)
+    async def _watch_peer(self, first: Report) -> None:
+        peer, address = peer_of(first), first.grpc_address
+        controller, node_id = self._controller, peer[1]
+        is_worker = isinstance(first, WorkerReport)
+        retries = _Retries(controller.clock)
+        while retries.go_on(controller.is_present(peer)):
+            stream = _ReportStream(partial(self._open, first), node_id, retries)
             async with aclosing(stream.reports()) as reports:
                 async for report in reports:
-                    if report.worker_id != worker_id or report.incarnation != first.incarnation:
+                    if peer_of(report) != peer or report.incarnation != first.incarnation:
                         break  # another process uses the port by now
-                    self._controller.worker_reported(report, streamed=True)
-                    if worker_id not in membership.workers:
-                        break  # only a whole report brings it back, and a stream begins with one
-            self._controller.apply(WorkerStreamClosed(worker_id))
-            if stream.was_ended or await is_refused(address):
-                self._controller.apply(WorkerStopped(worker_id) if stream.was_ended else WorkerGone(worker_id))
+                    controller.reported(report, streamed=True)
+                    if not controller.is_present(peer):
+                        break  # only a whole report brings the peer back, and a stream begins with a whole report
+            if is_worker:
+                controller.apply(WorkerStreamClosed(node_id))
+            was_stopped = is_worker and stream.was_ended
+            if was_stopped or await is_refused(address):
+                gone = WorkerGone(node_id) if is_worker else StoreGone(node_id)
+                controller.apply(WorkerStopped(node_id) if was_stopped else gone)
                 await self._channels.forget(address)
                 return
-            await asyncio.sleep(patience.next_retry_s())
+            await asyncio.sleep(retries.next_delay_s())
 
-    async def _watch_store(self, first: StoreReport) -> None:
-        membership, store_id, address = self._controller.policy.state.membership, first.store_id, first.grpc_address
-        patience = _Patience(self._controller.clock)
-        while patience.lasts(store_id in membership.stores):
-            request = param_store_pb2.WatchCopiesRequest(beat_every_s=_BEAT_S, epoch=self._controller.epoch.value)
-            stub = self._channels.store(address, store_id)
-            stream = _ReportStream(partial(stub.WatchCopies, request), store_id, patience)
-            async with aclosing(stream.reports()) as reports:
-                async for report in reports:
-                    if report.store_id != store_id or report.incarnation != first.incarnation:
-                        break
-                    self._controller.store_reported(report, streamed=True)
-                    if store_id not in membership.stores:
-                        break
-            if await is_refused(address):
-                self._controller.apply(StoreGone(store_id))
-                await self._channels.forget(address)
-                return
-            await asyncio.sleep(patience.next_retry_s())
+    def _open(self, first: Report) -> UnaryStreamCall[Any, Any]:
+        epoch, address = self._controller.epoch.value, first.grpc_address
+        if isinstance(first, WorkerReport):
+            watch_slot = worker_pb2.WatchSlotRequest(beat_every_s=_BEAT_S, epoch=epoch)
+            return self._channels.worker(address, first.worker_id).WatchSlot(watch_slot)
+        watch_copies = param_store_pb2.WatchCopiesRequest(beat_every_s=_BEAT_S, epoch=epoch)
+        return self._channels.store(address, first.store_id).WatchCopies(watch_copies)
 
 
 async def _fail(error: Exception) -> None:
     raise error
 
 
-class _Patience:
-    """How long the stream to a peer is tried again: for good while it is present, else for ``_AWAY_S``.
+class _Retries:
+    """When the stream to a peer is opened again: without end while the peer is present, otherwise for ``_AWAY_S``.
 
-    Ever less often while its streams end soon, as those of a scheduler do that the peer has fenced out.
+    The delay grows while the streams end soon, as they do for a scheduler that the peer has fenced out.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._away_since: float | None = None
-        self._began_at, self._retry_s = 0.0, 0.0
+        self._began_at, self._delay_s = 0.0, 0.0
 
-    def lasts(self, is_present: bool) -> bool:
+    def go_on(self, is_present: bool) -> bool:
+        """Whether to open a stream now."""
         self._began_at = now = self._clock.now()
         self._away_since = None if is_present else self._away_since or now
         return self._away_since is None or now - self._away_since < _AWAY_S
 
     @property
-    def is_tried(self) -> bool:
-        """Whether this stream follows one that ended soon, and has not lasted itself."""
-        return self._retry_s > 0 and self._clock.now() - self._began_at < SILENT_S
+    def is_repeated(self) -> bool:
+        """Whether this stream follows a stream that ended soon, and has not lasted itself."""
+        return self._delay_s > 0 and self._clock.now() - self._began_at < SILENT_S
 
-    def next_retry_s(self) -> float:
-        self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S) if self.is_tried else _RETRY_S
-        return self._retry_s if self._away_since is None else _MAX_RETRY_S
+    def next_delay_s(self) -> float:
+        self._delay_s = min(2 * self._delay_s, _MAX_RETRY_S) if self.is_repeated else _RETRY_S
+        return self._delay_s if self._away_since is None else _MAX_RETRY_S
 
 
-class _ReportStream(Generic[Report]):
+class _ReportStream:
     """A peer's reports until its stream ends or breaks. ``was_ended``: by the peer, because it shuts down."""
 
-    def __init__(self, watch: Callable[[], UnaryStreamCall[Any, Report]], peer: str, patience: _Patience) -> None:
-        self._watch: Callable[[], UnaryStreamCall[Any, Report]] = watch
-        self._peer, self._patience = peer, patience
+    def __init__(self, open_: Callable[[], UnaryStreamCall[Any, Report]], peer_id: str, retries: _Retries) -> None:
+        self._open, self._peer_id, self._retries = open_, peer_id, retries
         self.was_ended = False
 
     async def reports(self) -> AsyncGenerator[Report]:
         try:
-            call = self._watch()
+            call = self._open()
         except grpc.aio.UsageError:
             return  # the channel was closed
         try:
             async for report in call:
                 yield report
         except grpc.aio.AioRpcError as error:
-            if not self._patience.is_tried:
-                log.info("watch_broken", peer=self._peer, status=error.code().name, detail=error.details())
+            if not self._retries.is_repeated:
+                log.info("watch_broken", peer=self._peer_id, status=error.code().name, detail=error.details())
         except asyncio.CancelledError:
-            # Either we are cancelled, or the peer hung and its channel was closed under the call.
+            # Either this task is cancelled, or the peer hung and its channel was closed under the call.
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
         else:
