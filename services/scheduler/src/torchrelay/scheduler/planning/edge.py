@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from torchrelay.common.quantities import format_duration
 
 MAX_STRIPED = 4  # sources followed at once
-MAX_ALTERNATES = 4  # besides those and the remote store
+MAX_ALTERNATES = 4  # besides the striped sources and the remote store
 
 
 @dataclass(frozen=True)
 class TransferEdge:
-    """One store's incoming copy. The first ``num_striped`` of ``sources`` are followed at once, each at the rate it
+    """A store's incoming copy. The first ``num_striped`` of ``sources`` are followed at once, each at the rate it
     achieves; the others are for repair, best first, the remote store last.
 
     ``shares``: the part of the pack planned for each striped source; they add up to one. ``bytes_per_s`` and

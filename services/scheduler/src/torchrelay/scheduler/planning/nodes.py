@@ -1,4 +1,4 @@
-"""What the planner knows about hosts. Rates are bytes per second."""
+"""Hosts as the planner knows them. Rates are bytes per second."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 REMOTE = "remote"  # holder id of the remote store: the last source of every relay
 DEFAULT_BYTES_PER_S = 5e8  # of a direction about which nothing is known
-MIN_BYTES_PER_S = 1.0  # a full direction still moves: it is shared with whoever fills it
+MIN_BYTES_PER_S = 1.0  # a full direction still carries bytes: a new relay shares it
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What a store's link has left for a new relay in each direction: capacity less KV streams, other background
-    traffic and the running relays that do not yield to it.
+    """A store's link. A residual is the rate left for a new relay in a direction: capacity less KV streams, other
+    background traffic and the running relays that do not yield to it.
     """
 
     residual_out: float = DEFAULT_BYTES_PER_S

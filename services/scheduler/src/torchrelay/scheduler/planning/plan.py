@@ -46,7 +46,9 @@ def plan(
 def _one_per_host(
     nodes: Mapping[str, Node], known: Iterable[str], targets: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """One network copy per host: the targets that get it, and the others with the store of their host they follow."""
+    """Gives each host one network copy. Returns the targets that get it, and the other targets with the store of their
+    host that they follow.
+    """
     first: dict[str, str] = {}
     for store in known:
         if nodes[store].host:

@@ -1,4 +1,4 @@
-"""What the stores that have the pack, or are getting it, can still send; allocated as edges are drawn."""
+"""The stores that have the pack or are getting it, with the rate that each can still send."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Sender:
 
 @dataclass(frozen=True, slots=True)
 class SourceAllocation:
-    """What one source sends to a target."""
+    """The rate at which a source sends to a target."""
 
     store: str
     bytes_per_s: float
@@ -93,12 +93,12 @@ class SenderPool:
         places = (leaf, _ALL) if len(self._leaves) > 1 else (_ALL,)
         while self.senders and len(allocations) < most and missing > need * _MIN_STRIPE_SHARE:
             without = {allocation.store for allocation in allocations}
-            found = self._enough(missing, places, without) or self._most(missing, places, without)
-            if found is None or (allocations and found.bytes_per_s < need * _MIN_STRIPE_SHARE):
+            best = self._enough(missing, places, without) or self._most(missing, places, without)
+            if best is None or (allocations and best.bytes_per_s < need * _MIN_STRIPE_SHARE):
                 break
-            self._take(found)
-            allocations.append(found)
-            missing -= found.bytes_per_s
+            self._take(best)
+            allocations.append(best)
+            missing -= best.bytes_per_s
         if len(allocations) == 1 and allocations[0].bytes_per_s <= need * _MIN_STRIPE_SHARE:
             # All are busy: the direction is shared with those it already feeds.
             sender = self.senders[allocations[0].store]
@@ -115,13 +115,13 @@ class SenderPool:
         return None
 
     def _most(self, need: float, places: Sequence[str], without: Container[str]) -> SourceAllocation | None:
-        found = [
+        candidates = [
             SourceAllocation(store, self._rate(store, need))
             for place, idle in product(places, (True, False))
             for store in islice(self._indexes[(place, idle)].from_most(), _MAX_CANDIDATES)
             if store not in without
         ]
-        return max(found, key=lambda allocation: allocation.bytes_per_s, default=None)
+        return max(candidates, key=lambda allocation: allocation.bytes_per_s, default=None)
 
     def _rate(self, store: str, need: float) -> float:
         sender = self.senders[store]

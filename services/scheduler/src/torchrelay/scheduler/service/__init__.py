@@ -1,1 +1,1 @@
-"""What talks: gRPC, NATS, tickets, metrics, and the controller between these and the policy."""
+"""Communication: gRPC, NATS, tickets, metrics, and the controller between these and the policy."""

@@ -18,7 +18,7 @@ _MIN_BEAT_S = 0.1  # whatever a gateway asks for
 
 
 class AdmitStream:
-    """One stream. A gateway that reads too slowly loses the stream, not its admissions: it sends them again."""
+    """A gateway's stream. A gateway that reads too slowly loses the stream, not its admissions: it sends them again."""
 
     def __init__(self, max_queued: int, message_every_s: float) -> None:
         self._queue: deque[AdmitEvent | EventFields] = deque()
@@ -44,7 +44,7 @@ class AdmitStream:
         self._changed.set()
 
     async def events(self) -> AsyncIterator[AdmitEvents]:
-        """What was sent, and beats as often as the gateway asked for."""
+        """Yields sent events, and beats as often as the gateway asked for."""
         while True:
             while self._queue and self._error is None:
                 if len(self._queue) < MAX_BATCH:
@@ -64,7 +64,7 @@ class AdmitStream:
                 yield AdmitEvents(events=[_BEAT])
 
     def beat(self, every_s: float) -> None:
-        """From now on the gateway hears from us this often; 0: when there is something to say."""
+        """Sends a beat this often from now on; 0: no beats."""
         if every_s > 0:
             self._beat_every_s = max(every_s, _MIN_BEAT_S)
             self.send(_BEAT)

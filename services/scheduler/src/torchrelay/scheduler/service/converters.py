@@ -19,7 +19,7 @@ CallTokens: TypeAlias = tuple[str, str]  # the gateway's, and the other worker's
 # but would copy an event.
 EventFields: TypeAlias = dict[str, Any]
 _ROLES = frozenset(core.Role)
-_SERVICE_CLASSES = {one.value: one for one in core.ServiceClass}
+_SERVICE_CLASSES = {service_class.value: service_class for service_class in core.ServiceClass}
 _PHASES = {
     reports_pb2.SlotState.STATE_UNSPECIFIED: core.InstancePhase.FREE,
     reports_pb2.SlotState.STATE_FREE: core.InstancePhase.FREE,

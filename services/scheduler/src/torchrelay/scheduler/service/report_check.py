@@ -49,5 +49,5 @@ class ReportCheck:
 
 
 def node_id(message: Msg) -> str:
-    """Of the worker or store in the message's subject."""
+    """The id of the worker or store in the message's subject."""
     return message.subject.rpartition(".")[2]

@@ -103,11 +103,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         if not request.request_id:
             decisions = self._controller.explain.model(request.model)
             return scheduler_pb2.ExplainReply(decisions=map(converters.decision_to_proto, decisions))
-        found = self._controller.explain.request(request.request_id)
-        if found is None:
+        explained = self._controller.explain.request(request.request_id)
+        if explained is None:
             kept = f"only requests since the scheduler's start, the last {MAX_REQUESTS:,}, are kept"
             raise NotFound(f"no recent request has the id {request.request_id!r}: {kept}", field="request_id")
-        phases, decisions = found
+        phases, decisions = explained
         return scheduler_pb2.ExplainReply(
             phases=map(converters.phase_to_proto, phases), decisions=map(converters.decision_to_proto, decisions)
         )

@@ -10,7 +10,7 @@ from typing import Final
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.autoscaling.price import IdleGaps, IdlePlan
 
-WINDOW_S = 10.0  # what comes next is expected to be as much as in the last so many seconds
+WINDOW_S = 10.0  # the demand of the next seconds is expected to equal that of the last so many seconds
 MEAN_S = 600.0  # an arrival counts in the mean rate by 1/e after so long
 _MAX_ARRIVALS = 1024  # counted of one window
 _MAX_LATE = 64
@@ -49,13 +49,13 @@ class MeanRate:
 
 @dataclass(slots=True)
 class ArrivalHistory:
-    """Of one version."""
+    """The arrivals of one version."""
 
     idle_gaps: IdleGaps = field(default_factory=IdleGaps)
     target_s: float = 0.0  # for the first token: the mean of late; 0: none came
     last_used: float | None = None  # the last arrival or end of a request
-    crowded_at: float = 0.0  # when it last needed all instances that it has
-    decode_crowded_at: float = 0.0  # the same of those that decode alone
+    crowded_at: float = 0.0  # when all its instances were last needed
+    decode_crowded_at: float = 0.0  # the same of instances that only decode
     _late: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_LATE))
     _came: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_ARRIVALS))
     _num_tokens: int = 0
@@ -78,17 +78,17 @@ class ArrivalHistory:
         self._mean.arrive(now)
 
     def forecast(self, plan: IdlePlan) -> tuple[float, float]:
-        """When the model should be loaded again though nobody asks, and until when it is worth to hold it."""
+        """When to load the model again before a request comes, and until when holding it is worth its slot."""
         if self.last_used is None or math.isinf(plan.wake_s):
             return NEVER
         return self.last_used + plan.wake_s, self.last_used + plan.until_s
 
     def return_s(self, now: float) -> float:
-        """Expected seconds until it is used next."""
+        """Expected seconds until the next use."""
         return self.idle_gaps.return_s(now - self.last_used if self.last_used is not None else math.inf)
 
     def late(self, admitted_at: float) -> None:
-        """A request got its first token later than it wanted it, from an instance that was loaded when it came."""
+        """Notes a request whose first token missed its target, though the instance was loaded when the request came."""
         self._late.append(admitted_at)
 
     def num_late(self, since: float) -> int:
@@ -103,15 +103,15 @@ class ArrivalHistory:
         return ArrivalRate(len(self._came) / max(since_s, 1.0), self._num_tokens / max(since_s, 1.0))
 
     def expected_per_s(self, now: float) -> float:
-        """Requests to expect per second, if it is to have a slot: those of late, or those of the long run if these are
-        more. Where requests come in bursts, none of late is no sign that none will come.
+        """Requests expected per second: the recent rate, or the long-run mean if that is higher. Where requests come in
+        bursts, a recent pause does not mean that no more will come.
         """
         mean = self._mean.requests_per_s(now) if self._mean is not None else 0.0
         return max(self.rate(now).requests_per_s, mean)
 
 
 class Arrivals:
-    """By version; the longest unused are forgotten first."""
+    """Histories by version. Versions that were unused for longest are forgotten first."""
 
     def __init__(self) -> None:
         self._of: Recent[str, ArrivalHistory] = Recent(_MAX_VERSIONS)
@@ -129,7 +129,7 @@ class Arrivals:
         return self._of.get(version_id)
 
     def forget(self, version_id: str) -> None:
-        """No more are expected."""
+        """Forgets the version: no more requests are expected."""
         self._of.pop(version_id, None)
 
     def used(self, version_id: str, now: float) -> None:

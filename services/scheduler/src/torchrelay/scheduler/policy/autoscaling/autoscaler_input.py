@@ -72,7 +72,7 @@ class Demand:
         return price.num_saved(num_instances, self.backlog_s, self.load, request_s, slack_s, load_s, held_s)
 
     def least_saved(self, num_instances: int, load_s: float) -> float:
-        """What one more instance costs, in late requests."""
+        """The cost of one more instance, in late requests."""
         return price.least_saved(load_s, self.held_s(num_instances, load_s), self.price_s)
 
     def held_s(self, num_instances: int, load_s: float) -> float:
@@ -173,12 +173,12 @@ class AutoscalerInput:
 
     @cached_property
     def staying(self) -> Mapping[str, Sequence[InstanceLoad]]:
-        """What is not on its way out, by version."""
-        found = defaultdict[str, list[InstanceLoad]](list)
+        """Instances that are not leaving, by version."""
+        by_version = defaultdict[str, list[InstanceLoad]](list)
         for load in self.loads:
             if load.instance.staying:
-                found[load.instance.version_id].append(load)
-        return found
+                by_version[load.instance.version_id].append(load)
+        return by_version
 
     @cached_property
     def kept(self) -> frozenset[str]:
@@ -206,8 +206,8 @@ class AutoscalerInput:
     def staying_of_some(self) -> Mapping[str, Sequence[InstanceLoad]]:
         """``staying`` of the models to decide on, and of ``version_ids``."""
         version_ids = dict.fromkeys((*(demand.model.version_id for demand in self.demands), *self.version_ids))
-        found = {version_id: self.staying_of(version_id) for version_id in version_ids}
-        return {version_id: loads for version_id, loads in found.items() if loads}
+        staying = {version_id: self.staying_of(version_id) for version_id in version_ids}
+        return {version_id: loads for version_id, loads in staying.items() if loads}
 
     @property
     def has_all_waiting(self) -> bool:
@@ -230,15 +230,15 @@ class AutoscalerInput:
         return self.staying_of(model.version_id)
 
     def staying_of(self, version_id: str) -> Sequence[InstanceLoad]:
-        found = self._staying_known.get(version_id)
-        if found is None:
+        staying = self._staying_known.get(version_id)
+        if staying is None:
             loads = self.instance_loads.of_version(version_id)
-            found = self._staying_known[version_id] = [load for load in loads if load.instance.staying]
-        return found
+            staying = self._staying_known[version_id] = [load for load in loads if load.instance.staying]
+        return staying
 
     @cached_property
     def _staying_known(self) -> dict[str, Sequence[InstanceLoad]]:
-        """As far as asked for."""
+        """``staying_of`` each version that was asked for."""
         return {}
 
     def missing(self, demand: Demand, kv_bytes: int) -> Roles:

@@ -27,10 +27,10 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     cover_both_roles,
 )
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
-from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots
 from torchrelay.scheduler.policy.autoscaling.instance_eviction import Gain, evict, evict_to_grow
 from torchrelay.scheduler.policy.autoscaling.sizing import Sizing, sizings_of, wanted_instances
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, SlotAssignment, assign
+from torchrelay.scheduler.policy.autoscaling.slot_claims import SlotClaims
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -59,8 +59,12 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     """
     actions: list[Action] = []
     is_wanted = bool(autoscaler_input.minimums) or any(
-        one.num_waiting or one.num_cold or one.backlog_s or one.decode or one.is_expected(autoscaler_input.now)
-        for one in autoscaler_input.demands
+        demand.num_waiting
+        or demand.num_cold
+        or demand.backlog_s
+        or demand.decode
+        or demand.is_expected(autoscaler_input.now)
+        for demand in autoscaler_input.demands
     )
     free = FreeSlots(autoscaler_input, autoscaler_input.free_workers if is_wanted else FreeWorkers())
     granted: dict[str, list[Roles]] = {}
@@ -76,9 +80,9 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         actions += started
         if not started:
             starving.append(demand)
-    freeing = cache(lambda: FreeingSlots(autoscaler_input, config, decided=actions))
+    claims = cache(lambda: SlotClaims(autoscaler_input, config, decided=actions))
     for demand in starving:
-        actions += evict(demand, autoscaler_input, freeing(), config)
+        actions += evict(demand, autoscaler_input, claims(), config)
     for demand in starving:
         for slot in free.of(demand.model, kv_bytes=demand.most_kv_bytes):
             free.take(slot.worker_id)
@@ -91,12 +95,12 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
             grown = [Wake(demand.model, assignments, _growth_reason(demand, growth))]
             _mark_taken(grown, free, granted)
             actions += grown
-        missing = growth.missing - Counter(role for one in assignments for role in one.roles)
+        missing = growth.missing - Counter(role for assignment in assignments for role in assignment.roles)
         if missing:
-            evicted = evict_to_grow(demand, missing, _gains(demand, growth, missing), autoscaler_input, freeing())
+            evicted = evict_to_grow(demand, missing, _gains(demand, growth, missing), autoscaler_input, claims())
             actions += evicted or _trade(demand, growth, missing, autoscaler_input, config)
     for demand in demands if autoscaler_input.has_all_waiting else ():
-        actions += _fill_minimum(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, freeing)
+        actions += _fill_minimum(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, claims)
         actions += _expect(demand, autoscaler_input, granted.get(demand.model.version_id, []), free)
     staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_some
     actions += _scale_down(staying, autoscaler_input, actions, config)
@@ -134,14 +138,14 @@ def _fill_minimum(
     autoscaler_input: AutoscalerInput,
     granted: Sequence[Roles],
     free: FreeSlots,
-    freeing: Callable[[], FreeingSlots],
+    claims: Callable[[], SlotClaims],
 ) -> list[Action]:
-    """What a model lacks of the instances that stay loaded: free slots, and those of models that are idle."""
+    """Loads what a model lacks of its minimum into free slots, and takes the slots of idle models."""
     minimum = autoscaler_input.minimums.get(demand.model.version_id)
     if minimum is None or autoscaler_input.now < demand.not_before:
         return []
     roles = [*(load.instance.target_roles for load in autoscaler_input.of(demand.model)), *granted]
-    missing = +Counter({role: minimum.number - sum(role in one for one in roles) for role in ROLES})
+    missing = +Counter({role: minimum.number - sum(role in played for played in roles) for role in ROLES})
     if not missing:
         return []
     slots = free.for_roles(demand.model, demand.avoid, 0, missing[Role.PREFILL], missing[Role.DECODE])
@@ -154,10 +158,10 @@ def _fill_minimum(
         actions.append(Wake(demand.model, assignments, reason))
         for assignment in assignments:
             free.take(assignment.worker_id)
-        missing -= Counter(role for one in assignments for role in one.roles)
+        missing -= Counter(role for assignment in assignments for role in assignment.roles)
     if missing:
         gain = Gain(math.inf, 0.0, f"lacks instances of its minimum, {minimum.number} per role")
-        actions += evict_to_grow(demand, missing, repeat(gain), autoscaler_input, freeing())
+        actions += evict_to_grow(demand, missing, repeat(gain), autoscaler_input, claims())
     return actions
 
 
@@ -185,10 +189,10 @@ def _growth(
     free: FreeSlots,
     config: PolicyConfig,
 ) -> Growth | None:
-    """What a model that can serve already gains by more instances, if that is worth their slots."""
+    """The growth of a model that can serve already; None if more instances are not worth their slots."""
     own = autoscaler_input.of(demand.model)
     roles = [*(load.instance.target_roles for load in own), *granted]
-    playing = Counter(role for one in roles for role in one)
+    playing = Counter(role for played in roles for role in played)
     sizings = sizings_of(demand, playing)
     if (
         not all(playing[role] for role in ROLES)
@@ -229,20 +233,22 @@ def _assign_growth(demand: Demand, growth: Growth) -> tuple[SlotAssignment, ...]
     chosen: dict[str, SlotAssignment] = {}
     for _, role in sorted(savings):
         left = [slot for slot in growth.slots if slot.worker_id not in chosen]
-        found = assign(left, int(role is Role.PREFILL), int(role is Role.DECODE))
-        chosen |= {one.worker_id: one for one in found}
+        assigned = assign(left, int(role is Role.PREFILL), int(role is Role.DECODE))
+        chosen |= {assignment.worker_id: assignment for assignment in assigned}
     return tuple(chosen.values())
 
 
 def _gains(demand: Demand, growth: Growth, missing: Counter[Role]) -> Iterator[Gain]:
-    """By each further instance, after those that are no longer ``missing``."""
+    """Yields the gain of each further instance, after those that are no longer ``missing``."""
     sizings = [
-        one for one in sizings_of(demand, growth.wanted - growth.missing) if not one.roles.isdisjoint(growth.missing)
+        sizing
+        for sizing in sizings_of(demand, growth.wanted - growth.missing)
+        if not sizing.roles.isdisjoint(growth.missing)
     ]
     for more in count(max((growth.missing - missing).values(), default=0)):
         saved = growth.num_saved
         if more:
-            saved = max(one.work.num_saved(one.number + more, growth.load_s) for one in sizings)
+            saved = max(sizing.work.num_saved(sizing.number + more, growth.load_s) for sizing in sizings)
         yield Gain(saved, growth.held_s, f"saves {saved:.1f} late requests")
 
 
@@ -256,7 +262,7 @@ def _trade(
     if demand.decode is None or len(missing) > 1 or not all(load.instance.staying for load in everything):
         return []
     gaining, losing = sorted(
-        sizings_of(demand, growth.wanted - growth.missing), key=lambda one: one.roles.isdisjoint(missing)
+        sizings_of(demand, growth.wanted - growth.missing), key=lambda sizing: sizing.roles.isdisjoint(missing)
     )
     gained = gaining.work.num_saved(gaining.number, growth.load_s)
     lost = losing.num_lost if losing.number > 1 else math.inf
@@ -281,7 +287,7 @@ def _trade(
 
 
 def _nearest(demand: Demand, autoscaler_input: AutoscalerInput) -> Tier:
-    """From where it would be loaded into the best of the slots of idle instances."""
+    """The nearest tier from which the best slot of an idle instance would load the model."""
     pack_id, workers = demand.model.pack_id, autoscaler_input.workers
     is_held = any(True for _ in autoscaler_input.holders(pack_id))
     tiers = []
@@ -293,7 +299,7 @@ def _nearest(demand: Demand, autoscaler_input: AutoscalerInput) -> Tier:
 
 
 def _growth_reason(demand: Demand, growth: Growth) -> Reason:
-    """What it saves, and what that costs."""
+    """The reason of a growth: the late requests that it saves, and its load time."""
     numbers = [growth.wanted[role] for role in ROLES]
     wanted = f"{numbers[0]} per role wanted"
     if (decode := demand.decode) is not None:
@@ -401,17 +407,17 @@ def _uncrowded(demand: Demand, loads: Sequence[InstanceLoad], kept: Sequence[Ins
     if demand.num_cold:
         return []  # what loads may be meant for them
     playing = Counter(role for load in loads for role in load.instance.target_roles)
-    found = []
+    drains = []
     for sizing in sizings_of(demand, playing):
         if sizing.number > 1:
-            found += _spare(demand, loads, sizing, kept, now)
-    return found
+            drains += _spare(demand, loads, sizing, kept, now)
+    return drains
 
 
 def _spare(
     demand: Demand, loads: Sequence[InstanceLoad], sizing: Sizing, kept: Sequence[InstanceLoad], now: float
 ) -> list[Drain]:
-    """One that plays nothing but these roles, unless all that play them were needed."""
+    """Drains an instance that plays no other roles than the sizing's, unless all that play them were needed."""
     playing = [load for load in loads if load.instance.target_roles & sizing.roles]
     spare_s = now - max(sizing.work.crowded_at, *(load.instance.since for load in playing))
     if spare_s < demand.price_s:

@@ -52,7 +52,7 @@ class DecodeDemand:
         return price.held_s(num_instances, max(self.backlog_s(num_instances), 0.0), load_s, self.price_s)
 
     def least_saved(self, num_instances: int, load_s: float) -> float:
-        """What one more instance costs, in late requests."""
+        """The cost of one more instance, in late requests."""
         return price.least_saved(load_s, self.held_s(num_instances, load_s), self.price_s)
 
 
@@ -60,7 +60,7 @@ def most_in_time(num_most: int, tbt_target_s: float, base_s: float, per_answer_s
     """The largest batch whose tokens are ``tbt_target_s`` apart at most; ``num_most`` where not even one is: more
     instances would not help then.
     """
-    room_s = tbt_target_s - base_s
-    if room_s < per_answer_s:
+    spare_s = tbt_target_s - base_s
+    if spare_s < per_answer_s:
         return num_most
-    return min(int(room_s / per_answer_s), num_most) if per_answer_s > 0 else num_most
+    return min(int(spare_s / per_answer_s), num_most) if per_answer_s > 0 else num_most

@@ -25,7 +25,7 @@ class FreeSlots:
     def for_roles(
         self, model: Model, avoid: frozenset[str], kv_bytes: int, num_prefill: int, num_decode: int
     ) -> list[FreeSlot]:
-        """Those of which ``assign`` chooses. Pairs go to one host if possible, so these are sought among all slots."""
+        """The slots among which ``assign`` chooses. Pairs go to one host if possible, so all slots are candidates."""
         kinds = [kind for kind, _ in self._free.kinds(model.num_devices)]
         may_pair = num_prefill > 0 and num_decode > 0 and not _are_whole(kinds, kv_bytes)
         return self.of(model, avoid, kv_bytes, None if may_pair else num_prefill + num_decode)
@@ -33,39 +33,39 @@ class FreeSlots:
     def of(
         self, model: Model, avoid: frozenset[str] = frozenset(), kv_bytes: int = 0, most: int | None = None
     ) -> list[FreeSlot]:
-        """Slots whose host has a store with room for the pack; without decode if their pool is smaller than
+        """Slots whose host has a store with free space for the pack; without decode if their pool is smaller than
         ``kv_bytes``. ``most``: of the farthest tier only so many of each kind, the first by name, and what is avoided
         before these.
         """
         near = self._near(model)
-        found = []
+        slots = []
         for host_id, tier in near.items():
             for worker_id in self._free.on_host(host_id):
                 worker = self._free[worker_id]
                 roles = worker.roles_for(kv_bytes)
                 if roles and worker.num_devices == model.num_devices and self._is_free(worker_id):
                     is_avoided = worker_id in avoid
-                    found.append(FreeSlot(worker_id, host_id, roles, tier, is_avoided, worker.preferred_role))
+                    slots.append(FreeSlot(worker_id, host_id, roles, tier, is_avoided, worker.preferred_role))
         far = Tier.REMOTE if all(tier is Tier.DISK for tier in near.values()) else Tier.PEER
-        rooms: dict[str, bool] = dict.fromkeys(near, False)  # by host
+        has_space: dict[str, bool] = dict.fromkeys(near, False)  # by host
         for kind, worker_ids in self._free.kinds(model.num_devices):
             roles, num_left = _roles_for(kind, kv_bytes), most
             if not roles or num_left == 0:
                 continue
             for worker_id in worker_ids:
                 host_id = self._free[worker_id].host_id
-                if host_id not in rooms:
+                if host_id not in has_space:
                     store = self._input.stores.get(host_id)
-                    rooms[host_id] = store is not None and store.has_space_for(model.pack_id, model.pack_bytes)
-                if not rooms[host_id] or not self._is_free(worker_id):
+                    has_space[host_id] = store is not None and store.has_space_for(model.pack_id, model.pack_bytes)
+                if not has_space[host_id] or not self._is_free(worker_id):
                     continue
                 is_avoided = worker_id in avoid
-                found.append(FreeSlot(worker_id, host_id, roles, far, is_avoided, kind.preferred_role))
+                slots.append(FreeSlot(worker_id, host_id, roles, far, is_avoided, kind.preferred_role))
                 if num_left is not None and not is_avoided:
                     num_left -= 1
                     if not num_left:
                         break
-        return found
+        return slots
 
     def _near(self, model: Model) -> Mapping[str, Tier]:
         """Hosts that have the pack in RAM, or receive it; if there is none, those that have it on disk."""

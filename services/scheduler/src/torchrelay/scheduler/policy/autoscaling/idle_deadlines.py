@@ -7,7 +7,7 @@ import math
 
 
 class IdleDeadlines:
-    """One deadline of each version at most; it may be too early."""
+    """At most one deadline per version; it may be too early."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
@@ -17,13 +17,13 @@ class IdleDeadlines:
         return version_id in self._noted
 
     def note(self, version_id: str, at: float) -> None:
-        """Unless the version has one that is as early."""
+        """Notes a deadline, unless the version has one that is as early."""
         if at < self._noted.get(version_id, math.inf):
             self._noted[version_id] = at
             heapq.heappush(self._heap, (at, version_id))
 
     def take(self, now: float) -> list[str]:
-        """Versions whose deadline has passed; they have none any more."""
+        """Removes and returns the versions whose deadline has passed."""
         passed = []
         while self._heap and self._heap[0][0] <= now:
             at, version_id = heapq.heappop(self._heap)

@@ -19,9 +19,9 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     SetRoles,
     cover_both_roles,
 )
-from torchrelay.scheduler.policy.autoscaling.freeing_slots import FreeingSlots, fewest
 from torchrelay.scheduler.policy.autoscaling.price import num_lost
 from torchrelay.scheduler.policy.autoscaling.sizing import sizings_of
+from torchrelay.scheduler.policy.autoscaling.slot_claims import SlotClaims, fewest
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -30,47 +30,47 @@ from torchrelay.scheduler.policy.reasons import Figures, Reason
 
 
 def evict(
-    demand: Demand, autoscaler_input: AutoscalerInput, freeing: FreeingSlots, config: PolicyConfig
+    demand: Demand, autoscaler_input: AutoscalerInput, claims: SlotClaims, config: PolicyConfig
 ) -> list[SetRoles | Drain]:
     """Drains that free as few slots as the model needs beyond those that it can claim: one that plays all roles it
     lacks, else one for each.
     """
-    missing = freeing.claim(demand, autoscaler_input.missing(demand, demand.most_kv_bytes))
-    actions = _drains(demand, missing, autoscaler_input, freeing, config) if missing else []
+    missing = claims.claim(demand, autoscaler_input.missing(demand, demand.most_kv_bytes))
+    actions = _drains(demand, missing, autoscaler_input, claims, config) if missing else []
     if actions:
-        freeing.add(actions)
-        freeing.versions.add(demand.model.version_id)
+        claims.add(actions)
+        claims.versions.add(demand.model.version_id)
     return actions
 
 
 def _drains(
-    demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, freeing: FreeingSlots, config: PolicyConfig
+    demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, claims: SlotClaims, config: PolicyConfig
 ) -> list[SetRoles | Drain]:
-    overdue_tenant = _overdue_tenant(demand, freeing, config)
-    exchanges = {load.instance.instance_id: _exchange(load, demand, freeing) for load in freeing.idle}
-    idle = [load for load in freeing.idle if overdue_tenant or exchanges[load.instance.instance_id].pays]
+    overdue_tenant = _overdue_tenant(demand, claims, config)
+    exchanges = {load.instance.instance_id: _exchange(load, demand, claims) for load in claims.idle}
+    idle = [load for load in claims.idle if overdue_tenant or exchanges[load.instance.instance_id].pays]
     idle.sort(key=lambda load: exchanges[load.instance.instance_id].num_lost)
-    if victims := _enough_of(idle, demand, missing, freeing):
+    if victims := _enough_of(idle, demand, missing, claims):
         waited = f"and {{}} has waited {format_duration(demand.oldest_wait_s)} for a slot"
         return [
             _evict(load, waited, demand, exchanges[load.instance.instance_id], autoscaler_input, overdue_tenant)
             for load in victims
         ]
-    # Who waited longer comes first: two that wait for each other would swap slots.
+    # The model that waited longer comes first: otherwise two waiting models would swap slots.
     if demand.oldest_wait_s < config.share_after_s or not autoscaler_input.has_all_waiting:
         return []
-    if shared := _share_slots(demand, missing, autoscaler_input, freeing, config):
+    if shared := _share_slots(demand, missing, autoscaler_input, claims, config):
         return shared
-    return _end_turn(demand, missing, autoscaler_input, freeing, config, overdue_tenant)
+    return _end_turn(demand, missing, autoscaler_input, claims, config, overdue_tenant)
 
 
-def _overdue_tenant(demand: Demand, freeing: FreeingSlots, config: PolicyConfig) -> str:
-    """Who may take a slot for the model, whatever the slot's model loses: the model has waited for the longest time and
-    for its target, and this tenant of it has taken no such slot for a turn. Empty: nobody.
+def _overdue_tenant(demand: Demand, claims: SlotClaims, config: PolicyConfig) -> str:
+    """The tenant that may take a slot for the model, whatever the slot's model loses: the model has waited longer than
+    the limit and its target, and the tenant has taken no such slot for a turn. Empty: no tenant may.
     """
     if demand.slot_wait_s < _overdue_s(demand, config):
         return ""
-    return next((tenant for tenant in demand.waiting_tenants if tenant not in freeing.overdue_tenants), "")
+    return next((tenant for tenant in demand.waiting_tenants if tenant not in claims.overdue_tenants), "")
 
 
 def _overdue_s(demand: Demand, config: PolicyConfig) -> float:
@@ -79,7 +79,7 @@ def _overdue_s(demand: Demand, config: PolicyConfig) -> float:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a model gets of one more instance: ``num_saved`` late requests, while it is held for ``held_s``."""
+    """A model's gain by one more instance: ``num_saved`` late requests, while it is held for ``held_s``."""
 
     num_saved: float
     held_s: float
@@ -87,7 +87,7 @@ class Gain:
 
     @property
     def is_due(self) -> bool:
-        """Whatever another model loses."""
+        """Whether the instance is due, whatever another model loses."""
         return math.isinf(self.num_saved)
 
 
@@ -96,7 +96,7 @@ def evict_to_grow(
     missing: Counter[Role],
     gains: Iterable[Gain],
     autoscaler_input: AutoscalerInput,
-    freeing: FreeingSlots,
+    claims: SlotClaims,
 ) -> list[Drain]:
     """Idle instances of other models that give their slots to a model whose queue is too long: those with fewer
     requests to lose than it saves while it holds them, and that their models would not take back. ``gains``: by the
@@ -106,20 +106,20 @@ def evict_to_grow(
     for gain in gains:
         if not missing:
             break
-        rest = freeing.claim(demand, frozenset(missing))
+        rest = claims.claim(demand, frozenset(missing))
         missing = +(missing - Counter(frozenset(missing)))
         idle = [
             load
-            for load in freeing.idle
+            for load in claims.idle
             if load.instance.version_id != demand.model.version_id
             and load.reload_s <= _idle_s(load, autoscaler_input)
-            and _growth_exchange(load, demand, gain, autoscaler_input, freeing) is not None
+            and _growth_exchange(load, demand, gain, autoscaler_input, claims) is not None
         ]
-        for load in _enough_of(idle, demand, rest, freeing) if rest else []:
-            exchange = _growth_exchange(load, demand, gain, autoscaler_input, freeing)
+        for load in _enough_of(idle, demand, rest, claims) if rest else []:
+            exchange = _growth_exchange(load, demand, gain, autoscaler_input, claims)
             if exchange is not None:  # still: the one before may have left its model this one alone
                 drains.append(_evict(load, f"and {{}} {gain.text}", demand, exchange, autoscaler_input))
-                freeing.add(drains[-1:])
+                claims.add(drains[-1:])
     return drains
 
 
@@ -131,7 +131,9 @@ def _away_s(load: InstanceLoad, demand: Demand) -> float:
 
 
 class _Exchange(NamedTuple):
-    """Of a slot: requests that its model has late without it, and that the other serves by it; see ``price``."""
+    """The exchange of a slot: late requests of its model without it, and requests that the other model serves with it;
+    see ``price``.
+    """
 
     num_lost: float
     num_gained: float
@@ -142,37 +144,37 @@ class _Exchange(NamedTuple):
 
     @property
     def figures(self) -> Figures:
-        """What a minimum gains is not counted."""
+        """The gain of a minimum is not counted."""
         return {"num_lost": self.num_lost} | ({} if math.isinf(self.num_gained) else {"num_gained": self.num_gained})
 
 
 def _exchange(
-    load: InstanceLoad, demand: Demand, freeing: FreeingSlots, held_s: float = 0.0, *, is_spared: bool = False
+    load: InstanceLoad, demand: Demand, claims: SlotClaims, held_s: float = 0.0, *, is_spared: bool = False
 ) -> _Exchange:
     """If the other holds the slot for ``held_s`` once it is there. Of what comes for its model, the others that stay
     get their part, if they play both roles, or will (``is_spared``).
     """
-    others = freeing.others(load)
+    others = claims.others(load)
     number = 1 + len(others) if is_spared or cover_both_roles(other.instance for other in others) else 1
     lost = num_lost(load.arrivals_per_s / number, _away_s(load, demand) + held_s, load.target_s)
     return _Exchange(lost, demand.num_gained(held_s))
 
 
 def _growth_exchange(
-    load: InstanceLoad, demand: Demand, gain: Gain, autoscaler_input: AutoscalerInput, freeing: FreeingSlots
+    load: InstanceLoad, demand: Demand, gain: Gain, autoscaler_input: AutoscalerInput, claims: SlotClaims
 ) -> _Exchange | None:
     """None if it does not pay, or the slot's model would take it back: its only slot, if it is expected back while it
     is away; or one that saves it more than half as much, counted as the gain is.
     """
-    found = _exchange(load, demand, freeing, gain.held_s)._replace(num_gained=gain.num_saved)
-    if gain.is_due or not found.pays:
-        return found if found.pays else None
-    others = freeing.others(load)
+    exchange = _exchange(load, demand, claims, gain.held_s)._replace(num_gained=gain.num_saved)
+    if gain.is_due or not exchange.pays:
+        return exchange if exchange.pays else None
+    others = claims.others(load)
     if not cover_both_roles(other.instance for other in others):
         is_wanted_back = load.arrivals_per_s * (_away_s(load, demand) + gain.held_s) >= 1
     else:
         is_wanted_back = 2 * _num_late_without(load, others, autoscaler_input) > gain.num_saved
-    return None if is_wanted_back else found
+    return None if is_wanted_back else exchange
 
 
 def _num_late_without(load: InstanceLoad, others: Sequence[InstanceLoad], autoscaler_input: AutoscalerInput) -> float:
@@ -191,10 +193,8 @@ def _idle_s(load: InstanceLoad, autoscaler_input: AutoscalerInput) -> float:
     return autoscaler_input.now - load.unused_since
 
 
-def _enough_of(
-    idle: Sequence[InstanceLoad], demand: Demand, missing: Roles, freeing: FreeingSlots
-) -> list[InstanceLoad]:
-    slots = {load.instance.instance_id: freeing.roles(demand, load.instance.worker_id) for load in idle}
+def _enough_of(idle: Sequence[InstanceLoad], demand: Demand, missing: Roles, claims: SlotClaims) -> list[InstanceLoad]:
+    slots = {load.instance.instance_id: claims.roles(demand, load.instance.worker_id) for load in idle}
     chosen = _enough(slots, missing)
     return [load for load in idle if load.instance.instance_id in chosen]
 
@@ -209,7 +209,7 @@ def _share_slots(
     demand: Demand,
     missing: Roles,
     autoscaler_input: AutoscalerInput,
-    freeing: FreeingSlots,
+    claims: SlotClaims,
     config: PolicyConfig,
 ) -> list[SetRoles | Drain]:
     """A model with several slots gives one up if the others cover its roles, or one of them can take both; or if it
@@ -220,18 +220,18 @@ def _share_slots(
     """
     model, held_since = demand.model, autoscaler_input.now - config.turn_s
     waited = f"{{}} has waited {format_duration(demand.oldest_wait_s)} for a slot, and this model can do without one"
-    found: list[tuple[tuple[bool, bool, float, int, str], list[SetRoles | Drain]]] = []
+    candidates: list[tuple[tuple[bool, bool, float, int, str], list[SetRoles | Drain]]] = []
     for version_id, loads in autoscaler_input.staying.items():
-        if version_id == model.version_id or version_id in freeing.versions:
+        if version_id == model.version_id or version_id in claims.versions:
             continue
         is_served = cover_both_roles(load.instance for load in loads)
         for victim in loads:
             instance = victim.instance
             if instance.phase is not InstancePhase.READY or instance.instance_id in autoscaler_input.kept:
                 continue
-            if not freeing.roles(demand, instance.worker_id, without=[victim]) >= missing:
+            if not claims.roles(demand, instance.worker_id, without=[victim]) >= missing:
                 continue
-            exchange = _exchange(victim, demand, freeing, config.turn_s, is_spared=True)
+            exchange = _exchange(victim, demand, claims, config.turn_s, is_spared=True)
             is_over = instance.since <= held_since and demand.slot_wait_s >= config.turn_s
             if is_served and not is_over and not exchange.pays:
                 continue
@@ -245,15 +245,15 @@ def _share_slots(
                     victim.num_open,
                     instance.instance_id,
                 )
-                found.append((cost, [*kept, drain]))
-    return min(found, key=lambda one: one[0])[1] if found else []
+                candidates.append((cost, [*kept, drain]))
+    return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else []
 
 
 def _end_turn(
     demand: Demand,
     missing: Roles,
     autoscaler_input: AutoscalerInput,
-    freeing: FreeingSlots,
+    claims: SlotClaims,
     config: PolicyConfig,
     overdue_tenant: str,
 ) -> list[SetRoles | Drain]:
@@ -263,11 +263,11 @@ def _end_turn(
     next turn.
     """
     model, held_since = demand.model, autoscaler_input.now - config.turn_s
-    is_patient = demand.slot_wait_s < _overdue_s(demand, config) + config.turn_s
+    may_wait = demand.slot_wait_s < _overdue_s(demand, config) + config.turn_s
     exchanges = {
-        load.instance.instance_id: _exchange(load, demand, freeing, config.turn_s)
+        load.instance.instance_id: _exchange(load, demand, claims, config.turn_s)
         for load in autoscaler_input.loads
-        if load.instance.version_id not in {model.version_id, *freeing.versions}
+        if load.instance.version_id not in {model.version_id, *claims.versions}
         and load.instance.instance_id not in autoscaler_input.kept
     }
 
@@ -275,7 +275,7 @@ def _end_turn(
         if load.instance.instance_id not in exchanges:
             return False
         if load.instance.phase is not InstancePhase.READY or load.instance.since > held_since:
-            return is_patient and load.instance.staying
+            return may_wait and load.instance.staying
         return bool(overdue_tenant) or exchanges[load.instance.instance_id].pays
 
     candidates = sorted(
@@ -287,7 +287,7 @@ def _end_turn(
         ),
     )
     alone = {
-        load.instance.instance_id: freeing.roles(demand, load.instance.worker_id, without=[load]) for load in candidates
+        load.instance.instance_id: claims.roles(demand, load.instance.worker_id, without=[load]) for load in candidates
     }
     victims = [load for load in candidates if load.instance.instance_id in _enough(alone, missing)]
     if not victims:
@@ -295,12 +295,12 @@ def _end_turn(
         for load in candidates:
             together[load.instance.host_id, load.instance.pack_id].append(load)
         for group in together.values():
-            slots = {one.instance.instance_id: freeing.roles(demand, one.instance.worker_id, group) for one in group}
+            slots = {load.instance.instance_id: claims.roles(demand, load.instance.worker_id, group) for load in group}
             if _enough(slots, missing):
                 victims = group
                 break
     if any(load.instance.phase is not InstancePhase.READY or load.instance.since > held_since for load in victims):
-        return []  # a dearer one is not taken meanwhile
+        return []  # a more valuable slot is not taken meanwhile
     waited = (
         f"{{}} has waited {format_duration(demand.oldest_wait_s)}, and no slot can be spared; this one was held for"
     )
@@ -345,7 +345,7 @@ def _drain(
 def _role_takeover(
     loads: Sequence[InstanceLoad], victim: InstanceLoad, autoscaler_input: AutoscalerInput, reason: Reason
 ) -> list[SetRoles] | None:
-    """What lets a model go on without ``victim``; None if nothing does."""
+    """Role changes by which a model goes on without ``victim``; None if there are none."""
     rest = [load for load in loads if load is not victim]
     if cover_both_roles(load.instance for load in rest) or not cover_both_roles(load.instance for load in loads):
         return []

@@ -31,7 +31,7 @@ class Minimum:
 
 
 class Minimums:
-    """By version: identical uploads share instances, and the greatest minimum of any counts."""
+    """Minimums by version. Identical uploads share instances, and the greatest minimum of any of them counts."""
 
     def __init__(self) -> None:
         self._models: dict[str, list[Model]] = {}
@@ -46,11 +46,11 @@ class Minimums:
         return iter(self._models)
 
     def set(self, models: Iterable[Model]) -> None:
-        """These have a minimum, and no other has. Counts from the next evaluation on."""
-        found = defaultdict[str, list[Model]](list)
+        """Replaces the models that have a minimum. Counts from the next evaluation on."""
+        by_version = defaultdict[str, list[Model]](list)
         for model in models:
-            found[model.version_id].append(model)
-        self._models = dict(found)
+            by_version[model.version_id].append(model)
+        self._models = dict(by_version)
 
     def models(self, version_id: str) -> Sequence[Model]:
         return self._models[version_id]
@@ -87,14 +87,14 @@ class Minimums:
 
 def kept_instances(minimums: Mapping[str, Minimum], of_version: Callable[[str], Iterable[Instance]]) -> frozenset[str]:
     """Instances that stay though nobody uses them: of each role as many as the model's minimum, the oldest."""
-    found: set[str] = set()
+    kept: set[str] = set()
     for version_id, minimum in minimums.items():
         instances = [instance for instance in of_version(version_id) if instance.staying]
         instances.sort(key=lambda instance: (instance.created_at, instance.instance_id))
         for role in ROLES:
             playing = [instance.instance_id for instance in instances if role in instance.target_roles]
-            found.update(playing[: minimum.number])
-    return frozenset(found)
+            kept.update(playing[: minimum.number])
+    return frozenset(kept)
 
 
 def _scheduled(models: Iterable[Model]) -> list[ScheduledMinimum]:
@@ -102,7 +102,9 @@ def _scheduled(models: Iterable[Model]) -> list[ScheduledMinimum]:
 
 
 def _greatest(models: Iterable[Model], scheduled: Iterable[ScheduledMinimum]) -> Minimum:
-    """Of the constant minimums and these; of equal ones the constant, or the one that lasts longer."""
+    """The greatest of the constant and the scheduled minimums. Among equals, the constant comes first, then the minimum
+    that lasts longest.
+    """
     constant = max(model.min_instances for model in models)
     greatest = max(scheduled, key=lambda each: (each.num_instances, each.end), default=None)
     if greatest is None or greatest.num_instances <= constant:

@@ -1,4 +1,4 @@
-"""One price for all decisions about slots: requests that miss their objective, against seconds of a slot.
+"""The price of all decisions about slots: requests that miss their objective, against seconds of a slot.
 
 A cold start is worth as much as ``price_s`` seconds of its slot: what the operator sets for one device, divided by
 the devices of the slot, or what is set for the model. All else follows from it. Fluid approximations: work is counted
@@ -65,21 +65,21 @@ def least_saved(load_s: float, held_s: float, price_s: float) -> float:
 
 
 def lateness_weight(wait_s: float, target_s: float) -> float:
-    """What a request counts that has to wait so long: 1, and more by the logarithm of its wait. In proportion to it, a
+    """The weight of a late request: 1, and more by the logarithm of its wait. In proportion to it, a
     queue that is late already would outweigh requests still in time.
     """
     return 1.0 + math.log1p(wait_s / target_s)
 
 
 def num_lost(arrivals_per_s: float, away_s: float, target_s: float) -> float:
-    """Requests that a model without its slot for ``away_s`` has late, by ``lateness_weight``: who comes meanwhile waits
-    half of it on average. What waits already is late in any case.
+    """Requests that a model without its slot for ``away_s`` has late, by ``lateness_weight``: a request that comes
+    meanwhile waits half of it on average. Requests that wait already are late in any case.
     """
     return arrivals_per_s * away_s * lateness_weight(away_s / 2, target_s)
 
 
 def load_cost(load_s: float, arrivals_per_s: float, target_s: float, price_s: float) -> float:
-    """What a load costs, in seconds of its slot: it takes the slot, and who comes until it is over is late."""
+    """The cost of a load, in seconds of its slot: it takes the slot, and requests that come until its end are late."""
     late = num_lost(arrivals_per_s, load_s, target_s)
     if load_s > target_s:
         late += lateness_weight(load_s, target_s)  # the request that wakes it waits for all of it
@@ -110,7 +110,7 @@ def least_keep_s(gaps_s: Sequence[float], break_even_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class IdlePlan:
-    """What becomes of the slot of a model that is unused, in seconds since it was used last: it is kept until
+    """The plan for the slot of an unused model, in seconds since the last use: it is kept until
     ``keep_s``, loaded again at ``wake_s`` before anybody asks, and kept until ``until_s``.
     """
 
@@ -186,7 +186,7 @@ class IdleGaps:
         return (max(idle_s, _LEAST_IDLE_S) + sum(left_s)) / (1 + len(left_s))
 
     def plan(self, break_even_s: float, load_s: float) -> IdlePlan:
-        """What to do with an idle slot. Of the gaps remembered, never more was paid than twice what one who knows them
+        """The plan for an idle slot. For the gaps remembered, never more was paid than twice what one who knows them
         would have, and two cold starts: beyond twice, the break-even time is kept, and no gap costs more than that.
         """
         if len(self._gaps_s) < _MIN_GAPS:

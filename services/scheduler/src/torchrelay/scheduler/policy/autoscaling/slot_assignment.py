@@ -42,8 +42,8 @@ def free_slots(
     avoid: frozenset[str],
     kv_bytes: int = 0,
 ) -> list[FreeSlot]:
-    """The slots of ``workers`` (all free) whose host has a store with room for the pack; ``stores``: by host. With a
-    pool of less than ``kv_bytes`` they do not decode.
+    """The slots of ``workers`` (all free) whose host has a store with free space for the pack; ``stores``: by host.
+    With a pool of less than ``kv_bytes`` they do not decode.
     """
     is_held = is_held_by_any(model.pack_id, stores.values())
 
@@ -98,7 +98,7 @@ def _both(left: list[FreeSlot]) -> list[tuple[FreeSlot, Roles]]:
     pairs = [pair for slots in (left, *on_host.values()) for pair in _pairs(_first_two_alike(slots))]
     whole = next((slot for slot in left if slot.playable_roles >= BOTH), None)
     if whole is not None:
-        pairs = [(one, two) for one, two in pairs if (one.preferred_role, two.preferred_role) == ROLES]
+        pairs = [pair for pair in pairs if (pair[0].preferred_role, pair[1].preferred_role) == ROLES]
     if pairs:
         best = min(pairs, key=lambda pair: (*_pair_cost(*pair), pair[0].cost, pair[1].cost))
         if whole is None or whole.avoided or not (best[0].avoided or best[1].avoided):
@@ -115,13 +115,13 @@ def _pairs(slots: Sequence[FreeSlot]) -> Iterator[tuple[FreeSlot, FreeSlot]]:
 def _first_two_alike(slots: Iterable[FreeSlot]) -> list[FreeSlot]:
     """No pair of others is better: they differ by name alone, or by host, and that does not count here."""
     numbers: Counter[tuple[object, ...]] = Counter()
-    found = []
+    chosen = []
     for slot in slots:
         alike = (slot.avoided, slot.tier, slot.playable_roles, slot.preferred_role)
         numbers[alike] += 1
         if numbers[alike] <= 2:
-            found.append(slot)
-    return found
+            chosen.append(slot)
+    return chosen
 
 
 def _pair_cost(prefill: FreeSlot, decode: FreeSlot) -> tuple[bool, bool, int, int]:

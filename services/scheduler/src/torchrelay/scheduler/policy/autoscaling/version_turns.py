@@ -24,8 +24,8 @@ class VersionTurns:
         self._owed = 0.0  # turns that earlier calls were too soon for
 
     def due(self, version_ids: Iterable[str], now: float) -> list[str]:
-        """Of these, as many as the time since the last call is of ``every_s``, all at the first; of few, one in
-        ``TICK_S``.
+        """The versions whose turn has come since the last call, all at the first call. Where there are few, at least
+        one per ``TICK_S``.
         """
         in_order = sorted(version_ids)
         per_s = max(len(in_order) / self._every_s, 1 / TICK_S)

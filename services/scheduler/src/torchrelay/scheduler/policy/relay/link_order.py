@@ -5,8 +5,8 @@ on one direction of a host's link each takes its rate, in the order in which the
 leave too little *yields*: its store follows in the class of idle copies, which takes only what others leave. As soon as
 one of the others has ended it is decided anew.
 
-Of loads that begin together the shortest is due first, so each ends no later than if all shared alike; and nobody waits
-for ever, as those that come later are due later (compare Friedman and Henderson, "Fairness and efficiency in web server
+Of loads that begin together the shortest is due first, so each ends no later than if all shared alike; and no load
+waits for ever, as later loads are due later (compare Friedman and Henderson, "Fairness and efficiency in web server
 protocols", SIGMETRICS 2003, who order by when each would have ended if all shared alike).
 """
 
@@ -24,7 +24,7 @@ _ENOUGH_SHARE = 0.95  # of the planned rate counts as all of it: what links carr
 
 
 class Direction(NamedTuple):
-    """Of the link of a store's host."""
+    """A direction of the link of a store's host."""
 
     store_id: str
     is_out: bool
@@ -32,7 +32,9 @@ class Direction(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkOrder:
-    """As of now. What links carry is not known when the first plans are made, and then changes for all alike."""
+    """The order at this moment. The capacity of links is unknown when the first plans are made, and then changes for
+    all transfers alike.
+    """
 
     usual_bytes_per_s: float  # of a link that nobody else uses
     stores: Mapping[str, StoreStatus]
@@ -53,16 +55,16 @@ class LinkOrder:
         return not transfer.urgent or (is_ordered(transfer) and self.due(transfer) > due)
 
     def rates(self, transfer: Transfer) -> dict[Direction, float]:
-        """What it was planned to take, or takes if that is more. Nothing is known of the remote store's link."""
+        """The planned rates, or the measured ones if they are higher. The remote store's link is unknown."""
         store = self.stores.get(transfer.target)
         copy = store.copies.get(transfer.pack_id) if store is not None else None
         taken = {share.holder_id: share.bytes_per_s for share in copy.shares} if copy is not None else {}
-        found = {
+        sent = {
             Direction(source.holder_id, True): max(source.bytes_per_s, taken.get(source.holder_id, 0.0))
             for source in transfer.sources
             if source.holder_id != REMOTE
         }
-        return found | {Direction(transfer.target, False): max(transfer.planned_bytes_per_s, sum(taken.values()))}
+        return sent | {Direction(transfer.target, False): max(transfer.planned_bytes_per_s, sum(taken.values()))}
 
     def has_to_yield(
         self,

@@ -1,4 +1,4 @@
-"""What each host's link can carry and what it carries now, per direction, learned from reports.
+"""The capacity and the present traffic of each host's link, per direction, learned from reports.
 
 Capacity is the highest rate that any link of the cluster reached, because a slower transfer may be the other end's
 fault. That peak fades with a half-life of minutes in which transfers are measured, so idle links get no slower. A
@@ -64,7 +64,7 @@ class RateMeter:
 
 @dataclass(eq=False)
 class LinkDirection:
-    """One direction of a host's link."""
+    """A direction of a host's link."""
 
     speed: float = 0.0  # of the interfaces; 0: unknown
     all_traffic: RateMeter = field(default_factory=RateMeter)  # stays at 0 where the host has no counters
@@ -119,7 +119,9 @@ class _Link:
 
 
 class Links:
-    """By host; the remote store counts as one. ``cap_bytes_per_s`` limits what a direction is planned to carry."""
+    """Links by host; the remote store counts as a host. ``cap_bytes_per_s`` limits what a direction is planned to
+    carry.
+    """
 
     def __init__(self, cap_bytes_per_s: float = 0.0) -> None:  # 0: no limit
         self._cap = cap_bytes_per_s or math.inf
@@ -129,7 +131,7 @@ class Links:
         self._followers: dict[str, dict[str, int]] = {}  # by source's host: hosts, with their places in ``_incoming``
         self._places = count()
         self._place_of: dict[str, int] = {}
-        self._best: LinkDirection | None = None  # with the highest peak; all fade alike. None: to be found
+        self._best: LinkDirection | None = None  # with the highest peak; all fade alike. None: not known
         self._tidy_at = 0.0
         self._measured_s = self._measured_at = 0.0
 
@@ -200,11 +202,11 @@ class Links:
 
     @property
     def _best_peak(self) -> float:
-        """Of the cluster's links."""
+        """The highest peak among the cluster's links."""
         if self._best is None:
             hosts = (link for host_id, link in self._links.items() if host_id != REMOTE)
             directions = (direction for link in hosts for direction in (link.out, link.into))
-            self._best = max(directions, key=lambda one: one.peak(self._measured_s), default=None)
+            self._best = max(directions, key=lambda direction: direction.peak(self._measured_s), default=None)
         return self._best.peak(self._measured_s) if self._best is not None else 0.0
 
     def _set_incoming(self, host_id: str, rates: dict[str, float]) -> None:
@@ -224,7 +226,7 @@ class Links:
             del self._followers[source]
 
     def _sent_by(self, host_id: str) -> float:
-        """What all followers of the host get from it now."""
+        """The rate that all followers of the host get from it now."""
         followers = self._followers.get(host_id, {})
         return sum(self._incoming[follower][host_id] for follower in sorted(followers, key=followers.__getitem__))
 
@@ -240,12 +242,12 @@ class Links:
             self._best = None
 
     def fell_short(self, source: str, now: float) -> None:
-        """A transfer gets far less from the source than planned: what the source sends now is all it can."""
+        """Notes that a transfer gets far less from the source than planned: the source sends all that it can."""
         if host_id := self._host_of.get(source):
             self._links[host_id].out.fell_short(self._sent_by(host_id), now)
 
     def took_less(self, store: StoreStatus, now: float) -> None:
-        """Another source did not help: what the store takes in now is all it can."""
+        """Notes that another source did not help: the store takes in all that it can."""
         self._links[store.host_id].into.fell_short(sum(self._incoming.get(store.host_id, {}).values()), now)
 
     def nodes(
@@ -255,9 +257,9 @@ class Links:
         now: float,
         yielding: Iterable[Transfer] = (),
     ) -> dict[str, Node]:
-        """What ``running`` transfers leave of the links of each of ``stores``, and of the remote store's.
+        """The rates that ``running`` transfers leave on the links of ``stores`` and on the remote store's.
 
-        ``yielding``: those that leave to this one what it can take.
+        ``yielding``: transfers that leave the new one as much as it can take.
         """
         sending = {self._host_of.get(source, source) for transfer in yielding for source in transfer.holder_ids}
         best, out, into = self._best_peak, _Rates(list), _Rates(list)
@@ -266,19 +268,19 @@ class Links:
             for source, rate in transfer.sources:
                 out[self._host_of.get(source, source)].append(rate)
         remote = self._links[REMOTE].out.peak(self._measured_s) if REMOTE in self._links else 0.0
-        found = {REMOTE: self._node(REMOTE, "", max(best, remote), out, into, REMOTE in sending, now)}
+        nodes = {REMOTE: self._node(REMOTE, "", max(best, remote), out, into, REMOTE in sending, now)}
         for store in stores:
             leaf = store.failure_domain if store.failure_domain != store.host_id else ""
-            found[store.store_id] = self._node(store.host_id, leaf, best, out, into, store.host_id in sending, now)
-        return found
+            nodes[store.store_id] = self._node(store.host_id, leaf, best, out, into, store.host_id in sending, now)
+        return nodes
 
     @property
     def usual_bytes_per_s(self) -> float:
-        """What a link that nobody else uses is expected to carry."""
+        """The expected rate of a link that nothing else uses."""
         return min(self._best_peak or DEFAULT_BYTES_PER_S, self._cap)
 
     def free_bytes_per_s(self, store_id: str, is_out: bool, now: float) -> float:
-        """What one direction of the link of the store's host can carry beside background traffic."""
+        """The rate that a direction of the host's link can carry beside background traffic."""
         link = self._links.get(self._host_of.get(store_id, "")) or _Link()
         direction = link.out if is_out else link.into
         return max(min(direction.capacity(self._best_peak, now), self._cap) - direction.background(now), 0.0)

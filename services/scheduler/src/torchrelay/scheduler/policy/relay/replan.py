@@ -1,8 +1,8 @@
 """When a running transfer falls behind its plan, and which sources it should have instead.
 
 On plan -> slow, while it gets less than half of what was planned and of what its sources have -> after ``SLOW_AFTER_S``
-it is planned anew. If the new sources promise enough more it switches to them; either way it is left alone for
-``REPLAN_COOLDOWN_S``.
+it is planned anew. If the new sources are expected to bring enough more, it switches to them; either way it is left
+alone for ``REPLAN_COOLDOWN_S``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchrelay.scheduler.policy.relay.transfers import Transfer
 SLOW_FACTOR = 2.0  # planned rate over measured rate
 SLOW_AFTER_S = 1.0
 REPLAN_COOLDOWN_S = 5.0
-MIN_GAIN = 1.5  # what new sources must promise, as a multiple of the measured rate
+MIN_GAIN = 1.5  # the expected rate of new sources, as a multiple of the measured rate
 
 
 def with_slowness(

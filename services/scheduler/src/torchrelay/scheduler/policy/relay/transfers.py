@@ -12,10 +12,10 @@
 
 Plans start a transfer (``plan``), the outcome of the command confirms or refuses it (``accepted``, ``refused``), and
 the target's reports move it on (``observe``). Only the replicator's orders become ACCEPTED: nothing confirms the relays
-of a wake. Transfers that somebody else ordered are known from reports alone: they have no planned sources, and are
+of a wake. Transfers that another scheduler ordered are known from reports alone: they have no planned sources, and are
 RUNNING when first seen.
 
-A store's reports come on two roads and may overtake each other, so one without a young copy may be older than it. The
+A store's reports come on two paths and may overtake each other, so one without a young copy may be older than it. The
 history records the copy as dropped, and its return as another begin; plan and order stand until the time is up.
 
 Pack and target identify a transfer. ``relay_begin_us`` tells its runs apart, because the record of a run stays in the
@@ -35,7 +35,7 @@ from typing import NamedTuple
 from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S, ReceiveProgress, TransferEdge
 from torchrelay.scheduler.policy.core import CopyCause, PackCopy, SourceShare, StoreStatus
 from torchrelay.scheduler.policy.reasons import NO_REASON, Reason
-from torchrelay.scheduler.policy.relay.repairs import is_repair_complete
+from torchrelay.scheduler.policy.relay.source_changes import is_repair_complete
 
 ENDED_SHOWN_S = 6.0  # how long an ended transfer is shown
 START_TIMEOUT_S = 10.0  # a transfer that its store does not begin within this time has failed
@@ -67,7 +67,7 @@ class TransferState(enum.Enum):
 
 
 class TransferEventKind(enum.Enum):
-    """What happened to a transfer; the values are the history's."""
+    """The events of a transfer; the values are the history's."""
 
     STARTED = "started"
     REPAIRED = "repaired"
@@ -77,7 +77,7 @@ class TransferEventKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Transfer:
-    """One store's incoming copy of a pack. Times are the scheduler's; 0 means not yet."""
+    """A store's incoming copy of a pack. Times are the scheduler's; 0 means not yet."""
 
     pack_id: str
     target: str
@@ -135,12 +135,12 @@ class Transfer:
 
     @property
     def shares(self) -> tuple[SourceShare, ...]:
-        """As last reported."""
+        """The shares of the sources, as last reported."""
         return self.copy.shares if self.copy else ()
 
     @property
     def num_bytes_received(self) -> int:
-        """By this run: what an earlier run received is not fetched again."""
+        """Bytes received by this run; bytes from an earlier run are not fetched again."""
         is_complete = self.copy is not None and self.copy.complete
         return sum(share.num_bytes for share in self.shares) or (self.pack_bytes if is_complete else 0)
 
@@ -261,8 +261,8 @@ class Transfers:
         events: list[TransferEvent] = []
         for copy in store.copies.values():
             key = (copy.pack_id, store.store_id)
-            if key not in self._running and (found := self._unplanned(copy, store.store_id, before, now)):
-                self._run(found)
+            if key not in self._running and (unplanned := self._unplanned(copy, store.store_id, before, now)):
+                self._run(unplanned)
             if transfer := self._running.get(key):
                 events += self._advance(transfer, copy, now)
         for transfer in self.into(store.store_id):
@@ -338,8 +338,8 @@ class Transfers:
         seen = known is not None and known.relay_begin_us == copy.relay_begin_us
         if not copy.relay_begin_us or seen or (before is None and not copy.receiving):
             return None
-        found = Transfer(copy.pack_id, target, copy.pack_bytes, now, rank=next(self._ranks))
-        return found if before else replace(found, begun_at=now, copy=copy, repair_base=copy)
+        transfer = Transfer(copy.pack_id, target, copy.pack_bytes, now, rank=next(self._ranks))
+        return transfer if before else replace(transfer, begun_at=now, copy=copy, repair_base=copy)
 
     def _end(self, transfer: Transfer, now: float, error: str) -> TransferEvent:
         self._stop(transfer)
@@ -368,14 +368,15 @@ class Transfers:
         return [self._running[key] for key in self._into.get(store_id, ())]
 
     def out_of(self, store_id: str) -> list[Transfer]:
-        """Those that are planned to come from the store, or from REMOTE."""
+        """Transfers that are planned to come from the store, or from REMOTE."""
         return [self._running[key] for key in self._out_of.get(store_id, ())]
 
     def touching(self, store_ids: Iterable[str]) -> list[Transfer]:
         """Transfers of our plans on the links of these stores, the oldest first."""
         stores = dict.fromkeys(store_ids)
-        found = {one.key: one for store_id in stores for one in (*self.into(store_id), *self.out_of(store_id))}
-        return sorted((one for one in found.values() if one.sources), key=lambda one: one.rank)
+        transfers = [transfer for store_id in stores for transfer in (*self.into(store_id), *self.out_of(store_id))]
+        planned = {transfer.key: transfer for transfer in transfers if transfer.sources}
+        return sorted(planned.values(), key=lambda transfer: transfer.rank)
 
     def of_pack(self, pack_id: str) -> list[Transfer]:
         return [self._running[key] for key in self._of_pack.get(pack_id, ())]
@@ -387,7 +388,7 @@ class Transfers:
     def receiving(self, pack_id: str, stores: Iterable[StoreStatus]) -> list[str]:
         """Stores that are receiving the pack, by transfers and by reports, oldest first.
 
-        In one plan every target comes after its sources. What has not begun and nobody planned comes last.
+        In one plan every target comes after its sources. Transfers that have not begun and that no plan has come last.
         """
         ranks = {transfer.target: transfer.rank for transfer in self.of_pack(pack_id)}
         reported = {store.store_id for store in stores if pack_id in store.copies and store.copies[pack_id].receiving}
@@ -395,7 +396,7 @@ class Transfers:
 
     def progress(self, pack_id: str, stores: Iterable[StoreStatus]) -> dict[str, ReceiveProgress]:
         """How far incoming copies are: as reported, at the measured rate or otherwise the planned one."""
-        found = {}
+        progress = {}
         for store in stores:
             copy = store.copies.get(pack_id)
             transfer = self._running.get((pack_id, store.store_id))
@@ -403,8 +404,8 @@ class Transfers:
                 planned = transfer.planned_bytes_per_s if transfer else 0.0
                 measured = copy.bytes_per_s if copy else 0.0
                 have = copy.num_chunks_verified / copy.num_chunks if copy and copy.num_chunks else 0.0
-                found[store.store_id] = ReceiveProgress(have, measured or planned or DEFAULT_BYTES_PER_S)
-        return found
+                progress[store.store_id] = ReceiveProgress(have, measured or planned or DEFAULT_BYTES_PER_S)
+        return progress
 
     def shown(self, now: float) -> list[Transfer]:
         """Transfers under way and recently ended, the last of each pack and target, in the order planned."""

@@ -28,7 +28,7 @@ def next_move(
     for pack_id in sorted(copy_index.kept_at(source), key=lambda pack_id: (-sizes[pack_id], pack_id)):
         is_more_even = copy_index.fullness(target, sizes[pack_id]) <= copy_index.fullness(source, -sizes[pack_id])
         can_move = is_more_even and _keeps_domains(copy_index, pack_id, source, target)
-        if can_move and copy_placement.has_room(pack_id, target):
+        if can_move and copy_placement.has_space(pack_id, target):
             copy_placement.take(pack_id, target)
             return pack_id, source, target
     return None

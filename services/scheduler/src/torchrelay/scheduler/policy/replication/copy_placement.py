@@ -1,4 +1,4 @@
-"""Where a new copy of a pack can go: to a store that has room and is not receiving too many already."""
+"""Where a new copy of a pack can go: to a store that has free space and is not receiving too many already."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrelay.scheduler.policy.replication.copy_index import CopyIndex
 
 
 class CopyPlacement:
-    """The room that is left while a decision is made; a copy counts as soon as it has a place.
+    """The space that is left while a decision is made; a copy counts as soon as it has a place.
 
     ``retained``: packs whose kept copies are not evicted for others. ``num_running``: copies ordered earlier.
     """
@@ -25,11 +25,11 @@ class CopyPlacement:
         config: PolicyConfig,
     ) -> None:
         self._copy_index, self._num_running, self._avoid, self._config = copy_index, num_running, avoid, config
-        self.someone_waits = False  # there is room, but too many copies are under way
+        self.copies_wait = False  # there is space, but too many copies are under way
         # Bytes by store, if all is evicted that is neither pinned, incoming nor retained:
-        self.room: dict[str, int] = {}
-        self.last_room: dict[str, int] = {}  # if retained copies go too, where another copy of the pack is kept
-        self.idle_room: dict[str, int] = {}  # within the cache budget, if nothing is evicted
+        self.space: dict[str, int] = {}
+        self.last_space: dict[str, int] = {}  # if retained copies go too, where another copy of the pack is kept
+        self.idle_space: dict[str, int] = {}  # within the cache budget, if nothing is evicted
         fixed: defaultdict[str, set[str]] = defaultdict(set)
         spare: defaultdict[str, set[str]] = defaultdict(set)
         for pack_id in retained:
@@ -49,37 +49,37 @@ class CopyPlacement:
                 num_other += copy.pack_bytes
         num_fixed += self._copy_index.unseen_bytes[store.store_id]
         total = store.arena_target_bytes
-        self.last_room[store.store_id] = total - num_fixed
-        self.room[store.store_id] = total - num_fixed - num_spare
+        self.last_space[store.store_id] = total - num_fixed
+        self.space[store.store_id] = total - num_fixed - num_spare
         budget = int(total * self._config.cache_share)
-        self.idle_room[store.store_id] = budget - num_fixed - num_spare - num_other
+        self.idle_space[store.store_id] = budget - num_fixed - num_spare - num_other
 
     def find(
-        self, pack_id: str, room: Mapping[str, int], urgent: bool, domains: Iterable[str] = (), strictly: bool = False
+        self, pack_id: str, space: Mapping[str, int], urgent: bool, domains: Iterable[str] = (), strictly: bool = False
     ) -> StoreStatus | None:
         """The store whose arena the copy would fill least, outside ``domains`` if possible; always, if ``strictly``.
         If no RAM has the pack, one that has it on disk.
 
-        None if no store has room, or if all that have are receiving as many copies as they may: then someone waits.
+        None if no store has space, or if all that have are receiving as many copies as they may: then copies wait.
         """
         is_full = self._num_running >= _limit(self._config.max_replications, urgent)
-        if is_full and (self.someone_waits or not urgent):
+        if is_full and (self.copies_wait or not urgent):
             return None
         max_incoming = _limit(self._config.max_replications_per_store, urgent)
         copy_index, used_domains = self._copy_index, set(domains)
         num_bytes = copy_index.sizes[pack_id]
         holding = {holder.store_id for holder in copy_index.of(pack_id).holders}
-        with_room = [
+        with_space = [
             store
             for store_id, store in copy_index.live.items()
-            if room[store_id] >= num_bytes
+            if space[store_id] >= num_bytes
             and store_id not in holding
             and (pack_id, store_id) not in self._avoid
             and not (strictly and store.domain in used_domains)
         ]
-        ready = [store for store in with_room if copy_index.incoming[store.store_id] < max_incoming]
+        ready = [store for store in with_space if copy_index.incoming[store.store_id] < max_incoming]
         if not ready or is_full:
-            self.someone_waits |= bool(with_room)
+            self.copies_wait |= bool(with_space)
             return None
 
         def cost(store: StoreStatus) -> tuple[bool, bool, float, str]:
@@ -89,16 +89,16 @@ class CopyPlacement:
 
         return min(ready, key=cost)
 
-    def has_room(self, pack_id: str, store_id: str) -> bool:
+    def has_space(self, pack_id: str, store_id: str) -> bool:
         """Whether a copy that nothing urges may go there."""
-        fits = self.room[store_id] >= self._copy_index.sizes[pack_id]
+        fits = self.space[store_id] >= self._copy_index.sizes[pack_id]
         return fits and (pack_id, store_id) not in self._avoid and not self._copy_index.incoming[store_id]
 
     def take(self, pack_id: str, store_id: str) -> None:
         """Counts a copy as placed there."""
         num_bytes = self._copy_index.sizes[pack_id]
-        for room in (self.room, self.last_room, self.idle_room):
-            room[store_id] -= num_bytes
+        for space in (self.space, self.last_space, self.idle_space):
+            space[store_id] -= num_bytes
         self._copy_index.expect(pack_id, self._copy_index.live[store_id], num_bytes)
         self._num_running += 1
 

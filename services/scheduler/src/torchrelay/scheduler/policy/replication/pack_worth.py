@@ -1,6 +1,6 @@
-"""What a copy of a pack saves where it is: the price of RAM and disk.
+"""The worth of a copy of a pack where it is: the price of RAM and disk.
 
-Room in an arena or on a disk that nobody needs costs nothing. Once it is short, a copy is worth what the next load
+Space in an arena or on a disk that nothing needs is free. Once it is short, a copy is worth what the next load
 costs more without it, from farther away: seconds of devices, and late requests at the operator's price. It is worth the
 less, the later that load is expected and the more bytes the copy has: what is worth least goes first.
 """
@@ -21,7 +21,7 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class PackWorth:
-    """Of one copy, in device seconds per second and GB."""
+    """The worth of one copy, in device seconds per second and GB."""
 
     in_ram: float = 0.0
     on_disk: float = 0.0

@@ -1,9 +1,9 @@
 """Replication: which copies of packs are kept in the hosts' RAM, where new ones are made, and which may go.
 
 A pack in demand, used recently or expected to be used soon, keeps ``recent_copies``, in different failure domains where
-possible. Any other pack that lost its last copy with a host keeps one, while there is room to spare. Stores retain the
+possible. Any other pack that lost its last copy with a host keeps one, while there is space to spare. Stores retain the
 kept copies of packs in demand: they evict them last, those first that are worth least there. Further copies are not
-dropped, because they cost nothing until their room is needed. So a pack has O(1) copies that take room from others,
+dropped, because they cost nothing until their space is needed. So a pack has O(1) copies that take space from others,
 however many hosts it once ran on.
 
 A copy lost with a host is rebuilt before any other copy is begun. New copies go where kept ones take the smallest part
@@ -37,7 +37,7 @@ class PackDemand:
 
 @dataclass(frozen=True)
 class ReplicationInput:
-    """What is known about all copies."""
+    """Everything known about the copies."""
 
     now: float
     stores: Mapping[str, StoreStatus]  # by id
@@ -64,7 +64,7 @@ class CopyOrder:
 
 @dataclass(frozen=True)
 class ReplicationPlan:
-    """What to do; stores may evict what they need not retain."""
+    """Copies to order and packs to retain; stores may evict all other packs."""
 
     orders: tuple[CopyOrder, ...] = ()
     retained_packs: Mapping[str, tuple[str, ...]] = field(
@@ -76,7 +76,7 @@ class ReplicationPlan:
 
     @property
     def num_short(self) -> int:
-        """Packs in demand without."""
+        """Packs in demand that lack copies."""
         return len(self.in_demand) - len(self.settled)
 
 
@@ -124,18 +124,20 @@ def _orders(
     for pack in others:
         copies = copy_index.of(pack.pack_id)
         if pack.lost and not copies.holders:
-            reason = "its last copy was lost with a host, and there is room"
+            reason = "its last copy was lost with a host, and there is space"
             missing.append(_MissingCopy(pack, copies, CopyCause.KEEP, reason))
     orders: list[CopyOrder] = []
     for cause in CopyCause:
         orders += [order for copy in missing if copy.cause is cause and (order := _order(copy, copy_placement))]
-        if cause is CopyCause.REBUILD and copy_placement.someone_waits:
+        if cause is CopyCause.REBUILD and copy_placement.copies_wait:
             break
     return orders
 
 
 def _missing_copy(pack: PackDemand, copy_index: CopyIndex) -> _MissingCopy | None:
-    """What a recent pack lacks. A pack whose copies were all evicted by permit comes back when it is woken."""
+    """The copy that a recent pack lacks, if any. A pack whose copies were all evicted by permit comes back when it is
+    woken.
+    """
     copies = copy_index.of(pack.pack_id)
     if not copies.holders:
         reason = "its last copy was lost with a host"
@@ -154,10 +156,10 @@ def _order(missing: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | 
     """A recent pack without any copy may displace retained copies that are not the last of their packs."""
     pack_id, domains, cause = missing.pack.pack_id, missing.copies.domains, missing.cause
     urgent, evicts = cause is CopyCause.REBUILD, False
-    room = copy_placement.idle_room if cause is CopyCause.KEEP else copy_placement.room
-    store = copy_placement.find(pack_id, room, urgent, domains, strictly=cause is CopyCause.SPREAD)
-    if urgent and store is None and not domains and not copy_placement.someone_waits:
-        store, evicts = copy_placement.find(pack_id, copy_placement.last_room, urgent), True
+    space = copy_placement.idle_space if cause is CopyCause.KEEP else copy_placement.space
+    store = copy_placement.find(pack_id, space, urgent, domains, strictly=cause is CopyCause.SPREAD)
+    if urgent and store is None and not domains and not copy_placement.copies_wait:
+        store, evicts = copy_placement.find(pack_id, copy_placement.last_space, urgent), True
     if store is None:
         return None
     copy_placement.take(pack_id, store.store_id)
@@ -165,7 +167,7 @@ def _order(missing: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | 
 
 
 def _retained_packs(recent: Sequence[PackDemand], copy_index: CopyIndex) -> dict[str, tuple[str, ...]]:
-    """By store, the packs in demand that it keeps: first those kept elsewhere too, then those with no other kept copy,
+    """The packs in demand that each store keeps: first those kept elsewhere too, then those with no other kept copy,
     each those first that are worth least. Wanted copies that are still incoming are named already.
     """
     spare: dict[str, list[str]] = {store_id: [] for store_id in copy_index.live}
@@ -179,6 +181,6 @@ def _retained_packs(recent: Sequence[PackDemand], copy_index: CopyIndex) -> dict
 
 
 def _disk_order(packs: Sequence[PackDemand]) -> tuple[str, ...]:
-    """Those first that are worth least on a disk."""
+    """The packs, those first that are worth least on a disk."""
     ordered = sorted(packs, key=lambda pack: (pack.worth.on_disk, pack.last_used, pack.pack_id))
     return tuple(pack.pack_id for pack in ordered)

@@ -1,4 +1,4 @@
-"""What the replicator remembers between its decisions: uses, failures, losses, and what stores were told to retain.
+"""The replicator's memory between its decisions: uses, failures, losses, and what stores were told to retain.
 
 The copies it has ordered are transfers with a cause; see ``relay.transfers``.
 """
@@ -51,12 +51,12 @@ class RecentPacks:
         self._uses[model.pack_id] = PackUse(model, now)
 
     def forget(self, pack_id: str) -> None:
-        """As if it had never been used."""
+        """Forgets the pack, as if it had never been used."""
         self._uses.pop(pack_id, None)
 
 
 class PackWorths:
-    """What copies are worth, worked out anew every few seconds: at other moments for each pack, so that no decision
+    """The worth of copies, computed anew every few seconds, at a different moment for each pack, so that no decision
     waits for all of them.
     """
 
@@ -81,7 +81,7 @@ class _FailedCopy:
 
 @dataclass(frozen=True)
 class _RetentionLease:
-    """What a store was told to retain in RAM, and of which packs on disk it was told the order."""
+    """The packs that a store was told to retain in RAM, and the packs on disk whose order it was told."""
 
     incarnation: str
     packs: frozenset[str]
@@ -98,7 +98,7 @@ class _RetentionLease:
 
 @dataclass
 class ReplicationState:
-    """Owned by the state."""
+    """Uses, failures, losses and leases. Owned by the state."""
 
     recent_packs: RecentPacks = field(default_factory=RecentPacks)
     worths: PackWorths = field(default_factory=PackWorths)
@@ -210,7 +210,7 @@ class ReplicationState:
 
 
 def _in_order(store: StoreStatus, ranks: Mapping[str, int]) -> tuple[str, ...]:
-    """What the store's disk has, and what it may write there next: copies in RAM."""
+    """The packs on the store's disk and those it may write there next: its copies in RAM."""
     if store.disk_pack_ids is None:
         return ()
     return tuple(sorted((store.disk_pack_ids | store.copies.keys()) & ranks.keys(), key=ranks.__getitem__))

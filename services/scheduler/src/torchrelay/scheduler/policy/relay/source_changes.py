@@ -1,4 +1,4 @@
-"""What two records of a copy say about its repairs: sources that joined and sources that were dropped."""
+"""Compares two records of a copy: sources that joined and sources that were dropped."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Roles
 
 
-class FreeingSlots:
+class SlotClaims:
     """The ledger of one decision: every slot that is being freed serves one waiting model, in the order in which they
     claim. A drain that overran its time frees nothing, so nobody waits for it.
     """
@@ -47,11 +47,11 @@ class FreeingSlots:
                 self._leaving[instance.host_id].add(instance.pack_id)
             else:
                 self._held[instance.host_id][instance_id] = instance.pack_id
-        self.versions: set[str] = set()  # that lose or are promised something in this decision: nothing more is taken
+        self.versions: set[str] = set()  # that lose or claim a slot in this decision: nothing more is taken from them
         self.add(decided)
 
     def claim(self, demand: Demand, missing: Roles) -> Roles:
-        """RetryTimes the model a slot that plays all ``missing`` roles, else one for each. Returns the rest."""
+        """Reserves for the model a slot that plays all ``missing`` roles, else one for each. Returns the rest."""
         slots = {key: self.roles(demand, instance.worker_id) for key, instance in self._unclaimed.items()}
         chosen = fewest(slots, missing)
         for instance_id in chosen:
@@ -60,7 +60,7 @@ class FreeingSlots:
         return missing.difference(*(slots[instance_id] for instance_id in chosen))
 
     def add(self, actions: Iterable[Action]) -> None:
-        """These were decided, for one model; the slots that they free are promised to it."""
+        """Notes actions that were decided for one model; the slots that they free are reserved for it."""
         for action in actions:
             if isinstance(action, Wake):
                 continue
@@ -76,28 +76,28 @@ class FreeingSlots:
                 self._fits.clear()
 
     def others(self, load: InstanceLoad) -> list[InstanceLoad]:
-        """What stays of its version beside it."""
+        """The other instances of its version that stay."""
         left = {load.instance.instance_id, *self._drained}
         staying = self._input.staying_of(load.instance.version_id)
         return [other for other in staying if other.instance.instance_id not in left]
 
     def roles(self, demand: Demand, worker_id: str, without: Sequence[InstanceLoad] = ()) -> Roles:
-        """What the worker could play for the model that waits, once all that is idle or leaves, and ``without``, is out
-        of its slot and its host's arena.
+        """The roles that the worker could play for the model that waits, once all that is idle or leaves, and
+        ``without``, is out of its slot and its host's arena.
         """
         worker, model = self._input.workers.get(worker_id), demand.model
         if worker is None or worker_id in self._input.suspects or worker.num_devices != model.num_devices:
             return frozenset()
         if without:
-            fits = self._has_room(model, worker.host_id, without)
+            fits = self._has_space(model, worker.host_id, without)
         else:
             key = (model.pack_id, worker.host_id)
             if key not in self._fits:
-                self._fits[key] = self._has_room(model, worker.host_id)
+                self._fits[key] = self._has_space(model, worker.host_id)
             fits = self._fits[key]
         return worker.roles_for(demand.most_kv_bytes) if fits else frozenset()
 
-    def _has_room(self, model: Model, host_id: str, without: Sequence[InstanceLoad] = ()) -> bool:
+    def _has_space(self, model: Model, host_id: str, without: Sequence[InstanceLoad] = ()) -> bool:
         store = self._input.stores.get(host_id)
         if store is None:
             return False

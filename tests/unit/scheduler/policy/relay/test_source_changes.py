@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import a_copy, a_model
 from torchrelay.scheduler.policy.core import PackCopy, SourceShare
-from torchrelay.scheduler.policy.relay.repairs import sources_dropped, sources_joined
+from torchrelay.scheduler.policy.relay.source_changes import sources_dropped, sources_joined
 
 MODEL = a_model()
 
