@@ -62,6 +62,6 @@ async def test_a_killed_store_costs_an_urgent_copy(nats_url: str) -> None:
             third = next(store for store in others if store is not second)
             await eventually(lambda: bool(second.retains))
             await second.kill()
-            await eventually(lambda: bool(third.relays), 10)
+            await eventually(lambda: bool(third.relays))
             (rebuilt,) = third.relays
             assert rebuilt.urgency == param_store_pb2.RELAY_URGENCY_URGENT and rebuilt.keep_retained
