@@ -57,7 +57,7 @@ class StartTags:
 
     def end_busy_period(self) -> None:
         """Moves virtual time to the highest tag, since no tenant has work: all tenants start level again."""
-        self._now = max(self._tags.values(), default=self._now)
+        self._now = max([self._now, *self._tags.values()])
         self._tags.clear()
 
 
