@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +109,3 @@ async def text_rig(
     )
     async with processes:
         yield TextRig(processes, folder)
-
-
-async def settled(waiting: Sequence[asyncio.Task[Answer]]) -> list[Answer | BaseException]:
-    return await asyncio.gather(*waiting, return_exceptions=True)
