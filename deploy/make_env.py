@@ -51,7 +51,7 @@ def secrets_for_compose(cluster_key: bytes | None = None) -> dict[str, str]:
 
 
 def random_secrets() -> dict[str, str]:
-    """Those that do not derive from the cluster key."""
+    """Secrets that do not derive from the cluster key."""
     return {"ADMIN_KEY": f"tra-{secrets.token_hex(32)}", "POSTGRES_PASSWORD": secrets.token_hex(16)}
 
 
@@ -90,7 +90,7 @@ def complete(env: Path) -> None:
 
 
 def nats_users() -> Iterator[tuple[NatsUser, str]]:
-    """Whom nats.conf lets in; their passwords are variables of its container."""
+    """Users in nats.conf; their passwords are variables of its container."""
     yield scheduler_user(_SUBJECTS), "$NATS_SCHEDULER_PASSWORD"
     yield gateway_user(_SUBJECTS), "$NATS_GATEWAY_PASSWORD"
     for name, node_id in NODES.items():
@@ -99,7 +99,7 @@ def nats_users() -> Iterator[tuple[NatsUser, str]]:
 
 
 def print_worker(worker_id: str, env: Path = ENV) -> None:
-    """What a worker beside those of compose.yaml needs, by file: secrets are in .env alone."""
+    """Prints the settings of a worker that compose.yaml does not list, by file: secrets are in .env alone."""
     if not env.exists():
         sys.exit(f"{env} does not exist: run make_env.py without --worker first")
     known = parse_env(env.read_text())

@@ -8,7 +8,7 @@ from torchrelay.common.liveness import SILENT_S, EngineProgress, Liveness
 def test_silence_is_counted_from_the_last_word() -> None:
     peer = Liveness(10.0)
     assert not peer.is_silent(10.0 + SILENT_S) and peer.is_silent(10.1 + SILENT_S)
-    peer.heard(12.0)
+    peer.record_message(12.0)
     assert not peer.fault(12.0 + SILENT_S)
     assert peer.fault(12.1 + SILENT_S) == "was silent for 3 s"
 

@@ -94,9 +94,9 @@ class Home:
         return True
 
     def keep(self) -> None:
-        """Whatever becomes of this `up`, the folder stays: without this, ``owned`` removes one that was made for it.
+        """Keeps the folder when this `up` ends; without this call, ``owned`` removes a folder that was made for it.
 
-        One that holds more than an `up` makes before this stays too, and so does one that cannot be removed.
+        A folder that holds more than the files of a starting `up`, or cannot be removed, stays in any case.
         """
         self._is_on_trial = False
 
@@ -111,15 +111,15 @@ class Home:
 
     @contextmanager
     def owned(self, lock: Callable[[TextIO, int], None] = fcntl.flock) -> Iterator[None]:
-        """One `up` at a time; the kernel drops the lock with the process. Raises ``CliError`` when it is held."""
+        """Locks the home for a single `up`; the kernel drops the lock with the process. Raises ``CliError``."""
         # The removal comes after the lock file is closed: NFS keeps a folder in which a file is open.
         with ExitStack() as removal, self._lock_file() as file:
             try:
                 lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 pid = self.running_pid()
-                who = f" (process {pid})" if pid is not None else ""
-                message = f"a platform is already running at {self.path}{who}"
+                process = f" (process {pid})" if pid is not None else ""
+                message = f"a platform is already running at {self.path}{process}"
                 raise CliError(message, "stop it, or choose another --home") from None
             except OSError as error:
                 message = f"the file system of {self.path} has no file locks: {error.strerror}"
@@ -189,7 +189,7 @@ class Home:
         return self._key("cluster.key", "")
 
     def call_token(self, node_id: str, *callers: Caller) -> str:
-        """What these callers show to a node of this install."""
+        """The token with which these callers call a node of this install."""
         return call_token(derive_node_key(bytes.fromhex(self.cluster_key()), node_id), *callers)
 
     def _key(self, name: str, prefix: str) -> str:
@@ -224,8 +224,8 @@ class Home:
                 f"no platform is running at {self.path}",
                 f"start one with `torchrelay up`, give its folder with --home, or {elsewhere}",
             )
-        found = json.loads(self.endpoints_file.read_text())
-        return {str(key): str(value) for key, value in found.items()}
+        endpoints = json.loads(self.endpoints_file.read_text())
+        return {str(key): str(value) for key, value in endpoints.items()}
 
     def running_pid(self) -> int | None:
         """The process of the ``up`` on this home, once everything is up."""

@@ -17,7 +17,7 @@ MIN_RATE_SPAN_S = 0.05  # over a shorter span the rate is noise
 
 @dataclass(frozen=True, slots=True)
 class ChatEvent:
-    """One event of the stream. ``is_waiting``: the request is queued, or the model is loading."""
+    """An event of the stream. ``is_waiting``: the request is queued, or the model is loading."""
 
     request_id: str = ""
     text: str = ""

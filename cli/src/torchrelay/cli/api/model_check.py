@@ -58,18 +58,18 @@ def _check_header(path: Path) -> None:
     """A safetensors file begins with the length of its header (little endian), which says where each tensor ends."""
     with path.open("rb") as file:
         prefix = file.read(_LENGTH_BYTES)
-        length, room = int.from_bytes(prefix, "little"), path.stat().st_size - _LENGTH_BYTES
+        length, num_left = int.from_bytes(prefix, "little"), path.stat().st_size - _LENGTH_BYTES
         header = file.read(min(length, _MAX_HEADER_BYTES))
     if not prefix:
         fault = "it is empty"
     elif len(prefix) < _LENGTH_BYTES:
         fault = f"it ends within the length of its header, which takes {_LENGTH_BYTES} bytes, after {len(prefix)}"
-    elif length > room:
-        fault = f"its header claims {length:,} bytes, but {room:,} follow the length"
+    elif length > num_left:
+        fault = f"its header claims {length:,} bytes, but {num_left:,} follow the length"
     elif (num_weights := _weight_bytes(header)) is None:
         fault = "its header is not that of a safetensors file"
-    elif num_weights > room - length:
-        fault = f"its tensors take {num_weights:,} bytes, but {room - length:,} follow the header"
+    elif num_weights > num_left - length:
+        fault = f"its tensors take {num_weights:,} bytes, but {num_left - length:,} follow the header"
     else:
         return
     raise CliError(f"{path} is not a complete safetensors file: {fault}", "download it again")

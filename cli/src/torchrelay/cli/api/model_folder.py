@@ -32,7 +32,7 @@ _NEED_FOLDER = "give the folder of a Hugging Face model"
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """One file of a model folder, as declared to the gateway."""
+    """A file of a model folder, as declared to the gateway."""
 
     path: str
     size: int
@@ -89,5 +89,5 @@ def model_paths(folder: Path) -> list[Path]:
 
 def _folder_beneath(folder: Path) -> str:
     """A hint at the one folder with a config, at most two levels down as in the cache of Hugging Face."""
-    found = [path.parent for pattern in ("*/config.json", "*/*/config.json") for path in folder.glob(pattern)]
-    return f"{found[0]} has one: torchrelay upload {found[0]} --name NAME" if len(found) == 1 else _NEED_FOLDER
+    folders = [path.parent for pattern in ("*/config.json", "*/*/config.json") for path in folder.glob(pattern)]
+    return f"{folders[0]} has one: torchrelay upload {folders[0]} --name NAME" if len(folders) == 1 else _NEED_FOLDER

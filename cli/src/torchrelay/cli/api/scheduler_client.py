@@ -56,7 +56,7 @@ def scheduler_access(home: Path | None, address: str | None) -> SchedulerAccess:
 
 
 def environment_settings() -> ServiceSettings:
-    """What the TORCHRELAY_* variables say to every service; for a remote platform too. Raises ``CliError``."""
+    """The settings of every service by the TORCHRELAY_* variables, for a remote platform too. Raises ``CliError``."""
     try:
         return ServiceSettings()
     except ConfigUnusable as error:

@@ -50,7 +50,7 @@ class UploadJournal:
 
 
 class ModelUpload:
-    """One upload of one folder; with a ``journal`` it resumes where an earlier run stopped."""
+    """The upload of a folder; with a ``journal`` it resumes where an earlier run stopped."""
 
     def __init__(
         self,

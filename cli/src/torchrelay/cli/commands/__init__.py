@@ -1,1 +1,1 @@
-"""One file per command: options in, api calls, views out."""
+"""The commands, one per file: each reads its options, calls ``api`` and prints with ``views``."""

@@ -56,13 +56,13 @@ def events(
             console.err().print(f"no events{of_kinds} in the last {since}; --since looks further back")
 
 
-def _print(found: Iterator[Event], as_json: bool) -> int:
-    """Returns how many there were."""
+def _print(events: Iterator[Event], as_json: bool) -> int:
+    """Prints the events as they come; returns their number."""
     from torchrelay.cli.views.event_lines import EventLines, json_line
 
     lines, out = EventLines(), console.out()
     num_printed = 0
-    for event in found:
+    for event in events:
         num_printed += 1
         if as_json:
             print(json_line(event), flush=True)

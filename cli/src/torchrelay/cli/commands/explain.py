@@ -35,17 +35,17 @@ def explain(
     if not is_request:
         subject = _full_model_name(access, subject)
     if access.home is not None:
-        found = _from_scheduler(access.home, subject, is_request)
+        explained = _from_scheduler(access.home, subject, is_request)
     else:
         with access.client() as client:
-            found = client.call("GET", f"/v1/requests/{quote(subject)}/explain")
+            explained = client.call("GET", f"/v1/requests/{quote(subject)}/explain")
     if as_json:
-        console.print_json(found)
+        console.print_json(explained)
         return
-    if not found["phases"] and not found["decisions"]:
+    if not explained["phases"] and not explained["decisions"]:
         console.err().print("no recent activity")
         return
-    console.out().print(explanation(found["phases"], found["decisions"]))
+    console.out().print(explanation(explained["phases"], explained["decisions"]))
 
 
 def _full_model_name(access: Access, name: str) -> str:

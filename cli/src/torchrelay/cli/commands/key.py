@@ -103,8 +103,8 @@ def _keep(access: Access, created: dict[str, Any], save: bool, before: str) -> N
     elif before == created["tenant"]:
         console.err().print("saved as this home's key; the previous one stays valid")
     else:
-        who = f"{created['tenant']} (before: {before})" if before else created["tenant"]
-        console.err().print(f"saved as this home's key: commands now act as tenant {who}")
+        tenant = f"{created['tenant']} (before: {before})" if before else created["tenant"]
+        console.err().print(f"saved as this home's key: commands now act as tenant {tenant}")
 
 
 @app.command("list", epilog="Example:  torchrelay key list")

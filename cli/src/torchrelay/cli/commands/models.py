@@ -72,7 +72,7 @@ def models_table(models: list[dict[str, Any]]) -> WidthAware:
 
 
 def _more_settings(model: dict[str, Any]) -> list[str]:
-    """What few models have: a line for each entry of a schedule, and one for the targets."""
+    """Lines for settings that few models have: each entry of a schedule, and the targets."""
     firsts = [
         f"{format_duration(seconds)} ({name})"
         for name in ("interactive", "standard", "batch")

@@ -44,21 +44,21 @@ def usage(
     access = _access(home, url, key, tenant)
     wanted = {"group_by": by.value, "from": begin, "to": end, "model": model, "key": key_id, "tenant": tenant}
     with access.client() as client:
-        found = client.call("GET", "/v1/usage", params=given(**wanted))
+        report = client.call("GET", "/v1/usage", params=given(**wanted))
     if as_json:
-        console.print_json(found)
-    elif not found["data"]:
+        console.print_json(report)
+    elif not report["data"]:
         console.err().print("no usage yet")
     else:
-        console.out().print(usage_table(found, by.value))
+        console.out().print(usage_table(report, by.value))
 
 
-def usage_table(found: dict[str, Any], by: str) -> Table:
+def usage_table(report: dict[str, Any], by: str) -> Table:
     table = ResultTable(by, "requests", "prompt", "cached", "output", "cost", right=_NUMBERS)
-    table.show_footer = len(found["data"]) > 1
-    for row in found["data"]:
+    table.show_footer = len(report["data"]) > 1
+    for row in report["data"]:
         table.add_row(str(row[by]), *_quantities(row), f"${row['cost']}")
-    total = found["total"]
+    total = report["total"]
     for column, text in zip(table.columns, ("total", *_quantities(total), f"${total['cost']}"), strict=True):
         column.footer = text
     return table
@@ -80,21 +80,21 @@ def bill(
         raise CliError("with the admin key, --tenant is required", "name the tenant: --tenant NAME")
     period = month or datetime.now(UTC).strftime("%Y-%m")
     with access.client() as client:
-        found = client.call("GET", "/v1/bill", params=given(period=period, tenant=tenant))
+        monthly_bill = client.call("GET", "/v1/bill", params=given(period=period, tenant=tenant))
     if as_json:
-        console.print_json(found)
+        console.print_json(monthly_bill)
     else:
-        console.out().print(bill_table(found))
+        console.out().print(bill_table(monthly_bill))
 
 
-def bill_table(found: dict[str, Any]) -> Table:
-    title = f"Bill of {found['tenant']}, {found['period']}"
+def bill_table(monthly_bill: dict[str, Any]) -> Table:
+    title = f"Bill of {monthly_bill['tenant']}, {monthly_bill['period']}"
     table = ResultTable("model", "requests", "prompt", "cached", "output", "amount", right=_NUMBERS, title=title)
     table.show_footer = True
-    for line in found["lines"]:
-        table.add_row(line["model"], *_quantities(line), f"{line['amount']} {found['currency']}")
+    for line in monthly_bill["lines"]:
+        table.add_row(line["model"], *_quantities(line), f"{line['amount']} {monthly_bill['currency']}")
     table.columns[0].footer = "total"
-    table.columns[-1].footer = f"{found['amount']} {found['currency']}"
+    table.columns[-1].footer = f"{monthly_bill['amount']} {monthly_bill['currency']}"
     return table
 
 

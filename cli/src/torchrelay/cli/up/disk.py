@@ -54,19 +54,19 @@ def folder_bytes(folder: Path) -> int:
 
 def check_disk(folder: Path) -> None:
     """Raises ``CliError`` when too little is free to start."""
-    found = free_bytes(folder)
-    if found < NEEDED_BYTES:
+    num_free = free_bytes(folder)
+    if num_free < NEEDED_BYTES:
         raise CliError(
-            f"the disk of {folder} has {format_bytes(found)} free; a start takes {format_bytes(NEEDED_BYTES)}",
+            f"the disk of {folder} has {format_bytes(num_free)} free; a start takes {format_bytes(NEEDED_BYTES)}",
             "free some space there, or choose a --home on another disk",
         )
 
 
 def disk_message(state: DiskState, folder: Path, num_free_bytes: int) -> str:
-    """What to tell whoever runs the platform."""
-    found = f"the disk of {folder} has {format_bytes(num_free_bytes)} free"
+    """The message for the operator."""
+    free = f"the disk of {folder} has {format_bytes(num_free_bytes)} free"
     return {
-        DiskState.ROOMY: f"{found}: enough",
-        DiskState.LOW: f"{found}: little; large uploads are refused, and logs are kept short",
-        DiskState.FULL: f"{found}: it is full; requests are refused until you free some space there",
+        DiskState.ROOMY: f"{free}: enough",
+        DiskState.LOW: f"{free}: little; large uploads are refused, and logs are kept short",
+        DiskState.FULL: f"{free}: it is full; requests are refused until you free some space there",
     }[state]

@@ -35,12 +35,12 @@ _BROKERS = {
 
 def external_servers(environment: Mapping[str, str]) -> list[ExternalServer]:
     """The servers that the variables name. Raises ``CliError`` for an invalid address."""
-    found = []
+    servers = []
     for variable, (name, schemes, port) in _BROKERS.items():
         if url := environment.get(variable, ""):
             seeds = url.split(",") if name == "NATS" else [url]
             addresses = (_addresses(name, variable, seed.strip(), schemes, port) for seed in seeds)
-            found.append(ExternalServer(name, variable, tuple(chain.from_iterable(addresses))))
+            servers.append(ExternalServer(name, variable, tuple(chain.from_iterable(addresses))))
     variable = "TORCHRELAY_DATABASE_URL"
     if url := environment.get(variable, ""):
         try:
@@ -49,10 +49,10 @@ def external_servers(environment: Mapping[str, str]) -> list[ExternalServer]:
             raise CliError(f"{variable}: {error}", "fix it, or unset it to use the home folder's ledger") from None
         if url.startswith("postgresql"):
             scheme = url.partition(":")[0]
-            found.append(
+            servers.append(
                 ExternalServer("PostgreSQL", variable, _addresses("PostgreSQL", variable, url, (scheme,), 5432))
             )
-    return found
+    return servers
 
 
 def _addresses(

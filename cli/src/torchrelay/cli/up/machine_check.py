@@ -1,4 +1,4 @@
-"""What `torchrelay up` asks of the machine, checked before anything starts."""
+"""Checks that the machine has enough for `torchrelay up`, before anything starts."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def check_machine(options: UpOptions, arena: Path, machine: Machine, gpus: Path 
 
 
 def _check_gpu(device: str, gpus: Path) -> None:
-    """By what the driver lists: importing torch for it takes seconds. Each worker looks again."""
+    """Counts the GPUs that the driver lists, because importing torch takes seconds. Each worker checks again."""
     num_gpus = len(os.listdir(gpus)) if gpus.is_dir() else 0
     number = int(device.partition(":")[2] or 0)
     if number >= num_gpus and not _WSL_GPU.exists():
-        found = f"has {num_gpus}" if num_gpus else "has none"
-        raise CliError(f"{device} is asked for and this machine {found}", "pass --device cpu or --device auto")
+        available = f"has {num_gpus}" if num_gpus else "has none"
+        raise CliError(f"{device} is asked for and this machine {available}", "pass --device cpu or --device auto")
 
 
 def _allocated_bytes(path: Path) -> int:

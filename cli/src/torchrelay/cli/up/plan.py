@@ -65,11 +65,11 @@ class UpOptions:
 
 def _program(name: str) -> str:
     """The path of a broker. Raises ``CliError`` when it is not installed."""
-    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin")
-    if found is None:
+    path = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin")
+    if path is None:
         setting = {"redis-server": "TORCHRELAY_REDIS_URL", "nats-server": "TORCHRELAY_NATS_URL"}[name]
         raise CliError(f"{name} is not installed", f"install it (make setup does), or set {setting} to a running one")
-    return found
+    return path
 
 
 def _port_from_environment(name: str) -> int:
@@ -93,7 +93,7 @@ def worker_roles(options: UpOptions) -> list[tuple[str, str]]:
 
 
 def callers_of(options: UpOptions) -> dict[str, Caller]:
-    """What each child, and the commands, are to those that they call."""
+    """The caller that each child is to the services that it calls; also for the commands."""
     services = {"param-store": Caller.STORE, "scheduler": Caller.SCHEDULER, "gateway": Caller.GATEWAY}
     return {**services, **{name: Caller.WORKER for name, _ in worker_roles(options)}, COMMANDS: Caller.CLI}
 
@@ -148,8 +148,8 @@ class StackPlan:
         if asked:
             return self._ports.exactly(host, asked, "--http-port"), 0
         preferred = [last, PREFERRED_HTTP_PORT] if last else [PREFERRED_HTTP_PORT]
-        found = self._ports.free(host, preferred)
-        return found, 0 if found == preferred[0] else preferred[0]
+        port = self._ports.free(host, preferred)
+        return port, 0 if port == preferred[0] else preferred[0]
 
     def _redis(self) -> ChildSpec | None:
         if self._redis_url:
@@ -258,9 +258,9 @@ class StackPlan:
         return self._service("scheduler", "torchrelay-scheduler", env, SCHEDULER_USER)
 
     def _stream_settings(self) -> dict[str, str]:
-        """What the home's disk leaves for the streams, unless variables set it."""
-        found = free_bytes(self._home.path) + folder_bytes(self._home.path / "nats")
-        sizes = {f"TORCHRELAY_{name.upper()}": str(size) for name, size in asdict(stream_sizes(found)).items()}
+        """Stream sizes that fit the home's disk, without those that variables set."""
+        num_bytes = free_bytes(self._home.path) + folder_bytes(self._home.path / "nats")
+        sizes = {f"TORCHRELAY_{name.upper()}": str(size) for name, size in asdict(stream_sizes(num_bytes)).items()}
         return {name: size for name, size in sizes.items() if name not in os.environ}
 
     def _workers(self) -> list[ChildSpec]:

@@ -30,11 +30,11 @@ class Ports:
     def free(self, host: str = "127.0.0.1", preferred: Sequence[int] = ()) -> int:
         """The first free one of ``preferred``, else any. Raises ``CliError`` for an address of another machine."""
         for port in preferred:
-            if found := self._take(host, port):
-                return found
+            if self._take(host, port):
+                return port
         for _ in range(100):
-            if found := self._take(host, 0):
-                return found
+            if port := self._take(host, 0):
+                return port
         raise CliError(f"this machine cannot listen on {host}", "pass one of its own addresses with --host")
 
     def exactly(self, host: str, port: int, setting: str = "") -> int:

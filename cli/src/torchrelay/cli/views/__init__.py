@@ -1,1 +1,1 @@
-"""What is drawn on the terminal; only ``console`` does I/O."""
+"""Tables and lines for the terminal; only ``console`` does I/O."""

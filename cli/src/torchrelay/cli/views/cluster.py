@@ -32,15 +32,15 @@ class Sample:
 
 def counters_of(view: scheduler_pb2.ClusterView) -> dict[str, float]:
     """The counters whose rates are shown, by node and incarnation: a restarted node starts at zero."""
-    found: dict[str, float] = {}
+    counters: dict[str, float] = {}
     for worker in view.workers:
         node = f"{worker.worker_id}.{worker.incarnation}"
-        found[f"{node}.prefilled"] = worker.num_positions_prefilled
-        found[f"{node}.decoded"] = worker.num_positions_decoded
+        counters[f"{node}.prefilled"] = worker.num_positions_prefilled
+        counters[f"{node}.decoded"] = worker.num_positions_decoded
     for store in view.stores:
         node = f"{store.store_id}.{store.incarnation}"
-        found[f"{node}.in"], found[f"{node}.out"] = store.bytes_received, store.bytes_sent
-    return found
+        counters[f"{node}.in"], counters[f"{node}.out"] = store.bytes_received, store.bytes_sent
+    return counters
 
 
 def rates_of(samples: Iterable[Sample], now_s: float) -> dict[str, float]:

@@ -31,7 +31,7 @@ def err() -> Console:
 
 
 class WidthAware:
-    """Drawn anew for the current width of the terminal."""
+    """A renderable that draws itself again for the current width of the terminal."""
 
     def __init__(self, draw: Callable[[int], RenderableType]) -> None:
         self._draw = draw

@@ -50,29 +50,29 @@ class EventLines:
 
 
 def event_text(event: Event) -> str:
-    """One line for people: the reason, preceded by the worker where the reason does not name it."""
+    """A line for people: the reason, preceded by the worker where the reason does not name it."""
     fields = event_fields(event)
     if event.kind.startswith("model."):
         size = fields.get("pack_bytes")
         return (
             f"version {str(fields['version_id'])[:12]}, {format_bytes(size)}" if size and "version_id" in fields else ""
         )
-    who = str(fields.get("worker_id", "")) if event.kind.startswith(("instance.", "scale.")) else ""
-    if who and event.kind.startswith("instance."):
-        who += f" ({fields.get('roles', '')})"
+    worker = str(fields.get("worker_id", "")) if event.kind.startswith(("instance.", "scale.")) else ""
+    if worker and event.kind.startswith("instance."):
+        worker += f" ({fields.get('roles', '')})"
         if fields.get("in_state_s") and event.kind != "instance.ready":  # its reason says how long
-            who += f" after {format_duration(float(fields['in_state_s']))}"
-    text = f"{who}: {event.reason}" if who and event.reason else who or event.reason
+            worker += f" after {format_duration(float(fields['in_state_s']))}"
+    text = f"{worker}: {event.reason}" if worker and event.reason else worker or event.reason
     return printable(text).replace("\n", " ")
 
 
 def event_fields(event: Event) -> Mapping[str, Any]:
     """The fields beside time, kind, model and reason."""
-    found: Mapping[str, Any] = json.loads(event.fields_json or "{}")
-    return found
+    fields: Mapping[str, Any] = json.loads(event.fields_json or "{}")
+    return fields
 
 
 def json_line(event: Event) -> str:
-    """One JSON object on one line: the fields, and as ``text`` the line for people."""
+    """A JSON object on a single line: the fields, and as ``text`` the line for people."""
     known = {"sequence": event.sequence, "at_unix_us": event.at_unix_us, "kind": event.kind, "model": event.model}
     return json.dumps(known | event_fields(event) | {"text": event_text(event)})  # type: ignore[operator]

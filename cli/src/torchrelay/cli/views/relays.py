@@ -100,7 +100,7 @@ def find_chains(edges: Sequence[Edge]) -> list[list[str]]:
     for source, target in dict.fromkeys(edges):
         left.setdefault(source, []).append(target)
     targets = {target for _, target in edges}
-    found: list[list[str]] = []
+    chains: list[list[str]] = []
     for start in [*(source for source in left if source not in targets), *left]:
         starts = [start]
         while starts:
@@ -110,8 +110,8 @@ def find_chains(edges: Sequence[Edge]) -> list[list[str]]:
                     starts.append(path[-1])
                 path.append(children.pop(0))
             if len(path) > 1:
-                found.append(path)
-    return found
+                chains.append(path)
+    return chains
 
 
 def state_text(relay: RelayView, is_small: bool = False) -> Text:

@@ -27,7 +27,7 @@ class GenerationBlock(jinja2.ext.Extension):
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
-    """One with this syntax, and no functions but Jinja2's own."""
+    """An environment with this syntax, and no functions except Jinja2's own."""
     return ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
     )

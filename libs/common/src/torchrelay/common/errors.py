@@ -22,8 +22,8 @@
     `-- DataCorrupted             bytes did not match their digest
 
 ``message`` is one sentence for the user, ``field`` the JSON field, setting or file at fault. ``retry_after_s``: when to
-try again, where that is known. ``code`` is the stable
-name used over gRPC (trailing metadata) and REST (OpenAI's error shape).
+try again, where that is known. ``code`` is the stable name used over gRPC
+(trailing metadata) and REST (OpenAI's error shape).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PermissionDenied(TorchrelayError):
 
 
 class CallerUnknown(TorchrelayError):
-    """A fault of the cluster's set-up, whoever waits for the call: no error of a tenant."""
+    """A fault of the cluster's set-up, never of a tenant."""
 
     code = "caller_unknown"
     grpc_status = "UNAUTHENTICATED"
@@ -143,7 +143,7 @@ class Unavailable(TorchrelayError):
 
 
 class DiskFull(Unavailable):
-    """Only whoever runs the platform can make room."""
+    """A disk of the platform is full; only its operator can free space."""
 
     code = "disk_full"
     http_status = 507
@@ -164,6 +164,6 @@ class DataCorrupted(TorchrelayError):
 def error_class(code: str) -> type[TorchrelayError]:
     """The class with this ``code``; ``TorchrelayError`` for an unknown one."""
     classes = [TorchrelayError]
-    for known in classes:  # which grows by the subclasses
+    for known in classes:  # the list grows by the subclasses
         classes += known.__subclasses__()
     return next((known for known in classes if known.code == code), TorchrelayError)

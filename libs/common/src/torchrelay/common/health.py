@@ -20,7 +20,7 @@ Ask = Callable[[], Awaitable[str]]
 
 @dataclass(frozen=True, slots=True)
 class HealthReport:
-    """What is wrong with which part."""
+    """The fault of each failing part, by its name."""
 
     essential: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
@@ -38,8 +38,8 @@ class HealthReport:
 class Health:
     """Asks all parts at once, and at most every ``ask_every_s``, however often it is asked itself.
 
-    Each part says what is wrong with it, empty if nothing. One that has said nothing for ``silent_s`` does not answer;
-    one whose question raises fails, and is asked anew the next time.
+    Each part returns its fault, empty if there is none. A part without an answer for ``silent_s`` does not answer; a
+    part whose question raises fails, and is asked again the next time.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Health:
         self._one_at_a_time = asyncio.Lock()
 
     async def report(self) -> HealthReport:
-        """Takes at most ``WAIT_S``, and as long again for those who come meanwhile."""
+        """The current report. Takes at most ``WAIT_S``, and twice that for a call that waits for an earlier one."""
         async with self._one_at_a_time:
             if time.monotonic() - self._last_at_s >= self._ask_every_s:
                 self._last = await self._ask_all()
@@ -67,7 +67,7 @@ class Health:
 
     async def _ask_all(self) -> HealthReport:
         for name, ask in {**self._essential, **self._others}.items():
-            if name not in self._asking:  # who has not answered is asked no second time: its answer may still come
+            if name not in self._asking:  # an open question is not repeated: its answer may still come
                 self._asking[name] = _Asking(asyncio.create_task(self._answer(name, ask)), time.monotonic())
         await asyncio.wait([asking.task for asking in self._asking.values()], timeout=min(WAIT_S, self._silent_s))
         now_s = time.monotonic()
@@ -80,11 +80,11 @@ class Health:
 
     async def _answer(self, name: str, ask: Ask) -> str:
         try:
-            async with asyncio.timeout(5 * self._silent_s):  # then it is asked anew: its connection may be dead
+            async with asyncio.timeout(5 * self._silent_s):  # then it is asked again: its connection may be dead
                 return await ask()
         except TimeoutError:
             return SILENT
-        except Exception as error:  # of a probe that cannot know all errors of its driver; the other parts are reported
+        except Exception as error:  # a probe cannot know all errors of its driver; the other parts are reported
             log.warning("health_probe_failed", part=name, error=repr(error)[:200])
             return f"fails: {type(error).__name__}"
 

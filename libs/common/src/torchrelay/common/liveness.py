@@ -1,7 +1,7 @@
-"""Whether a peer is alive, judged by what it says: a process that hangs is as dead as one that ended. Pure.
+"""Whether a peer is alive, judged by its messages: a process that hangs counts as lost. Pure.
 
-Whoever waits for a peer asks it for beats. A peer is lost when it is silent, or when its engine has work and does not
-advance for longer than what it does now should take. Times are seconds of any clock that never goes back.
+A watcher asks its peer for beats. A peer is lost when it is silent, or when its engine has work and does not
+advance for longer than its current work should take. Times are seconds of any clock that never goes back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SILENT_S: Final = 3.0  # without a message, or without an advance beyond what is
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """Where a worker's engine is; see the message of the same name in ``types.proto``."""
+    """The progress of a worker's engine; see the message of the same name in ``types.proto``."""
 
     num_advances: int = 0
     has_work: bool = False
@@ -27,33 +27,33 @@ NO_ENGINE: Final = EngineProgress()
 
 @dataclass(slots=True)
 class Liveness:
-    """What a watcher has heard of one peer."""
+    """The last message and the last progress of a peer."""
 
-    heard_at: float
+    last_message_at: float
     advanced_at: float = 0.0  # the engine had advanced, or had no work until then
     progress: EngineProgress = NO_ENGINE
 
     def __post_init__(self) -> None:
-        self.listening_since(self.heard_at)
+        self.listening_since(self.last_message_at)
 
     def listening_since(self, begin: float) -> None:
-        """Nobody listened before: silence counts from then at the earliest."""
-        self.heard_at, self.advanced_at = max(self.heard_at, begin), max(self.advanced_at, begin)
+        """Counts silence from ``begin`` at the earliest, as nobody listened before."""
+        self.last_message_at, self.advanced_at = max(self.last_message_at, begin), max(self.advanced_at, begin)
 
-    def heard(self, now: float) -> None:
-        """The peer sent anything at all."""
-        self.heard_at = now
+    def record_message(self, now: float) -> None:
+        """Records a message of any kind."""
+        self.last_message_at = now
 
     def observe(self, progress: EngineProgress, now: float) -> None:
-        """The peer said where its engine is."""
-        self.heard_at = now
+        """Records a message with the engine's progress."""
+        self.last_message_at = now
         was_at_work = self.progress.has_work and progress.has_work  # at rest nothing was expected of it, however long
         if not was_at_work or progress.num_advances != self.progress.num_advances:
             self.advanced_at = now
         self.progress = progress
 
     def is_silent(self, now: float, silent_s: float = SILENT_S) -> bool:
-        return now - self.heard_at > silent_s
+        return now - self.last_message_at > silent_s
 
     def is_stalled(self, now: float, silent_s: float = SILENT_S) -> bool:
         """Whether the engine has work and has not advanced for too long."""

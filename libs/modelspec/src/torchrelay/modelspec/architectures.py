@@ -28,7 +28,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture. The defaults are Llama's."""
+    """An architecture. The defaults are Llama's."""
 
     name: str
     qkv_bias: bool = False

@@ -55,7 +55,7 @@ class ExpertConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What config.json says about the computation."""
+    """The computation that config.json describes."""
 
     architecture: Architecture
     hidden_size: int
@@ -162,10 +162,10 @@ def _windows(config: Mapping[str, Any], architecture: Architecture, num_layers: 
     """Which layers use sliding-window attention, by each architecture's rules."""
     if architecture.windows == "never" or (architecture.window_switch and not config.get(architecture.window_switch)):
         return (None,) * num_layers
-    found = config.get("sliding_window", architecture.window)
-    if found is None and not architecture.full_every:
+    window = config.get("sliding_window", architecture.window)
+    if window is None and not architecture.full_every:
         return (None,) * num_layers
-    window = _positive_int({"sliding_window": found}, "sliding_window")
+    window = _positive_int({"sliding_window": window}, "sliding_window")
     if architecture.windows == "every_layer":
         return (window,) * num_layers
     types = config.get("layer_types")
@@ -199,21 +199,21 @@ def _experts(config: Mapping[str, Any], architecture: Architecture) -> ExpertCon
 
 def _rope(config: Mapping[str, Any], architecture: Architecture, layer_type: str) -> RopeConfig:
     """transformers 5 writes rope_parameters, by layer type where they differ; earlier versions use separate keys."""
-    found = config.get("rope_parameters") or {}
-    if not isinstance(found, dict):
+    rope = config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
         raise UnsupportedModel("rope_parameters must be an object", "rope_parameters")
-    if architecture.local_rope and found and layer_type not in found:
+    if architecture.local_rope and rope and layer_type not in rope:
         raise UnsupportedModel(f"rope_parameters must contain {layer_type}", "rope_parameters")
-    found = found.get(layer_type, found)
+    rope = rope.get(layer_type, rope)
     if layer_type == _WINDOWED and not config.get("rope_parameters"):
         return RopeConfig(_positive_float(config, "rope_local_base_freq", 10_000.0))
-    found = found or config.get("rope_scaling") or {}
-    if not isinstance(found, dict):
+    rope = rope or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
         raise UnsupportedModel("rope_scaling must be an object", "rope_scaling")
     default = _positive_float(config, "rope_theta", architecture.rope_theta if layer_type == _FULL else 10_000.0)
-    if found.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
         raise UnsupportedModel("partial rotary embeddings are not supported", "partial_rotary_factor")
-    return _scaled_rope(found, _positive_float(found, "rope_theta", default))
+    return _scaled_rope(rope, _positive_float(rope, "rope_theta", default))
 
 
 def _scaled_rope(rope: Mapping[str, Any], theta: float) -> RopeConfig:

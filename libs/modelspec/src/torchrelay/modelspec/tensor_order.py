@@ -16,7 +16,7 @@ DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor that the architecture needs. The tensors of one ``group`` are contiguous."""
+    """A tensor that the architecture needs. The tensors of one ``group`` are contiguous."""
 
     name: str
     shape: tuple[int, ...]

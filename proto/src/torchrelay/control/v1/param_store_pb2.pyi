@@ -29,9 +29,9 @@ class _RelayUrgencyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RelayUrg
     RELAY_URGENCY_UNSPECIFIED: _RelayUrgency.ValueType  # 0
     """as URGENT"""
     RELAY_URGENCY_URGENT: _RelayUrgency.ValueType  # 1
-    """somebody waits for it"""
+    """a request waits for it"""
     RELAY_URGENCY_IDLE: _RelayUrgency.ValueType  # 2
-    """a cache copy, or others are due sooner: only what they leave of the link"""
+    """a cache copy, or others are due sooner: only spare capacity of the link"""
 
 class RelayUrgency(_RelayUrgency, metaclass=_RelayUrgencyEnumTypeWrapper):
     """Which relay yields where two share a link; KV and activations come before all of them. A relay that runs is as urgent
@@ -41,9 +41,9 @@ class RelayUrgency(_RelayUrgency, metaclass=_RelayUrgencyEnumTypeWrapper):
 RELAY_URGENCY_UNSPECIFIED: RelayUrgency.ValueType  # 0
 """as URGENT"""
 RELAY_URGENCY_URGENT: RelayUrgency.ValueType  # 1
-"""somebody waits for it"""
+"""a request waits for it"""
 RELAY_URGENCY_IDLE: RelayUrgency.ValueType  # 2
-"""a cache copy, or others are due sooner: only what they leave of the link"""
+"""a cache copy, or others are due sooner: only spare capacity of the link"""
 Global___RelayUrgency: _TypeAlias = RelayUrgency  # noqa: Y015
 
 @_typing.final
@@ -611,8 +611,8 @@ class HoldRequest(_message.Message):
     owner_id: _builtins.str
     """worker id"""
     waits_for_relay: _builtins.bool
-    """Of a first load: the relay that brings the pack may come a moment later, and is waited for. Whoever has computed
-    with the pack before must learn at once if it is gone.
+    """Of a first load: the relay that brings the pack may come a moment later, and is waited for. A worker that has
+    computed with the pack before must learn at once if it is gone.
     """
     def __init__(
         self,
@@ -643,7 +643,7 @@ class HoldReply(_message.Message):
     """the slab's own layout is torchrelay.transfer.arena.arena's"""
     slab_bytes: _builtins.int
     num_segments_ready: _builtins.int
-    """so many of the first segments have all their chunks verified"""
+    """number of first segments whose chunks are all verified"""
     error: _builtins.str
     """the filling ended incomplete, and why; the load has failed"""
     def __init__(
@@ -801,11 +801,11 @@ class RetainRequest(_message.Message):
     epoch: _builtins.int
     lease_s: _builtins.float
     """that are not here yet are retained from the moment they come
-    so that a scheduler that died does not keep the arena full for ever
+    so that a dead scheduler does not keep the arena full
     """
     @_builtins.property
     def pack_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """in the order in which they go if a relay that may evict them finds no other room; those"""
+        """in the order in which they go if a relay that may evict them finds no other space; those"""
 
     @_builtins.property
     def disk_pack_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class ParamStoreStub:
-    """One per host: the host's copies of packs, and the door through which models come in.
+    """One per host: the host's copies of packs, and the uploads of models.
     """
 
     def __init__(self, channel):
@@ -114,7 +114,7 @@ class ParamStoreStub:
 
 
 class ParamStoreServicer:
-    """One per host: the host's copies of packs, and the door through which models come in.
+    """One per host: the host's copies of packs, and the uploads of models.
     """
 
     def BeginUpload(self, request, context):
@@ -215,8 +215,8 @@ class ParamStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Retain(self, request, context):
-        """Names the packs that must not be evicted to make room for others, until the lease runs out or the next call takes its
-        place. What is no longer named may go: that is the release permit.
+        """Names the packs that must not be evicted to free space for others, until the lease runs out or the next call takes its
+        place. A pack that is no longer named may be evicted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -309,7 +309,7 @@ def add_ParamStoreServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ParamStore:
-    """One per host: the host's copies of packs, and the door through which models come in.
+    """One per host: the host's copies of packs, and the uploads of models.
     """
 
     @staticmethod

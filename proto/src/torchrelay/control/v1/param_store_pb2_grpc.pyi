@@ -28,7 +28,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ParamStoreStub:
-    """One per host: the host's copies of packs, and the door through which models come in."""
+    """One per host: the host's copies of packs, and the uploads of models."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -64,13 +64,13 @@ class ParamStoreStub:
     of a higher epoch has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
     """
     Retain: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.RetainRequest, _param_store_pb2.RetainReply]
-    """Names the packs that must not be evicted to make room for others, until the lease runs out or the next call takes its
-    place. What is no longer named may go: that is the release permit.
+    """Names the packs that must not be evicted to free space for others, until the lease runs out or the next call takes its
+    place. A pack that is no longer named may be evicted.
     """
 
 @_typing.type_check_only
 class ParamStoreAsyncStub(ParamStoreStub):
-    """One per host: the host's copies of packs, and the door through which models come in."""
+    """One per host: the host's copies of packs, and the uploads of models."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     BeginUpload: _aio.UnaryUnaryMultiCallable[_param_store_pb2.BeginUploadRequest, _param_store_pb2.UploadState]  # type: ignore[assignment]
@@ -103,12 +103,12 @@ class ParamStoreAsyncStub(ParamStoreStub):
     of a higher epoch has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
     """
     Retain: _aio.UnaryUnaryMultiCallable[_param_store_pb2.RetainRequest, _param_store_pb2.RetainReply]  # type: ignore[assignment]
-    """Names the packs that must not be evicted to make room for others, until the lease runs out or the next call takes its
-    place. What is no longer named may go: that is the release permit.
+    """Names the packs that must not be evicted to free space for others, until the lease runs out or the next call takes its
+    place. A pack that is no longer named may be evicted.
     """
 
 class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
-    """One per host: the host's copies of packs, and the door through which models come in."""
+    """One per host: the host's copies of packs, and the uploads of models."""
 
     @_abc_1.abstractmethod
     def BeginUpload(
@@ -229,8 +229,8 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _param_store_pb2.RetainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_param_store_pb2.RetainReply, _abc.Awaitable[_param_store_pb2.RetainReply]]:
-        """Names the packs that must not be evicted to make room for others, until the lease runs out or the next call takes its
-        place. What is no longer named may go: that is the release permit.
+        """Names the packs that must not be evicted to free space for others, until the lease runs out or the next call takes its
+        place. A pack that is no longer named may be evicted.
         """
 
 def add_ParamStoreServicer_to_server(servicer: ParamStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -33,7 +33,7 @@ class _ServiceClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServiceC
     """yields to the others until its target is near"""
 
 class ServiceClass(_ServiceClass, metaclass=_ServiceClassEnumTypeWrapper):
-    """How soon a request is wanted."""
+    """The urgency of a request."""
 
 SERVICE_CLASS_STANDARD: ServiceClass.ValueType  # 0
 SERVICE_CLASS_INTERACTIVE: ServiceClass.ValueType  # 1
@@ -43,7 +43,7 @@ Global___ServiceClass: _TypeAlias = ServiceClass  # noqa: Y015
 
 @_typing.final
 class AdmitCommands(_message.Message):
-    """What waited to be sent, in its order: one message for many commands costs a fraction of many."""
+    """Queued commands, in order: one message for many commands costs a fraction of many messages."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -135,7 +135,7 @@ Global___AdmitCommand: _TypeAlias = AdmitCommand  # noqa: Y015
 
 @_typing.final
 class ModelDeleted(_message.Message):
-    """The model is not in the catalog any more; its requests that run go on."""
+    """The model was deleted from the catalog; its running requests go on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -229,7 +229,7 @@ class AdmitRequest(_message.Message):
     service_class: Global___ServiceClass.ValueType
     """one that the scheduler does not know counts as standard"""
     migrates: _builtins.int
-    """in answer to Migrate: the attempt that goes on until this one has a place; 0: none"""
+    """in answer to Migrate: the attempt that goes on until this one is placed; 0: none"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
@@ -273,7 +273,7 @@ Global___AdmitRequest: _TypeAlias = AdmitRequest  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):
-    """Every choice of the attempt has its first token: its prefill worker is rid of it."""
+    """Every choice of the attempt has its first token: its prefill worker has finished it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -398,8 +398,8 @@ Global___AdmitEvent: _TypeAlias = AdmitEvent  # noqa: Y015
 
 @_typing.final
 class Recall(_message.Message):
-    """Where the attempt was placed it has not begun, and elsewhere it would much sooner: the gateway ends it and admits
-    another, at once. An attempt that has begun goes on, and nothing is answered.
+    """The attempt has not begun at its placement and would begin much sooner elsewhere: the gateway ends it and admits
+    another at once. An attempt that has begun goes on, and the gateway does not answer.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -422,8 +422,8 @@ Global___Recall: _TypeAlias = Recall  # noqa: Y015
 
 @_typing.final
 class Migrate(_message.Message):
-    """The attempt is to go on elsewhere: the gateway admits another one that names it, and lets it run until that one has a
-    place, or for good if that is refused, as it is at once where there is none.
+    """The attempt is to move: the gateway admits another attempt that names it, and lets it run until that one is placed, or
+    to its end if that one is refused, as it is at once where no place is free.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -707,7 +707,7 @@ Global___ClusterView: _TypeAlias = ClusterView  # noqa: Y015
 
 @_typing.final
 class MinimumView(_message.Message):
-    """How many instances of a model stay loaded though nobody asks for it."""
+    """Instances of a model that stay loaded without requests."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -742,7 +742,7 @@ Global___MinimumView: _TypeAlias = MinimumView  # noqa: Y015
 
 @_typing.final
 class VersionView(_message.Message):
-    """Whoever uploads the very same files has the same version: one pack, and the same instances."""
+    """Uploads of the same files have the same version: one pack, and the same instances."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -860,7 +860,7 @@ class RelayView(_message.Message):
         """no chunk has been asked for yet"""
         STATE_RUNNING: RelayView._State.ValueType  # 2
         STATE_SLOW: RelayView._State.ValueType  # 3
-        """less than half of what was planned, for a while now"""
+        """less than half of the planned rate, for a while"""
         STATE_FINISHED: RelayView._State.ValueType  # 4
         STATE_FAILED: RelayView._State.ValueType  # 5
 
@@ -870,7 +870,7 @@ class RelayView(_message.Message):
     """no chunk has been asked for yet"""
     STATE_RUNNING: RelayView.State.ValueType  # 2
     STATE_SLOW: RelayView.State.ValueType  # 3
-    """less than half of what was planned, for a while now"""
+    """less than half of the planned rate, for a while"""
     STATE_FINISHED: RelayView.State.ValueType  # 4
     STATE_FAILED: RelayView.State.ValueType  # 5
 
@@ -899,16 +899,16 @@ class RelayView(_message.Message):
     """store id"""
     state: Global___RelayView.State.ValueType
     urgent: _builtins.bool
-    """somebody waits for it; else it takes only what others leave of the links"""
+    """a request waits for it; otherwise it takes only spare capacity of the links"""
     pack_bytes: _builtins.int
     num_chunks: _builtins.int
     num_chunks_verified: _builtins.int
     planned_bytes_per_s: _builtins.float
     """0: nothing was predicted"""
     bytes_per_s: _builtins.float
-    """measured of late; of one that has ended its mean"""
+    """measured recently; after its end the mean"""
     running_s: _builtins.float
-    """since it began; of one that has ended all that it took"""
+    """since it began; after its end the whole duration"""
     left_s: _builtins.float
     """by the measured rate; 0: not known, or nothing is left"""
     ended_s: _builtins.float
@@ -964,13 +964,13 @@ class RelaySource(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     holder_id: _builtins.str
     num_bytes: _builtins.int
-    """brought so far"""
+    """received so far"""
     bytes_per_s: _builtins.float
-    """measured of late"""
+    """measured recently"""
     following: _builtins.bool
     """asked for chunks now; else it was, or is planned to be"""
     error: _builtins.str
-    """why it was given up"""
+    """why it was dropped"""
     def __init__(
         self,
         *,
@@ -1041,7 +1041,7 @@ class Event(_message.Message):
     reason: _builtins.str
     """one sentence; may be empty"""
     fields_json: _builtins.str
-    """everything else that is told of it: a JSON object"""
+    """all other fields: a JSON object"""
     def __init__(
         self,
         *,

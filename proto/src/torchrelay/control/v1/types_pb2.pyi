@@ -129,7 +129,7 @@ Global___ModelVersion: _TypeAlias = ModelVersion  # noqa: Y015
 
 @_typing.final
 class LatencyTargets(_message.Message):
-    """What a model's requests are to attain, in seconds; 0 takes the scheduler's setting of the same name."""
+    """Latency targets of a model's requests, in seconds; 0 takes the scheduler's setting of the same name."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -174,10 +174,10 @@ class ScalingSettings(_message.Message):
     max_instances: _builtins.int
     """per role; 0 takes the scheduler's default"""
     min_instances: _builtins.int
-    """per role, loaded though nobody asks; of Minimums only"""
+    """per role, loaded without requests; in Minimums only"""
     @_builtins.property
     def scheduled(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScheduledMinimum]:
-        """of Minimums only: what is in force, and what comes next"""
+        """in Minimums only: the entry in force, and the next one"""
 
     def __init__(
         self,
@@ -281,7 +281,7 @@ Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
 
 @_typing.final
 class Source(_message.Message):
-    """Where a buffer can be followed."""
+    """A holder from which a buffer can be followed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -325,7 +325,7 @@ class WorkerRef(_message.Message):
     grpc_address: _builtins.str
     instance_id: _builtins.str
     gateway_token: _builtins.str
-    """What the gateway, and what another worker, show to this worker when they call it; see torchrelay.common.identity.callers."""
+    """Tokens with which the gateway and other workers call this worker; see torchrelay.common.identity.callers."""
     worker_token: _builtins.str
     def __init__(
         self,
@@ -380,7 +380,7 @@ Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 @_typing.final
 class EngineProgress(_message.Message):
-    """Where a worker's engine is: whoever compares two of them knows whether it advances."""
+    """The progress of a worker's engine: two of these messages show whether it advances."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -392,7 +392,7 @@ class EngineProgress(_message.Message):
     has_work: _builtins.bool
     """it computes, or commands wait for it; false while it waits for weights"""
     expected_s: _builtins.float
-    """how long what it does now is predicted to take"""
+    """predicted duration of its current work"""
     def __init__(
         self,
         *,
@@ -410,7 +410,7 @@ Global___EngineProgress: _TypeAlias = EngineProgress  # noqa: Y015
 
 @_typing.final
 class AttemptKey(_message.Message):
-    """What identifies one attempt at one request; tokens of a stale attempt are dropped."""
+    """Identifies an attempt at a request; tokens of a stale attempt are dropped."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

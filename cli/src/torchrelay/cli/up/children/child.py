@@ -1,4 +1,4 @@
-"""One child process of `torchrelay up`: start, readiness, liveness, stop."""
+"""A child process of `torchrelay up`: start, readiness, liveness, stop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TAIL_COLUMNS = 240
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. Our services write ``ready_file`` once they serve; brokers answer at ``broker_url``.
+    """A program to run. Our services write ``ready_file`` once they serve; brokers answer at ``broker_url``.
 
     ``inherited``: its environment beside ``env``. ``tls``: credentials for its gRPC server, if that uses TLS.
     """
@@ -159,7 +159,7 @@ class Child:
         return self.spec.ready_file is not None and not self.spec.ready_file.exists()
 
     def _log_lines(self) -> list[str]:
-        """What it has written to its log."""
+        """The lines that it has written to its log."""
         with self.spec.log.open("rb") as log:
             size = self.spec.log.stat().st_size
             log.seek(self._log_begin if self._log_begin <= size else 0)  # it may have been truncated

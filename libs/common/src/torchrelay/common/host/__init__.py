@@ -1,1 +1,1 @@
-"""What the machine has: disk space, memory, devices."""
+"""Resources of the machine: disk space, memory, devices."""

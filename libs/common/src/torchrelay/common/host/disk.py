@@ -18,7 +18,7 @@ def is_no_space(error: OSError) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """What the disk of ``path``, which need not exist yet, has free for this user. Raises ``OSError``."""
+    """Free bytes for this user on the disk of ``path``, which need not exist yet. Raises ``OSError``."""
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     return shutil.disk_usage(existing).free
 

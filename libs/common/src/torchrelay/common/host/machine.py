@@ -1,4 +1,4 @@
-"""What this machine has, and whether what is asked of it fits."""
+"""The resources of this machine, and checks that a request for them fits."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """This one, now."""
+        """This machine, now."""
         shared = available_shared_bytes(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
         return cls(os.cpu_count() or 1, available_memory_bytes(), shared)
 
 
 def available_shared_bytes(folder: Path) -> int:
-    """What an arena may take of the file system of ``folder``; the rest is for what processes tell each other there."""
+    """Bytes that an arena may take of the file system of ``folder``; processes share small files in the rest."""
     return max(shutil.disk_usage(folder).free - _RESERVED_SHARED_BYTES, 0)
 
 
@@ -45,14 +45,14 @@ def available_memory_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> 
         lines = meminfo.read_text().splitlines()
     except OSError:
         return None
-    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    available = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     try:
         limit_bytes = int((cgroup / "memory.max").read_text())
         used_bytes = int((cgroup / "memory.current").read_text())
         figures = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return min(found, default=None)
-    return min(*found, max(limit_bytes - used_bytes + int(figures.get("inactive_file", 0)), 0))
+        return min(available, default=None)
+    return min(*available, max(limit_bytes - used_bytes + int(figures.get("inactive_file", 0)), 0))
 
 
 def check_threads(num_threads: int, machine: Machine) -> None:
@@ -65,8 +65,8 @@ def check_threads(num_threads: int, machine: Machine) -> None:
 def check_kv_pools(num_bytes: int, machine: Machine) -> None:
     """Raises ``InvalidRequest`` for KV pools of more memory than is available."""
     if machine.memory_bytes is not None and num_bytes > machine.memory_bytes:
-        found = format_bytes(machine.memory_bytes)
-        message = f"{format_bytes(num_bytes)} are asked for KV and {found} of memory are available"
+        available = format_bytes(machine.memory_bytes)
+        message = f"{format_bytes(num_bytes)} are asked for KV and {available} of memory are available"
         raise InvalidRequest(message, field="kv_pool_bytes")
 
 
@@ -81,7 +81,7 @@ def check_arena(num_bytes: int, num_bytes_there: int, machine: Machine) -> None:
     )
     for limit, what in limits:
         if limit is not None and num_bytes > limit + num_bytes_there:
-            found = format_bytes(limit + num_bytes_there)
+            available = format_bytes(limit + num_bytes_there)
             raise InvalidRequest(
-                f"an arena of {format_bytes(num_bytes)} is asked for and {found} {what}", field="arena_bytes"
+                f"an arena of {format_bytes(num_bytes)} is asked for and {available} {what}", field="arena_bytes"
             )

@@ -1,1 +1,1 @@
-"""Who a process is and who may call what: keys, tokens, roles, certificates."""
+"""Identities of processes, and the methods that each may call: keys, tokens, roles, certificates."""

@@ -1,4 +1,4 @@
-"""Who calls whom between the processes of a cluster, and the tokens and certificate names that prove it."""
+"""Callers between the processes of a cluster, and the tokens and certificate names that prove their identity."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchrelay.common.identity.keys import framed_mac
 
 CLUSTER_NAME = "torchrelay.internal"
 SCHEDULER_NODE = "@scheduler"  # its id as a node that is called; no worker or store can have it
-_SEPARATOR = ","  # of the tokens of one who plays several parts
+_SEPARATOR = ","  # of the tokens of a process that is several callers
 
 
 class Caller(StrEnum):
-    """What a process is to those that it calls, and to those that call it."""
+    """The part that a process plays in the cluster, for its calls and for calls to it."""
 
     SCHEDULER = "scheduler"
     GATEWAY = "gateway"
@@ -34,14 +34,14 @@ def certificate_name(caller: Caller) -> str:
 
 
 def call_token(node_key: bytes, *callers: Caller) -> str:
-    """What these callers show to the node with this key; no other node accepts it."""
+    """The token with which these callers call the node with this key; no other node accepts it."""
     return _SEPARATOR.join(framed_mac(node_key, b"torchrelay call", caller.encode()).hex() for caller in callers)
 
 
 class CallCheck:
-    """Checks at a node who calls: by certificate where ``is_tls``, else by a token made for this node.
+    """Checks the callers of a node: by certificate where ``is_tls``, otherwise by a token made for this node.
 
-    Nothing is allowed that ``allow`` has not named.
+    Every call is refused unless ``allow`` has named its method.
     """
 
     def __init__(self, node_key: bytes, *, is_tls: bool) -> None:
@@ -53,23 +53,25 @@ class CallCheck:
         self._allowed |= {method: frozenset(callers) for method, callers in methods.items()}
 
     def check(self, method: str, token: str, certificate_names: Collection[str]) -> None:
-        """Raises ``CallerUnknown`` without a valid token, ``CallerRefused`` for a call that is another's to make."""
+        """Raises ``CallerUnknown`` without a valid token, ``CallerRefused`` for a method that it may not call."""
         callers = self._by_certificate(certificate_names) if self._is_tls else self._by_token(token)
         allowed = self._allowed.get(method, frozenset())
         if not callers & allowed:
-            who = f"{' and '.join(sorted(callers))} may not call" if callers else "this certificate names no caller of"
-            raise CallerRefused(f"{who} {method}; allowed: {', '.join(sorted(allowed)) or 'nobody'}")
+            fault = (
+                f"{' and '.join(sorted(callers))} may not call" if callers else "this certificate names no caller of"
+            )
+            raise CallerRefused(f"{fault} {method}; allowed: {', '.join(sorted(allowed)) or 'nobody'}")
 
     def _by_certificate(self, names: Collection[str]) -> frozenset[Caller]:
         return frozenset(caller for caller in Caller if certificate_name(caller) in names)
 
     def _by_token(self, token: str) -> frozenset[Caller]:
-        shown = token.encode().split(_SEPARATOR.encode(), len(Caller))
-        found = frozenset(
-            caller for caller, known in self._tokens.items() if any(hmac.compare_digest(known, one) for one in shown)
+        tokens = token.encode().split(_SEPARATOR.encode(), len(Caller))
+        callers = frozenset(
+            caller for caller, known in self._tokens.items() if any(hmac.compare_digest(known, each) for each in tokens)
         )
-        if not found:
+        if not callers:
             raise CallerUnknown(
                 "the caller's token is not one of this cluster for this node" if token else "the call carries no token"
             )
-        return found
+        return callers

@@ -1,4 +1,4 @@
-"""What derives from the cluster's key: the keys of nodes, passwords of the brokers' users, and how."""
+"""Keys of nodes and passwords of the brokers' users, derived from the cluster's key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def framed_mac(key: bytes, *parts: bytes) -> bytes:
 
 
 class HmacKey:
-    """HMAC-SHA256 of many messages by one key (RFC 2104): what depends on the key alone is hashed once."""
+    """HMAC-SHA256 of many messages by one key (RFC 2104): the blocks that depend on the key alone are hashed once."""
 
     __slots__ = ("_inner", "_outer")
 

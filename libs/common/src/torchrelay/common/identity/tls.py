@@ -59,7 +59,7 @@ class Tls:
     def check(self, caller: Caller | None = None) -> None:
         """Raises ``TlsUnusable`` when peers would reject this certificate: expired, wrong CA or wrong name.
 
-        ``caller``: what its process is to those that it calls, which it has to name.
+        ``caller``: the part of its process, which the certificate has to name.
         """
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = self.client_context.wrap_bio(to_client, to_server, server_hostname=CLUSTER_NAME)

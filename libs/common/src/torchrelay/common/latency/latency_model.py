@@ -29,7 +29,7 @@ def attended_positions(begin: int, end: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step computes."""
+    """Positions that a step computes."""
 
     num_prefilled: int = 0  # prompt positions
     num_prefill_attended: int = 0
@@ -55,7 +55,7 @@ class StepCost:
         return self.num_steps > 0
 
     def marginal_s(self, num_positions: float, num_attended: float) -> float:
-        """What these positions add to a step that runs anyway."""
+        """Time that these positions add to a step that runs anyway."""
         return self.per_position_s * num_positions + self.per_attended_s * num_attended
 
     def step_s(self, num_positions: float, num_attended: float) -> float:
@@ -82,14 +82,14 @@ class LatencyModel:
         """
         # Called for each candidate of each request: no calls where arithmetic will do.
         num_left = num_tokens - num_cached if num_cached < num_tokens else 1
-        prefill, room, fixed_s = self.prefill, self.token_budget, self.prefill.base_s
+        prefill, budget, fixed_s = self.prefill, self.token_budget, self.prefill.base_s
         if num_decoding or num_decode_attended:
-            room = max(room - num_decoding, 1)
+            budget = max(budget - num_decoding, 1)
             fixed_s += self.decode.marginal_s(num_decoding, num_decode_attended)
         begin = num_tokens - num_left
         num_attended = (num_tokens * (num_tokens + 1) - begin * (begin + 1)) // 2
         own_s = prefill.per_position_s * num_left + prefill.per_attended_s * num_attended
-        return -(-num_left // room) * fixed_s + own_s
+        return -(-num_left // budget) * fixed_s + own_s
 
     def step_s(self, work: StepWork) -> float | None:
         """Time of one step; None if no such step has been observed."""

@@ -1,6 +1,6 @@
 """Load reports of a process on NATS: ten times a second while it is active, else twice, so that idling is cheap.
 
-Each is signed with the node's key. The scheduler derives the same key, and so knows who reports, whoever may publish.
+Each is signed with the node's key. The scheduler derives the same key, and so identifies the node, whoever may publish.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Cadence:
 
 
 def report_mac(node_key: bytes, subject: str, payload: bytes) -> str:
-    """What a report carries in the header ``MAC_HEADER``."""
+    """The value of a report's header ``MAC_HEADER``."""
     return framed_mac(node_key, b"torchrelay report", subject.encode(), payload).hex()
 
 

@@ -24,7 +24,7 @@ from torchrelay.common.process.telemetry import get_logger
 log = get_logger(__name__)
 
 WARN_EVERY_S = 10.0
-START_S = 15.0  # for a process that cannot start without NATS: then it ends, and whatever runs it starts it again
+START_S = 15.0  # for a process that cannot start without NATS: then it ends, and its supervisor starts it again
 CLOSE_TIMEOUT_S = 3.0
 DEFAULT_INBOX = "_INBOX"
 HISTORY_STREAM = "RELAY_HISTORY"
@@ -85,7 +85,7 @@ class _Client(Client):
 
 
 def inbox_prefix(user: str) -> str:
-    """Where the answers to this user's requests go: nobody else may subscribe to them."""
+    """The subject of answers to this user's requests; no other user may subscribe to it."""
     return f"{DEFAULT_INBOX}.{user}"
 
 
@@ -213,7 +213,7 @@ async def try_streams(js: JetStreamContext, subjects: Subjects, num_replicas: in
 async def keep_streams(
     js: JetStreamContext, subjects: Subjects, num_replicas: int, sizes: StreamSizes, every_s: float = 30.0
 ) -> None:
-    """Ensures the streams until cancelled: NATS may be away, lose its storage, or have more room later."""
+    """Ensures the streams until cancelled: NATS may be away, lose its storage, or have more space later."""
     while True:
         await asyncio.sleep(every_s)
         await try_streams(js, subjects, num_replicas, sizes)

@@ -19,7 +19,7 @@ _API = "$JS.API"
 
 @dataclass(frozen=True, slots=True)
 class NatsUser:
-    """``subscribe`` is beside its inbox, which receives the answers to its own requests."""
+    """A user and its subjects. ``subscribe``: beside its inbox, which receives the answers to its own requests."""
 
     name: str
     publish: Sequence[str]
@@ -73,7 +73,7 @@ def authorization(users: Iterable[tuple[NatsUser, str]]) -> str:
 
 
 def user_entry(user: NatsUser, password: str) -> str:
-    """One entry of ``users``; the password may be a ``$VARIABLE`` of the server."""
+    """An entry of ``users``; the password may be a ``$VARIABLE`` of the server."""
     secret = password if password.startswith("$") else json.dumps(password)
     subscribe = json.dumps([*user.subscribe, f"{inbox_prefix(user.name)}.>"])
     lines = [

@@ -1,7 +1,7 @@
 """Probes: does a process answer in its own protocol? A hung process still accepts connections, but answers nothing.
 
-Each probe keeps one connection open and asks over it, so that strangers who take all other connections cannot make a
-living process look dead. A probe waits as long as nothing comes: limit it with a timeout.
+Each probe keeps one connection open and asks over it, so that clients that take all other connections cannot make a
+living process look dead. A probe has no time limit of its own: use a timeout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchrelay.common.net.rpc.health import fault_in
 
 class Probe(Protocol):
     async def ask(self) -> str:
-        """What is wrong, as the end of a sentence that begins with the process's name; empty: it answers."""
+        """The fault, as the end of a sentence that begins with the process's name; empty if it answers."""
 
     async def close(self) -> None: ...
 
@@ -78,7 +78,7 @@ class _StreamProbe(ABC):
         return await asyncio.open_connection(self._url.hostname or "127.0.0.1", self._url.port)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """What precedes the first question on a new connection."""
+        """Sends what the protocol requires before the first question on a new connection."""
         return
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What child processes inherit: of the secrets among the settings, each gets its own only."""
+"""Environments of child processes: each gets no secrets except its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SECRETS = frozenset(f"TORCHRELAY_{name.upper()}" for name in SECRET_SETTINGS)
 
 
 def plain_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What any program may need; nothing of Torchrelay's, no credentials."""
+    """Variables that any program may need, without Torchrelay's and without credentials."""
     return {name: value for name, value in environment.items() if name in _PLAIN or name.startswith("LC_")}
 
 

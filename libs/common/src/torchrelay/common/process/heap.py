@@ -26,7 +26,7 @@ def keep_heap_small() -> None:
 
 
 async def return_free_memory(every_s: float = 2.0) -> None:
-    """Returns what lies free between blocks in use: glibc keeps it, which after a burst may be most of the burst.
+    """Returns free memory between blocks in use, which glibc keeps: after a burst this may be most of the burst.
 
     Runs until it is cancelled; ends at once without glibc. It takes 50 us when there is little, 10 ms for 100 MB.
     """

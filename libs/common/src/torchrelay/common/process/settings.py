@@ -57,12 +57,12 @@ class ConfigFile(TomlConfigSettingsSource):
 
 
 def misspelt(key: str, known: Collection[str]) -> str | None:
-    """The setting that ``key`` is nearly the name of; a key unlike all of them is another service's."""
+    """The setting whose name ``key`` resembles; a key that resembles none belongs to another service."""
     return next(iter(difflib.get_close_matches(key, known, 1, MISSPELT_SIMILARITY)), None)
 
 
 def misspelt_variables(known: Collection[str]) -> list[str]:
-    """A sentence for each variable of the environment that is nearly the name of a setting."""
+    """A sentence for each variable of the environment that resembles the name of a setting."""
     given = (name.removeprefix(PREFIX).lower() for name in os.environ if name.startswith(PREFIX))
     pairs = ((name, misspelt(name, known)) for name in given if name not in known)
     return [
@@ -73,7 +73,7 @@ def misspelt_variables(known: Collection[str]) -> list[str]:
 
 
 def flag_error(message: str, known: Collection[str]) -> str:
-    """What argparse says about the flags; for an unknown one, with the flag that it is nearly the name of."""
+    """The message of argparse about the flags; for an unknown flag, with the most similar known one."""
     message = message.removeprefix("error parsing CLI: ")
     flag = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
     if flag == message.split()[0] or not flag.startswith("--"):
@@ -149,7 +149,7 @@ class ServiceSettings(BaseSettings):
         files = self.tls_files
         return None if files is None else Tls(files)
 
-    caller: ClassVar[Caller | None] = None  # what this process is to those that it calls
+    caller: ClassVar[Caller | None] = None  # the part that this process plays
 
     @model_validator(mode="after")
     def _tls_is_usable(self) -> Self:
@@ -189,8 +189,8 @@ def load_settings(settings_cls: type[S], program: str, args: list[str] | None = 
             cli_exit_on_error=False,  # it would print a hundred lines of usage above the one that matters
         )
     except SettingsError as error:
-        said = flag_error(str(error), settings_cls.model_fields)
-        print(f"{program}: {said} ({program} --help lists all)", file=sys.stderr)
+        fault = flag_error(str(error), settings_cls.model_fields)
+        print(f"{program}: {fault} ({program} --help lists all)", file=sys.stderr)
         raise SystemExit(2) from error
     for message in misspelt_variables(settings_cls.model_fields):
         print(f"{program}: {message}", file=sys.stderr)
@@ -206,7 +206,7 @@ def load_settings(settings_cls: type[S], program: str, args: list[str] | None = 
 
 
 def setting_errors(error: ValidationError) -> list[str]:
-    """What is wrong with the settings, one line per field."""
+    """The faults of the settings, one line per field."""
     lines = []
     for fault in error.errors():
         name = ".".join(str(part) for part in fault["loc"])

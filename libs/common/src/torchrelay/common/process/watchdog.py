@@ -1,4 +1,4 @@
-"""Ends a process that hangs: whatever runs it (compose, Kubernetes, systemd) starts it again."""
+"""Ends a process that hangs: its supervisor (compose, Kubernetes, systemd) starts it again."""
 
 from __future__ import annotations
 

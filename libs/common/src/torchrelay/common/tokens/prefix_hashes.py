@@ -23,7 +23,7 @@ ROUTING_TOKENS: Final = ROUTING_PAGES * PAGE_TOKENS
 
 
 def page_hashes(salt: str, token_ids: Sequence[int], page_tokens: int = PAGE_TOKENS) -> Iterator[bytes]:
-    """One hash per full page, from the first on."""
+    """Hashes of the full pages, from the first on."""
     from blake3 import blake3  # imported late: without a prefix cache the engine needs only torch
 
     key = blake3(salt.encode()).digest(HASH_BYTES)
@@ -37,7 +37,7 @@ def page_hashes(salt: str, token_ids: Sequence[int], page_tokens: int = PAGE_TOK
 
 
 def routing_hashes(salt: str, token_ids: Sequence[int]) -> Iterator[bytes]:
-    """One hash per full routing block: every fourth page hash."""
+    """Hashes of the full routing blocks: every fourth page hash."""
     from blake3 import blake3
 
     key = blake3(salt.encode()).digest(HASH_BYTES)

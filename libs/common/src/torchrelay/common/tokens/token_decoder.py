@@ -55,7 +55,7 @@ class TokenDecoder:
     def __init__(
         self, tokens: Iterable[tuple[str, int]], declared: dict[int, str], special: Set[str], decoder: Decoder | None
     ) -> None:
-        """Of ``tokens`` with the same id the last counts. Empties ``declared``. ``special``: spellings without text."""
+        """The last of ``tokens`` with the same id counts. Empties ``declared``. ``special``: spellings without text."""
         spellings = SpellingTable({token_id: token for token, token_id in tokens})
         added = SpellingTable(declared)
         self.spelling = spellings.get
@@ -72,7 +72,7 @@ class TokenDecoder:
         return None if spelling in self._special else spelling
 
     def text(self, spellings: Sequence[str]) -> str:
-        """What these tokens say together. Raises whatever the library's decoder does, panics included."""
+        """The text of these tokens together. Raises any error of the library's decoder, panics included."""
         return " ".join(spellings) if self._decoder is None else self._decoder.decode(spellings)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:

@@ -57,7 +57,7 @@ def load_tokenizer(source: bytes | Path, *, has_disk: bool = True) -> Tokenizer:
 
 
 def load_decoder(source: bytes | Path) -> TokenDecoder:
-    """What turns token ids into text, out of a ``tokenizer.json``. No pattern of the tenant's is compiled.
+    """Loads the decoder of a ``tokenizer.json``. No pattern of the tenant's is compiled.
 
     Its text is that of ``load_tokenizer``'s, except for added tokens that a pattern would have to normalize: they are
     spelt as declared. Takes and raises what ``load_tokenizer`` does; other threads run meanwhile.

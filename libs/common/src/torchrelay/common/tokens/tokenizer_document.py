@@ -1,4 +1,4 @@
-"""A tokenizer.json, read as a stranger's input before the tokenizers library sees any of it."""
+"""A tokenizer.json, read as untrusted input before the tokenizers library sees any of it."""
 
 from __future__ import annotations
 
@@ -180,8 +180,8 @@ def _component(raw: msgspec.Raw, name: str) -> Any:
 def _slices(raw: msgspec.Raw, pattern: re.Pattern[bytes], field: str) -> Iterator[bytes]:
     """The members of a JSON object or list, a thousand at a time, so that other threads run meanwhile."""
     data, begin = memoryview(raw), 1
-    while (found := pattern.match(data, begin)) is not None:
-        yield found[0].rstrip().rstrip(b",")
-        begin = found.end()
+    while (match := pattern.match(data, begin)) is not None:
+        yield match[0].rstrip().rstrip(b",")
+        begin = match.end()
     if bytes(data[begin:]).strip() not in (b"]", b"}"):
         raise TokenizerRefused(field, "it is not a tokenizer of the tokenizers library: an entry has a wrong form")

@@ -1,4 +1,4 @@
-"""What a tokenizer may cost: limits on the parts of a tokenizer.json.
+"""Limits on the cost of a tokenizer, by the parts of a tokenizer.json.
 
 They hold when a version is published and whenever it is loaded. Text is decoded on event loops, so a decoder must take
 linear time: no patterns, no text that grows. Text is encoded in processes that can be killed, so patterns may be slow
@@ -250,7 +250,7 @@ def _check_expression(expression: str, field: str) -> None:
 
 
 def _check_decoder_step(step: dict[str, Any], field: str) -> None:
-    """What these search for must not be empty: found everywhere, it would double the text."""
+    """Refuses empty search strings: a match at every character would double the text."""
     for kind, key in (("BPEDecoder", "suffix"), ("CTC", "pad_token"), ("CTC", "word_delimiter_token")):
         if step["type"] == kind and not step.get(key):
             raise TokenizerRefused(f"{field}.{key}", "it must not be missing or empty")

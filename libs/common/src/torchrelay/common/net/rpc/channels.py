@@ -34,9 +34,9 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """A lazy, reconnecting channel to ``host:port``.
 
-    ``tls``: this process's identity; None: plain text. Every call carries ``token``, if there is one. ``callee``: what
-    the server's certificate must say that it is; None: any part of the cluster, which is for health checks.
-    ``is_thin``: what arrives is small and seldom, and is not answered with a ping that measures how much more could.
+    ``tls``: this process's identity; None: plain text. Every call carries ``token``, if there is one. ``callee``: the
+    part that the server's certificate must name; None: any part of the cluster, for health checks.
+    ``is_thin``: messages are small and rare, so the channel does not probe for bandwidth.
     """
     thin: list[tuple[str, Any]] = [("grpc.http2.bdp_probe", 0)] if is_thin else []
     if tls is not None:
@@ -100,7 +100,7 @@ class _TokenChannel(grpc.aio.Channel):
 
 
 class _CallDetails(grpc.ClientCallDetails):
-    """Those of a call, with one more pair of metadata."""
+    """The details of a call, with one more pair of metadata."""
 
     def __init__(self, details: Any, pair: tuple[str, str]) -> None:
         self.method, self.timeout, self.credentials = details.method, details.timeout, details.credentials

@@ -39,7 +39,7 @@ async def no_fault() -> str:
 
 
 def public_health(servicer: health.aio.HealthServicer) -> grpc.GenericRpcHandler:
-    """Health checks of the one service here, whatever the message names: nobody waits for a stranger's message."""
+    """Health checks of the service here, whatever the message names: the answer does not wait for the message."""
 
     async def check(_messages: AsyncIterator[bytes], context: Any) -> Any:
         return await servicer.Check(health_pb2.HealthCheckRequest(), context)

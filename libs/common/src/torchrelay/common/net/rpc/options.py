@@ -1,4 +1,4 @@
-"""gRPC options of channels and servers, and the limits of a server that strangers reach."""
+"""gRPC options of channels and servers, and the limits of a public server."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _METADATA_BYTES, _LOOKAHEAD_BYTES = 8 << 10, 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class PublicLimits:
-    """Of a server that strangers reach. ``PublicPort`` bounds what grpcio has no setting for."""
+    """Limits of a server that unauthenticated clients reach. ``PublicPort`` adds those without a setting in grpcio."""
 
     connections: int
-    streams: int  # calls at once on one connection; a client lets further ones wait
+    streams: int  # concurrent calls on one connection; the client delays further calls
     message_bytes: int
     head_s: float  # for a connection's first frames
     idle_s: float  # a connection without a call is closed
-    silence_s: float  # one that takes nothing of what is sent is closed
+    silence_s: float  # a connection that takes nothing of what is sent is closed
 
     @property
     def options(self) -> list[tuple[str, int]]:
-        """With those of ``OPTIONS`` that they do not replace: of two values of one key grpcio takes the first."""
+        """These limits, and the ``OPTIONS`` that they do not replace: grpcio takes the first of two values of a key."""
         limits = [
             ("grpc.max_concurrent_streams", self.streams),
             ("grpc.max_receive_message_length", self.message_bytes),

@@ -1,6 +1,6 @@
 """gRPC servers with health checks, error mapping and TLS by setting.
 
-A server with a ``CallCheck`` serves each method to those alone who may call it; health checks are open to all.
+A server with a ``CallCheck`` serves each method only to its allowed callers; health checks are open to all.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _note_connection(public: PublicPort, context: grpc.aio.ServicerContext[Any, 
 
 
 def show_key(tenant_id: str) -> None:
-    """The current call has shown a valid key of the tenant: its connection makes no room for those of strangers."""
+    """Notes that the current call has a valid key of the tenant: clients without keys cannot evict its connection."""
     if (noted := _connection.get(None)) is not None:
         public, context = noted
         public.show_key(context.peer(), tenant_id)
@@ -124,10 +124,10 @@ def _cannot_listen(address: str) -> Conflict:
 class RpcServer:
     """A gRPC server with health checks. With ``tls`` it serves only peers of the same cluster.
 
-    ``node_key``: of a node that checks who calls; None: it serves everybody, as the tenants' API does. ``limits``:
-    strangers reach it, through a ``PublicPort``, without TLS; then a health check must be asked each time, as watching
-    needs no key and never ends.
-    ``fault`` is asked at each health check: why the service cannot serve, empty if it can.
+    ``node_key``: of a node that checks its callers; None: it serves everybody, as the tenants' API does. ``limits``:
+    unauthenticated clients reach it, through a ``PublicPort``, without TLS; it offers no watching of its health, which
+    would need no key and never end. ``fault`` is called at each health check: why the service cannot serve, empty if it
+    can.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class RpcServer:
             if tls is None:
                 return self.server.add_insecure_port(address)
             return self.server.add_secure_port(address, tls.server_credentials())
-        except RuntimeError as error:  # which does not say why
+        except RuntimeError as error:  # it does not say why
             raise _cannot_listen(address) from error
 
     def _bind_inner(self, public: PublicPort) -> None:
@@ -192,4 +192,4 @@ class RpcServer:
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
         if self._public is not None:
-            await self._public.close()  # raises why it accepts no more, if it does not
+            await self._public.close()  # raises the error that stopped it from accepting, if any

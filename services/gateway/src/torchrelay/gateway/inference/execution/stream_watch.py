@@ -62,7 +62,7 @@ async def fault_of(reports: StreamReports) -> str:
         last = now
         if reports.num_messages != num_messages:
             num_messages = reports.num_messages
-            liveness.heard(now)
+            liveness.record_message(now)
         if reports.beat is not None:
             beat, reports.beat = reports.beat, None
             liveness.observe(EngineProgress(beat.num_advances, beat.has_work, beat.expected_s), now)

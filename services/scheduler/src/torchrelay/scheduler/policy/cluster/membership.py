@@ -99,7 +99,7 @@ class Membership:
             store.store_id, (before and before.disk_pack_ids) or frozenset(), store.disk_pack_ids or frozenset()
         )
         self.stores[store.store_id] = self.stores_by_host[store.host_id] = store
-        self._store_liveness.setdefault(store.store_id, Liveness(store.seen_at)).heard(store.seen_at)
+        self._store_liveness.setdefault(store.store_id, Liveness(store.seen_at)).record_message(store.seen_at)
         return store
 
     def _put_worker(self, worker: WorkerStatus) -> None:
@@ -122,7 +122,7 @@ class Membership:
     def beat_store(self, store_id: str, incarnation: str, now: float) -> None:
         store = self.stores.get(store_id)
         if store is not None and store.incarnation == incarnation:
-            self._store_liveness[store_id].heard(now)
+            self._store_liveness[store_id].record_message(now)
 
     def _is_stalled(self, worker: WorkerStatus) -> bool:
         """Whether the worker was lost because its engine stalled, and the engine has not advanced since."""
@@ -203,7 +203,7 @@ class Membership:
         for store in stores:
             self.drop_store(store.store_id, now, gone=False)
         # Whoever is heard from now on is lost later than any that is known.
-        heard = (each.heard_at for each in (*self._liveness.values(), *self._store_liveness.values()))
+        heard = (each.last_message_at for each in (*self._liveness.values(), *self._store_liveness.values()))
         advanced = (each.advanced_at for each in self._liveness.values() if each.progress.has_work)
         self._look_at = min((now, *heard, *advanced)) + stale_s
         return LostPeers(workers, stores)
