@@ -33,8 +33,8 @@ class Ports:
             if self._take(host, port):
                 return port
         for _ in range(100):
-            if port := self._take(host, 0):
-                return port
+            if chosen := self._take(host, 0):
+                return chosen
         raise CliError(f"this machine cannot listen on {host}", "pass one of its own addresses with --host")
 
     def exactly(self, host: str, port: int, setting: str = "") -> int:
