@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from torchrelay.transfer.errors import BufferLost
 
-MAX_READY_CHUNKS = 16  # returned at once: a sender asks again after each batch
+MAX_READY_CHUNKS = 16  # per call; a sender asks again after each batch
 
 __all__ = ["MAX_READY_CHUNKS", "Buffer", "BufferLost", "LeasedBuffer", "MemoryBuffer", "Sink"]
 
@@ -31,37 +31,37 @@ class Buffer(Protocol):
         """BLAKE3 of a ready chunk, 32 bytes."""
 
     def wait_any(self, indices: Sequence[int], timeout_s: float) -> list[int]:
-        """The first of these chunks that are ready, at most ``MAX_READY_CHUNKS``; waits while none is.
+        """The first ``MAX_READY_CHUNKS`` of these chunks that are ready; waits while none is.
 
-        Raises ``BufferLost`` when none ever will be.
+        Raises ``BufferLost`` when none of them will ever be ready.
         """
 
     def ready_flags(self) -> bytes:
-        """One byte per chunk: 1 if it is known to be ready. Does not block."""
+        """Flags of all chunks, one byte each: 1 if the chunk is known to be ready. Does not block."""
 
 
 @runtime_checkable
 class LeasedBuffer(Protocol):
-    """A buffer that must not be evicted while it is read; a holder takes a lease for each stream."""
+    """A buffer that must not be evicted during reads; a holder takes a lease for each stream."""
 
     def acquire(self, owner: str) -> None:
-        """Raises ``UnknownBuffer`` when it is already gone."""
+        """Raises ``UnknownBuffer`` when the buffer has been evicted."""
 
     def release(self, owner: str) -> None: ...
 
 
 class Sink(Protocol):
-    """Where a follower writes chunks."""
+    """The memory into which a follower receives chunks."""
 
     def chunk(self, index: int) -> memoryview:
-        """Writable, exactly as long as the chunk. Received into directly; undefined before ``accept``."""
+        """A writable view, exactly as long as the chunk, to receive into; undefined before ``accept``."""
 
     def digest(self, index: int) -> bytes | None:
-        """The digest the chunk must have; None: the one in its frame is trusted."""
+        """The digest that the chunk must have; None: trust the digest in its frame."""
 
     def accept(self, index: int) -> None:
-        """The chunk is complete and verified. Called once per chunk, by the thread that received it; with several
-        sources there are several threads.
+        """Marks a chunk as complete and verified. Called once per chunk by the thread that received it, so with several
+        sources by several threads.
         """
 
 
@@ -85,46 +85,43 @@ class MemoryBuffer:
         self._changed = threading.Condition()
 
     def chunk(self, index: int) -> memoryview:
-        return self._view(index)
+        return self._memory[self._ends[index] : self._ends[index + 1]]
 
     def publish(self, index: int, data: bytes | bytearray | memoryview | None = None) -> None:
         """Makes a chunk ready; its bytes must not change afterwards. ``data``, of the chunk's length, is copied in."""
         if data is not None:
-            self._view(index)[:] = memoryview(data).cast("B")
+            self.chunk(index)[:] = memoryview(data).cast("B")
         with self._changed:
             self._published[index] = 1
             self._changed.notify_all()
 
     def digest(self, index: int) -> bytes:
-        # Hashed by the first stream that sends it, not by the thread that computed it; two streams may both do it.
-        found = self._digests[index]
-        if found is None:
+        # Hashed by the first stream that sends the chunk, not by the thread that computed it.
+        digest = self._digests[index]
+        if digest is None:
             assert self._published[index], "only a ready chunk has a digest"
-            found = self._digests[index] = blake3(self._view(index)).digest()
-        return found
+            digest = self._digests[index] = blake3(self.chunk(index)).digest()
+        return digest
 
     def wait_any(self, indices: Sequence[int], timeout_s: float) -> list[int]:
-        def ready() -> list[int]:
-            # A snapshot: otherwise a chunk published during the scan could overtake those before it.
+        def ready_chunks() -> list[int]:
+            # A snapshot, so that a chunk published during the scan cannot overtake earlier chunks.
             published = self.ready_flags()
             return list(islice((index for index in indices if published[index]), MAX_READY_CHUNKS))
 
-        if found := ready():
-            return found
+        if ready := ready_chunks():
+            return ready
         with self._changed:
-            self._changed.wait_for(lambda: ready() or self._error is not None, timeout_s)
-            if not (found := ready()) and self._error is not None:
+            self._changed.wait_for(lambda: ready_chunks() or self._error is not None, timeout_s)
+            if not (ready := ready_chunks()) and self._error is not None:
                 raise BufferLost(self._error.message)
-            return found
+            return ready
 
     def ready_flags(self) -> bytes:
         return bytes(self._published)
 
     def fail(self, error: Exception | str) -> None:
-        """The chunks not yet published never will be: whoever waits for them gets ``BufferLost``."""
+        """Gives up the unpublished chunks: waiting for them raises ``BufferLost``."""
         with self._changed:
             self._error = BufferLost(f"buffer {self.buffer_id} was given up: {error}")
             self._changed.notify_all()
-
-    def _view(self, index: int) -> memoryview:
-        return self._memory[self._ends[index] : self._ends[index + 1]]

@@ -8,9 +8,9 @@ DataCorrupted      ChunkDamaged       bytes did not match their digest
                    ArenaCorrupted     the arena's table is inconsistent
                    ProtocolViolation  a peer broke the protocol
 PermissionDenied   TicketRefused      wrong MAC, or any of:
-                   TicketExpired, WrongHolder, WrongReceiver, RangeRefused
+                   TicketExpired, WrongHolder, WrongReceiver
 NotFound           UnknownBuffer      the holder has no such buffer
-Overloaded         ArenaFull          no space, and nothing that may be evicted
+Overloaded         ArenaFull          no free space, and no pack that may be evicted
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchrelay.common.errors import DataCorrupted, NotFound, Overloaded, Permis
 
 
 class BufferLost(Unavailable):
-    """The buffer was dropped or failed: its missing chunks will never be ready."""
+    """The buffer was dropped or has failed: its missing chunks will never be ready."""
 
     code = "buffer_lost"
 
@@ -70,10 +70,6 @@ class WrongHolder(TicketRefused):
 
 class WrongReceiver(TicketRefused):
     code = "wrong_receiver"
-
-
-class RangeRefused(TicketRefused):
-    code = "range_refused"
 
 
 class UnknownBuffer(NotFound):

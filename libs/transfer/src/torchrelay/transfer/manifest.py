@@ -23,7 +23,7 @@ DIGEST_BYTES = 32
 
 
 class TensorEntry(NamedTuple):
-    """One tensor: Hugging Face name, shape, safetensors dtype ("F32", "BF16", "F16"), byte offset in the pack, size."""
+    """A tensor: Hugging Face name, shape, safetensors dtype ("F32", "BF16", "F16"), byte offset in the pack, size."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,12 +64,12 @@ class Manifest:
         return len(self.chunk_digests)
 
     def chunk_range(self, index: int) -> Segment:
-        """The bytes of one chunk; the last may be shorter than ``chunk_bytes``."""
+        """The byte range of a chunk; the last chunk may be shorter than ``chunk_bytes``."""
         begin = index * self.chunk_bytes
         return Segment(begin, min(begin + self.chunk_bytes, self.num_bytes))
 
     def chunks_of(self, segment: int) -> range:
-        """The chunks that overlap a segment: it may be used once all of them are verified."""
+        """The chunks that overlap a segment. The segment may be used once all of them are verified."""
         span = self.segments[segment]
         if span.begin == span.end:
             return range(0)
@@ -77,7 +77,7 @@ class Manifest:
 
 
 def decode_manifest(encoded: bytes) -> Manifest:
-    """Decodes a manifest whose ``pack_id_of`` was compared before. Raises ``msgspec.ValidationError``."""
+    """Decodes a manifest that the caller has compared with its pack id. Raises ``msgspec.ValidationError``."""
     import msgspec
 
     return msgspec.json.decode(encoded, type=Manifest)
@@ -104,13 +104,13 @@ def checked_manifest(encoded: bytes) -> Manifest:
 
 
 def pack_id_of(encoded: bytes) -> str:
-    """The id of the pack: BLAKE3 over the encoded manifest, hence over every chunk's digest."""
+    """The id of the pack: the BLAKE3 digest of the encoded manifest, hence of every chunk's digest."""
     from blake3 import blake3
 
     return blake3(encoded).hexdigest()
 
 
 def chunk_bytes_for(pack_bytes: int) -> int:
-    """1/256 of the pack, in whole pages, within 256 KiB and 4 MiB."""
+    """The chunk size of a pack: 1/256 of it in whole pages, between 256 KiB and 4 MiB."""
     wanted = -(-pack_bytes // TARGET_CHUNKS)
     return min(max(-(-wanted // PAGE_BYTES) * PAGE_BYTES, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)

@@ -25,8 +25,8 @@ from torchrelay.engine.kv.pool import KvPool
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.fetch.follow import Receiver
 from torchrelay.transfer.serve.holder import HolderServer
-from torchrelay.transfer.transport.auto import AutoTransport, open_local_listener
 from torchrelay.transfer.transport.interface import Transport
+from torchrelay.transfer.transport.local_first import LocalFirstTransport, open_local_listener
 from torchrelay.transfer.transport.tls import transport_for
 from torchrelay.worker.attempts.hosted_tokenizer import HostedTokenizer, read_file
 from torchrelay.worker.attempts.usage_publisher import UsagePublisher
@@ -58,7 +58,7 @@ class Worker:
     ) -> None:
         self.settings = settings
         self.tls = tls
-        self.transport: Transport = AutoTransport(transport_for(tls))
+        self.transport: Transport = LocalFirstTransport(transport_for(tls))
         self.incarnation = new_id("inc")
         self.slot = Slot()
         self.step_metrics = StepMetrics(settings.token_budget)

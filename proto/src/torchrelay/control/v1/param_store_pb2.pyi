@@ -31,11 +31,11 @@ class _RelayUrgencyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RelayUrg
     RELAY_URGENCY_URGENT: _RelayUrgency.ValueType  # 1
     """a request waits for it"""
     RELAY_URGENCY_IDLE: _RelayUrgency.ValueType  # 2
-    """a cache copy, or others are due sooner: only spare capacity of the link"""
+    """a cache copy, or other relays are due sooner: uses only spare bandwidth"""
 
 class RelayUrgency(_RelayUrgency, metaclass=_RelayUrgencyEnumTypeWrapper):
-    """Which relay yields where two share a link; KV and activations come before all of them. A relay that runs is as urgent
-    as it was last asked for.
+    """Priority of relays that share a link; KV and activations precede all relays. A running relay takes on the urgency that
+    was requested last.
     """
 
 RELAY_URGENCY_UNSPECIFIED: RelayUrgency.ValueType  # 0
@@ -43,7 +43,7 @@ RELAY_URGENCY_UNSPECIFIED: RelayUrgency.ValueType  # 0
 RELAY_URGENCY_URGENT: RelayUrgency.ValueType  # 1
 """a request waits for it"""
 RELAY_URGENCY_IDLE: RelayUrgency.ValueType  # 2
-"""a cache copy, or others are due sooner: only spare capacity of the link"""
+"""a cache copy, or other relays are due sooner: uses only spare bandwidth"""
 Global___RelayUrgency: _TypeAlias = RelayUrgency  # noqa: Y015
 
 @_typing.final
@@ -82,7 +82,7 @@ class BeginUploadRequest(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     QUOTA_BYTES_FIELD_NUMBER: _builtins.int
     upload_id: _builtins.str
-    """chosen by the gateway; beginning the same upload twice has the effect of once"""
+    """chosen by the gateway; beginning the same upload twice is idempotent"""
     tenant_id: _builtins.str
     quota_bytes: _builtins.int
     """0: none"""
@@ -132,7 +132,7 @@ class UploadState(_message.Message):
     VERSION_ID_FIELD_NUMBER: _builtins.int
     upload_id: _builtins.str
     version_id: _builtins.str
-    """that a commit has published, or was publishing when the store ended"""
+    """the version that a commit has published, or was publishing when the store ended"""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FileState]: ...
     def __init__(
@@ -161,9 +161,9 @@ class FileState(_message.Message):
     path: _builtins.str
     num_bytes: _builtins.int
     num_bytes_received: _builtins.int
-    """durable; an interrupted PutFile goes on from here"""
+    """durable; an interrupted PutFile resumes here"""
     complete: _builtins.bool
-    """all bytes there and the digest matched"""
+    """all bytes have arrived and the digest matched"""
     def __init__(
         self,
         *,
@@ -264,7 +264,7 @@ class CommitProgress(_message.Message):
     NUM_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
-    """"wait", "validate", "pack", "publish"; a long one is told again every few seconds"""
+    """"wait", "validate", "pack", "publish"; repeated every few seconds"""
     num_bytes_done: _builtins.int
     num_bytes_total: _builtins.int
     @_builtins.property
@@ -362,7 +362,7 @@ class VersionDescription(_message.Message):
     dtype: _builtins.str
     routing_block_tokens: _builtins.int
     stored_bytes: _builtins.int
-    """what counts against the tenant's quota"""
+    """counts against the tenant's quota"""
     @_builtins.property
     def shape(self) -> _types_pb2.ModelShape: ...
     @_builtins.property
@@ -472,7 +472,9 @@ Global___FileBytes: _TypeAlias = FileBytes  # noqa: Y015
 
 @_typing.final
 class DeleteVersionRequest(_message.Message):
-    """Refused (Conflict) while an upload that published the version is here: the gateway aborts it once SQL names the version."""
+    """Refused (Conflict) while the store has an upload that published the version: the gateway aborts the upload once SQL names
+    the version.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -480,7 +482,7 @@ class DeleteVersionRequest(_message.Message):
     PUBLISHED_UNIX_US_FIELD_NUMBER: _builtins.int
     version_id: _builtins.str
     published_unix_us: _builtins.int
-    """as listed; refused if the version was published again since. 0: not compared"""
+    """as listed; refused if the version was published again since. 0: do not compare"""
     def __init__(
         self,
         *,
@@ -519,10 +521,10 @@ class StoredVersion(_message.Message):
     UPLOAD_IDS_FIELD_NUMBER: _builtins.int
     version_id: _builtins.str
     published_unix_us: _builtins.int
-    """the last time, by the remote store's clock"""
+    """latest, by the remote store's clock"""
     @_builtins.property
     def upload_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """uploads here that published it and were not aborted yet"""
+        """this store's uploads that published it and were not aborted yet"""
 
     def __init__(
         self,
@@ -545,7 +547,7 @@ class DeleteUnnamedRequest(_message.Message):
 
     OLDER_THAN_S_FIELD_NUMBER: _builtins.int
     older_than_s: _builtins.float
-    """younger ones may be about to be named"""
+    """a version may be about to name younger files"""
     def __init__(
         self,
         *,
@@ -563,19 +565,16 @@ Global___DeleteUnnamedRequest: _TypeAlias = DeleteUnnamedRequest  # noqa: Y015
 class DeleteUnnamedReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_OBJECTS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FREED_FIELD_NUMBER: _builtins.int
-    num_objects: _builtins.int
     num_bytes_freed: _builtins.int
     def __init__(
         self,
         *,
-        num_objects: _builtins.int = ...,
         num_bytes_freed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes_freed", b"num_bytes_freed", "num_objects", b"num_objects"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes_freed", b"num_bytes_freed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -611,8 +610,8 @@ class HoldRequest(_message.Message):
     owner_id: _builtins.str
     """worker id"""
     waits_for_relay: _builtins.bool
-    """Of a first load: the relay that brings the pack may come a moment later, and is waited for. A worker that has
-    computed with the pack before must learn at once if it is gone.
+    """For a first load: the relay of the pack may be ordered a moment later, so the store waits for it. A worker that has
+    computed with the pack before must learn immediately if it is gone.
     """
     def __init__(
         self,
@@ -643,9 +642,9 @@ class HoldReply(_message.Message):
     """the slab's own layout is torchrelay.transfer.arena.arena's"""
     slab_bytes: _builtins.int
     num_segments_ready: _builtins.int
-    """number of first segments whose chunks are all verified"""
+    """leading segments with all chunks verified"""
     error: _builtins.str
-    """the filling ended incomplete, and why; the load has failed"""
+    """why the download ended incomplete; the load has failed"""
     def __init__(
         self,
         *,
@@ -678,10 +677,10 @@ class RelayRequest(_message.Message):
     pack_id: _builtins.str
     relay_id: _builtins.str
     num_striped: _builtins.int
-    """0: one"""
+    """0: 1"""
     urgency: Global___RelayUrgency.ValueType
     keep_retained: _builtins.bool
-    """rather refused (ArenaFull) than retained packs evicted; else they go after all others"""
+    """refuse (ArenaFull) rather than evict retained packs, which are otherwise evicted last"""
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Source]:
         """the first num_striped are followed at once, the others are alternates for repair"""
@@ -752,7 +751,7 @@ class DropReply(_message.Message):
 
     DROPPED_FIELD_NUMBER: _builtins.int
     dropped: _builtins.bool
-    """false: pinned, or not there"""
+    """false: pinned or absent"""
     def __init__(
         self,
         *,
@@ -773,9 +772,9 @@ class WatchCopiesRequest(_message.Message):
     BEAT_EVERY_S_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     beat_every_s: _builtins.float
-    """a beat (StoreReport.is_beat) is sent this often beside the reports; 0: none"""
+    """interval of beats (StoreReport.is_beat) between the reports; 0: none"""
     epoch: _builtins.int
-    """0: of a watcher that commands nothing"""
+    """0: the watcher sends no commands"""
     def __init__(
         self,
         *,
@@ -800,16 +799,16 @@ class RetainRequest(_message.Message):
     DISK_PACK_IDS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     lease_s: _builtins.float
-    """that are not here yet are retained from the moment they come
-    so that a dead scheduler does not keep the arena full
+    """absent packs are retained once they arrive
+    so that a scheduler that died does not keep the arena full forever
     """
     @_builtins.property
     def pack_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """in the order in which they go if a relay that may evict them finds no other space; those"""
+        """in the order in which a relay that may evict them does so when no other space is left;"""
 
     @_builtins.property
     def disk_pack_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """the same for the disk cache: others go before these; empty: its order stays"""
+        """the same for the disk cache, which evicts others first; empty: its order stays"""
 
     def __init__(
         self,

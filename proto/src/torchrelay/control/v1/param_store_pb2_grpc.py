@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class ParamStoreStub:
-    """One per host: the host's copies of packs, and the uploads of models.
+    """One per host: it owns the host's copies of packs and takes uploads of models.
     """
 
     def __init__(self, channel):
@@ -114,7 +114,7 @@ class ParamStoreStub:
 
 
 class ParamStoreServicer:
-    """One per host: the host's copies of packs, and the uploads of models.
+    """One per host: it owns the host's copies of packs and takes uploads of models.
     """
 
     def BeginUpload(self, request, context):
@@ -149,74 +149,74 @@ class ParamStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """What a version or pack is made of.
+        """Describes a version and its pack.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadFile(self, request, context):
-        """A small file of a version (tokenizer, template, config), by its digest.
+        """Reads a small file of a version (tokenizer, template, config) by its digest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteVersion(self, request, context):
-        """Removes a version, and the packs and files no other version names, from the remote store.
+        """Removes a version, and the packs and files that no other version names, from the remote store.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListVersions(self, request, context):
-        """All versions in the remote store.
+        """Lists all versions in the remote store.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteUnnamed(self, request, context):
-        """Removes packs and files that no version names, left by a process that died.
+        """Removes packs and files that no version names, which a process left when it died.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Hold(self, request, context):
-        """Pins a pack of the arena for as long as the call's stream stays open (the lease of a worker of this host).
-        The first message tells where it lies; then one follows whenever a further segment is whole (coalesced, no bytes: the
-        worker reads them in shared memory), until the call is cancelled.
+        """Pins a pack of the arena while the call's stream is open (the lease of a worker of this host). The first reply gives
+        the pack's place; another follows whenever further segments are complete (coalesced; the worker reads the bytes in
+        shared memory), until the call is cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Relay(self, request, context):
-        """Fills a pack from the given sources. Answers once its range is reserved and the filling runs.
+        """Downloads a pack from the given sources. Replies once its range is reserved and the download runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drop(self, request, context):
-        """Releases an unpinned pack's range.
+        """Frees an unpinned pack's range. For benchmarks and tests: the scheduler retains packs, and the store evicts others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchCopies(self, request, context):
-        """The report at once, then again at every change of a copy (bounded rate while chunks arrive). A watch that another
-        of a higher epoch has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
+        """Streams a report immediately and at every change of a copy (at a bounded rate while chunks arrive). Once a watch with
+        a higher epoch has begun, a watch gets a report with that epoch and then ends with FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Retain(self, request, context):
-        """Names the packs that must not be evicted to free space for others, until the lease runs out or the next call takes its
-        place. A pack that is no longer named may be evicted.
+        """Names the packs to keep when space is needed for others, until the lease expires or the next call replaces it. Packs
+        that are no longer named may be evicted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -309,7 +309,7 @@ def add_ParamStoreServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ParamStore:
-    """One per host: the host's copies of packs, and the uploads of models.
+    """One per host: it owns the host's copies of packs and takes uploads of models.
     """
 
     @staticmethod

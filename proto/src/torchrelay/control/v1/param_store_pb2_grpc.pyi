@@ -28,7 +28,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ParamStoreStub:
-    """One per host: the host's copies of packs, and the uploads of models."""
+    """One per host: it owns the host's copies of packs and takes uploads of models."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -41,36 +41,36 @@ class ParamStoreStub:
     Commit: _grpc.UnaryStreamMultiCallable[_param_store_pb2.CommitRequest, _param_store_pb2.CommitProgress]
     AbortUpload: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.AbortUploadRequest, _param_store_pb2.AbortUploadReply]
     Describe: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.DescribeRequest, _param_store_pb2.DescribeReply]
-    """What a version or pack is made of."""
+    """Describes a version and its pack."""
     ReadFile: _grpc.UnaryStreamMultiCallable[_param_store_pb2.ReadFileRequest, _param_store_pb2.FileBytes]
-    """A small file of a version (tokenizer, template, config), by its digest."""
+    """Reads a small file of a version (tokenizer, template, config) by its digest."""
     DeleteVersion: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.DeleteVersionRequest, _param_store_pb2.DeleteVersionReply]
-    """Removes a version, and the packs and files no other version names, from the remote store."""
+    """Removes a version, and the packs and files that no other version names, from the remote store."""
     ListVersions: _grpc.UnaryStreamMultiCallable[_param_store_pb2.ListVersionsRequest, _param_store_pb2.StoredVersion]
-    """All versions in the remote store."""
+    """Lists all versions in the remote store."""
     DeleteUnnamed: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.DeleteUnnamedRequest, _param_store_pb2.DeleteUnnamedReply]
-    """Removes packs and files that no version names, left by a process that died."""
+    """Removes packs and files that no version names, which a process left when it died."""
     Hold: _grpc.UnaryStreamMultiCallable[_param_store_pb2.HoldRequest, _param_store_pb2.HoldReply]
-    """Pins a pack of the arena for as long as the call's stream stays open (the lease of a worker of this host).
-    The first message tells where it lies; then one follows whenever a further segment is whole (coalesced, no bytes: the
-    worker reads them in shared memory), until the call is cancelled.
+    """Pins a pack of the arena while the call's stream is open (the lease of a worker of this host). The first reply gives
+    the pack's place; another follows whenever further segments are complete (coalesced; the worker reads the bytes in
+    shared memory), until the call is cancelled.
     """
     Relay: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.RelayRequest, _param_store_pb2.RelayReply]
-    """Fills a pack from the given sources. Answers once its range is reserved and the filling runs."""
+    """Downloads a pack from the given sources. Replies once its range is reserved and the download runs."""
     Drop: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.DropRequest, _param_store_pb2.DropReply]
-    """Releases an unpinned pack's range."""
+    """Frees an unpinned pack's range. For benchmarks and tests: the scheduler retains packs, and the store evicts others."""
     WatchCopies: _grpc.UnaryStreamMultiCallable[_param_store_pb2.WatchCopiesRequest, _reports_pb2.StoreReport]
-    """The report at once, then again at every change of a copy (bounded rate while chunks arrive). A watch that another
-    of a higher epoch has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
+    """Streams a report immediately and at every change of a copy (at a bounded rate while chunks arrive). Once a watch with
+    a higher epoch has begun, a watch gets a report with that epoch and then ends with FAILED_PRECONDITION.
     """
     Retain: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.RetainRequest, _param_store_pb2.RetainReply]
-    """Names the packs that must not be evicted to free space for others, until the lease runs out or the next call takes its
-    place. A pack that is no longer named may be evicted.
+    """Names the packs to keep when space is needed for others, until the lease expires or the next call replaces it. Packs
+    that are no longer named may be evicted.
     """
 
 @_typing.type_check_only
 class ParamStoreAsyncStub(ParamStoreStub):
-    """One per host: the host's copies of packs, and the uploads of models."""
+    """One per host: it owns the host's copies of packs and takes uploads of models."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     BeginUpload: _aio.UnaryUnaryMultiCallable[_param_store_pb2.BeginUploadRequest, _param_store_pb2.UploadState]  # type: ignore[assignment]
@@ -80,35 +80,35 @@ class ParamStoreAsyncStub(ParamStoreStub):
     Commit: _aio.UnaryStreamMultiCallable[_param_store_pb2.CommitRequest, _param_store_pb2.CommitProgress]  # type: ignore[assignment]
     AbortUpload: _aio.UnaryUnaryMultiCallable[_param_store_pb2.AbortUploadRequest, _param_store_pb2.AbortUploadReply]  # type: ignore[assignment]
     Describe: _aio.UnaryUnaryMultiCallable[_param_store_pb2.DescribeRequest, _param_store_pb2.DescribeReply]  # type: ignore[assignment]
-    """What a version or pack is made of."""
+    """Describes a version and its pack."""
     ReadFile: _aio.UnaryStreamMultiCallable[_param_store_pb2.ReadFileRequest, _param_store_pb2.FileBytes]  # type: ignore[assignment]
-    """A small file of a version (tokenizer, template, config), by its digest."""
+    """Reads a small file of a version (tokenizer, template, config) by its digest."""
     DeleteVersion: _aio.UnaryUnaryMultiCallable[_param_store_pb2.DeleteVersionRequest, _param_store_pb2.DeleteVersionReply]  # type: ignore[assignment]
-    """Removes a version, and the packs and files no other version names, from the remote store."""
+    """Removes a version, and the packs and files that no other version names, from the remote store."""
     ListVersions: _aio.UnaryStreamMultiCallable[_param_store_pb2.ListVersionsRequest, _param_store_pb2.StoredVersion]  # type: ignore[assignment]
-    """All versions in the remote store."""
+    """Lists all versions in the remote store."""
     DeleteUnnamed: _aio.UnaryUnaryMultiCallable[_param_store_pb2.DeleteUnnamedRequest, _param_store_pb2.DeleteUnnamedReply]  # type: ignore[assignment]
-    """Removes packs and files that no version names, left by a process that died."""
+    """Removes packs and files that no version names, which a process left when it died."""
     Hold: _aio.UnaryStreamMultiCallable[_param_store_pb2.HoldRequest, _param_store_pb2.HoldReply]  # type: ignore[assignment]
-    """Pins a pack of the arena for as long as the call's stream stays open (the lease of a worker of this host).
-    The first message tells where it lies; then one follows whenever a further segment is whole (coalesced, no bytes: the
-    worker reads them in shared memory), until the call is cancelled.
+    """Pins a pack of the arena while the call's stream is open (the lease of a worker of this host). The first reply gives
+    the pack's place; another follows whenever further segments are complete (coalesced; the worker reads the bytes in
+    shared memory), until the call is cancelled.
     """
     Relay: _aio.UnaryUnaryMultiCallable[_param_store_pb2.RelayRequest, _param_store_pb2.RelayReply]  # type: ignore[assignment]
-    """Fills a pack from the given sources. Answers once its range is reserved and the filling runs."""
+    """Downloads a pack from the given sources. Replies once its range is reserved and the download runs."""
     Drop: _aio.UnaryUnaryMultiCallable[_param_store_pb2.DropRequest, _param_store_pb2.DropReply]  # type: ignore[assignment]
-    """Releases an unpinned pack's range."""
+    """Frees an unpinned pack's range. For benchmarks and tests: the scheduler retains packs, and the store evicts others."""
     WatchCopies: _aio.UnaryStreamMultiCallable[_param_store_pb2.WatchCopiesRequest, _reports_pb2.StoreReport]  # type: ignore[assignment]
-    """The report at once, then again at every change of a copy (bounded rate while chunks arrive). A watch that another
-    of a higher epoch has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
+    """Streams a report immediately and at every change of a copy (at a bounded rate while chunks arrive). Once a watch with
+    a higher epoch has begun, a watch gets a report with that epoch and then ends with FAILED_PRECONDITION.
     """
     Retain: _aio.UnaryUnaryMultiCallable[_param_store_pb2.RetainRequest, _param_store_pb2.RetainReply]  # type: ignore[assignment]
-    """Names the packs that must not be evicted to free space for others, until the lease runs out or the next call takes its
-    place. A pack that is no longer named may be evicted.
+    """Names the packs to keep when space is needed for others, until the lease expires or the next call replaces it. Packs
+    that are no longer named may be evicted.
     """
 
 class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
-    """One per host: the host's copies of packs, and the uploads of models."""
+    """One per host: it owns the host's copies of packs and takes uploads of models."""
 
     @_abc_1.abstractmethod
     def BeginUpload(
@@ -152,7 +152,7 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _param_store_pb2.DescribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_param_store_pb2.DescribeReply, _abc.Awaitable[_param_store_pb2.DescribeReply]]:
-        """What a version or pack is made of."""
+        """Describes a version and its pack."""
 
     @_abc_1.abstractmethod
     def ReadFile(
@@ -160,7 +160,7 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _param_store_pb2.ReadFileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_param_store_pb2.FileBytes], _abc.AsyncIterator[_param_store_pb2.FileBytes]]:
-        """A small file of a version (tokenizer, template, config), by its digest."""
+        """Reads a small file of a version (tokenizer, template, config) by its digest."""
 
     @_abc_1.abstractmethod
     def DeleteVersion(
@@ -168,7 +168,7 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _param_store_pb2.DeleteVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_param_store_pb2.DeleteVersionReply, _abc.Awaitable[_param_store_pb2.DeleteVersionReply]]:
-        """Removes a version, and the packs and files no other version names, from the remote store."""
+        """Removes a version, and the packs and files that no other version names, from the remote store."""
 
     @_abc_1.abstractmethod
     def ListVersions(
@@ -176,7 +176,7 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _param_store_pb2.ListVersionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_param_store_pb2.StoredVersion], _abc.AsyncIterator[_param_store_pb2.StoredVersion]]:
-        """All versions in the remote store."""
+        """Lists all versions in the remote store."""
 
     @_abc_1.abstractmethod
     def DeleteUnnamed(
@@ -184,7 +184,7 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _param_store_pb2.DeleteUnnamedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_param_store_pb2.DeleteUnnamedReply, _abc.Awaitable[_param_store_pb2.DeleteUnnamedReply]]:
-        """Removes packs and files that no version names, left by a process that died."""
+        """Removes packs and files that no version names, which a process left when it died."""
 
     @_abc_1.abstractmethod
     def Hold(
@@ -192,9 +192,9 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _param_store_pb2.HoldRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_param_store_pb2.HoldReply], _abc.AsyncIterator[_param_store_pb2.HoldReply]]:
-        """Pins a pack of the arena for as long as the call's stream stays open (the lease of a worker of this host).
-        The first message tells where it lies; then one follows whenever a further segment is whole (coalesced, no bytes: the
-        worker reads them in shared memory), until the call is cancelled.
+        """Pins a pack of the arena while the call's stream is open (the lease of a worker of this host). The first reply gives
+        the pack's place; another follows whenever further segments are complete (coalesced; the worker reads the bytes in
+        shared memory), until the call is cancelled.
         """
 
     @_abc_1.abstractmethod
@@ -203,7 +203,7 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _param_store_pb2.RelayRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_param_store_pb2.RelayReply, _abc.Awaitable[_param_store_pb2.RelayReply]]:
-        """Fills a pack from the given sources. Answers once its range is reserved and the filling runs."""
+        """Downloads a pack from the given sources. Replies once its range is reserved and the download runs."""
 
     @_abc_1.abstractmethod
     def Drop(
@@ -211,7 +211,7 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _param_store_pb2.DropRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_param_store_pb2.DropReply, _abc.Awaitable[_param_store_pb2.DropReply]]:
-        """Releases an unpinned pack's range."""
+        """Frees an unpinned pack's range. For benchmarks and tests: the scheduler retains packs, and the store evicts others."""
 
     @_abc_1.abstractmethod
     def WatchCopies(
@@ -219,8 +219,8 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _param_store_pb2.WatchCopiesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_reports_pb2.StoreReport], _abc.AsyncIterator[_reports_pb2.StoreReport]]:
-        """The report at once, then again at every change of a copy (bounded rate while chunks arrive). A watch that another
-        of a higher epoch has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
+        """Streams a report immediately and at every change of a copy (at a bounded rate while chunks arrive). Once a watch with
+        a higher epoch has begun, a watch gets a report with that epoch and then ends with FAILED_PRECONDITION.
         """
 
     @_abc_1.abstractmethod
@@ -229,8 +229,8 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _param_store_pb2.RetainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_param_store_pb2.RetainReply, _abc.Awaitable[_param_store_pb2.RetainReply]]:
-        """Names the packs that must not be evicted to free space for others, until the lease runs out or the next call takes its
-        place. A pack that is no longer named may be evicted.
+        """Names the packs to keep when space is needed for others, until the lease expires or the next call replaces it. Packs
+        that are no longer named may be evicted.
         """
 
 def add_ParamStoreServicer_to_server(servicer: ParamStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -238,8 +238,6 @@ class Ticket(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BUFFER_ID_FIELD_NUMBER: _builtins.int
-    BEGIN_FIELD_NUMBER: _builtins.int
-    END_FIELD_NUMBER: _builtins.int
     HOLDER_ID_FIELD_NUMBER: _builtins.int
     RECEIVER_ID_FIELD_NUMBER: _builtins.int
     EXPIRES_UNIX_MS_FIELD_NUMBER: _builtins.int
@@ -248,9 +246,6 @@ class Ticket(_message.Message):
     MAC_FIELD_NUMBER: _builtins.int
     buffer_id: _builtins.str
     """pack id, or the id of a KV buffer"""
-    begin: _builtins.int
-    end: _builtins.int
-    """0: to the end, whatever its length"""
     holder_id: _builtins.str
     receiver_id: _builtins.str
     expires_unix_ms: _builtins.int
@@ -262,8 +257,6 @@ class Ticket(_message.Message):
         self,
         *,
         buffer_id: _builtins.str = ...,
-        begin: _builtins.int = ...,
-        end: _builtins.int = ...,
         holder_id: _builtins.str = ...,
         receiver_id: _builtins.str = ...,
         expires_unix_ms: _builtins.int = ...,
@@ -273,7 +266,7 @@ class Ticket(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "buffer_id", b"buffer_id", "end", b"end", "expires_unix_ms", b"expires_unix_ms", "holder_id", b"holder_id", "mac", b"mac", "nonce", b"nonce", "receiver_id", b"receiver_id", "sealed_session", b"sealed_session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_id", b"buffer_id", "expires_unix_ms", b"expires_unix_ms", "holder_id", b"holder_id", "mac", b"mac", "nonce", b"nonce", "receiver_id", b"receiver_id", "sealed_session", b"sealed_session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,8 +9,8 @@ from functools import partial
 from torchrelay.control.v1 import decode_pb2
 from torchrelay.engine.kv.kv_import import KvImport
 from torchrelay.transfer.fetch.follow import FollowOptions, Receiver, SourceAddress, TransferControl, follow
-from torchrelay.transfer.transport.auto import prefer_local
 from torchrelay.transfer.transport.interface import Transport
+from torchrelay.transfer.transport.local_first import prefer_local
 
 
 class KvReceiver:

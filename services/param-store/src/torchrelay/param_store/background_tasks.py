@@ -1,4 +1,4 @@
-"""What a store does in the background: reports on NATS, upload expiry, recovered pins, the disk cache."""
+"""The store's background tasks: reports on NATS, upload expiry, recovered pins, the disk cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import partial
 from torchrelay.common.net import load_reports
 from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.param_store.copies.copy_record import REMOTE
 from torchrelay.param_store.copies.recovery import release_unmapped
+from torchrelay.param_store.copies.transfer_counts import REMOTE
 from torchrelay.param_store.disk.cache_writer import write_to_cache
 from torchrelay.param_store.disk.disk_cache import DiskCache
 from torchrelay.param_store.grpc.messages import store_report
@@ -24,7 +24,7 @@ _DISK_SCAN_INTERVAL_S = 0.2
 
 
 async def publish_reports(store: Store) -> None:
-    """Publishes reports until cancelled; while NATS is away they are lost."""
+    """Publishes reports until cancelled; reports are lost while NATS is unreachable."""
     settings = store.settings
     subject = Subjects(settings.nats_prefix).store_load(settings.store_id)
     client = await connect(settings.nats_url, settings.store_id)
@@ -43,7 +43,7 @@ async def expire_uploads(store: Store) -> None:
 
 
 async def release_recovered(store: Store) -> None:
-    """After the grace period: lets packs of an earlier process be evicted that no worker holds or maps."""
+    """After the grace period, unpins the packs of an earlier process that no worker holds or maps."""
     any_mapped = True
     while any_mapped:
         await asyncio.sleep(store.settings.recovery_grace_s)
@@ -52,10 +52,10 @@ async def release_recovered(store: Store) -> None:
 
 
 async def fill_disk_cache(store: Store) -> None:
-    """Writes packs that came from the remote store to the disk cache, one at a time, until cancelled."""
+    """Writes packs from the remote store to the disk cache, one at a time, until cancelled."""
     if store.disk is None:
         return
-    tried: dict[str, Slab] = {}  # one try for each download: a full disk is not tried again and again
+    tried: dict[str, Slab] = {}  # one try per download, so that a full disk is not retried forever
     with store.changes.listen() as changed:
         while True:
             changed.clear()

@@ -1,4 +1,4 @@
-"""Tells coroutines that something changed, from any thread, with at most one notice queued."""
+"""Notifies coroutines of changes, from any thread, with at most one notification queued."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class ChangeNotifier:
-    """A signal with any number of listeners; notices that come faster than they are read are merged."""
+    """A signal with any number of listeners. Notifications faster than their listeners are merged."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -18,7 +18,7 @@ class ChangeNotifier:
         self._lock = threading.Lock()
 
     def notify(self) -> None:
-        """May be called from any thread; never blocks."""
+        """Notifies all listeners. Any thread may call it; it never blocks."""
         with self._lock:
             if self._pending or self._loop.is_closed():
                 return
@@ -27,7 +27,7 @@ class ChangeNotifier:
 
     @contextmanager
     def listen(self) -> Iterator[asyncio.Event]:
-        """An event that is set at every change; the listener clears it before it looks."""
+        """An event that is set at every change; the listener clears it before it reads the state."""
         event = asyncio.Event()
         self._listeners.add(event)
         try:

@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, and survive a power cut."""
+"""Files that appear complete or not at all, and survive a power failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def write_all(file: int, data: bytes | memoryview) -> None:
-    """Writes all of ``data`` where the descriptor stands; one system call may write less."""
+    """Writes all of ``data`` at the descriptor's position; a single system call may write less."""
     remaining = memoryview(data)
     while remaining:
         remaining = remaining[os.write(file, remaining) :]

@@ -1,4 +1,4 @@
-"""`torchrelay-param-store`: one store process."""
+"""`torchrelay-param-store`: a store process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torchrelay.common.process.settings import load_settings
 from torchrelay.control.v1 import param_store_pb2_grpc
 from torchrelay.param_store.background_tasks import expire_uploads, fill_disk_cache, publish_reports, release_recovered
 from torchrelay.param_store.grpc.servicer import CALLERS, ParamStoreServicer
+from torchrelay.param_store.metrics import export_metrics
 from torchrelay.param_store.settings import StoreSettings
 from torchrelay.param_store.storage_checks import ASK_EVERY_S, SILENT_S, storage_checks
 from torchrelay.param_store.store import Store
@@ -31,6 +32,7 @@ async def serving(
         store = Store(settings, asyncio.get_running_loop())
         stack.push_async_callback(asyncio.to_thread, store.close)
         await asyncio.to_thread(store.start)
+        export_metrics(store)
         health = Health(storage_checks(store), {}, silent_s=SILENT_S, ask_every_s=ASK_EVERY_S)
         stack.push_async_callback(health.close)
         node_key = bytes.fromhex(settings.node_key)

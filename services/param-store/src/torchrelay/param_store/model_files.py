@@ -1,4 +1,4 @@
-"""The files of an uploaded model: names, size limits, and what the store itself reads in them."""
+"""The files of an uploaded model: names, size limits, and the values that the store itself reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokeni
 TEMPLATE = "chat_template.jinja"
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
-PASSED_ON = (GENERATION, TOKENIZER_CONFIG, SPECIAL_TOKENS)  # documents for the gateway
+PASSED_ON = (GENERATION, TOKENIZER_CONFIG, SPECIAL_TOKENS)  # documents that the gateway reads
 MAX_FILE_BYTES = {  # of all files but weights; an upload may have no others
     **dict.fromkeys((CONFIG, GENERATION), 1 << 20),
     **dict.fromkeys((INDEX_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS), 4 << 20),
@@ -18,7 +18,7 @@ MAX_FILE_BYTES = {  # of all files but weights; an upload may have no others
 
 
 def eos_token_ids(generation: dict[str, Any], config: dict[str, Any]) -> list[Any]:
-    """The tokens that end an answer: those of generation_config.json if it names any, else of config.json."""
+    """The tokens that end an answer: those of generation_config.json if it names any, otherwise of config.json."""
     for document in (generation, config):
         token_ids = document.get("eos_token_id")
         if token_ids is not None:

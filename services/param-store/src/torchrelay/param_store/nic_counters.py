@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-_COUNTERS = Path("/proc/self/net/dev")  # of this process's own network namespace, unlike /sys
+_COUNTERS = Path("/proc/self/net/dev")  # of this process's network namespace, unlike /sys
 _DEVICES = Path("/sys/class/net")
 _RECEIVED, _SENT = 0, 8  # columns
 _MBIT = 1e6 / 8
@@ -13,7 +13,7 @@ _MBIT = 1e6 / 8
 
 @dataclass(frozen=True, slots=True)
 class NicCounters:
-    """All interfaces but loopback, summed. ``link_bytes_per_s`` holds for either direction; 0: unknown."""
+    """Sums over all interfaces but loopback. ``link_bytes_per_s`` applies to each direction; 0: unknown."""
 
     bytes_sent: int
     bytes_received: int
@@ -21,21 +21,21 @@ class NicCounters:
 
 
 def read_nic_counters(counters: Path = _COUNTERS, devices: Path = _DEVICES) -> NicCounters | None:
-    """The counters now; None where the system has none."""
+    """The current counters; None: the system has none."""
     try:
         lines = counters.read_text().splitlines()
     except OSError:
         return None
-    found = dict(_row(line) for line in lines if ":" in line)
-    found.pop("lo", None)
-    # A bond or a bridge carries what its devices carry: where there is hardware, only hardware counts.
-    hardware = [name for name in found if (devices / name / "device").exists()]
-    names = hardware or list(found)
+    columns = dict(_row(line) for line in lines if ":" in line)
+    columns.pop("lo", None)
+    # A bond or a bridge carries the traffic of its devices, so on a machine with hardware only hardware counts.
+    hardware = [name for name in columns if (devices / name / "device").exists()]
+    names = hardware or list(columns)
     if not names:
         return None
     return NicCounters(
-        bytes_sent=sum(found[name][_SENT] for name in names),
-        bytes_received=sum(found[name][_RECEIVED] for name in names),
+        bytes_sent=sum(columns[name][_SENT] for name in names),
+        bytes_received=sum(columns[name][_RECEIVED] for name in names),
         link_bytes_per_s=sum(_speed_mbit(devices / name) for name in names) * _MBIT,
     )
 
@@ -46,7 +46,7 @@ def _row(line: str) -> tuple[str, list[int]]:
 
 
 def _speed_mbit(device: Path) -> int:
-    """0: the device is down, or virtual and without a speed."""
+    """The speed of a device; 0: it is down, or virtual and without a speed."""
     try:
         return max(int((device / "speed").read_text()), 0)
     except (OSError, ValueError):

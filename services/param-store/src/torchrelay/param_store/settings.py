@@ -1,4 +1,4 @@
-"""The settings of one param-store process."""
+"""The settings of a param-store process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _DEFAULT_ARENA_LIMIT_BYTES = 4 << 30
 
 
 class StoreSettings(ServiceSettings):
-    """One store per host. Every field is a flag and an environment variable too."""
+    """Settings of a store, of which each host has one. Every field is also a flag and an environment variable."""
 
     caller = Caller.STORE
     store_id: str = Field(pattern=NODE_ID, description="Stable name of this store; node_key is derived from it.")
-    host_id: str = Field("local", description="Name of this host, the same as its workers'.")
+    host_id: str = Field("local", description="Name of this host, the same as in its workers' settings.")
     failure_domain: str = Field(
-        "", description="What may fail together with this host: a rack, a zone; by default the host itself."
+        "", description="Hosts that may fail together, such as a rack or a zone; by default only this host."
     )
     port: int = Field(0, description="gRPC port; 0: any free port.")
     data_port: int = Field(0, description="Data-plane port; 0: any free port.")
@@ -39,34 +39,40 @@ class StoreSettings(ServiceSettings):
         "untested against a real server, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX.",
     )
     remote_endpoint: str = Field(
-        "", description="URL of your own S3-compatible server; empty: the provider's, or what its variables say."
+        "", description="URL of your own S3-compatible server; empty: the provider's, or as its variables say."
     )
-    remote_timeout_s: float = Field(10.0, gt=0, description="Silence of an object store after which a read is retried.")
+    remote_timeout_s: float = Field(
+        10.0, gt=0, description="A read of an object store is retried after this long without a byte."
+    )
     remote_give_up_s: float = Field(
         30.0, gt=0, description="A read of an object store fails after this long without any progress."
     )
     arena_path: Path | None = Field(
         None, description="The arena's file in shared memory; by default /dev/shm/torchrelay-STORE_ID."
     )
-    arena_bytes: int = Field(0, ge=0, description="Size the arena may grow to; 0: half of what is free, at most 4 GiB.")
-    arena_step_bytes: int = Field(256 << 20, ge=1 << 20, description="Bytes faulted in at a time, in the background.")
+    arena_bytes: int = Field(
+        0, ge=0, description="Maximum size of the arena; 0: half of the free memory, at most 4 GiB."
+    )
+    arena_step_bytes: int = Field(
+        256 << 20, ge=1 << 20, description="Bytes of the arena prefaulted per step, in the background."
+    )
     keep_arena: bool = Field(False, description="Keep the arena's file after a clean shutdown.")
     recovery_grace_s: float = Field(
-        10.0, ge=0, description="How long packs are kept after a crash, for their workers to hold them again."
+        10.0, ge=0, description="How long packs are kept after a crash until their workers hold them again."
     )
     max_relays: int = Field(16, ge=1, description="Maximum packs downloaded at once; more are refused.")
     remote_readers: int = Field(4, ge=1, le=16, description="Concurrent reads of the remote store per pack.")
     disk_cache_bytes: int | None = Field(
         None,
         ge=0,
-        description="Maximum bytes of packs cached on disk, below data_dir; unset: for an object store half of what is "
-        "free, at most 64 GiB; for a folder none.",
+        description="Maximum bytes of packs cached on disk, below data_dir; unset: for an object store half of the "
+        "free space, at most 64 GiB; for a folder none.",
     )
     max_upload_bytes: int = Field(1 << 40, ge=1, description="Maximum bytes of one upload.")
     upload_expiry_s: float = Field(86400.0, gt=0, description="An upload left untouched for this long is removed.")
     max_open_uploads: int = Field(256, ge=1, description="Maximum open uploads of all tenants; more are refused.")
     num_packers: int = Field(
-        2, ge=1, le=16, description="Commits that pack, and as many that publish, at once; at most one of each tenant."
+        2, ge=1, le=16, description="Commits that pack at once, and as many that publish; at most one of each tenant."
     )
     max_waiting_commits: int = Field(
         16, ge=1, description="Maximum commits waiting for a packer, a quarter of them one tenant's; more are refused."
@@ -76,7 +82,7 @@ class StoreSettings(ServiceSettings):
         8,
         ge=0,
         description="The kernel ends a store this many seconds after it was told to stop, whatever it still waits for, "
-        "such as a version that is being published; 0: never. Keep it below what its supervisor waits until it kills.",
+        "such as a version that is being published; 0: never. Keep it below its supervisor's time limit for stopping.",
     )
     packer_memory_bytes: int = Field(384 << 20, ge=64 << 20, description="Maximum memory of a packer process.")
 
@@ -86,7 +92,7 @@ class StoreSettings(ServiceSettings):
 
     @property
     def remote_folder(self) -> Path:
-        """The folder that ``remote_url`` names, if it names one."""
+        """The folder that ``remote_url`` names, if it names a folder."""
         return Path(unquote(urlsplit(self.remote_url).path))
 
     @property
@@ -94,7 +100,7 @@ class StoreSettings(ServiceSettings):
         return self.data_dir / "packs"
 
     def disk_cache_limit_bytes(self) -> int:
-        """``disk_cache_bytes``, or what this host's disk can spare now; 0: there is no disk tier."""
+        """``disk_cache_bytes``, or what this host's disk can spare now; 0: there is no disk cache."""
         if self.disk_cache_bytes is not None:
             return self.disk_cache_bytes
         return 0 if is_folder(self.remote_url) else default_limit_bytes(self.disk_cache_folder)
@@ -112,10 +118,10 @@ class StoreSettings(ServiceSettings):
             raise NotFound(f"the arena's folder {self.arena_file.parent} does not exist", field="arena_path")
         machine = Machine.here()
         if self.arena_bytes:
-            there = self.arena_file.stat().st_blocks * 512 if self.arena_file.exists() else 0
-            check_arena(self.arena_bytes, there, machine)
+            own_bytes = self.arena_file.stat().st_blocks * 512 if self.arena_file.exists() else 0
+            check_arena(self.arena_bytes, own_bytes, machine)
             return self.arena_bytes
-        # That arena takes part of the memory; with another size it would be discarded.
+        # A crashed store's arena occupies part of the memory; with another size it would be discarded.
         if left := capacity_left_at(self.arena_file):
             return left
         shared = available_shared_bytes(self.arena_file.parent)

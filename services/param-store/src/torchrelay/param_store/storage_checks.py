@@ -1,4 +1,4 @@
-"""Whether the store's disk and arena answer, each asked on a thread of its own."""
+"""Checks whether the store's disk and arena respond, each on its own thread."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torchrelay.common.host.disk import is_no_space
 from torchrelay.param_store.store import Store
 
 ASK_EVERY_S = 5.0
-SILENT_S = 30.0  # a disk that is written to with all its might may take seconds for a file
+SILENT_S = 30.0  # a disk under full write load may take seconds for a file
 _FILE = ".alive"
 
 
 def storage_checks(store: Store) -> dict[str, Ask]:
-    """By the name of the part."""
+    """The checks, by the name of the checked part."""
     folder = store.settings.data_dir
     return {
         f"disk of {folder}": OwnThread("disk-check", lambda: touch(folder)),
@@ -28,7 +28,7 @@ def storage_checks(store: Store) -> dict[str, Ask]:
 
 
 class OwnThread:
-    """Asks by a call that may never return: then no second one begins, and the process can exit without it."""
+    """A check by a call that may never return. Then no second call begins, and the process can still exit."""
 
     def __init__(self, name: str, call: Callable[[], object]) -> None:
         self._name = name
@@ -38,7 +38,7 @@ class OwnThread:
     async def __call__(self) -> str:
         if self._answer is None or self._answer.done():
             self._answer = Future()
-            self._answer.set_running_or_notify_cancel()  # from now on, who stops waiting does not cancel it
+            self._answer.set_running_or_notify_cancel()  # from now on, callers that stop waiting do not cancel it
             # NOTE: not an executor: the interpreter waits for an executor's threads when it exits.
             threading.Thread(target=self._run, args=(self._answer,), name=self._name, daemon=True).start()
         return await asyncio.wrap_future(self._answer)
@@ -55,7 +55,7 @@ class OwnThread:
 
 
 def touch(folder: Path) -> None:
-    """Makes and removes a file. A full disk answers, too. Raises ``OSError`` if the disk fails or is read-only."""
+    """Creates and removes a file. A full disk passes. Raises ``OSError`` if the disk fails or is read-only."""
     try:
         (folder / _FILE).touch()
         (folder / _FILE).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""One param-store, put together from its parts."""
+"""A param-store, assembled from its parts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.change_notifier import ChangeNotifier
 from torchrelay.param_store.copies.arena_copies import ArenaCopies
+from torchrelay.param_store.copies.pack_download import DownloadContext
 from torchrelay.param_store.disk.disk_cache import DiskCache
 from torchrelay.param_store.disk.disk_tier import DiskTier
 from torchrelay.param_store.remote.remote_store import open_remote
@@ -28,7 +29,7 @@ log = get_logger(__name__)
 
 
 class Store:
-    """Owns the arena, the uploads and the data plane of one host. Created and closed on the event loop's thread."""
+    """Owns the arena, the uploads and the data plane of a host. Create and close it on the event loop's thread."""
 
     def __init__(self, settings: StoreSettings, loop: asyncio.AbstractEventLoop) -> None:
         self.settings = settings
@@ -49,26 +50,22 @@ class Store:
         )
         self.versions = Versions(remote, self.uploads.claims)
         self.packer_queue = CommitQueue(settings.num_packers, settings.max_waiting_commits)
-        # Publishing takes as long as the remote store does, and must not take the threads that other calls need either.
+        # Publishing takes as long as the remote store does, and must not occupy the threads that other calls need.
         self.publish_queue = CommitQueue(settings.num_packers, settings.max_open_uploads)
         self.publish_threads = ThreadPoolExecutor(settings.num_packers, thread_name_prefix="publish")
-        # One thread: digesting again after a restart must not take the threads that other calls need.
+        # A separate thread: digesting again after a restart must not occupy the threads that other calls need.
         self.digest_thread = ThreadPoolExecutor(1, thread_name_prefix="upload-digest")
         node_key = bytes.fromhex(settings.node_key)
-        # Before the arena: if the port is taken, no shared memory is left behind.
+        # Before the arena, so that no shared memory is left behind if the port is taken.
         transport = transport_for(settings.tls)
         listener = transport.listen(settings.host, settings.data_port)
         self.holder = HolderServer(settings.store_id, node_key, lambda pack_id: self.arena.get(pack_id), listener)
         self.arena = Arena.create(settings.arena_file, settings.arena_capacity_bytes())
-        self.arena_copies = ArenaCopies(
-            self.arena,
-            remote,
-            Receiver(settings.store_id, node_key),
-            self.changes.notify,
-            settings.max_relays,
-            settings.remote_readers,
-            transport,
+        receiver = Receiver(settings.store_id, node_key)
+        downloads = DownloadContext(
+            self.arena, remote, receiver, self.changes.notify, transport, settings.remote_readers
         )
+        self.arena_copies = ArenaCopies(downloads, settings.max_relays)
         self._closing = threading.Event()
         self._prepared = threading.Event()
         self._background = threading.Thread(target=self._prepare, name="arena-growth", daemon=True)
@@ -84,7 +81,7 @@ class Store:
         self._prepared.wait()
 
     def _prepare(self) -> None:
-        """The background thread: hashes what an earlier process left and faults in memory step by step."""
+        """Runs on the background thread: hashes the packs of an earlier process and prefaults memory step by step."""
         try:
             growing = self._grow()
             self._prepared.set()
@@ -95,7 +92,7 @@ class Store:
             self._prepared.set()
 
     def _grow(self) -> bool:
-        """Faults in the next step; False: the arena has reached its size."""
+        """Prefaults the next step. False: the arena has reached its size."""
         try:
             self.arena.grow(self.settings.arena_step_bytes)
         except ArenaFull as error:
@@ -108,9 +105,9 @@ class Store:
         """Ends downloads and streams, then closes the arena. Blocks until all threads have ended."""
         self._closing.set()
         self.digest_thread.shutdown(wait=False, cancel_futures=True)
-        # Within stop_limit_s, what is being published is finished and recorded.
+        # A version that is being published is finished and recorded, within stop_limit_s.
         self.publish_threads.shutdown(wait=False)
-        self.arena.stop_growing()  # a download may wait for gigabytes of it
+        self.arena.stop_growing()  # a download may be waiting for gigabytes
         self.arena_copies.close()
         self.holder.close()
         self.arena.close(unlink=not self.settings.keep_arena)
@@ -118,10 +115,10 @@ class Store:
             self._background.join()
 
     def activity(self) -> tuple[int, ...]:
-        """Changes whenever a report is worth publishing early."""
+        """A value that changes when a report should be published early."""
         return (
             self.holder.bytes_sent,
-            self.arena_copies.num_bytes_received,
+            *self.arena_copies.counts.num_bytes_received.values(),
             self.arena.faulted_bytes,
             self.arena.free_bytes,
             self.uploads.num_open,

@@ -29,13 +29,13 @@ from torchrelay.transfer.manifest import checked_manifest, pack_id_of
 
 __all__ = ["RECOVERED", "Arena", "ArenaFull"]
 
-RECOVERED = "recovered"  # pins what an earlier process left, until nobody maps it any more
-GROW_SLICE_BYTES = 64 << 20  # prefaulted at once: a growth can stop after each slice
+RECOVERED = "recovered"  # pins the packs of an earlier process until no process maps them any more
+GROW_SLICE_BYTES = 64 << 20  # prefaulted per step; growth can stop between steps
 log = get_logger(__name__)
 
 
 class Arena:
-    """Made by ``create``. Thread-safe."""
+    """The arena; open it with ``create``. Thread-safe."""
 
     def __init__(self, path: Path, file: int, mapping: mmap.mmap, grow_slice_bytes: int) -> None:
         self.path = path
@@ -48,6 +48,7 @@ class Arena:
         self._slabs: dict[str, Slab] = {}
         self._pins: dict[str, set[str]] = {}
         self.retention = RetentionLease()
+        self.num_evictions = 0
         self._tick, self._drop_when_unpinned = 0, set[str]()  # packs to drop with their last pin
         self._closed = self._growth_ended = False
         self._lock = threading.RLock()
@@ -57,8 +58,8 @@ class Arena:
     def create(cls, path: str | Path, capacity_bytes: int, grow_slice_bytes: int = GROW_SLICE_BYTES) -> Arena:
         """Opens the arena at ``path`` (normally under /dev/shm), or creates it: sparse, only its table prefaulted.
 
-        A file of another size or version is replaced; workers keep the old one for as long as they map it. Raises
-        ``Conflict`` when another process owns the arena, ``ArenaFull`` when the file system has no space for the table.
+        Replaces a file of another size or version; workers that map the old file keep it. Raises ``Conflict`` when
+        another process owns the arena, ``ArenaFull`` when the file system has no space for the table.
         """
         path, capacity_bytes = Path(path), capacity_bytes // ALIGN_BYTES * ALIGN_BYTES
         if capacity_bytes <= TABLE_BYTES:
@@ -74,7 +75,7 @@ class Arena:
         if arena._table.faulted_bytes:
             try:
                 arena._recover()
-            except ArenaCorrupted as error:  # better to start with an empty arena than not at all
+            except ArenaCorrupted as error:  # start with an empty arena rather than not at all
                 log.warning("arena_not_recovered", reason=error.message)
                 arena.close(unlink=True)
                 return cls.create(path, capacity_bytes, grow_slice_bytes)
@@ -90,7 +91,7 @@ class Arena:
 
     @property
     def free_bytes(self) -> int:
-        """What no slab occupies, prefaulted or not; evictable packs count as occupied."""
+        """The bytes that no slab occupies, prefaulted or not; evictable packs count as occupied."""
         with self._lock:
             return self.capacity_bytes - TABLE_BYTES - sum(entry.num_bytes for entry in self._entries.values())
 
@@ -113,14 +114,15 @@ class Arena:
             return self.faulted_bytes
 
     def stop_growing(self) -> None:
-        """A running ``grow`` ends after its slice, later ones raise ``ArenaFull``; so ``close`` is quick."""
+        """Ends a running ``grow`` after its step; later calls raise ``ArenaFull``. It makes ``close`` quick."""
         self._growth_ended = True
 
     def reserve(self, encoded_manifest: bytes, owner: str | None = None, keep_retained: bool = False) -> Slab:
-        """The pack's slab, existing or new and empty; pinned by ``owner`` if given.
+        """Returns the pack's slab, existing or new and empty, pinned by ``owner`` if given.
 
-        Grows when the prefaulted range has no space but the capacity has; otherwise evicts the least recently used
-        unpinned packs: retained ones last, and not at all if ``keep_retained``. A slab that failed may be filled again.
+        Grows the arena when the prefaulted range has no space but the capacity has; otherwise evicts the least recently
+        used unpinned packs. Retained packs are evicted last, with ``keep_retained`` never. A failed slab may be filled
+        again.
         Raises ``ArenaFull``, and ``ProtocolViolation`` for a bad manifest.
         """
         pack_id = pack_id_of(encoded_manifest)
@@ -144,10 +146,10 @@ class Arena:
             try:
                 self.grow(num_missing_bytes)  # without the lock: other calls continue meanwhile
             except ArenaFull:
-                end_bytes = self.faulted_bytes  # no more memory: only eviction can make space
+                end_bytes = self.faulted_bytes  # no more memory: only eviction can free space
 
     def get(self, pack_id: str) -> Slab | None:
-        """The slab, complete or not; counts as a use."""
+        """The pack's slab, complete or not; counts as a use."""
         with self._lock:
             slab = self._slabs.get(pack_id)
             if slab is not None:
@@ -160,14 +162,14 @@ class Arena:
             return sorted(self._slabs.values(), key=lambda slab: slab.offset)
 
     def pin(self, pack_id: str, owner: str) -> None:
-        """Keeps the pack from being evicted or dropped until this owner unpins it. Raises ``UnknownBuffer``."""
+        """Prevents eviction and drops of the pack until this owner unpins it. Raises ``UnknownBuffer``."""
         with self._lock:
             if self.get(pack_id) is None:
                 raise UnknownBuffer(f"pack {pack_id} is not in the arena")
             self._pins.setdefault(pack_id, set()).add(owner)
 
     def lease(self, slab: Slab, owner: str) -> None:
-        """``pin`` for a reader of this very slab. Raises ``UnknownBuffer`` once it was dropped."""
+        """Pins this slab for a reader. Raises ``UnknownBuffer`` once it has been dropped."""
         with self._lock:
             if self._slabs.get(slab.pack_id) is not slab:
                 raise UnknownBuffer(f"pack {slab.pack_id} is no longer in the arena")
@@ -182,16 +184,16 @@ class Arena:
                 self._pins.pop(pack_id, None)
                 if pack_id in self._drop_when_unpinned and not self._closed:
                     self._remove(pack_id)
-            if owner != RECOVERED:  # releasing recovered packs is not a use: the order of eviction stays
+            if owner != RECOVERED:  # releasing a recovered pack is not a use: the eviction order stays
                 self.get(pack_id)
 
     def owners(self, pack_id: str) -> frozenset[str]:
-        """Who pins the pack."""
+        """The owners of the pack's pins."""
         with self._lock:
             return frozenset(self._pins.get(pack_id, ()))
 
     def drop(self, pack_id: str, when_unpinned: bool = False) -> bool:
-        """Frees an unpinned pack's range. False: absent, or pinned; ``when_unpinned``: its last unpin drops it."""
+        """Frees an unpinned pack's range. False: absent or pinned; ``when_unpinned``: its last unpin drops it."""
         with self._lock:
             if pack_id in self._slabs and pack_id not in self._pins:
                 self._remove(pack_id)
@@ -244,7 +246,7 @@ class Arena:
         for entry in self._entries.values():
             rank = ranks.get(entry.pack_id)
             kept = entry.pack_id in self._pins or (keep_retained and rank is not None)
-            last_used = entry.last_used if rank is None else self._tick + 1 + rank  # the retained leave last
+            last_used = entry.last_used if rank is None else self._tick + 1 + rank  # retained packs are evicted last
             used.append(UsedRange(entry.pack_id, entry.begin, entry.end, last_used, kept))
         allocation = find_space(used, TABLE_BYTES, self.faulted_bytes, end_bytes, num_bytes)
         if allocation is None:
@@ -261,6 +263,7 @@ class Arena:
             raise ArenaFull(f"the arena's table has no entry left: it holds {MAX_SLABS} packs")
         for evicted in allocation.evicted:
             self._remove(evicted)
+        self.num_evictions += len(allocation.evicted)
         memory = self._memory[allocation.begin : allocation.begin + form.num_slab_bytes]
         form.write(memory, encoded_manifest)
         slab = Slab(self, memory, allocation.begin, pack_id)

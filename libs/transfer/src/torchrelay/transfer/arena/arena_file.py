@@ -1,4 +1,4 @@
-"""The arena's file: owned by one process at a time, replaced if it is not an arena of the wanted kind."""
+"""The arena's file: owned by one process at a time, replaced when its size or version differs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def open_locked(path: Path, capacity_bytes: int) -> int:
             num_bytes = os.fstat(file).st_size
             if num_bytes == 0 or (num_bytes == capacity_bytes and is_table_of(os.pread(file, 64, 0), capacity_bytes)):
                 return file
-            path.unlink()  # whoever maps the old file keeps it
+            path.unlink()  # processes that map the old file keep it
         os.close(file)
 
 
 def capacity_left_at(path: Path) -> int | None:
-    """The capacity of the arena that an earlier process left; None: there is none to reopen."""
+    """The capacity of the arena that an earlier process left; None: there is no arena to reopen."""
     try:
         with path.open("rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size

@@ -15,7 +15,7 @@ from torchrelay.transfer.manifest import Manifest, decode_manifest
 
 
 class MappedSlab:
-    """Valid for as long as it is mapped, whatever becomes of the store.
+    """A slab that stays valid while it is mapped, whatever happens to the store.
 
     Raises ``NotFound`` when there is no such arena, ``ArenaCorrupted`` when there is no slab at this offset.
     """
@@ -45,7 +45,7 @@ class MappedSlab:
         return self._verified[index] == 1
 
     def close(self) -> None:
-        """Unmaps it. While tensors still refer to it, the mapping stays until the last of them is collected."""
+        """Unmaps the slab. While tensors still refer to it, the mapping stays until the last of them is collected."""
         for end in (self.data.release, self._verified.release, self._mapping.close):
             with suppress(BufferError):
                 end()

@@ -1,4 +1,4 @@
-"""Faulting memory in ahead of time, without holding the interpreter's lock.
+"""Prefaults memory without holding the interpreter's lock.
 
 On a virtual machine the first touch of pages costs about 2 s per GB; afterwards they are fast.
 """
@@ -18,8 +18,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def prefault(file: int, mapping: mmap.mmap, begin: int, num_bytes: int) -> None:
     """Allocates zeroed pages for a range of a shared file and maps them into this process.
 
-    The range must never have been written. Raises ``OSError`` (ENOSPC) when the file system is full; without the
-    allocation, the first touch would kill the process by SIGBUS.
+    The range must be unwritten. Raises ``OSError`` (ENOSPC) when the file system is full; without the allocation, the
+    first touch would kill the process with SIGBUS.
     """
     os.posix_fallocate(file, begin, num_bytes)
     anchor = (ctypes.c_char * num_bytes).from_buffer(mapping, begin)

@@ -1,4 +1,4 @@
-"""Where a new slab goes: first fit; growing before evicting; least recently used first. Pure."""
+"""Finds the range of a new slab: first fit, growth before eviction, least recently used first. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class UsedRange:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Where a slab can go, and which packs must be evicted first."""
+    """The offset of a new slab, and the packs to evict before it is placed."""
 
     begin: int
     evicted: tuple[str, ...]
@@ -35,18 +35,17 @@ def first_fit(used: Iterable[UsedRange], begin: int, end: int, num_bytes: int) -
 
 
 def find_space(used: Sequence[UsedRange], begin: int, faulted_end: int, end: int, num_bytes: int) -> Allocation | None:
-    """First within the prefaulted range, then beyond it, and only then in place of unpinned packs."""
-    # Growing before evicting: it costs seconds once, while an evicted copy may have to cross the network again.
+    """Searches the prefaulted range, then the range beyond it, and only then evicts unpinned packs."""
+    # Growth costs seconds once, while an evicted copy may have to cross the network again.
     for limit in (faulted_end, end):
-        found = first_fit(used, begin, limit, num_bytes)
-        if found is not None:
-            return Allocation(found, ())
-    leaving = sorted((taken for taken in used if not taken.pinned), key=lambda taken: taken.last_used)
-    for count in range(1, len(leaving) + 1):
-        gone = {taken.pack_id for taken in leaving[:count]}
-        found = first_fit((taken for taken in used if taken.pack_id not in gone), begin, end, num_bytes)
-        if found is not None:
-            # Packs that are not in the way may stay.
-            overlapping = (t for t in leaving[:count] if t.begin < found + num_bytes and found < t.end)
-            return Allocation(found, tuple(taken.pack_id for taken in overlapping))
+        offset = first_fit(used, begin, limit, num_bytes)
+        if offset is not None:
+            return Allocation(offset, ())
+    evictable = sorted((taken for taken in used if not taken.pinned), key=lambda taken: taken.last_used)
+    for count in range(1, len(evictable) + 1):
+        candidates = {taken.pack_id for taken in evictable[:count]}
+        offset = first_fit((taken for taken in used if taken.pack_id not in candidates), begin, end, num_bytes)
+        if offset is not None:
+            overlapping = (t for t in evictable[:count] if t.begin < offset + num_bytes and offset < t.end)
+            return Allocation(offset, tuple(taken.pack_id for taken in overlapping))
     return None

@@ -1,7 +1,7 @@
-"""Retention: a lease, renewed by the scheduler, on packs that others must not simply evict.
+"""Retention: a lease, renewed by the scheduler, that protects packs from eviction.
 
-A retained pack is evicted only for a relay that is allowed to, after everything else, and in the order named. When the
-lease expires nothing is retained: a scheduler that died does not keep the arena full forever.
+Retained packs are evicted last, in the order of their ranks, and only for a relay that may evict them. When the lease
+expires nothing is retained, so a scheduler that died does not keep the arena full forever.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 
 
 class RetentionLease:
-    """Thread-safe."""
+    """The retained packs and their ranks. Thread-safe."""
 
     def __init__(self) -> None:
         self._lease: tuple[float, Mapping[str, int]] = (0.0, {})  # expiry (time.monotonic), ranks
 
     def renew(self, pack_ids: Sequence[str], lease_s: float) -> bool:
-        """Replaces what was retained before. Packs to evict first, if any must be, come first. True if others are
-        retained now, in whatever order.
+        """Replaces the retained packs; the pack to evict first comes first. Returns whether the set of packs changed,
+        whatever their order.
         """
         before = self.ranks.keys()
         ranks = {pack_id: rank for rank, pack_id in enumerate(dict.fromkeys(pack_ids))}
@@ -27,6 +27,6 @@ class RetentionLease:
 
     @property
     def ranks(self) -> Mapping[str, int]:
-        """The packs retained now, in the arena or not, with their rank in the order of eviction."""
+        """The retained packs, in the arena or not, with their ranks in the eviction order."""
         until, ranks = self._lease
         return ranks if time.monotonic() < until else {}

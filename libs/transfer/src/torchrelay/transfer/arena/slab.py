@@ -1,10 +1,9 @@
-"""A pack in the arena, as the store fills and serves it."""
+"""A pack in the arena, filled and served by the store."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol
 
@@ -17,7 +16,7 @@ from torchrelay.transfer.manifest import Manifest, checked_manifest
 
 
 class Pins(Protocol):
-    """Keeps a slab from being evicted: the arena."""
+    """The arena, which does not evict a pinned slab."""
 
     def lease(self, slab: Slab, owner: str) -> None: ...
 
@@ -25,11 +24,11 @@ class Pins(Protocol):
 
 
 class Slab:
-    """One pack's range of the arena: a ``Buffer`` to serve, a ``Sink`` to fill, a lease while it is read.
+    """A pack's range of the arena: a ``LeasedBuffer`` to serve and a ``Sink`` to fill.
 
-    Chunks found verified in a reopened arena are not trusted: each is hashed again when it is first asked for, and
-    counts from then on (``recheck`` does all at once). When the slab is dropped, its waiters get ``BufferLost`` and its
-    views must not be used any more; a pin prevents that.
+    The verified bytes of a reopened arena are not trusted: each chunk is hashed again at its first use and counts from
+    then on (``recheck`` hashes all at once). When the slab is dropped, its waiters get ``BufferLost`` and its views
+    must not be used any more; a pin prevents that.
     """
 
     def __init__(self, pins: Pins, memory: memoryview, offset: int, pack_id: str) -> None:
@@ -47,12 +46,11 @@ class Slab:
         self._shared = memory[self.format.verified]  # what the workers see
         self._verified = bytearray(self.num_chunks)  # what this process has verified itself
         self.num_verified = 0
-        self.num_segments_ready = 0  # leading segments, in execution order, that have all their chunks verified
+        self.num_segments_ready = 0  # leading segments, in execution order, with all chunks verified
         self.error = ""  # why the missing chunks will not arrive; empty while they may
         self._pins = pins
         self._dropped = False
         self._changed = threading.Condition()
-        self._callbacks: list[Callable[[], None]] = []
 
     @property
     def complete(self) -> bool:
@@ -66,89 +64,73 @@ class Slab:
         return self.manifest.chunk_digests[index]
 
     def is_verified(self, index: int) -> bool:
-        """Whether the bytes matched their digest. Hashes the chunk once after the arena was reopened."""
+        """Whether the bytes matched their digest. Hashes a chunk of a reopened arena at the first call."""
         if self._verified[index]:
             return True
         return bool(self._shared[index]) and self._recheck_chunk(index)
 
     def missing(self) -> list[int]:
-        """The chunks to request, in execution order."""
+        """The unverified chunks, in execution order."""
         return [index for index in range(self.num_chunks) if not self.is_verified(index)]
 
     def accept(self, index: int) -> None:
-        """The chunk's digest has matched: counts it, shows it to the workers, wakes waiters.
+        """Records that the chunk's digest has matched: shows the chunk to the workers and wakes waiters.
 
-        Raises ``BufferLost`` when the slab was dropped meanwhile: its range may belong to another.
+        Raises ``BufferLost`` when the slab has been dropped: its range may belong to another slab.
         """
         with self._changed:
             if self._dropped:
                 raise BufferLost(self.error)
             self._shared[index] = 1
             self._count(index)
-        self._notify()
 
     def wait_any(self, indices: Sequence[int], timeout_s: float) -> list[int]:
         """The first of these chunks that are verified; waits while none is. See ``buffers.Buffer``."""
-        # A snapshot: otherwise a chunk accepted during the scan could overtake those before it.
+        # A snapshot, so that a chunk accepted during the scan cannot overtake earlier chunks.
         shared = bytes(self._shared)
         verified = (index for index in indices if shared[index] and self.is_verified(index))
-        if found := list(islice(verified, MAX_READY_CHUNKS)):
-            return found
+        if ready := list(islice(verified, MAX_READY_CHUNKS)):
+            return ready
         with self._changed:
             self._changed.wait_for(lambda: self.error or any(self._verified[index] for index in indices), timeout_s)
-            found = list(islice((index for index in indices if self._verified[index]), MAX_READY_CHUNKS))
-            if self.error and not found:
+            ready = list(islice((index for index in indices if self._verified[index]), MAX_READY_CHUNKS))
+            if self.error and not ready:
                 raise BufferLost(self.error)
-            return found
+            return ready
 
     def ready_flags(self) -> bytes:
-        """One byte per chunk: 1 if verified by this process."""
+        """Flags of all chunks, one byte each: 1 if this process has verified the chunk."""
         return bytes(self._verified)
 
     def fail(self, error: Exception | str) -> None:
-        """The missing chunks will not arrive (every source failed). Verified ones stay valid; see ``revive``."""
+        """Gives up the missing chunks. Verified chunks stay valid; see ``revive``."""
         with self._changed:
             self.error = self.error or f"pack {self.pack_id} cannot be completed here: {error}"
             self._changed.notify_all()
-        self._notify()
 
     def revive(self) -> None:
-        """Starts over after ``fail``."""
+        """Allows the missing chunks to be filled again after ``fail``."""
         with self._changed:
             if not self._dropped:
                 self.error = ""
 
     def mark_dropped(self) -> None:
-        """The arena has reclaimed the range."""
+        """Records that the arena has reclaimed the range."""
         with self._changed:
             self._dropped = True
             self._verified = bytearray(self.num_chunks)
             self.num_verified = self.num_segments_ready = 0
         self.fail("it was dropped from the arena")
 
-    def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Calls back after each accepted chunk and failure, in the thread that caused it: be quick.
-
-        Returns a function that removes the callback.
-        """
-        with self._changed:
-            self._callbacks.append(callback)
-
-        def remove() -> None:
-            with self._changed, suppress(ValueError):  # removed twice
-                self._callbacks.remove(callback)
-
-        return remove
-
     def acquire(self, owner: str) -> None:
-        """Pins the slab for a reader. Raises ``UnknownBuffer`` when it was dropped."""
+        """Pins the slab for a reader. Raises ``UnknownBuffer`` when it has been dropped."""
         self._pins.lease(self, owner)
 
     def release(self, owner: str) -> None:
         self._pins.unpin(self.pack_id, owner)
 
     def recheck(self) -> int:
-        """Hashes every chunk that a previous process left as verified; returns how many are verified now."""
+        """Hashes every chunk that an earlier process left as verified; returns the number of verified chunks."""
         for index in range(self.num_chunks):
             self.is_verified(index)
         return self.num_verified
@@ -177,7 +159,6 @@ class Slab:
                 self._count(index)
             elif not self._verified[index]:
                 self._shared[index] = 0
-        self._notify()
         return good
 
     def _count(self, index: int) -> None:
@@ -189,7 +170,3 @@ class Slab:
             ):
                 self.num_segments_ready += 1
         self._changed.notify_all()
-
-    def _notify(self) -> None:
-        for callback in tuple(self._callbacks):
-            callback()

@@ -1,9 +1,9 @@
-"""The layout of one slab in the arena; a mapping of it alone is self-describing.
+"""The layout of a slab in the arena, which a mapping of the slab alone describes.
 
     [header 64 B][verified: one byte per chunk][encoded manifest][padding][the pack's bytes][padding]
 
-The pack's bytes begin and end on pages. A verified byte becomes 1 after its chunk's digest matched, never before. One
-process writes (the store), others only read.
+The pack's bytes begin and end on pages. A verified byte becomes 1 after its chunk's digest has matched, never before.
+Only the store writes; all other processes read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrelay.transfer.manifest import PAGE_BYTES, Manifest
 _MAGIC = b"TRSLAB01"
 _HEADER = struct.Struct("<8sIIQQ")  # magic, chunks, manifest bytes, data offset, data bytes
 _HEADER_BYTES = 64
-# A page of the pack format, or of this machine if its pages are larger: the granularity of mmap.
+# The granularity of mmap: a page of the pack format, or of this machine if its pages are larger.
 ALIGN_BYTES = max(PAGE_BYTES, mmap.ALLOCATIONGRANULARITY)
 
 
@@ -28,7 +28,7 @@ def page_aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SlabFormat:
-    """The parts of one slab, as offsets from its beginning."""
+    """The parts of a slab, as offsets from its beginning."""
 
     num_chunks: int
     manifest_bytes: int
@@ -66,12 +66,12 @@ class SlabFormat:
 
 
 def read_format(slab: memoryview) -> SlabFormat:
-    """Raises ``ArenaCorrupted`` when this is not a slab, or its parts do not fit into it."""
+    """The format of a slab. Raises ``ArenaCorrupted`` when this is no slab, or its parts do not fit into it."""
     if len(slab) < _HEADER_BYTES:
         raise ArenaCorrupted(f"a slab of {len(slab)} bytes is too small for its header")
     magic, num_chunks, manifest_bytes, data_offset, data_bytes = _HEADER.unpack_from(slab)
-    found = SlabFormat(num_chunks, manifest_bytes, data_offset, data_bytes)
+    form = SlabFormat(num_chunks, manifest_bytes, data_offset, data_bytes)
     front = page_aligned(_HEADER_BYTES + num_chunks + manifest_bytes)
-    if magic != _MAGIC or data_offset != front or found.num_slab_bytes > len(slab):
+    if magic != _MAGIC or data_offset != front or form.num_slab_bytes > len(slab):
         raise ArenaCorrupted("the slab's header does not describe a slab of this size")
-    return found
+    return form

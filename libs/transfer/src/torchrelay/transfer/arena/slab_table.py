@@ -1,6 +1,6 @@
 """The arena's table of slabs: the first pages of its file, so that it outlives the store.
 
-[header 64 B][entry 64 B]...    an entry is valid once its state is USED, which is written last
+[header 64 B][entry 64 B]...    an entry is valid once its state, which is written last, is USED
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TABLE_BYTES = page_aligned(_SIZE * (MAX_SLABS + 1))
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """The pack in [begin, begin + num_bytes) of the arena; ``last_used`` is a tick that only increases."""
+    """The pack in [begin, begin + num_bytes) of the arena; ``last_used`` is a tick of a clock that counts uses."""
 
     slot: int
     pack_id: str
@@ -61,7 +61,7 @@ def check_ranges(entries: Iterable[TableEntry], faulted_bytes: int, capacity_byt
 
 
 class SlabTable:
-    """The table in the arena's memory; guarded by its owner's lock."""
+    """The table in the arena's memory. Its owner's lock guards it."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory[:TABLE_BYTES]
@@ -80,18 +80,18 @@ class SlabTable:
         _FAULTED.pack_into(self._memory, _FAULTED_OFFSET, num_bytes)
 
     def entries(self) -> list[TableEntry]:
-        """All slabs. Raises ``ArenaCorrupted`` for an unknown state."""
-        found = []
+        """All used entries. Raises ``ArenaCorrupted`` for an unknown state."""
+        entries = []
         for slot in range(MAX_SLABS):
             state, _, begin, num_bytes, last_used, pack_id = _ENTRY.unpack_from(self._memory, _entry_offset(slot))
             if state == _USED:
-                found.append(TableEntry(slot, pack_id.hex(), begin, num_bytes, last_used))
+                entries.append(TableEntry(slot, pack_id.hex(), begin, num_bytes, last_used))
             elif state != _FREE:
                 raise ArenaCorrupted(f"entry {slot} of the arena's table has state {state}")
-        return found
+        return entries
 
     def add(self, pack_id: str, begin: int, num_bytes: int, last_used: int) -> TableEntry:
-        """Raises ``ArenaFull`` when every entry is used."""
+        """Writes a new entry. Raises ``ArenaFull`` when every entry is used."""
         for slot in range(MAX_SLABS):
             offset = _entry_offset(slot)
             if _STATE.unpack_from(self._memory, offset)[0] == _FREE:

@@ -1,9 +1,9 @@
-"""Which source is asked for which chunk. Pure; time is given.
+"""Assigns chunks to sources. Pure; time is an argument.
 
 Chunks are assigned in the order wanted. Each source has a window of outstanding requests, sized to what it delivers in
 ``WINDOW_S``. At most one source writes a chunk at a time, and an accepted chunk is never requested again.
 
-A chunk is named here by its position in the order wanted, a source by its index in ``states``.
+Chunks are identified by their position in the order wanted, sources by their index in ``states``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torchrelay.transfer.fetch.source_state import SourcePhase, SourceState
 WINDOW_S = 0.05
 MIN_WINDOW, FIRST_WINDOW, MAX_WINDOW = 2, 4, 64
 UNMEASURED_WINDOW_BYTES = 2 << 20
-STEAL_FACTOR, STEAL_S = 1.25, 0.01  # an idle source takes over a chunk if it would deliver it sooner by this margin
+STEAL_FACTOR, STEAL_S = 1.25, 0.01  # margin by which an idle source must be faster to take over a chunk
 LOOK_AHEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRequests:
-    """What to send to one source: chunks to request, and earlier requests to cancel."""
+    """Messages for a source: chunks to request, and earlier requests to cancel."""
 
     wanted: list[int]
     cancelled: list[int]
@@ -34,7 +34,7 @@ class ChunkAssignment:
 
     def __init__(self, num_chunks: int, states: list[SourceState]) -> None:
         self.num_chunks = self.num_left = num_chunks
-        self.has_changes = False  # chunks became available, or there is something to cancel
+        self.has_changes = False  # chunks became available, or requests must be cancelled
         self.progress_at = 0.0
         self._states = states
         self._done = bytearray(num_chunks)
@@ -47,15 +47,15 @@ class ChunkAssignment:
         """The mean size of accepted chunks; 0: none yet."""
         return self._bytes_accepted / self._num_accepted if self._num_accepted else 0.0
 
-    # -- what the sources do
+    # -- events of the sources
 
     def record(self, state: SourceState, num_bytes: int, now: float) -> None:
-        """Adds received bytes, written or skipped, or the mere passing of time, to a source's measured rate."""
+        """Adds received bytes, written or skipped, or the passing of time alone, to a source's measured rate."""
         sharing = len(self._states) > 1 and sum(other.active for other in self._states) > 1
         state.record(num_bytes, now, sharing=sharing)
 
     def begin(self, source: int, position: int, now: float) -> bool:
-        """A chunk starts to arrive. False: it is here already, or another source is writing it; skip its bytes."""
+        """Records that a chunk starts to arrive. False: skip it, since it is here or another source is writing it."""
         state = self._states[source]
         self.record(state, 0, now)
         state.last_frame_at = now
@@ -70,7 +70,7 @@ class ChunkAssignment:
         return writes
 
     def accepted(self, source: int, position: int, num_bytes: int, now: float) -> None:
-        """The arriving chunk is complete and verified."""
+        """Records that the arriving chunk is complete and verified."""
         state = self._states[source]
         self._done[position] = 1
         self.num_left -= 1
@@ -83,7 +83,7 @@ class ChunkAssignment:
         state.update_busy(now)
 
     def release_revoked(self, source: int, now: float) -> bool:
-        """True: the source must stop writing the arriving chunk, from this moment on."""
+        """Releases the arriving chunk if it was revoked. True: the source must stop writing it immediately."""
         state = self._states[source]
         if not state.revoked or state.receiving is None:
             return False
@@ -93,15 +93,15 @@ class ChunkAssignment:
         state.update_busy(now)
         return True
 
-    # -- what to request
+    # -- requests
 
     def requests(self, source: int) -> ChunkRequests:
-        """What to send to this source now."""
+        """Takes the requests and cancellations to send to this source now."""
         state = self._states[source]
         cancelled, state.cancels = state.cancels, []
         wanted: list[int] = []
         if state.accepts_requests and self.num_left:
-            # Chunks it does not have yet fill a window of their own; otherwise a chunk that another source gave up
+            # Chunks that it does not have yet fill a separate window; otherwise a chunk that another source gave up
             # could not be requested from it.
             num_had = sum(state.has[position] for position in state.outstanding)
             window = self._window(state)
@@ -112,17 +112,17 @@ class ChunkAssignment:
         return ChunkRequests(wanted, cancelled)
 
     def ask(self, source: int, wanted: Iterable[int], now: float) -> None:
-        """These chunks are being requested from the source."""
+        """Records that these chunks are being requested from the source."""
         state = self._states[source]
         if not state.has_outstanding:
             state.last_frame_at = now
         state.outstanding.update(dict.fromkeys(wanted))
         state.update_busy(now)
 
-    # -- what the policy takes back
+    # -- withdrawals by the policy
 
     def disconnect(self, state: SourceState) -> None:
-        """The source's connection is gone: whatever it still owed is available again."""
+        """Makes the chunks that a disconnected source still owed available again."""
         lost = list(state.outstanding)
         if state.receiving is not None:
             lost.append(state.receiving)
@@ -132,13 +132,13 @@ class ChunkAssignment:
             self.make_available(position)
 
     def withdraw(self, state: SourceState, keep: int) -> None:
-        """Cancels all but the first ``keep`` outstanding requests, for other sources to take."""
+        """Cancels all but the first ``keep`` outstanding requests, so that other sources can take them."""
         for position in list(state.outstanding)[keep:]:
             self._cancel(state, position)
             self.make_available(position)
 
     def make_available(self, position: int) -> None:
-        """The chunk may be requested, again or from one more source."""
+        """Makes a chunk available to be requested again, or from one more source."""
         if not self._done[position]:
             heapq.heappush(self._available, position)
             self.has_changes = True
@@ -166,7 +166,7 @@ class ChunkAssignment:
             if state.has[position] and num_present:
                 wanted.append(position)
                 num_present -= 1
-            # It may still get what it lacks; but if another source has the chunk, that one is asked.
+            # It may still receive a chunk that it lacks, but a source that has the chunk comes first.
             elif not state.has[position] and num_ahead and not self.is_elsewhere(position, but=state):
                 wanted.append(position)
                 num_ahead -= 1
@@ -181,18 +181,18 @@ class ChunkAssignment:
         return wanted
 
     def _unblock(self, state: SourceState, num_more: int) -> list[int]:
-        """Chunks that this source has, taken from sources that were asked for them and do not have them yet."""
+        """Moves chunks to this source that it has, from sources that were asked for them and do not have them yet."""
         moved = list[int]()
         for other in self._states:
             if other is not state:
-                for position in [each for each in other.outstanding if state.has[each] and not other.has[each]]:
+                for position in [chunk for chunk in other.outstanding if state.has[chunk] and not other.has[chunk]]:
                     if len(moved) < num_more and position not in state.outstanding:
                         self._cancel(other, position)
                         moved.append(position)
         return sorted(moved)
 
     def _steal(self, state: SourceState) -> list[int]:
-        """One chunk that this idle source would deliver sooner than the source that was asked for it."""
+        """Moves a chunk to this idle source that it would deliver sooner than the source that was asked for it."""
         fallback = max(other.monitor.recent for other in self._states)
         own_eta_s = state.eta_s(self.chunk_bytes, 1, fallback) * STEAL_FACTOR + STEAL_S
         others = [
@@ -201,12 +201,12 @@ class ChunkAssignment:
             if other is not state and other.phase is SourcePhase.OPEN and other.has_outstanding
         ]
         for eta_s, other in sorted(others, key=lambda entry: -entry[0]):
-            position = next((each for each in reversed(other.outstanding) if state.has[each]), None)
+            position = next((chunk for chunk in reversed(other.outstanding) if state.has[chunk]), None)
             if position is not None:
                 if eta_s > own_eta_s and position not in state.outstanding:
                     self._cancel(other, position)
                     return [position]
-            # A chunk that is arriving may be nearly complete: only an idle source of over twice the speed gets it.
+            # An arriving chunk may be nearly complete: only an idle source of over twice the speed takes it over.
             elif (
                 other.receiving is not None
                 and state.has[other.receiving]
@@ -238,5 +238,5 @@ class ChunkAssignment:
 
 
 def _num_to_request(window: int, num_outstanding: int) -> int:
-    """How many more to request; 0 until half the window is free, so that requests go out several at a time."""
+    """The number of further chunks to request; 0 until half the window is free, so that requests are batched."""
     return window - num_outstanding if 2 * num_outstanding <= window else 0

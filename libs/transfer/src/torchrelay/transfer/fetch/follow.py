@@ -1,4 +1,4 @@
-"""follow(): receives chunks from holders, in the order requested, each as soon as a holder has it."""
+"""``follow`` receives chunks from holders, in the order requested, each as soon as a holder has it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def follow(
 
     ``wanted`` names each chunk once. From one source that has them, chunks arrive in that order; from several, nearly.
     The first ``options.num_striped`` sources are followed from the start, for different chunks; the others are
-    alternates. An alternate joins as soon as a source turns slow or silent (within about 0.2 s), at once when one
+    alternates. An alternate joins when a source turns slow or silent (within about 0.2 s), immediately when a source
     disconnects, refuses or sends a damaged chunk, and after half a second in which a source had nothing to send; see
     ``source_policy``. A failed source is retried once, and given up if it fails again before it delivers a chunk.
     Accepted chunks are never requested again.
 
-    ``control.stats`` counts what each source delivers. Sources added to ``control.updates`` become alternates, ahead
-    of the others. A transfer of class ``IDLE`` does not join a source because another is slow, until
-    ``control.updates`` makes it urgent: then its streams are reopened.
+    ``control.stats`` counts what each source delivers. Sources added to ``control.updates`` are the next to join. In a
+    transfer of class ``IDLE`` no source joins because another is slow, until ``control.updates`` makes the
+    transfer urgent: then its streams are reopened.
 
     Blocks the iterating thread. Ends early, without an error, within about 100 ms of ``control.stop`` being set.
     Closing the generator closes its connections. Raises ``SourcesExhausted`` when every source has failed, and

@@ -1,8 +1,8 @@
-"""One running transfer: the threads that carry out what ``SourcePolicy`` and ``ChunkAssignment`` decide.
+"""A running transfer: the threads that carry out the decisions of ``SourcePolicy`` and ``ChunkAssignment``.
 
 The iterating thread receives from the first source itself, so with one source no chunk changes threads; every further
-source has a thread of its own. All receive straight into the sink. A thread that received something, or waited a while,
-has the policy review the sources, opens those that join, and sends requests, also to the sources of other threads.
+source has its own thread. All receive straight into the sink. After each received part or tick, a thread has the policy
+review the sources, opens the sources that join, and sends requests, also to the sources of other threads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import replace
 from torchrelay.common.errors import NotFound, PermissionDenied, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.transfer.buffers import Sink
-from torchrelay.transfer.errors import BufferLost, SourcesExhausted, SourceStalled
+from torchrelay.transfer.errors import BufferLost, ChunkDamaged, SourcesExhausted, SourceStalled
 from torchrelay.transfer.fetch.chunk_assignment import ChunkAssignment, ChunkRequests
 from torchrelay.transfer.fetch.options import FollowOptions, StopSignal, TransferControl
 from torchrelay.transfer.fetch.source_policy import SourcePolicy
@@ -29,13 +29,13 @@ from torchrelay.transfer.protocol.frame_stream import ChunkRevoked, StopRequeste
 from torchrelay.transfer.transport.interface import TICK_S, TransferClass
 
 REVIEW_INTERVAL_S = 0.02
-CONNECT_TIMEOUT_S = 0.5  # when there is another source to turn to
+CONNECT_TIMEOUT_S = 0.5  # while another source may deliver
 _SOURCE_FAILURES = (TorchrelayError, OSError)
 log = get_logger(__name__)
 
 
 class MultiSourceFetch:
-    """Iterate over ``run``; the other public methods make it the ``StreamOwner`` of its streams."""
+    """A transfer: iterate over ``run``. The other public methods make it the ``StreamOwner`` of its streams."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class MultiSourceFetch:
         self._error: Exception | None = None
         self._review_at = -math.inf
         self._num_repairs_reported = 0
-        self._is_waiting = False  # the iterating thread has no source of its own, and waits for the others
+        self._is_waiting = False  # the iterating thread has no source and waits for other threads
         self._changed = threading.Condition(threading.Lock())  # guards all of the above
 
     def run(self) -> Generator[int, None, None]:
@@ -72,7 +72,7 @@ class MultiSourceFetch:
         own: SourceStream | None = None
         try:
             while True:
-                # Read before the accepted chunks are drained: what is accepted later is seen in the next round.
+                # Read before the accepted chunks are drained; chunks accepted later are yielded in the next round.
                 is_over = self._assignment.num_left == 0 or self._stop.is_set()
                 while self._accepted:
                     yield self._accepted.popleft()
@@ -93,7 +93,7 @@ class MultiSourceFetch:
                 self._close(own)
 
     def _open_next(self) -> SourceStream | None:
-        """For the iterating thread when it has no source: the next to open, if any; otherwise waits a little."""
+        """The next source to open, for the iterating thread when it has none; without one, waits up to ``TICK_S``."""
         with self._changed:
             joined = self._review(time.monotonic())
             if not joined:
@@ -107,7 +107,7 @@ class MultiSourceFetch:
         return self._stream(joined[0])
 
     def _start_threads(self, numbers: Sequence[int]) -> None:
-        """Opens these sources, each in a thread of its own."""
+        """Opens these sources, each in its own thread."""
         for number in numbers:
             stream = self._stream(number)
             thread = threading.Thread(target=self._run_stream, args=(stream,), name="follow", daemon=True)
@@ -128,7 +128,7 @@ class MultiSourceFetch:
             self._send_requests(time.monotonic())
 
     def _step(self, stream: SourceStream) -> bool:
-        """One frame of one source; False: the stream has ended."""
+        """Receives a frame of the source. False: the stream has ended."""
         try:
             stream.step()
             return True
@@ -137,7 +137,7 @@ class MultiSourceFetch:
         except _SOURCE_FAILURES as error:
             self._close(stream)
             self._source_failed(stream, error)
-        except Exception as error:  # the sink's, or a bug: the iterating thread raises it
+        except Exception as error:  # from the sink, or a bug: the iterating thread raises it
             self._close(stream)
             with self._changed:
                 self._error = self._error or (error.cause if isinstance(error, SinkFailed) else error)
@@ -156,9 +156,11 @@ class MultiSourceFetch:
             return
         holder_id = stream.source.holder_id
         log.warning("source_failed", buffer_id=self._buffer_id, holder_id=holder_id, reason=str(error))
-        # A refusal stays a refusal; a broken connection or a damaged chunk deserves one more try.
+        # A refusal is final; after a broken connection or a damaged chunk the source is tried once more.
         final = isinstance(error, PermissionDenied | NotFound | BufferLost)
         self._stats.failed(holder_id, str(error))
+        if isinstance(error, ChunkDamaged):
+            self._stats.damaged()
         with self._changed:
             self._failures.append((holder_id, error))
             self._policy.failed(stream.number, final=final)
@@ -253,7 +255,7 @@ class MultiSourceFetch:
     # -- acting on the decisions
 
     def _send_requests(self, now: float, stream: SourceStream | None = None) -> None:
-        """Sends this stream's requests, or all streams' when something changed for all; opens sources that join."""
+        """Sends the requests of this stream, or after a change those of all streams; opens joining sources."""
         joined: list[int] = []
         with self._changed:
             if now >= self._review_at:
@@ -263,10 +265,10 @@ class MultiSourceFetch:
                 streams = list(self._streams.values())
             else:
                 streams = [stream] if stream.number in self._streams else []
-            for each in streams:
-                self._queue_requests(each, now)
-        for each in streams:
-            each.send_requests()
+            for receiving in streams:
+                self._queue_requests(receiving, now)
+        for receiving in streams:
+            receiving.send_requests()
         self._start_threads(joined)
 
     def _queue_requests(self, stream: SourceStream, now: float) -> None:
@@ -277,8 +279,8 @@ class MultiSourceFetch:
             stream.ask(ChunkRequests(wanted, [self._wanted[position] for position in requests.cancelled]))
 
     def _review(self, now: float) -> list[int]:
-        """Which sources to open."""
-        for source in reversed(self._updates.take()):  # the last one added joins first
+        """Applies updates and has the policy review the sources; returns the sources to open."""
+        for source in reversed(self._updates.take()):  # the source added first joins first
             self._add_source(source)
         self._policy.num_striped = max(self._policy.num_striped, self._updates.num_striped)
         if (asked := self._updates.transfer_class) is not None and asked != self.transfer_class:
@@ -295,7 +297,7 @@ class MultiSourceFetch:
         return joined
 
     def _add_source(self, source: SourceAddress) -> None:
-        """Adds an alternate, or a known one's new address or ticket, which is used when it opens next."""
+        """Adds an alternate; a known source gets its new address and ticket for its next connection."""
         holders = [known.holder_id for known in self._sources]
         number = holders.index(source.holder_id) if source.holder_id in holders else len(holders)
         self._sources[number : number + 1] = [source]

@@ -1,4 +1,4 @@
-"""How a transfer is tuned, and the handles through which others watch and steer it."""
+"""The tuning of a transfer, and the handles through which other threads watch and control it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ STALL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class FollowOptions:
-    """What ``follow`` is tuned with.
+    """The tuning of ``follow``.
 
-    A source is dropped after ``stall_s`` without a byte while something was due, or after ``starve_s`` in which no
-    source delivered anything and this one had nothing to send.
+    A source is dropped after ``stall_s`` without a byte although something was due, or after ``starve_s`` in which no
+    source delivered anything and this source had nothing to send.
     """
 
     transport: Transport = field(default_factory=TcpTransport)
     stall_s: float = STALL_S
-    # Without this limit, copies that wait for one another in a circle after a repair would wait forever.
+    # Without this limit, copies that wait for each other in a cycle after a repair would wait forever.
     starve_s: float = math.inf
     num_striped: int = 1
     transfer_class: TransferClass = TransferClass.KV
@@ -40,7 +40,7 @@ class TransferControl:
 
 
 class StopSignal(threading.Event):
-    """Set once this transfer is over or its caller's own event is set."""
+    """An event that is set once this transfer is over or its caller's event is set."""
 
     def __init__(self, stop: threading.Event) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Which sources are suspect, and when another one joins. Pure; time is given.
+"""Decides which sources are suspect and when alternates join. Pure; time is an argument.
 
-A source is suspect when it has been asked for a chunk it has and delivers nothing (silent) or far less than before
-(slow), when it has had nothing to send for too long (starved), or when it does not open. For each suspect one more
-source joins at once. The suspect stays and may recover; then the other goes on standby, still connected. Chunks
-requested from a silent source are requested elsewhere too, and the first to deliver wins; from a slow source they are
-withdrawn, except for one or two. Near the end, an idle source takes over what it would deliver sooner than the source
-that was asked.
+A source is suspect when it has been asked for a chunk that it has and delivers nothing (silent) or far less than before
+(slow), when it has had nothing to send for too long (starved), or when it does not open. For each suspect one alternate
+joins immediately. The suspect stays and may recover; then the alternate goes on standby, still connected. Chunks
+requested from a silent source are requested elsewhere too, and the first delivery wins; from a slow source they are
+withdrawn, except for one or two. Near the end, an idle source takes over chunks that it would deliver sooner than the
+source that was asked.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torchrelay.transfer.fetch.chunk_assignment import MIN_WINDOW, ChunkAssignme
 from torchrelay.transfer.fetch.source_state import SourcePhase, SourceState
 
 MAX_FAILURES = 2  # consecutive failures without a chunk in between after which a source is given up
-PATIENCE_S = 0.5  # how long a source may have nothing to send: its own sources may be under repair
-# A recovered source must stay healthy this long before others go on standby, and twice as long each time it turned slow
-# again: a source that looks healthy because another shares the load may not be healthy alone.
+MAX_STARVED_S = 0.5  # how long a source may have nothing to send: its own sources may be under repair
+# How long a recovered source must stay healthy before alternates go on standby, doubled each time it turns slow again:
+# a source that looks healthy because another shares the load may not be healthy alone.
 PROBATION_S, MAX_PROBATION_S = 0.3, 10.0
-THROUGHPUT_DROP = 0.75  # a slow source does not matter while all together deliver this share of what they used to
+THROUGHPUT_DROP = 0.75  # a slow source is tolerated while all together deliver this share of their baseline
 
 
 class SourcePolicy:
     """The sources of one transfer, named by their index in ``states``, which it shares with ``assignment``.
 
-    ``num_striped`` sources are followed at once; ``hedge_slow``: a slow source is a reason to join another. Both may
-    be changed at any time.
+    ``num_striped`` sources are followed at once. ``hedge_slow``: an alternate joins when a source is slow. Both may be
+    changed at any time.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class SourcePolicy:
         self._states, self._assignment = states, assignment
         self._queue = deque(range(len(states)))
 
-    # -- what happened
+    # -- events
 
     def opened(self, source: int, now: float) -> None:
         self._states[source].open(self._assignment.num_chunks, now)
         self._assignment.progress_at = max(self._assignment.progress_at, now)
 
     def gained(self, source: int, positions: Iterable[int], now: float) -> None:
-        """The source has these chunks."""
+        """Records that the source has these chunks."""
         state = self._states[source]
         for position in positions:
             state.has[position] = 1
@@ -59,7 +59,7 @@ class SourcePolicy:
         state.update_busy(now)
 
     def failed(self, source: int, *, final: bool) -> None:
-        """Its connection is gone. It may join again, unless the failure was final or one too many."""
+        """Records a lost connection. The source may join again, unless the failure was final or one too many."""
         state = self._states[source]
         self.num_repairs += 1
         state.num_failures += MAX_FAILURES if final else 1
@@ -71,14 +71,14 @@ class SourcePolicy:
             state.phase = SourcePhase.GONE
 
     def reopening(self, source: int, now: float) -> None:
-        """It replaces its connection by a new one to the same source; nothing has failed."""
+        """Records that a connection is replaced by a new one to the same source, without a failure."""
         state = self._states[source]
         was_standby = state.standby
         self._assignment.disconnect(state)
         state.phase, state.since, state.standby = SourcePhase.OPENING, now, was_standby
 
     def add_source(self, source: int) -> None:
-        """Adds a new source (the next index), or gives a known one a new chance. It joins next, unless it is open."""
+        """Adds a new source (the next index), or lets a known source join again. It joins next, unless it is open."""
         if source == len(self._states):
             self._states.append(SourceState())
             self._queue.appendleft(source)
@@ -91,7 +91,7 @@ class SourcePolicy:
         state.phase, state.num_failures = SourcePhase.WAITING, 0
         self._queue.appendleft(source)
 
-    # -- what to do
+    # -- decisions
 
     @property
     def exhausted(self) -> bool:
@@ -103,7 +103,7 @@ class SourcePolicy:
         return sum(state.phase is not SourcePhase.GONE for state in self._states) > 1
 
     def review(self, now: float) -> list[int]:
-        """Updates who is suspect; returns the sources to open now."""
+        """Updates the suspects; returns the sources to open now."""
         for state in self._states:
             if state.phase is SourcePhase.OPEN:
                 self._assignment.record(state, 0, now)
@@ -115,7 +115,7 @@ class SourcePolicy:
         return joined
 
     def overdue(self, source: int, stall_s: float, starve_s: float, now: float) -> str:
-        """Why this source must be dropped; empty: it need not be."""
+        """The reason to drop this source; empty: there is none."""
         state = self._states[source]
         if not state.has_outstanding:
             return ""
@@ -125,13 +125,11 @@ class SourcePolicy:
             return f"the source is alive but had nothing to send for {starve_s:g} s"
         return ""
 
-    # -- how
-
     def _update_suspicion(self, state: SourceState, now: float) -> None:
         was_silent, was_slow, was_healthy = state.silent, state.slow, not state.is_suspect(now)
         state.silent = state.is_silent(self._assignment.chunk_bytes, now)
         waited_s = now - max(self._assignment.progress_at, state.since)
-        state.starved = state.has_outstanding and not state.busy and waited_s > PATIENCE_S
+        state.starved = state.has_outstanding and not state.busy and waited_s > MAX_STARVED_S
         if not state.monitor.slow:
             state.slow = False
         elif self.hedge_slow and self._throughput_dropped():
@@ -169,7 +167,7 @@ class SourcePolicy:
         return joined
 
     def _move_to_standby(self, active: list[SourceState], now: float) -> None:
-        """Puts the last sources on standby once more than enough have been healthy for a while."""
+        """Puts surplus sources on standby once the others have been healthy through their probation."""
         if len(active) <= self.num_striped:
             return
         healthy = [s for s in active if s.phase is SourcePhase.OPEN and not s.is_suspect(now) and s.has_outstanding]

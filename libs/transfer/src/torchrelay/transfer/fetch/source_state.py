@@ -1,4 +1,4 @@
-"""What a transfer knows about one of its sources. Chunks are named by their position in the order wanted."""
+"""The state of a source within a transfer. Chunks are identified by their position in the order wanted."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torchrelay.transfer.fetch.rates import RateMonitor
 
 OPEN_TIMEOUT_S = 0.3  # a source that takes longer to open is suspect
-MIN_SILENCE_S = 0.15  # so is one that could send and sends nothing for this long,
-SILENCE_CHUNKS = 4  # ... or for this many times what a chunk takes
+MIN_SILENCE_S = 0.15  # a source that could send and sends nothing for this long is suspect,
+SILENCE_CHUNKS = 4  # or for this many times what a chunk takes, if that is longer
 MAX_SILENCE_S = 1.0
 
 
@@ -24,18 +24,18 @@ class SourcePhase(enum.Enum):
 
 @dataclass(slots=True)
 class SourceState:
-    """One source. Times are the caller's clock, in seconds."""
+    """The state of a source. Times are the caller's clock, in seconds."""
 
     phase: SourcePhase = SourcePhase.WAITING
     num_failures: int = 0  # failures without a chunk in between
-    standby: bool = False  # open, but not asked: enough others deliver
+    standby: bool = False  # open, but not asked: enough other sources deliver
     has: bytearray = field(default_factory=bytearray)  # one byte per chunk: 1 if the source has it
     outstanding: dict[int, None] = field(default_factory=dict)  # requested and not yet arriving, in the order requested
     cancels: list[int] = field(default_factory=list)  # cancellations to send
     receiving: int | None = None  # the chunk that is arriving
-    revoked: bool = False  # the arriving chunk is to be abandoned: another source brings it
+    revoked: bool = False  # the arriving chunk is to be abandoned: another source delivers it
     monitor: RateMonitor = field(default_factory=RateMonitor)
-    since: float = 0.0  # opening, then open
+    since: float = 0.0  # when it began to open, then when it was open
     last_frame_at: float = 0.0
     last_bytes_at: float = 0.0
     accounted_at: float = 0.0
@@ -43,8 +43,8 @@ class SourceState:
     silent: bool = False
     starved: bool = False
     slow: bool = False
-    healthy_since: float = 0.0  # not suspect since then
-    probation_s: float = 0.0  # how long it must be healthy before others go on standby; 0: it never was slow
+    healthy_since: float = 0.0  # end of the last suspicion
+    probation_s: float = 0.0  # how long it must be healthy before alternates go on standby; 0: it was never slow
 
     @property
     def active(self) -> bool:
@@ -75,29 +75,28 @@ class SourceState:
             self.last_bytes_at = self.last_frame_at = now
 
     def update_busy(self, now: float) -> None:
-        """Call after each change of what it has or owes."""
-        # It has a chunk that was requested from it.
+        """Updates ``busy``; call it after each change of ``has``, ``outstanding`` or ``receiving``."""
         could_send = self.receiving is not None or any(self.has[position] for position in self.outstanding)
         if could_send and not self.busy:
             self.last_bytes_at = now  # the time before does not count
         self.busy = could_send
 
     def is_silent(self, chunk_bytes: float, now: float) -> bool:
-        """It could send and nothing arrives, or it cannot and sends no keep-alive either."""
+        """Whether it could send and nothing arrives, or it has nothing to send and sends no keep-alive either."""
         if not self.has_outstanding:
             return False
         chunk_s = chunk_bytes / self.monitor.recent if self.monitor.recent else 0.0
-        patience_s = min(max(MIN_SILENCE_S, SILENCE_CHUNKS * chunk_s), MAX_SILENCE_S)
-        return now - (self.last_bytes_at if self.busy else self.last_frame_at) > patience_s
+        limit_s = min(max(MIN_SILENCE_S, SILENCE_CHUNKS * chunk_s), MAX_SILENCE_S)
+        return now - (self.last_bytes_at if self.busy else self.last_frame_at) > limit_s
 
     def eta_s(self, chunk_bytes: float, num_more: int, fallback_rate: float) -> float:
-        """How long it needs for what it owes and ``num_more`` chunks."""
+        """Seconds that it needs for its outstanding chunks and ``num_more`` others."""
         rate = self.monitor.recent or fallback_rate
         num_chunks = len(self.outstanding) + num_more
         return num_chunks * chunk_bytes / rate if rate else 0.0
 
     def close(self) -> None:
-        """Forgets everything that belonged to the connection."""
+        """Clears all state of the connection."""
         self.outstanding.clear()
         self.cancels.clear()
         self.receiving = None

@@ -1,4 +1,4 @@
-"""One source of a transfer, as seen by the thread that receives from it, a frame at a time."""
+"""The stream of a transfer's source, received frame by frame."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SinkFailed(Exception):
 
 
 class StreamOwner(Protocol):
-    """The transfer that a stream belongs to. Each stream calls from its own thread."""
+    """The transfer of a stream. Each stream calls from its own thread."""
 
     @property
     def transfer_class(self) -> TransferClass: ...
@@ -42,7 +42,7 @@ class StreamOwner(Protocol):
         """Raises ``StopRequested`` when the transfer is over."""
 
     def reopening(self, stream: SourceStream) -> None:
-        """The stream replaces its connection by a new one."""
+        """The stream is about to replace its connection."""
 
     def gained(self, stream: SourceStream, indices: Sequence[int]) -> None:
         """The source has these chunks."""
@@ -50,23 +50,23 @@ class StreamOwner(Protocol):
     def frame_received(self, stream: SourceStream) -> None: ...
 
     def begin(self, stream: SourceStream, index: int) -> bool:
-        """A chunk starts to arrive; False: skip it."""
+        """A chunk starts to arrive. False: skip it."""
 
     def progress(self, stream: SourceStream, num_bytes: int, now: float) -> None:
-        """Some bytes were received, or a tick has passed. Raises ``SourceStalled`` and ``ChunkRevoked``."""
+        """Bytes were received, or a tick has passed. Raises ``SourceStalled`` and ``ChunkRevoked``."""
 
     def accepted(self, stream: SourceStream, index: int, num_bytes: int, num_unreported_bytes: int) -> None:
-        """A chunk is verified and in the sink; some of its bytes were not yet reported as progress."""
+        """A chunk is verified and in the sink. ``num_unreported_bytes`` of it were not reported as progress."""
 
 
 class SourceStream:
-    """Call ``step`` until it raises, then ``close``."""
+    """A stream: call ``step`` until it raises, then ``close``."""
 
     def __init__(self, owner: StreamOwner, sink: Sink, number: int, source: SourceAddress) -> None:
         self.number, self.source = number, source
         self._owner, self._sink = owner, sink
         self._asked: set[int] = set()  # chunks that may arrive
-        self._is_counted = False  # in the statistics, as a source that is followed
+        self._is_counted = False  # in the statistics as a followed source
         self._requests: deque[ChunkRequests] = deque()  # not sent yet
         self._request_lock = threading.Lock()
         self._upstream: Upstream | None = None
@@ -74,7 +74,7 @@ class SourceStream:
         self._report_at = 0.0
 
     def step(self) -> None:
-        """Opens the stream, or receives one frame. Raises the source's errors, ``StopRequested``, ``SinkFailed``."""
+        """Opens the stream, or receives a frame. Raises the source's errors, ``StopRequested``, ``SinkFailed``."""
         if self._upstream is not None and self._upstream.transfer_class != self._owner.transfer_class:
             self._reopen(self._upstream)
         if self._upstream is None:
@@ -92,27 +92,27 @@ class SourceStream:
             raise ProtocolViolation(f"unexpected {header.kind.name} frame while receiving chunks")
 
     def ask(self, requests: ChunkRequests) -> None:
-        """Queues requests for ``send_requests``, which sends them in the order queued."""
+        """Queues requests for ``send_requests``."""
         self._asked.update(requests.wanted)
         self._requests.append(requests)
 
     def send_requests(self) -> None:
-        """Any thread may call it. The lock keeps a cancellation and a later request for the same chunk in order."""
+        """Sends the queued requests in order, from any thread: a chunk may be cancelled and then requested again."""
         while self._requests and self._upstream is not None:
-            # IndexError: another thread has sent them. OSError: the receiving thread will see the broken connection.
+            # IndexError: another thread has sent them. OSError: the receiving thread will find the connection broken.
             with self._request_lock, suppress(IndexError, OSError):
                 requests = self._requests.popleft()
                 if self._upstream is not None:
                     self._upstream.ask(requests.wanted, requests.cancelled)
 
     def count(self, stats: TransferStats, *, followed: bool) -> None:
-        """Records in the statistics whether the source is asked for chunks."""
+        """Records in the statistics whether the source is followed."""
         if followed != self._is_counted:
             (stats.joined if followed else stats.left)(self.source.holder_id)
             self._is_counted = followed
 
     def abort(self) -> None:
-        """Any thread may call it; the receiving thread then finds its connection ended."""
+        """Ends the connection under the receiving thread, from any thread."""
         if (upstream := self._upstream) is not None:
             upstream.abort()
 
@@ -121,7 +121,7 @@ class SourceStream:
             self._upstream.close()
 
     def _reopen(self, upstream: Upstream) -> None:
-        """Drops the connection, to open one in the transfer's present class."""
+        """Drops the connection; the next step opens a new one in the transfer's current class."""
         self._owner.reopening(self)
         with self._request_lock:
             self._upstream = None
@@ -131,10 +131,10 @@ class SourceStream:
 
     def _open(self) -> None:
         upstream = self._owner.connect(self.source, self._watch)
-        upstream.frames.stall_s = math.inf  # from now on the policy knows whether anything is due
+        upstream.frames.stall_s = math.inf  # from now on the policy limits silence
         self._upstream = upstream
         self._owner.opened(self)
-        self.step()  # the source announces its chunks next, and what is requested depends on them
+        self.step()  # the source announces its chunks next, on which the requests depend
 
     def _receive_chunk(self, upstream: Upstream, header: FrameHeader) -> None:
         owner, sink, index = self._owner, self._sink, header.chunk

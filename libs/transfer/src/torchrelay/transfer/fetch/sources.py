@@ -1,4 +1,4 @@
-"""The two ends of a transfer as its caller names them: sources and receiver."""
+"""The ends of a transfer, sources and receiver, as its caller specifies them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class SourceUpdates:
     """Changes to a running transfer: added by the planner, taken by the transfer. Thread-safe."""
 
     def __init__(self) -> None:
-        self.num_striped = 1  # follow at least this many at once
-        self.transfer_class: TransferClass | None = None  # as asked for last; None: as it began
+        self.num_striped = 1  # sources to follow at once, at least
+        self.transfer_class: TransferClass | None = None  # the class requested last; None: the original one
         self._sources: deque[SourceAddress] = deque()
 
     def add(
@@ -51,5 +51,5 @@ class SourceUpdates:
         return bool(self._sources)
 
     def take(self) -> list[SourceAddress]:
-        """All sources added since the last call, in that order."""
+        """The sources added since the last call, in that order."""
         return [self._sources.popleft() for _ in range(len(self._sources))]

@@ -1,4 +1,4 @@
-"""What each source of a running transfer has delivered, for progress reports."""
+"""The bytes that each source of a running transfer has delivered, for progress reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrelay.transfer.fetch.rates import DecayingRate
 
 @dataclass(frozen=True, slots=True)
 class SourceStats:
-    """One source's part. ``bytes_per_s`` is the recent rate; ``error``: why it last failed, if it did."""
+    """A source's share. ``bytes_per_s`` is the recent rate; ``error`` the reason of its last failure, if any."""
 
     holder_id: str
     num_bytes: int
@@ -30,20 +30,21 @@ class _SourceCounts:
 
 
 class TransferStats:
-    """Thread-safe."""
+    """Statistics of a transfer by source. Thread-safe."""
 
     def __init__(self) -> None:
         self._entries = defaultdict[str, _SourceCounts](lambda: _SourceCounts(DecayingRate(time.monotonic())))
-        self.num_repairs = 0  # sources given up, or joined because others were suspect
+        self.num_repairs = 0  # sources given up, or joined because another was suspect
+        self.num_damaged_chunks = 0  # received chunks that did not match their digests
         self._lock = threading.Lock()
 
     def joined(self, holder_id: str) -> None:
-        """The source is asked for chunks from now on."""
+        """Records that the source is followed."""
         with self._lock:
             self._entries[holder_id].num_followed += 1
 
     def left(self, holder_id: str) -> None:
-        """The source is no longer asked for chunks."""
+        """Records that the source is no longer followed."""
         with self._lock:
             self._entries[holder_id].num_followed -= 1
 
@@ -63,15 +64,19 @@ class TransferStats:
         with self._lock:
             self.num_repairs += times
 
+    def damaged(self) -> None:
+        with self._lock:
+            self.num_damaged_chunks += 1
+
     @property
     def largest(self) -> str:
-        """The source that delivered most; while none has delivered, one that is followed."""
+        """The source that delivered most; before any delivery, a followed source."""
         with self._lock:
             entries = self._entries.items()
             return max(entries, key=lambda item: (item[1].num_bytes, item[1].num_followed), default=("", None))[0]
 
     def by_source(self) -> list[SourceStats]:
-        """Every source that was ever followed, in the order they first joined."""
+        """All sources, in the order in which they first joined."""
         now = time.monotonic()
         with self._lock:
             return [

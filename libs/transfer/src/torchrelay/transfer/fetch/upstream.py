@@ -1,4 +1,4 @@
-"""The follower's end of one stream: handshake, requests, and received chunks."""
+"""The follower's end of a stream: handshake, requests, and received chunks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torchrelay.transfer.protocol.frames import FrameHeader, FrameKind
 from torchrelay.transfer.protocol.tickets import CHALLENGE_BYTES, PROOF_BYTES, prove_session, unseal_session
 from torchrelay.transfer.transport.interface import TransferClass
 
-ALIVE_PER_STALL = 4  # keep-alive frames requested per stall timeout
-MAX_ALIVE_INTERVAL_S = 0.04  # and never fewer: they tell a holder that has nothing from one that is gone
+ALIVE_PER_STALL = 4  # keep-alives requested per stall timeout
+MAX_ALIVE_INTERVAL_S = 0.04  # keep-alives distinguish a holder that has nothing to send from a dead one
 
 
 class Upstream:
@@ -29,7 +29,7 @@ class Upstream:
     def __init__(self, stream: FrameStream, head: bytes, transfer_class: TransferClass) -> None:
         self.frames, self.head, self.transfer_class = stream, head, transfer_class
         self.abort, self.close = stream.abort, stream.close
-        self._num_chunks = 0  # known from HAVE on
+        self._num_chunks = 0  # set by HAVE
 
     @classmethod
     def open(
@@ -76,7 +76,7 @@ class Upstream:
         return [index for index, flag in enumerate(flags) if flag]
 
     def receive_chunk(self, header: FrameHeader, view: memoryview, expected: bytes | None) -> bool:
-        """Receives the bytes after a CHUNK header. False: revoked midway. Raises ``ChunkDamaged``."""
+        """Receives the bytes after a CHUNK header. False: the chunk was revoked meanwhile. Raises ``ChunkDamaged``."""
         if header.num_bytes != len(view):
             raise ProtocolViolation(f"chunk {header.chunk} has {len(view)} bytes, not {header.num_bytes}")
         digest = blake3()
@@ -103,6 +103,6 @@ def _handshake(stream: FrameStream, source: SourceAddress, receiver: Receiver, o
     proof, holder_challenge = answer[:PROOF_BYTES], answer[PROOF_BYTES:]
     stream.send(FrameKind.PROOF, prove_session(session, b"receiver", holder_challenge))
     if not hmac.compare_digest(proof, prove_session(session, b"holder", challenge)):
-        # A receiver that cannot unseal the ticket fails here too; the holder, which checks its proof, says so first.
+        # A receiver that cannot unseal the ticket fails here too; the holder has checked its proof and refuses first.
         stream.receive_header()
         raise TicketRefused(f"{source.address} failed to prove that it is holder {source.holder_id!r}")

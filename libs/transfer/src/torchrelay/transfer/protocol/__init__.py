@@ -1,1 +1,1 @@
-"""What follower and holder exchange: tickets, frames, and a stream of frames over a ``Connection``."""
+"""The protocol between follower and holder: tickets, frames, and a stream of frames over a ``Connection``."""

@@ -23,15 +23,15 @@ class StopRequested(Exception):
 
 
 class ChunkRevoked(Exception):
-    """The arriving chunk is no longer wanted from this source."""
+    """The chunk being received is no longer wanted from this source."""
 
 
 class FrameStream:
-    """One end of a stream. ``stall_s`` is how long the peer may be silent; ``ends_at``, a monotonic time, is when
-    everything must have been received, even if it keeps trickling in.
+    """An end of a stream. ``stall_s`` limits the peer's silence; ``ends_at``, a monotonic time, limits all receives,
+    even while bytes keep trickling in.
 
-    One thread receives; any thread may ``send``. ``watch`` is called with the number of bytes of each part of a chunk,
-    and with 0 about every ``TICK_S`` in which nothing arrives; what it raises ends the receive.
+    One thread receives; any thread may ``send``. ``watch`` is called with the number of bytes of each received part of
+    a chunk, and with 0 about every ``TICK_S`` in which nothing arrives; an exception from it ends the receive.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FrameStream:
         return header
 
     def receive(self, kind: FrameKind, limit_bytes: int) -> bytes:
-        """The payload of the next frame, which must have this kind and at most this length. Skips keep-alive frames."""
+        """The payload of the next frame, which must have this kind and at most this length. Skips keep-alives."""
         header = self.receive_header()
         while header.kind == FrameKind.ALIVE and kind != FrameKind.ALIVE:
             self.payload(header, 0)
@@ -86,7 +86,7 @@ class FrameStream:
     def receive_hashed(self, view: memoryview, digest: blake3) -> bool:
         """Receives exactly the view's bytes, in place, and updates ``digest`` as they arrive.
 
-        Once ``watch`` raises ``ChunkRevoked`` the view is not touched any more: skips the rest and returns False.
+        When ``watch`` raises ``ChunkRevoked``, skips the rest without writing to the view and returns False.
         """
         done = 0
         try:
@@ -128,13 +128,16 @@ class FrameStream:
             return num_bytes
 
     def abort(self) -> None:
-        """Ends both directions. Any thread may call it, at any time."""
+        """Ends both directions, from any thread, at any time."""
         with self._ending:
             if not self._closed:
                 self._connection.abort()
 
     def close(self) -> None:
-        """Called by the receiving thread. Waits for senders: a closed descriptor's number may be reused at once."""
+        """Closes the connection; call it in the receiving thread.
+
+        Waits for senders first: the number of a closed descriptor may be reused at once.
+        """
         self.abort()
         with self._sending, self._ending:
             self._closed = True

@@ -10,10 +10,10 @@ WANT    runs of chunks, in order     ->                  at any time
 CANCEL  runs no longer wanted        ->
                                      <-      CHUNK ...   each as soon as it is ready
                                      <-      GAINED      runs of chunks that became ready since
-at any time                          <-      ALIVE       nothing wanted is ready, but the holder lives
-                                     <-      REFUSED     why; the last frame
+at any time                          <-      ALIVE       no wanted chunk is ready, but the holder is alive
+                                     <-      REFUSED     the reason; the last frame
 
-A cancelled chunk may arrive all the same if its sending had begun. GAINED leaves out chunks already sent.
+A cancelled chunk may still arrive if its transmission had begun. GAINED omits chunks already sent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchrelay.common.errors import TorchrelayError, error_class
 from torchrelay.transfer.errors import ProtocolViolation
 from torchrelay.transfer.manifest import DIGEST_BYTES
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_HELLO_BYTES = 8 << 10
 MAX_REFUSAL_BYTES = 4 << 10
 MAX_HEAD_BYTES = 64 << 20
@@ -61,7 +61,7 @@ class FrameKind(enum.IntEnum):
 
 
 class FrameHeader(NamedTuple):
-    """Precedes every payload. ``chunk`` is a chunk's number, in HAVE the number of chunks, otherwise 0."""
+    """The header before every payload. ``chunk`` is a chunk's number, in HAVE the number of chunks, otherwise 0."""
 
     kind: FrameKind
     chunk: int
@@ -77,7 +77,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     ticket: bytes  # a serialized Ticket
     challenge: bytes
     alive_every_ms: int
-    transfer_class: int = 0  # a TransferClass: what the stream yields to
+    transfer_class: int = 0  # a TransferClass
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):
@@ -99,20 +99,20 @@ def pack_header(kind: FrameKind, num_bytes: int, chunk: int = 0, digest: bytes =
 
 
 def unpack_header(packed: bytes | bytearray | memoryview) -> FrameHeader:
-    """Raises ``ProtocolViolation`` for anything but a frame of this version."""
+    """Decodes a header. Raises ``ProtocolViolation`` for anything but a frame of this version."""
     magic, kind, chunk, num_bytes, digest = _HEADER.unpack(packed)
     if magic != _MAGIC or kind not in FrameKind._value2member_map_:
-        raise ProtocolViolation(f"not a data-plane frame: magic {magic!r}, kind {kind}")
+        raise ProtocolViolation(f"the peer sent no data-plane frame: magic {magic!r}, kind {kind}")
     return FrameHeader(FrameKind(kind), chunk, num_bytes, digest)
 
 
 def pack_runs(wanted: Sequence[int]) -> bytes:
-    """Chunk numbers in the order wanted, as runs of consecutive numbers: one run for a whole pack."""
+    """Packs chunk numbers, in the order wanted, as runs of consecutive numbers: a whole pack is one run."""
     return b"".join(_RUN.pack(begin, count) for begin, count in _runs(wanted))
 
 
 def unpack_runs(packed: bytes, num_chunks: int) -> list[int]:
-    """Raises ``ProtocolViolation`` for chunks beyond the buffer's end, or more chunks than it has."""
+    """Unpacks runs. Raises ``ProtocolViolation`` for chunks beyond the buffer's end, or more chunks than it has."""
     if len(packed) % _RUN.size:
         raise ProtocolViolation("the list of chunk runs is truncated")
     wanted: list[int] = []
@@ -124,13 +124,13 @@ def unpack_runs(packed: bytes, num_chunks: int) -> list[int]:
 
 
 def pack_bitmap(flags: bytes | bytearray) -> bytes:
-    """One byte per chunk, 0 or 1, as a bitmap: chunk 0 is the lowest bit of the first byte."""
+    """Packs flags of one byte per chunk, 0 or 1, as a bitmap: chunk 0 is the lowest bit of the first byte."""
     digits = flags[::-1].translate(_DIGITS)  # converted as a number in base 2, in linear time
     return int(digits or b"0", 2).to_bytes((len(flags) + 7) // 8, "little")
 
 
 def unpack_bitmap(packed: bytes, num_chunks: int) -> bytearray:
-    """Raises ``ProtocolViolation`` when the bitmap is not one of ``num_chunks`` chunks."""
+    """Unpacks a bitmap. Raises ``ProtocolViolation`` when its length does not match ``num_chunks``."""
     number = int.from_bytes(packed, "little")
     if len(packed) != (num_chunks + 7) // 8 or number >> num_chunks:
         raise ProtocolViolation(f"a bitmap of {len(packed)} bytes does not fit {num_chunks} chunks")
@@ -154,7 +154,7 @@ def encode(message: Hello | Refusal) -> bytes:
 
 
 def decode(packed: bytes, kind: type[Message]) -> Message:
-    """Raises ``ProtocolViolation`` for anything but a message of this kind."""
+    """Decodes a message. Raises ``ProtocolViolation`` for anything but a message of this kind."""
     try:
         return msgspec.msgpack.decode(packed, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,14 +1,14 @@
 """Tickets: the right of one receiver to read one buffer from one holder, until it expires.
 
-Every node has a key derived from the cluster's. Only the scheduler knows the cluster's key and issues tickets; a holder
-needs only its own key to verify tickets meant for it, and cannot issue any for others.
+Every node has a key derived from the cluster's key. Only the scheduler knows the cluster's key and issues tickets. A
+holder verifies its own tickets with its own key, with which it cannot issue tickets for other holders.
 
     session        = HMAC(holder key, fields)                  recomputed by the holder
     sealed_session = session XOR HMAC(receiver key, fields)    only the receiver can unseal it
     mac            = HMAC(holder key, fields, sealed_session)
 
-Each side then proves that it knows the session key, by a MAC over the other's fresh challenge. A stolen ticket is
-worthless without the receiver's key; the receiver may reuse it until it expires.
+Each side then proves that it knows the session key by a MAC over the other's fresh challenge. A stolen ticket is
+worthless without the receiver's key. The receiver may reuse a ticket until it expires.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from torchrelay.control.v1.types_pb2 import Ticket as Ticket
 from torchrelay.transfer.errors import TicketExpired, TicketRefused, WrongHolder
 
 NONCE_BYTES = 16
-_MAX_NODES = 4096  # whose keys an issuer keeps
+_MAX_NODES = 4096  # node keys that an issuer caches
 CHALLENGE_BYTES = 32
 PROOF_BYTES = SESSION_BYTES = 32
-_RANGE = struct.Struct(">QQq")  # begin, end, expiry
-
+_EXPIRY = struct.Struct(">q")
 
 _SESSION, _SEAL, _TICKET = framed(b"torchrelay session"), framed(b"torchrelay seal"), framed(b"torchrelay ticket")
 
@@ -41,24 +40,18 @@ class TicketIssuer:
         self._cluster_key = cluster_key
         self._node_keys: Recent[str, HmacKey] = Recent(_MAX_NODES)
 
-    def issue(
-        self, buffer_id: str, holder_id: str, receiver_id: str, expires_unix_ms: int, begin: int = 0, end: int = 0
-    ) -> Ticket:
-        """A ticket for the bytes [begin, end) of a buffer; ``end`` 0: to its end."""
-        return Ticket(**self.issue_fields(buffer_id, holder_id, receiver_id, expires_unix_ms, begin, end))
+    def issue(self, buffer_id: str, holder_id: str, receiver_id: str, expires_unix_ms: int) -> Ticket:
+        """A ticket to read a buffer."""
+        return Ticket(**self.issue_fields(buffer_id, holder_id, receiver_id, expires_unix_ms))
 
-    def issue_fields(
-        self, buffer_id: str, holder_id: str, receiver_id: str, expires_unix_ms: int, begin: int = 0, end: int = 0
-    ) -> dict[str, Any]:
-        """The fields of such a ticket, for a message that holds it: it would copy a ticket."""
+    def issue_fields(self, buffer_id: str, holder_id: str, receiver_id: str, expires_unix_ms: int) -> dict[str, Any]:
+        """The fields of a ticket, for a message that contains it: building the ticket first would copy it."""
         nonce = os.urandom(NONCE_BYTES)
-        fields = _framed_fields(buffer_id, holder_id, receiver_id, begin, end, expires_unix_ms, nonce)
+        fields = _framed_fields(buffer_id, holder_id, receiver_id, expires_unix_ms, nonce)
         holder_key, receiver_key = self._node_key(holder_id), self._node_key(receiver_id)
         sealed_session = _xor(_session(fields, holder_key), _pad(fields, receiver_key))
         return {
             "buffer_id": buffer_id,
-            "begin": begin,
-            "end": end,
             "holder_id": holder_id,
             "receiver_id": receiver_id,
             "expires_unix_ms": expires_unix_ms,
@@ -75,7 +68,7 @@ class TicketIssuer:
 
 
 def verify_ticket(ticket: Ticket, holder_id: str, holder_key: bytes, now_unix_ms: int) -> bytes:
-    """The holder's side: returns the session key; the receiver has yet to prove that it knows it.
+    """The holder's side: returns the session key, which the receiver has yet to prove that it knows.
 
     Raises ``WrongHolder``, ``TicketExpired``, or ``TicketRefused`` for a wrong MAC.
     """
@@ -119,22 +112,12 @@ def _ticket_mac(fields: bytes, sealed_session: bytes, holder_key: HmacKey) -> by
 
 
 def _fields(ticket: Ticket) -> bytes:
-    return _framed_fields(
-        ticket.buffer_id,
-        ticket.holder_id,
-        ticket.receiver_id,
-        ticket.begin,
-        ticket.end,
-        ticket.expires_unix_ms,
-        ticket.nonce,
-    )
+    return _framed_fields(ticket.buffer_id, ticket.holder_id, ticket.receiver_id, ticket.expires_unix_ms, ticket.nonce)
 
 
-def _framed_fields(
-    buffer_id: str, holder_id: str, receiver_id: str, begin: int, end: int, expires_unix_ms: int, nonce: bytes
-) -> bytes:
-    numbers = _RANGE.pack(begin, end, expires_unix_ms)
-    return framed(buffer_id.encode(), holder_id.encode(), receiver_id.encode(), numbers, nonce)
+def _framed_fields(buffer_id: str, holder_id: str, receiver_id: str, expires_unix_ms: int, nonce: bytes) -> bytes:
+    expiry = _EXPIRY.pack(expires_unix_ms)
+    return framed(buffer_id.encode(), holder_id.encode(), receiver_id.encode(), expiry, nonce)
 
 
 def _xor(left: bytes, right: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The holder's end of one stream: verifies the ticket, finds the buffer, and sends each wanted chunk once ready."""
+"""The holder's end of a stream: verifies the ticket, finds the buffer, sends each wanted chunk once it is ready."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import math
 import secrets
 import threading
 import time
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from google.protobuf.message import DecodeError
 
@@ -19,7 +17,7 @@ from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.transfer.buffers import Buffer, LeasedBuffer
-from torchrelay.transfer.errors import ProtocolViolation, RangeRefused, SourceClosed, WrongReceiver
+from torchrelay.transfer.errors import ProtocolViolation, SourceClosed, WrongReceiver
 from torchrelay.transfer.protocol import frames, tickets
 from torchrelay.transfer.protocol.frame_stream import FrameStream
 from torchrelay.transfer.protocol.frames import FrameKind
@@ -27,20 +25,20 @@ from torchrelay.transfer.protocol.tickets import Ticket
 from torchrelay.transfer.serve.send_queue import SendQueue
 from torchrelay.transfer.transport.interface import Connection, TransferClass
 
-BATCH_BYTES = 256 << 10  # small ready chunks leave in one system call
-POLL_S = 0.02  # how soon a stream that waits for a chunk sees new requests; how often it announces new chunks
-# An open stream may request more for this long after its ticket expired, so that a nearly finished relay completes.
-# Whatever was requested in time is sent, however late it becomes ready.
+BATCH_BYTES = 256 << 10  # small ready chunks are sent in one system call
+POLL_S = 0.02  # maximum delay until a waiting stream sees new requests; interval of announcements of new chunks
+# How long an open stream may request chunks after its ticket has expired, so that a nearly finished relay completes.
+# Chunks requested in time are sent, however late they become ready.
 EXPIRY_GRACE_S = 10.0
-ALIVE_INTERVAL_RANGE_S = (0.02, 10.0)  # what a follower may request
+ALIVE_INTERVAL_RANGE_S = (0.02, 10.0)  # limits of the interval that a follower requests
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class HolderContext:
-    """What a stream needs of its server.
+    """The parts of the server that its streams use.
 
-    ``find`` may block, calling its second argument meanwhile; raises ``UnknownBuffer``.
+    ``find`` may block, and calls its second argument meanwhile; it raises ``UnknownBuffer``.
     """
 
     holder_id: str
@@ -52,7 +50,7 @@ class HolderContext:
 
 
 class Downstream:
-    """One follower's stream: one thread sends, one reads the follower's requests."""
+    """A follower's stream: one thread sends, another reads the follower's requests."""
 
     def __init__(self, holder: HolderContext, connection: Connection) -> None:
         self._holder = holder
@@ -69,12 +67,12 @@ class Downstream:
         self._reader: threading.Thread | None = None
 
     def run(self) -> None:
-        """Serves the whole stream. A refusal is sent to the follower; a follower that has gone ends it quietly."""
+        """Serves the whole stream. Sends refusals to the follower; ends without an error when it is gone."""
         try:
             self._serve()
         except TorchrelayError as error:
             log.info("stream_refused", code=error.code, reason=error.message)
-            with suppress(OSError):  # the follower has gone as well
+            with suppress(OSError):  # the follower is gone as well
                 self._frames.send(FrameKind.REFUSED, frames.encode(frames.Refusal.of(error)))
         except OSError as error:
             log.debug("follower_gone", reason=str(error))
@@ -90,11 +88,11 @@ class Downstream:
         self._frames.abort()
 
     def idle_s(self, now: float) -> float:
-        """How long the follower has wanted nothing. ``now``: monotonic."""
+        """Seconds since the follower last had a request open. ``now``: monotonic."""
         return now - self._busy_at
 
     def handshake_s(self, now: float) -> float:
-        """How long the follower has not authenticated; 0 once it has. ``now``: monotonic."""
+        """Seconds that the handshake has taken so far; 0 once the follower is authenticated. ``now``: monotonic."""
         return 0.0 if self._is_admitted else now - self._begun_at
 
     def _serve(self) -> None:
@@ -131,7 +129,7 @@ class Downstream:
         proof = self._frames.receive(FrameKind.PROOF, tickets.PROOF_BYTES)
         proven = hmac.compare_digest(proof, tickets.prove_session(session, b"receiver", challenge))
         if hello.receiver_id != ticket.receiver_id or not proven:
-            raise WrongReceiver(f"the ticket is for receiver {ticket.receiver_id!r}, which this peer is not")
+            raise WrongReceiver(f"the ticket is for receiver {ticket.receiver_id!r}, and this peer is not it")
         self._alive_s = min(max(hello.alive_every_ms / 1000, ALIVE_INTERVAL_RANGE_S[0]), ALIVE_INTERVAL_RANGE_S[1])
         self._connection.set_class(transfer_class)
         return ticket
@@ -140,13 +138,11 @@ class Downstream:
         """The reader thread: queues the follower's requests until it disconnects."""
         stream = FrameStream(self._connection, math.inf)
         try:
-            allowed = _allowed(ticket, buffer)
             while True:
                 header = stream.receive_header()
                 runs = frames.unpack_runs(stream.payload(header, frames.MAX_WANT_BYTES), buffer.num_chunks)
                 if header.kind == FrameKind.WANT:
                     self._check_expiry(ticket)
-                    _check_range(ticket, allowed, runs)
                     self._queue.add(runs)
                 elif header.kind == FrameKind.CANCEL:
                     self._queue.cancel(runs)
@@ -195,7 +191,7 @@ class Downstream:
         self._holder.count_sent(num_bytes)
 
     def _newly_ready(self, buffer: Buffer) -> bytes:
-        """Chunks that became ready and were neither announced nor sent, packed; empty if none, or called too soon."""
+        """Packed runs of ready chunks that were neither announced nor sent; empty: none, or called too soon."""
         now = time.monotonic()
         if now - self._announced_at < POLL_S or 0 not in self._announced:
             return b""
@@ -212,7 +208,7 @@ class Downstream:
         self._keep_alive()
 
     def _keep_alive(self) -> None:
-        """Sends a keep-alive when one is due: it tells a holder that has nothing from one that is gone."""
+        """Sends a keep-alive when it is due: it distinguishes a holder that has nothing to send from a dead one."""
         if self._aborted:
             raise ConnectionAbortedError("the holder is shutting down")
         if time.monotonic() - self._last_sent >= self._alive_s:
@@ -231,20 +227,3 @@ def _leased(buffer: Buffer) -> Iterator[None]:
         yield
     finally:
         buffer.release(owner)
-
-
-def _allowed(ticket: Ticket, buffer: Buffer) -> range | None:
-    """The chunks wholly within the ticket's byte range; None: all."""
-    if ticket.begin == 0 and ticket.end == 0:
-        return None
-    end = ticket.end or buffer.num_bytes
-    offsets = list(accumulate((len(buffer.chunk(index)) for index in range(buffer.num_chunks)), initial=0))
-    return range(bisect_left(offsets, ticket.begin), max(bisect_right(offsets, end) - 1, 0))
-
-
-def _check_range(ticket: Ticket, allowed: range | None, wanted: Sequence[int]) -> None:
-    for index in wanted:
-        if allowed is not None and index not in allowed:
-            raise RangeRefused(
-                f"the ticket allows only bytes [{ticket.begin}, {ticket.end or 'end'}); chunk {index} is outside them"
-            )

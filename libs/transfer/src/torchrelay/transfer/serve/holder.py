@@ -20,17 +20,17 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HolderLimits:
-    """Beyond ``max_streams``, connections wait until a stream ends or has been idle for ``idle_s``."""
+    """Limits of a holder. Beyond ``max_streams``, connections wait until a stream ends or is idle for ``idle_s``."""
 
     find_timeout_s: float = 2.0  # how long a requested buffer may take to appear
     max_streams: int = 256
     idle_s: float = 30.0
     handshake_s: float = 10.0  # a peer that has not authenticated in this time is disconnected
-    handshake_grace_s: float = 0.5  # and after this time already, if others wait for its place
+    handshake_grace_s: float = 0.5  # the same limit while other connections wait for its permit
 
 
 class HolderServer:
-    """One per store and per worker: a thread per listener and a thread per stream.
+    """The data-plane server of a store or worker: a thread per listener and a thread per stream.
 
     ``find`` returns the buffer of an id, or None if there is none (yet); many threads call it. The server owns its
     listeners.
@@ -55,7 +55,7 @@ class HolderServer:
         self._permits = threading.Semaphore(self._limits.max_streams)
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self.address = listener.address  # the first listener's; connections to it wait for ``start``
+        self.address = listener.address  # of the first listener; connections to it wait for ``start``
         self._listeners = [listener]
         self._accepting: list[threading.Thread] = []
 
@@ -74,7 +74,7 @@ class HolderServer:
             self._accepting[-1].start()
 
     def close(self) -> None:
-        """Ends all streams and waits for their threads: afterwards no buffer is touched."""
+        """Ends all streams and waits for their threads; no buffer is used afterwards."""
         self._closing.set()
         for listener in self._listeners:
             listener.close()
@@ -90,27 +90,27 @@ class HolderServer:
 
     def _accept(self, listener: Listener) -> None:
         while (connection := listener.accept()) is not None:
-            # Acquired after the accept: a listener to which nobody connects must not hold a permit.
+            # Acquired after the accept, so that a listener without connections holds no permit.
             while not self._permits.acquire(timeout=PERMIT_RETRY_S):
-                self._end_strangers()
+                self._end_unauthenticated()
                 self._end_idlest()
             if self._closing.is_set():
                 connection.close()
                 return
             self._start_stream(connection)
 
-    def _end_strangers(self) -> None:
-        """Frees the permits of peers that have not authenticated in time for others."""
+    def _end_unauthenticated(self) -> None:
+        """Frees the permits of peers that have not authenticated within ``handshake_grace_s``."""
         now = time.monotonic()
         with self._lock:
-            late = [each for each in self._streams if each.handshake_s(now) > self._limits.handshake_grace_s]
+            late = [stream for stream in self._streams if stream.handshake_s(now) > self._limits.handshake_grace_s]
         if late:  # a follower of this cluster may be among them
             log.warning("handshakes_ended", holder_id=self._context.holder_id, num_streams=len(late))
         for stream in late:
             stream.abort()
 
     def _end_idlest(self) -> None:
-        """Frees a permit if a stream has been idle for long: its follower may be stopped, or stuck."""
+        """Frees the permit of the stream that has been idle longest, beyond ``idle_s``: its follower may be stuck."""
         now = time.monotonic()
         with self._lock:
             idlest = max(self._streams, key=lambda stream: stream.idle_s(now), default=None)
@@ -125,7 +125,7 @@ class HolderServer:
             self._streams[stream] = thread
         try:
             thread.start()
-        except RuntimeError as error:  # the system is out of threads: this stream ends, the listener goes on
+        except RuntimeError as error:  # the system is out of threads: only this stream ends
             log.warning("stream_not_started", reason=str(error))
             connection.close()
             self._end(stream)
@@ -144,12 +144,12 @@ class HolderServer:
     def _find(self, buffer_id: str, keep_alive: Callable[[], None]) -> Buffer:
         deadline = time.monotonic() + self._limits.find_timeout_s
         while True:
-            found = self._lookup(buffer_id)
-            if found is not None:
-                return found
+            buffer = self._lookup(buffer_id)
+            if buffer is not None:
+                return buffer
             if time.monotonic() >= deadline:
                 raise UnknownBuffer(f"holder {self._context.holder_id} has no buffer {buffer_id}")
-            # Polled: the owner of the buffers need not know of this server.
+            # Polled, so that the owner of the buffers need not know this server.
             self._closing.wait(FIND_RETRY_S)
             keep_alive()
 

@@ -1,4 +1,4 @@
-"""The chunks one follower wants: filled by the thread that reads its frames, emptied by the one that sends."""
+"""The chunks that a follower wants: the thread that reads its frames adds them, the thread that sends takes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class SendQueue:
-    """Chunk numbers in the order requested, each once; bounded by the buffer's number of chunks."""
+    """Requested chunk numbers in order, each once, so at most as many as the buffer has."""
 
     def __init__(self) -> None:
         self._pending: dict[int, None] = {}
@@ -25,13 +25,13 @@ class SendQueue:
                 self._pending.pop(index, None)
 
     def end(self, error: Exception) -> None:
-        """No more requests will arrive; ``pending`` raises this error from now on."""
+        """Ends the queue: ``pending`` raises this error from now on."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def pending(self, timeout_s: float) -> list[int]:
-        """All of them, without removing any; waits while there are none. Empty: none yet."""
+        """All pending chunks, without removing them; waits up to ``timeout_s`` while there are none."""
         with self._changed:
             if not self._pending and self._error is None:
                 self._changed.wait(timeout_s)
@@ -40,7 +40,7 @@ class SendQueue:
             return list(self._pending)
 
     def take(self, index: int) -> bool:
-        """Removes a chunk that is about to be sent; False: it was cancelled just now."""
+        """Removes a chunk that is about to be sent. False: it has just been cancelled."""
         with self._changed:
             if index not in self._pending:
                 return False

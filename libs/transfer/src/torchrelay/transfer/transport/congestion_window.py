@@ -1,9 +1,10 @@
 """The congestion window of a parameter stream: delay-based, so that it yields to KV. Pure.
 
-A parameter stream that shares a link with KV must not build up a queue there. As in LEDBAT (RFC 6817), the round trip
-minus the shortest one seen is time spent in queues; a stream that keeps this below a target of a millisecond or less
-fills an idle link, and within a few round trips gives way to a stream that does not hold back. It controls a window of
-bytes in flight and not a rate: with a longer queue a window takes longer to drain, so it yields even between samples.
+A parameter stream that shares a link with KV must not build up a queue there. As in LEDBAT (RFC 6817), the difference
+between the round trip and the shortest round trip seen is time spent in queues. A stream that keeps this time below a
+target of a millisecond or less fills an idle link, and within a few round trips yields to a stream without such a
+target. The control variable is a window of bytes in flight, not a rate: with a longer queue a window takes longer to
+drain, so the stream yields even between samples.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ from torchrelay.transfer.transport.transfer_class import TransferClass
 
 INITIAL_WINDOW_BYTES = 64 << 10
 MAX_WINDOW_BYTES = 8 << 20
-# Beside a KV stream that keeps a queue of milliseconds, this is a few percent of a 400 Mbit/s link, and enough to
-# notice that the queue is gone.
+# With a KV stream that keeps a queue of milliseconds, this is a few percent of a 400 Mbit/s link, and enough to notice
+# that the queue has drained.
 MIN_WINDOW_BYTES = 8 << 10
-# Idle transfers yield to urgent ones the way both yield to KV: they tolerate a shorter queue. With a still shorter one,
+# Idle transfers yield to urgent ones as both yield to KV: they tolerate a shorter queue. With a still shorter target,
 # scheduling delays of the CPU would look like a queue.
 TARGET_QUEUE_S = {TransferClass.URGENT: 0.001, TransferClass.IDLE: 0.0005}
 INCREASE_FACTOR = 0.1  # of the window, per sample near the target
 MIN_DECREASE_FACTOR = 0.25  # the smallest factor of one decrease
-BUSY_SHARE = 0.5  # a sender that spent less of the time between two samples in sending was not limited by its window
+BUSY_SHARE = 0.5  # a sender that spent less of the time between two samples sending was not limited by its window
 _SMOOTHING = 1 / 8  # the kernel's weight of a new round trip (RFC 6298)
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionCounters:
-    """A connection at one moment: its round trips, and totals since it was opened."""
+    """A sample of a connection: its round trips, and totals since it was opened."""
 
     at_s: float
     rtt_s: float  # smoothed
     min_rtt_s: float
-    num_segments_in: int  # while we send, these are acknowledgements
+    num_segments_in: int  # during sends, these are acknowledgements
     sending_s: float  # time spent in send calls, which block while the window is full
 
 
@@ -41,7 +42,7 @@ class CongestionWindow:
     """The window of one connection; call ``observe`` about once per round trip."""
 
     def __init__(self, transfer_class: TransferClass, counters: ConnectionCounters) -> None:
-        """For every class but ``KV``, which is not paced."""
+        """A window for any class but ``KV``, which is not paced."""
         self.window_bytes = INITIAL_WINDOW_BYTES
         self._target_s = TARGET_QUEUE_S[transfer_class]
         self._previous = counters
@@ -58,17 +59,17 @@ class CongestionWindow:
     def _next(self, rtt_s: float, min_rtt_s: float, is_limited: bool) -> int:
         queue_s = rtt_s - min_rtt_s
         if queue_s > self._target_s:
-            # If the queue is this stream's alone, this factor brings it to the target in one step, as in FAST TCP.
+            # If the queue is caused by this stream alone, this factor reaches the target in one step, as in FAST TCP.
             return int(self.window_bytes * max((min_rtt_s + self._target_s) / rtt_s, MIN_DECREASE_FACTOR))
         if not is_limited:
-            return self.window_bytes  # what a larger one would do is unknown
+            return self.window_bytes  # the effect of a larger window is unknown
         return int(self.window_bytes * (2 if 2 * queue_s < self._target_s else 1 + INCREASE_FACTOR))
 
 
 def recent_rtt_s(before: ConnectionCounters, now: ConnectionCounters) -> float:
-    """The mean round trip of what was acknowledged between the two samples, with the kernel's smoothing undone.
+    """The mean round trip of the segments acknowledged between two samples, with the kernel's smoothing undone.
 
-    The kernel reports a mean over some eight acknowledgements: too slow to notice that a queue builds up or drains.
+    The kernel reports a mean over about eight acknowledgements, too slow to notice a queue that builds up or drains.
     """
     kept = (1 - _SMOOTHING) ** (now.num_segments_in - before.num_segments_in)
     if kept == 1:

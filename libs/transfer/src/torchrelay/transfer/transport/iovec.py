@@ -11,7 +11,7 @@ def nonempty_views(parts: Sequence[bytes | memoryview]) -> list[memoryview]:
 
 
 def take_prefix(parts: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """The first ``num_bytes`` of the parts, or all of them if they have fewer."""
+    """The first ``num_bytes`` of the parts, or all parts if they have fewer bytes."""
     first: list[memoryview] = []
     for part in parts:
         if num_bytes <= 0:

@@ -13,7 +13,7 @@ from torchrelay.transfer.transport.interface import TransferClass
 from torchrelay.transfer.transport.iovec import take_prefix
 
 MAX_SLICE_BYTES = 1 << 20
-SAMPLE_INTERVAL_S = 0.001  # or a round trip, if that is longer
+SAMPLE_INTERVAL_S = 0.001  # or a round trip, if longer
 _INFO = struct.Struct("=8x24I4Q4I")  # the struct tcp_info of linux/tcp.h up to tcpi_min_rtt (Linux 4.6)
 _RTT_US, _SEGMENTS_IN, _MIN_RTT_US = 15, 29, 31  # indices into it
 _SO_BUF_LOCK = 72  # Linux 5.14
@@ -21,7 +21,7 @@ _KERNEL_AUTOTUNING = 0
 
 
 class PacedSender:
-    """Sends on a socket and keeps the bytes in flight within the window; used by one thread."""
+    """Sends on a socket and keeps the bytes in flight within the window. For a single thread."""
 
     def __init__(self, connected: socket.socket, transfer_class: TransferClass) -> None:
         self._socket = connected
@@ -32,7 +32,7 @@ class PacedSender:
         self._set_window()
 
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
-        """Like ``socket.sendmsg``, but sends at most one window or slice of the parts."""
+        """Sends like ``socket.sendmsg``, but at most a window or slice of the parts."""
         begin = time.monotonic()
         if begin >= self._sample_at:
             self._sample(begin)
@@ -55,15 +55,15 @@ class PacedSender:
         )
 
     def _set_window(self) -> None:
-        # The kernel doubles the value it is given, and reports the doubled one.
+        # The kernel doubles the value that is set, and reports the doubled value.
         half = self._window.window_bytes // 2
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, half)
         if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 2 * half:
-            # Beyond net.core.wmem_max the window is left to the kernel's autotuning, which goes up to tcp_wmem.
+            # Beyond net.core.wmem_max the kernel's autotuning sets the window, up to tcp_wmem.
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, _KERNEL_AUTOTUNING)
 
 
 def can_pace(connected: socket.socket) -> bool:
-    """Whether pacing applies: not within a host, where there is no link to share, and only on Linux."""
+    """Whether pacing applies: only on Linux, and not within a host, where there is no link to share."""
     here, there = connected.getsockname(), connected.getpeername()
     return sys.platform == "linux" and bool(here[0] != there[0])

@@ -1,7 +1,7 @@
-"""Host names to addresses, within a time limit.
+"""Resolves host names within a time limit.
 
 The system's resolver may take half a minute when its servers are unreachable, and cannot be interrupted. So each lookup
-has a thread, shared by all who ask for that name, and every caller waits no longer than its own deadline.
+has its own thread, shared by all callers that look up the name, and every caller waits until its own deadline at most.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 
 from torchrelay.transfer.transport.interface import TICK_S
 
-SocketAddress = tuple[socket.AddressFamily, Any]  # the family, and what ``socket.connect`` takes
+SocketAddress = tuple[socket.AddressFamily, Any]  # the family, and the argument of ``socket.connect``
 
 
 class Resolver:
-    """Thread-safe."""
+    """A resolver that shares running lookups. Thread-safe."""
 
     def __init__(self) -> None:
         self._lookups: dict[tuple[str, int], Future[SocketAddress]] = {}
         self._lock = threading.Lock()
 
     def resolve(self, host: str, port: int, deadline: float, stop: threading.Event | None = None) -> SocketAddress:
-        """The first address of the name. A numeric address needs no lookup.
+        """The first address of a name; a numeric address needs no lookup.
 
-        Raises ``OSError`` for an unknown name, ``TimeoutError`` at ``deadline`` (monotonic), ``InterruptedError`` when
-        ``stop`` is set meanwhile.
+        Raises ``OSError`` for an unknown name, ``TimeoutError`` at ``deadline`` (monotonic), ``InterruptedError`` once
+        ``stop`` is set.
         """
         try:
             return _look_up(host, port, socket.AI_NUMERICHOST)
@@ -42,7 +42,7 @@ class Resolver:
         return lookup.result()
 
     def _start(self, host: str, port: int) -> Future[SocketAddress]:
-        """The lookup in progress, or a new one."""
+        """The running lookup of the name, or a new one."""
         with self._lock:
             lookup = self._lookups.get((host, port))
             if lookup is None:

@@ -1,4 +1,4 @@
-"""The shared-memory transport, within a host: a Unix socket to connect to, then a ring in memory per direction.
+"""The shared-memory transport within a host: a Unix socket to connect to, then a ring in memory per direction.
 
 connector                                          acceptor
 connect to the socket at the path           ->
@@ -34,8 +34,8 @@ log = get_logger(__name__)
 
 
 class ShmConnection:
-    """See ``interface.Connection``. The accepted end receives its rings from the connector on first use: until a byte
-    was received, only one thread may use it.
+    """See ``interface.Connection``. The accepted end receives its rings from the connector on first use; until it has
+    received a byte, only one thread may use it.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ShmConnection:
 
     @classmethod
     def opened(cls, control: socket.socket, send_timeout_s: float) -> ShmConnection:
-        """The connector's end."""
+        """Opens the connector's end."""
         with ExitStack() as closing:
             rings = [make_ring(), make_ring()]
             for ring in rings:
@@ -98,7 +98,7 @@ class ShmConnection:
         self._control.close()
 
     def _accept_rings(self) -> tuple[RingWriter, RingReader] | None:
-        """Receives the rings, which the connector sends first; None if it left before. Raises ``TimeoutError``."""
+        """Receives the rings from the connector; None if it is gone. Raises ``TimeoutError``."""
         try:
             message, received, _, _ = socket.recv_fds(self._control, 1, 3, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError as error:
@@ -116,13 +116,13 @@ class ShmConnection:
             outgoing = RingWriter(counts[0], received[2], self._send_timeout_s)
             self._ends = outgoing, RingReader(self._control, received[1], self._send_timeout_s)
             closing.pop_all()
-        if self._aborted:  # meanwhile
+        if self._aborted:  # before the ends were set
             self.abort()
         return self._ends
 
 
 class ShmListener:
-    """See ``interface.Listener``. Removes its socket when closed, and replaces one left by a dead process."""
+    """See ``interface.Listener``. Replaces the socket of a dead process, and removes its own when closed."""
 
     def __init__(self, path: Path, backlog: int, send_timeout_s: float) -> None:
         self.address = f"{SCHEME}{path}"
@@ -183,7 +183,7 @@ def peer_user(connected: socket.socket) -> int:
 
 
 def _socket_of(descriptor: int) -> socket.socket:
-    """Takes over the descriptor: after a second close, its number could already belong to another file."""
+    """The socket of a descriptor, which it owns: a second close could hit another file with the same number."""
     try:
         return socket.socket(fileno=descriptor)
     except OSError as error:
@@ -210,7 +210,7 @@ def _path_of(address: str) -> Path:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Removes a socket that a dead process left behind; one that is listened on stays."""
+    """Removes a socket that a dead process has left; a socket with a listener stays."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

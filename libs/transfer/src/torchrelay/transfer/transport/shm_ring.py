@@ -1,9 +1,9 @@
-"""One direction of a shared-memory connection: a ring of bytes in a memfd, and a socket that carries byte counts.
+"""A direction of a shared-memory connection: a ring of bytes in a memfd, and a socket that carries byte counts.
 
-The sender writes into the ring and sends the number of bytes; the receiver reads them and returns such credits now and
-then. There are no shared counters: a count received is permission to read or write, a peer that dies closes the socket,
-and waiting is waiting for a message. The ring is read and written as a file, not mapped: the copies run without the
-interpreter's lock, and a peer cannot cause a fault by truncating the memory.
+The sender writes into the ring and sends the number of bytes; the receiver reads them and returns counts as credits
+in batches. There are no shared counters: a received count is permission to read or write, a dying peer closes the
+socket, and waiting means waiting for a message. The ring is read and written as a file, not mapped: the copies run
+without the interpreter's lock, and a peer cannot cause a fault by truncating the memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make_ring() -> int:
 
 
 def check_ring(ring: int) -> None:
-    """Raises ``ConnectionError`` unless it is like one from ``make_ring``."""
+    """Raises ``ConnectionError`` unless the ring has the size and seals of ``make_ring``."""
     try:
         seals = fcntl.fcntl(ring, fcntl.F_GET_SEALS)
     except OSError as error:  # not a memfd
@@ -109,7 +109,7 @@ class RingReader(_RingEnd):
                 self._num_ready = _receive_counts(self._counts)
             except BlockingIOError as error:
                 raise TimeoutError("nothing received") from error
-            except ConnectionResetError:  # the peer left with credits unread
+            except ConnectionResetError:  # the peer is gone and had not read its credits
                 return 0
             if self._num_ready > RING_BYTES - self._num_owed:
                 raise ConnectionError("the peer sent more than the ring holds")
@@ -124,7 +124,7 @@ class RingReader(_RingEnd):
 
     def _return_credits(self, num_bytes: int) -> None:
         self._num_owed += num_bytes
-        if self._num_owed >= PIECE_BYTES:  # always reached: a sender that waits has filled the ring
+        if self._num_owed >= PIECE_BYTES:  # always reached, since a waiting sender has filled the ring
             with suppress(BrokenPipeError, ConnectionResetError):  # the peer is gone; its bytes can still be read
                 self._counts.send(_COUNT.pack(self._num_owed))
             self._num_owed = 0
@@ -139,7 +139,7 @@ class RingReader(_RingEnd):
 
 
 def _receive_counts(counts: socket.socket) -> int:
-    """The sum of the counts received, at least one; 0: the peer has closed. Raises ``BlockingIOError``."""
+    """The sum of the counts received; 0: the peer has closed. Raises ``BlockingIOError``."""
     packed = counts.recv(_COUNTS_BYTES)
     if len(packed) % _COUNT.size:
         raise ConnectionError("the peer sent a truncated count")

@@ -1,4 +1,4 @@
-"""The TCP transport: plain blocking sockets, large buffers, no copies but the kernel's own."""
+"""The TCP transport: blocking sockets, large buffers, no copies besides the kernel's."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class TcpTransport:
 
 
 def _enable_keepalive(connected: socket.socket, send_timeout_s: float) -> None:
-    """Detects a peer whose machine or link died silently, even when nothing is being sent."""
+    """Enables detection of a peer whose machine or link died silently, even when nothing is sent."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_KEEPALIVE_PROBES)
@@ -131,7 +131,7 @@ def _wait_connected(connecting: socket.socket, address: str, deadline: float, st
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """ "host:port" or "[host]:port". Raises ``ConnectionError``, as for any peer that cannot be reached."""
+    """Splits "host:port" or "[host]:port". Raises ``ConnectionError``, as for any unreachable peer."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit():
         raise ConnectionError(f"{address!r} is not a valid address of the form host:port")

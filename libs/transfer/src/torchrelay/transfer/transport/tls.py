@@ -1,8 +1,8 @@
 """TLS over any transport, with certificates of the cluster at both ends.
 
-TLS works on memory buffers here, and the connection below moves the sealed bytes. So that connection's time limits,
-class and abort stay as they are, and a megabyte takes one system call although TLS seals it in records of 16 KiB. The
-price is one copy of the sealed bytes in memory, which is little beside the ciphers' own work.
+TLS works on memory buffers, and the plain connection moves the sealed bytes. So the plain connection's time limits,
+class and abort apply unchanged, and a megabyte takes one system call although TLS seals it in records of 16 KiB. The
+cost is one more copy of the sealed bytes in memory, which is small compared with the ciphers' work.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torchrelay.transfer.transport.interface import TICK_S, Connection, Listener
 from torchrelay.transfer.transport.tcp import TcpTransport
 
 HANDSHAKE_S = 10.0  # a peer that has not presented its certificate in this time is disconnected
-RECORD_BYTES = (16 << 10) + 256  # the maximum
-SEALED_BYTES = 256 << 10  # received at once
-PIECE_BYTES = 256 << 10  # sealed at once
+RECORD_BYTES = (16 << 10) + 256  # maximum
+SEALED_BYTES = 256 << 10  # received per call
+PIECE_BYTES = 256 << 10  # sealed per call
 
 
 def transport_for(tls: Tls | None) -> Transport:
@@ -33,7 +33,7 @@ def transport_for(tls: Tls | None) -> Transport:
 class TlsConnection:
     """See ``interface.Connection``. Once bytes have been received, one thread may receive while another sends.
 
-    It ends when the connection below does: frames have lengths and digests, so no TLS close alert is needed or sent.
+    It ends when the plain connection does: frames have lengths and digests, so no TLS close alert is needed or sent.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TlsConnection:
         name = None if is_server else CLUSTER_NAME
         self._tls = context.wrap_bio(self._arrived, self._departing, server_side=is_server, server_hostname=name)
         self._lock = threading.Lock()  # guards the TLS state; never held during network I/O
-        self._sending = threading.Lock()  # sealed bytes leave in the order they were sealed
+        self._sending = threading.Lock()  # sealed bytes are sent in the order in which they were sealed
         self._sealed = memoryview(bytearray(RECORD_BYTES))
         self._is_open = False
         self._handshake_ends_at = time.monotonic() + handshake_s
@@ -59,14 +59,14 @@ class TlsConnection:
                 if num_bytes:
                     return num_bytes
             if len(view) > len(self._sealed) and self._is_open:
-                self._sealed = memoryview(bytearray(SEALED_BYTES))  # bulk data: receive larger pieces
+                self._sealed = memoryview(bytearray(SEALED_BYTES))  # receive bulk data in larger pieces
             if not self.receive_records():
                 return 0
             if time.monotonic() >= tick_ends_at:  # less than a record has arrived
                 raise TimeoutError("nothing received")
 
     def handshake_step(self) -> bool:
-        """One step of the handshake; True once it is done. A further step needs ``receive_records`` first."""
+        """Performs a step of the handshake; True once it is done. Call ``receive_records`` before the next step."""
         if time.monotonic() > self._handshake_ends_at:
             raise ConnectionAbortedError(f"the peer has not presented its certificate within {self._handshake_s:g} s")
         try:
@@ -83,14 +83,14 @@ class TlsConnection:
         return self._is_open
 
     def receive_records(self) -> bool:
-        """Passes received bytes to TLS; False: the peer has ended. Raises ``TimeoutError`` like ``receive_into``."""
+        """Passes received bytes to TLS. False: the peer has closed. Raises ``TimeoutError`` like ``receive_into``."""
         num_bytes = self._plain.receive_into(self._sealed)
         with self._lock:
             self._arrived.write(self._sealed[:num_bytes])
         return num_bytes > 0
 
     def _unseal(self, view: memoryview) -> int:
-        """Unseals complete records into the view, as many as fit; 0: none has arrived."""
+        """Unseals as many complete records into the view as fit; 0: none has arrived."""
         done = 0
         with self._lock, suppress(ssl.SSLWantReadError):
             while done < len(view):
@@ -127,7 +127,7 @@ class TlsConnection:
 
 
 class TlsListener:
-    """See ``interface.Listener``. Each stream does its own handshake, so no peer can block the accept loop."""
+    """See ``interface.Listener``. Each connection does its own handshake, so no peer can block the accept loop."""
 
     def __init__(self, plain: Listener, context: ssl.SSLContext, handshake_s: float) -> None:
         self.address, self.close = plain.address, plain.close
@@ -150,7 +150,7 @@ class TlsTransport:
         return TlsListener(self._plain.listen(host, port), self._tls.server_context, self._handshake_s)
 
     def connect(self, address: str, timeout_s: float, stop: threading.Event | None = None) -> Connection:
-        """Returns once the peer has presented its certificate; the first receive tells whether it accepts ours."""
+        """Connects; returns once the peer has presented its certificate. The first receive fails if it rejects ours."""
         ends_at = time.monotonic() + timeout_s
         plain = self._plain.connect(address, timeout_s, stop)
         connection = TlsConnection(plain, self._tls.client_context, is_server=False, handshake_s=self._handshake_s)

@@ -1,9 +1,8 @@
-"""The copies of packs in this host's arena: which are held, which are downloading, which failed."""
+"""The copies of packs in this host's arena: held, downloading, failed."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -11,12 +10,8 @@ from torchrelay.common.errors import Overloaded
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.quantities import format_count
 from torchrelay.param_store.copies.copy_record import CopyRecord
-from torchrelay.param_store.copies.pack_download import DownloadPlan, PackDownload
-from torchrelay.param_store.remote.remote_store import RemoteStore
-from torchrelay.transfer.arena.arena import Arena
+from torchrelay.param_store.copies.pack_download import DownloadContext, DownloadPlan, PackDownload
 from torchrelay.transfer.arena.slab import Slab
-from torchrelay.transfer.fetch.follow import Receiver, SourceAddress
-from torchrelay.transfer.transport.interface import TransferClass, Transport
 
 log = get_logger(__name__)
 _MAX_FAILURES_KEPT = 16
@@ -25,7 +20,7 @@ _HOLD = "hold:"
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """One pack as the store reports it."""
+    """A copy as the store reports it."""
 
     record: CopyRecord
     num_chunks_verified: int
@@ -35,84 +30,47 @@ class CopyReport:
 class ArenaCopies:
     """Owns the download threads. Methods may run on any thread."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        remote: RemoteStore,
-        receiver: Receiver,
-        on_change: Callable[[], None],
-        max_relays: int = 16,
-        num_remote_readers: int = 4,
-        transport: Transport | None = None,
-    ) -> None:
-        self._arena = arena
-        self._remote = remote
-        self._receiver = receiver
-        self._on_change = on_change
+    def __init__(self, context: DownloadContext, max_relays: int = 16) -> None:
+        self._context = context
+        self._arena, self._on_change = context.arena, context.on_change
+        self.counts = context.counts
         self._max_relays = max_relays
-        self._num_remote_readers = num_remote_readers
-        self._transport = transport
         self._downloads: dict[str, tuple[PackDownload, threading.Thread]] = {}
         self._records: dict[str, CopyRecord] = {}
         self._num_holds = 0
         self._closed = False
         self._lock = threading.Lock()
-        self.num_bytes_received = 0
 
-    def downloads(self) -> list[PackDownload]:
-        """Those that run now."""
-        with self._lock:
-            return [download for download, _ in self._downloads.values()]
+    def relay(self, plan: DownloadPlan) -> Future[bool]:
+        """Downloads the pack. The future ends once its range is reserved; True: the pack was already complete.
 
-    def relay(
-        self,
-        pack_id: str,
-        sources: Sequence[SourceAddress | None],
-        relay_id: str = "",
-        keep_retained: bool = False,
-        num_striped: int = 1,
-        transfer_class: TransferClass = TransferClass.URGENT,
-    ) -> Future[bool]:
-        """Downloads the pack. The future ends once its range is reserved; True: it was complete already.
-
-        While a download of the pack runs, its peers are put before those it has, ``num_striped`` may rise, and it
-        becomes of this class; after one that failed or is being stopped, a new one starts. Raises ``Overloaded``
-        when ``max_relays`` run.
+        While a download of the pack runs, the plan's peers become its first alternates, its ``num_striped`` may rise,
+        and it takes on the plan's class; after a download that failed or is being stopped, a new one starts. Raises
+        ``Overloaded`` when ``max_relays`` run.
         """
         with self._lock:
-            running = self._downloads.get(pack_id)
+            running = self._downloads.get(plan.pack_id)
             if running is not None and not running[0].is_ending:
-                peers = (source for source in sources if source is not None)
-                running[0].updates.add(peers, num_striped, transfer_class)
+                peers = (source for source in plan.sources if source is not None)
+                running[0].updates.add(peers, plan.num_striped, plan.transfer_class)
                 return running[0].reserved
-            slab = self._arena.get(pack_id)
+            slab = self._arena.get(plan.pack_id)
             if slab is not None and slab.complete:
                 complete: Future[bool] = Future()
                 complete.set_result(True)
                 return complete
             if self._closed or len(self._downloads) >= self._max_relays:
                 raise Overloaded(f"this store already downloads {format_count(len(self._downloads), 'pack')}")
-            plan = DownloadPlan(
-                pack_id,
-                tuple(sources),
-                self._receiver,
-                self._num_remote_readers,
-                relay_id,
-                keep_retained,
-                self._transport,
-                num_striped,
-                transfer_class,
-            )
             return self._start(plan, None if running is None else running[1])
 
     def _start(self, plan: DownloadPlan, after: threading.Thread | None) -> Future[bool]:
         record = self._records[plan.pack_id] = CopyRecord(plan.pack_id)
-        download = PackDownload(plan, self._arena, self._remote, record, self._count_bytes, self._on_change)
+        download = PackDownload(self._context, plan, record)
         thread = threading.Thread(
             target=self._run, args=(download, after), name=f"download-{plan.pack_id[:8]}", daemon=True
         )
-        download.reserved.set_running_or_notify_cancel()  # a caller that stops waiting cannot cancel it now
-        thread.start()  # first: it may fail
+        download.reserved.set_running_or_notify_cancel()  # from now on, callers that stop waiting cannot cancel it
+        thread.start()  # may fail: registered afterwards
         self._downloads[plan.pack_id] = (download, thread)
         return download.reserved
 
@@ -126,7 +84,7 @@ class ArenaCopies:
                 del self._downloads[pack_id]
             slab = self._arena.get(pack_id)
             if slab is not None and not slab.complete and not self._closed:  # a kept arena keeps partial packs
-                self._arena.drop(pack_id, when_unpinned=True)  # it may be held, or followed
+                self._arena.drop(pack_id, when_unpinned=True)  # it may be held or followed
             self._forget_old_failures()
         self._on_change()
 
@@ -134,7 +92,7 @@ class ArenaCopies:
         """Pins the pack; pass both to ``release``. Raises ``NotFound`` if it is not in the arena."""
         with self._lock:
             self._num_holds += 1
-            owner = f"{_HOLD}{owner_id}/{self._num_holds}"  # a restarted worker may briefly hold twice
+            owner = f"{_HOLD}{owner_id}/{self._num_holds}"  # a restarted worker may briefly hold it twice
             self._arena.pin(pack_id, owner)
             slab = self._arena.get(pack_id)
             assert slab is not None  # it is pinned
@@ -149,7 +107,7 @@ class ArenaCopies:
         self._on_change()
 
     def drop(self, pack_id: str) -> bool:
-        """Ends a running download and frees the range; False: it is held, read or absent. Blocks."""
+        """Ends a running download and frees the range. False: the pack is held, read or absent. Blocks."""
         with self._lock:
             if self._num_pins(pack_id):
                 return False
@@ -166,7 +124,7 @@ class ArenaCopies:
         return dropped
 
     def failed_download(self, pack_id: str) -> CopyRecord | None:
-        """The last download of this pack, if it failed."""
+        """The record of the pack's last download, if it failed."""
         with self._lock:
             record = self._records.get(pack_id)
             return record if record is not None and record.error else None
@@ -196,7 +154,7 @@ class ArenaCopies:
         return sum(owner.startswith(_HOLD) for owner in self._arena.owners(pack_id))
 
     def recheck(self) -> None:
-        """Verifies what an earlier process left in the arena and fails incomplete packs. Blocks."""
+        """Verifies the packs that an earlier process left in the arena and fails incomplete ones. Blocks."""
         for slab in self._arena.slabs():
             slab.recheck()
             with self._lock:
@@ -214,10 +172,6 @@ class ArenaCopies:
             download.stop.set()
         for _, thread in running:
             thread.join()
-
-    def _count_bytes(self, num_bytes: int) -> None:
-        with self._lock:
-            self.num_bytes_received += num_bytes
 
     def _forget_old_failures(self) -> None:
         failed = [pack_id for pack_id, record in self._records.items() if record.error]

@@ -1,4 +1,4 @@
-"""How one pack's copy came here: times, sources, and the error if it failed."""
+"""The history of a pack's copy on this host: times, sources, and the error if it failed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 
 from torchrelay.transfer.fetch.statistics import TransferStats
 
-REMOTE = "remote"  # stands for the remote store among the sources
-
 
 @dataclass(slots=True)
 class CopyRecord:
-    """What the slab itself does not say of a copy. Times are Unix microseconds; 0: not yet."""
+    """The history of a copy, beside the state in its slab. Times are Unix microseconds; 0: not yet."""
 
     pack_id: str
     pack_bytes: int = 0
@@ -24,5 +22,5 @@ class CopyRecord:
 
     @property
     def source(self) -> str:
-        """The holder that delivered most bytes, or ``REMOTE``."""
+        """The holder that delivered most bytes, or "remote"."""
         return self.stats.largest

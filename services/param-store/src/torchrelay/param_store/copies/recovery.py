@@ -1,4 +1,4 @@
-"""After a crash of the store: which packs of the old arena are still mapped by processes of this host."""
+"""Releases the packs of an earlier process's arena that no other process maps any more."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torchrelay.transfer.arena.arena import RECOVERED, Arena
 
 
 def release_unmapped(arena: Arena) -> bool:
-    """Unpins the recovered packs that no other process maps; True: some are still mapped."""
-    # A worker outlives its store and goes on computing with the mapped bytes, so its pack must stay in place until the
+    """Unpins the recovered packs that no other process maps. True: some are still mapped."""
+    # A worker outlives its store and keeps computing on the mapped bytes, so its pack must stay in place until the
     # worker holds it again, unmaps it or ends.
     mapped = mapped_ranges(arena.path)
     any_mapped = False
@@ -26,19 +26,19 @@ def release_unmapped(arena: Arena) -> bool:
 
 
 def mapped_ranges(path: Path) -> list[tuple[int, int]]:
-    """The byte ranges [begin, end) of a file that other processes map, as far as this one may see."""
-    found: list[tuple[int, int]] = []
+    """The byte ranges [begin, end) of a file that other processes map, as far as this process may see."""
+    ranges: list[tuple[int, int]] = []
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) == os.getpid():
             continue
         try:
             lines = (process / "maps").read_text(errors="replace").splitlines()
-        except OSError:  # it has ended, or belongs to another user
+        except OSError:  # the process has ended, or belongs to another user
             continue
         for line in lines:  # begin-end permissions offset device inode path
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and fields[5] == str(path):
                 begin, _, end = fields[0].partition("-")
                 offset = int(fields[2], 16)
-                found.append((offset, offset + int(end, 16) - int(begin, 16)))
-    return found
+                ranges.append((offset, offset + int(end, 16) - int(begin, 16)))
+    return ranges

@@ -1,4 +1,4 @@
-"""Downloads a pack from the remote store: concurrent reads straight into the arena, each chunk verified."""
+"""Downloads a pack from the remote store: concurrent reads straight into the arena, every chunk verified."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrelay.common.quantities import format_count
 from torchrelay.param_store.remote.remote_store import RangeReader
 from torchrelay.transfer.buffers import Sink
 
-_MAX_LISTED_CHUNKS = 8  # in an error about damage
+_MAX_LISTED_CHUNKS = 8  # in an error about damaged chunks
 
 
 def download_from_remote(
@@ -24,15 +24,17 @@ def download_from_remote(
     wanted: Iterable[int],
     stop: threading.Event,
     on_chunk: Callable[[int], None],
+    on_damage: Callable[[], None],
     num_readers: int,
 ) -> None:
     """Reads the wanted chunks in order, ``num_readers`` at a time: while one thread hashes, the others read.
 
-    Returns early when ``stop`` is set. A chunk that does not match its digest is read again if that may help; damaged
-    chunks are skipped, and ``DataCorrupted`` is raised after the others have come. Any other error of the reader or the
-    sink ends the download at once. ``wanted`` is asked for the next chunk only when a reader is free.
+    Returns early when ``stop`` is set. Calls ``on_chunk`` for each verified chunk and ``on_damage`` for each read that
+    does not match its digest. Such a chunk is read again if that may help. Chunks that stay damaged are skipped, and
+    ``DataCorrupted`` is raised after the others have arrived. Any other error of the reader or the sink ends the
+    download immediately. ``wanted`` is advanced only when a reader is free.
 
-    NOTE: bytes land in the sink's memory before they are verified, so nobody else may deliver a chunk of ``wanted``.
+    NOTE: bytes are in the sink's memory before they are verified, so no other source may deliver a chunk of ``wanted``.
     """
     todo = iter(wanted)
     damaged: list[int] = []
@@ -44,11 +46,16 @@ def download_from_remote(
             return None if stop.is_set() or broken.is_set() else next(todo, None)
 
     def fetch_chunk(index: int) -> bool:
-        offset, view, digest = index * chunk_bytes, sink.chunk(index), sink.digest(index)
+        offset, view = index * chunk_bytes, sink.chunk(index)
+
+        def is_good() -> bool:
+            matches = blake3(view).digest() == sink.digest(index)
+            if not matches:
+                on_damage()
+            return matches
+
         reader.read_into(offset, view, stop)
-        if blake3(view).digest() == digest:
-            return True
-        return reader.read_again(offset, view, stop) and blake3(view).digest() == digest
+        return is_good() or (reader.read_again(offset, view, stop) and is_good())
 
     def read() -> None:
         try:
@@ -59,7 +66,7 @@ def download_from_remote(
                 else:
                     damaged.append(index)
         except BaseException as error:
-            broken.set()  # the other readers end; this error is raised by result() below
+            broken.set()  # ends the other readers; result() below raises this error
             if not (isinstance(error, Unavailable) and stop.is_set()):
                 raise
 

@@ -15,18 +15,18 @@ from torchrelay.transfer.manifest import MAX_CHUNK_BYTES
 
 log = get_logger(__name__)
 _OWNER = "disk"
-_SYNC_EVERY_BYTES = 64 << 20  # bounds what waits in the page cache
+_SYNC_EVERY_BYTES = 64 << 20  # bounds the dirty pages in the page cache
 
 
 def write_to_cache(cache: DiskCache, slab: Slab, stop: threading.Event) -> bool:
     """Writes a complete slab's pack durably, at the disk's speed.
 
-    False, and nothing is left of it: the disk is full or faulty, the slab was dropped, or ``stop`` was set.
+    Returns False and leaves no files when the disk is full or faulty, the slab was dropped, or ``stop`` was set.
     """
     draft = cache.drafts / slab.pack_id
     manifest_draft = draft.with_suffix(".manifest")
     try:
-        cache.make_room(slab.num_bytes + len(slab.head))
+        cache.free_space(slab.num_bytes + len(slab.head))
         _write(draft, slab, stop)
         manifest_draft.write_bytes(slab.head)
         cache.publish(slab.pack_id, draft, manifest_draft)
@@ -50,7 +50,7 @@ def _write(draft: Path, slab: Slab, stop: threading.Event) -> None:
                 raise Unavailable("the store is closing")
             span = slab.manifest.chunk_range(index)
             piece = buffer[: span.end - span.begin]
-            # Pinned for one chunk only: a pack may be dropped or evicted meanwhile, so that nobody waits for the disk.
+            # Pinned for one chunk only, so that drops and evictions do not wait for the disk.
             slab.acquire(_OWNER)
             try:
                 piece[:] = slab.chunk(index)

@@ -1,12 +1,12 @@
-"""Packs cached on this host's disk. Those that the scheduler has ranked are evicted last, in the order of their ranks;
-the others, and all of them without a scheduler, the least recently used first.
+"""Packs cached on this host's disk. Packs that the scheduler has ranked are evicted last, in the order of their ranks;
+all other packs are evicted before them, the least recently used first.
 
-    <folder>/<pack id>             the pack, each chunk verified when it was written
+    <folder>/<pack id>             the pack, whose chunks were verified before it was written
     <folder>/<pack id>.manifest
-    <folder>/drafts/               files being written; emptied at startup
+    <folder>/drafts/               files being written; emptied at start
 
-The folder is the state, and a file's modification time its last use. Files appear complete and durable or not at all;
-readers check digests, and so find what the disk damages later.
+The folder is the state, and a file's modification time its last use. Files appear complete and durable or not at all.
+Readers check digests, and so notice later damage by the disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from torchrelay.common.errors import NotFound
 from torchrelay.common.process.telemetry import get_logger
@@ -36,7 +35,7 @@ _MAX_REPORTED_PACKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class CachedPack:
-    """One pack on disk."""
+    """A pack on disk."""
 
     pack_id: str
     num_bytes: int
@@ -48,11 +47,11 @@ def select_evictions(
     num_bytes: int,
     limit_bytes: int,
     free_bytes: int,
-    ranks: Mapping[str, int] = MappingProxyType({}),
+    ranks: Mapping[str, int],
 ) -> list[CachedPack] | None:
-    """The packs to evict so that ``num_bytes`` more fit below the limit and on the disk; None: they never will.
+    """The packs to evict so that ``num_bytes`` more fit below the limit and on the disk; None: they never fit.
 
-    ``ranks``: by pack, in the order of eviction. Packs without one go before these.
+    ``ranks``: the eviction order of ranked packs, which are evicted after all others.
     """
     excess = max(sum(pack.num_bytes for pack in cached) + num_bytes - limit_bytes, num_bytes - free_bytes)
     evicted: list[CachedPack] = []
@@ -65,24 +64,25 @@ def select_evictions(
 
 
 def default_limit_bytes(folder: Path) -> int:
-    """The default limit for ``folder``: half of what is free or its own already, at most 64 GiB."""
+    """The default limit of ``folder``: half of the space that is free or already its own, at most 64 GiB."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     own = sum(pack.num_bytes for pack in _packs_in(folder))
     return min((shutil.disk_usage(existing).free + own) // 2, _DEFAULT_LIMIT_BYTES)
 
 
 class DiskCache:
-    """Owns the folder. Methods block on the disk and may run on any thread."""
+    """The cache, which owns its folder. Methods block on the disk and may run on any thread."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._buffers = ReadBuffers()
-        self._lock = threading.Lock()  # of changes to the folder: what it has and what ``_pack_ids`` says are the same
+        self._lock = threading.Lock()  # keeps the folder and ``_pack_ids`` consistent
         self.eviction_order = RetentionLease()
+        self.num_evictions = 0
         shutil.rmtree(self.drafts, ignore_errors=True)
         self.drafts.mkdir(parents=True)
-        # The least recently used first; replaced as a whole, so that readers need no lock and wait for no disk.
+        # Least recently used first; replaced as a whole, so that readers need no lock and never wait for the disk.
         self._pack_ids = tuple(pack.pack_id for pack in sorted(self.packs(), key=lambda pack: pack.last_used))
 
     @property
@@ -93,14 +93,14 @@ class DiskCache:
         return _packs_in(self._folder)
 
     def pack_ids(self) -> frozenset[str]:
-        """The packs used last, as many as are reported. Never blocks."""
+        """The most recently used packs, up to the number that is reported. Never blocks."""
         return frozenset(self._pack_ids[-_MAX_REPORTED_PACKS:])
 
     def has(self, pack_id: str) -> bool:
         return self._pack(pack_id).exists()
 
     def open(self, pack_id: str) -> FileReader | None:
-        """A reader of the pack, which counts as a use; None if it is not cached."""
+        """A reader of the pack, which counts as a use; None: the pack is not cached."""
         path = self._pack(pack_id)
         with self._lock:
             try:
@@ -116,21 +116,22 @@ class DiskCache:
             return reader
 
     def manifest(self, pack_id: str) -> bytes | None:
-        """The pack's manifest, verified; None if it is not cached."""
+        """The pack's verified manifest; None: the pack is not cached."""
         try:
             encoded = self._manifest(pack_id).read_bytes()
         except OSError:
             return None
         return encoded if pack_id_of(encoded) == pack_id else None
 
-    def make_room(self, num_bytes: int) -> None:
-        """Evicts packs until ``num_bytes`` more fit. Raises ``OSError`` if they never will."""
+    def free_space(self, num_bytes: int) -> None:
+        """Evicts packs until ``num_bytes`` more fit. Raises ``OSError`` if they never fit."""
         free_bytes = shutil.disk_usage(self._folder).free - _RESERVED_DISK_BYTES
         evicted = select_evictions(self.packs(), num_bytes, self._limit_bytes, free_bytes, self.eviction_order.ranks)
         if evicted is None:
-            raise OSError(errno.ENOSPC, f"the disk tier has no room for {num_bytes:,} bytes")
+            raise OSError(errno.ENOSPC, f"the disk cache has no space for {num_bytes:,} bytes")
         for pack in evicted:
             log.info("disk_pack_evicted", pack_id=pack.pack_id, num_bytes=pack.num_bytes)
+            self.num_evictions += 1
             self.discard(pack.pack_id)
 
     def publish(self, pack_id: str, draft: Path, manifest_draft: Path) -> None:
@@ -142,7 +143,7 @@ class DiskCache:
         sync_folder(self._folder)
 
     def discard(self, pack_id: str) -> None:
-        """Removes the pack; open readers go on."""
+        """Removes the pack; open readers keep reading."""
         with self._lock:
             self._pack_ids = self._without(pack_id)
             for path in (self._pack(pack_id), self._manifest(pack_id)):
@@ -162,12 +163,12 @@ class DiskCache:
 
 
 def _packs_in(folder: Path) -> list[CachedPack]:
-    found = []
+    packs = []
     for path in folder.iterdir() if folder.is_dir() else ():
         if is_digest(path.name):
             try:
                 status = path.stat()
-            except FileNotFoundError:  # discarded just now
+            except FileNotFoundError:  # discarded meanwhile
                 continue
-            found.append(CachedPack(path.name, status.st_size, status.st_mtime))
-    return found
+            packs.append(CachedPack(path.name, status.st_size, status.st_mtime))
+    return packs

@@ -1,7 +1,7 @@
 """A remote store that reads packs from this host's disk cache where it can.
 
-A chunk of the cached copy that is missing or does not match its digest discards the copy: that chunk and all later ones
-come from the remote store.
+When a chunk of the cached copy is missing or does not match its digest, the copy is discarded: that chunk and all later
+chunks come from the remote store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 
 class DiskTier(RemoteStore):
-    """Reads through ``cache``; writes go to ``remote`` only. Cached packs can be read while ``remote`` is away."""
+    """Reads through ``cache``, writes to ``remote`` only. Cached packs stay readable while ``remote`` is down."""
 
     def __init__(self, remote: RemoteStore, cache: DiskCache) -> None:
         self._remote = remote
@@ -59,7 +59,7 @@ class DiskTier(RemoteStore):
 
 
 class TieredReader(RangeReader):
-    """Reads one pack from its copy on disk until that proves damaged."""
+    """Reads a pack from its copy on disk until a chunk of the copy proves damaged."""
 
     def __init__(self, copy: FileReader, cache: DiskCache, pack_id: str, remote: RemoteStore, key: str) -> None:
         self._copy = copy
@@ -69,6 +69,10 @@ class TieredReader(RangeReader):
         self._key = key
         self._origin: RangeReader | None = None  # opened when the copy proves damaged
         self._lock = threading.Lock()
+
+    @property
+    def is_cached(self) -> bool:
+        return self._origin is None
 
     def read_into(self, offset: int, view: memoryview, stop: threading.Event) -> None:
         if self._origin is None:
@@ -84,7 +88,7 @@ class TieredReader(RangeReader):
         return True
 
     def _discard_copy(self, reason: str) -> RangeReader:
-        """Returns the reader of the remote store's pack, which replaces the copy."""
+        """Discards the copy; returns the reader of the remote store's pack, which replaces it."""
         with self._lock:
             if self._origin is None:
                 log.warning("disk_pack_damaged", pack_id=self._pack_id, reason=reason)

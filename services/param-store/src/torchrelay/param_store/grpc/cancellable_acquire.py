@@ -1,4 +1,4 @@
-"""Acquires a resource on a thread, in a call that its client may cancel at any time."""
+"""Acquires a resource on a thread, for a call that may be cancelled at any time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 async def acquire_on_thread(acquire: Callable[[], T], release: Callable[[T], object]) -> T:
-    """What ``acquire`` returns, called on a thread; if the caller is cancelled, ``release`` gets it instead."""
-    # A thread cannot be cancelled: what it acquires after the caller has gone would never be released.
+    """Calls ``acquire`` on a thread and returns its result; if the caller is cancelled, releases the result instead."""
+    # A thread cannot be cancelled: a resource that it acquires after the cancellation would never be released.
     running = asyncio.get_running_loop().run_in_executor(None, acquire)
     try:
         return await asyncio.shield(running)

@@ -13,6 +13,7 @@ from torchrelay.common.errors import InvalidRequest, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import reports_pb2
+from torchrelay.param_store.copies.pack_download import DownloadPlan
 from torchrelay.param_store.grpc.messages import source_address, store_beat, store_report
 from torchrelay.param_store.remote.keys import checked_digest
 from torchrelay.param_store.store import Store
@@ -22,7 +23,7 @@ from torchrelay.transfer.transport.interface import TransferClass
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger(__name__)
 _MAX_LEASE_S = 3600.0
-_RELAY_WAIT_S = 1.0  # by then a relay that was told beside a load has come
+_RELAY_WAIT_S = 1.0  # maximum delay of a relay that is ordered together with a load
 _MIN_REPORT_INTERVAL_S = 0.05  # for each watcher
 
 
@@ -54,8 +55,8 @@ class CopyRpcs:
             log.info("pack_released", pack_id=request.pack_id, owner_id=request.owner_id)
 
     async def _until_reserved(self, pack_id: str) -> None:
-        """Waits until the relay that brings the pack has a range for it, or none is to be expected any more. Raises
-        ``Unavailable`` if it failed.
+        """Waits until the relay of the pack has reserved its range, or is overdue. Raises ``Unavailable`` if the relay
+        has failed.
         """
         arena_copies, loop = self.store.arena_copies, asyncio.get_running_loop()
         relay_due = loop.time() + _RELAY_WAIT_S
@@ -90,10 +91,10 @@ class CopyRpcs:
         self.store.epoch.check(request.epoch)
         checked_digest(request.pack_id, "pack_id")
         own_id = self.store.settings.store_id
-        sources = [source_address(source) for source in request.sources if source.holder_id != own_id]
+        sources = tuple(source_address(source) for source in request.sources if source.holder_id != own_id)
         if not sources:
-            raise InvalidRequest("sources must name at least one other than this store", field="sources")
-        reserved = self.store.arena_copies.relay(
+            raise InvalidRequest("sources must name at least one holder other than this store", field="sources")
+        plan = DownloadPlan(
             request.pack_id,
             sources,
             request.relay_id,
@@ -101,7 +102,7 @@ class CopyRpcs:
             max(request.num_striped, 1),
             TransferClass.IDLE if request.urgency == pb.RELAY_URGENCY_IDLE else TransferClass.URGENT,
         )
-        complete = await asyncio.shield(asyncio.wrap_future(reserved))
+        complete = await asyncio.shield(asyncio.wrap_future(self.store.arena_copies.relay(plan)))
         names = [source.holder_id for source in request.sources]
         log.info("relay", pack_id=request.pack_id, relay_id=request.relay_id, sources=names, complete=complete)
         return pb.RelayReply(already_complete=complete)
@@ -127,19 +128,19 @@ class CopyRpcs:
         self, request: pb.WatchCopiesRequest, context: Context
     ) -> AsyncIterator[reports_pb2.StoreReport]:
         self.store.epoch.observe(request.epoch)
-        has_told, told_of_disk = False, None
+        epoch_reported, disk_reported = False, None
         every_s = max(request.beat_every_s, _MIN_REPORT_INTERVAL_S) if request.beat_every_s > 0 else None
         with self.store.changes.listen() as changed:
             changed.set()
             while True:
-                if has_told:  # its scheduler has learned the higher epoch
+                if epoch_reported:  # the scheduler has learned the higher epoch
                     self.store.epoch.check(request.epoch)
-                has_told = 0 < request.epoch < self.store.epoch.highest
+                epoch_reported = 0 < request.epoch < self.store.epoch.highest
                 on_disk = self.store.disk.pack_ids() if self.store.disk is not None else None
-                if changed.is_set() or on_disk != told_of_disk:
+                if changed.is_set() or on_disk != disk_reported:
                     changed.clear()
-                    yield store_report(self.store, None if on_disk == told_of_disk else on_disk)
-                    told_of_disk = on_disk
+                    yield store_report(self.store, None if on_disk == disk_reported else on_disk)
+                    disk_reported = on_disk
                     await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
                 else:
                     yield store_beat(self.store)

@@ -1,4 +1,4 @@
-"""The store's objects as protobuf messages."""
+"""Conversions between the store's objects and protobuf messages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import reports_pb2, types_pb2
+from torchrelay.modelspec.tensor_order import DTYPE_BYTES
 from torchrelay.param_store.copies.arena_copies import CopyReport
 from torchrelay.param_store.nic_counters import read_nic_counters
 from torchrelay.param_store.remote.versions import Version
@@ -16,7 +17,7 @@ from torchrelay.transfer.fetch.follow import SourceAddress
 
 
 def source_address(source: types_pb2.Source) -> SourceAddress | None:
-    """None stands for the remote store."""
+    """The address of a source; None stands for the remote store."""
     if not source.data_address:
         return None
     return SourceAddress(source.holder_id, source.data_address, source.ticket)
@@ -32,7 +33,7 @@ def file_state(progress: FileProgress) -> pb.FileState:
 
 
 def version_description(version: Version) -> pb.VersionDescription:
-    """The version, as the catalog and the scheduler know it."""
+    """A version, for the catalog and the scheduler."""
     config = version.config
     return pb.VersionDescription(
         version_id=version.version_id,
@@ -44,7 +45,7 @@ def version_description(version: Version) -> pb.VersionDescription:
             num_layers=config.num_layers,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            kv_dtype_bytes=version.kv_dtype_bytes,
+            kv_dtype_bytes=DTYPE_BYTES[version.manifest.dtype],
             max_context_tokens=config.max_context_tokens,
             vocab_size=config.vocab_size,
         ),
@@ -56,7 +57,7 @@ def version_description(version: Version) -> pb.VersionDescription:
 
 
 def store_report(store: Store, disk_pack_ids: Iterable[str] | None = None) -> reports_pb2.StoreReport:
-    """The store's state, as the scheduler needs it. ``disk_pack_ids``: None if they are as told before."""
+    """The store's state for the scheduler. ``disk_pack_ids``: None if they are unchanged since the last report."""
     retained, counters = store.arena.retention.ranks, read_nic_counters()
     return reports_pb2.StoreReport(
         store_id=store.settings.store_id,
@@ -70,7 +71,7 @@ def store_report(store: Store, disk_pack_ids: Iterable[str] | None = None) -> re
         arena_free_bytes=store.arena.free_bytes,
         copies=[_pack_copy(copy, retained) for copy in store.arena_copies.copies()],
         bytes_sent=store.holder.bytes_sent,
-        bytes_received=store.arena_copies.num_bytes_received,
+        bytes_received=sum(store.arena_copies.counts.num_bytes_received.values()),
         num_running_uploads=store.uploads.num_open,
         failure_domain=store.settings.failure_domain or store.settings.host_id,
         nic=reports_pb2.NicCounters(**asdict(counters)) if counters else None,

@@ -21,7 +21,7 @@ CALLERS: MethodCallers = {
 
 
 class ParamStoreServicer(UploadRpcs, VersionRpcs, CopyRpcs, param_store_pb2_grpc.ParamStoreServicer):
-    """All RPCs of one store."""
+    """All RPCs of a store."""
 
     def __init__(self, store: Store) -> None:
         self.store = store

@@ -27,7 +27,7 @@ from torchrelay.param_store.uploads.staged_upload import StagedUpload
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger(__name__)
 MAX_PART_BYTES = 1 << 20
-_REPEAT_S = 5.0  # a long stage is told again, so that a gateway can tell slow from hung
+_REPEAT_S = 5.0  # the progress of a long stage is repeated, so that a gateway can distinguish slow from hung
 _LEAST_PUBLISH_BYTES_PER_S = 4 << 20  # to the remote store
 
 
@@ -89,20 +89,20 @@ class UploadRpcs:
             if not packed:
                 self.store.publish_queue.release(turn)
                 await asyncio.to_thread(upload.end_commit)
-        # Once publishing has begun it must end and be recorded, even if the client has gone: cancelling
-        # this call cancels the waiting alone.
+        # Once publishing has begun it must end and be recorded, even if the client is gone: cancelling this call
+        # cancels only its wait.
         loop, threads, num_bytes = asyncio.get_running_loop(), self.store.publish_threads, upload.num_bytes
         publishing = loop.run_in_executor(threads, self._publish, upload, begin_unix_ns)
         limit_s = self.store.settings.commit_stall_s + num_bytes / _LEAST_PUBLISH_BYTES_PER_S
         limit = loop.call_later(limit_s, self.store.publish_queue.give_up, turn)
-        publishing.add_done_callback(lambda ended: ended.exception())  # retrieved, should this call end before
+        publishing.add_done_callback(lambda ended: ended.exception())  # retrieved even if this call ends first
         publishing.add_done_callback(lambda _: limit.cancel())
         publishing.add_done_callback(lambda _: self.store.publish_queue.release(turn))
         while not (await asyncio.wait({publishing}, timeout=_REPEAT_S))[0]:
             if turn.is_stuck:
                 raise Unavailable(
-                    f"the remote store has not taken the model's {num_bytes:,} bytes within {limit_s:.0f} s; commit "
-                    "again once it answers"
+                    f"the remote store has not stored the model's {num_bytes:,} bytes within {limit_s:.0f} s; commit "
+                    "again once it responds"
                 )
             yield pb.CommitProgress(stage="publish", num_bytes_done=0, num_bytes_total=num_bytes)
         version = publishing.result()
@@ -111,11 +111,13 @@ class UploadRpcs:
         )
 
     async def _pack(self, upload: StagedUpload, request: pb.CommitRequest, turn: Turn) -> AsyncGenerator[PackProgress]:
-        """Waits until it may pack, validates and packs, then waits for its ``turn`` to publish."""
+        """Waits for its turn to pack, validates and packs, then waits for its ``turn`` to publish."""
         tenant_id = upload.record.tenant_id
-        async with self.store.packer_queue.acquired(tenant_id) as place:
+        settings, files = self.store.settings, upload.files.absolute()
+        job = PackJob(files, upload.pack_path.absolute(), request.largest_slot_bytes, settings.packer_memory_bytes)
+        async with self.store.packer_queue.acquired(tenant_id) as packer_turn:
             self.store.publish_queue.check_stuck(tenant_id)  # before it packs in vain
-            packer = run_packer(self._job(upload, request), self.store.settings.commit_stall_s, place)
+            packer = run_packer(job, settings.commit_stall_s, packer_turn)
             async with aclosing(packer) as lines:
                 async for line in lines:
                     yield line
@@ -125,10 +127,6 @@ class UploadRpcs:
         await asyncio.to_thread(self.store.uploads.abort, request.upload_id)
         log.info("upload_aborted", upload_id=request.upload_id)
         return pb.AbortUploadReply()
-
-    def _job(self, upload: StagedUpload, request: pb.CommitRequest) -> PackJob:
-        memory_bytes = self.store.settings.packer_memory_bytes
-        return PackJob(upload.files.absolute(), upload.pack_path.absolute(), request.largest_slot_bytes, memory_bytes)
 
     def _publish(self, upload: StagedUpload, begin_unix_ns: int) -> Version:
         version_id = ""

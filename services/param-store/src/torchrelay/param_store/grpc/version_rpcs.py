@@ -49,5 +49,5 @@ class VersionRpcs:
             )
 
     async def DeleteUnnamed(self, request: pb.DeleteUnnamedRequest, context: Context) -> pb.DeleteUnnamedReply:
-        sizes = await asyncio.to_thread(self.store.versions.delete_unnamed, request.older_than_s)
-        return pb.DeleteUnnamedReply(num_objects=len(sizes), num_bytes_freed=sum(sizes))
+        num_bytes = await asyncio.to_thread(self.store.versions.delete_unnamed, request.older_than_s)
+        return pb.DeleteUnnamedReply(num_bytes_freed=num_bytes)

@@ -1,10 +1,10 @@
-"""``python -m torchrelay.param_store.packer``: one job from standard input, JSON lines to standard output.
+"""``python -m torchrelay.param_store.packer``: reads a job from standard input, writes JSON lines to standard output.
 
     in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes"}
     out  {"stage", "done", "total"} ...   then one of
-         {"packed": {"pack_id"}}                 the manifest is beside the pack, suffix .manifest
-         {"refused": {"file", "detail"}}
-         {"failed": reason}                      the machine's fault, such as a full disk
+         {"packed": {"pack_id"}}                 the manifest has the pack's path with the suffix .manifest
+         {"refused": {"file", "detail"}}         the upload is invalid
+         {"failed": {"errno", "detail"}}         the machine is at fault, such as a full disk
 
 The exit status is 0 in all three cases.
 """
@@ -28,7 +28,7 @@ _PROGRESS_BYTES = 16 << 20
 
 
 def emit(**line: Any) -> None:
-    """Writes one line to the store. If the store is gone, the broken pipe ends this process."""
+    """Writes a line to the store. If the store is gone, the broken pipe ends this process."""
     print(json.dumps(line), flush=True)
 
 

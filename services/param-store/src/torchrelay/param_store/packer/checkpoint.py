@@ -1,4 +1,4 @@
-"""The weights of an upload: one file, or shards with the index that names them."""
+"""The weights of an upload: a single file, or shards with their index."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     if (folder / INDEX_FILE).exists():
         _check_index(read_document(folder, INDEX_FILE), files, tensors)
     elif files != [SINGLE_FILE]:
-        raise PackRefused(INDEX_FILE, "it is missing, and the weights are in shards")
+        raise PackRefused(INDEX_FILE, "it is missing, although the weights are in shards")
     return tensors
 
 
@@ -35,9 +35,7 @@ def weight_files(names: list[str]) -> list[str]:
     shard_names = [(name, match) for name in names if (match := _SHARD.fullmatch(name))]
     if SINGLE_FILE in names:
         if shard_names:
-            raise PackRefused(
-                shard_names[0][0], f"the upload has shards and {SINGLE_FILE}; it must be one or the other"
-            )
+            raise PackRefused(shard_names[0][0], f"the upload has shards and {SINGLE_FILE}; it must have either")
         return [SINGLE_FILE]
     if not shard_names:
         raise PackRefused(SINGLE_FILE, "it is missing from the upload, and there are no shards")

@@ -10,7 +10,7 @@ _MAX_DETAIL = 500  # characters; details quote the tenant's files
 
 
 class PackRefused(Exception):
-    """The folder cannot be published: ``file`` is the faulty one, ``detail`` the fault, truncated."""
+    """The folder cannot be published: ``file`` is the faulty file, ``detail`` the fault, truncated."""
 
     def __init__(self, file: str, detail: str) -> None:
         detail = detail if len(detail) <= _MAX_DETAIL else f"{detail[:_MAX_DETAIL]}..."
@@ -21,7 +21,7 @@ class PackRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of the upload; ``offset`` counts from the start of its file."""
+    """A tensor of the upload; ``offset`` counts from the start of its file."""
 
     name: str
     dtype: str
@@ -33,7 +33,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackPlan:
-    """Where every tensor goes: ``entries[i]`` of the pack is copied from ``sources[i]`` of the upload."""
+    """The layout of a pack: ``entries[i]`` of the pack is copied from ``sources[i]`` of the upload."""
 
     dtype: str
     entries: tuple[TensorEntry, ...]
@@ -43,6 +43,6 @@ class PackPlan:
 
 
 def quoted(name: object) -> str:
-    """A name from the upload for use in a message: printable and at most a line long."""
+    """A name from the upload, for use in a message: printable and at most 120 characters long."""
     text = repr(name)
     return text if len(text) <= 120 else f"{text[:117]}..."

@@ -26,8 +26,8 @@ from torchrelay.param_store.model_files import (
 from torchrelay.param_store.packer.core import PackRefused, quoted
 
 _MAX_NUMBER = 2**31 - 1
-MAX_DEPTH = 32  # of objects and lists in one another; all readers of these documents parse recursively
-MAX_EOS_TOKENS = 64  # they go with every request
+MAX_DEPTH = 32  # of nested objects and lists; all readers of these documents parse recursively
+MAX_EOS_TOKENS = 64  # every request carries them
 
 
 def parse_object(file: str, encoded: bytes) -> dict[str, Any]:
@@ -78,12 +78,12 @@ def _check_depth(file: str, parsed: dict[str, Any]) -> None:
 
 
 def read_document(folder: Path, file: str) -> dict[str, Any]:
-    """One of the small documents. Raises ``PackRefused``, also if it is missing."""
+    """Reads a small document. Raises ``PackRefused``, also if it is missing."""
     return parse_object(file, _read_bounded(folder, file))
 
 
 def _read_bounded(folder: Path, file: str) -> bytes:
-    """All bytes of a file. Raises ``PackRefused`` if it is longer than its kind may be."""
+    """Reads a file. Raises ``PackRefused`` if it is missing or exceeds the limit of its kind."""
     try:
         size = (folder / file).stat().st_size
     except FileNotFoundError:
@@ -94,7 +94,7 @@ def _read_bounded(folder: Path, file: str) -> bytes:
 
 
 def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
-    """config.json as uploaded, and the model that it describes."""
+    """Reads config.json; returns it as uploaded and the model that it describes."""
     document = read_document(folder, CONFIG)
     try:
         config = read_config(document)
@@ -109,7 +109,7 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     for field, value in numbers.items():
         if not 0 < value <= _MAX_NUMBER:
             raise PackRefused(CONFIG, f"{field}: {quoted(value)} is out of range")
-    try:  # the manifest carries it, so it must be encodable
+    try:  # the manifest contains it, so it must be encodable
         msgspec.json.encode(document)
     except (ValueError, OverflowError, TypeError) as error:
         raise PackRefused(CONFIG, f"a value cannot be encoded: {error}") from None
@@ -117,7 +117,7 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 
 
 def check_eos(folder: Path, config: dict[str, Any], vocab_size: int) -> None:
-    """Every end-of-sequence token must be in the vocabulary."""
+    """Checks that every end-of-sequence token is in the vocabulary. Raises ``PackRefused``."""
     generation = _optional(folder, GENERATION)
     file = CONFIG if generation.get("eos_token_id") is None else GENERATION
     token_ids = eos_token_ids(generation, config)
@@ -135,7 +135,7 @@ def _optional(folder: Path, file: str) -> dict[str, Any]:
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """tokenizer.json must be within its limits, and its ids within ``vocab_size``, except those of special tokens."""
+    """Checks that tokenizer.json is within its limits, and its ids, except of special tokens, within ``vocab_size``."""
     # Special tokens beyond the embeddings arise only from text that spells them out (Gemma 3's text models have one for
     # images), and the gateway refuses prompts with such a token.
     encoded = _read_bounded(folder, TOKENIZER)
@@ -160,7 +160,7 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def check_other_documents(folder: Path) -> None:
-    """Documents that are only passed on must be valid JSON, with texts within limits and templates that parse."""
+    """Checks the documents for the gateway: valid JSON, texts within limits, templates that parse."""
     for file in PASSED_ON:
         _check_texts(file, _optional(folder, file))
     if (folder / TEMPLATE).exists():
@@ -171,7 +171,7 @@ def check_other_documents(folder: Path) -> None:
 
 
 def _check_texts(file: str, document: dict[str, Any]) -> None:
-    """The texts that the gateway takes from a document: chat templates, special tokens."""
+    """Checks the texts that the gateway takes from a document: chat templates, special tokens."""
     for name, value in document.items():
         if name == "chat_template":
             for template in value if isinstance(value, list) else [value]:

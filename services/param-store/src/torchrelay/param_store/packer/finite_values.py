@@ -1,4 +1,4 @@
-"""A check for NaN and infinity among weights: one of them turns every answer into noise."""
+"""A check for NaN and infinity among weights: a single such value turns every answer into noise."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Final
 
 import numpy as np
 
-_BLOCK: Final = 1 << 16  # elements per step, which fit a core's cache with their copy
+_BLOCK: Final = 1 << 16  # elements per step; with their copy they fit a core's cache
 # A value is NaN or infinite when all bits of its exponent are set.
 _EXPONENT: Final = {"F32": 0x7F80_0000, "BF16": 0x7F80, "F16": 0x7C00}
 _MAGNITUDE: Final = {"F32": 0x7FFF_FFFF, "BF16": 0x7FFF, "F16": 0x7FFF}
 
 
 def first_not_finite(data: memoryview, dtype: str) -> tuple[int, str] | None:
-    """The index of the first value that is not finite, and "NaN" or "infinite"; None: all are finite."""
+    """The index of the first value that is not finite, and "NaN" or "infinite". None: all values are finite."""
     exponent, magnitude = _EXPONENT[dtype], _MAGNITUDE[dtype]
     values = np.frombuffer(data, np.uint32 if dtype == "F32" else np.uint16)
     scratch = np.empty(min(_BLOCK, len(values)), values.dtype)

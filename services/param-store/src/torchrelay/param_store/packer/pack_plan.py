@@ -13,7 +13,7 @@ GROUP_ALIGN_BYTES = 64
 
 
 def plan_pack(config: ModelConfig, tensors: dict[str, StoredTensor], weights_file: str) -> PackPlan:
-    """The offset of each tensor. Segments and the pack's end are page aligned, groups aligned to 64 bytes.
+    """Plans the offset of each tensor. Segments and the pack's end are page aligned, groups aligned to 64 bytes.
 
     ``weights_file`` is named in the refusal of a missing tensor. Raises ``PackRefused`` for a tensor that is missing,
     has another shape or dtype than the config requires, or is unknown to the architecture.
@@ -65,7 +65,7 @@ def _matching(
 
 def _refuse_surplus(config: ModelConfig, tensors: dict[str, StoredTensor], needed: set[str]) -> None:
     for name, stored in tensors.items():
-        # Older exports store the rotary frequencies and a copy of a tied head; both are derived from the rest.
+        # Older exports contain the rotary frequencies and a copy of a tied head, which can both be derived.
         harmless = name.endswith(".rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
         if name not in needed and not harmless:
             raise PackRefused(stored.file, f"tensor {quoted(name)} is not part of {config.architecture.name}")

@@ -1,4 +1,4 @@
-"""Streams tensors into a pack file, chunk by chunk through one buffer: checks every weight, digests every chunk."""
+"""Streams tensors into a pack file through a buffer of one chunk; checks every weight and digests every chunk."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_pack(
             _check_numbers(chunk, pieces)
             digests.append(blake3(chunk).digest())
             write_all(out.fileno(), chunk)
-            # All at the end, it would take minutes without progress and pass for a disk that hangs.
+            # A single sync at the end would take minutes without progress and look like a disk that hangs.
             if end - num_synced >= _SYNC_EVERY_BYTES:
                 os.fdatasync(out.fileno())
                 num_synced = end
@@ -99,8 +99,9 @@ def _read_all(descriptor: int, into: memoryview, piece: _Piece) -> None:
 def _check_numbers(chunk: memoryview, pieces: list[_Piece]) -> None:
     for piece in pieces:
         source = piece.source
-        if found := first_not_finite(chunk[piece.begin : piece.end], source.dtype):
-            index, what = found
-            index += piece.num_skipped // DTYPE_BYTES[source.dtype]
-            detail = f"tensor {quoted(source.name)}: element {index:,} is {what}; all weights must be finite numbers"
+        if fault := first_not_finite(chunk[piece.begin : piece.end], source.dtype):
+            index = fault[0] + piece.num_skipped // DTYPE_BYTES[source.dtype]
+            detail = (
+                f"tensor {quoted(source.name)}: element {index:,} is {fault[1]}; all weights must be finite numbers"
+            )
             raise PackRefused(source.file, detail)

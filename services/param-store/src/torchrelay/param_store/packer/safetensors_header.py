@@ -1,4 +1,4 @@
-"""The header of one safetensors file, read as untrusted input.
+"""The header of a safetensors file, read as untrusted input.
 
 The format: 8 bytes of header length (little endian), a JSON object {name: {dtype, shape, data_offsets}}, then the
 bytes of the tensors, which must fill the rest of the file without holes, overlaps or surplus bytes
@@ -14,7 +14,7 @@ from typing import Any
 from torchrelay.param_store.packer.core import PackRefused, StoredTensor, quoted
 from torchrelay.param_store.packer.documents import parse_object
 
-# The format allows 100 MB; the largest known model needs 200 KB, and parsing takes ten times the header's size.
+# The format allows 100 MB. The largest known model needs 200 KB, and parsing takes ten times the header's size.
 MAX_HEADER_BYTES = 8 << 20
 _MAX_RANK = 8
 _DTYPE_BYTES = {
@@ -26,7 +26,7 @@ _DTYPE_BYTES = {
 
 
 def read_tensors(folder: Path, file: str) -> list[StoredTensor]:
-    """The tensors of a file by offset. Raises ``PackRefused`` for any inconsistency."""
+    """The tensors of a file, by offset. Raises ``PackRefused`` for any inconsistency."""
     header, body = _read_header(folder, file)
     num_body_bytes = (folder / file).stat().st_size - body
     metadata = header.pop("__metadata__", {})
@@ -66,7 +66,7 @@ def _read_header(folder: Path, file: str) -> tuple[dict[str, Any], int]:
 
 
 def _tensor(file: str, body: int, name: str, entry: Any) -> StoredTensor:
-    """One entry of the header, whose byte range must match its shape and dtype."""
+    """An entry of the header, whose byte range must match its shape and dtype."""
 
     def refuse(detail: str) -> PackRefused:
         return PackRefused(file, f"tensor {quoted(name)}: {detail}")

@@ -1,8 +1,8 @@
-"""Ranges of one file, read past the page cache through small reused buffers."""
+"""Reads ranges of a file, bypassing the page cache, through small reused buffers."""
 
-# Reading straight into the arena would save a copy at some 10 GB/s, but lets the device write to half a gigabyte of
-# memory that is warm neither in the caches nor in a virtual machine's host: the same reads took 180 to 365 ms there,
-# and 140 to 165 through buffers, copy included.
+# Reading straight into the arena would save a copy at about 10 GB/s, but the device then writes to half a gigabyte of
+# memory that is warm neither in the caches nor in a virtual machine's host: the same reads took 180 to 365 ms directly,
+# and 140 to 165 ms through buffers, copy included.
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = get_logger(__name__)
 
 
 class ReadBuffers:
-    """Page-aligned buffers, one for each running read; up to ``max_kept`` idle ones are reused."""
+    """Page-aligned buffers, one per running read; up to ``max_kept`` idle buffers are reused."""
 
     def __init__(self, max_kept: int = 4) -> None:
         self._kept: deque[memoryview] = deque(maxlen=max_kept)
@@ -43,7 +43,7 @@ class ReadBuffers:
 
 
 class FileReader(RangeReader):
-    """Reads past the page cache if the offset is page aligned and the file system can; otherwise through it."""
+    """Bypasses the page cache if the offset is page aligned and the file system supports it."""
 
     def __init__(self, path: Path, key: str, buffers: ReadBuffers) -> None:
         self._key = key
@@ -83,7 +83,7 @@ class FileReader(RangeReader):
             return count
 
     def _without_direct(self, offset: int, view: memoryview) -> int:
-        """Reads through the page cache: some file systems accept the flag and refuse the read."""
+        """Reads through the page cache, since some file systems accept the flag and refuse the read."""
         if not self._refused:  # concurrent readers may log it twice
             log.info("direct_reads_refused", key=self._key)
             self._refused = True

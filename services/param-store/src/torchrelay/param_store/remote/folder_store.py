@@ -1,4 +1,4 @@
-"""A folder as remote store: the embedded default, or a network file system."""
+"""A folder as the remote store: the embedded default, or a network file system."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FolderStore(RemoteStore):
 
     @classmethod
     def from_url(cls, url: str, options: RemoteOptions) -> FolderStore:
-        """``file:///an/absolute/folder`` or ``file:a/relative/one``; no option applies."""
+        """Opens ``file:///an/absolute/folder`` or ``file:a/relative/folder``; no option applies."""
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost") or not parts.path:
             raise InvalidRequest(f"{url!r} does not name a folder of this machine", field="remote_url")
@@ -76,12 +76,12 @@ class FolderStore(RemoteStore):
             return
         for name in sorted(os.listdir(folder)):
             try:
-                found = (folder / name).stat()
+                status = (folder / name).stat()
             except FileNotFoundError:  # deleted meanwhile
                 continue
-            if stat.S_ISREG(found.st_mode):
-                # Of the inode, which a put links or renames: a staged file's content may be much older.
-                yield StoredObject(f"{prefix}{name}", found.st_size, found.st_ctime_ns // 1000)
+            if stat.S_ISREG(status.st_mode):
+                # The inode's change time, since a put links or renames: a staged file's content may be much older.
+                yield StoredObject(f"{prefix}{name}", status.st_size, status.st_ctime_ns // 1000)
 
     def _path(self, key: str) -> Path:
         parts = key.rstrip("/").split("/")
@@ -91,7 +91,7 @@ class FolderStore(RemoteStore):
 
     @contextmanager
     def _publishing(self, key: str) -> Iterator[Path]:
-        """A draft for the block to write, which then becomes the object."""
+        """A draft that the block writes and that becomes the object afterwards."""
         draft = self._root / _DRAFTS / new_id("drf")
         try:
             yield draft
@@ -102,11 +102,11 @@ class FolderStore(RemoteStore):
             draft.replace(final)
             sync_folder(final.parent)
         finally:
-            # NOTE: also after a rename, which does nothing if both are links to one file.
+            # NOTE: also after the rename, which has no effect if both are links to the same file.
             draft.unlink(missing_ok=True)
 
     def _remove_abandoned(self, now_unix_s: float) -> None:
-        """Removes drafts of stores that died while writing. Younger ones may be another store's work in progress."""
+        """Removes old drafts of stores that died while writing; another store may still be writing younger ones."""
         for draft in (self._root / _DRAFTS).iterdir():
             if now_unix_s - draft.stat().st_mtime > _DRAFT_EXPIRY_S and draft.stat().st_nlink == 1:
                 draft.unlink(missing_ok=True)

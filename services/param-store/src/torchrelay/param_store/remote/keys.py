@@ -1,4 +1,4 @@
-"""Keys of the remote store: every one is made of a digest."""
+"""Keys of the remote store, each of which contains a digest."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def is_digest(text: str) -> bool:
-    """Whether ``text`` is a digest of 256 bits as keys spell it: 64 lower-case hex digits."""
+    """Whether ``text`` is a 256-bit digest as in keys: 64 lower-case hex digits."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def checked_digest(digest: str, field: str) -> str:
-    """``digest`` itself. Raises ``InvalidRequest`` naming ``field`` if it is not one."""
+    """Returns ``digest``. Raises ``InvalidRequest`` with ``field`` if it is not a digest."""
     if not is_digest(digest):
         raise InvalidRequest(f"{field} must be 64 lower-case hex digits", field=field)
     return digest
@@ -38,7 +38,7 @@ def version_key(version_id: str) -> str:
 
 
 def parse_pack_key(key: str) -> tuple[str, bool]:
-    """The pack id in a pack's key or its manifest's, and whether it is the manifest's; ("", False) for other keys."""
+    """The pack id in the key of a pack or manifest, and whether it is a manifest's key; ("", False) for other keys."""
     name = key.removeprefix("packs/")
     pack_id = name.removesuffix(".manifest")
     return (pack_id, name != pack_id) if name != key and is_digest(pack_id) else ("", False)

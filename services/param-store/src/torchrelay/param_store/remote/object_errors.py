@@ -1,4 +1,4 @@
-"""Errors of obstore as errors of the platform, and whether a retry may help."""
+"""Maps errors of obstore to errors of the platform, and decides whether a retry may help."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound, To
 
 OBJECT_ERRORS = (BaseError, FileNotFoundError)
 _STATUS = re.compile(r"status code: (\d{3})")
-_QUERY = re.compile(r"\?\S*")  # Azure's tokens travel in it
+_QUERY = re.compile(r"\?\S*")  # contains Azure's tokens
 _REPLY = re.compile(r": ?<.*", re.DOTALL)  # the server's XML
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the machine's role",
@@ -51,8 +51,8 @@ def platform_error(error: Exception, key: str, scheme: str) -> TorchrelayError:
 
 
 def _status(error: Exception) -> int | None:
-    found = _STATUS.search(str(error))
-    return int(found[1]) if found else None
+    match = _STATUS.search(str(error))
+    return int(match[1]) if match else None
 
 
 def _detail(error: Exception) -> str:

@@ -1,7 +1,7 @@
-"""Ranges of one remote object; a reply that is cut off resumes at its last byte."""
+"""Reads ranges of a remote object; an interrupted reply resumes after its last byte."""
 
-# obstore returns replies in its own memory, so one copy, at some 10 GB/s, cannot be avoided. Pieces smaller than a
-# chunk keep that memory small, notice a stop at once, and let a cut reply resume instead of starting over.
+# obstore returns replies in its own memory, so one copy, at about 10 GB/s, is unavoidable. Pieces smaller than a chunk
+# keep that memory small, allow an immediate stop, and let an interrupted reply resume instead of starting over.
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INITIAL_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 3.0
 
 @dataclass(slots=True)
 class Backoff:
-    """Exponential backoff that gives up after ``give_up_s`` without progress."""
+    """Exponential backoff that gives up after ``give_up_s`` without progress. Pure; time is an argument."""
 
     give_up_s: float
     since_s: float
@@ -34,14 +34,14 @@ class Backoff:
         self.since_s, self.num_failures = now_s, 0
 
     def pause_s(self, now_s: float) -> float | None:
-        """The longest pause after one more failure, of which the caller waits a random part; None: give up."""
+        """The maximum pause after a failure, of which the caller waits a random part; None: give up."""
         pause_s = min(_INITIAL_BACKOFF_S * 2.0**self.num_failures, _MAX_BACKOFF_S)
         self.num_failures += 1
         return None if now_s + pause_s - self.since_s > self.give_up_s else pause_s
 
 
 class ObjectReader(RangeReader):
-    """``client`` tries each request once and times out on silence; retries are made here."""
+    """A reader that retries. ``client`` tries each request once and times out on silence."""
 
     def __init__(self, client: Client, key: str, scheme: str, give_up_s: float) -> None:
         self._client = client
@@ -71,16 +71,16 @@ class ObjectReader(RangeReader):
         return iter(reply.stream(min_chunk_size=_PIECE_BYTES))
 
     def _wait(self, error: Exception, backoff: Backoff, stop: threading.Event) -> None:
-        """Waits for the next try. Raises the platform's error if there is none."""
+        """Waits for the next attempt. Raises the platform's error if there is none."""
         longest_s = backoff.pause_s(time.monotonic()) if is_transient(error) else None
         if longest_s is None:
             raise platform_error(error, self._key, self._scheme) from error
-        if stop.wait(random.uniform(longest_s / 2, longest_s)):  # jitter: readers fail together
+        if stop.wait(random.uniform(longest_s / 2, longest_s)):  # jitter, since readers fail together
             raise Unavailable(f"reading {self._key} was stopped") from error
 
     def read_again(self, offset: int, view: memoryview, stop: threading.Event) -> bool:
-        self.read_into(offset, view, stop)  # the damage may have happened in transit
+        self.read_into(offset, view, stop)  # the damage may have occurred in transit
         return True
 
     def close(self) -> None:
-        """Nothing: the connections belong to the store's pool."""
+        """Does nothing: the connections belong to the store's pool."""

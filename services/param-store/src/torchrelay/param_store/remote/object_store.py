@@ -1,7 +1,7 @@
-"""An object store as remote store: S3 and compatible servers, Google Cloud Storage, Azure Blob Storage.
+"""An object store as the remote store: S3 and compatible servers, Google Cloud Storage, Azure Blob Storage.
 
 obstore reads credentials and regions from the environment (AWS_*, GOOGLE_*, AZURE_*) and the machine's role. It retries
-whole requests; the reader retries ranges, because it can resume them.
+whole requests; ``ObjectReader`` retries reads of ranges, because it can resume them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ObjectStore(RemoteStore):
         self._scheme = urlsplit(url).scheme
         self._give_up_s = options.give_up_s
         reading: ClientConfig = {"read_timeout": timedelta(seconds=options.timeout_s), "timeout": "1h"}
-        # While a part is sent nothing is read, so silence means nothing: writes have a total timeout.
+        # Nothing is read while a part is sent, so writes have a total timeout instead of a read timeout.
         writing: ClientConfig = {"timeout": timedelta(seconds=max(_PART_TIMEOUT_S, options.timeout_s))}
         backoff: BackoffConfig = {
             "init_backoff": timedelta(seconds=0.1),
@@ -54,7 +54,7 @@ class ObjectStore(RemoteStore):
 
     @classmethod
     def from_url(cls, url: str, options: RemoteOptions) -> ObjectStore:
-        """``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``; the prefix is optional."""
+        """Opens ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``; the prefix is optional."""
         if not urlsplit(url).netloc:
             raise InvalidRequest(f"{url!r} names no bucket", field="remote_url")
         return cls(url, options)
@@ -82,16 +82,16 @@ class ObjectStore(RemoteStore):
         with self._translating(key):
             try:
                 obstore.delete(self._reads, key)
-            except FileNotFoundError as error:  # S3 does not report it, the others do
+            except FileNotFoundError as error:  # reported by other servers than S3
                 if "NoSuchBucket" in str(error):
                     raise
 
     def objects(self, prefix: str) -> Iterator[StoredObject]:
         with self._translating(prefix):
             for page in obstore.list(self._reads, prefix):
-                for found in page:
-                    modified_unix_us = int(found["last_modified"].timestamp() * 1e6)
-                    yield StoredObject(found["path"], found["size"], modified_unix_us)
+                for meta in page:
+                    modified_unix_us = int(meta["last_modified"].timestamp() * 1e6)
+                    yield StoredObject(meta["path"], meta["size"], modified_unix_us)
 
     @contextmanager
     def _translating(self, key: str) -> Iterator[None]:
@@ -102,10 +102,10 @@ class ObjectStore(RemoteStore):
 
 
 def _client(url: str, options: RemoteOptions, limits: ClientConfig, retries: RetryConfig) -> Client:
-    config: Any = {}  # obstore types one per provider
+    config: Any = {}  # obstore has a type per provider
     if options.endpoint:
         config[_ENDPOINT[urlsplit(url).scheme]] = options.endpoint
-        if urlsplit(options.endpoint).scheme == "http":  # an explicit http URL is consent
+        if urlsplit(options.endpoint).scheme == "http":  # an explicit http URL counts as consent
             limits = {**limits, "allow_http": True}
     try:
         client: Client = from_url(url, config=config, client_options=limits, retry_config=retries)

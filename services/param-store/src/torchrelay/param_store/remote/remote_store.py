@@ -1,4 +1,4 @@
-"""The remote store, which keeps published packs and files for good: the interface, and a registry of backends.
+"""The remote store, which keeps published packs and files permanently: the interface, and a registry of backends.
 
     packs/<pack id>             the pack's bytes
     packs/<pack id>.manifest    its manifest, whose BLAKE3 is the pack id
@@ -6,8 +6,8 @@
     versions/<version id>.json  the packs and files of a version; its BLAKE3 is the version id
 
 Every key is the digest of its content, so writes are idempotent. Methods block: call them on threads. They raise
-``Unavailable`` when an object store is away, slow or broken for longer than its options allow, and ``OSError`` for a
-folder's faults.
+``Unavailable`` when an object store is unreachable, slow or broken for longer than its options allow, and ``OSError``
+for faults of a folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchrelay.common.errors import InvalidRequest
 class RemoteOptions:
     """Options of object stores."""
 
-    endpoint: str = ""  # base URL of your own server; empty: the provider's, or from its environment variables
+    endpoint: str = ""  # base URL of your own server; empty: the provider's, or its environment variables decide
     timeout_s: float = 10.0  # of silence, after which a request is retried
     give_up_s: float = 30.0  # without progress, after which retries end
 
@@ -40,7 +40,12 @@ class StoredObject:
 
 
 class RangeReader(ABC):
-    """One object, whose ranges several threads may read at once."""
+    """An object whose ranges several threads may read at once."""
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether reads currently come from this host's disk cache."""
+        return False
 
     @abstractmethod
     def read_into(self, offset: int, view: memoryview, stop: threading.Event) -> None:
@@ -51,12 +56,12 @@ class RangeReader(ABC):
         """
 
     def read_again(self, offset: int, view: memoryview, stop: threading.Event) -> bool:
-        """Reads again what did not match its digest; False if it would be the same. Raises as ``read_into``."""
+        """Reads a damaged chunk again. False: the bytes would be the same. Raises like ``read_into``."""
         return False
 
     @abstractmethod
     def close(self) -> None:
-        """Called when no read is running."""
+        """Releases the object. Call it while no read is running."""
 
 
 class RemoteStore(ABC):
@@ -64,34 +69,30 @@ class RemoteStore(ABC):
 
     @abstractmethod
     def put_file(self, key: str, path: Path) -> None:
-        """Stores a copy of a file, durable when this returns and not visible before."""
+        """Stores a copy of a file, which is durable when this returns and not visible before."""
 
     @abstractmethod
     def put_bytes(self, key: str, data: bytes) -> None:
-        """The same for bytes in memory."""
+        """Stores bytes in the same way."""
 
     @abstractmethod
     def get_bytes(self, key: str) -> bytes:
-        """All of a small object."""
+        """The content of a small object."""
 
     @abstractmethod
     def open_range(self, key: str) -> RangeReader:
-        """A reader of the object; an object store finds out that it is missing on the first read."""
+        """A reader of the object; an object store notices at the first read that it is missing."""
 
     @abstractmethod
     def size(self, key: str) -> int: ...
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Without effect if it is missing."""
+        """Deletes the object; no effect if it is missing."""
 
     @abstractmethod
     def objects(self, prefix: str) -> Iterator[StoredObject]:
         """The objects whose keys begin with ``prefix``, which ends with a slash."""
-
-    def list(self, prefix: str) -> Iterator[str]:
-        """Their keys."""
-        return (found.key for found in self.objects(prefix))
 
 
 # Backends, imported on first use: scheme -> (module, class).
@@ -105,7 +106,7 @@ _STORES = {
 
 
 def open_remote(url: str, options: RemoteOptions | None = None) -> RemoteStore:
-    """The store that ``url`` names, not contacted yet. Raises ``InvalidRequest`` for a URL that names none."""
+    """The store that ``url`` names, not yet contacted. Raises ``InvalidRequest`` for any other URL."""
     scheme = urlsplit(url).scheme
     if scheme not in _STORES:
         known = ", ".join(f"{name}:" for name in _STORES)

@@ -17,7 +17,6 @@ from torchrelay.common.errors import Conflict, DataCorrupted, NotFound, Torchrel
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.tokens.prefix_hashes import ROUTING_TOKENS
 from torchrelay.modelspec.config import ModelConfig, read_config
-from torchrelay.modelspec.tensor_order import DTYPE_BYTES
 from torchrelay.param_store.model_files import GENERATION, eos_token_ids
 from torchrelay.param_store.remote.keys import file_key, manifest_key, pack_key, version_key
 from torchrelay.param_store.remote.remote_store import RemoteStore
@@ -27,7 +26,7 @@ log = get_logger(__name__)
 
 
 class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """The packs and files of a version. ``encode()`` is canonical; its BLAKE3 is the version's id."""
+    """The packs and files of a version. ``encode()`` is canonical; its BLAKE3 digest is the version's id."""
 
     format_version: int = 1
     weights: dict[str, str]  # variant, such as "BF16/tp1/rank0" -> pack id
@@ -49,41 +48,37 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     stored_bytes: int
 
-    @property
-    def kv_dtype_bytes(self) -> int:
-        return DTYPE_BYTES[self.manifest.dtype]
-
 
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
     version_id: str
-    published_unix_us: int  # the last time, by the remote store's clock
+    published_unix_us: int  # latest, by the remote store's clock
 
 
 class Versions:
     """Publishes, lists, describes and deletes versions. Methods block.
 
-    Uploads to the remote store run side by side; only what makes a version visible, and deletions, take turns.
+    Uploads to the remote store run concurrently; only deletions and the step that makes a version visible take turns.
 
-    NOTE: the lock holds within one store. All uploads and deletions of an install go through one store (the gateway's),
-    so that no version can be published while another store deletes the packs that it shares.
+    NOTE: the lock applies within one store. All uploads and deletions of an install go through one store (the
+    gateway's), so that no version can be published while another store deletes the packs that it shares.
     """
 
     def __init__(self, remote: RemoteStore, kept: Callable[[], Collection[str]] = tuple) -> None:
-        """``kept`` are the versions not to be deleted: their uploads have not been confirmed yet."""
+        """``kept`` returns the versions that must not be deleted: their uploads have not been confirmed yet."""
         self._remote = remote
         self._kept = kept
         self._lock = threading.Lock()
-        self._keys_of: dict[str, frozenset[str]] = {}  # of the versions read so far: which packs and files they name
-        self._being_published: list[frozenset[str]] = []  # keys that documents yet to be put will name
+        self._keys_of: dict[str, frozenset[str]] = {}  # packs and files of the versions read so far
+        self._being_published: list[frozenset[str]] = []  # keys of versions whose documents are not yet stored
 
     def publish(
         self, pack_path: Path, files: dict[str, Path], on_visible: Callable[[str], None] = lambda version_id: None
     ) -> Version:
-        """Publishes a pack and its files as a version. The document comes last: it alone makes the version visible.
+        """Publishes a pack and its files as a version. The document is stored last and makes the version visible.
 
-        ``on_visible`` gets the version's id just before that, while no deletion can run. Raises ``OSError`` or
-        ``Unavailable`` when the remote store fails; then removes what no version names, as far as the store allows.
+        ``on_visible`` gets the version's id just before, while no deletion can run. When the remote store fails,
+        removes the files that no version names, as far as the store allows, and raises ``OSError`` or ``Unavailable``.
         """
         manifest = pack_path.with_suffix(".manifest").read_bytes()
         pack_id = pack_id_of(manifest)
@@ -109,7 +104,7 @@ class Versions:
 
     @contextmanager
     def _spared(self, keys: frozenset[str]) -> Iterator[None]:
-        """A deletion that began before the block has ended; one that begins within it spares these keys."""
+        """Protects these keys from deletions during the block; earlier deletions have ended when it begins."""
         with self._lock:
             self._being_published.append(keys)
         try:
@@ -122,11 +117,11 @@ class Versions:
         try:
             for key in keys - self._named():
                 self._remote.delete(key)
-        except (OSError, TorchrelayError) as error:  # the next upload of the model reuses what is left
+        except (OSError, TorchrelayError) as error:  # the next upload of the model reuses the files
             log.warning("unpublished_left_behind", error=str(error))
 
     def describe(self, version_id: str) -> Version:
-        """Raises ``NotFound``, or ``DataCorrupted`` if the remote store's bytes do not match their keys."""
+        """Reads a version. Raises ``NotFound``, or ``DataCorrupted`` if stored bytes do not match their keys."""
         document = self._document(version_id)
         pack_id = next(iter(document.weights.values()))
         encoded = self._remote.get_bytes(manifest_key(pack_id))
@@ -147,7 +142,7 @@ class Versions:
         )
 
     def read_file(self, digest: str) -> bytes:
-        """A small file of a version, verified. Raises ``NotFound``, ``DataCorrupted``."""
+        """The verified content of a version's small file. Raises ``NotFound``, ``DataCorrupted``."""
         data = self._remote.get_bytes(file_key(digest))
         if blake3(data).hexdigest() != digest:
             raise DataCorrupted(f"the file {digest} is damaged in the remote store")
@@ -156,15 +151,15 @@ class Versions:
     def all(self) -> list[StoredVersion]:
         """Every version in the remote store."""
         return [
-            StoredVersion(found.key.removeprefix("versions/").removesuffix(".json"), found.modified_unix_us)
-            for found in self._remote.objects("versions/")
+            StoredVersion(stored.key.removeprefix("versions/").removesuffix(".json"), stored.modified_unix_us)
+            for stored in self._remote.objects("versions/")
         ]
 
     def delete(self, version_id: str, published_unix_us: int = 0) -> int:
         """Deletes the version and the packs and files that no other version names; returns the bytes freed.
 
-        Raises ``NotFound``, and ``Conflict`` if an upload keeps it, or if ``published_unix_us`` is given and the
-        version was published again since.
+        Raises ``NotFound``, and ``Conflict`` if an upload keeps the version, or if ``published_unix_us`` is given and
+        the version has been published again since.
         """
         with self._lock:
             stored = {version.version_id: version.published_unix_us for version in self.all()}
@@ -177,22 +172,23 @@ class Versions:
             del self._keys_of[version_id]
             return sum(self._delete(key) for key in sorted(keys - self._named(stored.keys() - {version_id})))
 
-    def delete_unnamed(self, older_than_s: float) -> list[int]:
-        """Deletes packs and files put ``older_than_s`` ago or earlier that no version names: what a process left that
-        died while it published or deleted. Returns their sizes.
+    def delete_unnamed(self, older_than_s: float) -> int:
+        """Deletes packs and files that no version names and that were stored at least ``older_than_s`` ago: a process
+        died while it published or deleted them. Returns the bytes freed.
         """
         before_unix_us = now_unix_us() - int(older_than_s * 1e6)
         with self._lock:
             named = self._named()
-            found = [stored for prefix in ("packs/", "files/") for stored in self._remote.objects(prefix)]
-            unnamed = [each for each in found if each.key not in named and each.modified_unix_us <= before_unix_us]
+            objects = [stored for prefix in ("packs/", "files/") for stored in self._remote.objects(prefix)]
+            old = [stored for stored in objects if stored.modified_unix_us <= before_unix_us]
+            unnamed = [stored for stored in old if stored.key not in named]
             for stored in unnamed:
                 self._remote.delete(stored.key)
                 log.info("unnamed_deleted", key=stored.key, num_bytes=stored.num_bytes)
-        return [stored.num_bytes for stored in unnamed]
+        return sum(stored.num_bytes for stored in unnamed)
 
     def _named(self, version_ids: Collection[str] | None = None) -> set[str]:
-        """The keys of all packs and files of these versions (None: of all), and of those being published."""
+        """The keys of all packs and files of these versions (None: all), and of the versions being published."""
         stored = [version.version_id for version in self.all()] if version_ids is None else version_ids
         return set().union(*self._read_keys(stored).values(), *self._being_published)
 

@@ -1,4 +1,4 @@
-"""The files that an upload may have, checked before its first byte is accepted."""
+"""The files of an upload, checked before its first byte is accepted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PICKLED = re.compile(r".*\.(bin|pt|pth|pkl|pickle|ckpt)", re.IGNORECASE)
 
 
 class DeclaredFile(msgspec.Struct, frozen=True):
-    """A file that the client announces."""
+    """A file as the client declares it."""
 
     path: str
     num_bytes: int
@@ -27,12 +27,12 @@ class DeclaredFile(msgspec.Struct, frozen=True):
 
 
 def is_weights(path: str) -> bool:
-    """Whether the file goes into the pack; all others are published unchanged."""
+    """Whether the file becomes part of the pack; all other files are published unchanged."""
     return _WEIGHTS.fullmatch(path) is not None or path == INDEX_FILE
 
 
 def check_declared(files: Sequence[DeclaredFile], quota_bytes: int, max_upload_bytes: int) -> None:
-    """Raises ``UploadRefused`` naming the first wrong file, or ``QuotaExceeded``."""
+    """Raises ``UploadRefused`` with the first invalid file, or ``QuotaExceeded``."""
     if len(files) > MAX_FILES:
         raise UploadRefused(f"an upload may have at most {MAX_FILES} files, not {len(files)}", field="files")
     for file in files:
@@ -50,7 +50,7 @@ def check_declared(files: Sequence[DeclaredFile], quota_bytes: int, max_upload_b
         raise UploadRefused(str(refused), field=refused.file) from None
     total = sum(file.num_bytes for file in files)
     if total > max_upload_bytes:
-        raise UploadRefused(f"the upload has {total:,} bytes; at most {max_upload_bytes:,} are taken", field="files")
+        raise UploadRefused(f"the upload has {total:,} bytes; at most {max_upload_bytes:,} are accepted", field="files")
     if quota_bytes and total > quota_bytes:
         raise QuotaExceeded(f"the upload has {total:,} bytes and the tenant's quota has {quota_bytes:,} left")
 

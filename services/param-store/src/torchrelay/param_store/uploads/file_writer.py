@@ -1,6 +1,6 @@
 """Writes and digests one file of an upload.
 
-The digest goes on from one call to the next; the bytes of earlier calls are read again only after a restart.
+The digest continues from call to call; the bytes of earlier calls are read again only after a restart.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FileDigest:
 
 
 class FileWriter:
-    """Appends to one file and digests it. ``close`` may be called from any thread, at any time, repeatedly."""
+    """Appends to a file and digests it. ``close`` may be called from any thread, at any time, repeatedly."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class FileWriter:
         on_complete: Callable[[], None],
         on_close: Callable[[], None],
     ) -> None:
-        """``path`` holds ``num_bytes_received`` already, ``digest`` covers all or none of them. ``on_complete`` is
-        called once it is complete and durable.
+        """``path`` already has ``num_bytes_received``; ``digest`` covers all or none of them. ``on_complete`` is called
+        once the file is complete and durable.
         """
         self._path, self._declared = path, declared
         self._num_bytes = num_bytes_received
@@ -56,11 +56,11 @@ class FileWriter:
 
     @property
     def must_resume(self) -> bool:
-        """Whether bytes on disk are not digested: they were received before the store was restarted."""
+        """Whether bytes on disk are not digested, since they were received before the store was restarted."""
         return self._digest.num_bytes < self._num_bytes
 
     def resume(self) -> None:
-        """Digests these, in about a second per gigabyte."""
+        """Digests them, at about a gigabyte per second."""
         with self._path.open("rb", buffering=0) as stored:
             buffer = memoryview(bytearray(_READ_BYTES))
             stored.seek(self._digest.num_bytes)
@@ -85,18 +85,18 @@ class FileWriter:
             self._num_bytes += len(data)
 
     def finish(self) -> None:
-        """Ends the call: once all bytes are here, checks the digest and makes the file durable.
+        """Ends the call. Once all bytes have arrived, checks the digest and makes the file durable.
 
-        Raises ``UploadRefused`` if the digest differs; then the bytes are dropped and the file can be sent again.
+        Raises ``UploadRefused`` if the digest differs; then drops the bytes, and the file can be sent again.
         """
         with self._lock:
             if self._closed or self._num_bytes < self._declared.num_bytes:
                 return
-            found = self._digest.state.hexdigest()
-            if found != self._declared.sha256:
+            digest = self._digest.state.hexdigest()
+            if digest != self._declared.sha256:
                 self._file.truncate(0)
                 raise UploadRefused(
-                    f"{self._declared.path}: its SHA-256 is {found} and {self._declared.sha256} was declared; "
+                    f"{self._declared.path}: its SHA-256 is {digest} and {self._declared.sha256} was declared; "
                     "the bytes were dropped, send the file again",
                     field=self._declared.path,
                 )
@@ -104,7 +104,7 @@ class FileWriter:
             self._on_complete()
 
     def close(self) -> None:
-        """Keeps what was written, and its digest."""
+        """Closes the file; the bytes written and their digest are kept."""
         self._closed = True  # ends a resume
         with self._lock:
             self._file.close()

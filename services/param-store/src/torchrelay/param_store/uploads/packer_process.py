@@ -1,4 +1,4 @@
-"""Runs the packer, one process per commit."""
+"""Runs the packer, one process per commit, and the queue of commits."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from torchrelay.common.process.environment import plain_environment
 from torchrelay.common.process.telemetry import get_logger
 
 log = get_logger(__name__)
-_END_LIMIT_S = 5.0  # of a packer that was killed
-_STUCK = (
-    "an earlier commit waits for this host's disk or the remote store, which does not answer; commit again once it does"
-)
+_END_LIMIT_S = 5.0  # for a killed packer to end
+_STUCK = "an earlier commit waits for this host's disk or the remote store; commit again once that responds"
 
 
 @dataclass(frozen=True, slots=True)
 class PackProgress:
-    """``stage`` is "wait", "validate", "pack" or "publish"; the bytes are the pack's, while it waits the upload's."""
+    """``stage`` is "wait", "validate", "pack" or "publish". The bytes are the pack's, in stage "wait" the upload's."""
 
     stage: str
     num_bytes_done: int
@@ -35,7 +33,7 @@ class PackProgress:
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    """The packer writes the pack to ``pack_path`` and its manifest beside it, with the suffix .manifest."""
+    """A job: the packer writes the pack to ``pack_path`` and its manifest to the same path with suffix .manifest."""
 
     folder: Path
     pack_path: Path
@@ -48,18 +46,18 @@ class PackJob:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """Of a tenant's commit, to pack or to publish."""
+    """A tenant's commit in a queue, to pack or to publish."""
 
     tenant_id: str
-    decided: asyncio.Event = field(default_factory=asyncio.Event)  # it runs, or never will
-    is_stuck: bool = False  # it runs for longer than it may, and cannot be ended
-    packer_end: asyncio.Task[int] | None = None  # its packer's, once it was killed
+    decided: asyncio.Event = field(default_factory=asyncio.Event)  # it runs, or will never run
+    is_stuck: bool = False  # it has exceeded its time limit and cannot be ended
+    packer_end: asyncio.Task[int] | None = None  # waits for the packer's exit, once it was killed
 
 
 class CommitQueue:
-    """Runs a few commits at a time, to bound memory and threads, and one of each tenant: no tenant's commits wait for
-    more than one of another's, except while as many tenants commit as may run. A limited number of commits may wait,
-    and none for those that are stuck.
+    """Runs a few commits at a time, to bound memory and threads, and one per tenant: a tenant's commits wait for at
+    most one commit of another tenant, unless as many tenants commit as may run. A limited number of commits may wait,
+    but not for stuck commits.
     """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
@@ -70,9 +68,9 @@ class CommitQueue:
 
     @asynccontextmanager
     async def acquired(self, tenant_id: str) -> AsyncIterator[Turn]:
-        """Waits for its turn and holds it in the block, and until its packer has ended.
+        """Waits for a turn and keeps it for the block, and until its packer has ended.
 
-        Raises ``Overloaded`` if too many wait, ``Unavailable`` as ``acquire`` does.
+        Raises ``Overloaded`` if too many commits wait, ``Unavailable`` like ``acquire``.
         """
         self._check(tenant_id)
         turn = Turn(tenant_id)
@@ -88,9 +86,9 @@ class CommitQueue:
                 turn.packer_end.add_done_callback(lambda _: self.release(turn))
 
     async def acquire(self, turn: Turn) -> None:
-        """Waits for the turn, however many wait. Whether it came or not, it must be released.
+        """Waits for the turn, however many commits wait. It must be released even if this raises.
 
-        Raises ``Unavailable`` if those that it waits for are stuck.
+        Raises ``Unavailable`` if the commits that it waits for are stuck.
         """
         self._waiting.append(turn)
         self._grant()
@@ -99,17 +97,17 @@ class CommitQueue:
             raise Unavailable(_STUCK)
 
     def check_stuck(self, tenant_id: str) -> None:
-        """Raises ``Unavailable`` if a commit of the tenant would wait for those that are stuck."""
+        """Raises ``Unavailable`` if a commit of the tenant would wait for stuck commits."""
         if self._waits_for_stuck(tenant_id):
             raise Unavailable(_STUCK)
 
     def give_up(self, turn: Turn) -> None:
-        """``turn`` keeps its place until it is released, but nobody waits for it any more."""
+        """Marks a turn as stuck: it occupies its slot until it is released, but no commit waits for it any more."""
         turn.is_stuck = True
         self._grant()
 
     def release(self, turn: Turn) -> None:
-        """Without effect for a turn that was never asked for."""
+        """Releases a turn; no effect if it was never acquired."""
         for turns in (self._running, self._waiting):
             if turn in turns:
                 turns.remove(turn)
@@ -138,14 +136,14 @@ class CommitQueue:
 
 
 async def run_packer(job: PackJob, stall_s: float, turn: Turn) -> AsyncGenerator[PackProgress, None]:
-    """Validates and packs; the pack is complete when the iteration ends. Closing the iterator kills the packer, and
-    ``turn.packer_end`` is there if it survives that.
+    """Validates and packs; the pack is complete when the iteration ends. Closing the iterator kills the packer and sets
+    ``turn.packer_end``, which is not done while the packer survives.
 
-    Raises ``UploadRefused`` for what is wrong with the upload, ``Unavailable`` for what is wrong with this machine, or
-    if the packer makes no progress for ``stall_s``.
+    Raises ``UploadRefused`` for faults of the upload, ``Unavailable`` for faults of this machine, or if the packer
+    makes no progress for ``stall_s``.
     """
     command = (sys.executable, "-m", "torchrelay.param_store.packer")
-    # On import, OpenBLAS takes memory for every core; numpy's linear algebra is not used here.
+    # On import, OpenBLAS allocates memory for every core; numpy's linear algebra is not used here.
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
@@ -168,7 +166,7 @@ async def run_packer(job: PackJob, stall_s: float, turn: Turn) -> AsyncGenerator
         with suppress(ProcessLookupError):
             process.kill()
         turn.packer_end = asyncio.create_task(process.wait())
-        # The kernel ends no process while it waits for a disk.
+        # The kernel cannot end a process that waits for a disk.
         await asyncio.wait({turn.packer_end}, timeout=_END_LIMIT_S)
 
 
@@ -178,7 +176,7 @@ async def _next_line(stdout: asyncio.StreamReader, stall_s: float) -> bytes:
             return await stdout.readline()
     except TimeoutError:
         raise Unavailable(
-            f"the packer made no progress for {stall_s:g} s and was ended; commit again, or look at this host's disk"
+            f"the packer made no progress for {stall_s:g} s and was ended; commit again, or check this host's disk"
         ) from None
 
 

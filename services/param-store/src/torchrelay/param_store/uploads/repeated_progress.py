@@ -1,4 +1,4 @@
-"""Progress that is told again while nothing new happens, so that its receiver can tell slow from hung."""
+"""Repeats progress while there is none, so that its receiver can distinguish slow from hung."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 async def repeated(steps: AsyncGenerator[T], first: T, every_s: float) -> AsyncGenerator[T]:
-    """``steps``, and the last of them (before the first, ``first``) again whenever ``every_s`` pass without one.
+    """Yields ``steps``, and repeats the last step (initially ``first``) whenever ``every_s`` pass without a new step.
 
-    Closing it cancels what ``steps`` waits for and closes ``steps``.
+    Closing it cancels the pending step and closes ``steps``.
     """
     last = first
     next_step = asyncio.ensure_future(anext(steps, None))

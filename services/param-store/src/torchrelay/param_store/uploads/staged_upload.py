@@ -1,4 +1,4 @@
-"""One upload on disk: its folder with ``state.json`` and the bytes so far, and its writers."""
+"""An upload on disk: its folder with ``state.json`` and the bytes received so far, and its writers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Content = tuple[str, int]  # SHA-256 and size of a file
 
 
 class UploadRecord(msgspec.Struct, frozen=True):
-    """The content of state.json; how much of a file has arrived is its length on disk."""
+    """The content of state.json. The number of received bytes of a file is its length on disk."""
 
     upload_id: str
     tenant_id: str
     files: tuple[DeclaredFile, ...]
     complete: tuple[str, ...] = ()
-    publishing: str = ""  # the version that a commit is about to make visible, and may have
-    version_id: str = ""  # once published; then the files are removed
-    refused: bool = False  # it has ended; its complete files are kept for a while, for the tenant's next upload
+    publishing: str = ""  # the version that a commit is about to make visible, or has made visible
+    version_id: str = ""  # the published version; then the files are removed
+    refused: bool = False  # ended; its complete files are kept for a while for the tenant's next upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class FileProgress:
 
 
 class StagedUpload:
-    """The folder of one upload, its files below ``files/``. Methods may run on any thread.
+    """The folder of an upload, with its files below ``files/``. Methods may run on any thread.
 
     open --begin_commit--> committing --end_commit(version)--> published --remove--> gone
      |                       |    `----end_commit()----> open
@@ -53,18 +53,18 @@ class StagedUpload:
         self.record = record
         self.committing = False
         self._writers: dict[str, FileWriter] = {}
-        self._digests: dict[str, FileDigest] = {}  # of files that have begun and are not complete
+        self._digests: dict[str, FileDigest] = {}  # of files that are incomplete
         self._aborted = False
         self._lock = threading.Lock()
 
     @classmethod
     def begin(cls, folder: Path, record: UploadRecord, known: Mapping[Content, Path]) -> StagedUpload:
-        """``known`` are complete files of the tenant's other uploads; declared ones among them need not be sent."""
-        (folder / "files").mkdir(parents=True, exist_ok=True)  # an earlier try may have failed here on a full disk
+        """Creates the folder. ``known`` files, complete in the tenant's other uploads, need not be sent again."""
+        (folder / "files").mkdir(parents=True, exist_ok=True)  # an earlier attempt may have failed here on a full disk
         complete = []
         for file in record.files:
             if path := known.get((file.sha256, file.num_bytes)):
-                with suppress(OSError):  # removed meanwhile: then it is sent again
+                with suppress(OSError):  # if it was removed meanwhile, the client sends it again
                     os.link(path, folder / "files" / file.path)
                     complete.append(file.path)
         upload = cls(folder, record)
@@ -73,7 +73,7 @@ class StagedUpload:
 
     @classmethod
     def load(cls, folder: Path) -> StagedUpload:
-        """Raises ``OSError`` or ``msgspec.DecodeError`` if the folder is not an upload."""
+        """Loads an upload. Raises ``OSError`` or ``msgspec.DecodeError`` if the folder is not an upload."""
         return cls(folder, msgspec.json.decode((folder / "state.json").read_bytes(), type=UploadRecord))
 
     @property
@@ -82,12 +82,12 @@ class StagedUpload:
 
     @property
     def claimed_version(self) -> str:
-        """The version that it published, or is publishing; empty: none."""
+        """The version that it has published or is publishing; empty: none."""
         return self.record.version_id or self.record.publishing
 
     @property
     def num_bytes(self) -> int:
-        """Declared."""
+        """The declared size of all files."""
         return sum(file.num_bytes for file in self.record.files)
 
     def complete_files(self) -> dict[Content, Path]:
@@ -125,7 +125,7 @@ class StagedUpload:
         return max(_size_and_mtime(path)[1] for path in paths)
 
     def open_file(self, path: str, offset: int) -> FileWriter | None:
-        """A writer that continues at ``offset``, the bytes received so far; None: the file is complete."""
+        """A writer that continues at ``offset``, the number of bytes received so far; None: the file is complete."""
         with self._lock:
             progress = self.file_progress(path)
             if self._aborted or self.committing or not self.is_open:
@@ -140,7 +140,7 @@ class StagedUpload:
             if progress.complete:
                 return None
             digest = self._digests.get(path)
-            if digest is None or digest.num_bytes > offset:  # of bytes that were dropped
+            if digest is None or digest.num_bytes > offset:  # it covers bytes that were dropped
                 digest = self._digests[path] = FileDigest()
             writer = self._writers[path] = FileWriter(
                 self.files / path,
@@ -153,7 +153,7 @@ class StagedUpload:
             return writer
 
     def begin_commit(self) -> None:
-        """Raises ``Conflict`` if a commit is running, or naming the first incomplete file."""
+        """Begins a commit. Raises ``Conflict`` if a commit is running, or with the first incomplete file."""
         for progress in self.progress():
             if not progress.complete:
                 have, need = progress.num_bytes_received, progress.num_bytes
@@ -167,12 +167,12 @@ class StagedUpload:
             self.committing = True
 
     def claim(self, version_id: str) -> None:
-        """Records which version the running commit is about to make visible."""
+        """Records the version that the running commit is about to make visible."""
         with self._lock:
             self._save(msgspec.structs.replace(self.record, publishing=version_id))
 
     def end_commit(self, version_id: str = "") -> None:
-        """With a version: records it and removes the files. Without: the upload can be committed again."""
+        """Ends a commit. Records a published version and removes the files; without a version the upload stays open."""
         with self._lock:
             if version_id and not self._aborted:
                 self._save(msgspec.structs.replace(self.record, version_id=version_id, publishing=""))
@@ -180,7 +180,7 @@ class StagedUpload:
             self._end_commit()
 
     def end_refused(self) -> None:
-        """The packer refused it: it ends, and only its complete files are left."""
+        """Ends an upload that the packer refused, and keeps only its complete files."""
         with self._lock:
             self._save(msgspec.structs.replace(self.record, refused=True))
             self._end_commit()
@@ -220,6 +220,6 @@ class StagedUpload:
 def _size_and_mtime(path: Path) -> tuple[int, float]:
     try:
         status = path.stat()
-    except FileNotFoundError:  # not begun, or just removed by an abort
+    except FileNotFoundError:  # not begun, or removed by an abort
         return 0, 0.0
     return status.st_size, status.st_mtime

@@ -1,8 +1,8 @@
-"""All uploads of a store: begun by the gateway, found again after a restart, removed when abandoned.
+"""All uploads of a store: begun by the gateway, loaded again after a restart, removed when abandoned.
 
-A refused upload has ended; its complete files stay for an hour, or until the disk is needed, and the tenant's next
-upload takes over those it declares alike. A published one stays as a record until the gateway confirms it by an abort:
-SQL may not name its version yet.
+A refused upload has ended; its complete files are kept for an hour, or until the disk space is needed, and the tenant's
+next upload reuses those that it declares identically. A published upload is kept as a record until the gateway confirms
+it by an abort, since SQL may not name its version yet.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class StagingArea:
         self._lock = threading.Lock()
         root.mkdir(parents=True, exist_ok=True)
         for folder in root.iterdir():
-            self._find(folder)
+            self._load(folder)
 
-    def _find(self, folder: Path) -> None:
+    def _load(self, folder: Path) -> None:
         try:
             upload = StagedUpload.load(folder)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -57,7 +57,7 @@ class StagingArea:
         return sum(upload.is_open for upload in list(self._uploads.values()))
 
     def claims(self) -> dict[str, list[str]]:
-        """The uploads that published a version, or are publishing it, by version."""
+        """The uploads that have published a version or are publishing it, by version."""
         claims: dict[str, list[str]] = {}
         for upload in list(self._uploads.values()):
             if version_id := upload.claimed_version:
@@ -65,8 +65,8 @@ class StagingArea:
         return claims
 
     def begin(self, upload_id: str, tenant_id: str, files: Sequence[DeclaredFile], quota_bytes: int) -> StagedUpload:
-        """Raises ``UploadRefused`` or ``QuotaExceeded`` for a wrong declaration, ``DiskFull`` without disk space,
-        ``Overloaded`` with too many open uploads.
+        """Begins an upload. Raises ``UploadRefused`` or ``QuotaExceeded`` for an invalid declaration, ``DiskFull``
+        without disk space, ``Overloaded`` with too many open uploads.
         """
         if not _UPLOAD_ID.fullmatch(upload_id):
             raise InvalidRequest("upload_id must be 1 to 64 letters, digits, '-' or '_'", field="upload_id")
@@ -77,19 +77,19 @@ class StagingArea:
             if existing is None:
                 if self.num_open >= self._max_open:
                     raise Overloaded(f"the store has {self.num_open} open uploads; try again later", retry_after_s=60.0)
-                self._make_room(files, tenant_id)
+                self._free_space(files, tenant_id)
                 try:
                     known = self._known_files(tenant_id)
                     self._uploads[upload_id] = StagedUpload.begin(self._root / upload_id, record, known)
                 except OSError as error:
                     raise write_error(error, "the store cannot begin the upload", self._root) from error
-                self._remove(self._refused(tenant_id))  # what it did not take over
+                self._remove(self._refused(tenant_id))  # their files are linked or not needed
             elif (existing.record.tenant_id, existing.record.files) != (record.tenant_id, record.files):
                 raise Conflict("an upload with this id was begun with other files", field="upload_id")
             return self._uploads[upload_id]
 
     def refuse(self, upload: StagedUpload) -> None:
-        """Ends an upload that the packer refused; of each tenant the files of the last one are kept."""
+        """Ends an upload that the packer refused; only the files of a tenant's last refused upload are kept."""
         with self._lock:
             self._remove(self._refused(upload.record.tenant_id))
         upload.end_refused()
@@ -99,7 +99,7 @@ class StagingArea:
         return {content: path for upload in own for content, path in upload.complete_files().items()}
 
     def _refused(self, tenant_id: str | None = None) -> list[StagedUpload]:
-        """The refused uploads, of one tenant or of all."""
+        """The refused uploads of a tenant; None: of all tenants."""
         refused = (upload for upload in self._uploads.values() if upload.record.refused)
         return [upload for upload in refused if tenant_id in (None, upload.record.tenant_id)]
 
@@ -108,25 +108,25 @@ class StagingArea:
             upload.remove()
             del self._uploads[upload.record.upload_id]
 
-    def _make_room(self, files: Sequence[DeclaredFile], tenant_id: str) -> None:
-        if self._needed_bytes(files, tenant_id) > self._free_bytes():  # refused uploads of others go first
+    def _free_space(self, files: Sequence[DeclaredFile], tenant_id: str) -> None:
+        if self._needed_bytes(files, tenant_id) > self._free_bytes():  # remove refused uploads of other tenants first
             self._remove([upload for upload in self._refused() if upload.record.tenant_id != tenant_id])
-        if self._needed_bytes(files, tenant_id) > self._free_bytes():  # then its own, though it may have to send again
+        if self._needed_bytes(files, tenant_id) > self._free_bytes():  # then its own, which it may have to send again
             self._remove(self._refused(tenant_id))
         needed = self._needed_bytes(files, tenant_id)
         if needed > (free := max(self._free_bytes(), 0)):
             raise DiskFull(
-                f"the disk of {self._root} has room for {free:,} bytes and the upload needs {needed:,}, for its files "
-                "and the pack made of them"
+                f"the disk of {self._root} has {free:,} bytes left and the upload needs {needed:,}, for its files and "
+                "the pack made of them"
             )
 
     def _needed_bytes(self, files: Sequence[DeclaredFile], tenant_id: str) -> int:
-        """For the upload and its pack. Files that it takes over are linked, which needs no room."""
+        """The bytes that the upload and its pack need. Reused files are linked, which needs no space."""
         known = self._known_files(tenant_id)
         return sum(file.num_bytes * (1 if (file.sha256, file.num_bytes) in known else 2) for file in files)
 
     def _free_bytes(self) -> int:
-        """What the disk has left for a new upload: not what open ones have declared and not sent yet."""
+        """The disk space for a new upload, less the bytes that open uploads have declared and not sent yet."""
         outstanding = 0
         for upload in self._uploads.values():
             if upload.is_open:
@@ -141,7 +141,7 @@ class StagingArea:
         return upload
 
     def abort(self, upload_id: str) -> None:
-        """Removes the upload and its bytes; without effect if there is none."""
+        """Removes the upload and its bytes; no effect if there is none."""
         upload = self._uploads.get(upload_id)
         if upload is not None:
             upload.remove()
@@ -149,14 +149,14 @@ class StagingArea:
                 self._uploads.pop(upload_id, None)
 
     def expire(self, now_unix_s: float) -> list[str]:
-        """Removes uploads left untouched for the expiry time; returns their ids."""
+        """Removes uploads that were untouched for the expiry time; returns their ids."""
         expired = []
         for upload in list(self._uploads.values()):
             upload_id = upload.record.upload_id
             expiry_s = min(self._expiry_s, _REFUSED_EXPIRY_S) if upload.record.refused else self._expiry_s
             if upload.claimed_version or now_unix_s - upload.last_touched_unix_s() <= expiry_s:
                 continue
-            with suppress(Conflict):  # it is being committed, so it is in use
+            with suppress(Conflict):  # it is being committed
                 self.abort(upload_id)
                 expired.append(upload_id)
                 log.info("upload_expired", upload_id=upload_id)
