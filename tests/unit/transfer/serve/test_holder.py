@@ -11,8 +11,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.transfer.loopback_holders import (
-    FAR,
-    ISSUER,
     FixedBuffer,
     PackSink,
     eventually,
@@ -22,8 +20,8 @@ from tests.unit.transfer.loopback_holders import (
     source_at,
 )
 from torchrelay.transfer.buffers import MemoryBuffer
-from torchrelay.transfer.errors import RangeRefused, SourceClosed, SourcesExhausted, SourceStalled, UnknownBuffer
-from torchrelay.transfer.fetch.follow import FollowOptions, SourceAddress, fetch_head, follow
+from torchrelay.transfer.errors import SourceClosed, SourcesExhausted, SourceStalled, UnknownBuffer
+from torchrelay.transfer.fetch.follow import FollowOptions, fetch_head, follow
 from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.serve.holder import HolderLimits, HolderServer
 from torchrelay.transfer.transport.tcp import TcpTransport, split_address
@@ -70,22 +68,6 @@ def test_a_buffer_may_appear_after_it_was_asked_for() -> None:
 
     with serving(find=find) as holder:
         assert fetch_head(source_at(holder.address, PACK_ID), receiver()) == MANIFEST.encode()
-
-
-@pytest.mark.parametrize(("begin", "end", "allowed"), [(4096, 12288, [1, 2]), (32768, 0, [8, 9]), (1, 8192, [1])])
-def test_a_ticket_s_range_is_kept(begin: int, end: int, allowed: list[int]) -> None:
-    sent = FixedBuffer(PACK_ID, DATA, MANIFEST)
-    with serving(sent) as holder:
-        ticket = ISSUER.issue(PACK_ID, "host-h", "host-r", FAR, begin, end)
-        source = SourceAddress("host-h", holder.address, ticket)
-        for index in range(MANIFEST.num_chunks):
-            sink = PackSink(PACK_ID, DATA, MANIFEST)
-            if index in allowed:
-                assert list(follow(PACK_ID, [index], [source], sink, receiver())) == [index]
-            else:
-                with pytest.raises(SourcesExhausted) as exhausted:
-                    list(follow(PACK_ID, [index], [source], sink, receiver()))
-                assert isinstance(exhausted.value.failures[0][1], RangeRefused)
 
 
 @pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, b"TRF1" + b"\xff" * 60, bytes(48)])

@@ -17,8 +17,8 @@ from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.protocol.tickets import derive_node_key
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport import shm
-from torchrelay.transfer.transport.auto import AutoTransport, open_local_listener, prefer_local
 from torchrelay.transfer.transport.interface import Listener
+from torchrelay.transfer.transport.local_first import LocalFirstTransport, open_local_listener, prefer_local
 from torchrelay.transfer.transport.shm import ShmConnection, ShmTransport
 from torchrelay.transfer.transport.tcp import TcpConnection, TcpTransport
 
@@ -41,7 +41,7 @@ def network() -> Iterator[Listener]:
 
 
 def connected(address: str) -> type:
-    connection = AutoTransport(TcpTransport()).connect(address, 5.0)
+    connection = LocalFirstTransport(TcpTransport()).connect(address, 5.0)
     connection.close()
     return type(connection)
 
@@ -76,7 +76,7 @@ def test_a_listener_of_another_user_is_passed_by(
 
 def test_who_is_stopped_does_not_try_the_other_way(folder: Path) -> None:
     local, stop = ShmTransport(backlog=0).listen(f"shm:{folder / 'full'}"), threading.Event()
-    transport = AutoTransport(TcpTransport())
+    transport = LocalFirstTransport(TcpTransport())
     waiting = transport.connect(local.address, 1.0)  # fills the queue
     stop.set()
     with pytest.raises(InterruptedError):
@@ -116,7 +116,7 @@ def test_a_holder_serves_at_both_listeners_and_closes_both(folder: Path) -> None
     for address in (server.address, local.address, prefer_local(local.address, server.address)):
         sink = PackSink(PACK_ID, DATA, MANIFEST)
         source = source_at(address, PACK_ID)
-        transport = AutoTransport(TcpTransport())
+        transport = LocalFirstTransport(TcpTransport())
         assert (
             len(list(follow(PACK_ID, range(sink.num_chunks), [source], sink, receiver(), FollowOptions(transport)))) > 0
         )
@@ -128,7 +128,7 @@ def test_a_holder_serves_at_both_listeners_and_closes_both(folder: Path) -> None
 def test_both_ways_end_at_the_same_connection_interface(folder: Path) -> None:
     local = open_local_listener(KEY, folder)
     assert local is not None
-    near = AutoTransport(TcpTransport()).connect(prefer_local(local.address, "127.0.0.1:1"), 1.0)
+    near = LocalFirstTransport(TcpTransport()).connect(prefer_local(local.address, "127.0.0.1:1"), 1.0)
     far = local.accept()
     assert far is not None
     near.send([b"hello"])

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrelay.transfer.transport.auto import AutoTransport
 from torchrelay.transfer.transport.interface import Connection, Listener, Transport
+from torchrelay.transfer.transport.local_first import LocalFirstTransport
 from torchrelay.transfer.transport.shm import ShmTransport
 from torchrelay.transfer.transport.sockets import SEND_TIMEOUT_S
 from torchrelay.transfer.transport.tcp import TcpTransport
@@ -69,7 +69,7 @@ def make_case(name: str, folder: Path, send_timeout_s: float = SEND_TIMEOUT_S) -
     tcp, shm = TcpTransport(send_timeout_s), ShmTransport(send_timeout_s)
     if name == "tcp":
         return TransportCase(tcp, "127.0.0.1")
-    return TransportCase(shm if name == "shm" else AutoTransport(tcp, shm), f"shm:{folder / 'socket'}")
+    return TransportCase(shm if name == "shm" else LocalFirstTransport(tcp, shm), f"shm:{folder / 'socket'}")
 
 
 def receive(connection: Connection, num_bytes: int) -> bytes:
