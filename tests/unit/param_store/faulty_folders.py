@@ -271,7 +271,7 @@ def copy(old: str, new: str) -> Change:
 
 
 SHARD_FAULTS: list[Fault] = [
-    ("no index", remove(INDEX), INDEX, "missing, and the weights are in shards"),
+    ("no index", remove(INDEX), INDEX, "missing, although the weights are in shards"),
     ("missing shard", remove(shard_name(2, 3)), shard_name(2, 3), "this shard is missing"),
     (
         "counts differ",
@@ -280,7 +280,7 @@ SHARD_FAULTS: list[Fault] = [
         "other shards say that there are 3",
     ),
     ("beyond the count", copy(shard_name(3, 3), shard_name(4, 3)), shard_name(1, 3), "numbered outside 1 to 3"),
-    ("both kinds", copy(shard_name(3, 3), WEIGHTS), shard_name(1, 3), "it must be one or the other"),
+    ("both kinds", copy(shard_name(3, 3), WEIGHTS), shard_name(1, 3), "it must have either"),
     ("tensor in two", copy(shard_name(1, 3), shard_name(2, 3)), shard_name(2, 3), f"is also in {shard_name(1, 3)}"),
     ("no weight_map", edit_index(lambda i: i.pop("weight_map")), INDEX, "weight_map is not an object"),
     ("unnamed", edit_index(lambda i: i["weight_map"].pop("model.norm.weight")), INDEX, "does not name 'model.norm.wei"),

@@ -143,9 +143,9 @@ async def test_a_publication_that_fails_leaves_no_version_and_can_be_tried_again
         assert "the remote store does not serve versions/" in error_from_rpc(caught.value).message
         proxy.decide = lambda asked: None
         remote = open_remote(bucket_url, RemoteOptions(proxy.endpoint))
-        assert [key for place in ("packs/", "files/", "versions/") for key in remote.list(place)] == []
+        assert [key for place in ("packs/", "files/", "versions/") for key in remote.objects(place)] == []
         version = (await commit(store, "u1"))[-1].version
-        assert list(remote.list("versions/")) == [f"versions/{version.version_id}.json"]
+        assert [stored.key for stored in remote.objects("versions/")] == [f"versions/{version.version_id}.json"]
 
 
 async def test_a_drop_ends_a_fill_that_waits_for_a_silent_remote_store(

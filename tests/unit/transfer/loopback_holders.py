@@ -1,4 +1,4 @@
-"""Shared by the tests of the data plane: small packs, holders on loopback, and peers that misbehave."""
+"""Small packs, holders on loopback, and misbehaving peers, for the tests of the data plane."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from blake3 import blake3
 
-from torchrelay.transfer.buffers import Buffer, MemoryBuffer
+from torchrelay.transfer.buffers import Buffer, MemoryBuffer, Sink
+from torchrelay.transfer.fetch.follow import FollowOptions, TransferControl, follow
 from torchrelay.transfer.fetch.sources import Receiver, SourceAddress
-from torchrelay.transfer.manifest import Manifest, Segment
+from torchrelay.transfer.manifest import Manifest, Segment, pack_id_of
 from torchrelay.transfer.protocol.tickets import TicketIssuer, derive_node_key
 from torchrelay.transfer.serve.holder import HolderLimits, HolderServer
 from torchrelay.transfer.transport.interface import Transport
@@ -41,25 +43,65 @@ def make_pack(num_bytes: int, chunk_bytes: int = 4096, seed: int = 0) -> tuple[b
     return data, manifest
 
 
-class FixedBuffer(MemoryBuffer):
-    """A published pack in plain memory, with a manifest as its head and its digests."""
+class SamplePack:
+    """A pack of random bytes in small chunks, the buffers that serve it and the sinks that receive it."""
 
-    def __init__(self, buffer_id: str, data: bytes, manifest: Manifest, published: int | None = None) -> None:
-        spans = [manifest.chunk_range(index) for index in range(manifest.num_chunks)]
-        super().__init__(buffer_id, [span.end - span.begin for span in spans])
-        self.head = manifest.encode()
-        self.pieces = [data[span.begin : span.end] for span in spans]
-        for index in range(manifest.num_chunks if published is None else published):
+    def __init__(self, num_bytes: int, chunk_bytes: int = 4096, seed: int = 0) -> None:
+        self.data, self.manifest = make_pack(num_bytes, chunk_bytes, seed)
+        self.head = self.manifest.encode()
+        self.pack_id = pack_id_of(self.head)
+        self.chunks = range(self.manifest.num_chunks)
+
+    def buffer(self, num_published: int | None = None) -> FixedBuffer:
+        """A buffer with the first ``num_published`` chunks; None: all chunks."""
+        return FixedBuffer(self, num_published)
+
+    def sink(self) -> PackSink:
+        return PackSink(self)
+
+    def source(
+        self, address: str, holder_id: str = "host-h", receiver_id: str = "host-r", expires: int = FAR
+    ) -> SourceAddress:
+        return source_at(address, self.pack_id, holder_id, receiver_id, expires)
+
+    def follow(
+        self,
+        sources: Sequence[SourceAddress],
+        sink: Sink,
+        wanted: Sequence[int] | None = None,
+        receiver_id: str = "host-r",
+        control: TransferControl | None = None,
+        **options: Any,
+    ) -> Generator[int, None, None]:
+        """Follows all chunks, or those wanted; ``options`` are those of ``FollowOptions``."""
+        wanted = self.chunks if wanted is None else wanted
+        return follow(self.pack_id, wanted, sources, sink, receiver(receiver_id), FollowOptions(**options), control)
+
+
+class FixedBuffer(MemoryBuffer):
+    """A pack in plain memory, whose chunks are published from the start or by the test."""
+
+    def __init__(self, pack: SamplePack, num_published: int | None = None) -> None:
+        spans = [pack.manifest.chunk_range(index) for index in pack.chunks]
+        super().__init__(pack.pack_id, [span.end - span.begin for span in spans])
+        self.head = pack.head
+        self.pieces = [pack.data[span.begin : span.end] for span in spans]
+        for index in range(self.num_chunks if num_published is None else num_published):
+            self.show(index)
+
+    def show(self, *indices: int) -> None:
+        """Publishes these chunks with the pack's bytes."""
+        for index in indices:
             self.publish(index, self.pieces[index])
 
 
 class PackSink(FixedBuffer):
-    """An empty pack to follow into, which can be served meanwhile; records what it accepted."""
+    """An empty pack to receive into, which can be served meanwhile; records the accepted chunks."""
 
-    def __init__(self, buffer_id: str, data: bytes, manifest: Manifest) -> None:
-        super().__init__(buffer_id, data, manifest, published=0)
+    def __init__(self, pack: SamplePack) -> None:
+        super().__init__(pack, num_published=0)
         self.accepted: list[int] = []
-        self._expected = manifest.chunk_digests
+        self._expected = pack.manifest.chunk_digests
 
     def digest(self, index: int) -> bytes:
         return self._expected[index]
@@ -74,7 +116,7 @@ class PackSink(FixedBuffer):
 
 
 class BlindSink:
-    """A sink that trusts each frame's own digest, as the receiver of KV does."""
+    """A sink that trusts the digest in each frame, like the receiver of KV."""
 
     def __init__(self, num_chunks: int, chunk_bytes: int) -> None:
         self.chunks = [bytearray(chunk_bytes) for _ in range(num_chunks)]
@@ -90,7 +132,7 @@ class BlindSink:
 
 
 class Interrupted(list[int]):
-    """Wanted chunks that are all published while the first is being examined."""
+    """Wanted chunks that are all published while the first of them is being examined."""
 
     def __init__(self, indices: Iterable[int], publish: Callable[[int], None]) -> None:
         super().__init__(indices)
@@ -100,8 +142,8 @@ class Interrupted(list[int]):
         publish, self._publish = self._publish, None
         for place, index in enumerate(super().__iter__()):
             if place == 1 and publish is not None:
-                for each in super().__iter__():
-                    publish(each)
+                for chunk in super().__iter__():
+                    publish(chunk)
             yield index
 
 
@@ -191,16 +233,6 @@ def tampering_proxy(target: str, tamper: Callable[[bytes, int], bytes | None]) -
         accepting.join()
         for thread in threads:
             thread.join()
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
-    """Whether the condition becomes true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        threading.Event().wait(0.005)
-    return True
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

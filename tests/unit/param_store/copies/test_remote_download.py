@@ -60,7 +60,7 @@ def fill(data: bytes, wanted: list[int], stop_after: int = 1000, again: bytes | 
             stop.set()
 
     try:
-        download_from_remote("p", Bytes(data, again), CHUNK_BYTES, sink, wanted, stop, on_chunk, 3)
+        download_from_remote("p", Bytes(data, again), CHUNK_BYTES, sink, wanted, stop, on_chunk, lambda: None, 3)
     finally:
         assert set(seen) == sink.published()
     return sink
@@ -96,7 +96,9 @@ def test_a_reader_that_a_stop_interrupts_is_no_failure() -> None:
             stop.set()
             raise Unavailable("stopped")
 
-    download_from_remote("p", Interrupted(DATA), CHUNK_BYTES, Expecting(), range(11), stop, lambda index: None, 3)
+    download_from_remote(
+        "p", Interrupted(DATA), CHUNK_BYTES, Expecting(), range(11), stop, lambda index: None, lambda: None, 3
+    )
     assert stop.is_set()
 
 

@@ -46,7 +46,7 @@ def test_the_longest_unused_leave_and_no_more_than_needed(
     sizes: list[int], num_bytes: int, limit_bytes: int, free_bytes: int
 ) -> None:
     packs = [CachedPack(str(number), size, float(number)) for number, size in enumerate(sizes)]
-    gone = select_evictions(packs[::-1], num_bytes, limit_bytes, free_bytes)
+    gone = select_evictions(packs[::-1], num_bytes, limit_bytes, free_bytes, {})
 
     def fits(leaving_first: int) -> bool:
         freed = sum(sizes[:leaving_first])
@@ -70,7 +70,7 @@ def test_packs_are_found_again_and_read_and_the_least_recently_used_leaves_first
     reader = cache.open(first)
     assert reader is not None
     memory = memoryview(bytearray(100))
-    cache.make_room(100)
+    cache.free_space(100)
     assert (cache.has(first), cache.has(second)) == (True, False)
     cache.discard(first)
     reader.read_into(0, memory, threading.Event())  # whoever reads goes on
@@ -86,7 +86,7 @@ def test_what_the_scheduler_ranks_leaves_last_and_in_its_order(tmp_path: Path) -
     cache.eviction_order.renew([second, first], lease_s=60)
     left = []
     for num_bytes in (100, 200, 300):
-        cache.make_room(num_bytes)
+        cache.free_space(num_bytes)
         left.append({pack.pack_id for pack in cache.packs()})
     assert left == [{first, second}, {first}, set()]
     assert third not in left[0], "nobody ranked it, though it was used last"
@@ -96,7 +96,7 @@ def test_without_a_scheduler_the_least_recently_used_leaves_first(tmp_path: Path
     cache = DiskCache(tmp_path / "packs", 250)
     first, second = (kept(cache, name, b"x" * 100, used=at) for at, name in enumerate("ab"))
     cache.eviction_order.renew([second, first], lease_s=0)
-    cache.make_room(100)
+    cache.free_space(100)
     assert [pack.pack_id for pack in cache.packs()] == [second]
     assert not cache.has(first)
 
@@ -157,8 +157,8 @@ def test_a_manifest_is_believed_when_it_is_the_packs(tmp_path: Path) -> None:
 def test_a_pack_that_never_fits_makes_nobody_leave(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "packs", 250)
     found = kept(cache, "a", b"a" * 100, used=1000)
-    with pytest.raises(OSError, match="the disk tier has no room for 251 bytes"):
-        cache.make_room(251)
+    with pytest.raises(OSError, match="the disk cache has no space for 251 bytes"):
+        cache.free_space(251)
     assert cache.has(found)
 
 

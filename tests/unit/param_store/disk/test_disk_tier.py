@@ -13,10 +13,10 @@ import pytest
 
 from tests.support.disk_limits import files_end_at
 from tests.support.s3_server import Fault, FaultyProxy
+from tests.support.wait import eventually
 from tests.unit.param_store.holders import bytes_in, damage, drop
 from tests.unit.param_store.model_folders import LARGER, write_folder
 from tests.unit.param_store.running_store import REMOTE, RunningStore, publish, running_store
-from tests.unit.transfer.loopback_holders import eventually
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.background_tasks import fill_disk_cache
 from torchrelay.param_store.remote.remote_store import RemoteOptions, open_remote
@@ -69,7 +69,7 @@ def scene(tmp_path: Path, s3_version: tuple[str, str], proxy: FaultyProxy, crede
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    assert await asyncio.to_thread(eventually, condition)
+    await eventually(condition)
 
 
 async def test_a_kept_pack_fills_the_arena_while_the_remote_store_is_away(scene: Scene) -> None:

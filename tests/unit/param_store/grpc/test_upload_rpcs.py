@@ -58,7 +58,7 @@ def a_model(*more: DeclaredFile) -> list[DeclaredFile]:
         ("model-1-of-2.safetensors", "it is not one of the files"),
         (f"{shard_name(1, 2)}\n", "it is not one of the files"),
         ("config.json", "it is declared twice"),
-        (shard_name(1, 2), "must be one or the other"),
+        (shard_name(1, 2), "must have either"),
     ],
 )
 def test_only_known_names_may_be_declared(path: str, detail: str) -> None:

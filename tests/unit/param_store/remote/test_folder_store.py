@@ -27,11 +27,11 @@ def test_objects_are_put_read_listed_and_deleted(tmp_path: Path, store: FolderSt
     store.put_bytes("packs/b", b"from memory")
     assert store.get_bytes("packs/a") == b"from a file"
     assert store.size("packs/b") == 11
-    assert list(store.list("packs/")) == ["packs/a", "packs/b"]
-    assert list(store.list("files/")) == []
+    assert [stored.key for stored in store.objects("packs/")] == ["packs/a", "packs/b"]
+    assert [stored.key for stored in store.objects("files/")] == []
     store.delete("packs/a")
     store.delete("packs/a")
-    assert list(store.list("packs/")) == ["packs/b"]
+    assert [stored.key for stored in store.objects("packs/")] == ["packs/b"]
     assert list((tmp_path / "remote/drafts").iterdir()) == []
     for absent in (store.get_bytes, store.size, store.open_range):
         with pytest.raises(NotFound, match="the remote store has no packs/a"):

@@ -36,11 +36,11 @@ def test_objects_are_put_read_listed_and_deleted(tmp_path: Path, store: RemoteSt
     store.put_bytes("files/c", b"")
     assert store.get_bytes("packs/a") == b"from a file"
     assert store.size("packs/b") == 11
-    assert list(store.list("packs/")) == ["packs/a", "packs/b"]
-    assert list(store.list("versions/")) == []
+    assert [stored.key for stored in store.objects("packs/")] == ["packs/a", "packs/b"]
+    assert [stored.key for stored in store.objects("versions/")] == []
     store.delete("packs/a")
     store.delete("packs/a")
-    assert list(store.list("packs/")) == ["packs/b"]
+    assert [stored.key for stored in store.objects("packs/")] == ["packs/b"]
     for absent in (store.get_bytes, store.size, lambda key: read(store, key, 0, 1)):
         with pytest.raises(NotFound, match="the remote store has no packs/a"):
             absent("packs/a")
@@ -84,7 +84,12 @@ def test_a_put_that_meets_a_broken_server_is_tried_again(
 
 def test_a_server_that_stays_broken_is_given_up(store: RemoteStore, proxy: FaultyProxy) -> None:
     proxy.decide = lambda asked: Fault(status=500)
-    for broken in (store.get_bytes, store.size, store.delete, lambda key: list(store.list(f"{key}/"))):
+    for broken in (
+        store.get_bytes,
+        store.size,
+        store.delete,
+        lambda key: [stored.key for stored in store.objects(f"{key}/")],
+    ):
         with pytest.raises(Unavailable, match=r"the remote store does not serve packs/p.*500 Internal Server Error$"):
             broken("packs/p")
 
@@ -104,7 +109,7 @@ def test_a_missing_bucket_is_named(proxy: FaultyProxy, credentials: None) -> Non
         store.put_bytes("packs/p", b"")
     assert missing.value.field == "remote_url"
     with pytest.raises(Unavailable, match="bucket"):
-        list(store.list("packs/"))
+        [stored.key for stored in store.objects("packs/")]
 
 
 @pytest.mark.parametrize(

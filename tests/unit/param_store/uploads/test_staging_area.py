@@ -76,7 +76,7 @@ def test_what_open_uploads_have_declared_is_not_free_for_others(tmp_path: Path, 
     weights = shutil.disk_usage(tmp_path).free * 3 // 10  # twice that is needed, for the pack
     large = [f if f.path != "model.safetensors" else DeclaredFile(f.path, weights, f.sha256) for f in files]
     uploads.begin("u1", "ten-1", large, 0)
-    with pytest.raises(DiskFull, match="bytes and the upload needs"):
+    with pytest.raises(DiskFull, match="bytes left and the upload needs"):
         uploads.begin("u2", "ten-2", large, 0)
     uploads.abort("u1")
     uploads.begin("u2", "ten-2", large, 0)
@@ -146,6 +146,6 @@ def test_an_upload_that_does_not_fit_is_refused_before_its_first_byte(tmp_path: 
         documents = [DeclaredFile(name, 1 << 10, "0" * 64) for name in ("config.json", "tokenizer.json")]
         too_large = [*documents, DeclaredFile("model.safetensors", 10 << 20, "0" * 64)]
         small = [*documents, DeclaredFile("model.safetensors", 1 << 20, "0" * 64)]
-        with pytest.raises(DiskFull, match=f"disk of {disk.folder} has room for .* needs 20,975,616,"):
+        with pytest.raises(DiskFull, match=f"disk of {disk.folder} has .* bytes left .* needs 20,975,616,"):
             uploads.begin("u1", "ten-1", too_large, 0)
         assert uploads.begin("u2", "ten-1", small, 0).progress()

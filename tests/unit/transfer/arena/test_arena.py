@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.wait import wait_until
 from tests.unit.transfer.arena.arena_packs import CAPACITY, PAGE, fill, pack, reserve
-from tests.unit.transfer.loopback_holders import eventually, make_pack, receiver, serving, source_at
+from tests.unit.transfer.loopback_holders import make_pack, receiver, serving, source_at
 from torchrelay.common.errors import InvalidRequest, NotFound
 from torchrelay.transfer.arena.arena import Arena
 from torchrelay.transfer.arena.slab_table import MAX_SLABS, TABLE_BYTES, SlabTable
@@ -125,7 +126,7 @@ def test_a_pack_that_is_read_is_not_evicted(arena: Arena) -> None:
             reserve(arena, 40, seed=2)
         fill(slab, data)
         assert list(stream) == list(range(1, slab.num_chunks))
-        assert eventually(lambda: not arena.owners(slab.pack_id))
+        wait_until(lambda: not arena.owners(slab.pack_id))
     assert bytes(sink.data) == data
     reserve(arena, 40, seed=2)
     other.close(unlink=True)

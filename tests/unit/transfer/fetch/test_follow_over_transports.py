@@ -1,9 +1,8 @@
-"""follow and its holder over every transport: packs large and small, refusals, silence, ends, many at once."""
+"""``follow`` and its holder over every transport: packs large and small, refusals, silence, ends, many at once."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,25 +10,16 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.unit.transfer.loopback_holders import (
-    FixedBuffer,
-    PackSink,
-    eventually,
-    make_pack,
-    receiver,
-    serving,
-    source_at,
-)
+from tests.support.wait import wait_until
+from tests.unit.transfer.loopback_holders import FixedBuffer, SamplePack, receiver, serving
 from tests.unit.transfer.transport.transport_cases import TRANSPORTS, TransportCase, make_case
 from torchrelay.transfer.errors import SourcesExhausted, SourceStalled, TicketExpired
-from torchrelay.transfer.fetch.follow import FollowOptions, TransferControl, fetch_head, follow
-from torchrelay.transfer.manifest import pack_id_of
+from torchrelay.transfer.fetch.follow import FollowOptions, TransferControl, fetch_head
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport.interface import TransferClass
 
-DATA, MANIFEST = make_pack(100_000)
-PACK_ID = pack_id_of(MANIFEST.encode())
-ALL = range(MANIFEST.num_chunks)
+PACK = SamplePack(100_000)
+ALL = list(PACK.chunks)
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -44,91 +34,80 @@ def holding(case: TransportCase, buffer: FixedBuffer) -> AbstractContextManager[
 
 @pytest.mark.parametrize("transfer_class", TransferClass)
 @pytest.mark.parametrize(("num_bytes", "chunk_bytes"), [(100_000, 500), (12_345_678, 4 << 20), (3_000_000, 256 << 10)])
-def test_a_pack_arrives_whole(
+def test_pack_arrives_complete(
     case: TransportCase, num_bytes: int, chunk_bytes: int, transfer_class: TransferClass
 ) -> None:
-    data, manifest = make_pack(num_bytes, chunk_bytes)
-    pack_id = pack_id_of(manifest.encode())
-    sink = PackSink(pack_id, data, manifest)
-    with holding(case, FixedBuffer(pack_id, data, manifest)) as holder:
-        chunks = range(manifest.num_chunks)
-        source = source_at(holder.address, pack_id)
-        stream = follow(
-            pack_id, chunks, [source], sink, receiver(), FollowOptions(case.transport, transfer_class=transfer_class)
-        )
-        assert list(stream) == list(chunks)
-        assert eventually(lambda: holder.num_streams == 0)
-    assert sink.bytes_held == data
+    pack = SamplePack(num_bytes, chunk_bytes)
+    sink = pack.sink()
+    with holding(case, pack.buffer()) as holder:
+        sources = [pack.source(holder.address)]
+        stream = pack.follow(sources, sink, transport=case.transport, transfer_class=transfer_class)
+        assert list(stream) == list(pack.chunks)
+        wait_until(lambda: holder.num_streams == 0)
+    assert sink.bytes_held == pack.data
 
 
-def test_chunks_come_as_they_become_ready(case: TransportCase) -> None:
-    sent, sink = FixedBuffer(PACK_ID, DATA, MANIFEST, published=1), PackSink(PACK_ID, DATA, MANIFEST)
+def test_chunks_arrive_as_they_become_ready(case: TransportCase) -> None:
+    sent = PACK.buffer(1)
     with holding(case, sent) as holder:
-        source = source_at(holder.address, PACK_ID)
-        stream = follow(PACK_ID, ALL, [source], sink, receiver(), FollowOptions(case.transport))
+        stream = PACK.follow([PACK.source(holder.address)], PACK.sink(), transport=case.transport)
         for index in ALL:
-            sent.publish(index, sent.pieces[index])
+            sent.show(index)
             assert next(stream) == index
         assert list(stream) == []
 
 
-def test_refusals_have_names(case: TransportCase) -> None:
-    with holding(case, FixedBuffer(PACK_ID, DATA, MANIFEST)) as holder:
+def test_refusals_reach_follower_as_typed_errors(case: TransportCase) -> None:
+    with holding(case, PACK.buffer()) as holder:
         with pytest.raises(TicketExpired):
-            fetch_head(source_at(holder.address, PACK_ID, expires=1), receiver(), FollowOptions(case.transport))
-        head = fetch_head(source_at(holder.address, PACK_ID), receiver(), FollowOptions(case.transport))
-        assert head == MANIFEST.encode()
+            fetch_head(PACK.source(holder.address, expires=1), receiver(), FollowOptions(case.transport))
+        head = fetch_head(PACK.source(holder.address), receiver(), FollowOptions(case.transport))
+        assert head == PACK.head
 
 
-def test_a_silent_source_is_left_for_the_next(case: TransportCase) -> None:
+def test_silent_source_replaced(case: TransportCase) -> None:
     with TemporaryDirectory() as folder:
         other = TransportCase(case.transport, case.host if "shm:" not in case.host else f"shm:{folder}/other")
-        with other.silent_listener() as silent, holding(case, FixedBuffer(PACK_ID, DATA, MANIFEST)) as holder:
+        with other.silent_listener() as silent, holding(case, PACK.buffer()) as holder:
             with pytest.raises(SourceStalled):
-                fetch_head(source_at(silent, PACK_ID), receiver(), FollowOptions(case.transport, 0.3))
-            sink = PackSink(PACK_ID, DATA, MANIFEST)
-            sources = [source_at(silent, PACK_ID), source_at(holder.address, PACK_ID)]
-            stream = follow(PACK_ID, ALL, sources, sink, receiver(), FollowOptions(case.transport, 0.5))
-            assert sorted(stream) == list(ALL)
-            assert sink.bytes_held == DATA
+                fetch_head(PACK.source(silent), receiver(), FollowOptions(case.transport, 0.3))
+            sink = PACK.sink()
+            sources = [PACK.source(silent), PACK.source(holder.address)]
+            assert sorted(PACK.follow(sources, sink, transport=case.transport, stall_s=0.5)) == ALL
+            assert sink.bytes_held == PACK.data
 
 
-def test_a_holder_that_closes_ends_its_streams(case: TransportCase) -> None:
-    with holding(case, FixedBuffer(PACK_ID, DATA, MANIFEST, published=1)) as holder:
-        sink = PackSink(PACK_ID, DATA, MANIFEST)
-        source = source_at(holder.address, PACK_ID)
-        stream = follow(PACK_ID, ALL, [source], sink, receiver(), FollowOptions(case.transport, 1.0))
+def test_closed_holder_ends_its_streams(case: TransportCase) -> None:
+    with holding(case, PACK.buffer(1)) as holder:
+        stream = PACK.follow([PACK.source(holder.address)], PACK.sink(), transport=case.transport)
         assert next(stream) == 0
-        begin = time.monotonic()
         holder.close()
-        assert time.monotonic() - begin < 1.0
+        assert holder.num_streams == 0
         with pytest.raises(SourcesExhausted):
             list(stream)
 
 
-def test_a_follower_that_stops_leaves_its_holder(case: TransportCase) -> None:
-    with holding(case, FixedBuffer(PACK_ID, DATA, MANIFEST, published=1)) as holder:
-        source, stop = source_at(holder.address, PACK_ID), threading.Event()
-        sink = PackSink(PACK_ID, DATA, MANIFEST)
-        stream = follow(PACK_ID, ALL, [source], sink, receiver(), FollowOptions(case.transport), TransferControl(stop))
+def test_stopped_follower_frees_its_stream(case: TransportCase) -> None:
+    with holding(case, PACK.buffer(1)) as holder:
+        sources, stop = [PACK.source(holder.address)], threading.Event()
+        stream = PACK.follow(sources, PACK.sink(), control=TransferControl(stop), transport=case.transport)
         assert next(stream) == 0
         stop.set()
         assert list(stream) == []
-        assert eventually(lambda: holder.num_streams == 0)
+        wait_until(lambda: holder.num_streams == 0)
 
 
 def test_many_followers_at_once(case: TransportCase) -> None:
-    sinks = [PackSink(PACK_ID, DATA, MANIFEST) for _ in range(16)]
-    with holding(case, FixedBuffer(PACK_ID, DATA, MANIFEST)) as holder:
-        source = source_at(holder.address, PACK_ID)
-
-        def fill(sink: PackSink) -> None:
-            list(follow(PACK_ID, ALL, [source], sink, receiver(), FollowOptions(case.transport)))
-
-        threads = [threading.Thread(target=fill, args=(sink,)) for sink in sinks]
+    sinks = [PACK.sink() for _ in range(16)]
+    with holding(case, PACK.buffer()) as holder:
+        sources = [PACK.source(holder.address)]
+        threads = [
+            threading.Thread(target=lambda sink=sink: list(PACK.follow(sources, sink, transport=case.transport)))
+            for sink in sinks
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert eventually(lambda: holder.num_streams == 0)
-    assert all(sink.bytes_held == DATA for sink in sinks)
+        wait_until(lambda: holder.num_streams == 0 and holder.bytes_sent == len(sinks) * len(PACK.data))
+    assert all(sink.bytes_held == PACK.data for sink in sinks)

@@ -1,4 +1,4 @@
-"""One source of a transfer: the order in which requests are sent to it."""
+"""The stream of a source: the order in which requests are sent to it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tests.unit.transfer.loopback_holders import (
-    FixedBuffer,
-    PackSink,
-    eventually,
-    make_pack,
+    SamplePack,
     receiver,
     serving,
-    source_at,
 )
 from torchrelay.transfer.fetch.chunk_assignment import ChunkRequests
 from torchrelay.transfer.fetch.multi_source import MultiSourceFetch
@@ -20,7 +16,6 @@ from torchrelay.transfer.fetch.options import FollowOptions, TransferControl
 from torchrelay.transfer.fetch.source_stream import SourceStream
 from torchrelay.transfer.fetch.sources import SourceAddress
 from torchrelay.transfer.fetch.upstream import Upstream
-from torchrelay.transfer.manifest import pack_id_of
 
 
 class SlowUpstream(Upstream):
@@ -51,13 +46,12 @@ class QuietFetch(MultiSourceFetch):
         assert list(indices) == list(range(16))
 
 
-def test_a_cancellation_is_sent_before_a_later_request_for_the_same_chunk() -> None:
-    data, manifest = make_pack(16 * 4096)
-    pack_id = pack_id_of(manifest.encode())
-    sink = PackSink(pack_id, data, manifest)
-    with serving(FixedBuffer(pack_id, data, manifest)) as holder:
-        source = source_at(holder.address, pack_id)
-        fetch = QuietFetch(pack_id, [0], [source], sink, receiver(), FollowOptions(), TransferControl())
+def test_cancellation_sent_before_later_request_for_chunk() -> None:
+    pack = SamplePack(16 * 4096)
+    sink = pack.sink()
+    with serving(pack.buffer()) as holder:
+        source = pack.source(holder.address)
+        fetch = QuietFetch(pack.pack_id, [0], [source], sink, receiver(), FollowOptions(), TransferControl())
         stream = SourceStream(fetch, sink, 0, source)
         stream.step()
         upstream = fetch.upstream
@@ -68,7 +62,8 @@ def test_a_cancellation_is_sent_before_a_later_request_for_the_same_chunk() -> N
         stream.ask(ChunkRequests([0], []))
         second = threading.Thread(target=stream.send_requests)
         second.start()
-        assert not eventually(lambda: bool(upstream.sent), 0.2)
+        second.join(0.2)  # it must wait for the first
+        assert second.is_alive() and not upstream.sent
         upstream.resume.set()
         first.join()
         second.join()

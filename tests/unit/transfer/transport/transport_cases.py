@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.transfer.transport.interface import Connection, Listener, Transport
-from torchrelay.transfer.transport.local_first import LocalFirstTransport
 from torchrelay.transfer.transport.shm import ShmTransport
 from torchrelay.transfer.transport.sockets import SEND_TIMEOUT_S
 from torchrelay.transfer.transport.tcp import TcpTransport
 
-TRANSPORTS = ("tcp", "shm", "any")
+TRANSPORTS = ("tcp", "shm")
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,9 @@ class TransportCase:
 
 def make_case(name: str, folder: Path, send_timeout_s: float = SEND_TIMEOUT_S) -> TransportCase:
     """``folder`` is for the sockets of shared memory; its path must be short."""
-    tcp, shm = TcpTransport(send_timeout_s), ShmTransport(send_timeout_s)
     if name == "tcp":
-        return TransportCase(tcp, "127.0.0.1")
-    return TransportCase(shm if name == "shm" else LocalFirstTransport(tcp, shm), f"shm:{folder / 'socket'}")
+        return TransportCase(TcpTransport(send_timeout_s), "127.0.0.1")
+    return TransportCase(ShmTransport(send_timeout_s), f"shm:{folder / 'socket'}")
 
 
 def receive(connection: Connection, num_bytes: int) -> bytes:
