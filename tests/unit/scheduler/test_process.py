@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.wait import HANG_S, eventually
 from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, GatewayClient, cluster, scripted_cluster
 from torchrelay.control.v1 import scheduler_pb2
 
@@ -18,12 +19,12 @@ MAX_RSS_MB = 100
 
 
 def resident_mb(pid: int) -> float:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
-    return int(found.group(1)) / 1024
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert match is not None
+    return int(match.group(1)) / 1024
 
 
-async def test_it_serves_in_little_memory_and_ends_cleanly(nats_url: str, tmp_path: Path) -> None:
+async def test_process_serves_in_little_memory_and_ends_cleanly(nats_url: str, tmp_path: Path) -> None:
     ready = tmp_path / "scheduler.json"
     async with scripted_cluster(nats_url) as it:
         await it.host(1)
@@ -41,9 +42,7 @@ async def test_it_serves_in_little_memory_and_ends_cleanly(nats_url: str, tmp_pa
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            async with asyncio.timeout(20):
-                while not ready.exists():  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
+            await eventually(ready.exists)
             address = json.loads(ready.read_text())["grpc"]
             await cluster(address, lambda view: len(view.workers) == 2)
             async with GatewayClient(address) as gateway:
@@ -56,7 +55,7 @@ async def test_it_serves_in_little_memory_and_ends_cleanly(nats_url: str, tmp_pa
             assert resident_mb(process.pid) < MAX_RSS_MB
         finally:
             process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(HANG_S):
                 _, log = await process.communicate()
         assert process.returncode == 0, log.decode()
         assert not ready.exists()
@@ -69,7 +68,7 @@ FOREIGN = ("torch", "numpy", "transformers", "fastapi", "sqlalchemy")
 OTHERS = ("gateway", "param_store", "worker", "engine", "prefill", "decode")
 
 
-def test_it_imports_no_torch_and_no_other_service() -> None:
+def test_process_imports_no_torch_and_no_other_service() -> None:
     code = "import sys, torchrelay.scheduler.main; print('\\n'.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     modules = set(done.stdout.split())

@@ -28,7 +28,7 @@ def upstreams(edges: tuple[TransferEdge, ...]) -> dict[str, tuple[str, ...]]:
     return {edge.target: edge.striped for edge in edges}
 
 
-def test_targets_of_the_remote_store_form_one_chain() -> None:
+def test_remote_store_feeds_one_chain() -> None:
     edges = plan([], [], ["s1", "s2", "s3"])
     assert [(edge.target, edge.upstream) for edge in edges] == [("s1", REMOTE), ("s2", "s1"), ("s3", "s2")]
     assert edges[0].sources == (REMOTE,)
@@ -36,32 +36,32 @@ def test_targets_of_the_remote_store_form_one_chain() -> None:
     assert edges[2].sources == ("s2", "s1", REMOTE)
 
 
-def test_a_complete_holder_heads_the_chain_and_sends_once() -> None:
+def test_whole_holder_heads_chain_and_sends_once() -> None:
     edges = plan(["s0"], [], ["s1", "s2", "s3"])
     assert [edge.upstream for edge in edges] == ["s0", "s1", "s2"]
     assert edges[2].sources == ("s2", "s0", "s1", REMOTE)  # alternates: complete holders first, the remote store last
 
 
-def test_two_complete_holders_head_two_chains() -> None:
+def test_two_whole_holders_head_two_chains() -> None:
     edges = plan(["s0", "s7"], [], ["s1", "s2", "s3", "s4"])
     assert Counter(edge.upstream for edge in edges).most_common(1)[0][1] == 1
     assert [edge.upstream for edge in edges[:2]] == ["s0", "s7"]
 
 
-def test_later_targets_follow_the_end_of_a_running_chain() -> None:
+def test_later_targets_follow_end_of_running_chain() -> None:
     busy = Node(DEFAULT_BYTES_PER_S / 2, busy_out=True)
     edges = plan(["s0"], ["s1", "s2"], ["s3"], nodes={"s0": busy, "s1": busy})
     assert edges[0].upstream == "s2"
 
 
-def test_a_host_that_has_it_is_still_told_and_costs_nobody() -> None:
+def test_host_with_pack_gets_edge_without_transfer() -> None:
     edges = plan(["s0", "s1"], [], ["s1", "s2"])
     assert edges[0].already_there and edges[0].sources == ("s0", REMOTE)
     assert [str(edge).split(" at ")[0] for edge in edges] == ["s1 from its host copy", "s2 from s0"]
     assert edges[1].upstream == "s0"
 
 
-def test_fast_targets_first_and_each_by_its_free_bandwidth_not_by_order() -> None:
+def test_fast_targets_come_first_by_free_bandwidth() -> None:
     nodes = {name: Node(rate * MB, rate * MB) for name, rate in [("s0", 100), ("s1", 20), ("s2", 50), ("s3", 100)]}
     edges = plan(["s0"], [], ["s1", "s2", "s3"], nodes=nodes, num_bytes=100 * MB)
     assert upstreams(edges) == {"s3": ("s0",), "s2": ("s3",), "s1": ("s2",)}
@@ -69,7 +69,7 @@ def test_fast_targets_first_and_each_by_its_free_bandwidth_not_by_order() -> Non
     assert [round(edge.ready_s, 1) for edge in edges] == [1.0, 2.0, 5.0]
 
 
-def test_two_slow_sources_are_striped_over_for_a_fast_target() -> None:
+def test_fast_target_stripes_over_two_slow_sources() -> None:
     nodes = {"s0": Node(60 * MB), "s1": Node(40 * MB), "s2": Node(residual_in=100 * MB)}
     (edge,) = plan(["s0", "s1"], [], ["s2"], nodes=nodes, num_bytes=100 * MB)
     assert edge.striped == ("s0", "s1") and edge.shares == pytest.approx((0.6, 0.4))
@@ -78,38 +78,38 @@ def test_two_slow_sources_are_striped_over_for_a_fast_target() -> None:
     assert str(replace(edge, ready_s=0.0127)).endswith("ready in 12.7 ms")
 
 
-def test_a_direction_that_sends_kv_is_spared_while_a_free_one_is_enough() -> None:
+def test_direction_with_kv_is_spared_if_another_is_free() -> None:
     nodes = {"s0": Node(800 * MB, busy_out=True), "s1": Node(900 * MB), "s2": Node(residual_in=100 * MB)}
     assert upstreams(plan(["s0", "s1"], [], ["s2"], nodes=nodes)) == {"s2": ("s1",)}
     nodes["s1"] = Node(10 * MB)
     assert upstreams(plan(["s0", "s1"], [], ["s2"], nodes=nodes)) == {"s2": ("s0",)}
 
 
-def test_one_network_copy_per_host_and_fan_out_inside_it() -> None:
+def test_host_gets_one_network_copy_and_fans_out() -> None:
     nodes = {"s0": Node(host="a"), "s1": Node(host="b"), "s2": Node(host="b"), "s3": Node(host="a")}
     edges = plan(["s0"], [], ["s1", "s2", "s3"], nodes=nodes)
     assert upstreams(edges) == {"s1": ("s0",), "s2": ("s1",), "s3": ("s0",)}
 
 
-def test_the_live_target_comes_last() -> None:
+def test_live_target_is_fed_last() -> None:
     edges = plan(["s0"], [], ["s1", "s2", "s3"], live={"s1"})
     assert [edge.target for edge in edges] == ["s2", "s3", "s1"]
 
 
-def test_of_the_holders_on_one_host_the_first_feeds_another_store_there() -> None:
+def test_first_holder_feeds_other_store_of_its_host() -> None:
     nodes = {f"s{number}": Node(host="a" if number < 8 else "b") for number in range(10)}
     edges = plan([f"s{number}" for number in range(7)], [], ["s7"], nodes=nodes)
     assert upstreams(edges) == {"s7": ("s0",)}
 
 
-def test_the_network_between_leaves_is_crossed_once() -> None:
+def test_leaf_uplink_is_crossed_once() -> None:
     nodes = {name: Node(leaf="left" if name in ("s0", "s1", "s2") else "right") for name in NAMES[:6]}
     edges = plan(["s0"], [], ["s1", "s3", "s2", "s4", "s5"], nodes=nodes)
     crossings = [edge for edge in edges if nodes[edge.upstream].leaf != nodes[edge.target].leaf]
     assert len(crossings) == 1 and all(edge.num_striped == 1 for edge in edges)
 
 
-def test_a_copy_on_its_way_feeds_no_faster_than_it_comes() -> None:
+def test_incoming_copy_feeds_no_faster_than_it_arrives() -> None:
     arriving = {"s1": ReceiveProgress(have=0.5, bytes_per_s=20 * MB)}
     (edge,) = plan([], ["s1"], ["s2"], arriving=arriving, num_bytes=100 * MB)
     assert edge.upstream == "s1" and edge.bytes_per_s == pytest.approx(40 * MB)
@@ -135,7 +135,7 @@ some_nodes = st.builds(
     arriving=st.dictionaries(st.sampled_from(NAMES), st.builds(ReceiveProgress, st.floats(0, 1), rates)),
     live=st.sets(st.sampled_from(NAMES)),
 )
-def test_whatever_is_there_every_target_is_fed_by_what_has_it_before(
+def test_every_target_is_fed_by_earlier_holders(
     whole: list[str],
     filling: list[str],
     targets: list[str],
@@ -164,7 +164,7 @@ def test_whatever_is_there_every_target_is_fed_by_what_has_it_before(
 
 
 @given(targets=st.integers(1, 40), sources=st.integers(1, 4), seed=st.randoms(use_true_random=False))
-def test_no_direction_is_promised_more_than_it_has(targets: int, sources: int, seed: object) -> None:
+def test_no_direction_is_allocated_beyond_its_rate(targets: int, sources: int, seed: object) -> None:
     nodes = {f"n{number}": Node(seed.uniform(10, 1000), seed.uniform(10, 1000)) for number in range(targets + sources)}  # type: ignore[attr-defined]
     stores = list(nodes)
     edges = plan(stores[:sources], [], stores[sources:], nodes=nodes, num_bytes=1e4)

@@ -19,8 +19,8 @@ def even(num_targets: int) -> Network:
     return Network(0, tuple(hosts))
 
 
-def test_the_simulation_agrees_with_arithmetic() -> None:
-    """One hop; a chain, in which each host is a chunk behind; a star, which shares the source."""
+def test_simulation_agrees_with_arithmetic() -> None:
+    """A hop; a chain, in which each host is a chunk behind; a star, which shares the source."""
     rates = {name: (100.0, 100.0) for name in "abcd"}
     assert Simulation(rates, ["a"], {"b": ["a"]}, 50, 10.0).run() == {"b": pytest.approx(5.0)}
     chain = Simulation(rates, ["a"], {"b": ["a"], "c": ["b"], "d": ["c"]}, 50, 10.0).run()
@@ -31,17 +31,17 @@ def test_the_simulation_agrees_with_arithmetic() -> None:
     assert Simulation(slow, ["a", "b"], {"c": ["a", "b"]}, 100, 10.0).run()["c"] == pytest.approx(10.0, rel=0.05)
 
 
-def test_who_can_never_be_filled_is_named() -> None:
+def test_unreachable_target_is_named() -> None:
     with pytest.raises(RuntimeError, match="never filled: b"):
         Simulation({"a": (1.0, 1.0), "b": (1.0, 1.0)}, [], {"b": ["a"]}, 4, 1.0).run()
 
 
-def test_seven_hosts_fill_in_little_more_time_than_one() -> None:
-    one, seven = (simulate(even(n), feeds_of(planned(even(n), PACK_BYTES)), PACK_BYTES) for n in (1, 7))
-    assert seven.makespan_s / one.makespan_s == pytest.approx(1 + 6 / 256, rel=0.01)
+def test_seven_hosts_fill_nearly_as_fast_as_one() -> None:
+    single, seven = (simulate(even(n), feeds_of(planned(even(n), PACK_BYTES)), PACK_BYTES) for n in (1, 7))
+    assert seven.makespan_s / single.makespan_s == pytest.approx(1 + 6 / 256, rel=0.01)
 
 
-def test_random_networks_are_filled_near_the_bound_and_as_predicted() -> None:
+def test_random_networks_fill_near_bound_as_predicted() -> None:
     over_bound, over_greedy = [], []
     for seed in range(5000, 5030):
         network = random_network(seed)

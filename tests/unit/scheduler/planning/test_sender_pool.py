@@ -1,4 +1,4 @@
-"""What a pool of senders allocates."""
+"""Allocations of a pool of senders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torchrelay.scheduler.planning.nodes import Node
 from torchrelay.scheduler.planning.sender_pool import SenderPool, SourceAllocation
 
 
-def test_the_tightest_fit_leaves_large_senders_for_large_needs() -> None:
+def test_tightest_fit_spares_large_senders() -> None:
     pool = SenderPool()
     for store, out in (("a", 100.0), ("b", 60.0), ("c", 50.0)):
         pool.add(store, Node(out))
@@ -14,7 +14,7 @@ def test_the_tightest_fit_leaves_large_senders_for_large_needs() -> None:
     assert pool.allocate(100.0, "", 4) == [SourceAllocation("a", 100.0)]
 
 
-def test_a_free_direction_comes_before_a_tighter_fit() -> None:
+def test_idle_direction_precedes_tighter_fit() -> None:
     pool = SenderPool()
     pool.add("a", Node(100.0))
     pool.add("b", Node(300.0))
@@ -22,7 +22,7 @@ def test_a_free_direction_comes_before_a_tighter_fit() -> None:
     assert pool.allocate(60.0, "", 4) == [SourceAllocation("b", 60.0)]
 
 
-def test_what_no_one_has_alone_is_pieced_together_largest_first() -> None:
+def test_need_above_any_sender_is_striped_largest_first() -> None:
     pool = SenderPool()
     for store, out in (("a", 30.0), ("b", 60.0), ("c", 50.0)):
         pool.add(store, Node(out))
@@ -30,7 +30,7 @@ def test_what_no_one_has_alone_is_pieced_together_largest_first() -> None:
     assert pool.allocate(100.0, "", 1) == [SourceAllocation("a", 30.0)]
 
 
-def test_when_all_is_taken_a_direction_is_shared() -> None:
+def test_full_direction_is_shared() -> None:
     pool = SenderPool()
     pool.add("a", Node(100.0))
     pool.allocate(100.0, "", 4)

@@ -102,7 +102,7 @@ def a_request(request_id: str, attempt: int = 1, **changes: Any) -> scheduler_pb
 
 
 class ScriptedCluster:
-    """One NATS prefix with scripted peers, and schedulers started on it."""
+    """A NATS prefix with scripted peers, and schedulers started on it."""
 
     def __init__(self, nats_url: str, nats: Client, stack: AsyncExitStack) -> None:
         self.prefix = new_id("t")
@@ -125,7 +125,7 @@ class ScriptedCluster:
 
     @asynccontextmanager
     async def scheduler(self, num_workers: int = 0, tick_s: float = TICK_S, **changes: Any) -> AsyncIterator[str]:
-        """A running scheduler's address, once it has heard of ``num_workers`` workers."""
+        """A running scheduler's address, once it knows ``num_workers`` workers."""
         async with serving(self.settings(**changes), tick_s) as addresses:
             await cluster(addresses["grpc"], lambda view: len(view.workers) >= num_workers)
             yield addresses["grpc"]

@@ -45,13 +45,14 @@ class ReportingPeer(abc.ABC):
         self._is_leaving = False
         self.is_hung = False  # it keeps its connections and says nothing
         self.num_watches = 0
+        self.num_open_calls = 0  # loads or relays without an answer, until their deadline
         self.is_passed_on_by_broker = True  # cleared: the broker passes nothing on
         self._changed = asyncio.Condition()
         self._publishing: asyncio.Task[None] | None = None
 
     @abc.abstractmethod
     def report(self) -> Any:
-        """What it says of itself now."""
+        """The present report of the peer."""
 
     @abc.abstractmethod
     def beat(self) -> Any:
@@ -168,7 +169,11 @@ class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
     async def Load(self, request: worker_pb2.LoadRequest, context: Any) -> worker_pb2.LoadReply:
         self.check_epoch(request.epoch)
         self.loads.append(request)
-        await self.answers.wait()
+        self.num_open_calls += 1
+        try:
+            await self.answers.wait()
+        finally:
+            self.num_open_calls -= 1
         if self.refusal is not None:
             raise self.refusal
         version = request.version
@@ -257,7 +262,11 @@ class ScriptedStore(ReportingPeer, param_store_pb2_grpc.ParamStoreServicer):
     async def Relay(self, request: param_store_pb2.RelayRequest, context: Any) -> param_store_pb2.RelayReply:
         self.check_epoch(request.epoch)
         self.relays.append(request)
-        await self.answers.wait()
+        self.num_open_calls += 1
+        try:
+            await self.answers.wait()
+        finally:
+            self.num_open_calls -= 1
         if self.refusal is not None:
             raise self.refusal
         if request.pack_id in self.copies:

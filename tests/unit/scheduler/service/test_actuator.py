@@ -49,7 +49,7 @@ async def first_relay(gateway: GatewayClient, store: ScriptedStore) -> param_sto
     return store.relays[0]
 
 
-async def test_sources_slower_than_the_target_are_striped_over(nats_url: str) -> None:
+async def test_slow_sources_are_striped(nats_url: str) -> None:
     async with scripted_cluster(nats_url) as it:
         await a_store(it, 1, 60)
         await a_store(it, 2, 40)
@@ -62,7 +62,7 @@ async def test_sources_slower_than_the_target_are_striped_over(nats_url: str) ->
     assert relay.urgency == param_store_pb2.RELAY_URGENCY_URGENT
 
 
-async def test_a_relay_that_turns_slow_is_given_another_source(nats_url: str) -> None:
+async def test_slow_relay_gets_another_source(nats_url: str) -> None:
     async with scripted_cluster(nats_url) as it:
         await a_store(it, 1, 60)
         await a_store(it, 2, 100)
@@ -82,7 +82,7 @@ async def test_a_relay_that_turns_slow_is_given_another_source(nats_url: str) ->
     assert again.urgency == param_store_pb2.RELAY_URGENCY_URGENT
 
 
-async def test_a_store_that_hangs_delays_no_other_host_of_its_wake(nats_url: str) -> None:
+async def test_hung_store_delays_no_other_host(nats_url: str) -> None:
     """P11: hosts were told one after the other, each as long as the one before took to answer."""
     async with scripted_cluster(nats_url) as it:
         hosts = [await it.host(number) for number in (1, 2)]
@@ -94,16 +94,15 @@ async def test_a_store_that_hangs_delays_no_other_host_of_its_wake(nats_url: str
             for store, *_ in hosts:
                 store.answers.clear()
             await asyncio.sleep(0.5)  # the settling time of a start
-            begin = asyncio.get_running_loop().time()
             await gateway.admit("r1")
             await eventually(lambda: all(store.relays for store, *_ in hosts))
-            assert asyncio.get_running_loop().time() - begin < 4, "less than the first one's deadline of 5 s"
+            assert [store.num_open_calls for store, *_ in hosts] == [1, 1], "no relay waited for another"
             for store, *_ in hosts:
                 store.answers.set()
             await gateway.placement()
 
 
-async def test_a_load_from_a_whole_copy_waits_for_no_answer_of_its_store(nats_url: str) -> None:
+async def test_load_from_whole_copy_waits_for_no_store(nats_url: str) -> None:
     """It goes out beside the relay: a store that is slow delays nobody."""
     async with scripted_cluster(nats_url) as it:
         store, *workers = await it.host(1)
@@ -122,9 +121,7 @@ async def test_a_load_from_a_whole_copy_waits_for_no_answer_of_its_store(nats_ur
 
 
 @pytest.mark.parametrize("hung", [False, True], ids=["both accept", "one hangs"])
-async def test_a_store_that_refuses_the_relay_of_a_whole_copy_is_to_blame_and_no_worker(
-    nats_url: str, hung: bool
-) -> None:
+async def test_refused_relay_of_whole_copy_ends_its_loads(nats_url: str, hung: bool) -> None:
     """It has just let the pack go. A worker that hangs delays the news for no other."""
     async with scripted_cluster(nats_url) as it:
         store, *workers = await it.host(1)
@@ -138,17 +135,16 @@ async def test_a_store_that_refuses_the_relay_of_a_whole_copy_is_to_blame_and_no
         async with it.scheduler(2, replicate=False) as address, GatewayClient(address) as gateway:
             await cluster(address, lambda view: len(view.stores) == 1 and len(view.stores[0].copies) == 1)
             await asyncio.sleep(0.5)  # the settling time of a start
-            begin = asyncio.get_running_loop().time()
             await gateway.admit("r1")
             await eventually(lambda: bool(workers[0].unloads))
             assert workers[0].unloads[0].drain_s == 0.0
-            assert asyncio.get_running_loop().time() - begin < 4, "less than a call's deadline of 5 s"
+            assert workers[1].num_open_calls == hung, "the refusal waited for no hung worker"
             store.refusal = None
             workers[1].answers.set()
             await gateway.placement()
 
 
-async def test_of_two_wakes_over_one_link_the_later_is_idle_until_the_other_has_ended(nats_url: str) -> None:
+async def test_later_wake_on_shared_link_is_idle_until_first_ends(nats_url: str) -> None:
     other = a_version("acme/other")
     async with scripted_cluster(nats_url) as it:
         source = await a_store(it, 1, 100)
@@ -172,7 +168,7 @@ async def test_of_two_wakes_over_one_link_the_later_is_idle_until_the_other_has_
             assert len(first.relays) == 1
 
 
-async def test_a_wake_of_no_host_asks_nobody() -> None:
+async def test_wake_without_hosts_calls_no_peer() -> None:
     """It was taken for a wake of one, and ended the service."""
     nobody: Any = None
     async with asyncio.TaskGroup() as tasks:

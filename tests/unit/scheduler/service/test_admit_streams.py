@@ -13,7 +13,7 @@ from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, AdmitEvents, Refusal
 from torchrelay.scheduler.service.admit_streams import MAX_BATCH, AdmitStreams
 
 
-async def test_a_slow_gateway_loses_its_stream_and_nothing_else_grows() -> None:
+async def test_slow_gateway_loses_stream() -> None:
     streams = AdmitStreams(max_queued=3)
     stream = streams.open()
     streams.connected(stream, "g")
@@ -24,7 +24,7 @@ async def test_a_slow_gateway_loses_its_stream_and_nothing_else_grows() -> None:
             pass
 
 
-async def test_a_newer_stream_of_a_gateway_replaces_the_older() -> None:
+async def test_newer_stream_replaces_older() -> None:
     streams = AdmitStreams(max_queued=3)
     older, newer = streams.open(), streams.open()
     streams.connected(older, "g")
@@ -37,7 +37,7 @@ async def test_a_newer_stream_of_a_gateway_replaces_the_older() -> None:
     assert streams.disconnected(newer)
 
 
-async def test_a_gateway_hears_as_often_as_it_asked_for() -> None:
+async def test_stream_beats_at_requested_interval() -> None:
     streams = AdmitStreams(max_queued=3)
     stream = streams.open()
     stream.beat(0.1)
@@ -54,7 +54,7 @@ async def _kinds(events: AsyncIterator[AdmitEvents]) -> list[str | None]:
     return [event.WhichOneof("event") for event in (await anext(events)).events]
 
 
-async def test_what_waits_goes_together_up_to_a_bound() -> None:
+async def test_waiting_events_form_bounded_batches() -> None:
     streams = AdmitStreams(max_queued=1000)
     stream = streams.open()
     streams.connected(stream, "g")
@@ -65,7 +65,7 @@ async def test_what_waits_goes_together_up_to_a_bound() -> None:
     assert batches == [[*range(MAX_BATCH)], [MAX_BATCH]]
 
 
-async def test_what_comes_closely_together_goes_in_one_message() -> None:
+async def test_close_events_share_one_message() -> None:
     streams = AdmitStreams(max_queued=1000, message_every_s=0.3)
     stream = streams.open()
     streams.connected(stream, "g")

@@ -44,10 +44,10 @@ def recorded_controller() -> tuple[Controller, io.BytesIO]:
 
 def num_due(log: io.BytesIO) -> int:
     inputs = [json.loads(line)["input"] for line in log.getvalue().splitlines()[1:]]
-    return sum(one["kind"] == "Due" for one in inputs)
+    return sum(input["kind"] == "Due" for input in inputs)
 
 
-async def test_times_that_are_due_ever_earlier_leave_one_timer() -> None:
+async def test_earlier_due_times_replace_the_timer() -> None:
     controller, log = recorded_controller()
     began, due = controller.clock.now(), controller.policy.state.due
     for number in range(10):
@@ -102,7 +102,7 @@ async def test_a_prompt_is_recalled_through_its_gateways_stream() -> None:
     assert list(state.recalled) == ["r2"] and "r2" not in state.instances_without_token
 
 
-async def test_an_answer_moves_through_its_gateways_stream() -> None:
+async def test_migration_goes_through_gateway_stream() -> None:
     controller, _ = recorded_controller()
     stream = controller.streams.open()
     controller.streams.connected(stream, "gateway-1")
@@ -121,10 +121,10 @@ async def test_an_answer_moves_through_its_gateways_stream() -> None:
     phases = [types_pb2.Phase(name="decode", begin_unix_us=1, end_unix_us=2)]
     key, state = types_pb2.AttemptKey(request_id="r1", attempt=1), controller.policy.state
     controller.release(scheduler_pb2.Release(key=key, ttft_s=0.1, num_output_tokens=5, phases=phases, is_migrated=True))
-    assert [one.admission.key.attempt for one in state.attempts.attempts()] == [2]
+    assert [attempt.admission.key.attempt for attempt in state.attempts.attempts()] == [2]
 
 
-async def test_nothing_is_due_after_the_end() -> None:
+async def test_stopped_controller_has_no_timer() -> None:
     controller, log = recorded_controller()
     controller.policy.state.due["version"] = controller.clock.now() + 0.005
     controller.apply(GatewayConnected("gateway-1"))
@@ -135,7 +135,7 @@ async def test_nothing_is_due_after_the_end() -> None:
     assert num_due(log) == 0 and controller.policy.state.due
 
 
-async def test_a_view_of_stores_leaves_out_what_is_on_their_disks() -> None:
+async def test_view_of_stores_omits_disks() -> None:
     controller, _ = recorded_controller()
     on_disk = reports_pb2.DiskPacks(pack_ids=["p"])
     report = reports_pb2.StoreReport(store_id="s", incarnation="s 1", host_id="h", grpc_address="s:1", disk=on_disk)

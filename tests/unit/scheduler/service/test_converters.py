@@ -1,4 +1,4 @@
-"""What a gateway asks for, as the policy sees it."""
+"""Messages of gateways and stores as the policy sees them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ def admission(**fields: Any) -> Admission:
     return admission_from_proto(a_request("r1", **fields), "gateway-1", now=100.0)
 
 
-def test_service_class_is_that_of_the_request() -> None:
+def test_admission_has_service_class_of_request() -> None:
     given = admission(service_class=scheduler_pb2.SERVICE_CLASS_BATCH)
     assert given.service_class is ServiceClass.BATCH
     assert admission().service_class is ServiceClass.STANDARD
 
 
-def test_targets_are_those_of_the_model() -> None:
+def test_admission_has_targets_of_model() -> None:
     version = a_version()
     assert model_from_proto(version).targets == LatencyTargets()
     version.targets.CopyFrom(types_pb2.LatencyTargets(interactive_ttft_s=0.2, standard_ttft_s=0.5, tbt_target_s=0.05))
     assert model_from_proto(version).targets == LatencyTargets(0.2, 0.5, 0.0, 0.05)
 
 
-def test_the_numbers_of_classes_are_those_of_the_protocol() -> None:
-    assert {f"SERVICE_CLASS_{one.name}": one.value for one in ServiceClass} == dict(scheduler_pb2.ServiceClass.items())
+def test_service_class_numbers_match_protocol() -> None:
+    assert {f"SERVICE_CLASS_{ServiceClas.name}": ServiceClas.value for ServiceClas in ServiceClass} == dict(
+        scheduler_pb2.ServiceClass.items()
+    )
 
 
-def test_a_class_of_a_later_gateway_is_served_as_standard() -> None:
+def test_unknown_service_class_is_standard() -> None:
     assert admission(service_class=99).service_class is ServiceClass.STANDARD
 
 
-def test_what_is_on_a_stores_disk_is_told_or_as_before() -> None:
+def test_store_report_without_disk_keeps_disk_packs() -> None:
     report = reports_pb2.StoreReport(store_id="s1")
     assert store_from_proto(report, 1.0).disk_pack_ids is None
     report.disk.SetInParent()

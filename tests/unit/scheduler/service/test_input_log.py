@@ -145,7 +145,7 @@ class Life:
             self.scene.apply(Withdraw(self.open.pop()))
 
     def load(self) -> None:
-        """What was woken arrives, and becomes ready."""
+        """The woken pack arrives, and its instance becomes ready."""
         for hop, model in self.relays():
             self.scene.hold(hop.store_id, model, relay_begin_us=unix_us(self.scene.now))
         self.scene.report_all()
@@ -260,7 +260,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PaperCluster]:
     return path, life.scene
 
 
-def test_the_recorded_life_has_everything_in_it(life: tuple[Path, PaperCluster]) -> None:
+def test_recorded_log_has_every_kind_of_input(life: tuple[Path, PaperCluster]) -> None:
     path, scene = life
     for kind in (
         "wake",
@@ -280,12 +280,12 @@ def test_the_recorded_life_has_everything_in_it(life: tuple[Path, PaperCluster])
     assert [kind for kind in get_args(Input) if f'"kind":"{kind.__name__}"' not in recorded] == []
 
 
-def test_a_replay_gives_the_effects_that_were_seen(life: tuple[Path, PaperCluster]) -> None:
+def test_replay_gives_recorded_effects(life: tuple[Path, PaperCluster]) -> None:
     path, scene = life
     assert list(replay(path)) == [encode_effects(effects) for effects in scene.effects]
 
 
-def test_one_log_gives_the_same_bytes_whatever_the_hash_seed(life: tuple[Path, PaperCluster]) -> None:
+def test_replay_is_independent_of_hash_seed(life: tuple[Path, PaperCluster]) -> None:
     code = "from torchrelay.scheduler.main import main; main()"
     command = [sys.executable, "-c", code, "--replay", str(life[0])]
     printed = set()
@@ -296,7 +296,7 @@ def test_one_log_gives_the_same_bytes_whatever_the_hash_seed(life: tuple[Path, P
     assert printed.pop().count(b"\n") == len(life[1].effects)
 
 
-def test_a_file_that_is_no_log_ends_the_replay_with_one_sentence(tmp_path: Path) -> None:
+def test_replay_of_other_file_fails_with_message(tmp_path: Path) -> None:
     path = tmp_path / "inputs.jsonl"
     path.write_text("not a log")
     code = "from torchrelay.scheduler.main import main; main()"
@@ -305,7 +305,7 @@ def test_a_file_that_is_no_log_ends_the_replay_with_one_sentence(tmp_path: Path)
     assert ended.stderr.decode().startswith(f"torchrelay-scheduler: {path}: ") and b"Traceback" not in ended.stderr
 
 
-async def test_what_a_serving_scheduler_records_is_enough_for_a_replay(nats_url: str, tmp_path: Path) -> None:
+async def test_recording_of_service_can_be_replayed(nats_url: str, tmp_path: Path) -> None:
     path = tmp_path / "inputs.jsonl"
     async with scripted_cluster(nats_url) as it:
         await it.host(1)

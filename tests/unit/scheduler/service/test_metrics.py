@@ -15,7 +15,7 @@ from torchrelay.scheduler.policy.prediction import Outcome, Prediction
 from torchrelay.scheduler.service.metrics import AdmissionMetrics, RelayMetrics, ReplicationMetrics
 
 
-def test_predictions_that_hoped_too_little_count_as_those_that_hoped_too_much() -> None:
+def test_prediction_errors_are_absolute() -> None:
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
     counted = AdmissionMetrics(provider.get_meter("test"), lambda: 0, lambda: 0)
@@ -25,12 +25,12 @@ def test_predictions_that_hoped_too_little_count_as_those_that_hoped_too_much() 
     counted.record_accuracy(placement, Outcome(ttft_s=0.1, tbt_s=0.019, ended_at=11.0))
     data = reader.get_metrics_data()
     assert data is not None
-    found: dict[str, Any] = {}
+    points: dict[str, Any] = {}
     for metric in data.resource_metrics[0].scope_metrics[0].metrics:
-        (found[metric.name],) = metric.data.data_points
+        (points[metric.name],) = metric.data.data_points
     first, between = (
-        found["torchrelay_scheduler_ttft_prediction_error"],
-        found["torchrelay_scheduler_tbt_prediction_error"],
+        points["torchrelay_scheduler_ttft_prediction_error"],
+        points["torchrelay_scheduler_tbt_prediction_error"],
     )
     assert (first.count, first.sum) == (2, pytest.approx(0.2))
     assert (between.count, between.sum) == (2, pytest.approx(0.002))
@@ -45,16 +45,16 @@ def test_relays_are_counted_and_timed() -> None:
     endings = ("relay.finished", {"took_s": 1.5}), ("copy.finished", {"took_s": 9.0})
     for event, fields in (("relay.started", {}), *endings):
         counted.note(SchedulerEvent(1.0, "kind", "acme/tiny", "store-a", "because", event, fields))
-    found: dict[str, list[Any]] = {}
+    points: dict[str, list[Any]] = {}
     data = reader.get_metrics_data()
     assert data is not None
     for metric in data.resource_metrics[0].scope_metrics[0].metrics:
-        found[metric.name] = list(metric.data.data_points)
-    events = {point.attributes["event"]: point.value for point in found["torchrelay_scheduler_relay_events"]}
+        points[metric.name] = list(metric.data.data_points)
+    events = {point.attributes["event"]: point.value for point in points["torchrelay_scheduler_relay_events"]}
     assert events == {"started": 1, "finished": 1}
-    (took,) = found["torchrelay_scheduler_relay_duration"]
+    (took,) = points["torchrelay_scheduler_relay_duration"]
     assert took.sum == 1.5 and took.attributes == {"event": "finished"}
-    assert [point.value for point in found["torchrelay_scheduler_relays_running"]] == [3]
+    assert [point.value for point in points["torchrelay_scheduler_relays_running"]] == [3]
     provider.shutdown()
 
 
@@ -64,14 +64,14 @@ def test_copies_are_counted_and_timed() -> None:
     counted = ReplicationMetrics(provider.get_meter("test"), lambda: 4, lambda: 2)
     for kind, fields in (("rebuild", {}), ("copied", {"took_s": 1.5}), ("relay_finished", {"took_s": 9.0})):
         counted.note(SchedulerEvent(1.0, kind, "acme/tiny", "acme/tiny", "because", f"scale.{kind}", fields))
-    found: dict[str, list[Any]] = {}
+    points: dict[str, list[Any]] = {}
     data = reader.get_metrics_data()
     assert data is not None
     for metric in data.resource_metrics[0].scope_metrics[0].metrics:
-        found[metric.name] = list(metric.data.data_points)
-    (started,), (took,) = found["torchrelay_scheduler_copies_started"], found["torchrelay_scheduler_copy_duration"]
+        points[metric.name] = list(metric.data.data_points)
+    (started,), (took,) = points["torchrelay_scheduler_copies_started"], points["torchrelay_scheduler_copy_duration"]
     assert (started.value, started.attributes) == (1, {"cause": "rebuild"})
     assert (took.sum, took.attributes) == (1.5, {"failed": False})
-    assert [point.value for point in found["torchrelay_scheduler_packs_under_replicated"]] == [4]
-    assert [point.value for point in found["torchrelay_scheduler_copies_running"]] == [2]
+    assert [point.value for point in points["torchrelay_scheduler_packs_under_replicated"]] == [4]
+    assert [point.value for point in points["torchrelay_scheduler_copies_running"]] == [2]
     provider.shutdown()

@@ -17,7 +17,7 @@ CLUSTER_KEY = bytes(32)
 ADDRESS = "127.0.0.1:1"
 
 
-async def test_a_port_nobody_listens_on_is_refused() -> None:
+async def test_closed_port_is_refused() -> None:
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     assert not await is_refused(f"127.0.0.1:{port}")
@@ -26,7 +26,7 @@ async def test_a_port_nobody_listens_on_is_refused() -> None:
     assert await is_refused(f"127.0.0.1:{port}")
 
 
-async def test_a_peer_is_connected_while_its_connection_stands() -> None:
+async def test_peer_is_connected_while_channel_is_ready() -> None:
     server = grpc.aio.server()
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
@@ -43,7 +43,7 @@ async def test_a_peer_is_connected_while_its_connection_stands() -> None:
     await channels.close()
 
 
-async def test_each_node_at_an_address_gets_its_own_token(monkeypatch: MonkeyPatch) -> None:
+async def test_nodes_at_one_address_get_own_tokens(monkeypatch: MonkeyPatch) -> None:
     """A port may pass from one process to another before anybody noticed that the first is gone."""
     tokens: list[str] = []
 

@@ -14,28 +14,28 @@ def message(data: bytes = b"report", mac: str = "aa", subject: str = "relay.load
     return Msg(Client(), subject=subject, data=data, headers={MAC_HEADER: mac})
 
 
-def test_from_the_second_repeat_on_a_report_says_nothing_new_but_now_and_then_it_is_looked_at() -> None:
-    repeats, found = Repeats(), []
+def test_second_repeat_counts_and_every_fortieth_does_not() -> None:
+    repeats, verdicts = Repeats(), []
     assert not repeats.is_repeat(message())
     repeats.note(message())
     for _ in range(2 * WHOLE_EVERY):
-        found.append(repeats.is_repeat(message()))
-        if not found[-1]:
+        verdicts.append(repeats.is_repeat(message()))
+        if not verdicts[-1]:
             repeats.note(message())
-    assert not found[0] and all(found[1 : WHOLE_EVERY - 1])
-    assert found.count(False) == 3
+    assert not verdicts[0] and all(verdicts[1 : WHOLE_EVERY - 1])
+    assert verdicts.count(False) == 3
 
 
 @pytest.mark.parametrize(
     "other", [message(data=b"rep0rt"), message(mac="ab"), message(subject="relay.load.worker.w2"), message(mac="")]
 )
-def test_what_differs_in_anything_is_none(other: Msg) -> None:
+def test_different_message_is_no_repeat(other: Msg) -> None:
     repeats = Repeats()
     repeats.note(message())
     repeats.is_repeat(message())
     assert not any(repeats.is_repeat(other) for _ in range(3))
 
 
-def test_what_nobody_has_checked_is_none_however_often_it_comes() -> None:
+def test_unchecked_message_is_no_repeat() -> None:
     repeats = Repeats()
     assert not any(repeats.is_repeat(message(mac="forged")) for _ in range(5))

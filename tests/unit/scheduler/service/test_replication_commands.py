@@ -12,7 +12,7 @@ from torchrelay.control.v1 import param_store_pb2, scheduler_pb2
 PACK = a_version().pack_id
 
 
-async def test_a_woken_model_is_copied_idly_to_another_host_and_retained_on_both(nats_url: str) -> None:
+async def test_woken_model_gets_retained_second_copy(nats_url: str) -> None:
     async with scripted_cluster(nats_url) as it:
         hosts = [await it.host(number) for number in (1, 2)]
         stores = [store for store, _, _ in hosts]
@@ -46,7 +46,7 @@ async def test_a_woken_model_is_copied_idly_to_another_host_and_retained_on_both
             assert {"replicate", "copied"} <= {decision.kind for decision in reply.decisions}
 
 
-async def test_a_killed_store_costs_an_urgent_copy(nats_url: str) -> None:
+async def test_killed_store_causes_urgent_copy(nats_url: str) -> None:
     async with scripted_cluster(nats_url) as it:
         stores = [(await it.host(number))[0] for number in (1, 2, 3)]
         async with it.scheduler(6) as address, GatewayClient(address) as gateway:

@@ -79,7 +79,7 @@ async def test_forged_reports_are_refused_and_logged_once(nats_url: str, sign: S
         assert sorted(refused) == [it.subjects.store_load("evil"), it.subjects.worker_load("evil")]
 
 
-async def test_a_worker_cannot_speak_for_another(nats_url: str) -> None:
+async def test_report_signed_by_another_worker_is_refused(nats_url: str) -> None:
     """With its own key, on its own subject or on the other's."""
     async with scripted_cluster(nats_url) as it, it.scheduler() as address:
         _, first, _ = await it.host(1)
@@ -92,12 +92,12 @@ async def test_a_worker_cannot_speak_for_another(nats_url: str) -> None:
             await it.nats.flush()
             await it.host(2)
             view = await cluster(address, lambda view: len(view.workers) == 4)
-        found = next(worker for worker in view.workers if worker.worker_id == first.worker_id)
-        assert found.grpc_address == first.address
+        reported = next(worker for worker in view.workers if worker.worker_id == first.worker_id)
+        assert reported.grpc_address == first.address
         assert len([line for line in logged if line["event"] == "report_refused"]) == 2
 
 
-async def test_a_false_epoch_of_a_known_worker_ends_no_scheduler(nats_url: str) -> None:
+async def test_false_epoch_of_one_worker_ends_no_scheduler(nats_url: str) -> None:
     async with scripted_cluster(nats_url) as it:
         store, first, _ = await it.host(1)
         store.epoch = first.epoch = 1 << 62

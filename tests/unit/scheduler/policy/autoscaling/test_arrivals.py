@@ -15,7 +15,7 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
     assert history.rate(40.0) == ArrivalRate()
 
 
-def test_of_many_requests_the_last_count() -> None:
+def test_rate_counts_latest_requests_only() -> None:
     history = Arrivals().of("v")
     for number in range(5000):
         history.arrive(10, 0.5, 60.0, 1.0, number * 0.001, is_unused=False)
@@ -23,7 +23,7 @@ def test_of_many_requests_the_last_count() -> None:
     assert 900 < rate.requests_per_s < 1100 and 9000 < rate.tokens_per_s < 11000
 
 
-def test_between_bursts_a_model_is_expected_to_be_asked_for_as_in_the_long_run() -> None:
+def test_long_run_rate_is_expected_between_bursts() -> None:
     """The most popular model, idle between two bursts, gave its slot to the first request of any other."""
     history = Arrivals().of("v")
     assert history.expected_per_s(0.0) == 0.0
@@ -36,7 +36,7 @@ def test_between_bursts_a_model_is_expected_to_be_asked_for_as_in_the_long_run()
     assert history.expected_per_s(1e9) < 1e-9
 
 
-def test_gaps_are_of_time_without_any_request() -> None:
+def test_gaps_are_times_without_requests() -> None:
     arrivals = Arrivals()
     history = arrivals.of("v")
     history.arrive(100, 0.5, 60.0, 1.0, 0.0, is_unused=True)
@@ -49,7 +49,7 @@ def test_gaps_are_of_time_without_any_request() -> None:
     arrivals.used("unknown", 1.0)
 
 
-def test_what_was_late_is_known_since_when_it_came() -> None:
+def test_late_requests_count_from_their_admission() -> None:
     history = Arrivals().of("v")
     for at in (1.0, 2.0, 3.0):
         history.late(at)

@@ -84,7 +84,7 @@ def crowded_demand(model: Model, num_waiting: int = 40, **changes: object) -> De
     return replace(crowd, **changes)  # type: ignore[arg-type]
 
 
-def test_growth_says_what_it_compared() -> None:
+def test_growth_reason_names_figures() -> None:
     model = a_model(max_instances=2)
     first, second = a_worker("w-a"), a_worker("w-b")
     load = InstanceLoad(an_instance(model, first), 0, 0)
@@ -98,7 +98,7 @@ def test_growth_says_what_it_compared() -> None:
     assert wake.reason.figures["num_saved"] == pytest.approx(365.0) and wake.reason.figures["load_s"] == 1.0
 
 
-def test_what_one_less_was_enough_for_is_given_back_although_it_is_used() -> None:
+def test_uncrowded_instance_is_drained_though_used() -> None:
     model = a_model()
     workers = [a_worker("w0"), a_worker("w1")]
     loads = [InstanceLoad(an_instance(model, worker), 3 - n, 0, last_active=100.0) for n, worker in enumerate(workers)]
@@ -114,7 +114,7 @@ def test_what_one_less_was_enough_for_is_given_back_although_it_is_used() -> Non
     assert drained(crowded_at=50.0, price_s=20.0) == ["i-w1"]
 
 
-def test_a_load_that_took_longer_than_the_idle_timeout_is_not_idle_when_it_ends() -> None:
+def test_long_load_is_not_idle_when_it_ends() -> None:
     """An instance that no request was placed on yet: its idle clock began when it was created."""
     model, (first, second) = a_model(), (a_worker("w1"), a_worker("w2"))
     busy = InstanceLoad(an_instance(model, first), 1, 1)
@@ -126,7 +126,7 @@ def test_a_load_that_took_longer_than_the_idle_timeout_is_not_idle_when_it_ends(
     assert isinstance(drain, Drain) and drain.instance_id == "i-w2"
 
 
-def test_an_idle_instance_says_for_how_long() -> None:
+def test_idle_reason_names_duration() -> None:
     model, worker = a_model(), a_worker("w-a")
     load = InstanceLoad(an_instance(model, worker), 0, 0, last_active=28.5)
     (drain,) = decide(a_situation([], [load], [worker], [a_store("store-1", "host-1")]), RULES)
@@ -134,7 +134,7 @@ def test_an_idle_instance_says_for_how_long() -> None:
     assert drain.reason.figures == {"idle_s": 71.5, "idle_timeout_s": 60.0}
 
 
-def test_tenants_of_one_model_read_nothing_that_counts_the_others() -> None:
+def test_reason_for_tenant_hides_other_tenants() -> None:
     model = a_model(max_instances=5)
     first, second = a_worker("w-a"), a_worker("w-b")
     load = InstanceLoad(an_instance(model, first), 0, 0)
@@ -147,17 +147,17 @@ def test_tenants_of_one_model_read_nothing_that_counts_the_others() -> None:
     }
 
 
-def test_one_slot_plays_both_roles_where_slots_are_not_set_apart() -> None:
+def test_slot_plays_both_roles_unless_set_apart() -> None:
     slots = [
         FreeSlot("a1", "a", BOTH, Tier.REMOTE),
         FreeSlot("b1", "b", BOTH, Tier.HOST),
         FreeSlot("b2", "b", BOTH, Tier.HOST),
         FreeSlot("c1", "c", BOTH, Tier.PEER),
     ]
-    assert [(one.worker_id, one.roles) for one in assign(slots, 1, 1)] == [("b1", BOTH)]
-    assert [one.worker_id for one in assign(slots, 3, 3)] == ["b1", "b2", "c1"]
+    assert [(slot.worker_id, slot.roles) for slot in assign(slots, 1, 1)] == [("b1", BOTH)]
+    assert [slot.worker_id for slot in assign(slots, 3, 3)] == ["b1", "b2", "c1"]
     alike = [slot._replace(preferred_role=Role.PREFILL) for slot in slots]  # as workers that all play both say it
-    assert [(one.worker_id, one.roles) for one in assign(alike, 1, 1)] == [("b1", BOTH)]
+    assert [(slot.worker_id, slot.roles) for slot in assign(alike, 1, 1)] == [("b1", BOTH)]
 
 
 def test_pairs_go_to_one_host_and_near_copies() -> None:
@@ -167,20 +167,20 @@ def test_pairs_go_to_one_host_and_near_copies() -> None:
         FreeSlot("p", "a", PREFILL, Tier.PEER),
         FreeSlot("d", "a", DECODE, Tier.PEER),
     ]
-    assert [(one.worker_id, one.roles) for one in assign(apart, 1, 1)] == [("p", PREFILL), ("d", DECODE)]
+    assert [(slot.worker_id, slot.roles) for slot in assign(apart, 1, 1)] == [("p", PREFILL), ("d", DECODE)]
     both = FreeSlot("c", "c", BOTH, Tier.REMOTE)
-    assert [(one.worker_id, one.roles) for one in assign([*apart, both], 1, 1)] == [("c", BOTH)]
+    assert [(slot.worker_id, slot.roles) for slot in assign([*apart, both], 1, 1)] == [("c", BOTH)]
     named = [
         FreeSlot("one", "a", BOTH, Tier.HOST, preferred_role=Role.DECODE),
         FreeSlot("two", "a", BOTH, Tier.HOST, preferred_role=Role.PREFILL),
     ]
-    assert [(one.worker_id, one.roles) for one in assign(named, 1, 1)] == [("two", PREFILL), ("one", DECODE)]
-    assert [one.worker_id for one in assign(named, 1, 0)] == ["two"]
+    assert [(slot.worker_id, slot.roles) for slot in assign(named, 1, 1)] == [("two", PREFILL), ("one", DECODE)]
+    assert [slot.worker_id for slot in assign(named, 1, 0)] == ["two"]
     rest = [FreeSlot("b1", "b", BOTH, Tier.HOST), FreeSlot("d", "b", DECODE, Tier.HOST)]
-    assert [one.worker_id for one in assign(rest, 0, 1)] == ["d"]
+    assert [slot.worker_id for slot in assign(rest, 0, 1)] == ["d"]
 
 
-def test_slots_need_a_store_with_room() -> None:
+def test_slots_need_store_with_free_space() -> None:
     model, other = a_model(), a_model("acme/other")
     pinned = replace(a_copy(other), num_pins=1)
     stores = {
@@ -197,7 +197,7 @@ def test_slots_need_a_store_with_room() -> None:
     ]
 
 
-def test_the_missing_role_is_set_only_when_no_slot_is_free() -> None:
+def test_missing_role_is_set_if_no_slot_is_free() -> None:
     model = a_model()
     prefill, free = a_worker("w1"), a_worker("w2")
     load = InstanceLoad(an_instance(model, prefill, PREFILL), 0, 0)
@@ -210,7 +210,7 @@ def test_the_missing_role_is_set_only_when_no_slot_is_free() -> None:
     assert decide(a_situation([a_demand(model)], [load], [only_prefill], [store]), RULES) == ()
 
 
-def test_the_least_is_evicted_and_what_is_used_is_not() -> None:
+def test_idle_instance_is_evicted_and_used_is_not() -> None:
     first, waiting = a_model("acme/first"), a_model("acme/waiting")
     w1, w2, w3 = (a_worker(f"w{number}") for number in (1, 2, 3))
     loads = [
@@ -220,7 +220,9 @@ def test_the_least_is_evicted_and_what_is_used_is_not() -> None:
     ]
     store = a_store("s1", "host-1")
     drains = decide(a_situation([a_demand(waiting)], loads, [w1, w2, w3], [store]), RULES)
-    assert [(one.instance_id, one.reason.cause) for one in drains if isinstance(one, Drain)] == [("i-w1", "evict")]
+    assert [(drain.instance_id, drain.reason.cause) for drain in drains if isinstance(drain, Drain)] == [
+        ("i-w1", "evict")
+    ]
     draining = replace(loads[0].instance, phase=InstancePhase.DRAINING, since=90.0)
     leaving = [loads[0]._replace(instance=draining), *loads[1:]]
     assert decide(a_situation([a_demand(waiting)], leaving, [w1, w2, w3], [store]), RULES) == ()
@@ -236,7 +238,7 @@ def test_roles_apart_need_two_victims() -> None:
     assert [action.reason.cause for action in drains if isinstance(action, Drain)] == ["evict", "evict"]
 
 
-def test_idle_instances_others_can_do_without_go_first() -> None:
+def test_spare_idle_instances_are_evicted_first() -> None:
     model = a_model()
     workers = [a_worker(f"w{number}") for number in range(3)]
     busy = [
@@ -252,7 +254,7 @@ def test_idle_instances_others_can_do_without_go_first() -> None:
 
 
 @pytest.mark.parametrize(("num_cold", "drained"), [(0, ["i-w1"]), (3, [])])
-def test_what_loads_for_requests_that_have_a_place_is_not_idle(num_cold: int, drained: list[str]) -> None:
+def test_load_with_placed_requests_is_not_idle(num_cold: int, drained: list[str]) -> None:
     model, workers = a_model(), [a_worker("w0"), a_worker("w1")]
     serving = InstanceLoad(an_instance(model, workers[0]), 4, 0)
     loading = InstanceLoad(an_instance(model, workers[1], phase=InstancePhase.LOADING), 0, 0)
@@ -266,19 +268,19 @@ def test_what_loads_for_requests_that_have_a_place_is_not_idle(num_cold: int, dr
     st.integers(0, 3),
     st.integers(0, 3),
 )
-def test_assignments_never_load_half_a_pair_or_a_slot_twice(can: list[Roles], prefills: int, decodes: int) -> None:
+def test_assignments_have_no_half_pair_and_no_repeat(can: list[Roles], prefills: int, decodes: int) -> None:
     slots = [FreeSlot(f"w{n}", f"h{n % 2}", roles, Tier.REMOTE) for n, roles in enumerate(can)]
     chosen = assign(slots, prefills, decodes)
     playable_roles = {slot.worker_id: slot.playable_roles for slot in slots}
-    assert len({one.worker_id for one in chosen}) == len(chosen)
-    assert all(one.roles <= playable_roles[one.worker_id] for one in chosen)
-    num = {role: sum(role in one.roles for one in chosen) for role in Role}
+    assert len({slot.worker_id for slot in chosen}) == len(chosen)
+    assert all(slot.roles <= playable_roles[slot.worker_id] for slot in chosen)
+    num = {role: sum(role in slot.roles for slot in chosen) for role in Role}
     assert num[Role.PREFILL] <= prefills and num[Role.DECODE] <= decodes
     if prefills == decodes:
         assert num[Role.PREFILL] == num[Role.DECODE]
     if chosen and prefills and decodes:
         worker = a_worker("w")
-        assert cover_both_roles(an_instance(a_model(), worker, one.roles) for one in chosen)
+        assert cover_both_roles(an_instance(a_model(), worker, slot.roles) for slot in chosen)
 
 
 def cost_of_pair(pair: tuple[FreeSlot, FreeSlot]) -> tuple[object, ...]:
@@ -300,28 +302,28 @@ def cost_of_pair(pair: tuple[FreeSlot, FreeSlot]) -> tuple[object, ...]:
     ),
     st.lists(st.sampled_from([Tier.HOST, Tier.PEER, Tier.REMOTE]), min_size=4, max_size=4),
 )
-def test_a_pair_is_the_best_of_all(found: list[tuple[Roles, int, bool, Role | None]], tiers: list[Tier]) -> None:
+def test_chosen_pair_costs_least(shapes: list[tuple[Roles, int, bool, Role | None]], tiers: list[Tier]) -> None:
     """Not all pairs are looked at: of slots of a host that are alike, two are enough."""
     slots = [
         FreeSlot(f"w{n:02}", f"h{host}", roles, tiers[host], avoided, preferred)
-        for n, (roles, host, avoided, preferred) in enumerate(found)
+        for n, (roles, host, avoided, preferred) in enumerate(shapes)
     ]
     prefills = [slot for slot in slots if Role.PREFILL in slot.playable_roles]
     decodes = [slot for slot in slots if Role.DECODE in slot.playable_roles]
-    pairs = [(one, other) for one in prefills for other in decodes if one is not other]
+    pairs = [(prefill, other) for prefill in prefills for other in decodes if prefill is not other]
     chosen = assign(slots, 1, 1)
     if any(slot.playable_roles >= BOTH for slot in slots):
-        pairs = [(one, two) for one, two in pairs if (one.preferred_role, two.preferred_role) == tuple(Role)]
+        pairs = [pair for pair in pairs if (pair[0].preferred_role, pair[1].preferred_role) == tuple(Role)]
     if pairs:
         best = min(pairs, key=cost_of_pair)
         well = [slot.worker_id for slot in slots if slot.playable_roles >= BOTH and not slot.avoided]
         if well and (best[0].avoided or best[1].avoided):
             assert len(chosen) == 1 and chosen[0].roles == BOTH and chosen[0].worker_id in well
         else:
-            assert tuple(one.worker_id for one in chosen) == tuple(one.worker_id for one in best)
+            assert tuple(slot.worker_id for slot in chosen) == tuple(slot.worker_id for slot in best)
 
 
-def test_no_model_grows_into_slots_that_a_model_without_any_waits_for() -> None:
+def test_growth_leaves_slots_to_starving_models() -> None:
     crowded, waiting = a_model("acme/crowded"), a_model("acme/waiting")
     w1, w2, w3 = (
         a_worker("w1", playable_roles=PREFILL),
@@ -342,7 +344,7 @@ def test_no_model_grows_into_slots_that_a_model_without_any_waits_for() -> None:
     assert [action.model.name for action in both if isinstance(action, Wake)] == [waiting.name]
 
 
-def test_a_decision_on_one_model_takes_no_slot_that_another_waits_for() -> None:
+def test_partial_decision_leaves_slots_to_waiting_models() -> None:
     """An admission decided on its own model alone, and grew it into what a tick kept free for a model without any."""
     crowded, waiting = a_model("acme/crowded"), a_model("acme/waiting")
     workers = [a_worker(f"w{number}") for number in range(3)]
@@ -353,7 +355,7 @@ def test_a_decision_on_one_model_takes_no_slot_that_another_waits_for() -> None:
     assert decide(beside, RULES, is_complete=False) == ()
 
 
-def test_a_burst_at_zero_leaves_the_first_slot_to_each_model() -> None:
+def test_burst_at_zero_gives_each_model_a_slot() -> None:
     first, second = a_model("acme/first"), a_model("acme/second")
     workers = [a_worker(f"w{number}") for number in range(4)]
     demands = [crowded_demand(first, 60, oldest_wait_s=0.2), a_demand(second, 1, oldest_wait_s=0.1)]
@@ -362,7 +364,7 @@ def test_a_burst_at_zero_leaves_the_first_slot_to_each_model() -> None:
     assert wakes == [(first.name, 1), (second.name, 1), (first.name, 2)]
 
 
-def test_two_halves_that_wait_for_each_other_are_sorted_out() -> None:
+def test_two_half_pairs_do_not_block_each_other() -> None:
     first, second = a_model("acme/first"), a_model("acme/second")
     w1, w2 = a_worker("w1", playable_roles=PREFILL), a_worker("w2", playable_roles=DECODE)
     loads = [InstanceLoad(an_instance(first, w1, PREFILL), 1, 0), InstanceLoad(an_instance(second, w2, DECODE), 1, 0)]
@@ -384,7 +386,7 @@ class Unread(Mapping[str, StoreStatus]):
         return 1
 
 
-def test_no_slot_is_looked_at_for_a_model_that_has_what_it_wants() -> None:
+def test_satisfied_model_examines_no_slot() -> None:
     """B8: the free slots of each model were listed, over all stores, before it was known whether it wants any."""
     model, workers = a_model(), [a_worker("w0"), a_worker("w1")]
     load = InstanceLoad(an_instance(model, workers[0]), 1, 0)

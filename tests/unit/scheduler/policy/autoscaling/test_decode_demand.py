@@ -47,10 +47,10 @@ def decided(demand: Demand, playing: dict[str, Roles], num_free: int = 2, num_op
 
 
 def roles_woken(actions: list[Action]) -> list[Roles]:
-    return [one.roles for action in actions if isinstance(action, Wake) for one in action.assignments]
+    return [assignment.roles for action in actions if isinstance(action, Wake) for assignment in action.assignments]
 
 
-def test_answers_within_what_the_instances_hold_are_no_reason_for_more() -> None:
+def test_held_answers_need_no_more_instances() -> None:
     assert answers(10, 1.0).num_saved(1, 5.0) == 0
     assert answers(5, 0.5).num_saved(1, 0.0) == 0
     # The queue of answers grows by half a second of work per second from nothing: after 4 s a target is exceeded.
@@ -59,14 +59,14 @@ def test_answers_within_what_the_instances_hold_are_no_reason_for_more() -> None
     assert answers(30, 1.0).num_saved(1, 0.0) > answers(20, 1.0).num_saved(1, 0.0) > 1
 
 
-def test_a_batch_is_as_large_as_its_tokens_are_in_time() -> None:
+def test_batch_size_is_bounded_by_token_target() -> None:
     assert most_in_time(64, 0.1, 0.02, 0.005) == 16
     assert most_in_time(8, 0.1, 0.02, 0.005) == 8, "its pool holds no more"
     assert most_in_time(8, 0.1, 0.2, 0.005) == 8, "more instances would not help"
     assert most_in_time(8, 0.1, 0.02, 0.0) == 8
 
 
-def test_the_role_that_lacks_an_instance_gets_one_alone() -> None:
+def test_only_lacking_role_grows() -> None:
     pair = {"p": PREFILL, "d": DECODE}
     busy_decode = a_demand(MODEL, 0, arrivals_per_s=2.0, load=0.1, decode=answers(20, 2.0))
     actions = decided(busy_decode, pair)
@@ -81,13 +81,13 @@ def test_the_role_that_lacks_an_instance_gets_one_alone() -> None:
     assert roles_woken(decided(busy_both, pair, num_free=1)) == [DECODE]
 
 
-def test_the_role_that_can_spare_one_gives_it_back_alone() -> None:
+def test_only_spare_role_shrinks() -> None:
     playing = {"p0": PREFILL, "p1": PREFILL, "d0": DECODE, "d1": DECODE}
 
     def drained(prefill_crowded_at: float, decode_crowded_at: float) -> list[str]:
         decode = answers(8, 0.8, crowded_at=decode_crowded_at)
         demand = a_demand(MODEL, 0, crowded_at=prefill_crowded_at, arrivals_per_s=0.8, load=0.4, decode=decode)
-        return [one.instance_id for one in decided(demand, playing) if isinstance(one, Drain)]
+        return [item.instance_id for item in decided(demand, playing) if isinstance(item, Drain)]
 
     assert drained(prefill_crowded_at=90.0, decode_crowded_at=30.0) == ["i-d0"]
     assert drained(prefill_crowded_at=30.0, decode_crowded_at=90.0) == ["i-p0"]
@@ -95,7 +95,7 @@ def test_the_role_that_can_spare_one_gives_it_back_alone() -> None:
     assert drained(prefill_crowded_at=90.0, decode_crowded_at=90.0) == []
 
 
-def test_what_was_late_is_laid_to_decode_if_it_has_more_answers_than_it_holds() -> None:
+def test_lateness_is_attributed_to_full_decode() -> None:
     pair = {"p": PREFILL, "d": DECODE}
     late = a_demand(MODEL, 0, arrivals_per_s=0.9, load=0.5, num_late_before=5)
     assert roles_woken(decided(replace(late, decode=answers(11, 0.9)), pair)) == [DECODE]
@@ -118,7 +118,7 @@ def apart(num_decode: int = 1) -> PaperCluster:
     return PaperCluster().settle(a_store("store-1", "host-1"), *prefills, *decodes)
 
 
-def test_full_pools_get_another_decode_instance_and_no_prefill() -> None:
+def test_full_pools_get_decode_instance_only() -> None:
     scene = apart()
     for number in range(8):  # how long answers are is learned
         scene.admit(MODEL, f"first-{number}")
@@ -131,27 +131,27 @@ def test_full_pools_get_another_decode_instance_and_no_prefill() -> None:
         scene.admit(MODEL, f"r-{number}")
         if scene.placement(f"r-{number}"):
             scene.apply(FirstToken(AttemptKey(f"r-{number}", 1)))
-    demand = next(one for one in cluster_view.autoscaler_input(scene.policy.state, scene.now).demands)
+    demand = next(demand for demand in cluster_view.autoscaler_input(scene.policy.state, scene.now).demands)
     assert demand.decode is not None and (demand.decode.num_answers, demand.decode.num_held) == (12, 3)
     # Nine prompts of 1 ms wait; the instance that is being loaded has places for three of them.
     assert demand.backlog_s == pytest.approx(0.003), "what waits for a place to decode is not a queue of prompts"
     scene.pass_time(20.0)
     scene.finish_loads()
     scene.pass_time(1.0)
-    playing = [role for one in scene.policy.state.instances for role in one.target_roles]
+    playing = [role for instance in scene.policy.state.instances for role in instance.target_roles]
     assert sorted(playing) == [Role.PREFILL, Role.DECODE, Role.DECODE]
     scene.check()
 
     scene.policy.state.note_model(replace(MODEL, targets=LatencyTargets(tbt_target_s=0.0415)), scene.now)
-    demand = next(one for one in cluster_view.autoscaler_input(scene.policy.state, scene.now).demands)
+    demand = next(demand for demand in cluster_view.autoscaler_input(scene.policy.state, scene.now).demands)
     assert demand.decode is not None and demand.decode.num_held == 2, "the tokens of three are 42 ms apart"
 
 
-def test_where_no_slot_is_free_the_role_that_loses_less_gives_one_up() -> None:
+def test_role_with_less_loss_gives_up_slot() -> None:
     playing = {"p0": PREFILL, "p1": PREFILL, "d": DECODE}
 
     def drained(demand: Demand, **changes: Roles) -> list[str]:
-        return [one.instance_id for one in decided(demand, playing | changes, num_free=0) if isinstance(one, Drain)]
+        return [item.instance_id for item in decided(demand, playing | changes, num_free=0) if isinstance(item, Drain)]
 
     lacking = a_demand(MODEL, 0, arrivals_per_s=2.0, load=0.1, crowded_at=80.0, decode=answers(20, 2.0))
     assert drained(lacking) == ["i-p0"]

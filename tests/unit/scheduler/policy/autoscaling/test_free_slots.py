@@ -38,7 +38,7 @@ def some_stores(random: Random) -> list[StoreStatus]:
 
 
 def some_workers(random: Random, is_alike: bool) -> list[WorkerStatus]:
-    """Of a few kinds, if not all alike."""
+    """Workers of a few kinds, if not all alike."""
     pools = (64 * MB, 512 * MB)
     kinds = [(random.choice(ROLES), random.choice([None, *Role]), random.choice(pools)) for _ in range(3)]
 
@@ -54,20 +54,22 @@ def some_workers(random: Random, is_alike: bool) -> list[WorkerStatus]:
 
 
 @pytest.mark.parametrize("is_alike", [True, False])
-def test_few_slots_are_as_good_as_all(is_alike: bool) -> None:
+def test_few_slots_give_same_assignment_as_all(is_alike: bool) -> None:
     random = Random(1)
     for _ in range(400):
         stores = {store.host_id: store for store in some_stores(random)}
         workers = some_workers(random, is_alike)
-        taken = frozenset(one.worker_id for one in workers if random.random() < 0.2)
-        avoid = frozenset(one.worker_id for one in workers if random.random() < 0.3)
+        taken = frozenset(worker.worker_id for worker in workers if random.random() < 0.2)
+        avoid = frozenset(worker.worker_id for worker in workers if random.random() < 0.3)
         model, kv_bytes = replace(MODEL, num_devices=random.choice(SIZES)), random.choice([0, 128 * MB])
-        of_all = {one.worker_id: one for one in workers}
+        of_all = {worker.worker_id: worker for worker in workers}
         situation = AutoscalerInput(
             100.0, [], Loads.listed([]), of_all, stores, {}, FreeWorkers(workers), suspects=taken
         )
         free = FreeSlots(situation, situation.free_workers)
-        every = free_slots(model, [one for one in workers if one.worker_id not in taken], stores, avoid, kv_bytes)
+        every = free_slots(
+            model, [worker for worker in workers if worker.worker_id not in taken], stores, avoid, kv_bytes
+        )
         assert set(free.of(model, avoid, kv_bytes)) == set(every)
         nearest = [slot.tier for slot in free.of(model, avoid, kv_bytes, most=1)]
         assert min(nearest, default=None) == min((slot.tier for slot in every), default=None)
@@ -76,14 +78,14 @@ def test_few_slots_are_as_good_as_all(is_alike: bool) -> None:
             assert assign(few, num_prefill, num_decode) == assign(every, num_prefill, num_decode)
 
 
-def test_slots_are_free_until_they_are_taken_or_their_workers_report() -> None:
+def test_slots_are_free_until_taken_or_reported() -> None:
     workers = [a_worker(f"w{number}", "h0") for number in range(3)]
     known = FreeWorkers(workers)
     known.put(replace(workers[0], num_running=1))
     known.put(replace(workers[1], host_id="h1", num_devices=2))
     known.discard("w2")
     known.discard("w2")
-    assert {key: one.num_devices for key, one in known.items()} == {"w0": 1, "w1": 2}
+    assert {key: worker.num_devices for key, worker in known.items()} == {"w0": 1, "w1": 2}
     assert list(known.on_host("h0")) == ["w0"] and list(known.on_host("h1")) == ["w1"]
     assert [list(ids) for size in SIZES for _, ids in known.kinds(size)] == [["w0"], ["w1"]]
     stores = {"h0": a_store("s0", "h0")}

@@ -39,14 +39,16 @@ def a_full_host(
     instances: list[Instance], demands: list[Demand], stores: list[StoreStatus], busy: int = 0
 ) -> AutoscalerInput:
     """Every slot is taken, by instances that play all that their workers can; the first ``busy`` have requests."""
-    workers = {one.worker_id: a_worker(one.worker_id, one.host_id, one.roles) for one in instances}
+    workers = {
+        instance.worker_id: a_worker(instance.worker_id, instance.host_id, instance.roles) for instance in instances
+    }
     return AutoscalerInput(
         NOW,
         demands,
-        Loads.listed([InstanceLoad(one, int(number < busy), 0, 1.0) for number, one in enumerate(instances)]),
+        Loads.listed([InstanceLoad(instance, int(number < busy), 0, 1.0) for number, instance in enumerate(instances)]),
         workers,
         {store.host_id: store for store in stores},
-        prices_s={one.version_id: 1e6 for one in instances},
+        prices_s={instance.version_id: 1e6 for instance in instances},
         free_workers=FreeWorkers(),
         waited_for=frozenset(demand.model.version_id for demand in demands),
     )
@@ -60,33 +62,33 @@ def drained(situation: AutoscalerInput) -> list[str]:
     return [action.instance_id for action in decide(situation, RULES) if isinstance(action, Drain)]
 
 
-def test_a_model_that_needs_two_slots_drains_two_however_often_it_is_decided() -> None:
+def test_repeated_decisions_drain_two_slots_once() -> None:
     """B4: with workers of one role each, every decision drained two more, as none of them alone was enough."""
     models = [a_model(f"acme/{number}") for number in range(8)]
     instances = [an_instance(n, models[n // 2], DECODE if n % 2 else PREFILL) for n in range(16)]
     for _ in range(6):
         leaving = drained(a_full_host(instances, [waiting("acme/new")], [a_store("s", "host-1")]))
         instances = [
-            replace(one, phase=InstancePhase.DRAINING, since=NOW) if one.instance_id in leaving else one
-            for one in instances
+            replace(instance, phase=InstancePhase.DRAINING, since=NOW) if instance.instance_id in leaving else instance
+            for instance in instances
         ]
-    assert sum(one.phase is InstancePhase.DRAINING for one in instances) == 2
+    assert sum(instance.phase is InstancePhase.DRAINING for instance in instances) == 2
 
 
-def test_each_of_several_models_that_wait_gets_a_slot_of_its_own_at_once() -> None:
+def test_waiting_models_get_separate_slots_at_once() -> None:
     """B4: any slot that was leaving, for whomever, ended the search."""
     instances = [an_instance(number, a_model(f"acme/{number}")) for number in range(8)]
     demands = [waiting(f"acme/new {number}") for number in range(6)]
     leaving = drained(a_full_host(instances, demands, [a_store("s", "host-1")]))
     assert len(set(leaving)) == len(leaving) == 6
     instances = [
-        replace(one, phase=InstancePhase.DRAINING, since=NOW) if one.instance_id in leaving else one
-        for one in instances
+        replace(instance, phase=InstancePhase.DRAINING, since=NOW) if instance.instance_id in leaving else instance
+        for instance in instances
     ]
     assert drained(a_full_host(instances, demands, [a_store("s", "host-1")])) == []
 
 
-def test_a_drain_elsewhere_stops_nobody_from_sharing() -> None:
+def test_drain_elsewhere_does_not_stop_sharing() -> None:
     """P6: while any slot of the cluster was being freed, no busy model gave one up."""
     crowded, other = a_model("acme/crowded"), a_model("acme/other")
     instances = [
@@ -99,7 +101,7 @@ def test_a_drain_elsewhere_stops_nobody_from_sharing() -> None:
     assert drained(a_full_host(instances, demands[:1], [a_store("s", "host-1")], busy=2)) == []
 
 
-def test_a_slot_that_never_becomes_free_is_waited_for_by_nobody() -> None:
+def test_overrun_drain_is_not_claimed() -> None:
     """B4: a worker that went on draining held up every model that could have used its slot, with idle ones beside."""
     instances = [an_instance(number, a_model(f"acme/{number}")) for number in range(4)]
     instances[0] = replace(instances[0], phase=InstancePhase.DRAINING, since=NOW - 100.0)
@@ -107,17 +109,17 @@ def test_a_slot_that_never_becomes_free_is_waited_for_by_nobody() -> None:
 
 
 @pytest.mark.parametrize("roles", [[BOTH], [PREFILL, DECODE]], ids=["alone", "apart"])
-def test_a_busy_model_whose_weights_fill_the_arena_gives_way_in_its_turn(roles: list[Roles]) -> None:
-    """B4: only with room for both packs was its slot usable; else who waited, waited until it was idle."""
+def test_busy_model_filling_arena_ends_its_turn(roles: list[Roles]) -> None:
+    """B4: only with space for both packs was its slot usable; else who waited, waited until it was idle."""
     busy = a_model("acme/busy")
     instances = [an_instance(number, busy, each) for number, each in enumerate(roles)]
     copies = [replace(a_copy(busy), num_pins=len(roles))]
     small = a_store("s", "host-1", copies, arena_bytes=busy.pack_bytes + MB)
     demands = [waiting("acme/new", RULES.turn_s + 1.0)]
-    assert drained(a_full_host(instances, demands, [small], busy=2)) == [one.instance_id for one in instances]
+    assert drained(a_full_host(instances, demands, [small], busy=2)) == [instance.instance_id for instance in instances]
 
 
-def test_a_slot_is_taken_when_who_waits_gains_as_much_as_its_model_loses() -> None:
+def test_slot_is_taken_when_gain_reaches_loss() -> None:
     """P5: two models that were used in turns evicted each other at every request."""
     used = an_instance(0, a_model("acme/used"))
     for arrivals_per_s, num_waiting, evicted in [(0.0, 1, ["i0"]), (2.0, 1, []), (2.0, 14, ["i0"]), (4.0, 14, [])]:
@@ -128,14 +130,14 @@ def test_a_slot_is_taken_when_who_waits_gains_as_much_as_its_model_loses() -> No
 
 
 @pytest.mark.parametrize("arrivals_per_s", [0.7, 1.0, 5.0])
-def test_two_models_that_are_used_alike_do_not_evict_each_other_at_every_request(arrivals_per_s: float) -> None:
+def test_equal_models_do_not_evict_each_other_constantly(arrivals_per_s: float) -> None:
     used = InstanceLoad(an_instance(0, a_model("acme/used")), 0, 0, NOW, reload_s=1.0, arrivals_per_s=arrivals_per_s)
     demand = replace(waiting("acme/new"), arrivals_per_s=arrivals_per_s, load_s={Tier.HOST: 1.0})
     situation = a_full_host([used.instance], [demand], [a_store("s", "host-1")])
     assert drained(replace(situation, instance_loads=Loads.listed([used]))) == []
 
 
-def test_what_a_model_loses_is_by_its_own_target() -> None:
+def test_loss_is_measured_by_own_target() -> None:
     """Batch work ended the turn of a model that is asked interactively: ten minutes late is not late for it."""
     busy = InstanceLoad(an_instance(0, a_model("acme/busy")), 3, 0, arrivals_per_s=1.0, target_s=0.5)  # 33 in a turn
     for num_waiting, ended in [(32, []), (34, ["i0"])]:
@@ -144,11 +146,11 @@ def test_what_a_model_loses_is_by_its_own_target() -> None:
         assert drained(replace(situation, instance_loads=Loads.listed([busy]))) == ended
 
 
-def test_a_second_slot_is_kept_for_a_turn_where_its_model_loses_more() -> None:
+def test_second_slot_is_kept_for_a_turn_if_loss_is_greater() -> None:
     """Given up after a second whatever it was worth, it was loaded again as soon as the other was idle for a moment."""
     popular = a_model("acme/popular")
     instances = [an_instance(0, popular), an_instance(1, popular)]
-    loads = [InstanceLoad(one, 8, 0, arrivals_per_s=20.0) for one in instances]
+    loads = [InstanceLoad(instance, 8, 0, arrivals_per_s=20.0) for instance in instances]
     for wait_s, shared in [(RULES.share_after_s, []), (RULES.turn_s - 0.1, []), (RULES.turn_s, ["i0"])]:
         situation = a_full_host(instances, [waiting("acme/new", wait_s)], [a_store("s", "host-1")])
         assert drained(replace(situation, instance_loads=Loads.listed(loads))) == shared
@@ -157,7 +159,7 @@ def test_a_second_slot_is_kept_for_a_turn_where_its_model_loses_more() -> None:
     assert drained(replace(situation, instance_loads=Loads.listed(few))) == ["i0"]
 
 
-def test_who_is_overdue_takes_the_slot_that_loses_least_when_its_turn_is_over() -> None:
+def test_overdue_model_takes_slot_with_least_loss() -> None:
     """A popular model lost its slot, as that of another had just been taken."""
     popular, other = an_instance(0, a_model("acme/popular")), an_instance(1, a_model("acme/other"))
     longest_s, turn_s = RULES.longest_wait_s, RULES.turn_s
@@ -170,8 +172,8 @@ def test_who_is_overdue_takes_the_slot_that_loses_least_when_its_turn_is_over() 
     ]:
         instances = [popular, replace(other, phase=phase, since=NOW - held_s)]
         loads = [
-            InstanceLoad(one, 8, 0, arrivals_per_s=arrivals_per_s)
-            for one, arrivals_per_s in zip(instances, (20.0, 5.0), strict=True)
+            InstanceLoad(instance, 8, 0, arrivals_per_s=arrivals_per_s)
+            for instance, arrivals_per_s in zip(instances, (20.0, 5.0), strict=True)
         ]
         situation = a_full_host(instances, [waiting("acme/new", wait_s)], [a_store("s", "host-1")])
         assert drained(replace(situation, instance_loads=Loads.listed(loads))) == ended
@@ -179,9 +181,7 @@ def test_who_is_overdue_takes_the_slot_that_loses_least_when_its_turn_is_over() 
 
 @pytest.mark.parametrize("busy", [0, 1], ids=["idle", "busy"])
 @pytest.mark.parametrize(("target_s", "longest_s"), [(2.0, RULES.longest_wait_s), (600.0, 600.0)])
-def test_who_has_waited_the_longest_time_takes_a_slot_whatever_its_model_loses(
-    target_s: float, longest_s: float, busy: int
-) -> None:
+def test_longest_wait_takes_slot_regardless_of_loss(target_s: float, longest_s: float, busy: int) -> None:
     """Batch work that was not due for nine more minutes ended the turn of a model with 50 requests per second."""
     used = an_instance(0, a_model("acme/used"))
     load = InstanceLoad(used, busy, 0, NOW - 1.0, reload_s=4.0, arrivals_per_s=50.0)
@@ -192,12 +192,12 @@ def test_who_has_waited_the_longest_time_takes_a_slot_whatever_its_model_loses(
 
 
 @pytest.mark.parametrize("busy", [0, 6], ids=["idle", "busy"])
-def test_a_tenant_takes_one_slot_per_turn_for_a_model_that_has_lost_less_than_the_slots_model_would(busy: int) -> None:
+def test_tenant_takes_one_overdue_slot_per_turn(busy: int) -> None:
     """Its 64 models with a request a minute each took as many slots of others."""
     instances = [an_instance(number, a_model(f"birch/{number}")) for number in range(6)]
     loads = [
-        InstanceLoad(one, int(number < busy), 0, NOW - 1.0, reload_s=4.0, arrivals_per_s=50.0)
-        for number, one in enumerate(instances)
+        InstanceLoad(instance, int(number < busy), 0, NOW - 1.0, reload_s=4.0, arrivals_per_s=50.0)
+        for number, instance in enumerate(instances)
     ]
     late = [waiting(f"acme/{number}", RULES.longest_wait_s + number) for number in range(4)]
     situation = a_full_host(instances, [*late, waiting("cedar/new", 100.0)], [a_store("s", "host-1")], busy)
@@ -211,7 +211,7 @@ def test_a_tenant_takes_one_slot_per_turn_for_a_model_that_has_lost_less_than_th
     assert tenants(NOW - RULES.turn_s + 0.1) == ["cedar"]
 
 
-def test_of_tenants_that_share_a_model_one_that_waits_takes_the_slot_of_its_turn() -> None:
+def test_waiting_tenant_of_shared_model_takes_its_turn() -> None:
     used = an_instance(0, a_model("birch/used"))
     load = InstanceLoad(used, 1, 0, NOW - 1.0, reload_s=4.0, arrivals_per_s=50.0)
     shared = replace(waiting("acme/new", 100.0), by_tenant={"acme": (1, 0), "birch": (0, 1), "cedar": (1, 0)})
@@ -221,15 +221,15 @@ def test_of_tenants_that_share_a_model_one_that_waits_takes_the_slot_of_its_turn
         assert [action.overdue_tenant for action in decide(seen, RULES) if isinstance(action, Drain)] == tenants
 
 
-def test_a_slot_that_is_worth_it_counts_against_no_tenant() -> None:
+def test_profitable_slot_counts_against_no_tenant() -> None:
     instances = [an_instance(number, a_model(f"birch/{number}")) for number in range(4)]
     demands = [waiting(f"acme/{number}", 100.0) for number in range(4)]
-    drains = [one for one in decide(a_full_host(instances, demands, [a_store("s", "host-1")], 4), RULES)]
-    assert [one.overdue_tenant for one in drains if isinstance(one, Drain)] == [""] * 4
+    drains = [item for item in decide(a_full_host(instances, demands, [a_store("s", "host-1")], 4), RULES)]
+    assert [drain.overdue_tenant for drain in drains if isinstance(drain, Drain)] == [""] * 4
 
 
-def test_a_reload_is_expected_to_take_no_longer_than_the_load_did() -> None:
-    """By the default rate 40 GB take ten seconds, for which a waiting model was kept from an idle one's slot."""
+def test_predicted_reload_is_at_most_the_load() -> None:
+    """At the default rate 40 GB take ten seconds, for which a waiting model was kept from an idle one's slot."""
     arena = 100_000 * MB
     scene = PaperCluster().settle(a_store("store-1", "host-1", arena_bytes=arena), a_worker("w-a"))
     first, second = (a_model(f"acme/{name}", pack_bytes=40_000 * MB) for name in ("first", "second"))
@@ -242,7 +242,7 @@ def test_a_reload_is_expected_to_take_no_longer_than_the_load_did() -> None:
     assert scene.placement("r2") is not None
 
 
-def test_of_idle_models_the_one_that_loses_least_goes() -> None:
+def test_idle_model_with_least_loss_is_evicted() -> None:
     instances = [an_instance(number, a_model(f"acme/{number}")) for number in range(2)]
     loads = [
         InstanceLoad(instances[0], 0, 0, NOW - 20.0, reload_s=30.0, arrivals_per_s=0.1),
@@ -252,7 +252,7 @@ def test_of_idle_models_the_one_that_loses_least_goes() -> None:
     assert drained(replace(situation, instance_loads=Loads.listed(loads))) == ["i1"]
 
 
-def test_the_requests_of_many_who_are_late_end_no_turn_of_a_model_whose_requests_are_in_time() -> None:
+def test_late_requests_do_not_end_turn_of_timely_model() -> None:
     """Two dozen that had waited half a minute did, though all requests of the other were late from then on."""
     busy = InstanceLoad(an_instance(0, a_model("acme/busy")), 3, 0, reload_s=2.0, arrivals_per_s=1.5)
     for num_waiting, ends in [(24, []), (65, ["i0"])]:
@@ -266,7 +266,7 @@ def crowded_demand(model: Model, backlog_s: float) -> Demand:
     return Demand(model, 1, 0, 0.0, arrivals_per_s=5.0, load=0.5, target_s=0.6, backlog_s=backlog_s)
 
 
-def test_a_queue_that_is_too_long_grows_into_the_slots_of_idle_models() -> None:
+def test_long_queue_grows_into_idle_slots() -> None:
     """P7: it waited for their idle timeout."""
     crowded, rest = a_model("acme/crowded"), [a_model(f"acme/{number}") for number in range(4)]
     instances = [an_instance(0, crowded), *(an_instance(n + 1, model) for n, model in enumerate(rest))]
@@ -275,19 +275,17 @@ def test_a_queue_that_is_too_long_grows_into_the_slots_of_idle_models() -> None:
         situation = a_full_host(instances, [demand], [a_store("s", "host-1")], busy=1)
         leaving = drained(situation)
         instances = [
-            replace(one, phase=InstancePhase.DRAINING, since=NOW) if one.instance_id in leaving else one
-            for one in instances
+            replace(instance, phase=InstancePhase.DRAINING, since=NOW) if instance.instance_id in leaving else instance
+            for instance in instances
         ]
-    assert [one.instance_id for one in instances if one.phase is InstancePhase.DRAINING] == ["i1", "i2"]
+    assert [instance.instance_id for instance in instances if instance.phase is InstancePhase.DRAINING] == ["i1", "i2"]
 
 
 @pytest.mark.parametrize(
     ("backlog_s", "arrivals_per_s", "grows"),
     [(6.0, 0.0, True), (0.4, 0.0, False), (6.0, 0.01, True), (6.0, 0.1, False)],
 )
-def test_a_queue_grows_into_the_only_slot_of_a_model_that_nobody_is_expected_to_ask_for(
-    backlog_s: float, arrivals_per_s: float, grows: bool
-) -> None:
+def test_queue_grows_into_slot_of_unexpected_model(backlog_s: float, arrivals_per_s: float, grows: bool) -> None:
     """Evicted between two of its requests, it took the slot back after a second: each lost two loads."""
     crowded = a_model("acme/crowded")
     instances = [an_instance(0, crowded), an_instance(1, a_model("acme/idle"))]
@@ -297,18 +295,18 @@ def test_a_queue_grows_into_the_only_slot_of_a_model_that_nobody_is_expected_to_
     assert drained(replace(situation, instance_loads=Loads.listed(loads))) == (["i1"] if grows else [])
 
 
-def test_a_model_that_is_expected_back_gives_up_all_idle_slots_but_one() -> None:
+def test_expected_model_keeps_one_idle_slot() -> None:
     crowded, idle = a_model("acme/crowded"), a_model("acme/idle")
     instances = [an_instance(0, crowded), an_instance(1, idle), an_instance(2, idle)]
     loads = [InstanceLoad(instances[0], 9, 0)]
-    loads += [InstanceLoad(one, 0, 0, NOW - 60.0, arrivals_per_s=0.1) for one in instances[1:]]
+    loads += [InstanceLoad(instance, 0, 0, NOW - 60.0, arrivals_per_s=0.1) for instance in instances[1:]]
     demand = crowded_demand(replace(crowded, max_instances=3), 60.0)
     situation = a_full_host(instances, [demand], [a_store("s", "host-1")], busy=1)
     assert drained(replace(situation, instance_loads=Loads.listed(loads))) == ["i1"]
 
 
 @pytest.mark.parametrize(("load", "grows"), [(0.9, True), (1.5, False), (29.0, False), (58.0, False)])
-def test_models_that_need_more_than_there_is_do_not_take_each_others_slots_in_turns(load: float, grows: bool) -> None:
+def test_short_models_do_not_swap_slots(load: float, grows: bool) -> None:
     """Two that were predicted to need three times what they had loaded each other's idle instances dozens of times a
     second: a gain by the hour squared was compared with a loss by its logarithm.
     """
@@ -318,8 +316,8 @@ def test_models_that_need_more_than_there_is_do_not_take_each_others_slots_in_tu
         Demand(model, 0, 0, 0.0, arrivals_per_s=1000.0, load=load, target_s=2.0, price_s=3600.0)
         for model, load in zip(models, (29.0, load), strict=True)
     )
-    loads = [InstanceLoad(one, int(number == 0), 0, NOW - 0.1) for number, one in enumerate(instances)]
-    loads = [one._replace(arrivals_per_s=1000.0, reload_s=0.03) for one in loads]
+    loads = [InstanceLoad(instance, int(number == 0), 0, NOW - 0.1) for number, instance in enumerate(instances)]
+    loads = [load._replace(arrivals_per_s=1000.0, reload_s=0.03) for load in loads]
     situation = replace(
         a_full_host(instances, [first], [a_store("s", "host-1")]),
         instance_loads=Loads.listed(loads),
@@ -328,8 +326,8 @@ def test_models_that_need_more_than_there_is_do_not_take_each_others_slots_in_tu
     assert drained(situation) == (["i2"] if grows else [])
 
 
-def test_a_minimum_takes_both_slots_of_an_idle_model_whose_roles_are_apart() -> None:
-    """What the model would lose by its last instance of a role was asked for, which divided by zero."""
+def test_minimum_takes_both_slots_of_idle_split_model() -> None:
+    """The loss of a model by its last instance of a role was computed, which divided by zero."""
     kept, idle = a_model("acme/kept"), a_model("acme/idle")
     instances = [an_instance(0, idle, PREFILL), an_instance(1, idle, DECODE)]
     demands = {kept.version_id: Demand(kept, 0, 0, 0.0), idle.version_id: Demand(idle, 0, 0, 0.0, load=1.0)}
@@ -341,7 +339,7 @@ def test_a_minimum_takes_both_slots_of_an_idle_model_whose_roles_are_apart() -> 
     assert drained(situation) == ["i0", "i1"]
 
 
-def test_an_instance_of_a_role_that_has_more_than_the_other_is_no_loss() -> None:
+def test_surplus_instance_of_role_costs_nothing() -> None:
     crowded, other = a_model("acme/crowded", max_instances=4), a_model("acme/other")
     roles = [PREFILL, PREFILL, PREFILL, DECODE, DECODE]
     instances = [an_instance(0, crowded), *(an_instance(n + 1, other, each) for n, each in enumerate(roles))]
@@ -366,10 +364,12 @@ def test_what_one_model_took_to_grow_the_other_does_not_recall(loads: tuple[floa
 
     def taken(owners: list[int], taker: int) -> list[int]:
         instances = [an_instance(number, models[owner]) for number, owner in enumerate(owners)]
-        called = Loads.listed([InstanceLoad(one, 0, 0, NOW - 0.1, arrivals_per_s=1000.0) for one in instances])
+        called = Loads.listed(
+            [InstanceLoad(instance, 0, 0, NOW - 0.1, arrivals_per_s=1000.0) for instance in instances]
+        )
         situation = a_full_host(instances, [demands[taker]], [a_store("s", "host-1")])
         leaving = drained(replace(situation, instance_loads=called, demand_of=demand_of))
-        return [int(one.removeprefix("i")) for one in leaving]
+        return [int(item.removeprefix("i")) for item in leaving]
 
     owners = [0, 1, 1, 1, 1, 1]
     for number in taken(owners, 0):
@@ -378,7 +378,7 @@ def test_what_one_model_took_to_grow_the_other_does_not_recall(loads: tuple[floa
     assert taken(owners, 0) == taken(owners, 1) == []
 
 
-def test_what_an_idle_slot_saves_is_by_the_load_from_where_its_host_has_the_weights() -> None:
+def test_growth_load_time_is_by_nearest_tier() -> None:
     """Without a free slot each was expected to load over the network: from RAM in a second, yet its queue just grew."""
     crowded = a_model("acme/crowded")
     instances = [an_instance(0, crowded), an_instance(1, a_model("acme/idle"))]
@@ -388,7 +388,7 @@ def test_what_an_idle_slot_saves_is_by_the_load_from_where_its_host_has_the_weig
     assert drained(replace(far, stores={"host-1": a_store("s", "host-1", [a_copy(crowded)])})) == ["i1"]
 
 
-def test_a_queue_that_is_too_long_takes_no_slot_that_a_model_without_any_waits_for() -> None:
+def test_long_queue_leaves_slots_to_starving_models() -> None:
     crowded = a_model("acme/crowded")
     instances = [an_instance(0, crowded), an_instance(1, a_model("acme/idle"))]
     demands = [replace(crowded_demand(crowded, 6.0), oldest_wait_s=5.0), waiting("acme/new")]
@@ -398,7 +398,7 @@ def test_a_queue_that_is_too_long_takes_no_slot_that_a_model_without_any_waits_f
     assert "grow" not in drains[0].reason.text
 
 
-def test_what_a_model_gave_up_for_one_is_not_asked_of_it_again_in_the_same_decision() -> None:
+def test_model_gives_up_one_slot_per_decision() -> None:
     crowded = a_model("acme/crowded")
     instances = [an_instance(0, crowded, PREFILL), an_instance(1, crowded, DECODE)]
     demands = [waiting("acme/first", 5.0), waiting("acme/second", 4.0)]
@@ -411,7 +411,7 @@ def test_what_a_model_gave_up_for_one_is_not_asked_of_it_again_in_the_same_decis
     assert [action.instance_id for action in actions if isinstance(action, SetRoles)] == ["i1"]
 
 
-def test_who_gives_a_slot_up_reads_what_was_compared() -> None:
+def test_eviction_reason_names_figures() -> None:
     def told(situation: AutoscalerInput) -> list[str]:
         return [action.reason.text for action in decide(situation, RULES) if isinstance(action, Drain)]
 
@@ -444,7 +444,7 @@ def report_pins(scene: PaperCluster, store_id: str) -> None:
     scene.stores[store_id] = replace(scene.stores[store_id], copies=copies)
 
 
-def test_idle_models_make_room_in_an_arena_they_fill() -> None:
+def test_idle_models_free_arena_they_fill() -> None:
     first, second = a_model("acme/first"), a_model("acme/second")
     arena = first.pack_bytes + second.pack_bytes - MB
     scene = PaperCluster().settle(a_store("store-1", "host-1", arena_bytes=arena), *a_pair("w-a", "w-b"))
@@ -461,7 +461,7 @@ def test_idle_models_make_room_in_an_arena_they_fill() -> None:
     assert scene.placement("r2") is not None
 
 
-def test_models_that_are_always_busy_take_turns_in_a_single_slot() -> None:
+def test_busy_models_take_turns_in_one_slot() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
     models = [a_model("acme/first"), a_model("acme/second"), a_model("acme/third")]
     for model in models:
@@ -487,7 +487,7 @@ def test_models_that_are_always_busy_take_turns_in_a_single_slot() -> None:
 
 @pytest.mark.parametrize("rests_s", [None, 60.0])
 @pytest.mark.parametrize(("waiting", "shown"), [("acme/second", True), ("rival/secret", False)])
-def test_a_tenant_reads_no_name_of_another_tenants_model(waiting: str, shown: bool, rests_s: float | None) -> None:
+def test_reason_hides_models_of_other_tenants(waiting: str, shown: bool, rests_s: float | None) -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
     scene.admit(a_model("acme/first"), "r1")
     scene.finish_loads()
@@ -495,6 +495,6 @@ def test_a_tenant_reads_no_name_of_another_tenants_model(waiting: str, shown: bo
         scene.release("r1")
     scene.admit(a_model(waiting), "r2")
     scene.pass_time(rests_s or 1.0)
-    told = [one.reason for one in scene.events if one.model == "acme/first" and one.kind == "drain"]
+    told = [event.reason for event in scene.events if event.model == "acme/first" and event.kind == "drain"]
     assert told and [waiting in reason for reason in told] == [shown] * len(told)
-    assert not any("rival" in one.reason for one in scene.events if one.model == "acme/first")
+    assert not any("rival" in event.reason for event in scene.events if event.model == "acme/first")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadMark, LoadProgress
 
 
-def test_any_change_is_progress_and_a_store_that_says_nothing_is_none() -> None:
+def test_any_change_is_progress_except_unknown_chunks() -> None:
     progress = LoadProgress()
     marks = [
         LoadMark(False, 0, 0, None),

@@ -1,4 +1,4 @@
-"""What a slot is worth: late requests against seconds of a slot."""
+"""The price of a slot: late requests against seconds of a slot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchrelay.scheduler.policy.autoscaling.price import (
 @given(
     st.integers(1, 8), st.floats(0, 100), st.floats(0, 12), st.floats(0.1, 5), st.floats(1, 100)
 )  # fmt: skip
-def test_lateness_is_the_integral_of_what_exceeds_the_target(
+def test_lateness_integrates_excess_over_target(
     num_instances: int, backlog_s: float, load: float, target_s: float, horizon_s: float
 ) -> None:
     steps = 2000
@@ -36,12 +36,12 @@ def test_lateness_is_the_integral_of_what_exceeds_the_target(
         for step in range(steps)
     )
     measured = sum(excess) * horizon_s / steps
-    found = lateness(num_instances, backlog_s, load, target_s, horizon_s)
-    assert found == pytest.approx(measured, rel=0.01, abs=0.01 * horizon_s)
+    computed = lateness(num_instances, backlog_s, load, target_s, horizon_s)
+    assert computed == pytest.approx(measured, rel=0.01, abs=0.01 * horizon_s)
 
 
 def test_the_worked_example_of_the_docs() -> None:
-    """One instance, a queue of 6 s, 5 requests per second of 0.1 s each, 0.5 s to wait; a cold start is worth 60 s."""
+    """An instance, a queue of 6 s, 5 requests per second of 0.1 s each, 0.5 s to wait; a cold start is worth 60 s."""
     assert lateness(1, 6.0, 0.5, 0.5, 60.0) == pytest.approx(30.25)  # 5.5 s, gone in 11 s
     saved = num_saved(1, 6.0, 0.5, 0.1, 0.5, load_s=1.0, horizon_s=60.0)
     assert saved == pytest.approx((5.0**2 / 1.0 - 4.5**2 / 3.0) / 0.05)  # 365: it pays
@@ -55,7 +55,7 @@ def test_the_worked_example_of_the_docs() -> None:
     assert num_gained(0.5, 12, 10.0) == 17
 
 
-def test_who_is_late_already_loses_little_more() -> None:
+def test_late_request_loses_little_more() -> None:
     weights = [lateness_weight(number * 1.0, 0.5) for number in range(50)]
     added = [later - sooner for sooner, later in pairwise(weights)]
     assert weights[0] == 1.0 and added == sorted(added, reverse=True) and weights[-1] < 6.0
@@ -67,14 +67,14 @@ def test_more_instances_save_less_each() -> None:
     assert num_saved(4, 0.0, 2.5, 0.1, 0.5, 1.0, 60.0) == 0.0
 
 
-def test_a_slot_is_kept_as_long_as_would_have_cost_least() -> None:
+def test_keep_time_would_have_cost_least() -> None:
     assert least_keep_s([2.0] * 8 + [300.0] * 8, 60.0) == 2.0  # bursts: the next comes in 2 s, or not for long
     assert least_keep_s([100.0] * 8, 60.0) == 0.0  # never in time
     assert least_keep_s([50.0] * 8, 60.0) == 60.0  # nothing was lost by it
     assert least_keep_s([], 60.0) == 60.0
 
 
-def test_a_model_that_is_asked_for_every_ten_minutes_is_loaded_before_it_is_asked_for() -> None:
+def test_periodic_model_is_loaded_before_its_request() -> None:
     about_ten_minutes = [600.0 + number % 5 for number in range(16)]
     plan = least_plan(about_ten_minutes, 60.0, 10.0)
     assert plan == IdlePlan(0.0, 590.0, 604.0)  # a cold start of 10 s, and 4 s more at most
@@ -87,10 +87,10 @@ def test_a_model_that_is_asked_for_every_ten_minutes_is_loaded_before_it_is_aske
 
 
 @given(st.lists(st.floats(0.01, 300), min_size=1, max_size=24), st.floats(1, 100), st.floats(0.1, 20))
-def test_a_plan_costs_no_more_than_the_best_time_to_keep(gaps: list[float], break_even_s: float, load_s: float) -> None:
+def test_plan_costs_at_most_best_keep_time(gaps: list[float], break_even_s: float, load_s: float) -> None:
     plan = least_plan(gaps, break_even_s, load_s)
     kept = IdlePlan(least_keep_s(gaps, break_even_s))
-    paid, of_kept = (sum(one.cost(gap, break_even_s) for gap in gaps) for one in (plan, kept))
+    paid, of_kept = (sum(item.cost(gap, break_even_s) for gap in gaps) for item in (plan, kept))
     assert paid <= of_kept + 1e-6
     assert math.isinf(plan.wake_s) or plan.keep_s < plan.wake_s <= plan.until_s <= plan.wake_s + break_even_s + 1e-6
 
@@ -109,7 +109,7 @@ def test_no_other_time_would_have_cost_less(gaps: list[float], break_even_s: flo
             assert least <= sum(cost(gap, other_s, break_even_s) for gap in gaps) + 1e-6
 
 
-def test_the_next_use_is_expected_by_the_gaps_that_were_longer() -> None:
+def test_next_use_is_expected_by_longer_gaps() -> None:
     gaps = IdleGaps()
     assert gaps.return_s(40.0) == 40.0, "nothing is known: as long again"
     assert gaps.return_s(0.0) == 1.0
@@ -121,9 +121,7 @@ def test_the_next_use_is_expected_by_the_gaps_that_were_longer() -> None:
 
 
 @given(st.lists(st.floats(0.01, 300), min_size=1, max_size=64), st.floats(1, 100))
-def test_keeping_or_dropping_never_costs_more_than_twice_what_one_who_knows_would_pay_and_two_cold_starts(
-    gaps: list[float], break_even_s: float
-) -> None:
+def test_plan_costs_at_most_twice_optimum_and_two_loads(gaps: list[float], break_even_s: float) -> None:
     """A model that flaps on purpose: each gap is just longer than its slot was kept, as often as it likes."""
     for flaps, misses in product((False, True), repeat=2):
         history, paid_s, known_s = IdleGaps(), 0.0, 0.0

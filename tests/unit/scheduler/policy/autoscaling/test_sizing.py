@@ -24,12 +24,12 @@ def crowded(num_waiting: int = 40, **changes: object) -> Demand:
 
 def wanted(demand: Demand, num_instances: int, load_s: float) -> int:
     """Per role."""
-    found = wanted_instances(demand, Counter(dict.fromkeys(Role, num_instances)), load_s, RULES)
-    assert found[Role.PREFILL] == found[Role.DECODE]
-    return found[Role.PREFILL]
+    numbers = wanted_instances(demand, Counter(dict.fromkeys(Role, num_instances)), load_s, RULES)
+    assert numbers[Role.PREFILL] == numbers[Role.DECODE]
+    return numbers[Role.PREFILL]
 
 
-def test_as_many_are_wanted_as_save_more_late_requests_than_they_cost() -> None:
+def test_wanted_instances_save_more_than_they_cost() -> None:
     quiet = Demand(a_model(), 0, 0, 0.0)
     assert wanted(quiet, 1, 0.0) == 1
     assert wanted(replace(quiet, num_waiting=5), 2, 0.0) == 2  # a moment's wait is no reason
@@ -42,17 +42,17 @@ def test_as_many_are_wanted_as_save_more_late_requests_than_they_cost() -> None:
     assert wanted(crowded(0, num_late_before=9), 1, 61.0) == 1  # worth less than its load
 
 
-def test_however_little_a_cold_start_is_worth_a_queue_of_minutes_is_worth_more() -> None:
+def test_queue_of_minutes_outweighs_any_cold_start() -> None:
     """Only one second of it was looked at, in which one more instance computes a quarter of a prompt."""
     flood = Demand(a_model(max_instances=3), 60, 0, 0.0, backlog_s=240.0, price_s=1.0, target_s=2.0)
     assert wanted(flood, 1, 0.1) == 3
     assert wanted(flood, 1, 2.0) == 3  # though the load takes longer than it is worth alone
 
 
-def test_the_next_instance_saves_what_is_lost_without_it_and_each_saves_less() -> None:
+def test_instance_savings_equal_losses_and_decrease() -> None:
     demand, lost = crowded(60), []
     for number in (1, 2, 3, 4):
-        (one,) = sizings_of(demand, Counter(dict.fromkeys(Role, number + 1)))
-        assert one.num_lost == demand.num_saved(number, 0.0)
-        lost.append(one.num_lost)
+        (sizing,) = sizings_of(demand, Counter(dict.fromkeys(Role, number + 1)))
+        assert sizing.num_lost == demand.num_saved(number, 0.0)
+        lost.append(sizing.num_lost)
     assert lost == sorted(lost, reverse=True) and lost[0] > 2 * lost[1] > 0

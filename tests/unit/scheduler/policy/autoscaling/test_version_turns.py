@@ -11,7 +11,7 @@ from torchrelay.scheduler.policy.autoscaling.version_turns import VersionTurns
 VERSIONS = [f"v{number:03d}" for number in range(100)]
 
 
-def test_a_tick_looks_at_a_share_of_the_versions() -> None:
+def test_tick_covers_share_of_versions() -> None:
     turns = VersionTurns(0.5)
     assert turns.due(VERSIONS, 1.0) == VERSIONS  # nobody has looked yet
     assert turns.due(VERSIONS, 1.125) == VERSIONS[:25]
@@ -20,14 +20,14 @@ def test_a_tick_looks_at_a_share_of_the_versions() -> None:
     assert turns.due([], 9.1) == []
 
 
-def test_a_version_that_is_alone_has_its_turn_ten_times_a_second() -> None:
+def test_single_version_has_ten_turns_per_second() -> None:
     turns = VersionTurns(0.5)
     times = [number / 50 for number in range(51)]
     assert [now for now in times if turns.due(["v"], now)] == pytest.approx([number / 10 for number in range(11)])
 
 
 @given(gaps=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=50), number=st.integers(1, 30))
-def test_nobody_waits_longer_than_the_time_of_a_round(gaps: list[float], number: int) -> None:
+def test_every_version_has_a_turn_per_round(gaps: list[float], number: int) -> None:
     turns, now = VersionTurns(0.5), 0.0
     seen_at = dict.fromkeys(turns.due(VERSIONS[:number], now), now)
     assert len(seen_at) == number

@@ -1,4 +1,4 @@
-"""What links can carry and what they have left, from counters and transfers."""
+"""The capacity of links and what they have left, from counters and transfers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def receiving(store: StoreStatus, *shares: SourceShare) -> StoreStatus:
     return replace(store, copies={MODEL.pack_id: replace(a_copy(MODEL, 3), shares=shares)})
 
 
-def test_a_meter_smooths_and_survives_a_restart_of_the_counter() -> None:
+def test_meter_smooths_and_survives_counter_reset() -> None:
     meter = RateMeter()
     for tick in range(101):
         meter.observe(tick * 1000, 100 + tick / 10)
@@ -32,7 +32,7 @@ def test_a_meter_smooths_and_survives_a_restart_of_the_counter() -> None:
     assert meter.bytes_per_s(115.0) == 0.0  # silent
 
 
-def test_before_anything_is_measured_the_link_speed_counts_else_a_presumption() -> None:
+def test_unmeasured_link_has_reported_or_default_speed() -> None:
     links = Links()
     links.observe_store(replace(S1, nic=NicCounters(0, 0, 125 * MB)), None, 100.0)
     links.observe_store(S2, None, 100.0)
@@ -42,7 +42,7 @@ def test_before_anything_is_measured_the_link_speed_counts_else_a_presumption() 
     assert Links(50 * MB).nodes([S1], [], 100.0)["s1"].residual_in == 50 * MB
 
 
-def test_what_transfers_reach_becomes_the_capacity_of_all_links_like_it() -> None:
+def test_reached_rate_is_capacity_of_all_links() -> None:
     links = Links()
     for store in (S1, S2, S3):
         links.observe_store(store, None, 100.0)
@@ -55,7 +55,7 @@ def test_what_transfers_reach_becomes_the_capacity_of_all_links_like_it() -> Non
     assert nodes["s2"].residual_out == nodes["s3"].residual_in == 80 * MB  # not tried yet
 
 
-def test_what_comes_from_the_remote_store_says_nothing_of_links() -> None:
+def test_remote_transfers_do_not_measure_links() -> None:
     links = Links()
     copy = replace(
         a_copy(MODEL), source=REMOTE, relay_begin_us=99_000_000, relay_first_us=99_900_000, relay_end_us=100_000_000
@@ -67,7 +67,7 @@ def test_what_comes_from_the_remote_store_says_nothing_of_links() -> None:
     assert nodes[REMOTE].residual_out == pytest.approx(900 * MB, rel=1e-3)
 
 
-def test_what_a_link_reached_fades_while_others_are_measured_and_not_while_all_idle() -> None:
+def test_peak_fades_only_while_transfers_are_measured() -> None:
     links = Links()
     for store in (S1, S2, S3):
         links.observe_store(store, None, 100.0)
@@ -82,7 +82,7 @@ def test_what_a_link_reached_fades_while_others_are_measured_and_not_while_all_i
     assert links.nodes([S1, S2, S3], [], night_later + 300)["s2"].residual_in == pytest.approx(50 * MB, rel=0.01)
 
 
-def test_hosts_that_are_gone_are_forgotten() -> None:
+def test_absent_hosts_are_forgotten() -> None:
     links = Links()
     links.observe_store(S1, None, 100.0)
     for number in range(1000):
@@ -94,7 +94,7 @@ def test_hosts_that_are_gone_are_forgotten() -> None:
     assert links.hosts == {"h1"}
 
 
-def test_a_finished_relay_tells_its_mean_rate() -> None:
+def test_finished_relay_gives_mean_rate() -> None:
     links = Links()
     copy = replace(
         a_copy(MODEL), source="s1", relay_begin_us=99_000_000, relay_first_us=99_500_000, relay_end_us=100_000_000
@@ -105,7 +105,7 @@ def test_a_finished_relay_tells_its_mean_rate() -> None:
 
 
 @pytest.mark.parametrize("clock_ahead_s", [-3600, 0, 3600])
-def test_the_end_of_a_relay_is_learned_from_once_whatever_the_clock_of_its_store(clock_ahead_s: int) -> None:
+def test_relay_end_is_learned_once_regardless_of_clock(clock_ahead_s: int) -> None:
     links = Links()
     first_us = 1_000_000 * (100 + clock_ahead_s) + 3_600_000_000
     ended = replace(a_copy(MODEL), source="s1", relay_begin_us=1, relay_first_us=first_us)
@@ -122,7 +122,7 @@ def test_the_end_of_a_relay_is_learned_from_once_whatever_the_clock_of_its_store
     assert links.nodes([S1], [], 4001.0)["s1"].residual_out == pytest.approx(MODEL.pack_bytes / 0.5 / 2, rel=0.01)
 
 
-def test_kv_streams_are_background_of_their_direction_only() -> None:
+def test_kv_is_background_of_its_direction_only() -> None:
     links = Links()
     for tick in range(100):
         now = 100 + tick / 10
@@ -134,7 +134,7 @@ def test_kv_streams_are_background_of_their_direction_only() -> None:
     assert not links.nodes([S1], [], now + 5)["s1"].busy_out  # the worker fell silent
 
 
-def test_traffic_of_others_is_what_the_interfaces_carry_beside_relays() -> None:
+def test_background_is_interface_traffic_beside_relays() -> None:
     links = Links()
     for tick in range(100):
         now = 100 + tick / 10
@@ -143,7 +143,7 @@ def test_traffic_of_others_is_what_the_interfaces_carry_beside_relays() -> None:
     assert links.nodes([S1], [], now)["s1"].residual_out == pytest.approx(80 * MB, rel=1e-2)
 
 
-def test_running_relays_take_what_they_were_planned_to_and_are_shared_with_when_all_is_taken() -> None:
+def test_running_relays_take_planned_rates_and_share_when_full() -> None:
     links = Links()
     for store in (S1, S2):
         links.observe_store(replace(store, nic=NicCounters(0, 0, 100 * MB)), None, 100.0)
@@ -156,7 +156,7 @@ def test_running_relays_take_what_they_were_planned_to_and_are_shared_with_when_
     assert links.nodes([S1, S2], [small], 100.0)["s1"].residual_out == 80 * MB
 
 
-def test_a_direction_that_fell_short_counts_as_slow_for_a_while() -> None:
+def test_short_direction_is_slow_for_a_while() -> None:
     links = Links()
     for store in (S1, S2):
         links.observe_store(replace(store, nic=NicCounters(0, 0, 100 * MB)), None, 100.0)
@@ -170,7 +170,7 @@ def test_a_direction_that_fell_short_counts_as_slow_for_a_while() -> None:
     assert links.nodes([S1, S2], [], 140.0)["s1"].residual_out > 40 * MB
 
 
-def test_a_link_that_falls_short_whenever_it_is_tried_is_tried_ever_less_often() -> None:
+def test_repeatedly_short_link_is_tried_less_often() -> None:
     links = Links()
     for store in (S1, S2):
         links.observe_store(replace(store, nic=NicCounters(0, 0, 100 * MB)), None, 1000.0)
@@ -186,7 +186,7 @@ def test_a_link_that_falls_short_whenever_it_is_tried_is_tried_ever_less_often()
     assert links.nodes([S1, S2], [], 4600.0)["s1"].residual_out == pytest.approx(80 * MB), "it has become faster"
 
 
-def test_a_lost_store_is_forgotten() -> None:
+def test_lost_store_is_forgotten() -> None:
     links = Links()
     links.observe_store(S1, None, 100.0)
     links.observe_store(
@@ -198,7 +198,7 @@ def test_a_lost_store_is_forgotten() -> None:
     assert links.nodes([S1], [], 100.0)["s1"].residual_in == DEFAULT_BYTES_PER_S
 
 
-def test_a_failure_domain_wider_than_the_host_is_a_leaf() -> None:
+def test_failure_domain_above_host_is_a_leaf() -> None:
     links = Links()
     stores = [replace(S1, failure_domain="rack-1"), replace(S2, failure_domain="h2")]
     nodes = links.nodes(stores, [], 100.0)
@@ -206,7 +206,7 @@ def test_a_failure_domain_wider_than_the_host_is_a_leaf() -> None:
     assert (nodes["s1"].host, nodes["s2"].host) == ("h1", "h2")
 
 
-def test_the_best_link_is_found_again_when_its_host_is_gone() -> None:
+def test_best_link_is_recomputed_when_host_leaves() -> None:
     links, stores = Links(), [a_store(f"s{number}", f"h{number}") for number in range(4)]
     for store in stores:
         links.observe_store(store, None, 100.0)

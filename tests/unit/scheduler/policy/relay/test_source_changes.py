@@ -15,7 +15,7 @@ def copy_with(num_verified: int, *shares: SourceShare) -> PackCopy:
     return replace(a_copy(MODEL, num_verified), shares=shares)
 
 
-def test_who_joined_and_who_was_given_up() -> None:
+def test_joined_and_dropped_sources() -> None:
     before = copy_with(1, SourceShare("a", 1, 1.0, True), SourceShare("b", 1, 1.0, False, "slow"))
     after = copy_with(
         2,

@@ -87,7 +87,7 @@ def state_of(transfers: Transfers) -> TransferState:
     return transfer.state
 
 
-def test_a_relay_begins_and_ends(transfers: Transfers, report: Reporting) -> None:
+def test_relay_has_started_and_finished_events(transfers: Transfers, report: Reporting) -> None:
     plan(transfers)
     assert report() == [] and report(copy_with(0, relay_begin_us=0)) == []  # its range is being reserved
     (begun,) = report(copy_with(1, SourceShare("s1", 1, 2.0, True)))
@@ -104,7 +104,7 @@ def test_a_relay_begins_and_ends(transfers: Transfers, report: Reporting) -> Non
     assert report(whole()) == []
 
 
-def test_one_over_between_two_reports_has_begun_and_finished(transfers: Transfers, report: Reporting) -> None:
+def test_relay_between_two_reports_starts_and_finishes(transfers: Transfers, report: Reporting) -> None:
     plan(transfers, urgent=False, reason=Reason())
     events = report(whole(SourceShare("s1", 3_000_000, 0.0), SourceShare("remote", 1_000_000, 0.0), num_repairs=1))
     assert kinds(events) == [
@@ -116,13 +116,13 @@ def test_one_over_between_two_reports_has_begun_and_finished(transfers: Transfer
     assert words(events)[-1] == "s1 75% + remote 25% -> s2: 4 MB in 2 s, 2 MB/s, 1 repair"
 
 
-def test_how_long_a_short_one_took_is_events_in_milliseconds(transfers: Transfers, report: Reporting) -> None:
+def test_short_relay_duration_is_in_milliseconds(transfers: Transfers, report: Reporting) -> None:
     plan(transfers)
     (_, finished) = report(copy_with(NUM_CHUNKS, SourceShare("s1", 3_620_000, 0.0), relay_end_us=1_012_700))
     assert words([finished]) == ["s1 -> s2: 3.62 MB in 12.7 ms, 285 MB/s"]
 
 
-def test_a_repair_is_events_once_its_new_source_is_known(transfers: Transfers, report: Reporting) -> None:
+def test_repair_event_names_new_source(transfers: Transfers, report: Reporting) -> None:
     plan(transfers)
     report(copy_with(1, SourceShare("s1", 1, 5e6, True)))
     gone = SourceShare("s1", 1, 0.0, False, "reset by peer")
@@ -134,7 +134,7 @@ def test_a_repair_is_events_once_its_new_source_is_known(transfers: Transfers, r
     assert report(copy_with(4, gone, SourceShare("s3", 1, 1.0, True), num_repairs=2)) == []
 
 
-def test_a_source_joined_beside_one_in_doubt_names_it(transfers: Transfers, report: Reporting) -> None:
+def test_join_event_names_lagging_source(transfers: Transfers, report: Reporting) -> None:
     plan(transfers)
     report(copy_with(1, SourceShare("s1", 1, 5e6, True)))
     events = report(copy_with(2, SourceShare("s1", 1, 1e6, True), SourceShare("s3", 0, 0.0, True), num_repairs=1))
@@ -157,7 +157,7 @@ def test_failures_name_their_cause(transfers: Transfers, report: Reporting) -> N
     assert transfers.refused(KEY, "arena full", 101.0) == []
 
 
-def test_a_store_that_is_lost_or_never_begins_ends_its_relays(transfers: Transfers, report: Reporting) -> None:
+def test_lost_or_idle_store_ends_its_relays(transfers: Transfers, report: Reporting) -> None:
     plan(transfers)
     report(copy_with(2))
     assert transfers.refused(KEY, "another order", 101.0) == []  # it runs
@@ -168,13 +168,13 @@ def test_a_store_that_is_lost_or_never_begins_ends_its_relays(transfers: Transfe
     assert words(report()) == ["s2 ended: its store has not begun it"]
 
 
-def test_one_that_was_there_already_is_no_relay(transfers: Transfers, report: Reporting) -> None:
+def test_present_pack_is_no_relay(transfers: Transfers, report: Reporting) -> None:
     plan(transfers, earlier=whole())
     (finished,) = report(whole())
     assert finished.kind is TransferEventKind.FINISHED and not finished.in_history and transfers.shown(101.0) == []
 
 
-def test_relays_that_others_ordered_are_known_by_reports(transfers: Transfers, report: Reporting) -> None:
+def test_foreign_relays_are_known_by_reports(transfers: Transfers, report: Reporting) -> None:
     (begun,) = report(copy_with(1, SourceShare("s7", 1, 1.0, True)))
     assert words([begun]) == ["s7 -> s2, urgent, 33.6 MB"]
     (finished,) = report(whole(SourceShare("s7", 1, 0.0)))
@@ -185,7 +185,7 @@ def test_relays_that_others_ordered_are_known_by_reports(transfers: Transfers, r
     assert kinds(events) == [TransferEventKind.FAILED, TransferEventKind.STARTED]
 
 
-def test_a_new_scheduler_goes_on_with_what_runs_and_is_silent_on_what_was(transfers: Transfers) -> None:
+def test_new_scheduler_adopts_running_relays_silently(transfers: Transfers) -> None:
     done = replace(whole(), pack_id="another pack")
     assert transfers.observe(store(copy_with(3, SourceShare("s1", 3, 1.0, True)), done), None, 100.0) == []
     assert [transfer.key for transfer in transfers.shown(100.0)] == [KEY]
@@ -193,7 +193,7 @@ def test_a_new_scheduler_goes_on_with_what_runs_and_is_silent_on_what_was(transf
     assert kinds(events) == [TransferEventKind.FINISHED]
 
 
-def test_what_has_ended_is_shown_for_a_while(transfers: Transfers, report: Reporting) -> None:
+def test_ended_transfer_is_shown_for_a_while(transfers: Transfers, report: Reporting) -> None:
     plan(transfers)
     report(whole())
     (ended,) = transfers.shown(report.now)
@@ -201,11 +201,11 @@ def test_what_has_ended_is_shown_for_a_while(transfers: Transfers, report: Repor
     plan(transfers, 102.0)
     (again,) = transfers.shown(report.now)  # of one pack and target the last
     assert not again.ended_at
-    transfers.refused(KEY, "no room", report.now)
+    transfers.refused(KEY, "no space", report.now)
     assert transfers.shown(report.now + ENDED_SHOWN_S) == []
 
 
-def test_a_changed_transfer_keeps_its_place_and_an_ended_one_does_not_come_back(transfers: Transfers) -> None:
+def test_put_keeps_rank_and_ignores_ended_transfer(transfers: Transfers) -> None:
     plan(transfers)
     transfer = transfers.get(KEY)
     assert transfer is not None
@@ -213,7 +213,7 @@ def test_a_changed_transfer_keeps_its_place_and_an_ended_one_does_not_come_back(
     changed = transfers.get(KEY)
     assert changed is not None and changed.sources == (("s3", 9e6),) and changed.num_replans == 1
     assert (changed.planned_at, changed.rank) == (100.0, transfer.rank)
-    transfers.refused(KEY, "no room", 101.0)
+    transfers.refused(KEY, "no space", 101.0)
     transfers.put(changed)
     assert transfers.get(KEY) is None
 
@@ -221,7 +221,7 @@ def test_a_changed_transfer_keeps_its_place_and_an_ended_one_does_not_come_back(
 # States
 
 
-def test_an_order_of_the_replicator_goes_through_all_states(transfers: Transfers, report: Reporting) -> None:
+def test_replicator_order_passes_all_states(transfers: Transfers, report: Reporting) -> None:
     plan(transfers, cause=CopyCause.SPREAD)
     assert state_of(transfers) is TransferState.PLANNED and transfers.ordered == (KEY,)
     transfers.accepted(KEY, 100.0)
@@ -235,9 +235,7 @@ def test_an_order_of_the_replicator_goes_through_all_states(transfers: Transfers
     assert transfers.get(KEY) is None
 
 
-def test_a_wake_is_given_up_after_its_plan_an_order_after_its_acceptance(
-    transfers: Transfers, report: Reporting
-) -> None:
+def test_wake_times_out_from_plan_and_order_from_acceptance(transfers: Transfers, report: Reporting) -> None:
     plan(transfers)
     report.now += START_TIMEOUT_S
     assert words(report()) == ["s2 ended: its store has not begun it"]
@@ -250,16 +248,14 @@ def test_a_wake_is_given_up_after_its_plan_an_order_after_its_acceptance(
     assert words(report()) == ["s2 ended: the store does not report it"]
 
 
-def test_a_copy_whose_range_is_being_reserved_is_not_given_up(transfers: Transfers, report: Reporting) -> None:
+def test_copy_being_reserved_does_not_time_out(transfers: Transfers, report: Reporting) -> None:
     plan(transfers)
     report.now += 6 * START_TIMEOUT_S
     assert report(copy_with(0, relay_begin_us=0)) == []
     assert kinds(report(copy_with(1))) == [TransferEventKind.STARTED]
 
 
-def test_an_error_before_the_begin_counts_unless_an_earlier_run_left_it(
-    transfers: Transfers, report: Reporting
-) -> None:
+def test_error_before_begin_counts_unless_stale(transfers: Transfers, report: Reporting) -> None:
     plan(transfers)
     (failed,) = report(copy_with(0, relay_begin_us=0, error="no manifest"))
     assert failed.transfer.error == "no manifest"
@@ -272,7 +268,7 @@ def test_an_error_before_the_begin_counts_unless_an_earlier_run_left_it(
         assert words(report(left)) == ["s2 ended: the store does not report it"]
 
 
-def test_an_order_for_a_copy_on_its_way_belongs_to_its_transfer(transfers: Transfers, report: Reporting) -> None:
+def test_order_joins_running_transfer(transfers: Transfers, report: Reporting) -> None:
     plan(transfers, urgent=False)
     there = TransferEdge("s2", ("s1", REMOTE), already_there=True)
     transfers.plan(PACK, MODEL.pack_bytes, [there], {}, 103.0, cause=CopyCause.REPLICATE, reason=Reason("replicate"))
@@ -284,31 +280,27 @@ def test_an_order_for_a_copy_on_its_way_belongs_to_its_transfer(transfers: Trans
     assert not transfers.num_running
 
 
-def test_a_run_that_was_begun_anew_does_not_end_its_order(transfers: Transfers, report: Reporting) -> None:
+def test_restarted_run_keeps_its_order(transfers: Transfers, report: Reporting) -> None:
     plan(transfers, cause=CopyCause.REBUILD)
     report(copy_with(1))
     (failed, begun) = report(copy_with(1, relay_begin_us=9_000_000))
     assert failed.transfer.cause is None and begun.transfer.cause is CopyCause.REBUILD and transfers.ordered == (KEY,)
 
 
-def test_a_restarted_store_that_has_the_pack_in_its_arena_has_finished_it(
-    transfers: Transfers, report: Reporting
-) -> None:
+def test_restarted_store_with_pack_finishes_transfer(transfers: Transfers, report: Reporting) -> None:
     plan(transfers)
     report(copy_with(7))
     (finished,) = report(copy_with(NUM_CHUNKS, relay_begin_us=0))
     assert finished.kind is TransferEventKind.FINISHED and not transfers.num_running
 
 
-def test_a_refusal_does_not_stop_what_runs(transfers: Transfers, report: Reporting) -> None:
+def test_refusal_leaves_running_transfer(transfers: Transfers, report: Reporting) -> None:
     plan(transfers, cause=CopyCause.REPLICATE)
     report(copy_with(1))
     assert transfers.refused(KEY, "the answer did not come in time", 101.0) == [] and transfers.ordered == (KEY,)
 
 
-def test_a_report_from_before_the_begin_costs_a_transfer_neither_its_plan_nor_its_order(
-    transfers: Transfers, report: Reporting
-) -> None:
+def test_older_report_keeps_plan_and_order(transfers: Transfers, report: Reporting) -> None:
     left = copy_with(3, relay_begin_us=500_000, error="its source died")
     plan(transfers, earlier=left, cause=CopyCause.REPLICATE)
     report(copy_with(1))
@@ -324,9 +316,7 @@ def test_a_report_from_before_the_begin_costs_a_transfer_neither_its_plan_nor_it
     assert failed.transfer.cause is CopyCause.REPLICATE and transfers.get(KEY) is None
 
 
-def test_a_young_copy_that_stays_away_is_given_up_in_time_and_recorded_once(
-    transfers: Transfers, report: Reporting
-) -> None:
+def test_missing_young_copy_fails_once_after_timeout(transfers: Transfers, report: Reporting) -> None:
     plan(transfers, cause=CopyCause.REPLICATE)
     transfers.accepted(KEY, report.now)
     report(copy_with(1))
@@ -340,7 +330,7 @@ def test_a_young_copy_that_stays_away_is_given_up_in_time_and_recorded_once(
 # Planning
 
 
-def test_transfers_are_holders_until_they_end(transfers: Transfers) -> None:
+def test_transfers_count_as_holders_until_end(transfers: Transfers) -> None:
     edges = [TransferEdge("s1", (REMOTE,)), TransferEdge("s2", ("s1", REMOTE))]
     transfers.plan(PACK, MODEL.pack_bytes, edges, {}, 100.0)
     assert transfers.receiving(PACK, []) == ["s1", "s2"]
@@ -364,7 +354,7 @@ def test_stores_of_one_plan_keep_its_order(transfers: Transfers) -> None:
 
 
 @pytest.mark.parametrize("clock_ahead_s", [-3600, 0, 3600])
-def test_the_clock_of_a_store_does_not_change_the_order_of_age(transfers: Transfers, clock_ahead_s: int) -> None:
+def test_store_clock_does_not_change_order(transfers: Transfers, clock_ahead_s: int) -> None:
     def reported(name: str, begin_s: float) -> StoreStatus:
         copy = copy_with(3, relay_begin_us=int((begin_s + clock_ahead_s) * 1e6))
         return a_store(name, f"h{name}", [copy])
@@ -387,14 +377,14 @@ def test_every_striped_source_sends_its_share(transfers: Transfers) -> None:
     assert not transfers.with_rates()
 
 
-def test_a_transfer_that_nobody_planned_takes_no_planned_rate(transfers: Transfers, report: Reporting) -> None:
+def test_unplanned_transfer_has_no_planned_rate(transfers: Transfers, report: Reporting) -> None:
     report(copy_with(1, SourceShare("s7", 1, 40.0, True)))
     assert transfers.num_running == 1 and not transfers.with_rates()
     assert transfers.receiving(PACK, [report.before]) == ["s2"]
     assert transfers.progress(PACK, [report.before]) == {"s2": ReceiveProgress(1 / NUM_CHUNKS, 40.0)}
 
 
-def test_how_far_copies_are(transfers: Transfers) -> None:
+def test_progress_of_incoming_copies(transfers: Transfers) -> None:
     edges = [TransferEdge("s1", (REMOTE,), bytes_per_s=5.0), TransferEdge("s2", ("s1",), bytes_per_s=5.0)]
     transfers.plan(PACK, MODEL.pack_bytes, edges, {}, 1.0)
     shares = (SourceShare("s0", 10, 40.0, True), SourceShare("s9", 10, 2.0, True))
@@ -403,6 +393,6 @@ def test_how_far_copies_are(transfers: Transfers) -> None:
         a_store("s2", "h2"),
         a_store("s3", "h3", [a_copy(MODEL)]),
     ]
-    found = transfers.progress(PACK, stores)
-    assert found == {"s1": ReceiveProgress(0.25, 42.0), "s2": ReceiveProgress(0.0, 5.0)}
-    assert found["s1"].serves_bytes_per_s == pytest.approx(56.0)  # it has a quarter's lead
+    progress = transfers.progress(PACK, stores)
+    assert progress == {"s1": ReceiveProgress(0.25, 42.0), "s2": ReceiveProgress(0.0, 5.0)}
+    assert progress["s1"].serves_bytes_per_s == pytest.approx(56.0)  # it has a quarter's lead

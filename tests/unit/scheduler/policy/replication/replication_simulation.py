@@ -22,17 +22,13 @@ IDLE_S = 20.0  # an instance holds its copy so long after its last request
 
 @dataclass
 class Figures:
-    """What was seen."""
+    """The measurements of a run."""
 
-    num_failures: int = 0
-    num_returns_with_arena: int = 0
     num_rebuilds: int = 0
-    num_copies_made: int = 0
     unprotected_s: float = 0.0  # longest time in which a pack with a copy had fewer than it should, after one loss
     exposed_s: float = 0.0  # longest time from a used pack's first copy to its second, in another domain
     num_exposed: int = 0  # packs that had one copy alone for a step at least
     num_windows: int = 0  # moments at which a used pack that had two copies has none in RAM, under single losses
-    num_newcomers_lost: int = 0  # used packs that had one copy yet, on a host that was lost
     max_over_mean_bytes: list[float] = field(default_factory=list)  # of kept copies, over the hosts that are up
     max_kept_per_pack: int = 0
     mean_copies_per_pack: float = 0.0
@@ -41,11 +37,7 @@ class Figures:
     num_settled: int = 0
     num_stale_relays: int = 0  # that count on their links, though nothing arrives by them
     double_loss_packs: float = 0.0  # recent packs that lose their last copy, mean over all pairs of hosts
-    double_loss_any: float = 0.0  # part of all pairs whose loss costs at least one pack
     rack_lost: int = 0  # recent packs that lost their last copy with a whole rack
-    doubles_simulated: int = 0
-    doubles_lost: int = 0
-    doubles_back_s: float = 0.0  # until the lost ones were back, the longest
 
 
 class Simulation:
@@ -91,7 +83,6 @@ class Simulation:
         effects = self.policy.apply(input_, self.now)
         kinds = Counter(event.kind for event in effects.events)
         self.figures.num_rebuilds += kinds["rebuild"]
-        self.figures.num_copies_made += kinds["copied"]
         for command in effects.commands:
             match command:
                 case RetainCommand():
@@ -140,8 +131,6 @@ class Simulation:
         host.touch()
         self._returns.append((self.now + back_s, name, keeps_arena))
         self._apply(StoreGone(name))
-        self.figures.num_failures += not keeps_arena
-        self.figures.num_returns_with_arena += keeps_arena
 
     def _bring_back(self) -> None:
         for due in [due for due in self._returns if due[0] <= self.now]:
@@ -153,17 +142,17 @@ class Simulation:
     def whole(self) -> dict[str, list[Host]]:
         """The hosts with a whole copy, by pack that was used of late."""
         since = self.now - self.config.recent_s
-        found: dict[str, list[Host]] = {
+        whole: dict[str, list[Host]] = {
             use.model.pack_id: [] for use in self.state.replication_state.recent_packs if use.last_used >= since
         }
         for host in self.hosts.values():
             for pack_id, held in host.held.items():
-                if host.up and held.whole and pack_id in found:
-                    found[pack_id].append(host)
-        return found
+                if host.up and held.whole and pack_id in whole:
+                    whole[pack_id].append(host)
+        return whole
 
     def short(self, pack_ids: Iterable[str]) -> list[str]:
-        """Those of the packs, used of late, that are in fewer failure domains than they should be."""
+        """Recently used packs among ``pack_ids`` that are in too few failure domains."""
         whole = self.whole()
         return [
             pack_id
@@ -177,7 +166,7 @@ class Simulation:
         return [pack_id for pack_id in self.protected if pack_id in whole and not whole[pack_id]]
 
     def kept_bytes(self) -> Counter[str]:
-        """By host, the copies of settled packs that are retained."""
+        """Bytes of retained copies, by host."""
         kept: Counter[str] = Counter({name: 0 for name, host in self.hosts.items() if host.up})
         for name, host in self.hosts.items():
             for pack_id in host.retained_packs:
@@ -195,11 +184,9 @@ class Simulation:
         whole = self.whole()
         domains = {pack_id: {host.domain for host in hosts} for pack_id, hosts in whole.items()}
         self.protected &= whole.keys()
-        self.protected |= {pack_id for pack_id, found in domains.items() if len(found) >= self.config.recent_copies}
-        single = {pack_id for pack_id, found in domains.items() if found} - self.protected
+        self.protected |= {pack_id for pack_id, names in domains.items() if len(names) >= self.config.recent_copies}
+        single = {pack_id for pack_id, names in domains.items() if names} - self.protected
         self.figures.num_exposed += len(single - self._single_since.keys())
-        gone = {pack_id for pack_id in self._single_since if pack_id in domains and not domains[pack_id]}
-        self.figures.num_newcomers_lost += len(gone)
         self._single_since = {pack_id: self._single_since.get(pack_id, self.now) for pack_id in single}
         longest = max((self.now - since for since in self._single_since.values()), default=0.0)
         self.figures.exposed_s = max(self.figures.exposed_s, longest)
@@ -229,4 +216,3 @@ class Simulation:
                 pairs[places] += 1
         num_pairs = sum(1 for _ in combinations(kept, 2))
         figures.double_loss_packs = sum(pairs.values()) / num_pairs
-        figures.double_loss_any = len(pairs) / num_pairs

@@ -1,4 +1,4 @@
-"""What a copy in RAM or on disk saves."""
+"""The worth of copies in RAM and on disk."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def test_the_worked_example_of_the_docs() -> None:
     assert round(worth.in_ram * 3600) == 522 and round(disk_has_it.in_ram * 3600) == 185
 
 
-def test_all_devices_of_a_slot_wait_for_a_load() -> None:
+def test_load_costs_all_devices_of_slot() -> None:
     costs = {tier: load_cost(load_s, 0.0, 60.0, 60.0) for tier, load_s in LOADS.items()}  # nobody is late
-    one, four = (pack_worth(replace(MODEL, num_devices=number), costs, 300.0, is_on_disk=False) for number in (1, 4))
-    assert one.saved == pytest.approx(24.0) and four.saved == pytest.approx(96.0)
+    single, four = (pack_worth(replace(MODEL, num_devices=number), costs, 300.0, is_on_disk=False) for number in (1, 4))
+    assert single.saved == pytest.approx(24.0) and four.saved == pytest.approx(96.0)
 
 
 @given(
@@ -41,7 +41,7 @@ def test_all_devices_of_a_slot_wait_for_a_load() -> None:
     st.tuples(st.floats(0.1, 1e7), st.floats(0.1, 1e7)),
     st.booleans(),
 )
-def test_no_copy_is_worth_less_than_nothing_and_the_sooner_used_is_worth_as_much(
+def test_worth_is_never_negative_and_falls_with_return_time(
     costs: tuple[float, ...], returns_s: tuple[float, float], is_on_disk: bool
 ) -> None:
     load_costs = dict(zip(LOADS, costs, strict=True))
@@ -49,7 +49,7 @@ def test_no_copy_is_worth_less_than_nothing_and_the_sooner_used_is_worth_as_much
     assert sooner.in_ram >= later.in_ram >= 0.0 and sooner.on_disk >= later.on_disk >= 0.0
 
 
-def test_a_load_costs_more_where_more_is_late() -> None:
+def test_load_cost_grows_with_late_requests() -> None:
     costs = [
         load_cost(26.0, arrivals_per_s, target_s, price_s)
         for arrivals_per_s, target_s, price_s in (

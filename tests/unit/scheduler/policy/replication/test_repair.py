@@ -61,7 +61,7 @@ def three(*copies_of_first: PackCopy) -> list[StoreStatus]:
     ]
 
 
-def test_a_recent_pack_gets_its_second_copy_in_another_domain() -> None:
+def test_recent_pack_gets_second_copy_in_other_domain() -> None:
     decided = decide(three(a_copy("p")), used("p"))
     assert orders(decided) == [("p", "c", CopyCause.REPLICATE)]
     assert not decided.orders[0].urgent and not decided.orders[0].may_evict_retained
@@ -69,7 +69,7 @@ def test_a_recent_pack_gets_its_second_copy_in_another_domain() -> None:
     assert decided.num_short == 1 and not decided.settled
 
 
-def test_a_working_copy_counts_as_one_and_so_does_what_arrives() -> None:
+def test_working_and_incoming_copies_count() -> None:
     stores = three(a_copy("p", pins=2))
     stores[2] = a_store("c", a_copy("p", verified=3), domain="r2")
     decided = decide(stores, used("p"))
@@ -79,23 +79,23 @@ def test_a_working_copy_counts_as_one_and_so_does_what_arrives() -> None:
     assert not decided.orders and decided.settled == {"p"}
 
 
-def test_what_was_ordered_is_not_ordered_again() -> None:
+def test_ordered_copy_is_not_ordered_again() -> None:
     assert decide(three(a_copy("p")), used("p")).orders
     assert not decide(three(a_copy("p")), used("p"), under_way=(("p", "c"),)).orders
 
 
-def test_where_it_failed_lately_it_does_not_go_again() -> None:
+def test_copy_avoids_store_of_recent_failure() -> None:
     decided = decide(three(a_copy("p")), used("p"), avoid=frozenset({("p", "c")}))
     assert orders(decided) == [("p", "b", CopyCause.REPLICATE)]  # better in the same rack than not at all
 
 
-def test_a_failed_copy_is_none_and_may_be_tried_again() -> None:
+def test_failed_copy_may_be_tried_again() -> None:
     stores = three(a_copy("p"))
     stores[2] = a_store("c", a_copy("p", verified=2, error="its source died"), domain="r2")
     assert orders(decide(stores, used("p"))) == [("p", "c", CopyCause.REPLICATE)]
 
 
-def test_one_host_or_one_domain_does_what_it_can() -> None:
+def test_single_host_or_domain_orders_nothing_impossible() -> None:
     alone = decide([a_store("a", a_copy("p"))], used("p"))
     assert not alone.orders and alone.settled == {"p"} and alone.retained_packs == {"a": ("p",)}
     rack = [a_store("a", a_copy("p"), domain="r1"), a_store("b", domain="r1")]
@@ -105,12 +105,12 @@ def test_one_host_or_one_domain_does_what_it_can() -> None:
     assert not decide([], used("p")).orders
 
 
-def test_without_a_domain_of_its_own_a_host_is_one() -> None:
+def test_host_is_its_own_domain_by_default() -> None:
     stores = [a_store("a", a_copy("p")), a_store("b")]
     assert orders(decide(stores, used("p"))) == [("p", "b", CopyCause.REPLICATE)]
 
 
-def test_a_lost_copy_is_rebuilt_urgently_and_before_anything_else() -> None:
+def test_lost_copy_is_rebuilt_urgently_first() -> None:
     stores = three(a_copy("new"), a_copy("old"))
     decided = decide(stores, used("new", 1.0), used("old", 100.0, settled=True))
     assert orders(decided)[0] == ("old", "c", CopyCause.REBUILD) and decided.orders[0].urgent
@@ -122,7 +122,7 @@ def test_a_lost_copy_is_rebuilt_urgently_and_before_anything_else() -> None:
     assert not decide(stores, *packs, config=few, under_way=(("old", "c"),)).orders
 
 
-def test_rebuilds_are_bounded_in_all_and_per_store() -> None:
+def test_rebuilds_are_bounded_in_total_and_per_store() -> None:
     packs = [used(f"p{number}", number, settled=True) for number in range(20)]
     stores = [a_store("full", *(a_copy(pack.pack_id) for pack in packs), arena=40 * GB, domain="r0")]
     stores += [a_store(f"s{number}", arena=40 * GB) for number in range(4)]
@@ -134,14 +134,14 @@ def test_rebuilds_are_bounded_in_all_and_per_store() -> None:
     assert per_store[0] == 0 and max(per_store) <= 3 and min(per_store[1:]) >= 1
 
 
-def test_half_of_the_places_stay_free_of_what_is_not_urgent() -> None:
+def test_idle_copies_leave_half_of_limits_free() -> None:
     packs = [used(f"p{number}", number) for number in range(20)]
     stores = [a_store("full", *(a_copy(pack.pack_id) for pack in packs), arena=40 * GB)]
     stores += [a_store(f"s{number}", arena=40 * GB) for number in range(20)]
     assert len(decide(stores, *packs, config=replace(RULES, max_replications=8)).orders) == 4
 
 
-def test_a_store_that_is_away_for_a_moment_keeps_what_it_has_but_gets_nothing() -> None:
+def test_silent_store_keeps_copies_and_gets_none() -> None:
     stores = [a_store("a", a_copy("p")), a_store("b", a_copy("p")), a_store("c")]
     known = used("p", settled=True)
     assert not decide(stores, known, away=frozenset({"b"})).orders
@@ -151,7 +151,7 @@ def test_a_store_that_is_away_for_a_moment_keeps_what_it_has_but_gets_nothing() 
     assert not decide(stores, known, away=frozenset({"b"})).orders
 
 
-def test_what_was_lost_altogether_comes_back_but_not_what_was_let_go() -> None:
+def test_lost_pack_returns_and_evicted_pack_does_not() -> None:
     stores = [a_store("a"), a_store("b")]
     assert orders(decide(stores, used("p", lost=True))) == [("p", "a", CopyCause.REBUILD)]
     assert not decide(stores, used("p")).orders
@@ -159,16 +159,16 @@ def test_what_was_lost_altogether_comes_back_but_not_what_was_let_go() -> None:
     assert not decide(stores, used("p", ago_s=9_000)).orders
 
 
-def test_a_pack_without_demand_has_one_copy_while_nobody_needs_the_room() -> None:
+def test_pack_without_demand_keeps_one_copy_in_free_space() -> None:
     old = used("old", ago_s=9_000, lost=True)
     full = [a_store("a", a_copy("x", 8 * GB), arena=10 * GB)]
-    assert not decide(full, old).orders  # within the budget of 8 GB there is no room
+    assert not decide(full, old).orders  # within the budget of 8 GB there is no space
     stores = [a_store("a", a_copy("old")), a_store("b", a_copy("old"))]
     decided = decide(stores, replace(old, lost=False))
     assert not decided.orders and decided.retained_packs == {"a": (), "b": ()}
 
 
-def test_copies_beyond_two_may_go_the_pinned_and_the_far_apart_stay() -> None:
+def test_extra_copies_may_go_and_pinned_stay() -> None:
     stores = [
         a_store("a", a_copy("p"), domain="r1"),
         a_store("b", a_copy("p", pins=1), domain="r1"),
@@ -180,7 +180,7 @@ def test_copies_beyond_two_may_go_the_pinned_and_the_far_apart_stay() -> None:
     assert {store for store, packs in decided.retained_packs.items() if packs} == {"b", "c"}
 
 
-def test_retained_packs_name_the_spare_ones_first_then_the_last_ones_of_each_the_longest_unused_first() -> None:
+def test_retained_packs_list_spare_copies_before_last() -> None:
     stores = [
         a_store("a", a_copy("one"), a_copy("two"), a_copy("three")),
         a_store("b", a_copy("two"), a_copy("three")),
@@ -197,7 +197,7 @@ def test_retained_packs_name_the_spare_ones_first_then_the_last_ones_of_each_the
     }
 
 
-def test_what_is_worth_least_goes_first_however_lately_it_was_used() -> None:
+def test_least_worth_goes_first_regardless_of_use() -> None:
     stores = [a_store("a", *map(a_copy, ("late", "dear", "cheap")))]
     packs = [
         used("late", 1, worth=PackWorth(in_ram=2.0)),
@@ -207,7 +207,7 @@ def test_what_is_worth_least_goes_first_however_lately_it_was_used() -> None:
     assert decide(stores, *packs).retained_packs == {"a": ("cheap", "late", "dear")}
 
 
-def test_a_pack_that_is_expected_soon_is_kept_as_one_that_was_used_lately() -> None:
+def test_expected_pack_is_kept_like_recent_pack() -> None:
     stores = three(a_copy("p"))
     assert not decide(stores, used("p", 3000, worth=PackWorth(return_s=601.0))).orders
     decided = decide(stores, used("p", 3000, worth=PackWorth(return_s=599.0)))
@@ -215,13 +215,13 @@ def test_a_pack_that_is_expected_soon_is_kept_as_one_that_was_used_lately() -> N
     assert decided.retained_packs["a"] == ("p",) and decided.in_demand == {"p"} and decided.num_short == 1
 
 
-def test_of_packs_that_lack_a_copy_the_dearest_is_first() -> None:
+def test_most_valuable_missing_copy_is_first() -> None:
     packs = [used(name, 1, worth=PackWorth(in_ram=worth)) for name, worth in (("p", 1.0), ("q", 3.0), ("r", 2.0))]
     decided = decide(three(*map(a_copy, "pqr")), *packs)
     assert [order.pack_id for order in decided.orders] == ["q", "r"]
 
 
-def test_what_is_worth_least_on_a_disk_leaves_it_first() -> None:
+def test_disk_order_begins_with_least_worth() -> None:
     packs = [
         used("p", worth=PackWorth(on_disk=2.0)),
         used("q", worth=PackWorth(on_disk=1.0)),
@@ -230,14 +230,14 @@ def test_what_is_worth_least_on_a_disk_leaves_it_first() -> None:
     assert decide(three(), *packs).disk_order == ("old", "q", "p")
 
 
-def test_a_pack_that_no_ram_has_comes_back_where_a_disk_has_it() -> None:
+def test_rebuild_prefers_host_with_disk_copy() -> None:
     stores = three()
     assert orders(decide(stores, used("p", lost=True))) == [("p", "a", CopyCause.REBUILD)]
     stores[1] = replace(stores[1], disk_pack_ids=frozenset({"p"}))
     assert orders(decide(stores, used("p", lost=True))) == [("p", "b", CopyCause.REBUILD)]
 
 
-def test_the_last_ones_are_spread_over_the_stores_and_incoming_copies_are_retained_too() -> None:
+def test_last_copies_are_spread_and_incoming_are_retained() -> None:
     stores = [a_store("a", a_copy("p"), a_copy("q")), a_store("b", a_copy("p"), a_copy("q"))]
     retained_packs = decide(stores, used("p", 1), used("q", 2)).retained_packs
     assert retained_packs["a"][0] != retained_packs["b"][0] and set(retained_packs["a"]) == set(
@@ -246,14 +246,14 @@ def test_the_last_ones_are_spread_over_the_stores_and_incoming_copies_are_retain
     assert decide([a_store("a", a_copy("p")), a_store("b")], used("p")).retained_packs == {"a": ("p",), "b": ("p",)}
 
 
-def test_of_copies_on_their_way_the_one_ordered_first_is_retained() -> None:
+def test_first_ordered_incoming_copy_is_retained() -> None:
     stores = [a_store("a", a_copy("p")), a_store("b"), a_store("c")]
     for first, second in (("b", "c"), ("c", "b")):
         retained_packs = decide(stores, used("p"), under_way=(("p", first), ("p", second))).retained_packs
         assert retained_packs == {"a": ("p",), first: ("p",), second: ()}
 
 
-def test_copies_that_would_fail_together_are_spread_when_there_is_a_place() -> None:
+def test_copies_in_one_domain_are_spread() -> None:
     stores = [a_store("a", a_copy("p"), domain="r1"), a_store("b", a_copy("p"), domain="r1")]
     assert not decide(stores, used("p", settled=True)).orders
     stores.append(a_store("c", domain="r2"))
@@ -263,7 +263,7 @@ def test_copies_that_would_fail_together_are_spread_when_there_is_a_place() -> N
     assert not decided.orders and sum(bool(packs) for packs in decided.retained_packs.values()) == 2
 
 
-def test_new_copies_go_where_the_arena_is_least_full_by_bytes() -> None:
+def test_new_copy_goes_to_least_full_arena() -> None:
     stores = [
         a_store("a", a_copy("p")),
         a_store("b", a_copy("q", 3 * GB)),
@@ -278,7 +278,7 @@ def test_new_copies_go_where_the_arena_is_least_full_by_bytes() -> None:
     assert "" not in placed.values() and len(set(placed.values())) == 4
 
 
-def test_room_is_made_by_what_may_go_and_never_by_retained_or_pinned_packs() -> None:
+def test_copy_displaces_no_retained_or_pinned_pack() -> None:
     recent = used("p", settled=True)
     surplus = a_store("b", a_copy("stale", 10 * GB))
     assert orders(decide([a_store("a", a_copy("p")), surplus], recent)) == [("p", "b", CopyCause.REBUILD)]
@@ -289,7 +289,7 @@ def test_room_is_made_by_what_may_go_and_never_by_retained_or_pinned_packs() -> 
     assert not decide([a_store("a", a_copy("p")), retained], recent, other).orders
 
 
-def test_a_pack_without_any_copy_may_take_the_room_of_another_ones_second() -> None:
+def test_lost_pack_may_displace_second_copies() -> None:
     arena = 2 * GB
     stores = [a_store("a", a_copy("q", 2 * GB), arena=arena), a_store("b", a_copy("q", 2 * GB), arena=arena)]
     decided = decide(stores, used("q", 300.0, 2 * GB, settled=True), used("p", lost=True))
@@ -299,10 +299,10 @@ def test_a_pack_without_any_copy_may_take_the_room_of_another_ones_second() -> N
     assert decided.retained_packs[spared] == ("q",)
     stores = [a_store("a", a_copy("q", 2 * GB), arena=arena), a_store("b", a_copy("r", 2 * GB), arena=arena)]
     last = [used("q", 300.0, 2 * GB), used("r", 300.0, 2 * GB), used("p", lost=True)]
-    assert not decide(stores, *last).orders  # a last copy makes room for nobody
+    assert not decide(stores, *last).orders  # a last copy frees space for nobody
 
 
-def test_a_much_fuller_host_gives_copies_away_and_it_ends() -> None:
+def test_balance_moves_copies_from_fuller_host_and_ends() -> None:
     packs = [used(f"p{number}", 1.0 + number) for number in range(8)]
     first = {pack.pack_id: a_copy(pack.pack_id) for pack in packs}
     held: dict[str, dict[str, PackCopy]] = {"a": dict(first), "b": dict(first), "c": {}, "d": {}}
@@ -323,10 +323,10 @@ def test_a_much_fuller_host_gives_copies_away_and_it_ends() -> None:
     assert sorted(len(copies) for copies in held.values()) == [4, 4, 4, 4]
 
 
-def test_packs_nobody_knows_only_take_room() -> None:
-    decided = decide([a_store("a", a_copy("stranger")), a_store("b")])
+def test_unknown_packs_only_take_space() -> None:
+    decided = decide([a_store("a", a_copy("unknown")), a_store("b")])
     assert not decided.orders and decided.retained_packs == {"a": (), "b": ()}
-    lost, strangers = used("p", ago_s=9_000, lost=True), [a_copy("stranger", 3 * GB), a_copy("other", 4 * GB)]
-    assert orders(decide([a_store("a", *strangers)], lost)) == [("p", "a", CopyCause.KEEP)]
-    strangers.append(a_copy("third", GB + 1))  # with "p" beyond the 8 GB that such copies may fill
-    assert not decide([a_store("a", *strangers)], lost).orders
+    lost, unknown_packs = used("p", ago_s=9_000, lost=True), [a_copy("unknown", 3 * GB), a_copy("other", 4 * GB)]
+    assert orders(decide([a_store("a", *unknown_packs)], lost)) == [("p", "a", CopyCause.KEEP)]
+    unknown_packs.append(a_copy("third", GB + 1))  # with "p" beyond the 8 GB that such copies may fill
+    assert not decide([a_store("a", *unknown_packs)], lost).orders

@@ -1,4 +1,4 @@
-"""The flame never goes out: 100 hosts in racks, 1,000 models with Zipf demand, hosts that fail and return at random."""
+"""Copies survive losses: hosts in racks, models with Zipf demand, hosts that fail and return at random."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import sys
 from tests.unit.scheduler.policy.replication.replication_simulation import STEP_S, Figures, Simulation
 from torchrelay.scheduler.policy.config import PolicyConfig
 
-REQUESTS_PER_S = 6.0
+REQUESTS_PER_S = 3.6
 RULES = PolicyConfig(recent_s=300.0)
-NUM_SINGLE, NUM_DOUBLE = 16, 6
+NUM_SINGLE, NUM_DOUBLE = 8, 1
+BUILD_STEPS = 150
 
 
 def run(seed: int = 7) -> Figures:
-    """Builds up, then loses one host after the other, each when the last loss is mended; then two at a time."""
-    simulation = Simulation(seed, num_hosts=100, racks=10, num_models=1000, config=RULES)
+    """Builds up, then loses one host after the other, each once the last loss is repaired; then two at a time."""
+    simulation = Simulation(seed, num_hosts=60, racks=10, num_models=600, config=RULES)
     figures = simulation.figures
-    for _ in range(240):
+    for _ in range(BUILD_STEPS):
         simulation.step(REQUESTS_PER_S)
     for number in range(NUM_SINGLE):
         _lose_one(simulation, restart=number % 4 == 3)
@@ -66,31 +67,19 @@ def _lose_one(simulation: Simulation, restart: bool) -> None:
 
 def _lose_two(simulation: Simulation) -> None:
     """Two hosts of one pack at the same moment; what had both its copies there comes back from the remote store."""
-    figures = simulation.figures
     had_copies = [pack_id for pack_id, hosts in simulation.whole().items() if hosts]
     pairs = [hosts for hosts in simulation.whole().values() if len(hosts) == 2]
     for host in simulation.random.choice(pairs):
         simulation.fail(host.store_id, 30.0)
-    lost = simulation.without_copy()
-    assert lost
-    figures.doubles_simulated += 1
-    figures.doubles_lost += len(lost)
+    assert simulation.without_copy()
     begin = simulation.now
     while simulation.short(had_copies):
         assert simulation.now - begin < 90
         simulation.step(REQUESTS_PER_S)
-        if lost and not set(lost) & set(simulation.without_copy()):
-            figures.doubles_back_s, lost = max(figures.doubles_back_s, simulation.now - begin), []
 
 
-def test_no_window_without_a_copy_under_any_single_loss() -> None:
+def test_single_losses_leave_every_pack_a_copy() -> None:
     figures = run()
-    print(figures)
-    print(
-        f"double losses: {figures.double_loss_packs:.2f} of {figures.num_settled} recent packs lose their last copy "
-        f"(mean of all pairs of hosts; {figures.double_loss_any:.1%} of the pairs cost any); simulated "
-        f"{figures.doubles_simulated}: {figures.doubles_lost} lost, back within {figures.doubles_back_s:.1f} s"
-    )
     assert figures.num_settled > 200
     assert figures.num_windows == 0
     assert figures.num_exposed > figures.num_settled and figures.exposed_s < 5
@@ -101,15 +90,15 @@ def test_no_window_without_a_copy_under_any_single_loss() -> None:
     assert figures.max_at_once <= RULES.max_replications
     assert figures.max_arriving <= RULES.max_replications_per_store
     assert figures.num_stale_relays == 0
-    assert figures.rack_lost == 0, "ten hosts at once, but of one failure domain"
+    assert figures.rack_lost == 0, "many hosts at once, but of one failure domain"
     assert figures.double_loss_packs < 0.5
 
 
-def test_with_a_single_copy_the_same_losses_leave_windows() -> None:
-    simulation = Simulation(7, 100, 10, 1000, PolicyConfig(recent_s=300.0, recent_copies=1))
-    for _ in range(100):
+def test_losses_with_single_copies_leave_packs_without() -> None:
+    simulation = Simulation(7, 60, 10, 600, PolicyConfig(recent_s=300.0, recent_copies=1))
+    for _ in range(BUILD_STEPS):
         simulation.step(REQUESTS_PER_S)
-    for name in simulation.random.sample(_up(simulation), 10):
+    for name in simulation.random.sample(_up(simulation), 6):
         simulation.fail(name, 30.0)
     assert simulation.without_copy()
 
@@ -125,7 +114,7 @@ def figures_of_one_seed() -> str:
     return str(simulation.figures)
 
 
-def test_the_same_seed_gives_the_same_cluster_whatever_the_hash_seed() -> None:
+def test_simulation_is_independent_of_hash_seed() -> None:
     """In processes of their own: within one, all sets have the same order."""
     code = f"import sys; sys.path[:0] = {sys.path}; import {__name__} as it; print(it.figures_of_one_seed())"
     figures = [

@@ -9,7 +9,7 @@ from torchrelay.scheduler.policy.replication.pack_worth import PackWorth
 from torchrelay.scheduler.policy.replication.replication_state import PackWorths, RecentPacks
 
 
-def test_the_longest_unused_pack_is_forgotten_first_and_reading_is_no_use() -> None:
+def test_longest_unused_pack_is_forgotten_first() -> None:
     recent_packs, models = RecentPacks(max_packs=2), [a_model(f"m{number}") for number in range(3)]
     for now, model in enumerate((models[0], models[1], models[0])):
         recent_packs.note(model, float(now))
@@ -21,7 +21,7 @@ def test_the_longest_unused_pack_is_forgotten_first_and_reading_is_no_use() -> N
     assert [use.model for use in recent_packs] == [models[2]]
 
 
-def test_what_copies_are_worth_is_worked_out_anew_after_a_while_and_not_for_all_at_once() -> None:
+def test_worths_expire_at_different_times() -> None:
     worths, worked_out = PackWorths(), dict[str, list[int]]()
     for now in range(20):
         for pack_id in map(str, range(16)):

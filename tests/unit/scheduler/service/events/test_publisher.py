@@ -15,7 +15,7 @@ from torchrelay.scheduler.policy.effects import SchedulerEvent
 from torchrelay.scheduler.service.events.publisher import EventPublisher
 
 
-async def test_history_drops_the_oldest_while_the_stream_is_away_and_keeps_order(nats_url: str) -> None:
+async def test_publisher_drops_oldest_events_without_stream(nats_url: str) -> None:
     subjects = Subjects(new_id("t"))
     nats = await connect(nats_url, "test")
     try:
@@ -40,7 +40,7 @@ async def test_history_drops_the_oldest_while_the_stream_is_away_and_keeps_order
         await nats.close()
 
 
-async def test_what_a_stream_did_not_take_in_the_middle_of_a_batch_is_sent_again(nats_url: str) -> None:
+async def test_events_lost_inside_batch_are_sent_again(nats_url: str) -> None:
     """Only the first and the last event of a batch are acknowledged."""
     subjects = Subjects(new_id("t"))
     nats = await connect(nats_url, "test")

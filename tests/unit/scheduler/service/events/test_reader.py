@@ -47,9 +47,9 @@ class Kept:
     async def readers(self, count: int = 1) -> list[str]:
         """Once there are so many."""
         js, stream = self.nats.jetstream(), self.subjects.history_stream
-        while len(found := await js.consumers_info(stream)) < count:  # noqa: ASYNC110
+        while len(consumers := await js.consumers_info(stream)) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
-        return [info.name for info in found]
+        return [info.name for info in consumers]
 
     async def read(self, kinds: Sequence[str] = (), since_us: int = FIRST_EVENT_US, after: int = 0) -> list[Event]:
         return [event async for event in self.past.events(kinds, since_us, after, False)]
@@ -66,7 +66,7 @@ async def kept(url: str, max_readers: int = MAX_READERS) -> AsyncIterator[Kept]:
         await nats.close()
 
 
-async def test_events_come_back_whole_and_in_order(nats_url: str) -> None:
+async def test_reader_returns_events_whole_in_order(nats_url: str) -> None:
     async with kept(nats_url) as it:
         assert await it.read() == []
         await it.write("relay.started", "instance.ready", "relay.finished")
@@ -83,13 +83,13 @@ async def test_events_come_back_whole_and_in_order(nats_url: str) -> None:
         assert [event.sequence for event in await it.read(after=first.sequence)] == [2, 3]
 
 
-async def test_more_than_a_batch_comes_in_full(nats_url: str) -> None:
+async def test_reader_returns_more_than_one_batch(nats_url: str) -> None:
     async with kept(nats_url) as it:
         await it.write(*["relay.started"] * 230)
         assert [event.sequence for event in await it.read()] == list(range(1, 231))
 
 
-async def test_kinds_and_times_are_chosen(nats_url: str) -> None:
+async def test_reader_filters_by_kind_and_time(nats_url: str) -> None:
     async with kept(nats_url) as it:
         await it.write("relay.started", "instance.ready", "scale.up")
         assert [event.kind for event in await it.read(["relay"])] == ["relay.started"]
@@ -101,7 +101,7 @@ async def test_kinds_and_times_are_chosen(nats_url: str) -> None:
             await it.read(["relay.>"])
 
 
-async def test_one_who_follows_hears_what_is_to_come(nats_url: str) -> None:
+async def test_following_reader_receives_new_events(nats_url: str) -> None:
     async with kept(nats_url) as it, asyncio.timeout(10):
         await it.write("relay.started")
         following = it.past.events(["relay"], FIRST_EVENT_US, 0, True)
@@ -117,7 +117,7 @@ async def test_one_who_follows_hears_what_is_to_come(nats_url: str) -> None:
 
 
 @pytest.mark.parametrize("has_heard", [True, False])
-async def test_one_whose_reader_the_broker_forgot_goes_on_and_misses_nothing(nats_url: str, has_heard: bool) -> None:
+async def test_removed_consumer_resumes_without_loss(nats_url: str, has_heard: bool) -> None:
     async with kept(nats_url) as it, asyncio.timeout(10):
         following = it.past.events([], 0, 0, True)
         hearing = asyncio.ensure_future(anext(following))
@@ -133,7 +133,7 @@ async def test_one_whose_reader_the_broker_forgot_goes_on_and_misses_nothing(nat
         await following.aclose()
 
 
-async def test_one_who_stops_following_is_let_go(nats_url: str) -> None:
+async def test_cancelled_reader_frees_its_place(nats_url: str) -> None:
     async with kept(nats_url) as it:
 
         async def follow() -> None:
@@ -147,7 +147,7 @@ async def test_one_who_stops_following_is_let_go(nats_url: str) -> None:
         assert done
 
 
-async def test_one_who_stops_while_its_reader_is_made_is_let_go(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reader_cancelled_during_setup_frees_its_place(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with kept(nats_url) as it:
         js, begun = it.js, asyncio.Event()
         inner = js.pull_subscribe
@@ -166,7 +166,7 @@ async def test_one_who_stops_while_its_reader_is_made_is_let_go(nats_url: str, m
         assert following.cancelled()
 
 
-async def test_what_cannot_be_read_is_left_out(nats_url: str) -> None:
+async def test_unreadable_events_are_skipped(nats_url: str) -> None:
     async with kept(nats_url) as it:
         for damaged in (b"no json", b"[]", b'{"at_unix_us": "soon"}'):
             await it.nats.jetstream().publish(it.subjects.event("relay.started"), damaged)
@@ -174,7 +174,7 @@ async def test_what_cannot_be_read_is_left_out(nats_url: str) -> None:
         assert [event.kind for event in await it.read()] == ["relay.finished"]
 
 
-async def test_without_a_stream_it_says_so(nats_url: str) -> None:
+async def test_missing_stream_is_unavailable(nats_url: str) -> None:
     nats = await connect(nats_url, "test")
     try:
         past = EventReader(nats.jetstream(), Subjects(new_id("t")))
@@ -185,14 +185,14 @@ async def test_without_a_stream_it_says_so(nats_url: str) -> None:
 
 
 @pytest.mark.parametrize("since_us", [-1, 1 << 60])
-async def test_what_is_no_time_is_refused(nats_url: str, since_us: int) -> None:
+async def test_invalid_time_is_refused(nats_url: str, since_us: int) -> None:
     async with kept(nats_url) as it:
         with pytest.raises(InvalidRequest, match="not a time") as caught:
             await it.read(since_us=since_us)
     assert caught.value.field == "since_unix_us"
 
 
-async def test_only_so_many_read_at_once(nats_url: str) -> None:
+async def test_readers_beyond_maximum_are_refused(nats_url: str) -> None:
     async with kept(nats_url, max_readers=1) as it:
         await it.write("relay.started")
         first = it.past.events((), FIRST_EVENT_US, 0, True)

@@ -119,7 +119,7 @@ class Discovery:
         peer, address = peer_of(first), first.grpc_address
         controller, node_id = self._controller, peer[1]
         is_worker = isinstance(first, WorkerReport)
-        retries = _Retries(controller.clock)
+        retries = StreamRetries(controller.clock)
         while retries.go_on(controller.is_present(peer)):
             stream = _ReportStream(partial(self._open, first), node_id, retries)
             async with aclosing(stream.reports()) as reports:
@@ -152,7 +152,7 @@ async def _fail(error: Exception) -> None:
     raise error
 
 
-class _Retries:
+class StreamRetries:
     """When the stream to a peer is opened again: without end while the peer is present, otherwise for ``_AWAY_S``.
 
     The delay grows while the streams end soon, as they do for a scheduler that the peer has fenced out.
@@ -182,7 +182,7 @@ class _Retries:
 class _ReportStream:
     """A peer's reports until its stream ends or breaks. ``was_ended``: by the peer, because it shuts down."""
 
-    def __init__(self, open_: Callable[[], UnaryStreamCall[Any, Report]], peer_id: str, retries: _Retries) -> None:
+    def __init__(self, open_: Callable[[], UnaryStreamCall[Any, Report]], peer_id: str, retries: StreamRetries) -> None:
         self._open, self._peer_id, self._retries = open_, peer_id, retries
         self.was_ended = False
 
