@@ -10,7 +10,7 @@ from torchrelay.param_store.settings import StoreSettings
 from torchrelay.param_store.store import Store
 
 
-async def test_a_store_is_active_for_what_it_takes_in(tmp_path: Path) -> None:
+async def test_activity_changes_with_received_bytes(tmp_path: Path) -> None:
     settings = StoreSettings(
         store_id=new_id("sto"),
         node_key="ab" * 32,

@@ -8,7 +8,7 @@ import threading
 from torchrelay.param_store.change_notifier import ChangeNotifier
 
 
-async def test_notices_from_threads_reach_every_listener() -> None:
+async def test_notification_reaches_every_listener() -> None:
     changes = ChangeNotifier(asyncio.get_running_loop())
     with changes.listen() as first, changes.listen() as second:
         for _ in range(3):
@@ -23,7 +23,7 @@ async def test_notices_from_threads_reach_every_listener() -> None:
     assert not first.is_set() and not second.is_set()  # who left is told nothing
 
 
-async def test_many_notices_become_one_wake_up() -> None:
+async def test_notifications_merged_into_one_wakeup() -> None:
     loop = asyncio.get_running_loop()
     changes = ChangeNotifier(loop)
     scheduled = 0

@@ -34,7 +34,7 @@ from torchrelay.transfer.arena.arena import Arena
 from torchrelay.transfer.protocol.tickets import derive_node_key
 
 
-async def test_reports_are_published_on_nats(tmp_path: Path, nats_url: str) -> None:
+async def test_reports_published_on_nats(tmp_path: Path, nats_url: str) -> None:
     prefix = new_id("t")
     client = await connect(nats_url, "test")
     try:
@@ -52,19 +52,19 @@ async def test_reports_are_published_on_nats(tmp_path: Path, nats_url: str) -> N
         await client.close()
 
 
-async def test_a_store_starts_and_works_while_nats_is_away(tmp_path: Path) -> None:
+async def test_store_serves_without_nats(tmp_path: Path) -> None:
     async with running_store(tmp_path, (publish_reports,), nats_url="nats://127.0.0.1:1") as store:
         assert (await store.report()).store_id == store.store_id
 
 
-def test_settings_need_a_name_and_the_key_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_require_store_id_and_node_key(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_settings(StoreSettings, "torchrelay-param-store", ["--node-key", "abc"])
     said = capsys.readouterr().err
     assert "node_key (TORCHRELAY_NODE_KEY)" in said and "store_id (TORCHRELAY_STORE_ID)" in said
 
 
-def test_the_arena_takes_what_the_machine_can_spare(tmp_path: Path) -> None:
+def test_default_arena_fits_machine(tmp_path: Path) -> None:
     key = "0" * 64
     spare = StoreSettings(node_key=key, store_id="sto-1").arena_capacity_bytes()
     assert 0 < spare <= 4 << 30
@@ -72,7 +72,7 @@ def test_the_arena_takes_what_the_machine_can_spare(tmp_path: Path) -> None:
     assert StoreSettings(node_key=key, store_id="sto-1").arena_file == Path("/dev/shm/torchrelay-sto-1")
 
 
-def test_an_arena_left_by_a_crash_keeps_its_size(tmp_path: Path) -> None:
+def test_arena_size_kept_after_crash(tmp_path: Path) -> None:
     settings = StoreSettings(node_key="0" * 64, store_id="sto-1", arena_path=tmp_path / "arena")
     Arena.create(settings.arena_file, 5 << 20).close()
     assert settings.arena_capacity_bytes() == 5 << 20
@@ -113,7 +113,7 @@ async def store_process(folder: Path, store_id: str, nats_url: str, *flags: str)
             await process.communicate()
 
 
-async def test_the_process_says_where_it_serves_and_leaves_nothing_behind(tmp_path: Path, nats_url: str) -> None:
+async def test_process_publishes_addresses_and_cleans_up(tmp_path: Path, nats_url: str) -> None:
     store_id, ready = new_id("sto"), tmp_path / "ready.json"
     async with store_process(tmp_path, store_id, nats_url) as process:
         assert set(json.loads(ready.read_text())) == {"grpc", "data", "pid"}
@@ -129,7 +129,7 @@ def num_unread(descriptor: int) -> int:
     return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-async def test_a_store_whose_disk_hangs_ends_when_it_is_told_to(tmp_path: Path, nats_url: str) -> None:
+async def test_store_with_hung_disk_stops(tmp_path: Path, nats_url: str) -> None:
     store_id, folder = new_id("sto"), write_folder(tmp_path / "model")
     async with store_process(tmp_path, store_id, nats_url, "--stop-limit-s", "1") as process:
         address = json.loads((tmp_path / "ready.json").read_text())["grpc"]
@@ -155,7 +155,7 @@ async def test_a_store_whose_disk_hangs_ends_when_it_is_told_to(tmp_path: Path, 
     os.unlink(f"/dev/shm/torchrelay-{store_id}")  # as after a crash, its arena is left for its next start
 
 
-async def test_a_killed_store_comes_back_with_its_packs(
+async def test_killed_store_restarts_with_packs(
     tmp_path: Path, nats_url: str, published: tuple[Path, pb.VersionDescription]
 ) -> None:
     pack, _ = published

@@ -24,7 +24,7 @@ def a_device(folder: Path, name: str, speed: str, real: bool = True) -> None:
         (folder / name / "device").mkdir()
 
 
-def test_devices_of_hardware_are_summed_and_what_lies_over_them_is_not(tmp_path: Path) -> None:
+def test_hardware_devices_summed_without_bridges(tmp_path: Path) -> None:
     a_device(tmp_path, "eth0", "10000\n")
     a_device(tmp_path, "eth1", "10000\n")
     a_device(tmp_path, "bond0", "20000\n", real=False)
@@ -32,17 +32,17 @@ def test_devices_of_hardware_are_summed_and_what_lies_over_them_is_not(tmp_path:
     assert read_nic_counters(path, tmp_path) == NicCounters(202, 101, 2.5e9)
 
 
-def test_a_namespace_has_only_virtual_ones(tmp_path: Path) -> None:
+def test_namespace_counts_virtual_devices(tmp_path: Path) -> None:
     path = counters(tmp_path, lo=(7, 7), veth0=(100, 200))
     assert read_nic_counters(path, tmp_path) == NicCounters(200, 100)
 
 
-def test_a_speed_that_is_not_known(tmp_path: Path) -> None:
+def test_unknown_link_speed_is_zero(tmp_path: Path) -> None:
     a_device(tmp_path, "eth0", "-1\n")
     assert read_nic_counters(counters(tmp_path, eth0=(1, 2)), tmp_path) == NicCounters(2, 1)
 
 
-def test_no_counters_no_traffic(tmp_path: Path) -> None:
+def test_missing_counters_return_none(tmp_path: Path) -> None:
     assert read_nic_counters(tmp_path / "absent", tmp_path) is None
     assert read_nic_counters(counters(tmp_path, lo=(1, 2)), tmp_path) is None
 
@@ -52,7 +52,7 @@ def test_this_machine() -> None:
     assert traffic is None or (traffic.bytes_sent >= 0 and traffic.link_bytes_per_s >= 0)
 
 
-async def test_a_store_reports_them(tmp_path: Path) -> None:
+async def test_store_reports_nic_counters(tmp_path: Path) -> None:
     before = read_nic_counters()
     async with running_store(tmp_path) as store:
         report = await store.report()

@@ -19,12 +19,12 @@ from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.param_store.storage_checks import OwnThread, touch
 
 
-async def test_a_store_in_good_health(tmp_path: Path) -> None:
+async def test_healthy_store_has_no_fault(tmp_path: Path) -> None:
     async with running_store(tmp_path) as store, open_channel((await store.report()).grpc_address) as channel:
         assert await GrpcProbe(channel).ask() == ""
 
 
-async def test_a_disk_that_does_not_answer_is_named_until_it_does(tmp_path: Path) -> None:
+async def test_hung_disk_named_until_it_responds(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     # To open a pipe takes until somebody opens its other end, as a file takes on a disk that is gone.
@@ -37,7 +37,7 @@ async def test_a_disk_that_does_not_answer_is_named_until_it_does(tmp_path: Path
     await health.close()
 
 
-async def test_a_thread_that_holds_the_arenas_lock_for_ever_is_seen() -> None:
+async def test_held_arena_lock_reported() -> None:
     lock = threading.Lock()
 
     def ask_under_lock() -> None:
@@ -54,7 +54,7 @@ async def test_a_thread_that_holds_the_arenas_lock_for_ever_is_seen() -> None:
     await health.close()
 
 
-def test_a_process_ends_while_its_disk_hangs(tmp_path: Path) -> None:
+def test_process_exits_while_disk_hangs(tmp_path: Path) -> None:
     script = """
 import asyncio, os, sys
 from torchrelay.common.health import Health
@@ -73,7 +73,7 @@ asyncio.run(main())
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "the disk does not answer\n", "")
 
 
-async def test_no_second_thread_is_spent_on_a_disk_that_hangs() -> None:
+async def test_hung_disk_uses_one_thread() -> None:
     going_on, calls = threading.Event(), []
     ask = OwnThread("disk", lambda: calls.append(going_on.wait(20)))
     for _ in range(3):
@@ -85,13 +85,13 @@ async def test_no_second_thread_is_spent_on_a_disk_that_hangs() -> None:
     assert await ask() == "" and calls == [True, True]
 
 
-def test_touching_leaves_nothing(tmp_path: Path) -> None:
+def test_touch_leaves_no_file(tmp_path: Path) -> None:
     touch(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
-async def test_a_full_disk_answers_and_a_failing_one_is_named(
+async def test_full_disk_passes_and_failing_disk_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def fail(path: Path) -> None:

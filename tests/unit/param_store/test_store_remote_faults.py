@@ -60,7 +60,7 @@ async def fails(store: RunningStore, pack_id: str) -> str:
     ],
     ids=["whole", "500", "503", "cut", "silent", "slow", "flipped on the way"],
 )
-async def test_a_fill_outlives_the_faults_of_the_remote_store(
+async def test_download_survives_remote_faults(
     tmp_path: Path, settings: dict[str, Any], proxy: FaultyProxy, pack_id: str, decide: Any
 ) -> None:
     proxy.decide = decide()
@@ -74,7 +74,7 @@ async def test_a_fill_outlives_the_faults_of_the_remote_store(
 @pytest.mark.parametrize(
     "fault", [Fault(status=500), Fault(status=403), Fault(silent=True), Fault(cut_after_bytes=0)], ids=str
 )
-async def test_a_fill_that_has_failed_is_told_and_carried_on_once_the_remote_store_is_back(
+async def test_failed_download_resumes_when_remote_returns(
     tmp_path: Path, settings: dict[str, Any], proxy: FaultyProxy, pack_id: str, fault: Fault
 ) -> None:
     proxy.decide = lambda asked: fault if asked.begin >= 2_000_000 else None
@@ -87,7 +87,7 @@ async def test_a_fill_that_has_failed_is_told_and_carried_on_once_the_remote_sto
         assert await bytes_in(store, pack_id) == packed(settings, pack_id)
 
 
-async def test_a_remote_store_that_is_away_is_told_at_once_and_peers_fill_in(
+async def test_unreachable_remote_replaced_by_peers(
     tmp_path: Path, settings: dict[str, Any], proxy: FaultyProxy, pack_id: str
 ) -> None:
     async with (
@@ -105,7 +105,7 @@ async def test_a_remote_store_that_is_away_is_told_at_once_and_peers_fill_in(
         assert (await store.until_complete(pack_id)).source == holder.store_id
 
 
-async def test_flipped_bytes_are_never_served_and_come_from_another_holder(
+async def test_flipped_bytes_replaced_by_other_holder(
     tmp_path: Path, settings: dict[str, Any], proxy: FaultyProxy, pack_id: str
 ) -> None:
     whole = packed(settings, pack_id)
@@ -129,7 +129,7 @@ async def test_flipped_bytes_are_never_served_and_come_from_another_holder(
         assert await bytes_in(store, pack_id) == whole
 
 
-async def test_a_publication_that_fails_leaves_no_version_and_can_be_tried_again(
+async def test_failed_publication_can_be_retried(
     tmp_path: Path, settings: dict[str, Any], bucket_url: str, proxy: FaultyProxy
 ) -> None:
     def refuse_versions(asked: ProxiedRequest) -> Fault | None:
@@ -148,7 +148,7 @@ async def test_a_publication_that_fails_leaves_no_version_and_can_be_tried_again
         assert [stored.key for stored in remote.objects("versions/")] == [f"versions/{version.version_id}.json"]
 
 
-async def test_a_drop_ends_a_fill_that_waits_for_a_silent_remote_store(
+async def test_drop_ends_download_from_silent_remote(
     tmp_path: Path, settings: dict[str, Any], proxy: FaultyProxy, pack_id: str
 ) -> None:
     proxy.decide = always(Fault(status=500))

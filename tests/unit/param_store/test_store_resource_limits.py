@@ -18,7 +18,7 @@ from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 
 
-async def test_a_relay_into_an_arena_with_everything_pinned_is_told_and_works_after_a_release(tmp_path: Path) -> None:
+async def test_relay_into_pinned_arena_works_after_release(tmp_path: Path) -> None:
     async with running_store(tmp_path) as store:
         first, second = [
             (await publish(store, write_folder(tmp_path / str(seed), LARGER, seed=seed))).pack_id for seed in range(2)
@@ -45,7 +45,7 @@ async def test_a_relay_into_an_arena_with_everything_pinned_is_told_and_works_af
         assert [copy.pack_id for copy in (await store.report()).copies] == [second]
 
 
-async def test_a_pack_larger_than_the_arena_is_refused_and_evicts_nobody(tmp_path: Path) -> None:
+async def test_pack_larger_than_arena_evicts_nothing(tmp_path: Path) -> None:
     async with running_store(tmp_path) as store:
         small = (await publish(store, write_folder(tmp_path / "small"))).pack_id
         large = (await publish(store, write_folder(tmp_path / "large", LARGER))).pack_id
@@ -58,9 +58,7 @@ async def test_a_pack_larger_than_the_arena_is_refused_and_evicts_nobody(tmp_pat
         assert await bytes_in(store, small) == (tmp_path / "remote/packs" / small).read_bytes()
 
 
-async def test_a_truncated_pack_is_told_and_a_peer_has_the_rest(
-    tmp_path: Path, published: tuple[Path, pb.VersionDescription]
-) -> None:
+async def test_truncated_pack_completed_by_peer(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
     pack, version = published
     whole = pack.read_bytes()
     async with running_store(tmp_path) as good, running_store(tmp_path) as store:
@@ -83,7 +81,7 @@ async def refused_with(store: RunningStore, upload_id: str, path: str, data: byt
     return error.message
 
 
-async def test_an_upload_onto_a_full_disk_is_told_and_goes_on_once_there_is_room(tmp_path: Path) -> None:
+async def test_upload_resumes_after_full_disk(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", LARGER)
     data = (folder / "model.safetensors").read_bytes()
     async with running_store(tmp_path) as store:
@@ -102,7 +100,7 @@ async def test_an_upload_onto_a_full_disk_is_told_and_goes_on_once_there_is_room
         assert (await commit(store, "u1"))[-1].version.pack_bytes > 0
 
 
-async def test_a_commit_onto_a_full_disk_publishes_nothing_and_can_be_tried_again(tmp_path: Path) -> None:
+async def test_commit_on_full_disk_can_be_retried(tmp_path: Path) -> None:
     async with running_store(tmp_path) as store:
         await send(store, write_folder(tmp_path / "model", LARGER), "u1")
         with files_end_at(3 << 20), pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -17,7 +17,7 @@ from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 
 
-async def test_a_relay_between_stores(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
+async def test_relay_between_tls_stores(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
     pack, version = published
     authority, nowhere = Authority(tmp_path / "authority"), f"file://{tmp_path / 'empty'}"
     one: dict[str, Any] = dict(authority.node("one", *Caller).as_settings())

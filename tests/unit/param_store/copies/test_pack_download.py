@@ -56,7 +56,7 @@ def context_of(arena: Arena, remote: FolderStore, counts: TransferCounts | None 
     return DownloadContext(arena, remote, receiver(), lambda: None, counts=counts or TransferCounts())
 
 
-def test_a_download_ends_complete_and_unpinned(arena: Arena, download: PackDownload) -> None:
+def test_download_ends_complete_and_unpinned(arena: Arena, download: PackDownload) -> None:
     download.run()
     slab = arena.get(download.plan.pack_id)
     assert slab is not None
@@ -67,7 +67,7 @@ def test_a_download_ends_complete_and_unpinned(arena: Arena, download: PackDownl
     arena.check_integrity()
 
 
-def test_a_stop_that_comes_after_the_last_chunk_is_no_failure(arena: Arena, download: PackDownload) -> None:
+def test_stop_after_last_chunk_is_no_failure(arena: Arena, download: PackDownload) -> None:
     download.run()
     again = PackDownload(download.context, download.plan, CopyRecord("p"), download.stop)
     again.stop.set()
@@ -76,7 +76,7 @@ def test_a_stop_that_comes_after_the_last_chunk_is_no_failure(arena: Arena, down
     assert again.record.error == ""
 
 
-def test_a_stop_before_it_fails_and_keeps_what_is_there(arena: Arena, download: PackDownload) -> None:
+def test_stop_before_download_fails_slab(arena: Arena, download: PackDownload) -> None:
     download.stop.set()
     download.run()
     slab = arena.get(download.plan.pack_id)
@@ -85,9 +85,7 @@ def test_a_stop_before_it_fails_and_keeps_what_is_there(arena: Arena, download: 
     assert "stopped" in slab.error
 
 
-def test_a_relay_that_comes_while_the_download_is_being_stopped_is_not_lost(
-    tmp_path: Path, arena: Arena, download: PackDownload
-) -> None:
+def test_relay_during_stop_starts_new_download(tmp_path: Path, arena: Arena, download: PackDownload) -> None:
     pack_id = download.plan.pack_id
     reading, stopping, resumed = threading.Event(), threading.Event(), threading.Event()
 
@@ -119,9 +117,7 @@ def test_a_relay_that_comes_while_the_download_is_being_stopped_is_not_lost(
     arena_copies.close()
 
 
-def test_a_running_relay_is_as_urgent_as_it_was_last_asked_for(
-    tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_relay_takes_latest_urgency(tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = SamplePack(1 << 20, chunk_bytes=32768)
     sent = pack.buffer(1)
     classes: list[TransferClass] = []
@@ -145,9 +141,7 @@ def test_a_running_relay_is_as_urgent_as_it_was_last_asked_for(
 
 
 @pytest.mark.parametrize("num_held", [32, 8])
-def test_peers_named_while_it_reads_from_the_remote_store_take_over(
-    tmp_path: Path, arena: Arena, num_held: int
-) -> None:
+def test_peers_added_during_remote_read_take_over(tmp_path: Path, arena: Arena, num_held: int) -> None:
     """What they lack comes from the remote store after all."""
     pack = SamplePack(1 << 20, chunk_bytes=32768)
     pack_id, remote = pack.pack_id, FolderStore(tmp_path / "remote")
@@ -181,9 +175,7 @@ def test_peers_named_while_it_reads_from_the_remote_store_take_over(
     assert brought["host-h"] >= num_held - 2  # two reads were under way
 
 
-def test_a_failed_copy_that_is_still_read_goes_with_its_last_reader_unless_it_is_filled_again(
-    tmp_path: Path, arena: Arena, download: PackDownload
-) -> None:
+def test_failed_copy_dropped_with_last_reader(tmp_path: Path, arena: Arena, download: PackDownload) -> None:
     pack_id = download.plan.pack_id
     whole = tmp_path / "remote/packs" / pack_id
     data = whole.read_bytes()
@@ -207,7 +199,7 @@ def test_a_failed_copy_that_is_still_read_goes_with_its_last_reader_unless_it_is
     arena_copies.close()
 
 
-def test_an_unexpected_error_is_told_and_not_swallowed(download: PackDownload) -> None:
+def test_unexpected_error_recorded(download: PackDownload) -> None:
     class Broken(TransferCounts):
         def count_received(self, source: str, num_bytes: int) -> None:
             raise ZeroDivisionError
@@ -217,13 +209,13 @@ def test_an_unexpected_error_is_told_and_not_swallowed(download: PackDownload) -
     assert download.record.error == "internal error: ZeroDivisionError()"
 
 
-def test_neighbouring_peers_are_alternates_of_one_another() -> None:
+def test_consecutive_peers_form_group() -> None:
     a, b, c = (SourceAddress(name, "127.0.0.1:1", Ticket()) for name in "abc")
     plan = DownloadPlan("p", (a, b, None, c))
     assert list(plan.groups()) == [(a, b), (), (c,)]
 
 
-def test_without_a_manifest_nothing_is_reserved(arena: Arena, download: PackDownload) -> None:
+def test_missing_manifest_reserves_nothing(arena: Arena, download: PackDownload) -> None:
     download.context.remote.delete(f"packs/{download.plan.pack_id}.manifest")
     download.run()
     with pytest.raises(NotFound, match="no source has the manifest"):  # the remote store says that it was deleted
@@ -231,9 +223,7 @@ def test_without_a_manifest_nothing_is_reserved(arena: Arena, download: PackDown
     assert arena.slabs() == []
 
 
-def test_a_remote_store_that_is_away_does_not_say_that_a_pack_was_deleted(
-    tmp_path: Path, arena: Arena, download: PackDownload
-) -> None:
+def test_unreachable_remote_is_not_deleted_pack(tmp_path: Path, arena: Arena, download: PackDownload) -> None:
     class Away(FolderStore):
         def get_bytes(self, key: str) -> bytes:
             raise Unavailable("it does not answer")
@@ -244,7 +234,7 @@ def test_a_remote_store_that_is_away_does_not_say_that_a_pack_was_deleted(
         download.reserved.result()
 
 
-def test_what_an_alternate_brings_is_told_while_the_first_source_is_silent(tmp_path: Path, arena: Arena) -> None:
+def test_alternate_chunks_announced_during_silence(tmp_path: Path, arena: Arena) -> None:
     pack = SamplePack(4 << 20, chunk_bytes=32768)
     half = len(pack.chunks) // 2
     silent, counts = threading.Event(), TransferCounts()

@@ -37,7 +37,7 @@ def mapping(arena: Arena, slab: Slab) -> Iterator[None]:
             worker.kill()
 
 
-def test_recovered_packs_stay_pinned_while_a_process_maps_them(tmp_path: Path) -> None:
+def test_recovered_packs_pinned_while_mapped(tmp_path: Path) -> None:
     path = Path("/dev/shm") / new_id("torchrelay-test")
     manifests = []
     for seed in range(2):

@@ -66,13 +66,13 @@ def fill(data: bytes, wanted: list[int], stop_after: int = 1000, again: bytes | 
     return sink
 
 
-def test_wanted_chunks_come_and_no_others() -> None:
+def test_only_wanted_chunks_downloaded() -> None:
     assert fill(DATA, [7, 2, 10]).published() == {7, 2, 10}
     sink = fill(DATA, list(range(11)))
     assert b"".join(bytes(sink.chunk(i)) for i in range(sink.num_chunks)) == DATA
 
 
-def test_a_damaged_chunk_is_left_out_and_named() -> None:
+def test_damaged_chunks_skipped_and_named() -> None:
     damaged = bytearray(DATA)
     damaged[350] ^= 1
     damaged[1000] ^= 1
@@ -80,7 +80,7 @@ def test_a_damaged_chunk_is_left_out_and_named() -> None:
         fill(bytes(damaged), list(range(11)))
 
 
-def test_what_is_good_at_the_second_reading_is_taken_and_what_is_not_is_named() -> None:
+def test_damaged_chunk_read_again() -> None:
     damaged = bytearray(DATA)
     damaged[350] ^= 1
     assert fill(bytes(damaged), list(range(11)), again=DATA).published() == set(range(11))
@@ -88,7 +88,7 @@ def test_what_is_good_at_the_second_reading_is_taken_and_what_is_not_is_named() 
         fill(bytes(damaged), list(range(11)), again=bytes(damaged))
 
 
-def test_a_reader_that_a_stop_interrupts_is_no_failure() -> None:
+def test_interrupted_reader_is_no_failure() -> None:
     stop = threading.Event()
 
     class Interrupted(Bytes):
@@ -102,7 +102,7 @@ def test_a_reader_that_a_stop_interrupts_is_no_failure() -> None:
     assert stop.is_set()
 
 
-def test_an_error_of_the_store_ends_it() -> None:
+def test_store_error_ends_download() -> None:
     with pytest.raises(DataCorrupted, match="too short"):
         fill(DATA[:500], list(range(11)))
 

@@ -40,7 +40,7 @@ def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_whole_pack_is_kept_with_its_manifest_and_unpinned(tmp_path: Path, arena: Arena, slab: Slab) -> None:
+def test_cache_writer_stores_pack_and_unpins(tmp_path: Path, arena: Arena, slab: Slab) -> None:
     cache = DiskCache(tmp_path / "packs", 1 << 30)
     assert write_to_cache(cache, slab, threading.Event())
     assert files_in(tmp_path / "packs") == [slab.pack_id, f"{slab.pack_id}.manifest"]
@@ -50,13 +50,13 @@ def test_a_whole_pack_is_kept_with_its_manifest_and_unpinned(tmp_path: Path, are
 
 
 @pytest.mark.parametrize("limit_bytes", [0, 1 << 20])
-def test_what_does_not_fit_below_the_limit_is_left_out(tmp_path: Path, slab: Slab, limit_bytes: int) -> None:
+def test_pack_beyond_limit_not_cached(tmp_path: Path, slab: Slab, limit_bytes: int) -> None:
     assert not write_to_cache(DiskCache(tmp_path / "packs", limit_bytes), slab, threading.Event())
     assert files_in(tmp_path / "packs") == []
 
 
 @pytest.mark.parametrize("end_bytes", [1 << 20, 6 << 20])
-def test_a_full_disk_keeps_nothing_and_is_no_error(tmp_path: Path, arena: Arena, slab: Slab, end_bytes: int) -> None:
+def test_full_disk_leaves_no_files(tmp_path: Path, arena: Arena, slab: Slab, end_bytes: int) -> None:
     cache = DiskCache(tmp_path / "packs", 1 << 30)
     with files_end_at(end_bytes):
         assert not write_to_cache(cache, slab, threading.Event())
@@ -65,7 +65,7 @@ def test_a_full_disk_keeps_nothing_and_is_no_error(tmp_path: Path, arena: Arena,
     assert write_to_cache(cache, slab, threading.Event())
 
 
-def test_a_dropped_pack_is_given_up(tmp_path: Path, arena: Arena, slab: Slab) -> None:
+def test_dropped_pack_not_cached(tmp_path: Path, arena: Arena, slab: Slab) -> None:
     assert arena.drop(slab.pack_id)
     assert not write_to_cache(DiskCache(tmp_path / "packs", 1 << 30), slab, threading.Event())
     assert files_in(tmp_path / "packs") == []
@@ -78,7 +78,7 @@ def test_a_stop_ends_it(tmp_path: Path, slab: Slab) -> None:
     assert files_in(tmp_path / "packs") == []
 
 
-def test_a_folder_that_was_taken_away_is_no_error(tmp_path: Path, slab: Slab) -> None:
+def test_missing_cache_folder_is_no_error(tmp_path: Path, slab: Slab) -> None:
     cache = DiskCache(tmp_path / "packs", 1 << 30)
     cache.drafts.rmdir()
     assert not write_to_cache(cache, slab, threading.Event())

@@ -42,7 +42,7 @@ def kept(cache: DiskCache, name: str, data: bytes, used: float) -> str:
     st.integers(0, 400),
     st.integers(0, 400),
 )
-def test_the_longest_unused_leave_and_no_more_than_needed(
+def test_evictions_oldest_first_and_minimal(
     sizes: list[int], num_bytes: int, limit_bytes: int, free_bytes: int
 ) -> None:
     packs = [CachedPack(str(number), size, float(number)) for number, size in enumerate(sizes)]
@@ -60,7 +60,7 @@ def test_the_longest_unused_leave_and_no_more_than_needed(
         assert not any(fits(count) for count in range(len(gone)))
 
 
-def test_packs_are_found_again_and_read_and_the_least_recently_used_leaves_first(tmp_path: Path) -> None:
+def test_reopened_cache_evicts_least_recently_used(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "packs", 250)
     first, second = kept(cache, "a", b"a" * 100, used=1000), kept(cache, "b", b"b" * 100, used=2000)
     (cache.drafts / "left").write_bytes(b"half")
@@ -80,7 +80,7 @@ def test_packs_are_found_again_and_read_and_the_least_recently_used_leaves_first
     assert [path.name for path in (tmp_path / "packs").iterdir()] == ["drafts"]
 
 
-def test_what_the_scheduler_ranks_leaves_last_and_in_its_order(tmp_path: Path) -> None:
+def test_ranked_packs_evicted_last_in_order(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "packs", 350)
     first, second, third = (kept(cache, name, b"x" * 100, used=at) for at, name in enumerate("abc"))
     cache.eviction_order.renew([second, first], lease_s=60)
@@ -92,7 +92,7 @@ def test_what_the_scheduler_ranks_leaves_last_and_in_its_order(tmp_path: Path) -
     assert third not in left[0], "nobody ranked it, though it was used last"
 
 
-def test_without_a_scheduler_the_least_recently_used_leaves_first(tmp_path: Path) -> None:
+def test_expired_ranks_evict_least_recently_used(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "packs", 250)
     first, second = (kept(cache, name, b"x" * 100, used=at) for at, name in enumerate("ab"))
     cache.eviction_order.renew([second, first], lease_s=0)
@@ -101,7 +101,7 @@ def test_without_a_scheduler_the_least_recently_used_leaves_first(tmp_path: Path
     assert not cache.has(first)
 
 
-def test_what_is_there_is_known_without_a_look_at_the_disk(tmp_path: Path) -> None:
+def test_pack_ids_known_without_disk_access(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "packs", MANY)
     first, second = kept(cache, "a", b"a", used=2000), kept(cache, "b", b"b", used=1000)
     assert cache.pack_ids() == DiskCache(tmp_path / "packs", MANY).pack_ids() == {first, second}
@@ -112,7 +112,7 @@ def test_what_is_there_is_known_without_a_look_at_the_disk(tmp_path: Path) -> No
     assert cache.open(first) is None and cache.pack_ids() == set()
 
 
-def test_those_used_last_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_most_recent_packs_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_cache, "_MAX_REPORTED_PACKS", 2)
     cache = DiskCache(tmp_path / "packs", MANY)
     first, second, third = (kept(cache, name, b"x", used=3000 - at) for at, name in enumerate("abc"))
@@ -123,7 +123,7 @@ def test_those_used_last_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     assert DiskCache(tmp_path / "packs", MANY).pack_ids() == {first, second}, "by their last use, after a restart"
 
 
-def test_a_pack_that_cannot_be_read_now_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_pack_still_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = DiskCache(tmp_path / "packs", MANY)
     found = kept(cache, "a", b"a", used=1000)
     with monkeypatch.context() as context:
@@ -132,7 +132,7 @@ def test_a_pack_that_cannot_be_read_now_is_still_there(tmp_path: Path, monkeypat
     assert cache.pack_ids() == {found}
 
 
-def test_who_asks_what_is_there_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pack_ids_do_not_wait_for_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = DiskCache(tmp_path / "packs", MANY)
     found = kept(cache, "a", b"a", used=1000)
     asked = list[frozenset[str]]()
@@ -145,7 +145,7 @@ def test_who_asks_what_is_there_waits_for_no_disk(tmp_path: Path, monkeypatch: p
     assert asked == [frozenset()] * 2
 
 
-def test_a_manifest_is_believed_when_it_is_the_packs(tmp_path: Path) -> None:
+def test_cached_manifest_verified(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "packs", MANY)
     found = kept(cache, "manifest", b"data", used=1000)
     assert cache.manifest(found) == b"manifest"
@@ -154,7 +154,7 @@ def test_a_manifest_is_believed_when_it_is_the_packs(tmp_path: Path) -> None:
     assert cache.manifest(pack_id("other")) is None
 
 
-def test_a_pack_that_never_fits_makes_nobody_leave(tmp_path: Path) -> None:
+def test_pack_that_never_fits_evicts_nothing(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "packs", 250)
     found = kept(cache, "a", b"a" * 100, used=1000)
     with pytest.raises(OSError, match="the disk cache has no space for 251 bytes"):
@@ -162,6 +162,6 @@ def test_a_pack_that_never_fits_makes_nobody_leave(tmp_path: Path) -> None:
     assert cache.has(found)
 
 
-def test_half_of_what_is_free_is_to_spare(tmp_path: Path) -> None:
+def test_default_limit_is_half_of_free_space(tmp_path: Path) -> None:
     free_bytes = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     assert 0 < default_limit_bytes(tmp_path / "not/made/yet") <= min(64 << 30, 0.51 * free_bytes)

@@ -72,7 +72,7 @@ async def until(condition: Callable[[], bool]) -> None:
     await eventually(condition)
 
 
-async def test_a_kept_pack_fills_the_arena_while_the_remote_store_is_away(scene: Scene) -> None:
+async def test_cached_pack_fills_arena_without_remote(scene: Scene) -> None:
     await scene.fill_and_keep()
     assert scene.kept.read_bytes() == scene.data
     assert list((scene.kept.parent / "drafts").iterdir()) == []
@@ -83,7 +83,7 @@ async def test_a_kept_pack_fills_the_arena_while_the_remote_store_is_away(scene:
 
 
 @pytest.mark.parametrize("how", ["damaged", "truncated"])
-async def test_a_bad_copy_is_removed_and_what_it_lacks_comes_from_the_remote_store(scene: Scene, how: str) -> None:
+async def test_damaged_copy_replaced_by_remote(scene: Scene, how: str) -> None:
     await scene.fill_and_keep()
     if how == "damaged":
         damage(scene.kept, 20 * MIN_CHUNK_BYTES + 5)
@@ -96,7 +96,7 @@ async def test_a_bad_copy_is_removed_and_what_it_lacks_comes_from_the_remote_sto
         await until(lambda: scene.kept.exists() and scene.kept.read_bytes() == scene.data)
 
 
-async def test_damage_on_disk_is_never_served_when_the_remote_store_is_away(scene: Scene) -> None:
+async def test_damaged_copy_never_served_without_remote(scene: Scene) -> None:
     await scene.fill_and_keep()
     damage(scene.kept, 100)
     scene.proxy.decide = lambda asked: Fault(status=500)
@@ -108,7 +108,7 @@ async def test_damage_on_disk_is_never_served_when_the_remote_store_is_away(scen
         await scene.fill(store)
 
 
-async def test_the_scheduler_is_told_what_is_on_disk_when_it_changes(scene: Scene) -> None:
+async def test_report_lists_disk_packs_on_change(scene: Scene) -> None:
     async with scene.store() as store:
         assert (await store.report()).HasField("disk") and not (await store.report()).disk.pack_ids
         filled = asyncio.create_task(store.until(lambda report: scene.pack_id in report.disk.pack_ids))
@@ -127,7 +127,7 @@ async def test_the_scheduler_is_told_what_is_on_disk_when_it_changes(scene: Scen
         assert list((await store.report()).disk.pack_ids) == [scene.pack_id]
 
 
-async def test_a_full_disk_fails_no_fill(scene: Scene) -> None:
+async def test_full_disk_fails_no_download(scene: Scene) -> None:
     async with scene.store() as store:
         with files_end_at(1 << 20):
             await scene.fill(store)
@@ -137,7 +137,7 @@ async def test_a_full_disk_fails_no_fill(scene: Scene) -> None:
         await until(scene.kept.exists)
 
 
-async def test_a_deleted_version_leaves_the_disk_too(scene: Scene, bucket_url: str) -> None:
+async def test_deleted_version_removed_from_disk(scene: Scene, bucket_url: str) -> None:
     async with scene.store(remote_url=bucket_url) as store:
         version = await publish(store, write_folder(scene.folder / "model", LARGER))
         await scene.fill(store)
@@ -146,7 +146,7 @@ async def test_a_deleted_version_leaves_the_disk_too(scene: Scene, bucket_url: s
         assert not scene.kept.exists()
 
 
-async def test_a_folder_has_a_disk_tier_only_when_told(scene: Scene) -> None:
+async def test_folder_remote_has_disk_tier_only_by_setting(scene: Scene) -> None:
     remote_url = (scene.folder / "remote").as_uri()
     async with scene.store(remote_url=remote_url) as store:
         assert store.settings.disk_cache_limit_bytes() == 0

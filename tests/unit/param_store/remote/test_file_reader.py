@@ -52,9 +52,7 @@ def read(reader: FileReader, offset: int, num_bytes: int) -> bytes:
     return bytes(view)
 
 
-def test_a_refused_direct_read_is_made_through_the_cache_from_then_on(
-    reader: FileReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_direct_read_falls_back_to_page_cache(reader: FileReader, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = Refusing(errno.EINVAL)
     refusing.direct = reader.direct
     monkeypatch.setattr(os, "preadv", refusing)
@@ -66,7 +64,7 @@ def test_a_refused_direct_read_is_made_through_the_cache_from_then_on(
     reader.close()
 
 
-def test_any_other_error_is_told(reader: FileReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_read_errors_raised(reader: FileReader, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = Refusing(errno.EIO)
     refusing.direct = reader.direct
     monkeypatch.setattr(os, "preadv", refusing)

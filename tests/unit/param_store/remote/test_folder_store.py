@@ -38,7 +38,7 @@ def test_objects_are_put_read_listed_and_deleted(tmp_path: Path, store: FolderSt
             absent("packs/a")
 
 
-def test_a_file_of_another_file_system_is_copied(store: FolderStore) -> None:
+def test_file_of_other_file_system_copied(store: FolderStore) -> None:
     source = Path("/dev/shm") / new_id("torchrelay-test")
     try:
         source.write_bytes(b"elsewhere")
@@ -49,12 +49,12 @@ def test_a_file_of_another_file_system_is_copied(store: FolderStore) -> None:
 
 
 @pytest.mark.parametrize("key", ["../x", "a/../../x", "/etc/passwd", "a//b", "", "a\0b"])
-def test_keys_stay_inside(store: FolderStore, key: str) -> None:
+def test_key_outside_folder_refused(store: FolderStore, key: str) -> None:
     with pytest.raises(InvalidRequest):
         store.get_bytes(key)
 
 
-def test_ranges_are_read_whatever_their_alignment(store: FolderStore) -> None:
+def test_ranges_read_at_any_alignment(store: FolderStore) -> None:
     data = os.urandom(3 * 4096 + 100)
     store.put_bytes("packs/a", data)
     reader = store.open_range("packs/a")
@@ -67,7 +67,7 @@ def test_ranges_are_read_whatever_their_alignment(store: FolderStore) -> None:
     reader.close()
 
 
-def test_only_abandoned_drafts_are_removed(tmp_path: Path, store: FolderStore) -> None:
+def test_only_abandoned_drafts_removed(tmp_path: Path, store: FolderStore) -> None:
     old, new = tmp_path / "remote/drafts/old", tmp_path / "remote/drafts/new"
     for draft in (old, new):
         draft.write_bytes(b"half")

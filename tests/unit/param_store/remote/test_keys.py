@@ -10,7 +10,7 @@ from torchrelay.param_store.remote.keys import file_key, manifest_key, pack_key,
 DIGEST = "0a" * 32
 
 
-def test_a_pack_s_keys_give_its_id_back_and_others_none() -> None:
+def test_pack_id_parsed_only_from_pack_keys() -> None:
     assert parse_pack_key(pack_key(DIGEST)) == (DIGEST, False)
     assert parse_pack_key(manifest_key(DIGEST)) == (DIGEST, True)
     for key in (file_key(DIGEST), version_key(DIGEST), DIGEST, f"packs/{DIGEST}x", "packs/", f"{DIGEST}.manifest"):
@@ -18,6 +18,6 @@ def test_a_pack_s_keys_give_its_id_back_and_others_none() -> None:
 
 
 @pytest.mark.parametrize("digest", ["", "0A" * 32, "0a" * 31, "../" + "0a" * 31, "0a" * 32 + "\n"])
-def test_what_is_no_digest_makes_no_key(digest: str) -> None:
+def test_key_requires_digest(digest: str) -> None:
     with pytest.raises(InvalidRequest, match="pack_id must be 64 lower-case hex digits"):
         pack_key(digest)

@@ -12,7 +12,7 @@ AZURE = (
 )
 
 
-def test_a_token_in_a_url_and_the_servers_own_page_are_left_out() -> None:
+def test_error_detail_omits_token_and_server_page() -> None:
     told = platform_error(
         GenericError(AZURE.format("409 Conflict") + "\n<Error/>\nDebug source: SECRET"), "packs/p", "az"
     )
@@ -24,7 +24,7 @@ def test_a_token_in_a_url_and_the_servers_own_page_are_left_out() -> None:
     )
 
 
-def test_what_has_no_status_may_pass_and_what_is_refused_does_not() -> None:
+def test_error_without_status_is_transient() -> None:
     assert is_transient(GenericError("HTTP error: error sending request"))
     assert [is_transient(GenericError(AZURE.format(status))) for status in (500, 503, 429, 400, 409, 301)] == [
         True,
@@ -36,7 +36,7 @@ def test_what_has_no_status_may_pass_and_what_is_refused_does_not() -> None:
     ]
 
 
-def test_a_path_that_is_none_is_the_callers_fault() -> None:
+def test_invalid_path_is_invalid_request() -> None:
     told = platform_error(InvalidPathError("Path segment is empty"), "a//b", "s3")
     assert isinstance(told, InvalidRequest)
     assert not is_transient(InvalidPathError("Path segment is empty"))

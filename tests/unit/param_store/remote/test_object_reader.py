@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -39,21 +38,21 @@ def scene(bucket_url: str, s3_endpoint: str, proxy: FaultyProxy) -> Scene:
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 429, 408])
-def test_an_overloaded_or_broken_server_is_asked_again(scene: Scene, status: int) -> None:
+def test_overloaded_or_broken_server_retried(scene: Scene, status: int) -> None:
     scene.proxy.decide = first(2, Fault(status=status))
     assert scene.read() == DATA
     assert len(scene.proxy.asked) == 3
 
 
 @pytest.mark.parametrize("status", [400, 403, 404])
-def test_a_refusal_is_not_asked_again(scene: Scene, status: int) -> None:
+def test_refusal_not_retried(scene: Scene, status: int) -> None:
     scene.proxy.decide = always(Fault(status=status))
     with pytest.raises(Exception, match=f"(status code: {status}|has no {KEY})"):
         scene.read()
     assert len(scene.proxy.asked) == 1
 
 
-def test_a_cut_reply_is_carried_on_from_where_it_was_cut(scene: Scene) -> None:
+def test_interrupted_reply_resumes_after_last_byte(scene: Scene) -> None:
     scene.proxy.decide = first(2, Fault(cut_after_bytes=400_000))
     assert scene.read() == DATA
     begins = [asked.begin for asked in scene.proxy.asked]
@@ -62,50 +61,44 @@ def test_a_cut_reply_is_carried_on_from_where_it_was_cut(scene: Scene) -> None:
     assert 0 < begins[1] <= 400_000 < begins[2] <= 800_000
 
 
-def test_a_silent_server_is_asked_again(scene: Scene) -> None:
+def test_silent_server_retried(scene: Scene) -> None:
     scene.proxy.decide = first(1, Fault(silent=True))
-    began = time.monotonic()
     assert scene.read(timeout_s=0.3) == DATA
-    assert time.monotonic() - began < 3
+    assert len(scene.proxy.asked) == 2
 
 
-def test_a_slow_server_that_is_never_silent_is_waited_for(scene: Scene) -> None:
+def test_slow_server_without_silence_not_retried(scene: Scene) -> None:
     scene.proxy.decide = first(1, Fault(bytes_per_s=700_000))
-    began = time.monotonic()
-    assert scene.read(timeout_s=1.0, give_up_s=1.0) == DATA
-    assert time.monotonic() - began > 1.2
+    assert scene.read(timeout_s=1.0, give_up_s=1.0) == DATA  # takes 1.5 s
     assert len(scene.proxy.asked) == 1
 
 
 @pytest.mark.parametrize("fault", [Fault(status=500), Fault(silent=True), Fault(cut_after_bytes=0)])
-def test_a_server_that_brings_nothing_is_given_up(scene: Scene, fault: Fault) -> None:
+def test_server_without_progress_given_up(scene: Scene, fault: Fault) -> None:
     scene.proxy.decide = always(fault)
-    began = time.monotonic()
     with pytest.raises(Unavailable, match=f"the remote store does not serve {KEY}"):
         scene.read(timeout_s=0.2, give_up_s=0.6)
-    assert time.monotonic() - began < 3
     assert len(scene.proxy.asked) > 1
     scene.proxy.decide = lambda asked: None
     assert scene.read() == DATA
 
 
-def test_a_stop_ends_the_waiting_for_a_broken_server(scene: Scene) -> None:
+def test_stop_ends_wait_for_broken_server(scene: Scene) -> None:
     stop = threading.Event()
     scene.proxy.decide = lambda asked: stop.set() or Fault(status=500)  # type: ignore[func-returns-value]
-    began = time.monotonic()
     with pytest.raises(Unavailable, match="was stopped"):
         scene.read(give_up_s=60, stop=stop)
-    assert time.monotonic() - began < 2
+    assert len(scene.proxy.asked) == 1
 
 
-def test_a_stop_ends_the_reading_from_a_slow_server(scene: Scene) -> None:
+def test_stop_ends_read_from_slow_server(scene: Scene) -> None:
     stop = threading.Event()
     scene.proxy.decide = lambda asked: stop.set() or Fault(bytes_per_s=1_000_000)  # type: ignore[func-returns-value]
     with pytest.raises(Unavailable, match="was stopped"):
         scene.read(stop=stop)
 
 
-def test_patience_doubles_its_pauses_and_begins_anew_with_progress() -> None:
+def test_backoff_doubles_pauses_until_progress() -> None:
     backoff = Backoff(give_up_s=10.0, since_s=100.0)
     assert [backoff.pause_s(100.0) for _ in range(7)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.0, 3.0]
     assert backoff.pause_s(107.1) is None

@@ -46,9 +46,7 @@ def test_objects_are_put_read_listed_and_deleted(tmp_path: Path, store: RemoteSt
             absent("packs/a")
 
 
-def test_a_pack_goes_up_in_parts_and_comes_down_in_ranges(
-    tmp_path: Path, store: RemoteStore, proxy: FaultyProxy
-) -> None:
+def test_pack_stored_in_parts_and_read_in_ranges(tmp_path: Path, store: RemoteStore, proxy: FaultyProxy) -> None:
     data = os.urandom(18 * MIB + 100)
     (tmp_path / "pack").write_bytes(data)
     store.put_file("packs/p", tmp_path / "pack")
@@ -61,7 +59,7 @@ def test_a_pack_goes_up_in_parts_and_comes_down_in_ranges(
     assert bytes(memory) == data
 
 
-def test_ranges_are_read_whatever_their_alignment_and_not_beyond_the_end(store: RemoteStore) -> None:
+def test_ranges_read_at_any_alignment_up_to_end(store: RemoteStore) -> None:
     data = os.urandom(10_000)
     store.put_bytes("packs/p", data)
     for offset, size in ((0, 10_000), (1, 1), (4096, 5904), (9999, 1)):
@@ -72,9 +70,7 @@ def test_ranges_are_read_whatever_their_alignment_and_not_beyond_the_end(store: 
         read(store, "packs/p", 20_000, 10)
 
 
-def test_a_put_that_meets_a_broken_server_is_tried_again(
-    tmp_path: Path, store: RemoteStore, proxy: FaultyProxy
-) -> None:
+def test_put_retried_after_server_error(tmp_path: Path, store: RemoteStore, proxy: FaultyProxy) -> None:
     faults = [Fault(status=500), Fault(status=503)]
     proxy.decide = lambda asked: faults.pop() if faults else None
     (tmp_path / "pack").write_bytes(b"x" * 9 * MIB)
@@ -82,7 +78,7 @@ def test_a_put_that_meets_a_broken_server_is_tried_again(
     assert (faults, store.size("packs/p")) == ([], 9 * MIB)
 
 
-def test_a_server_that_stays_broken_is_given_up(store: RemoteStore, proxy: FaultyProxy) -> None:
+def test_permanently_broken_server_given_up(store: RemoteStore, proxy: FaultyProxy) -> None:
     proxy.decide = lambda asked: Fault(status=500)
     for broken in (
         store.get_bytes,
@@ -95,7 +91,7 @@ def test_a_server_that_stays_broken_is_given_up(store: RemoteStore, proxy: Fault
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_denied_access_names_the_settings(store: RemoteStore, proxy: FaultyProxy, status: int) -> None:
+def test_denied_access_error_names_settings(store: RemoteStore, proxy: FaultyProxy, status: int) -> None:
     proxy.decide = lambda asked: Fault(status=status)
     with pytest.raises(Unavailable, match=r"check remote_url and the credentials .*AWS_ACCESS_KEY_ID") as denied:
         store.get_bytes("packs/p")
@@ -103,7 +99,7 @@ def test_denied_access_names_the_settings(store: RemoteStore, proxy: FaultyProxy
     assert len(proxy.asked) == 1
 
 
-def test_a_missing_bucket_is_named(proxy: FaultyProxy, credentials: None) -> None:
+def test_missing_bucket_error_names_setting(proxy: FaultyProxy, credentials: None) -> None:
     store = open_remote("s3://nobody-made-this", RemoteOptions(proxy.endpoint))
     with pytest.raises(Unavailable, match="the bucket that remote_url names does not exist") as missing:
         store.put_bytes("packs/p", b"")
@@ -116,7 +112,7 @@ def test_a_missing_bucket_is_named(proxy: FaultyProxy, credentials: None) -> Non
     ("url", "path"),
     [("gs://bucket/some/prefix", "/bucket/some/prefix/packs/p"), ("az://box/prefix", "/box/prefix/packs/p")],
 )
-def test_other_providers_are_asked_at_their_own_paths(
+def test_other_providers_use_their_own_paths(
     proxy: FaultyProxy, credentials: None, monkeypatch: pytest.MonkeyPatch, url: str, path: str
 ) -> None:
     for name in ("GOOGLE_SKIP_SIGNATURE", "AZURE_SKIP_SIGNATURE"):
@@ -130,7 +126,7 @@ def test_other_providers_are_asked_at_their_own_paths(
 
 
 @pytest.mark.parametrize("url", ["s3:", "s3:///key", "az://", "gs:bucket"])
-def test_urls_without_a_bucket_are_refused(url: str) -> None:
+def test_url_without_bucket_refused(url: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         open_remote(url)
     assert refused.value.field == "remote_url"

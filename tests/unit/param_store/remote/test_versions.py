@@ -66,7 +66,7 @@ def keys_in(remote: FolderStore) -> set[str]:
     return {stored.key for prefix in ("packs/", "files/", "versions/") for stored in remote.objects(prefix)}
 
 
-def test_a_deletion_reads_no_document_twice(tmp_path: Path, remote: WatchedStore) -> None:
+def test_deletion_reads_each_document_once(tmp_path: Path, remote: WatchedStore) -> None:
     model, versions = Model(tmp_path), Versions(remote)
     published = [model.publish(versions, str(number)) for number in range(6)]
     versions.delete(published[0].version_id)
@@ -81,9 +81,7 @@ def test_a_deletion_reads_no_document_twice(tmp_path: Path, remote: WatchedStore
     assert keys_in(remote) == set()
 
 
-def test_a_deletion_spares_the_pack_of_a_version_that_is_being_published(
-    tmp_path: Path, remote: WatchedStore, thread: ThreadPoolExecutor
-) -> None:
+def test_deletion_spares_pack_being_published(tmp_path: Path, remote: WatchedStore, thread: ThreadPoolExecutor) -> None:
     model, versions = Model(tmp_path), Versions(remote)
     old = model.publish(versions, "old")
     remote.held_prefix = "packs/"  # its manifest: the pack is there
@@ -96,7 +94,7 @@ def test_a_deletion_spares_the_pack_of_a_version_that_is_being_published(
     assert f"packs/{old.pack_id}" in keys_in(remote)
 
 
-def test_a_large_upload_to_the_remote_store_holds_nobody_up(
+def test_large_publication_does_not_block_others(
     tmp_path: Path, remote: WatchedStore, thread: ThreadPoolExecutor
 ) -> None:
     (tmp_path / "large").mkdir()
@@ -112,7 +110,7 @@ def test_a_large_upload_to_the_remote_store_holds_nobody_up(
     assert [stored.version_id for stored in versions.all()] == [published.version_id]
 
 
-def test_what_was_published_again_since_it_was_listed_is_not_deleted(tmp_path: Path, remote: WatchedStore) -> None:
+def test_republished_version_not_deleted(tmp_path: Path, remote: WatchedStore) -> None:
     model, versions = Model(tmp_path), Versions(remote)
     version_id = model.publish(versions, "one").version_id
     (listed,) = versions.all()
@@ -125,7 +123,7 @@ def test_what_was_published_again_since_it_was_listed_is_not_deleted(tmp_path: P
         versions.delete(version_id, listed.published_unix_us)
 
 
-def test_what_an_unconfirmed_upload_published_is_not_deleted(tmp_path: Path, remote: WatchedStore) -> None:
+def test_version_of_unconfirmed_upload_not_deleted(tmp_path: Path, remote: WatchedStore) -> None:
     kept: set[str] = set()
     model, versions = Model(tmp_path), Versions(remote, lambda: kept)
     version_id = model.publish(versions, "one").version_id
@@ -136,7 +134,7 @@ def test_what_an_unconfirmed_upload_published_is_not_deleted(tmp_path: Path, rem
     versions.delete(version_id)
 
 
-def test_what_no_version_names_is_deleted_once_it_is_old(tmp_path: Path, remote: WatchedStore) -> None:
+def test_old_unnamed_objects_deleted(tmp_path: Path, remote: WatchedStore) -> None:
     """A store was killed before a version's document was put, or after it was deleted."""
     model, versions = Model(tmp_path), Versions(remote)
     version = model.publish(versions, "named")

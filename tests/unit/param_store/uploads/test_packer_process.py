@@ -34,7 +34,7 @@ def num_children() -> int:
     return len(children())
 
 
-async def test_the_packer_writes_pack_and_manifest(tmp_path: Path) -> None:
+async def test_packer_writes_pack_and_manifest(tmp_path: Path) -> None:
     job = PackJob(write_folder(tmp_path / "model"), tmp_path / "a.pack", 0, MEMORY_BYTES)
     progress = [line async for line in run_packer(job, STALL_S, Turn("one"))]
     assert [line.stage for line in progress] == ["validate", "pack"]
@@ -42,7 +42,7 @@ async def test_the_packer_writes_pack_and_manifest(tmp_path: Path) -> None:
     assert (tmp_path / "a.manifest").exists()
 
 
-async def test_leaving_early_kills_the_packer(tmp_path: Path) -> None:
+async def test_closed_iterator_kills_packer(tmp_path: Path) -> None:
     before = num_children()
     job = PackJob(write_folder(tmp_path / "model"), tmp_path / "a.pack", 0, MEMORY_BYTES)
     async with aclosing(run_packer(job, STALL_S, Turn("one"))) as lines:
@@ -51,7 +51,7 @@ async def test_leaving_early_kills_the_packer(tmp_path: Path) -> None:
     assert num_children() == before
 
 
-async def test_the_packer_has_none_of_the_stores_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_packer_environment_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads what strangers upload."""
     for name in ("TORCHRELAY_NODE_KEY", "TORCHRELAY_NATS_URL", "AWS_SECRET_ACCESS_KEY", "SOME_TOKEN"):
         monkeypatch.setenv(name, "hunter2")
@@ -64,7 +64,7 @@ async def test_the_packer_has_none_of_the_stores_secrets(tmp_path: Path, monkeyp
     assert b"OPENBLAS_NUM_THREADS=1" in environment and b"hunter2" not in environment
 
 
-async def test_refusals_and_failures_are_told_apart(tmp_path: Path) -> None:
+async def test_packer_refusals_differ_from_failures(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     with pytest.raises(Unavailable, match=r"could not be packed: .*No such file"):
         async for _ in run_packer(PackJob(folder, tmp_path / "none/a.pack", 0, MEMORY_BYTES), STALL_S, Turn("one")):
@@ -76,7 +76,7 @@ async def test_refusals_and_failures_are_told_apart(tmp_path: Path) -> None:
     assert refused.value.field == "tokenizer.json"
 
 
-async def test_a_refusal_is_short_however_long_what_it_names(tmp_path: Path) -> None:
+async def test_refusal_length_limited(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", config_of())
     (folder / "config.json").write_text(json.dumps(config_of(hidden_act="x" * 1_000_000)))
     with pytest.raises(UploadRefused, match="hidden_act") as refused:
@@ -85,7 +85,7 @@ async def test_a_refusal_is_short_however_long_what_it_names(tmp_path: Path) -> 
     assert len(refused.value.message) < 1000
 
 
-async def test_documents_that_take_too_much_memory_are_refused(tmp_path: Path) -> None:
+async def test_documents_beyond_memory_limit_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     (folder / "tokenizer_config.json").write_text("{" + ",".join(f'"{i}":[{"[]," * 8}0]' for i in range(100_000)) + "}")
     with pytest.raises(UploadRefused, match="more memory than the packer may use"):
@@ -120,7 +120,7 @@ class Commits:
         await asyncio.sleep(0)  # the next one begins
 
 
-async def test_no_tenants_commit_waits_behind_all_of_another_s() -> None:
+async def test_tenants_alternate_in_commit_queue() -> None:
     commits = Commits(CommitQueue(max_running=2, max_waiting=16))
     for name in ("large1", "large2", "large3", "small1", "other1"):
         await commits.begin(name)
@@ -138,7 +138,7 @@ async def test_no_tenants_commit_waits_behind_all_of_another_s() -> None:
     assert commits.running == []
 
 
-async def test_few_commits_may_wait_and_fewer_of_one_tenant() -> None:
+async def test_waiting_commits_limited_per_tenant() -> None:
     commits = Commits(CommitQueue(max_running=1, max_waiting=4))
     for name in ("one1", "one2", "two1", "three1", "four1"):
         await commits.begin(name)
@@ -156,7 +156,7 @@ async def test_few_commits_may_wait_and_fewer_of_one_tenant() -> None:
     await asyncio.gather(*commits.tasks.values())
 
 
-async def test_a_turn_may_be_released_whether_it_came_or_not() -> None:
+async def test_turn_released_before_or_after_grant() -> None:
     queue = CommitQueue(max_running=1, max_waiting=0)
     held, waiting = Turn("one"), Turn("two")
     await queue.acquire(held)
@@ -171,7 +171,7 @@ async def test_a_turn_may_be_released_whether_it_came_or_not() -> None:
     assert last.decided.is_set() and not waiting.decided.is_set()
 
 
-async def test_a_packer_that_makes_no_progress_is_ended(tmp_path: Path) -> None:
+async def test_stalled_packer_ended(tmp_path: Path) -> None:
     folder, before = write_folder(tmp_path / "model"), num_children()
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")  # as a file on a disk that does not answer
@@ -181,7 +181,7 @@ async def test_a_packer_that_makes_no_progress_is_ended(tmp_path: Path) -> None:
     assert num_children() == before
 
 
-async def test_a_packer_that_cannot_be_killed_keeps_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unkillable_packer_keeps_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel ends no process that waits for a disk; here the kill is left out, as no such disk can be had."""
     monkeypatch.setattr(Process, "kill", lambda process: None)
     folder, before, queue = write_folder(tmp_path / "model"), set(children()), CommitQueue(2, 16)
@@ -208,7 +208,7 @@ async def test_a_packer_that_cannot_be_killed_keeps_its_place(tmp_path: Path, mo
             pass
 
 
-async def test_nobody_waits_for_a_commit_that_is_stuck() -> None:
+async def test_no_commit_waits_for_stuck_commit() -> None:
     queue, stuck, others = CommitQueue(2, 16), Turn("one"), Turn("two")
     await queue.acquire(stuck)
     await queue.acquire(others)
@@ -224,7 +224,7 @@ async def test_nobody_waits_for_a_commit_that_is_stuck() -> None:
     queue.release(stuck)
 
 
-async def test_progress_is_told_again_while_nothing_new_happens() -> None:
+async def test_progress_repeated_while_unchanged() -> None:
     going_on = asyncio.Event()
     closed: list[str] = []
 

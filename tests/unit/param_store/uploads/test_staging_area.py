@@ -38,9 +38,7 @@ def test_untouched_uploads_expire(tmp_path: Path, folder: Path) -> None:
     assert uploads.num_open == 1
 
 
-def test_an_upload_whose_commit_begins_while_it_is_judged_stays(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upload_committed_during_expiry_stays(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=100)
     files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
     upload = uploads.begin("u1", "ten-1", files, 0)
@@ -54,7 +52,7 @@ def test_an_upload_whose_commit_begins_while_it_is_judged_stays(
     assert uploads.get("u1") is upload and upload.folder.exists()
 
 
-def test_an_upload_is_judged_while_another_call_removes_it(tmp_path: Path, folder: Path) -> None:
+def test_expiry_tolerates_concurrent_removal(tmp_path: Path, folder: Path) -> None:
     uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=100)
     files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
     upload = uploads.begin("u1", "ten-1", files, 0)
@@ -63,14 +61,14 @@ def test_an_upload_is_judged_while_another_call_removes_it(tmp_path: Path, folde
     assert uploads.expire(1000.0) == ["u1"]
 
 
-def test_an_upload_can_be_begun_after_a_full_disk_ended_the_first_try(tmp_path: Path, folder: Path) -> None:
+def test_upload_begins_after_full_disk(tmp_path: Path, folder: Path) -> None:
     uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=100)
     files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
     (tmp_path / "uploads/u1/files").mkdir(parents=True)
     assert uploads.begin("u1", "ten-1", files, 0).progress()
 
 
-def test_what_open_uploads_have_declared_is_not_free_for_others(tmp_path: Path, folder: Path) -> None:
+def test_declared_bytes_reserved_for_open_uploads(tmp_path: Path, folder: Path) -> None:
     uploads = StagingArea(tmp_path / "uploads", 1 << 60, expiry_s=100)
     files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
     weights = shutil.disk_usage(tmp_path).free * 3 // 10  # twice that is needed, for the pack
@@ -82,7 +80,7 @@ def test_what_open_uploads_have_declared_is_not_free_for_others(tmp_path: Path, 
     uploads.begin("u2", "ten-2", large, 0)
 
 
-def test_of_a_tenants_refused_uploads_the_last_is_kept_for_an_hour(tmp_path: Path, folder: Path) -> None:
+def test_last_refused_upload_kept_for_hour(tmp_path: Path, folder: Path) -> None:
     uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=86400)
     files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
     for name, tenant in (("u1", "ten-1"), ("u2", "ten-1"), ("u3", "ten-2")):
@@ -116,7 +114,7 @@ def sent(uploads: StagingArea, name: str, files: dict[str, bytes]) -> StagedUplo
     return upload
 
 
-def test_files_kept_after_a_refusal_need_no_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_kept_after_refusal_need_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=100)
     documents = {"config.json": b"{}", "tokenizer.json": b"{}"}
     a_disk(tmp_path, 260_000, monkeypatch)  # twice the weights, and some more
@@ -130,7 +128,7 @@ def test_files_kept_after_a_refusal_need_no_room_again(tmp_path: Path, monkeypat
         sent(uploads, "u4", {**documents, "model.safetensors": bytes(300_000)})
 
 
-def test_folders_that_are_no_uploads_are_removed_at_the_start(tmp_path: Path) -> None:
+def test_invalid_upload_folders_removed_at_start(tmp_path: Path) -> None:
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn/state.json").write_text("{")
     (tmp_path / "damaged").mkdir()
@@ -140,7 +138,7 @@ def test_folders_that_are_no_uploads_are_removed_at_the_start(tmp_path: Path) ->
 
 
 @pytest.mark.lab
-def test_an_upload_that_does_not_fit_is_refused_before_its_first_byte(tmp_path: Path) -> None:
+def test_upload_too_large_for_disk_refused_first(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 48 << 20) as disk:
         uploads = StagingArea(disk.folder, 1 << 30, expiry_s=100)
         documents = [DeclaredFile(name, 1 << 10, "0" * 64) for name in ("config.json", "tokenizer.json")]
