@@ -116,13 +116,13 @@ async def test_following_reader_receives_new_events(nats_url: str) -> None:
         await only_new.aclose()
 
 
-@pytest.mark.parametrize("has_heard", [True, False])
-async def test_removed_consumer_resumes_without_loss(nats_url: str, has_heard: bool) -> None:
+@pytest.mark.parametrize("has_received", [True, False])
+async def test_removed_consumer_resumes_without_loss(nats_url: str, has_received: bool) -> None:
     async with kept(nats_url) as it, asyncio.timeout(10):
         following = it.past.events([], 0, 0, True)
         hearing = asyncio.ensure_future(anext(following))
         await it.readers()
-        if has_heard:
+        if has_received:
             await it.write("relay.started")
             assert (await hearing).kind == "relay.started"
             hearing = asyncio.ensure_future(anext(following))
