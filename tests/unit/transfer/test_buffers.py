@@ -40,7 +40,7 @@ def test_publish_wakes_waiting_thread() -> None:
     assert woken == [[0]]
 
 
-def test_no_chunk_overtakes_another_because_it_comes_while_we_look() -> None:
+def test_chunk_published_during_scan_keeps_order() -> None:
     buffer = MemoryBuffer("kv-1", [1, 1, 1])
     assert buffer.wait_any(Interrupted(range(3), buffer.publish), 1.0) == [0, 1, 2]
 

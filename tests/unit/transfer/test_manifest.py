@@ -61,7 +61,7 @@ def test_chunk_size_is_whole_pages_within_its_bounds(pack_bytes: int) -> None:
     assert MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES
 
 
-def test_equal_manifests_have_equal_ids_whatever_the_order_of_their_config() -> None:
+def test_pack_id_independent_of_config_order() -> None:
     _, manifest = make_pack(10_000)
     one = replace(manifest, config={"a": 1, "b": [1, {"x": 0.5, "y": None}]})
     other = replace(manifest, config={"b": [1, {"y": None, "x": 0.5}], "a": 1})
@@ -86,7 +86,7 @@ def test_encoding_goes_both_ways(num_bytes: int, seed: int) -> None:
         ({"chunk_digests": (b"short", b"short")}, "32 bytes each"),
     ],
 )
-def test_a_peer_s_manifest_whose_numbers_do_not_agree_is_refused(changes: dict[str, Any], reason: str) -> None:
+def test_inconsistent_peer_manifest_refused(changes: dict[str, Any], reason: str) -> None:
     _, manifest = make_pack(8000)
     assert checked_manifest(manifest.encode()) == manifest
     with pytest.raises(ProtocolViolation, match=reason):

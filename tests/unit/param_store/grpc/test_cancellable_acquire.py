@@ -11,13 +11,13 @@ from torchrelay.common.errors import Conflict
 from torchrelay.param_store.grpc.cancellable_acquire import acquire_on_thread
 
 
-async def test_what_is_taken_is_returned_and_kept() -> None:
+async def test_acquired_resource_returned() -> None:
     given_back: list[str] = []
     assert await acquire_on_thread(lambda: "file", given_back.append) == "file"
     assert given_back == []
 
 
-async def test_a_cancelled_taking_is_given_back_once_it_has_succeeded() -> None:
+async def test_resource_released_after_cancelled_acquire() -> None:
     going_on, given_back = threading.Event(), asyncio.Queue[str](1)
 
     def taking() -> str:
@@ -34,7 +34,7 @@ async def test_a_cancelled_taking_is_given_back_once_it_has_succeeded() -> None:
     assert await asyncio.wait_for(given_back.get(), 10) == "file"
 
 
-async def test_a_cancelled_taking_that_failed_has_nothing_to_give_back() -> None:
+async def test_failed_cancelled_acquire_releases_nothing() -> None:
     going_on, ended, given_back = threading.Event(), threading.Event(), list[str]()
 
     def taking() -> str:

@@ -19,7 +19,7 @@ from torchrelay.transfer.arena.arena import Arena
 from torchrelay.transfer.errors import ArenaFull
 
 
-async def test_hold_tells_of_every_whole_segment_and_pins(
+async def test_hold_reports_complete_segments_and_pins(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription]
 ) -> None:
     pack, _ = published
@@ -43,7 +43,7 @@ async def test_hold_tells_of_every_whole_segment_and_pins(
             assert await drop(store, pack.name) is True
 
 
-async def test_a_failed_relay_tells_its_holders_and_a_later_one_tries_anew(
+async def test_failed_relay_reported_to_holders_and_retried(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription]
 ) -> None:
     pack, _ = published
@@ -99,7 +99,7 @@ async def test_dropping_a_download_stops_it(tmp_path: Path, published: tuple[Pat
             assert await drop(store, pack.name) is False
 
 
-async def test_unpinned_packs_make_room_for_others_and_pinned_ones_do_not(tmp_path: Path) -> None:
+async def test_only_unpinned_packs_evicted(tmp_path: Path) -> None:
     async with running_store(tmp_path) as store:
         ids = [
             (await publish(store, write_folder(tmp_path / str(seed), LARGER, seed=seed))).pack_id for seed in range(3)
@@ -138,7 +138,7 @@ async def test_the_arena_outlives_its_store(tmp_path: Path, published: tuple[Pat
         arena.unlink(missing_ok=True)
 
 
-async def test_a_half_filled_pack_of_an_earlier_process_is_completed(
+async def test_partial_pack_of_earlier_process_completed(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription]
 ) -> None:
     pack, version = published
@@ -162,7 +162,7 @@ async def test_a_half_filled_pack_of_an_earlier_process_is_completed(
         arena.unlink(missing_ok=True)
 
 
-async def test_what_is_left_is_hashed_even_when_the_arena_cannot_grow(
+async def test_recovered_packs_hashed_although_arena_cannot_grow(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack, _ = published

@@ -22,7 +22,7 @@ from torchrelay.transfer.arena.slab import Slab
 from torchrelay.transfer.manifest import decode_manifest
 
 
-async def test_a_relay_from_the_remote_store_fills_the_arena_once(
+async def test_concurrent_remote_relays_download_once(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription]
 ) -> None:
     pack, version = published
@@ -44,7 +44,7 @@ async def test_a_relay_from_the_remote_store_fills_the_arena_once(
         assert (await store.report()).copies == []
 
 
-async def test_a_hold_waits_for_the_relay_that_was_told_beside_it(
+async def test_hold_waits_for_concurrent_relay(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker may be told to load a pack that its host had, and has just let go."""
@@ -67,7 +67,7 @@ async def refusal_of_hold(store: RunningStore, pack_id: str, waits_for_relay: bo
         return error_from_rpc(refused.value)
 
 
-async def test_who_has_computed_with_a_pack_learns_at_once_that_it_is_gone(
+async def test_later_hold_of_missing_pack_fails_immediately(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copy_rpcs, "_RELAY_WAIT_S", 3600.0)
@@ -75,7 +75,7 @@ async def test_who_has_computed_with_a_pack_learns_at_once_that_it_is_gone(
         assert isinstance(await refusal_of_hold(store, published[1].pack_id), NotFound)
 
 
-async def test_a_hold_waits_as_long_as_its_relay_takes_to_reserve_the_range(
+async def test_hold_waits_until_relay_reserves_range(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An arena may have to be faulted in first."""
@@ -100,7 +100,7 @@ async def test_a_hold_waits_as_long_as_its_relay_takes_to_reserve_the_range(
         assert await relay is False
 
 
-async def test_a_hold_that_waits_for_its_relay_fails_with_it_and_not_with_an_earlier_one(
+async def test_hold_fails_with_its_own_relay_only(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, version = published
@@ -149,9 +149,7 @@ async def test_a_chain_forwards_while_it_receives(
         assert (await first.report()).bytes_sent == version.pack_bytes
 
 
-async def test_a_source_named_while_it_fills_is_used(
-    tmp_path: Path, published: tuple[Path, pb.VersionDescription]
-) -> None:
+async def test_source_added_during_download_used(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
     pack, version = published
     async with (
         running_store(tmp_path) as full,
@@ -168,7 +166,7 @@ async def test_a_source_named_while_it_fills_is_used(
         assert (await store.report()).bytes_received == version.pack_bytes
 
 
-async def test_the_next_source_takes_over_for_what_is_missing(
+async def test_next_source_delivers_missing_chunks(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription]
 ) -> None:
     pack, version = published
@@ -182,7 +180,7 @@ async def test_the_next_source_takes_over_for_what_is_missing(
         assert (await store.report()).bytes_received == version.pack_bytes
 
 
-async def test_a_failed_copy_gives_its_place_back_once_its_followers_are_told(
+async def test_failed_copy_freed_after_followers_end(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription]
 ) -> None:
     pack, _ = published
@@ -206,7 +204,7 @@ async def test_a_failed_copy_gives_its_place_back_once_its_followers_are_told(
                 assert "its disk broke" in report.copies[0].error
 
 
-async def test_after_a_copy_that_failed_a_new_one_runs_though_it_is_not_quite_over(
+async def test_relay_after_failed_download_starts_new_one(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack, _ = published
@@ -232,7 +230,7 @@ async def test_after_a_copy_that_failed_a_new_one_runs_though_it_is_not_quite_ov
         await store.until_complete(pack.name)
 
 
-async def test_damage_in_the_remote_store_is_mended_by_a_peer(
+async def test_damage_in_remote_store_repaired_by_peer(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription]
 ) -> None:
     pack, version = published

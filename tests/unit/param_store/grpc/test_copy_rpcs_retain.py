@@ -29,7 +29,7 @@ async def refusal(store: RunningStore, lease_s: float = 60, epoch: int = 0) -> T
     return error_from_rpc(caught.value)
 
 
-async def test_a_report_tells_what_is_guarded_and_what_fails_with_the_host(
+async def test_report_has_retained_packs_and_failure_domain(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription]
 ) -> None:
     pack_id = published[1].pack_id
@@ -45,7 +45,7 @@ async def test_a_report_tells_what_is_guarded_and_what_fails_with_the_host(
         assert (await store.report()).failure_domain == "host-3"
 
 
-async def test_a_stream_tells_what_is_on_disk_at_first_and_when_it_changes(
+async def test_stream_reports_disk_packs_first_and_on_change(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription]
 ) -> None:
     pack_id = published[1].pack_id
@@ -65,7 +65,7 @@ async def test_a_stream_tells_what_is_on_disk_at_first_and_when_it_changes(
         assert not (await store.report()).HasField("disk")
 
 
-async def test_the_order_on_disk_stays_while_none_is_told(tmp_path: Path) -> None:
+async def test_disk_order_kept_without_new_order(tmp_path: Path) -> None:
     stores: list[Store] = []
 
     async def keep(store: Store) -> None:
@@ -78,7 +78,7 @@ async def test_the_order_on_disk_stays_while_none_is_told(tmp_path: Path) -> Non
     assert disk is not None and disk.eviction_order.ranks == {"f" * 64: 0}
 
 
-async def test_a_stale_epoch_and_a_lease_without_end_are_refused(tmp_path: Path) -> None:
+async def test_stale_epoch_and_endless_lease_refused(tmp_path: Path) -> None:
     async with running_store(tmp_path) as store:
         await retain(store, epoch=7)
         assert isinstance(await refusal(store, epoch=6), StaleEpoch)
@@ -87,7 +87,7 @@ async def test_a_stale_epoch_and_a_lease_without_end_are_refused(tmp_path: Path)
             assert isinstance(refused, InvalidRequest) and refused.field == "lease_s"
 
 
-async def test_a_relay_that_must_keep_the_guarded_is_told_that_the_arena_is_full(tmp_path: Path) -> None:
+async def test_relay_keeping_retained_packs_gets_arena_full(tmp_path: Path) -> None:
     async with running_store(tmp_path) as store:
         large = await publish(store, write_folder(tmp_path / "large", LARGER))
         small = await publish(store, write_folder(tmp_path / "small"))

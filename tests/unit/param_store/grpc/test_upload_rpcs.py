@@ -68,7 +68,7 @@ def test_only_known_names_may_be_declared(path: str, detail: str) -> None:
 
 
 @pytest.mark.parametrize("gone", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_what_every_model_needs_must_be_declared(gone: str) -> None:
+def test_required_files_must_be_declared(gone: str) -> None:
     with pytest.raises(UploadRefused, match=f"{gone}: it is missing") as refused:
         check_declared([file for file in a_model() if file.path != gone], 0, 1 << 20)
     assert refused.value.field == gone
@@ -94,7 +94,7 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "model")
 
 
-async def test_an_interrupted_file_goes_on_where_it_was_even_after_a_restart(tmp_path: Path, folder: Path) -> None:
+async def test_interrupted_file_resumes_after_restart(tmp_path: Path, folder: Path) -> None:
     data = (folder / "model.safetensors").read_bytes()
     async with running_store(tmp_path) as store:
         state = await begin(store, folder, "u1")
@@ -121,7 +121,7 @@ async def test_an_interrupted_file_goes_on_where_it_was_even_after_a_restart(tmp
         ).files
 
 
-async def test_a_broken_connection_loses_nothing_that_was_received(tmp_path: Path, folder: Path) -> None:
+async def test_broken_connection_keeps_received_bytes(tmp_path: Path, folder: Path) -> None:
     data = (folder / "model.safetensors").read_bytes()
     async with running_store(tmp_path) as store:
         await begin(store, folder, "u1")
@@ -156,7 +156,7 @@ async def until_accepted(store: RunningStore, upload_id: str, data: bytes, offse
                 assert "another call is sending" in error_from_rpc(error).message
 
 
-async def test_a_wrong_digest_drops_the_bytes_and_the_file_can_be_sent_again(tmp_path: Path, folder: Path) -> None:
+async def test_wrong_digest_drops_bytes(tmp_path: Path, folder: Path) -> None:
     good = (folder / "tokenizer.json").read_bytes()
     async with running_store(tmp_path) as store:
         await begin(store, folder, "u1")
@@ -207,7 +207,7 @@ async def test_begin_checks_quota_id_and_sameness(tmp_path: Path, folder: Path) 
         assert (await store.report()).num_running_uploads == 1
 
 
-async def test_a_refused_commit_publishes_nothing_and_an_abort_removes_all(tmp_path: Path) -> None:
+async def test_refused_commit_publishes_nothing(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", config_of())
     (folder / "config.json").write_text('{"architectures": ["Other"]}')
     async with running_store(tmp_path) as store:
@@ -223,7 +223,7 @@ async def test_a_refused_commit_publishes_nothing_and_an_abort_removes_all(tmp_p
         await store.stub.AbortUpload(pb.AbortUploadRequest(upload_id="u1"))
 
 
-async def test_a_model_too_large_for_every_slot_is_refused_with_both_numbers(tmp_path: Path, folder: Path) -> None:
+async def test_model_larger_than_slots_refused(tmp_path: Path, folder: Path) -> None:
     async with running_store(tmp_path) as store:
         await send(store, folder, "u1")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -233,7 +233,7 @@ async def test_a_model_too_large_for_every_slot_is_refused_with_both_numbers(tmp
         assert (await commit(store, "u2", largest_slot_bytes=307_200))[-1].version.pack_bytes == 307_200
 
 
-async def test_after_a_refusal_only_what_was_changed_is_sent_again(tmp_path: Path, folder: Path) -> None:
+async def test_upload_after_refusal_reuses_unchanged_files(tmp_path: Path, folder: Path) -> None:
     good = (folder / "config.json").read_bytes()
     (folder / "config.json").write_text('{"architectures": ["Other"]}')
     async with running_store(tmp_path) as store:
@@ -256,7 +256,7 @@ async def test_after_a_refusal_only_what_was_changed_is_sent_again(tmp_path: Pat
         assert (await commit(store, "u3"))[-1].version.version_id
 
 
-async def test_a_published_upload_keeps_its_version_until_it_is_confirmed(tmp_path: Path, folder: Path) -> None:
+async def test_published_upload_protects_version_until_confirmed(tmp_path: Path, folder: Path) -> None:
     """Its gateway may have died before SQL named the version, even if the store was restarted since."""
     async with running_store(tmp_path) as store:
         await send(store, folder, "u1")
@@ -307,7 +307,7 @@ def test_a_file_sent_in_many_parts_is_digested_once(tmp_path: Path) -> None:
     assert upload.file_progress("model.safetensors").complete
 
 
-def test_after_a_restart_what_was_received_is_digested_once_more(tmp_path: Path) -> None:
+def test_received_bytes_digested_again_after_restart(tmp_path: Path) -> None:
     data = os.urandom(3 << 20)
     files = (DeclaredFile("model.safetensors", len(data), sha256_of(data)),)
     upload = StagedUpload.begin(tmp_path / "u1", UploadRecord("u1", "ten-1", files), {})
@@ -379,7 +379,7 @@ async def test_a_commit_that_is_cancelled_can_be_run_again(tmp_path: Path, folde
         await until_committed(store, "u1")
 
 
-async def test_a_remote_store_that_takes_nothing_leaves_other_calls_their_threads(
+async def test_hung_remote_leaves_threads_to_other_calls(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published, both_began = threading.Event(), asyncio.Event()
@@ -420,7 +420,7 @@ async def test_a_remote_store_that_takes_nothing_leaves_other_calls_their_thread
         assert len(began) == 3
 
 
-async def test_a_commit_does_not_wait_for_a_publication_that_hangs(
+async def test_commit_does_not_wait_for_hung_publication(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, publish = threading.Event(), Versions.publish
@@ -462,7 +462,7 @@ async def until_committed(store: RunningStore, upload_id: str) -> None:
                 assert "being committed" in message or "an earlier commit waits" in message
 
 
-async def test_a_file_is_free_again_when_its_call_ends_while_it_is_opened(
+async def test_file_released_when_call_ends_during_open(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opening, going_on = threading.Event(), threading.Event()

@@ -35,7 +35,7 @@ async def delete(store: RunningStore, version_id: str) -> int:
     return (await store.stub.DeleteVersion(pb.DeleteVersionRequest(version_id=version_id))).num_bytes_freed
 
 
-async def test_a_version_says_what_it_consists_of_and_survives_a_restart(tmp_path: Path) -> None:
+async def test_version_description_survives_restart(tmp_path: Path) -> None:
     config = config_of("Qwen2ForCausalLM", tie_word_embeddings=True)
     folder = write_folder(tmp_path / "model", config, "BF16")
     async with running_store(tmp_path) as store:
@@ -84,9 +84,7 @@ async def test_publishing_is_content_addressed_and_deletion_counts_references(tm
         assert stored(tmp_path / "remote") == set()
 
 
-async def test_a_publication_that_fails_on_a_full_disk_leaves_nothing_and_can_be_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_publication_on_full_disk_can_be_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_folder(tmp_path / "model")
     put_bytes = FolderStore.put_bytes
 

@@ -34,7 +34,7 @@ SPECIAL_VALUES = {  # the bits of NaNs, quiet and signalling, and of both infini
 
 
 @pytest.mark.parametrize("dtype", SPECIAL_VALUES)
-def test_weights_that_are_no_finite_numbers_are_refused_by_tensor_and_element(tmp_path: Path, dtype: str) -> None:
+def test_nonfinite_weights_refused_by_tensor_and_element(tmp_path: Path, dtype: str) -> None:
     config = config_of(hidden_size=128, intermediate_size=1024)
     folder = write_folder(tmp_path / "model", config, dtype)
     tensors = tensors_of(config, dtype)
@@ -57,7 +57,7 @@ def test_weights_that_are_no_finite_numbers_are_refused_by_tensor_and_element(tm
 
 
 @pytest.mark.parametrize("dtype", SPECIAL_VALUES)
-def test_the_largest_and_the_least_finite_numbers_are_weights_like_others(dtype: str) -> None:
+def test_extreme_finite_weights_accepted(dtype: str) -> None:
     bits = 8 * DTYPE_BYTES[dtype]
     largest = SPECIAL_VALUES[dtype][2] - 1
     values = [0, 1, largest, 1 << (bits - 1), (1 << (bits - 1)) + largest] * 40_000
@@ -68,7 +68,7 @@ def test_the_largest_and_the_least_finite_numbers_are_weights_like_others(dtype:
         assert first_not_finite(memoryview(spoilt + data), dtype) == (place, "NaN")
 
 
-def test_many_keys_of_which_one_comes_twice_are_refused_quickly(tmp_path: Path) -> None:
+def test_duplicate_key_among_many_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     keys = [f'"{number}":0' for number in range(200_000)]
     raw_header(f"{{{','.join([*keys, keys[-1]])}}}".encode())(folder)

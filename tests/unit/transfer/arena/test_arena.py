@@ -151,7 +151,7 @@ def test_places_and_sizes_that_cannot_be(tmp_path: Path) -> None:
         Arena.create(tmp_path / "nowhere" / "arena", CAPACITY)
 
 
-def test_when_the_system_has_no_more_memory_packs_make_room_for_each_other(path: Path) -> None:
+def test_packs_evicted_when_system_memory_runs_out(path: Path) -> None:
     arena = Arena.create(path, CAPACITY)
     first = reserve(arena, 10, seed=1)
     file, arena._file = arena._file, os.open("/dev/full", os.O_RDWR)  # a file in which nothing can be allocated

@@ -42,7 +42,7 @@ def test_a_new_process_finds_complete_and_partial_slabs(path: Path) -> None:
     arena.close(unlink=True)
 
 
-def test_what_may_still_be_mapped_is_not_evicted_until_released(path: Path) -> None:
+def test_recovered_slabs_not_evicted_until_released(path: Path) -> None:
     old = Arena.create(path, CAPACITY)
     slab = reserve(old, 40, seed=1)
     old.close()

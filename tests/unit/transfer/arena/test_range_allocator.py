@@ -24,7 +24,7 @@ def test_growing_comes_before_evicting() -> None:
     assert find_space([used(0, 10)], 0, faulted_end=10, end=20, num_bytes=10) == Allocation(10, ())
 
 
-def test_the_longest_unused_leaves_first_and_only_if_it_is_in_the_way() -> None:
+def test_least_recently_used_evicted_only_if_in_range() -> None:
     taken = [used(0, 5, last_used=1), used(5, 15, last_used=2), used(15, 20, last_used=3)]
     assert find_space(taken, 0, 20, 20, 5) == Allocation(0, ("pack-0",))
     # pack-0 is evicted first but frees too little; then pack-5, and both ranges together suffice.

@@ -68,7 +68,7 @@ def test_a_relay_that_must_keep_them_finds_the_arena_full(arena: Arena) -> None:
     assert one_more(arena, 4, num_pages=4, keep_retained=True).num_slab_bytes
 
 
-def test_a_pack_that_is_no_longer_named_may_go(arena: Arena) -> None:
+def test_pack_no_longer_retained_evicted(arena: Arena) -> None:
     first, second, third = three(arena)
     arena.retention.renew([first, second, third], 60)
     arena.retention.renew([first, third], 60)

@@ -82,7 +82,7 @@ def test_waiters_wake_at_once(slab: Slab) -> None:
     assert results == [[5], [5], [5]]
 
 
-def test_no_chunk_overtakes_another_because_it_comes_while_we_look(slab: Slab) -> None:
+def test_chunk_published_during_scan_keeps_order(slab: Slab) -> None:
     assert slab.wait_any(Interrupted(range(3), lambda index: put(slab, index)), 1.0) == [0, 1, 2]
 
 
@@ -98,7 +98,7 @@ def test_a_failed_slab_can_be_filled_again(slab: Slab) -> None:
     assert slab.wait_any([1], 0.0) == []
 
 
-def test_another_process_maps_it_read_only_and_sees_chunks_as_they_come(slab: Slab, path: Path) -> None:
+def test_other_process_maps_slab_read_only(slab: Slab, path: Path) -> None:
     arguments = [str(path), str(slab.offset), str(slab.num_slab_bytes)]
     with subprocess.Popen(
         [sys.executable, "-c", _WORKER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -128,7 +128,7 @@ def test_another_process_maps_it_read_only_and_sees_chunks_as_they_come(slab: Sl
         assert worker.wait(10) == 0
 
 
-def test_a_mapping_outlives_its_pack_and_its_tensors_outlive_its_close(slab: Slab, path: Path) -> None:
+def test_mapping_outlives_pack_and_close(slab: Slab, path: Path) -> None:
     for index in range(slab.num_chunks):
         put(slab, index)
     view = MappedSlab(path, slab.offset, slab.num_slab_bytes)
@@ -160,7 +160,7 @@ def test_what_is_no_slab_is_not_mapped(slab: Slab, path: Path) -> None:
         MappedSlab(path, slab.offset, slab.num_slab_bytes - 4096)
 
 
-def test_integrity_notices_marks_that_were_never_earned(slab: Slab, path: Path) -> None:
+def test_integrity_check_finds_false_verified_bytes(slab: Slab, path: Path) -> None:
     put(slab, 0)
     with path.open("r+b", buffering=0) as file:
         for mark, reason in [(0, "hides"), (7, "neither")]:

@@ -37,7 +37,7 @@ def test_a_slow_partner_does_not_hold_up_the_end() -> None:
     assert len(sources[1].received) >= 0.02 * NUM_CHUNKS
 
 
-def test_of_a_chunk_from_two_sources_one_copy_is_skipped() -> None:
+def test_second_copy_of_chunk_skipped() -> None:
     core = opened(4, 2, num_striped=2)
     core.assignment.ask(0, core.assignment.requests(0).wanted, 0.0)
     assert core.assignment.begin(0, 0, 0.0)

@@ -14,7 +14,7 @@ NUM_CHUNKS = 256
 UNDISTURBED_S = NUM_CHUNKS * CHUNK_BYTES / RATE  # 1.34
 
 
-def test_one_source_brings_all_in_order_and_the_alternate_is_left_alone() -> None:
+def test_healthy_source_needs_no_alternate() -> None:
     first, second = SimulatedSource(RATE), SimulatedSource(RATE)
     core, took_s = transfer([first, second], NUM_CHUNKS)
     assert first.received == list(range(NUM_CHUNKS))
@@ -80,7 +80,7 @@ def test_a_source_that_recovers_puts_the_other_on_standby() -> None:
     assert len(first.received) + len(second.received) == 3 * NUM_CHUNKS
 
 
-def test_a_source_healthy_only_beside_another_is_not_tried_alone_forever() -> None:
+def test_probation_doubles_after_each_relapse() -> None:
     first, second = SimulatedSource(RATE), SimulatedSource(RATE)
 
     def slow_down(now: float, core: TransferCore) -> None:
@@ -104,7 +104,7 @@ def test_a_source_that_has_nothing_is_given_half_a_second() -> None:
     assert first.received == list(range(10))
 
 
-def test_what_a_failed_source_owed_is_asked_of_the_next() -> None:
+def test_chunks_of_failed_source_requested_from_next() -> None:
     core = opened(4, 2)
     wanted = core.assignment.requests(0).wanted
     core.assignment.ask(0, wanted, 0.0)
@@ -131,7 +131,7 @@ def test_refusals_are_final_and_failures_are_bounded() -> None:
     assert TransferCore(3, 0).policy.exhausted
 
 
-def test_what_is_due_for_too_long_is_overdue() -> None:
+def test_source_overdue_after_time_limits() -> None:
     core = opened(3, 1)
     assert core.policy.overdue(0, 5.0, 10.0, 100.0) == ""  # nothing is due
     core.assignment.ask(0, [0], 100.0)
@@ -156,9 +156,7 @@ def test_what_is_due_for_too_long_is_overdue() -> None:
         max_size=6,
     ),
 )
-def test_whatever_happens_each_chunk_is_accepted_once(
-    rates: list[float], num_striped: int, changes: list[tuple[float, int, str]]
-) -> None:
+def test_each_chunk_accepted_once(rates: list[float], num_striped: int, changes: list[tuple[float, int, str]]) -> None:
     """The last source never fails: so all chunks come, each written by one source."""
     sources = [SimulatedSource(rate) for rate in rates]
     todo = sorted(changes)

@@ -39,7 +39,7 @@ class FullConnection:
         self.calls.append("closed")
 
 
-def test_a_connection_is_closed_when_nobody_sends_on_it_and_not_touched_afterwards() -> None:
+def test_close_waits_for_senders() -> None:
     connection = FullConnection()
     frames = FrameStream(connection, 1.0)
     sending = threading.Thread(target=frames.send, args=(FrameKind.ALIVE,))

@@ -25,14 +25,14 @@ def make_ticket() -> Ticket:
     return ISSUER.issue("pack-1", "host-h", "host-r", expires_unix_ms=1_000)
 
 
-def test_holder_and_receiver_come_to_the_same_session_key() -> None:
+def test_holder_and_receiver_derive_same_session_key() -> None:
     ticket = make_ticket()
     session = verify_ticket(ticket, "host-h", HOLDER_KEY, now_unix_ms=999)
     assert session == unseal_session(ticket, RECEIVER_KEY)
     assert len(session) == 32
 
 
-def test_a_ticket_may_be_used_again_and_each_has_its_own_session() -> None:
+def test_ticket_reusable_with_its_own_session() -> None:
     ticket = make_ticket()
     first, again = (verify_ticket(ticket, "host-h", HOLDER_KEY, now_unix_ms=at) for at in (0, 999))
     assert first == again != verify_ticket(make_ticket(), "host-h", HOLDER_KEY, now_unix_ms=0)
@@ -51,7 +51,7 @@ def test_another_holder_refuses() -> None:
         verify_ticket(make_ticket(), "host-h", derive_node_key(CLUSTER_KEY, "host-x"), now_unix_ms=0)
 
 
-def test_it_expires() -> None:
+def test_ticket_expires() -> None:
     with pytest.raises(TicketExpired, match="500 ms ago"):
         verify_ticket(make_ticket(), "host-h", HOLDER_KEY, now_unix_ms=1_500)
     with pytest.raises(TicketExpired):

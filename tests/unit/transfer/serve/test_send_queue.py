@@ -21,7 +21,7 @@ def test_chunks_are_wanted_in_order_and_once() -> None:
     assert wanted.pending(0.0) == [7, 1]
 
 
-def test_the_sender_wakes_when_something_is_asked_for_and_when_it_is_over() -> None:
+def test_pending_wakes_on_request_and_on_end() -> None:
     wanted = SendQueue()
     later = threading.Timer(0.05, wanted.add, ([3],))
     later.start()

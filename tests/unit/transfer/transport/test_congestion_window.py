@@ -110,7 +110,7 @@ def test_an_idle_link_is_filled_and_its_queue_kept_short(
 
 
 @pytest.mark.parametrize("transfer_class", [URGENT, IDLE])
-def test_it_gives_way_within_milliseconds_and_comes_back_as_soon(transfer_class: TransferClass) -> None:
+def test_window_yields_and_recovers_within_milliseconds(transfer_class: TransferClass) -> None:
     stream = Stream.of(transfer_class, 0.1 * MS)
     link = Link(LAN_BYTES_PER_S, 0.1 * MS, [stream])
     link.run(0.1)

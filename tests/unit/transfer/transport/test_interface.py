@@ -57,7 +57,7 @@ def test_both_directions_at_once(case: TransportCase) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 600 << 10])
-def test_what_was_sent_before_the_end_still_arrives(case: TransportCase, num_bytes: int) -> None:
+def test_bytes_sent_before_close_arrive(case: TransportCase, num_bytes: int) -> None:
     with case.pair() as (near, far):
         near.send([bytes(num_bytes)])
         near.close()
@@ -90,7 +90,7 @@ def test_sending_to_one_that_has_gone_fails(case: TransportCase) -> None:
                 far.send([bytes(1 << 20)])
 
 
-def test_a_receive_lets_its_caller_look_around(case: TransportCase) -> None:
+def test_receive_times_out_after_tick(case: TransportCase) -> None:
     with case.pair() as (near, far):
         for end in (near, far):
             with pytest.raises(TimeoutError):
@@ -159,7 +159,7 @@ def test_many_connections_at_once(case: TransportCase) -> None:
             end.close()
 
 
-def test_a_closed_listener_accepts_no_more_and_nobody_reaches_it(case: TransportCase) -> None:
+def test_closed_listener_accepts_no_connection(case: TransportCase) -> None:
     accepted: list[Connection | None] = []
     with case.listening() as listener:
         accepting = threading.Thread(target=lambda: accepted.append(listener.accept()))

@@ -43,27 +43,25 @@ def connected(address: str) -> type:
     return type(connection)
 
 
-def test_without_a_local_address_there_is_one_way() -> None:
+def test_missing_local_address_leaves_network_address() -> None:
     assert prefer_local("", "10.0.0.1:7") == "10.0.0.1:7"
 
 
-def test_the_local_listener_is_taken_where_it_can_be_reached(folder: Path, network: Listener) -> None:
+def test_reachable_local_listener_used(folder: Path, network: Listener) -> None:
     local = open_local_listener(KEY, folder)
     assert local is not None
     assert connected(prefer_local(local.address, network.address)) is ShmConnection
     local.close()
 
 
-def test_a_listener_that_is_not_there_or_whose_process_died_is_passed_by(folder: Path, network: Listener) -> None:
+def test_missing_or_dead_local_listener_skipped(folder: Path, network: Listener) -> None:
     assert connected(prefer_local(f"shm:{folder / 'nowhere'}", network.address)) is TcpConnection
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(folder / "dead"))
     assert connected(prefer_local(f"shm:{folder / 'dead'}", network.address)) is TcpConnection
 
 
-def test_a_listener_of_another_user_is_passed_by(
-    folder: Path, network: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_listener_of_other_user_skipped(folder: Path, network: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     local = open_local_listener(KEY, folder)
     assert local is not None
     monkeypatch.setattr(shm, "peer_user", lambda _: -1)
@@ -71,7 +69,7 @@ def test_a_listener_of_another_user_is_passed_by(
     local.close()
 
 
-def test_who_is_stopped_does_not_try_the_other_way(folder: Path) -> None:
+def test_stopped_connect_does_not_try_network(folder: Path) -> None:
     local, stop = ShmTransport(backlog=0).listen(f"shm:{folder / 'full'}"), threading.Event()
     transport = LocalFirstTransport(TcpTransport())
     waiting = ShmTransport().connect(local.address, 1.0)  # fills the queue
@@ -82,12 +80,12 @@ def test_who_is_stopped_does_not_try_the_other_way(folder: Path) -> None:
     local.close()
 
 
-def test_where_neither_can_be_reached_the_last_reason_is_told(folder: Path) -> None:
+def test_unreachable_pair_raises_network_error(folder: Path) -> None:
     with pytest.raises(ConnectionRefusedError):
         connected(prefer_local(f"shm:{folder / 'nowhere'}", "127.0.0.1:1"))
 
 
-def test_a_node_replaces_its_own_dead_listener_and_no_other(folder: Path) -> None:
+def test_node_replaces_only_its_own_dead_listener(folder: Path) -> None:
     first = open_local_listener(KEY, folder)
     assert first is not None
     assert open_local_listener(KEY, folder) is None  # its owner is alive
@@ -98,11 +96,11 @@ def test_a_node_replaces_its_own_dead_listener_and_no_other(folder: Path) -> Non
     assert list(folder.iterdir()) == []
 
 
-def test_a_system_without_the_folder_has_no_listener(folder: Path) -> None:
+def test_missing_folder_gives_no_local_listener(folder: Path) -> None:
     assert open_local_listener(KEY, folder / "missing") is None
 
 
-def test_a_holder_serves_at_both_listeners_and_closes_both(folder: Path) -> None:
+def test_holder_serves_and_closes_both_listeners(folder: Path) -> None:
     find = {PACK.pack_id: PACK.buffer()}.get
     server = HolderServer("host-h", KEY, find, TcpTransport().listen("127.0.0.1", 0))
     local = open_local_listener(KEY, folder)

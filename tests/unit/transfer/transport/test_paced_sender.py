@@ -29,7 +29,7 @@ def drain(end: socket.socket, received: bytearray) -> None:
         received += data
 
 
-def test_a_window_bounds_the_send_buffer_and_all_bytes_arrive_in_order(
+def test_window_bounds_send_buffer_and_keeps_order(
     link: tuple[socket.socket, socket.socket],
 ) -> None:
     near, far = link
@@ -50,7 +50,7 @@ def test_a_window_bounds_the_send_buffer_and_all_bytes_arrive_in_order(
     assert received == data
 
 
-def test_a_peer_that_reads_nothing_gets_no_more_than_the_window_and_its_own_buffer(
+def test_unread_bytes_limited_to_window(
     link: tuple[socket.socket, socket.socket],
 ) -> None:
     near, far = link

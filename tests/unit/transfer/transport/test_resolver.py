@@ -62,20 +62,20 @@ def test_an_unknown_name_is_an_error() -> None:
         Resolver().resolve(f"{'x' * 70}.invalid", 7, soon(60.0))
 
 
-def test_a_connection_is_given_up_in_time_though_the_name_servers_are_away(away: SlowServer) -> None:
+def test_connect_times_out_without_name_servers(away: SlowServer) -> None:
     with pytest.raises(TimeoutError, match="not resolved in time"):
         TcpTransport().connect("some-host:7", 0.3)
     assert not away.answer.is_set()  # the lookup itself still hangs
 
 
-def test_a_stop_ends_the_wait(away: SlowServer) -> None:
+def test_stop_ends_lookup_wait(away: SlowServer) -> None:
     stop = threading.Event()
     threading.Timer(0.05, stop.set).start()
     with pytest.raises(InterruptedError):
         TcpTransport().connect("other-host:7", 60.0, stop)  # the last test's lookup may still be running
 
 
-def test_many_tries_are_one_lookup_and_the_late_answer_is_used_by_the_next(away: SlowServer) -> None:
+def test_concurrent_callers_share_lookup(away: SlowServer) -> None:
     resolver = Resolver()
     for _ in range(5):
         with pytest.raises(TimeoutError):

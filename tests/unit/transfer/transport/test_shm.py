@@ -82,7 +82,7 @@ def test_only_its_owner_may_connect(case: TransportCase) -> None:
         assert path_of(listener).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_dead_process_s_socket_is_replaced_a_living_one_s_is_not(case: TransportCase) -> None:
+def test_only_dead_process_socket_replaced(case: TransportCase) -> None:
     path = Path(case.host.removeprefix("shm:"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
@@ -123,7 +123,7 @@ def test_a_sender_is_no_more_than_a_ring_ahead(case: TransportCase) -> None:
         assert receive(far, 1) == b"y"
 
 
-def test_a_full_queue_is_waited_for_and_not_for_ever(case: TransportCase) -> None:
+def test_connect_to_full_queue_times_out(case: TransportCase) -> None:
     with TransportCase(ShmTransport(backlog=0), case.host).listening() as listener:
         waiting = case.transport.connect(listener.address, 1.0)
         with pytest.raises(TimeoutError):

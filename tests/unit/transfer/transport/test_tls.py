@@ -181,7 +181,7 @@ def test_parts_arrive_in_order_both_ways_at_once(node: Transport) -> None:
         assert far.receive_into(memoryview(bytearray(1))) == 0
 
 
-def test_a_receive_lets_its_caller_look_around_and_an_abort_wakes_it(node: Transport) -> None:
+def test_receive_times_out_and_abort_wakes_sender(node: Transport) -> None:
     with pair(node) as (near, _):
         with pytest.raises(TimeoutError):
             near.receive_into(memoryview(bytearray(1)))
