@@ -7,7 +7,7 @@ from tests.unit.cli.conftest import Run
 TARGET = "a target is from 0.001 s to 86,400 s, or 0 for the scheduler's default;"
 
 
-def test_a_value_that_an_option_cannot_take_is_told_in_plain_words(run: Run) -> None:
+def test_invalid_option_value_has_plain_message(run: Run) -> None:
     for arguments, sentence in (
         (("chat", "m", "hi", "--max-tokens", "ten"), "'--max-tokens': must be an integer, not 'ten'"),
         (("models", "set", "m", "--max-instances", "-3"), "'--max-instances': must be at least 0, not -3"),
@@ -23,7 +23,7 @@ def test_a_value_that_an_option_cannot_take_is_told_in_plain_words(run: Run) -> 
         assert sentence in " ".join(refused.stderr.replace("│", "").split())
 
 
-def test_an_argument_left_out_is_told_with_what_it_is(run: Run) -> None:
+def test_missing_argument_is_described(run: Run) -> None:
     for arguments, sentence in (
         (
             ("explain",),

@@ -21,7 +21,7 @@ from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 
 
-def test_keys_are_made_once_and_are_private(tmp_path: Path) -> None:
+def test_keys_are_created_once_and_private(tmp_path: Path) -> None:
     home = Home(tmp_path)
     admin, cluster = home.admin_key(), home.cluster_key()
     assert admin.startswith("tra-")
@@ -32,13 +32,13 @@ def test_keys_are_made_once_and_are_private(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
 
 
-def test_a_new_home_is_its_owners_alone(tmp_path: Path) -> None:
+def test_new_home_is_private(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     home.make()
     assert stat.S_IMODE(home.path.stat().st_mode) == 0o700  # the ledger and the traces are in it
 
 
-def test_a_home_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
+def test_open_home_is_closed_to_other_users(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.make()
     home.cluster_key()
@@ -56,7 +56,7 @@ def test_a_home_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None
     assert [stat.S_IMODE(path.stat().st_mode) for path in secrets] == [0o600] * len(secrets)
 
 
-def test_a_folder_with_other_things_in_it_stays_open(tmp_path: Path) -> None:
+def test_home_with_other_files_keeps_mode(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "letters").mkdir()
     Home(tmp_path).make()
@@ -64,7 +64,7 @@ def test_a_folder_with_other_things_in_it_stays_open(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "logs").stat().st_mode) == 0o700
 
 
-def test_a_restart_closes_nothing_of_others(tmp_path: Path) -> None:
+def test_restart_leaves_foreign_descriptors_open(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "tls").mkdir()
     theirs = [tmp_path / name for name in ("nginx.conf", "server.key", "tls/server.key")]
@@ -82,14 +82,14 @@ def test_a_restart_closes_nothing_of_others(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "cluster.key").stat().st_mode) == 0o600
 
 
-def test_a_private_file_is_private_however_open_the_old_one_was(tmp_path: Path) -> None:
+def test_private_file_replaces_open_one(tmp_path: Path) -> None:
     (tmp_path / "nats.conf").write_text("old")
     (tmp_path / "nats.conf").chmod(0o666)
     path = Home(tmp_path).write_private("nats.conf", "new")
     assert path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_the_saved_key_is_replaced_and_forgotten(tmp_path: Path) -> None:
+def test_saved_key_is_replaced_and_deleted(tmp_path: Path) -> None:
     home = Home(tmp_path)
     assert home.saved_key() is None
     home.save_key("tr-first-which-is-longer")
@@ -99,7 +99,7 @@ def test_the_saved_key_is_replaced_and_forgotten(tmp_path: Path) -> None:
     assert home.saved_key() is None
 
 
-def test_the_rest_port_is_remembered(tmp_path: Path) -> None:
+def test_rest_port_is_remembered(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.make()
     assert home.last_http_port() == 0
@@ -109,7 +109,7 @@ def test_the_rest_port_is_remembered(tmp_path: Path) -> None:
     assert home.last_http_port() == 0
 
 
-def test_one_owner_at_a_time(tmp_path: Path) -> None:
+def test_home_has_single_owner(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.make()
     with home.owned(), pytest.raises(CliError, match="is already running"), home.owned():
@@ -127,7 +127,7 @@ def refused(home: Home, meanwhile: Callable[[], object] = lambda: None) -> None:
         raise CliError("no room")
 
 
-def test_a_new_home_is_removed_if_its_first_start_is_refused_and_only_then(tmp_path: Path) -> None:
+def test_new_home_is_removed_only_after_refused_start(tmp_path: Path) -> None:
     home = Home(tmp_path / "parent" / "home")
     refused(home)
     assert list((tmp_path / "parent").iterdir()) == []
@@ -142,7 +142,7 @@ def test_a_new_home_is_removed_if_its_first_start_is_refused_and_only_then(tmp_p
     assert (tmp_path / "other").is_dir(), "it was there before"
 
 
-def test_a_refusal_is_told_even_if_its_home_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_is_shown_if_home_removal_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     longest = tmp_path / ("x" * 255)  # leaves no room for a longer name: it cannot be set aside
     refused(Home(longest))
     assert Home(longest).admin_key()
@@ -159,14 +159,14 @@ def test_a_refusal_is_told_even_if_its_home_cannot_be_removed(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("name", ["cli.key", "cli.key.draft", "ledger.db", "letter", "store/pack", "logs/gateway.log"])
-def test_a_home_with_something_to_keep_stays_whole(tmp_path: Path, name: str) -> None:
+def test_home_with_content_is_not_removed(tmp_path: Path, name: str) -> None:
     home = Home(tmp_path / "home")
     refused(home, meanwhile=lambda: (home.path / name).write_text("to keep"))
     assert (home.path / name).read_text() == "to keep"
     assert {path.name for path in home.path.iterdir()} >= {"admin.key", "logs", "store", "remote", "run", "up.lock"}
 
 
-def test_a_key_that_is_saved_while_its_home_is_set_aside_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_saved_in_moved_home_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = Home(tmp_path / "home")
     rename = Path.rename
 
@@ -182,7 +182,7 @@ def test_a_key_that_is_saved_while_its_home_is_set_aside_stays(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("is_made_again", [False, True])
-def test_an_up_with_the_lock_of_a_home_that_was_removed_does_not_start(tmp_path: Path, is_made_again: bool) -> None:
+def test_up_refuses_lock_of_removed_home(tmp_path: Path, is_made_again: bool) -> None:
     first, second, third = (Home(tmp_path / "home") for _ in range(3))
     first.make()
     second.make()
@@ -202,7 +202,7 @@ def test_an_up_with_the_lock_of_a_home_that_was_removed_does_not_start(tmp_path:
     assert third.path.exists() == is_made_again
 
 
-def test_a_home_without_a_running_platform_has_no_endpoints(tmp_path: Path) -> None:
+def test_stopped_home_has_no_endpoints(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.make()
     with pytest.raises(CliError, match="no platform is running") as caught:
@@ -216,7 +216,7 @@ def test_a_home_without_a_running_platform_has_no_endpoints(tmp_path: Path) -> N
         assert not home.endpoints_file.exists()
 
 
-def test_a_place_that_cannot_be_a_home(tmp_path: Path) -> None:
+def test_invalid_home_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place, why in (("file", "it is a file"), ("file/home", "Not a directory")):
         with pytest.raises(CliError) as refused:
@@ -225,7 +225,7 @@ def test_a_place_that_cannot_be_a_home(tmp_path: Path) -> None:
         assert refused.value.hint == "choose another folder with --home or TORCHRELAY_HOME"
 
 
-def test_what_processes_tell_each_other_lies_in_memory_while_they_run(tmp_path: Path) -> None:
+def test_run_folder_lies_in_shared_memory(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.make()
     with home.owned():
@@ -235,7 +235,7 @@ def test_what_processes_tell_each_other_lies_in_memory_while_they_run(tmp_path: 
     assert not memory.exists() and list(home.run.iterdir()) == []
 
 
-def test_memory_left_by_a_killed_up_is_given_back(tmp_path: Path) -> None:
+def test_memory_of_killed_up_is_freed(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.make()
     left = Path(tempfile.mkdtemp(prefix="torchrelay-run-", dir="/dev/shm"))
@@ -250,7 +250,7 @@ def test_memory_left_by_a_killed_up_is_given_back(tmp_path: Path) -> None:
         assert home.run.is_dir()
 
 
-def test_a_file_system_without_locks_is_named(tmp_path: Path) -> None:
+def test_file_system_without_locks_is_refused(tmp_path: Path) -> None:
     def lock(_file: object, _operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -1,4 +1,4 @@
-"""Cancellation is heard, however deaf what is awaited."""
+"""Cancellation ends awaits that swallow it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torchrelay.common.cancellation import cancellable, raise_if_cancelled
 from torchrelay.common.net.nats_client import connect
 
 
-async def test_work_that_swallows_a_cancel_is_told_again() -> None:
+async def test_work_that_swallows_cancel_is_cancelled_again() -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
 
-    async def deaf() -> None:
+    async def swallows_cancel() -> None:
         try:
             begun.set()
             await asyncio.Event().wait()
@@ -25,7 +25,7 @@ async def test_work_that_swallows_a_cancel_is_told_again() -> None:
             finally:
                 ended.set()
 
-    caller = asyncio.create_task(cancellable(deaf()))
+    caller = asyncio.create_task(cancellable(swallows_cancel()))
     await begun.wait()
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -33,21 +33,21 @@ async def test_work_that_swallows_a_cancel_is_told_again() -> None:
     assert ended.is_set()
 
 
-async def test_work_is_over_when_the_caller_ends_however_often_it_is_cancelled() -> None:
+async def test_work_ends_before_repeatedly_cancelled_caller() -> None:
     begun, may_end, is_over = asyncio.Event(), asyncio.Event(), False
     complaints: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, about: complaints.append(about["message"]))
 
-    async def deaf() -> None:
+    async def swallows_cancel() -> None:
         nonlocal is_over
         while not may_end.is_set():
             with suppress(asyncio.CancelledError):
                 begun.set()
                 await may_end.wait()
         is_over = True
-        raise ValueError("nobody is left to be told")
+        raise ValueError("nobody awaits this error")
 
-    caller = asyncio.create_task(cancellable(deaf()))
+    caller = asyncio.create_task(cancellable(swallows_cancel()))
     await begun.wait()
     for _ in range(3):
         caller.cancel()
@@ -71,7 +71,7 @@ async def test_results_and_errors_pass() -> None:
         await cancellable(adds(1, -2))
 
 
-async def test_a_cancel_that_was_swallowed_is_raised_again() -> None:
+async def test_swallowed_cancel_is_raised_again() -> None:
     begun = asyncio.Event()
 
     async def loop() -> None:
@@ -89,7 +89,7 @@ async def test_a_cancel_that_was_swallowed_is_raised_again() -> None:
 
 
 async def test_connecting_ends_whenever_it_is_cancelled(nats_url: str) -> None:
-    """At every turn of the loop until it is connected; of those, `nats.connect` alone is deaf at five to ten."""
+    """Cancels at each turn of the loop until it is connected; `nats.connect` alone swallows five to ten of these."""
     num_cancelled = 0
     while True:
         connecting = asyncio.create_task(connect(nats_url, "test"))

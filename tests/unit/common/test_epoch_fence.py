@@ -8,7 +8,7 @@ from torchrelay.common.epoch_fence import MAX_EPOCH_LEAD_MS, EpochFence
 from torchrelay.common.errors import InvalidRequest, StaleEpoch
 
 
-def test_a_lower_epoch_is_refused() -> None:
+def test_lower_epoch_is_refused() -> None:
     fence = EpochFence()
     fence.check(5)
     fence.check(5)
@@ -18,7 +18,7 @@ def test_a_lower_epoch_is_refused() -> None:
 
 
 @pytest.mark.parametrize("lead_ms", [MAX_EPOCH_LEAD_MS + 1, 1 << 61])
-def test_an_epoch_from_the_future_is_refused_and_fences_nobody_out(lead_ms: int) -> None:
+def test_future_epoch_is_refused_without_fencing(lead_ms: int) -> None:
     now_ms = 1_700_000_000_000
     fence = EpochFence(lambda: now_ms * 1000)
     with pytest.raises(InvalidRequest, match="ahead of this host's clock, and 60 s are allowed"):

@@ -1,27 +1,29 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
+import pytest
+
+from torchrelay.common import health as health_module
 from torchrelay.common.health import Health, HealthReport
 
 
 class Part:
-    """A part of the platform: ``fault`` is what it says when asked, None: it says nothing."""
+    """A part of the platform that answers with ``fault``; None: it does not answer."""
 
     def __init__(self) -> None:
         self.fault: str | None = ""
         self.num_asked = 0
-        self.speaks = asyncio.Event()
+        self.may_answer = asyncio.Event()
 
     async def ask(self) -> str:
         self.num_asked += 1
         if self.fault is None:
-            await self.speaks.wait()
+            await self.may_answer.wait()
         return self.fault or ""
 
 
-async def test_without_what_is_essential_it_is_unavailable_and_without_others_degraded() -> None:
+async def test_missing_essential_part_is_unavailable_and_other_degraded() -> None:
     database, redis, nats = Part(), Part(), Part()
     health = Health({"database": database.ask}, {"redis": redis.ask, "nats": nats.ask}, silent_s=0.05, ask_every_s=0)
     assert await health.report() == HealthReport({}, {}) and await health.fault() == ""
@@ -30,22 +32,21 @@ async def test_without_what_is_essential_it_is_unavailable_and_without_others_de
     assert (report.status, report.fault, dict(report.others)) == ("degraded", "", {"redis": "does not answer"})
     nats.fault = "is not connected"
     database.fault = None
-    begin_s = time.monotonic()
-    report = await health.report()
-    assert time.monotonic() - begin_s < 5
+    async with asyncio.timeout(20):
+        report = await health.report()
     assert (report.status, report.fault) == ("unavailable", "the database does not answer")
     assert dict(report.others) == {"redis": "does not answer", "nats": "is not connected"}
     assert redis.num_asked == num_asked + 1  # its first answer may still come
     for part in (database, redis, nats):
         part.fault = ""
-        part.speaks.set()
-    async with asyncio.timeout(10):
+        part.may_answer.set()
+    async with asyncio.timeout(60):
         while (await health.report()).status != "ok":
             pass
     await health.close()
 
 
-async def test_however_often_it_is_asked_it_asks_once_in_a_while() -> None:
+async def test_frequent_reports_ask_parts_once() -> None:
     part = Part()
     health = Health({"database": part.ask}, {}, ask_every_s=60)
     for _ in range(3):
@@ -54,7 +55,8 @@ async def test_however_often_it_is_asked_it_asks_once_in_a_while() -> None:
     await health.close()
 
 
-async def test_a_part_may_take_its_time_before_it_counts_as_silent() -> None:
+async def test_part_within_silence_limit_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_module, "WAIT_S", 0.05)
     disk = Part()
     disk.fault = None
     health = Health({"disk": disk.ask}, {}, silent_s=60, ask_every_s=0)
@@ -63,7 +65,7 @@ async def test_a_part_may_take_its_time_before_it_counts_as_silent() -> None:
     await health.close()
 
 
-async def test_a_question_that_raises_is_a_fault_of_its_part_and_asked_anew() -> None:
+async def test_raising_question_is_fault_and_repeated() -> None:
     num_asked = 0
 
     async def ask() -> str:

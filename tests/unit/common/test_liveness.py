@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchrelay.common.liveness import SILENT_S, EngineProgress, Liveness
 
 
-def test_silence_is_counted_from_the_last_word() -> None:
+def test_silence_counts_from_last_message() -> None:
     peer = Liveness(10.0)
     assert not peer.is_silent(10.0 + SILENT_S) and peer.is_silent(10.1 + SILENT_S)
     peer.record_message(12.0)
@@ -13,7 +13,7 @@ def test_silence_is_counted_from_the_last_word() -> None:
     assert peer.fault(12.1 + SILENT_S) == "was silent for 3 s"
 
 
-def test_nothing_said_before_anybody_listened_is_missed() -> None:
+def test_silence_before_listening_is_not_counted() -> None:
     peer = Liveness(0.0)
     peer.observe(EngineProgress(5, True), 1.0)
     peer.listening_since(60.0)
@@ -22,7 +22,7 @@ def test_nothing_said_before_anybody_listened_is_missed() -> None:
     assert peer.fault(60.1 + SILENT_S)
 
 
-def test_an_engine_with_work_that_stands_still_is_stalled_however_often_the_peer_speaks() -> None:
+def test_engine_without_advance_is_stalled_despite_messages() -> None:
     peer = Liveness(0.0)
     for tenth in range(1, 32):
         peer.observe(EngineProgress(7, True), tenth / 10)
@@ -32,14 +32,14 @@ def test_an_engine_with_work_that_stands_still_is_stalled_however_often_the_peer
     assert not peer.fault(3.3)
 
 
-def test_a_long_step_may_take_as_long_as_predicted() -> None:
+def test_predicted_long_step_is_not_stalled() -> None:
     peer = Liveness(0.0)
     for second in range(1, 10):
         peer.observe(EngineProgress(7, True, expected_s=5.0), second)
     assert not peer.fault(9.0) and peer.fault(9.1)
 
 
-def test_an_engine_at_rest_is_never_stalled() -> None:
+def test_idle_engine_is_never_stalled() -> None:
     peer = Liveness(0.0)
     for second in range(1, 60):
         peer.observe(EngineProgress(7, False), second)
@@ -48,7 +48,7 @@ def test_an_engine_at_rest_is_never_stalled() -> None:
     assert peer.is_stalled(60.1 + SILENT_S)
 
 
-def test_rest_that_was_seen_long_ago_is_no_stall_once_there_is_work() -> None:
+def test_work_after_long_idleness_is_no_stall() -> None:
     """The peer was at rest and silent, or nobody looked: its first step has only begun."""
     peer = Liveness(0.0)
     peer.observe(EngineProgress(7, False), 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchrelay.common.quantities import format_bytes, format_count, format_duration
 
 
-def test_only_one_is_singular() -> None:
+def test_count_uses_singular_for_one() -> None:
     assert [format_count(number, "chunk") for number in (0, 1, 2, 12_000)] == [
         "0 chunks",
         "1 chunk",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchrelay.common.recent import Recent
 
 
-def test_what_was_set_longest_ago_goes_first_and_reading_keeps_nothing() -> None:
+def test_oldest_set_key_is_dropped_despite_reads() -> None:
     recent: Recent[str, int] = Recent(2)
     recent["a"] = 1
     recent["b"] = 2

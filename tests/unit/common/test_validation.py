@@ -59,13 +59,13 @@ class Given(BaseModel, extra="forbid"):
         ([], "must be an object, not an empty list"),
     ],
 )
-def test_a_fault_names_the_field_what_it_must_be_and_what_was_given(given: Any, sentence: str) -> None:
+def test_error_names_field_requirement_and_value(given: Any, sentence: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Given.model_validate(given)
     (fault,) = caught.value.errors()
     assert describe_error(".".join(map(str, fault["loc"])), fault) == sentence
 
 
-def test_what_was_given_is_cut_short() -> None:
+def test_long_value_is_truncated() -> None:
     assert quote_value("x" * 41) == f"'{'x' * 37}...'" and quote_value("x" * 40) == f"'{'x' * 40}'"
     assert (quote_value(True), quote_value([1])) == ("true", "a list")

@@ -107,16 +107,14 @@ def settings_of(name: str, secrets: dict[str, str], monkeypatch: pytest.MonkeyPa
     return SETTINGS[name]()
 
 
-def test_our_services_are_all_there() -> None:
+def test_compose_lists_all_services() -> None:
     folders = {path.name for path in (DEPLOY.parent / "services").iterdir() if path.is_dir()}
     assert folders == set(SETTINGS)
     assert set(SERVICES) == folders | {"postgres", "redis", "nats"}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_variable_is_a_setting_and_the_settings_are_valid(
-    name: str, secrets: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_forms_valid_settings(name: str, secrets: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {f"TORCHRELAY_{field.upper()}" for field in SETTINGS[name].model_fields}
     assert set(SERVICES[name]["environment"]) <= fields
     settings = settings_of(name, secrets, monkeypatch)
@@ -124,7 +122,7 @@ def test_every_variable_is_a_setting_and_the_settings_are_valid(
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_health_check_asks_the_services_port(name: str) -> None:
+def test_health_check_uses_services_port(name: str) -> None:
     environment = SERVICES[name]["environment"]
     variable = "TORCHRELAY_GRPC_PORT" if name == "gateway" else "TORCHRELAY_PORT"
     command = ["torchrelay-health", f"127.0.0.1:{environment[variable]}"]
@@ -136,20 +134,20 @@ def test_the_health_check_asks_the_services_port(name: str) -> None:
     assert image.env[variable] == environment[variable]
 
 
-def test_every_service_that_is_built_has_a_recipe_and_every_recipe_a_service() -> None:
+def test_recipes_match_built_services() -> None:
     built = {name for name, service in SERVICES.items() if "build" in service}
     assert built == set(SETTINGS)
     assert {recipe_of(name) for name in built} == set((DEPLOY / "images").iterdir())
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_image_is_tagged_with_the_version_of_its_service(name: str) -> None:
+def test_image_tag_is_service_version(name: str) -> None:
     version = DISTRIBUTIONS[f"torchrelay-{name}"].version
     assert SERVICES[name]["image"] == f"torchrelay/{name}:{version}"
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_an_image_has_what_its_service_needs_and_nothing_else_of_ours(name: str) -> None:
+def test_image_installs_exactly_needed_packages(name: str) -> None:
     build = read_stages(recipe_of(name))[0]
     (folders,) = ([word for word in command if word.startswith("./")] for command in installs(build))
     installed = {}
@@ -163,7 +161,7 @@ def test_an_image_has_what_its_service_needs_and_nothing_else_of_ours(name: str)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_pins_of_a_recipe_are_those_of_the_repository(name: str) -> None:
+def test_recipe_pins_match_constraints(name: str) -> None:
     build, image = read_stages(recipe_of(name))
     assert build.base == image.base and re.fullmatch(r"python:3\.11\.\d+-[\w-]+", build.base)
     pins = dict(line.split("==") for line in (REPO / "constraints.txt").read_text().split() if "==" in line)
@@ -179,7 +177,7 @@ def test_pins_of_a_recipe_are_those_of_the_repository(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_an_image_runs_its_services_program_without_rights(name: str) -> None:
+def test_image_runs_services_program_unprivileged(name: str) -> None:
     build, image = read_stages(recipe_of(name))
     programs: dict[str, str] = {}
     for distribution in needed(f"torchrelay-{name}"):
@@ -200,7 +198,7 @@ def test_an_image_runs_its_services_program_without_rights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_an_image_sets_and_exposes_is_what_the_service_has(name: str) -> None:
+def test_image_environment_and_ports_match_compose(name: str) -> None:
     image = read_stages(recipe_of(name))[-1]
     ours = {variable: value for variable, value in image.env.items() if variable.startswith("TORCHRELAY_")}
     fields = SETTINGS[name].model_fields
@@ -211,19 +209,19 @@ def test_what_an_image_sets_and_exposes_is_what_the_service_has(name: str) -> No
     assert image.ports == {environment[f"TORCHRELAY_{field.upper()}"] for field in servers}
 
 
-def test_no_image_floats() -> None:
+def test_images_have_fixed_versions() -> None:
     for name, service in SERVICES.items():
         assert re.search(r":\d", service["image"]) and "latest" not in service["image"], name
 
 
-def test_what_dies_or_hangs_is_started_again() -> None:
+def test_services_restart_unless_stopped() -> None:
     assert {service.get("restart") for service in SERVICES.values()} == {"unless-stopped"}
     for name, settings in SETTINGS.items():
         assert settings.model_fields["watchdog_s"].default > 0
         assert SERVICES[name]["environment"].get("TORCHRELAY_WATCHDOG_S") != "0"
 
 
-def test_a_store_ends_before_it_is_killed() -> None:
+def test_store_stop_limit_is_below_grace_period() -> None:
     store = SERVICES["param-store"]
     assert int(store["environment"]["TORCHRELAY_STOP_LIMIT_S"]) < int(store["stop_grace_period"].removesuffix("s"))
 
@@ -239,7 +237,7 @@ def test_addresses_point_at_services_and_their_ports() -> None:
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_container_has_no_rights_it_does_not_need(name: str) -> None:
+def test_containers_drop_all_rights(name: str) -> None:
     service = SERVICES[name]
     assert service["read_only"] is True and service["cap_drop"] == ["ALL"] and "cap_add" not in service
     assert service["security_opt"] == ["no-new-privileges:true"]
@@ -249,14 +247,14 @@ def test_a_container_has_no_rights_it_does_not_need(name: str) -> None:
     assert "privileged" not in service and "network_mode" not in service
 
 
-def test_the_arena_fits_the_memory_of_its_store() -> None:
+def test_arena_fits_store_memory() -> None:
     limit = int(SERVICES["param-store"]["mem_limit"].removesuffix("g")) << 30
     settings = StoreSettings(store_id="store-1", node_key="0" * 64, data_dir=Path("unused"))
     arena_bytes = int(SERVICES["param-store"]["environment"]["TORCHRELAY_ARENA_BYTES"])
     assert arena_bytes + settings.packer_memory_bytes + (512 << 20) < limit
 
 
-def test_no_secret_is_written_in_this_folder_or_shown_in_a_command(secrets: dict[str, str]) -> None:
+def test_secrets_come_only_from_environment(secrets: dict[str, str]) -> None:
     """Each comes from .env, by the environment of the containers that need it."""
     named = re.compile(r"(KEY|TOKEN|PASSWORD|AUTH)$")
     for name, service in SERVICES.items():
@@ -279,7 +277,7 @@ def passwords(secrets: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[
     return secrets
 
 
-async def test_nats_serves_its_users_and_nobody_else(passwords: dict[str, str], tmp_path: Path) -> None:
+async def test_nats_serves_only_its_users(passwords: dict[str, str], tmp_path: Path) -> None:
     users = runpy.run_path(str(DEPLOY / "make_env.py"))["nats_users"]()
     written = (DEPLOY / "nats.conf").read_text()
     assert COMPOSE["configs"]["nats"]["file"] == "nats.conf" and written.endswith(authorization(users))
@@ -309,9 +307,9 @@ async def test_redis_serves_the_gateway_and_nobody_else(passwords: dict[str, str
         url = REFERENCE.sub(lambda match: passwords[match[1]], told).replace("redis:6379", f"127.0.0.1:{port}")
         async with Redis.from_url(url) as redis:
             assert await redis.set("key", "value")
-        async with Redis.from_url(f"redis://127.0.0.1:{port}") as stranger:
+        async with Redis.from_url(f"redis://127.0.0.1:{port}") as outsider:
             with pytest.raises(AuthenticationError):
-                await stranger.get("key")
+                await outsider.get("key")
         check = SERVICES["redis"]["healthcheck"]["test"]
         asking = await asyncio.create_subprocess_shell(check[1].replace("redis-cli", f"redis-cli -p {port}"))
         assert check[0] == "CMD-SHELL" and await asking.wait() == 0
@@ -333,7 +331,7 @@ def assignments(text: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
 
 
-def test_an_old_env_gets_what_it_lacks_and_keeps_the_rest(
+def test_old_env_gains_missing_variables(
     env: Path, secrets: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost = ("NATS_DECODE_PASSWORD", "WORKER_STORE_TOKEN", "ADMIN_KEY")
@@ -354,16 +352,14 @@ def test_an_old_env_gets_what_it_lacks_and_keeps_the_rest(
 
 
 @pytest.mark.parametrize(("key", "fault"), [("", "has no CLUSTER_KEY"), ("CLUSTER_KEY=xyz\n", "is not in hex")])
-def test_an_env_without_its_cluster_key_stays_as_it_is(
-    env: Path, key: str, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_env_without_cluster_key_is_unchanged(env: Path, key: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     env.write_text(f"{key}POSTGRES_PASSWORD=x\n")
     with pytest.raises(SystemExit, match=fault):
         make_env(monkeypatch, str(env))
     assert env.read_text() == f"{key}POSTGRES_PASSWORD=x\n"
 
 
-async def test_one_more_worker_is_let_in_and_no_secret_is_for_a_committed_file(
+async def test_added_worker_is_accepted_without_committed_secrets(
     env: Path,
     passwords: dict[str, str],
     tmp_path: Path,
@@ -394,7 +390,7 @@ async def test_one_more_worker_is_let_in_and_no_secret_is_for_a_committed_file(
 
 
 @pytest.mark.parametrize("worker_id", ["prefill-1", "gateway", "prefill", "Store"])
-def test_a_workers_id_is_not_anothers(env: Path, worker_id: str) -> None:
+def test_taken_worker_id_is_refused(env: Path, worker_id: str) -> None:
     with pytest.raises(SystemExit, match="choose another id"):
         runpy.run_path(str(DEPLOY / "make_env.py"))["print_worker"](worker_id, env)
 
@@ -407,7 +403,7 @@ def test_published_ports_are_the_gateways() -> None:
     assert all("ports" not in service for name, service in SERVICES.items() if name != "gateway")
 
 
-def test_every_path_lies_on_a_volume_and_every_volume_is_declared() -> None:
+def test_paths_lie_on_declared_volumes() -> None:
     declared = set(COMPOSE["volumes"])
     used = {mount.split(":")[0] for service in SERVICES.values() for mount in service.get("volumes", [])}
     assert used == declared
@@ -418,7 +414,7 @@ def test_every_path_lies_on_a_volume_and_every_volume_is_declared() -> None:
         assert any(path.startswith(f"{mount}/") for mount in mounts), variable
 
 
-def test_volumes_of_ours_belong_to_the_images_user() -> None:
+def test_volumes_belong_to_image_user() -> None:
     # Docker makes a named volume root's, unless the image has the folder: the service could not write into it.
     for name in SETTINGS:
         commands = read_stages(recipe_of(name))[-1].commands
@@ -431,7 +427,7 @@ def test_volumes_of_ours_belong_to_the_images_user() -> None:
                 assert ["install", "-d", "-o", user[-1], folder] in commands, f"{name} {folder}"
 
 
-def test_workers_share_the_arena_read_only_and_it_is_large_enough() -> None:
+def test_workers_map_arena_read_only() -> None:
     for name in ("prefill", "decode"):
         assert "arena:/arena:ro" in SERVICES[name]["volumes"]
     options = COMPOSE["volumes"]["arena"]["driver_opts"]
@@ -441,6 +437,6 @@ def test_workers_share_the_arena_read_only_and_it_is_large_enough() -> None:
     assert "uid=10001" in options["o"]
 
 
-def test_make_env_answers_every_question_of_the_compose_file(secrets: dict[str, str]) -> None:
+def test_make_env_covers_variables_of_compose(secrets: dict[str, str]) -> None:
     asked = set(REFERENCE.findall((DEPLOY / "compose.yaml").read_text()))
     assert set(secrets) == asked

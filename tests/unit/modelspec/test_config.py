@@ -94,21 +94,21 @@ def test_windows_follow_the_rules_of_each_family(name: str, config: dict[str, An
         ),
     ],
 )
-def test_rotary_embeddings_as_old_and_new_configs_write_them(
+def test_old_and_new_rope_configs_agree(
     name: str, config: dict[str, Any], rope: RopeConfig, local: RopeConfig | None
 ) -> None:
     found = read_config(LLAMA | {"architectures": [name]} | config)
     assert (found.rope, found.local_rope) == (rope, local)
 
 
-def test_what_gemma_leaves_out() -> None:
+def test_gemma_defaults_are_filled() -> None:
     found = read_config(LLAMA | {"architectures": ["Gemma2ForCausalLM"]})
     assert (found.head_dim, found.tied_embeddings, found.activation) == (256, True, "gelu_pytorch_tanh")
     assert (found.score_cap, found.logit_cap, found.query_scale) == (50.0, 30.0, 256**-0.5)
 
 
 @pytest.mark.parametrize(("name", "eps"), [("LlamaForCausalLM", 1e-6), ("Phi3ForCausalLM", 1e-5)])
-def test_the_norms_are_those_of_the_family(name: str, eps: float) -> None:
+def test_norms_follow_family(name: str, eps: float) -> None:
     config = {key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}
     assert read_config(config | {"architectures": [name]}).norm_eps == eps
 
@@ -155,7 +155,7 @@ def test_experts_by_either_name(key: str) -> None:
         (QWEN3_MOE | {"mlp_only_layers": [1]}, "mlp_only_layers"),
     ],
 )
-def test_what_cannot_run_is_refused_by_field(change: dict[str, Any], field: str) -> None:
+def test_unsupported_feature_is_refused_by_field(change: dict[str, Any], field: str) -> None:
     with pytest.raises(UnsupportedModel) as refused:
         read_config(LLAMA | change)
     assert refused.value.field == field
@@ -193,7 +193,7 @@ VALUES = st.recursive(
 
 
 @given(st.sampled_from(sorted(ARCHITECTURES)), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
-def test_whatever_a_stranger_writes_is_read_or_refused_by_field(name: str, changes: dict[str, Any]) -> None:
+def test_any_config_is_read_or_refused_by_field(name: str, changes: dict[str, Any]) -> None:
     config = {**LLAMA, "architectures": [name], **changes}
     try:
         assert len(read_config(config).windows) == read_config(config).num_layers

@@ -64,6 +64,6 @@ def test_experts_lie_side_by_side() -> None:
     assert [slot.shape for slot in layer if slot.group == "router"] == [(3, 64)]
 
 
-def test_a_fused_checkpoint_has_one_tensor_where_others_have_three() -> None:
+def test_fused_checkpoint_has_fused_tensors() -> None:
     layer = list(tensors_by_segment(read_config(LLAMA | {"architectures": ["Phi3ForCausalLM"]})))[1]
     assert [slot.shape for slot in layer if slot.group in ("qkv", "gate_up")] == [(128, 64), (192, 64)]

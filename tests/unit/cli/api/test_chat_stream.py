@@ -12,7 +12,7 @@ from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import ApiError, Unreachable
 
 
-def test_an_answer_comes_in_pieces_with_its_usage(door: FakeGateway) -> None:
+def test_answer_streams_text_and_usage(door: FakeGateway) -> None:
     with GatewayClient(door.url, TENANT_KEY) as client:
         events = list(stream_chat(client, "acme/tiny", [{"role": "user", "content": "hi"}], {"max_tokens": 9}))
     assert events[0].is_waiting
@@ -22,7 +22,7 @@ def test_an_answer_comes_in_pieces_with_its_usage(door: FakeGateway) -> None:
     assert (body["stream"], body["max_tokens"], body["messages"][0]["content"]) == (True, 9, "hi")
 
 
-def test_an_answer_that_breaks_off_is_a_problem(door: FakeGateway) -> None:
+def test_interrupted_answer_is_error(door: FakeGateway) -> None:
     door.hang_after_pieces = True
     door.released.set()
     with GatewayClient(door.url, TENANT_KEY) as client, pytest.raises(Unreachable, match="ended early"):
@@ -35,14 +35,14 @@ def test_closing_the_events_ends_the_call(door: FakeGateway) -> None:
         assert next(event.text for event in events if event.text) == "Hel"
 
 
-def test_an_error_in_the_stream_is_raised() -> None:
+def test_stream_error_is_raised() -> None:
     with pytest.raises(ApiError, match="worker was lost"):
         parse_event(b'data: {"error": {"message": "the worker was lost", "code": "unavailable"}}')
     assert parse_event(b"") is None
     assert parse_event(b"event: ping") is None
 
 
-def test_the_figures_of_an_answer() -> None:
+def test_answer_shows_rate_and_times() -> None:
     times = iter([10.0, 10.25, 10.75])  # asked, first piece, last piece
     answer = Answer(lambda: next(times))
     answer.add(ChatEvent(is_waiting=True))

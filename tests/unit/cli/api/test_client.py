@@ -11,14 +11,14 @@ from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import ApiError, CliError, Unreachable
 
 
-def test_errors_of_the_gateway_are_problems_with_its_own_sentence(door: FakeGateway) -> None:
+def test_gateway_error_prints_its_message(door: FakeGateway) -> None:
     with GatewayClient(door.url, "tr-wrong") as client, pytest.raises(ApiError, match="the key is not known") as caught:
         client.call("GET", "/v1/models")
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
     assert "--key" in caught.value.hint
 
 
-def test_a_refused_key_of_the_shell_is_told_from_others(door: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_environment_key_is_named(door: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRELAY_API_KEY", "tr-stale")
     with GatewayClient(door.url, "tr-stale") as client:
         for ask in (lambda: client.call("GET", "/v1/models"), client.stream("GET", "/v1/models").__enter__):
@@ -31,14 +31,14 @@ def test_a_refused_key_of_the_shell_is_told_from_others(door: FakeGateway, monke
         client.call("GET", "/v1/models")
 
 
-def test_a_gateway_that_speaks_no_tls_says_how_to_write_it(door: FakeGateway) -> None:
+def test_https_to_plain_gateway_hints_at_http(door: FakeGateway) -> None:
     url = door.url.replace("http://", "https://")
     with GatewayClient(url, TENANT_KEY) as client, pytest.raises(CliError) as caught:
         client.call("GET", "/v1/models")
     assert (caught.value.message, caught.value.hint) == (f"{url} does not speak TLS", f"write {door.url}")
 
 
-def test_a_gateway_that_is_started_again_is_waited_for() -> None:
+def test_request_waits_for_restarting_gateway() -> None:
     with running_gateway() as before:
         port = int(before.url.rpartition(":")[2])
     with ExitStack() as doors:
@@ -57,7 +57,7 @@ def test_a_gateway_that_is_started_again_is_waited_for() -> None:
                 assert next(lines) == b": waiting"
 
 
-def test_a_gateway_that_does_not_come_back() -> None:
+def test_absent_gateway_is_given_up() -> None:
     with (
         GatewayClient("http://127.0.0.1:1", ADMIN_KEY, is_supervised=lambda: True, restart_timeout_s=0.2) as client,
         pytest.raises(Unreachable, match="is restarting"),
@@ -65,7 +65,7 @@ def test_a_gateway_that_does_not_come_back() -> None:
         client.call("GET", "/v1/models")
 
 
-def test_no_gateway_is_a_problem() -> None:
+def test_absent_gateway_is_error() -> None:
     with GatewayClient("http://127.0.0.1:1", ADMIN_KEY) as client, pytest.raises(Unreachable, match="does not answer"):
         client.call("GET", "/v1/models")
     with GatewayClient("localhost", ADMIN_KEY) as client, pytest.raises(CliError, match="not a valid address"):

@@ -18,11 +18,11 @@ NAMES = ["tiny", "a", "qwen2.5-0.5b_it", "9b", "", "-a", ".a", "Tiny", "a b", "a
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_are_judged_as_the_gateway_does(name: str) -> None:
+def test_name_check_matches_gateway(name: str) -> None:
     assert is_model_name(name) == is_name(name)
 
 
-def test_the_tenant_may_stand_before_the_model() -> None:
+def test_model_may_include_tenant() -> None:
     check_name("tiny")
     check_name("acme/tiny")
     for wrong in ("Acme/tiny", "acme/", "a/b/c", "/tiny"):
@@ -38,7 +38,7 @@ def faults_of(folder: Path) -> list[str]:
     return []
 
 
-def test_a_good_folder_passes(model_folder: Path) -> None:
+def test_valid_model_folder_passes(model_folder: Path) -> None:
     assert faults_of(model_folder) == []
 
 
@@ -52,7 +52,7 @@ def test_a_good_folder_passes(model_folder: Path) -> None:
         (json.dumps({**CONFIG, "hidden_size": "64"}), "hidden_size"),
     ],
 )
-def test_a_config_that_cannot_be_served(model_folder: Path, config: str, said: str) -> None:
+def test_unsupported_config_is_refused(model_folder: Path, config: str, said: str) -> None:
     (model_folder / "config.json").write_bytes(config.encode(errors="surrogateescape"))
     with pytest.raises(CliError, match=said):
         check_folder(model_folder)
@@ -74,13 +74,13 @@ def test_a_config_that_cannot_be_served(model_folder: Path, config: str, said: s
         ),
     ],
 )
-def test_weights_that_are_cut_off_or_something_else(model_folder: Path, content: bytes, said: str) -> None:
+def test_truncated_or_foreign_weights_are_refused(model_folder: Path, content: bytes, said: str) -> None:
     (model_folder / "model.safetensors").write_bytes(content)
     with pytest.raises(CliError, match=said):
         check_folder(model_folder)
 
 
-def test_a_folder_that_is_none_or_has_its_model_beneath(model_folder: Path) -> None:
+def test_missing_folder_or_nested_model_is_hinted(model_folder: Path) -> None:
     def refusal(folder: Path) -> tuple[str, str]:
         with pytest.raises(CliError) as refused:
             check_folder(folder)
@@ -102,7 +102,7 @@ def test_a_folder_that_is_none_or_has_its_model_beneath(model_folder: Path) -> N
     assert refusal(cache)[1] == needed, "which of two is not for us to say"
 
 
-def test_upload_asks_nothing_of_the_gateway_then(run: Run, home: Home, door: FakeGateway, model_folder: Path) -> None:
+def test_upload_of_invalid_folder_sends_no_request(run: Run, home: Home, door: FakeGateway, model_folder: Path) -> None:
     home.save_key(TENANT_KEY)
     problems = [run("upload", str(model_folder), "--name", "My Model").exception]
     (model_folder / "config.json").write_text(json.dumps({**CONFIG, "mlp_bias": True}))

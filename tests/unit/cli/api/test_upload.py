@@ -14,7 +14,7 @@ from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
 
 
-def test_an_upload_sends_every_model_file_and_nothing_else(door: FakeGateway, model_folder: Path) -> None:
+def test_upload_sends_model_files_only(door: FakeGateway, model_folder: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     with GatewayClient(door.url, TENANT_KEY) as client:
         model = ModelUpload(client, model_folder, "tiny", lambda *step: seen.append(step)).run({"max_instances": 2})
@@ -27,7 +27,7 @@ def test_an_upload_sends_every_model_file_and_nothing_else(door: FakeGateway, mo
     assert [step for step in seen if step[0] == "upload"][-1] == ("upload", total, total)
 
 
-def test_a_broken_connection_is_gone_on_from_where_it_broke(door: FakeGateway, model_folder: Path) -> None:
+def test_upload_resumes_after_broken_connection(door: FakeGateway, model_folder: Path) -> None:
     door.cut_after = 1_000_000
     with GatewayClient(door.url, TENANT_KEY) as client:
         ModelUpload(client, model_folder, "tiny", lambda *_: None).run({})
@@ -36,9 +36,7 @@ def test_a_broken_connection_is_gone_on_from_where_it_broke(door: FakeGateway, m
     assert bytes(door.received["model.safetensors"]) == (model_folder / "model.safetensors").read_bytes()
 
 
-def test_another_run_goes_on_with_the_upload_of_an_interrupted_one(
-    door: FakeGateway, model_folder: Path, tmp_path: Path
-) -> None:
+def test_next_run_resumes_interrupted_upload(door: FakeGateway, model_folder: Path, tmp_path: Path) -> None:
     memory = UploadJournal(tmp_path / "memory")
 
     def interrupt(stage: str, done: int, total: int) -> None:
@@ -58,9 +56,7 @@ def test_another_run_goes_on_with_the_upload_of_an_interrupted_one(
         assert door.asked[0][:2] == ("POST", "/v1/uploads")  # that one was ended
 
 
-def test_a_refused_upload_has_ended_and_is_not_gone_on_with(
-    door: FakeGateway, model_folder: Path, tmp_path: Path
-) -> None:
+def test_refused_upload_is_not_resumed(door: FakeGateway, model_folder: Path, tmp_path: Path) -> None:
     memory = UploadJournal(tmp_path / "memory")
     door.refuse_commit = True
     with GatewayClient(door.url, TENANT_KEY) as client:
@@ -75,7 +71,7 @@ def test_a_refused_upload_has_ended_and_is_not_gone_on_with(
     ("missing", "said"),
     [("config.json", "config.json"), ("tokenizer.json", "tokenizer"), ("model.safetensors", "safetensors")],
 )
-def test_a_folder_that_is_no_model_is_told_before_anything_is_sent(
+def test_upload_refuses_other_folder_before_sending(
     door: FakeGateway, model_folder: Path, missing: str, said: str
 ) -> None:
     (model_folder / missing).unlink()
@@ -85,7 +81,7 @@ def test_a_folder_that_is_no_model_is_told_before_anything_is_sent(
     assert door.asked == []
 
 
-def test_the_param_store_takes_what_the_cli_calls_a_model_file() -> None:
+def test_cli_and_store_agree_on_model_files() -> None:
     names = ["config.json", "tokenizer.json", "merges.txt", "vocab.json", "chat_template.jinja", "model.safetensors"]
     assert all(is_model_file(name) for name in names)
     check_declared([DeclaredFile(name, 10, "0" * 64) for name in names], 0, 1 << 40)

@@ -29,13 +29,13 @@ NESTED += ["models set", "models delete", "uploads abort"]
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *NESTED])
-def test_every_command_teaches(run: Run, command: str) -> None:
+def test_every_command_has_example(run: Run, command: str) -> None:
     shown = run(*command.split(), "--help")
     assert shown.exit_code == 0
     assert f"torchrelay {command}" in shown.stdout.split("Example:")[1]
 
 
-def test_the_program_lists_its_commands_and_the_first_steps(run: Run) -> None:
+def test_help_lists_commands_and_first_steps(run: Run) -> None:
     shown = run("--help").stdout
     assert all(f" {command} " in shown for command in COMMANDS)
     assert "torchrelay key create --tenant acme" in shown
@@ -46,7 +46,7 @@ def test_wrong_usage_is_status_2(run: Run, wrong: tuple[str, ...]) -> None:
     assert run(*wrong).exit_code == 2
 
 
-def test_a_problem_is_a_sentence_and_status_1(
+def test_error_prints_sentence_and_exits_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["torchrelay", "models", "--home", str(tmp_path / "[bold]none")])
@@ -60,7 +60,7 @@ def test_a_problem_is_a_sentence_and_status_1(
     assert "Traceback" not in said
 
 
-def test_a_tenant_that_exists_is_no_reason_to_try_again(run: Run, home: Home) -> None:
+def test_existing_tenant_is_not_retried(run: Run, home: Home) -> None:
     assert run("tenant", "create", "acme").exit_code == 0
     problem = run("tenant", "create", "acme").exception
     assert isinstance(problem, CliError)
@@ -82,7 +82,7 @@ def test_models_as_a_table_and_as_json(run: Run, home: Home) -> None:
     assert json.loads(run("models", "--json").stdout)["data"][0]["id"] == "acme/tiny"
 
 
-def test_a_model_is_set_and_deleted(run: Run, home: Home, door: FakeGateway) -> None:
+def test_model_is_configured_and_deleted(run: Run, home: Home, door: FakeGateway) -> None:
     door.published = {"tiny"}
     shown = run("models", "set", "tiny", "--idle-timeout-s", "5")
     assert door.asked[-1] == ("PATCH", "/v1/models/tiny", {"idle_timeout_s": 5})
@@ -119,7 +119,7 @@ def test_a_model_is_set_and_deleted(run: Run, home: Home, door: FakeGateway) -> 
     assert door.asked == []
 
 
-def test_what_is_the_operators_to_set_takes_the_homes_admin_key(
+def test_operator_settings_use_admin_key(
     run: Run, home: Home, door: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door.published = {"tiny"}
@@ -139,7 +139,7 @@ def test_what_is_the_operators_to_set_takes_the_homes_admin_key(
     assert isinstance(refused, CliError) and refused.hint == 'pass --key "$(cat HOME/admin.key)"'
 
 
-def test_a_model_is_not_deleted_unasked(
+def test_deletion_requires_confirmation(
     run: Run, home: Home, door: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door.published = {"tiny"}
@@ -153,7 +153,7 @@ def test_a_model_is_not_deleted_unasked(
     assert [asked[:2] for asked in door.asked] == [("DELETE", "/v1/models/tiny")]
 
 
-def test_a_tenants_limits_are_set(run: Run, home: Home, door: FakeGateway) -> None:
+def test_tenant_limits_are_set(run: Run, home: Home, door: FakeGateway) -> None:
     shown = run("tenant", "set", "acme", "--budget", "12.5", "--storage-quota-gb", "none")
     assert door.asked[-1] == (
         "PATCH",
@@ -171,18 +171,18 @@ def test_a_tenants_limits_are_set(run: Run, home: Home, door: FakeGateway) -> No
         assert run("tenant", "create", "acme", f"--budget={wrong}").exit_code == 2
 
 
-def test_the_version(run: Run) -> None:
+def test_version_is_printed(run: Run) -> None:
     shown = run("--version")
     assert (shown.exit_code, shown.stdout) == (0, f"torchrelay {metadata.version('torchrelay')}\n")
 
 
-def test_an_address_is_looked_at_before_a_key(run: Run, home: Home) -> None:
+def test_invalid_address_is_refused_before_key(run: Run, home: Home) -> None:
     problem = run("models", "--url", "localhost:8080").exception
     assert isinstance(problem, CliError)
     assert "--url: 'localhost:8080' is not a valid address" in problem.message
 
 
-def test_options_are_named_instead_of_the_doors_fields() -> None:
+def test_errors_name_options_instead_of_api_fields() -> None:
     def said(message: str, param: str) -> str:
         return api_error(json.dumps({"error": {"message": message, "param": param}}).encode(), 400).message
 
@@ -197,14 +197,14 @@ def test_options_are_named_instead_of_the_doors_fields() -> None:
     assert said("config.json is not valid JSON", "config.json") == "config.json is not valid JSON"
 
 
-def test_a_model_that_does_not_exist_has_no_decisions(run: Run, home: Home, door: FakeGateway) -> None:
+def test_unknown_model_has_no_decisions(run: Run, home: Home, door: FakeGateway) -> None:
     for name in ("nothing", "acme/nothing"):
         problem = run("explain", name).exception
         assert isinstance(problem, ApiError)
         assert problem.hint == "see: torchrelay models"
 
 
-def test_a_name_of_somebody_else_is_refused_before_anything_is_read(
+def test_name_of_other_tenant_is_refused_before_reading(
     run: Run, home: Home, door: FakeGateway, model_folder: Path
 ) -> None:
     home.save_key(TENANT_KEY)
@@ -221,7 +221,7 @@ def test_a_name_of_somebody_else_is_refused_before_anything_is_read(
     assert run("upload", str(model_folder), "--name", "acme/tiny").exit_code == 0
 
 
-def test_an_upload_that_changes_nothing_says_so(run: Run, home: Home, door: FakeGateway, model_folder: Path) -> None:
+def test_unchanged_upload_is_reported(run: Run, home: Home, door: FakeGateway, model_folder: Path) -> None:
     home.save_key(TENANT_KEY)
     assert "published acme/tiny" in run("upload", str(model_folder)).stdout
     door.published = {"tiny"}
@@ -258,7 +258,7 @@ def test_upload_names_the_model_after_its_folder(run: Run, home: Home, door: Fak
     assert door.asked[-1][2] == {"idle_timeout_s": 5}
 
 
-def test_one_question_streams_to_standard_output(run: Run, home: Home) -> None:
+def test_question_streams_to_standard_output(run: Run, home: Home) -> None:
     hint = run("chat", "tiny", "hi").exception
     assert isinstance(hint, CliError)
     assert "tenant's key" in hint.message
@@ -315,7 +315,7 @@ def test_ctrl_c_ends_a_single_question_with_one_message(run: Run, home: Home, mo
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
 @pytest.mark.parametrize("arguments", [("models",), ("chat", "tiny", "hi"), ("--help",)])
-def test_a_full_disk_is_a_sentence(home: Home, arguments: tuple[str, ...]) -> None:
+def test_full_disk_ends_with_message(home: Home, arguments: tuple[str, ...]) -> None:
     home.save_key(TENANT_KEY)
     with open("/dev/full", "w") as full:
         ended = subprocess.run([*PROGRAM, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -324,7 +324,7 @@ def test_a_full_disk_is_a_sentence(home: Home, arguments: tuple[str, ...]) -> No
     assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
 
 
-def test_a_reader_that_went_away_is_no_news(home: Home) -> None:
+def test_closed_pipe_is_not_an_error(home: Home) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as gone:
@@ -332,7 +332,7 @@ def test_a_reader_that_went_away_is_no_news(home: Home) -> None:
     assert (ended.returncode, ended.stderr) == (1, "")
 
 
-def test_the_id_inside_a_key() -> None:
+def test_key_id_is_extracted() -> None:
     assert id_of("tr-abc-secret") == "abc"
     assert id_of("abc") == "abc"
     assert id_of(ADMIN_KEY) == ADMIN_KEY

@@ -37,7 +37,7 @@ def scheduler(answer: Answer | None) -> Iterator[str]:
     server.stop(None).wait()
 
 
-def test_it_asks_for_what_was_named(run: Run, home: Home) -> None:
+def test_top_passes_scheduler_address(run: Run, home: Home) -> None:
     asked: list[WatchEventsRequest] = []
 
     def answer(request: WatchEventsRequest, context: grpc.ServicerContext) -> Iterator[Event]:
@@ -51,21 +51,21 @@ def test_it_asks_for_what_was_named(run: Run, home: Home) -> None:
     assert list(request.kinds) == ["relay", "scale"] and request.since_unix_us > 1.7e15 and not request.follow
 
 
-def test_it_says_when_there_are_none(run: Run, home: Home) -> None:
+def test_no_events_is_stated(run: Run, home: Home) -> None:
     with scheduler(lambda request, context: iter(())) as address:
         shown = run("events", "--scheduler", address, "--kind", "copy", "--since", "2h")
     assert (shown.exit_code, shown.stdout) == (0, "")
     assert "no events of kind copy in the last 2h" in shown.stderr
 
 
-def test_without_a_platform_it_names_its_own_option(run: Run, home: Home) -> None:
+def test_absent_platform_hints_at_option(run: Run, home: Home) -> None:
     home.endpoints_file.unlink()
     refused = run("events").exception
     assert isinstance(refused, CliError) and refused.hint is not None
     assert "--scheduler" in refused.hint and "--url" not in refused.hint
 
 
-def test_after_a_break_nothing_is_shown_twice() -> None:
+def test_resumed_events_are_not_repeated() -> None:
     def answer(request: WatchEventsRequest, context: grpc.ServicerContext) -> Iterator[Event]:
         assert request.follow
         if request.after_sequence >= 2:
@@ -79,7 +79,7 @@ def test_after_a_break_nothing_is_shown_twice() -> None:
             next(found)
 
 
-def test_problems_are_told(run: Run, home: Home) -> None:
+def test_health_problems_are_printed(run: Run, home: Home) -> None:
     said = run("events").exception
     assert isinstance(said, CliError) and "scheduler at 127.0.0.1:1 does not answer" in said.message
     said = run("events", "--follow").exception
@@ -92,7 +92,7 @@ def test_problems_are_told(run: Run, home: Home) -> None:
     assert run("events", "--kind", "weather").exit_code == 2
 
 
-def test_a_history_without_its_broker_says_so(run: Run, home: Home) -> None:
+def test_events_without_broker_fail_with_message(run: Run, home: Home) -> None:
     def answer(request: WatchEventsRequest, context: grpc.ServicerContext) -> Iterator[Event]:
         context.set_trailing_metadata((("torchrelay-code", "unavailable"),))
         context.abort(grpc.StatusCode.UNAVAILABLE, "The history cannot be read.")

@@ -35,7 +35,7 @@ def forgetful_scheduler() -> Iterator[str]:
     server.stop(None).wait()
 
 
-def test_what_is_kept_is_said_once() -> None:
+def test_kept_home_is_reported_once() -> None:
     with forgetful_scheduler() as address, pytest.raises(CliError) as refused:
         explain(address, request_id="req-nope")
     assert refused.value.message == UNKNOWN

@@ -9,7 +9,7 @@ from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
 from torchrelay.cli.home import Home
 
 
-def test_the_first_key_makes_its_tenant_and_is_kept(run: Run, home: Home, door: FakeGateway) -> None:
+def test_first_key_creates_tenant_and_is_saved(run: Run, home: Home, door: FakeGateway) -> None:
     made = run("key", "create", "--tenant", "acme", "--name", "laptop")
     assert made.exit_code == 0, made.exception
     assert made.stdout == TENANT_KEY + "\n"
@@ -25,7 +25,7 @@ def test_the_first_key_makes_its_tenant_and_is_kept(run: Run, home: Home, door: 
     assert home.saved_key() is None
 
 
-def test_a_key_of_another_tenant_says_who_the_commands_are_now(run: Run, home: Home, door: FakeGateway) -> None:
+def test_key_of_other_tenant_prints_new_tenant(run: Run, home: Home, door: FakeGateway) -> None:
     run("key", "create", "--tenant", "acme")
     door.next_key = "tr-0123456789abcdef-secret"
     said = run("key", "create", "--tenant", "birch").stderr
@@ -35,7 +35,7 @@ def test_a_key_of_another_tenant_says_who_the_commands_are_now(run: Run, home: H
     assert "saved as this home's key: commands now act as tenant birch\n" in said
 
 
-def test_no_key_is_made_that_could_not_be_shown(run: Run, home: Home, door: FakeGateway) -> None:
+def test_unprintable_key_is_not_created(run: Run, home: Home, door: FakeGateway) -> None:
     run("key", "create", "--tenant", "acme")
     door.asked.clear()
     door.lists_keys = False
@@ -45,9 +45,7 @@ def test_no_key_is_made_that_could_not_be_shown(run: Run, home: Home, door: Fake
     assert home.saved_key() == TENANT_KEY
 
 
-def test_a_key_that_the_shell_has_counts_before_the_one_that_is_saved(
-    home: Home, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_key_overrides_saved_key(home: Home, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRELAY_API_KEY", "of-an-earlier-home")
     assert "unset TORCHRELAY_API_KEY" in run("key", "create", "--tenant", "acme").stderr
 

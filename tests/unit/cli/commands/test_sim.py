@@ -33,7 +33,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_policies_are_simulated_and_the_same_command_says_the_same(trace: Path) -> None:
+def test_simulation_is_reproducible(trace: Path) -> None:
     command = ["sim", "--trace", str(trace), "--copies", "2", "--policy", "ours", "--policy", "all_cache", "--json"]
     first, again = (CliRunner().invoke(app, command) for _ in range(2))
     assert first.exit_code == 0, first.output
@@ -50,7 +50,7 @@ def test_policies_are_simulated_and_the_same_command_says_the_same(trace: Path) 
     assert "attained" in table.stdout and "60 requests" in table.stdout and "all_cache" in table.stdout
 
 
-def test_objectives_and_the_cluster_are_what_was_asked_for(trace: Path, tmp_path: Path) -> None:
+def test_objectives_and_fleet_are_applied(trace: Path, tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.json"
     fleet.write_text(json.dumps(FLEET))
     found = []
@@ -71,7 +71,7 @@ def test_objectives_and_the_cluster_are_what_was_asked_for(trace: Path, tmp_path
         (["--fleet", "c"], "c is no JSON file"),
     ],
 )
-def test_options_that_make_no_sense_are_named(trace: Path, options: list[str], why: str) -> None:
+def test_contradictory_options_are_refused(trace: Path, options: list[str], why: str) -> None:
     result = CliRunner().invoke(app, ["sim", "--trace", str(trace), *options])
     assert isinstance(result.exception, CliError) and why in str(result.exception)
 
@@ -84,7 +84,7 @@ def test_options_that_make_no_sense_are_named(trace: Path, options: list[str], w
         ({"hosts": 4}, "not hosts"),
     ],
 )
-def test_a_fleet_names_the_field_at_fault(trace: Path, tmp_path: Path, change: dict[str, object], why: str) -> None:
+def test_invalid_fleet_error_names_field(trace: Path, tmp_path: Path, change: dict[str, object], why: str) -> None:
     fleet = tmp_path / "fleet.json"
     fleet.write_text(json.dumps(FLEET | change))
     result = CliRunner().invoke(app, ["sim", "--trace", str(trace), "--fleet", str(fleet)])
@@ -99,7 +99,7 @@ def test_plots_are_drawn(trace: Path, tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_plots_are_refused_before_anything_runs(
+def test_plots_without_matplotlib_are_refused_early(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -123,14 +123,14 @@ def test_without_matplotlib_plots_are_refused_before_anything_runs(
         (TRACE + NEXT + "1\n", ", line 32: GeneratedTokens must be a whole number of at least 0, not ''"),
     ],
 )
-def test_a_file_that_is_no_trace_is_named_with_its_line_and_column(trace: Path, text: str, why: str) -> None:
+def test_invalid_trace_error_names_line_and_column(trace: Path, text: str, why: str) -> None:
     trace.write_text(text)
     refused = CliRunner().invoke(app, ["sim", "--trace", str(trace)]).exception
     assert isinstance(refused, CliError) and refused.message == f"{trace}{why}"
     assert refused.hint == "a trace is a CSV file with the header TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
-def test_a_trace_without_arrivals_says_what_to_change(trace: Path) -> None:
+def test_empty_trace_error_hints_at_fix(trace: Path) -> None:
     trace.write_text(TRACE.splitlines()[0] + "\n")
     result = CliRunner().invoke(app, ["sim", "--trace", str(trace)])
     assert isinstance(result.exception, CliError) and "no arrivals" in str(result.exception)

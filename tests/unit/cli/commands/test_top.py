@@ -42,21 +42,21 @@ def cluster_of_one_view() -> Iterator[str]:
     server.stop(None).wait()
 
 
-def test_into_a_pipe_it_is_one_view(run: Run, home: Home) -> None:
+def test_piped_top_prints_single_view(run: Run, home: Home) -> None:
     with cluster_of_one_view() as address:
         shown = run("top", "--scheduler", address)
     assert shown.exit_code == 0
     assert "every model is at zero" in shown.stdout
 
 
-def test_it_ends_with_the_platform() -> None:
+def test_top_ends_with_platform() -> None:
     with cluster_of_one_view() as address, pytest.raises(Unreachable, match="has stopped"):
         top.follow(address, lambda: False, retry_s=0.05, timeout_s=0.2)
     with cluster_of_one_view() as address, pytest.raises(Unreachable, match="no longer answers"):
         top.follow(address, lambda: True, retry_s=0.05, timeout_s=0.2)
 
 
-def test_it_says_when_there_is_no_scheduler(run: Run, home: Home) -> None:
+def test_absent_scheduler_is_stated(run: Run, home: Home) -> None:
     said = run("top", "--once").exception
     assert isinstance(said, CliError)
     assert "scheduler at 127.0.0.1:1 does not answer" in said.message

@@ -48,7 +48,7 @@ def end_of(path: Path) -> datetime:
     return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
 
 
-def test_they_are_made_once_and_their_keys_are_private(home: Home) -> None:
+def test_certificates_are_created_once_and_private(home: Home) -> None:
     folder = home.path / "tls"
     files = ensure(folder)
     Tls(files).check()
@@ -66,20 +66,20 @@ def test_they_are_made_once_and_their_keys_are_private(home: Home) -> None:
     assert contents(ensure(folder)) == made
 
 
-def test_each_names_its_part(home: Home) -> None:
+def test_each_certificate_names_its_role(home: Home) -> None:
     cert = x509.load_pem_x509_certificate(ensure(home.path / "tls").cert.read_bytes())
     names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(x509.DNSName)
     assert names == ["torchrelay.internal", "worker.torchrelay.internal"]
 
 
-def test_a_certificate_of_another_part_is_made_anew(home: Home) -> None:
+def test_certificate_of_other_role_is_renewed(home: Home) -> None:
     before = ensure(home.path / "tls").cert.read_bytes()
     files = ensure_certificates(home.path / "tls", {"prefill-0": Caller.STORE})["prefill-0"]
     assert files.cert.read_bytes() != before
     Tls(files).check(Caller.STORE)
 
 
-def test_a_new_ca_signs_for_every_node(home: Home) -> None:
+def test_new_ca_signs_all_certificates(home: Home) -> None:
     folder = home.path / "tls"
     before = ensure(folder).ca.read_bytes()
     (folder / "ca.key").unlink()
@@ -91,7 +91,7 @@ def test_a_new_ca_signs_for_every_node(home: Home) -> None:
     assert made.keys() == NODES.keys()
 
 
-def test_they_are_renewed_before_their_end_and_never_outlive_their_ca(home: Home) -> None:
+def test_certificates_are_renewed_within_ca_validity(home: Home) -> None:
     folder = home.path / "tls"
     files = ensure(folder)
     ca, cert, _ = contents(files)
@@ -109,7 +109,7 @@ def test_they_are_renewed_before_their_end_and_never_outlive_their_ca(home: Home
 
 @pytest.mark.parametrize("name", ["ca.crt", "prefill-0.crt", "prefill-0.key"])
 @pytest.mark.parametrize("damage", ["gone", "empty", "another's"])
-def test_damaged_files_are_made_anew(home: Home, tmp_path: Path, name: str, damage: str) -> None:
+def test_damaged_certificates_are_renewed(home: Home, tmp_path: Path, name: str, damage: str) -> None:
     files, other = ensure(home.path / "tls"), ensure(tmp_path / "other")
     path = files.ca.with_name(name)
     if damage == "gone":
@@ -121,7 +121,7 @@ def test_damaged_files_are_made_anew(home: Home, tmp_path: Path, name: str, dama
     assert path.read_bytes() not in (b"", other.ca.with_name(name).read_bytes())
 
 
-def test_an_install_speaks_plainly_unless_asked(home: Home) -> None:
+def test_tls_is_off_by_default(home: Home) -> None:
     assert tls_of_install(home, UpOptions()) == {}
     assert not (home.path / "tls").exists()
     made = tls_of_install(home, UpOptions(tls=True, num_both_workers=1))
@@ -142,13 +142,13 @@ def test_named_files_are_used(home: Home, tmp_path: Path, monkeypatch: pytest.Mo
     assert used == tls_of_install(home, UpOptions(tls=True)) and set(used.values()) == {mine}
 
 
-def test_a_folder_that_cannot_be_written_is_a_problem(home: Home) -> None:
+def test_unwritable_home_is_refused(home: Home) -> None:
     (home.path / "tls").write_text("in the way")
     with pytest.raises(CliError, match="tls cannot be written"):
         tls_of_install(home, UpOptions(tls=True))
 
 
-def test_commands_show_themselves_as_the_endpoints_say(home: Home) -> None:
+def test_commands_use_tls_files_of_endpoints(home: Home) -> None:
     files = ensure(home.path / "tls")
     assert local_tls({"scheduler": "127.0.0.1:1"}) is None
     assert local_tls({"scheduler": "127.0.0.1:1", **files.as_settings()}) is not None
@@ -157,7 +157,7 @@ def test_commands_show_themselves_as_the_endpoints_say(home: Home) -> None:
         local_tls(files.as_settings())
 
 
-def test_every_service_is_told_its_own_and_the_door_is_asked_plainly(home: Home) -> None:
+def test_services_get_tls_files_and_public_probe_is_plain(home: Home) -> None:
     files = ensure_certificates(home.path / "tls", callers_of(UpOptions()))
     with closing(Ports()) as ports:
         stack = StackPlan(home, UpOptions(), ports, files).stack()

@@ -28,7 +28,7 @@ from torchrelay.scheduler.settings import SchedulerSettings
         ("--log-level", "loud"),
     ],
 )
-def test_a_wrong_option_is_named(run: Run, tmp_path: Path, option: str, value: str) -> None:
+def test_invalid_option_is_named(run: Run, tmp_path: Path, option: str, value: str) -> None:
     refused = run("up", "--home", str(tmp_path / "home"), option, value)
     assert refused.exit_code == 2
     assert f"Invalid value for '{option}'" in refused.stderr
@@ -74,7 +74,7 @@ def test_variables_count_and_an_option_overrides_its_variable(
     assert given == [expected, replace(expected, http_port=8081, device="cpu", log_level="debug")]
 
 
-def test_a_misspelt_variable_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelt_variable_is_reported(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
         assert options == UpOptions()
 
@@ -99,7 +99,7 @@ def test_a_misspelt_variable_is_named(run: Run, tmp_path: Path, monkeypatch: pyt
         ("kv_pool_byte", "kv_pool_bytes"),  # the worker's
     ],
 )
-def test_a_misspelt_key_of_any_service_is_named_before_anything_starts(
+def test_misspelt_config_key_is_refused_before_start(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, meant: str
 ) -> None:
     async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
@@ -114,7 +114,7 @@ def test_a_misspelt_key_of_any_service_is_named_before_anything_starts(
     assert problem.message == f"{file}: {key!r} is not a setting; did you mean {meant!r}?"
 
 
-def test_a_wrong_variable_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_variable_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRELAY_HTTP_PORT", "many")
     refused = run("up", "--home", str(tmp_path / "home"))
     assert refused.exit_code == 2
@@ -127,7 +127,7 @@ def test_devices() -> None:
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "a..b"])
-def test_an_address_that_is_not_ours_is_a_sentence(run: Run, tmp_path: Path, host: str) -> None:
+def test_foreign_listen_address_has_message(run: Run, tmp_path: Path, host: str) -> None:
     problem = run("up", "--home", str(tmp_path), "--host", host).exception
     assert isinstance(problem, CliError)
     assert problem.message == f"this machine cannot listen on {host}"

@@ -25,18 +25,18 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("num_free_mib", [0, 1, 100, 1000, 100_000])
-def test_streams_take_an_eighth_of_the_disk_at_most_or_what_is_least(num_free_mib: int) -> None:
+def test_streams_take_at_most_eighth_of_disk(num_free_mib: int) -> None:
     sizes = stream_sizes(num_free_mib * MIB)
     least = StreamSizes(MIN_STREAM_BYTES, MIN_STREAM_BYTES)
     assert sizes == least or sizes.history_bytes + sizes.usage_bytes <= max(num_free_mib * MIB // 8, 2 * MIB)
 
 
-def test_a_large_disk_gives_the_streams_all_they_ask_for() -> None:
+def test_large_disk_gives_streams_full_size() -> None:
     assert stream_sizes(1 << 40) == StreamSizes()
     assert stream_sizes(100 * MIB) == StreamSizes(history_bytes=5 * MIB // 2, usage_bytes=10 * MIB)
 
 
-def test_a_state_is_left_with_twice_the_space_at_which_it_begins() -> None:
+def test_disk_state_has_hysteresis() -> None:
     assert disk_state(FULL_BYTES - 1) is DiskState.FULL
     assert disk_state(FULL_BYTES, DiskState.FULL) is DiskState.FULL
     assert disk_state(2 * FULL_BYTES, DiskState.FULL) is DiskState.LOW
@@ -45,7 +45,7 @@ def test_a_state_is_left_with_twice_the_space_at_which_it_begins() -> None:
     assert disk_state(LOW_BYTES) is DiskState.ROOMY
 
 
-def test_the_logs_of_all_children_fit_on_a_small_disk() -> None:
+def test_logs_fit_on_small_disk() -> None:
     num_files = 7 * 2 + 2  # seven children's logs, their copies, and traces of twice the length
     assert num_files * log_limit_bytes(100 * MIB) <= 50 * MIB
     assert log_limit_bytes(1 << 40) == 32 * MIB
@@ -56,7 +56,7 @@ def test_messages_name_the_folder() -> None:
         assert "/srv/home has 1.05 MB free" in disk_message(state, Path("/srv/home"), MIB)
 
 
-def test_what_a_folder_holds(tmp_path: Path) -> None:
+def test_folder_bytes_counts_all_files(tmp_path: Path) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/b/file").write_bytes(bytes(10))
     (tmp_path / "file").write_bytes(bytes(5))
@@ -65,7 +65,7 @@ def test_what_a_folder_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.lab
-def test_a_disk_too_full_for_a_start_is_named(tmp_path: Path) -> None:
+def test_start_on_full_disk_is_refused(tmp_path: Path) -> None:
     with small_disk(tmp_path / "home", 64 * MIB) as disk:
         check_disk(disk.folder)
         disk.fill(num_free=16 * MIB)

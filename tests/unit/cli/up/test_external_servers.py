@@ -24,7 +24,7 @@ NATS, REDIS, DATABASE = (f"TORCHRELAY_{name}_URL" for name in ("NATS", "REDIS", 
         (DATABASE, "mysql://host/name"),
     ],
 )
-def test_what_is_no_address_is_named(variable: str, url: str) -> None:
+def test_invalid_address_is_named(variable: str, url: str) -> None:
     with pytest.raises(CliError) as caught:
         external_servers({variable: url})
     assert variable in caught.value.message and url in caught.value.message
@@ -48,7 +48,7 @@ def test_a_password_is_not_shown(variable: str, url: str, told: str) -> None:
     assert "er2" not in caught.value.message + str(caught.value.__cause__)
 
 
-def test_where_they_are_tried() -> None:
+def test_certificates_are_found_by_home() -> None:
     named = {
         NATS: "nats://a:b@one, nats://three:5",
         REDIS: "unix:///tmp/redis.sock",
@@ -62,7 +62,7 @@ def test_where_they_are_tried() -> None:
     assert external_servers({DATABASE: "sqlite:///ledger.db", NATS: ""}) == []
 
 
-async def test_one_that_nobody_answers_at_ends_the_start() -> None:
+async def test_unreachable_external_server_refuses_start() -> None:
     there = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     async with there:
         port = there.sockets[0].getsockname()[1]

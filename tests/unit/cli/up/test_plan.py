@@ -42,7 +42,7 @@ def envs(stack: Stack) -> dict[str, dict[str, str]]:
     return {spec.name: dict(spec.env) for spec in stack.specs}
 
 
-def test_brokers_first_and_the_door_stopped_first(home: Home, ports: Ports) -> None:
+def test_brokers_start_first_and_gateway_stops_first(home: Home, ports: Ports) -> None:
     stack = StackPlan(home, UpOptions(num_both_workers=1), ports).stack()
     assert [[spec.name for spec in group] for group in stack.groups] == [
         ["redis", "nats"],
@@ -63,7 +63,7 @@ def test_running_brokers_are_used(home: Home, ports: Ports, monkeypatch: pytest.
     assert envs(stack)["scheduler"]["TORCHRELAY_NATS_URL"] == "nats://elsewhere:4222"
 
 
-def test_packs_lie_below_the_home_or_where_it_is_said(home: Home, ports: Ports, tmp_path: Path) -> None:
+def test_remote_is_below_home_by_default(home: Home, ports: Ports, tmp_path: Path) -> None:
     def told(remote: str) -> str:
         return envs(StackPlan(home, UpOptions(remote=remote), ports).stack())["param-store"]["TORCHRELAY_REMOTE_URL"]
 
@@ -91,7 +91,7 @@ def test_metrics_ports_are_counted_up(home: Home, ports: Ports, monkeypatch: pyt
         StackPlan(home, UpOptions(), ports)
 
 
-def test_each_child_is_told_its_own(home: Home, ports: Ports) -> None:
+def test_each_child_gets_its_certificate(home: Home, ports: Ports) -> None:
     options = UpOptions(host="0.0.0.0", idle_timeout_s=3, kv_pool_bytes=1 << 20, arena_bytes=1 << 30)
     stack = StackPlan(home, options, ports).stack()
     told = envs(stack)
@@ -110,7 +110,7 @@ def test_each_child_is_told_its_own(home: Home, ports: Ports) -> None:
     assert holders_of_the_cluster_key == ["scheduler"]
 
 
-def test_each_child_knows_its_own_secrets_alone(home: Home, ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_child_gets_only_its_secrets(home: Home, ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SECRET_SETTINGS:
         if not name.endswith("_url"):  # those would name servers of another's
             monkeypatch.setenv(f"TORCHRELAY_{name.upper()}", f"somebody's {name}")
@@ -137,7 +137,7 @@ def test_each_child_knows_its_own_secrets_alone(home: Home, ports: Ports, monkey
     assert len(set(urls)) == len(urls)  # a password each
 
 
-def test_no_secret_is_seen_by_other_users(home: Home, ports: Ports) -> None:
+def test_secrets_are_hidden_from_other_users(home: Home, ports: Ports) -> None:
     """Neither in a command, which `ps` shows, nor in a file, nor in the addresses, nor in the arena's name."""
     stack = StackPlan(home, UpOptions(), ports).stack()
     passwords = [urlsplit(env[name]).password for env in envs(stack).values() for name in env if name.endswith("S_URL")]
@@ -158,14 +158,14 @@ def test_workers_divide_the_cores(home: Home, ports: Ports) -> None:
     assert told == [str(home.run / "cores")] * 3
 
 
-def test_only_the_door_listens_beyond_loopback(home: Home, ports: Ports) -> None:
+def test_only_gateway_listens_beyond_loopback(home: Home, ports: Ports) -> None:
     stack = StackPlan(home, UpOptions(host="0.0.0.0"), ports).stack()
     open_to_all = [name for name, env in envs(stack).items() if env.get("TORCHRELAY_HOST") == "0.0.0.0"]
     assert open_to_all == ["gateway"]
     assert stack.endpoints["http"].startswith("http://127.0.0.1:")
 
 
-def test_two_installs_share_nothing(home: Home, ports: Ports, tmp_path: Path) -> None:
+def test_prefixed_installs_share_no_subjects(home: Home, ports: Ports, tmp_path: Path) -> None:
     other_home = Home(tmp_path / "other")
     other_home.make()
     with closing(Ports()) as other_ports:
@@ -175,7 +175,7 @@ def test_two_installs_share_nothing(home: Home, ports: Ports, tmp_path: Path) ->
     assert one.arena != other.arena
 
 
-def test_a_home_keeps_its_rest_port_and_says_when_it_is_taken(home: Home, tmp_path: Path) -> None:
+def test_home_keeps_rest_port_and_reports_conflict(home: Home, tmp_path: Path) -> None:
     with closing(Ports()) as ports, socket.socket() as taken:
         last = ports.free()
         ports.close()
@@ -197,7 +197,7 @@ def test_a_home_keeps_its_rest_port_and_says_when_it_is_taken(home: Home, tmp_pa
         assert (f"TORCHRELAY_HTTP_PORT={last}" in told.getvalue()) is not is_quiet
 
 
-def test_the_next_steps_are_those_of_the_folder(tmp_path: Path) -> None:
+def test_next_steps_name_folder(tmp_path: Path) -> None:
     assert next_steps(tmp_path, None)[1:] == ["torchrelay upload DIR --name mine", "torchrelay chat mine"]
     assert next_steps(tmp_path, None, has_key=True) == ["torchrelay models", "torchrelay top"]
     (tmp_path / "examples/glossary/model").mkdir(parents=True)
@@ -210,7 +210,7 @@ def test_the_next_steps_are_those_of_the_folder(tmp_path: Path) -> None:
     assert next_steps(tmp_path, Path("/opt/my venv"))[0] == ". '/opt/my venv/bin/activate'"
 
 
-def test_a_quiet_herald_gives_no_advice(home: Home, ports: Ports) -> None:
+def test_quiet_progress_prints_no_hints(home: Home, ports: Ports) -> None:
     stack = StackPlan(home, UpOptions(), ports).stack()
     for is_quiet in (False, True):
         told = io.StringIO()

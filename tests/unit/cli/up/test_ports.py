@@ -27,8 +27,8 @@ def ports() -> Iterator[Ports]:
 @linux_only
 def test_a_reserved_port_cannot_be_bound_and_refuses_connections(ports: Ports) -> None:
     port = ports.free()
-    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-        stranger.bind(("127.0.0.1", port))
+    with socket.socket() as outsider, pytest.raises(OSError, match="in use"):
+        outsider.bind(("127.0.0.1", port))
     with socket.socket() as client, pytest.raises(ConnectionRefusedError):
         client.connect(("127.0.0.1", port))
     ports.close()
@@ -37,7 +37,7 @@ def test_a_reserved_port_cannot_be_bound_and_refuses_connections(ports: Ports) -
 
 
 @linux_only
-def test_no_other_up_gets_a_reserved_port(ports: Ports) -> None:
+def test_reserved_port_is_refused_to_other_up(ports: Ports) -> None:
     port = ports.free()
     with closing(Ports()) as others:
         assert others.free(preferred=[port]) != port
@@ -76,7 +76,7 @@ def test_brokers_listen_on_reserved_ports_again_and_again(ports: Ports, tmp_path
             pass
 
 
-def test_a_taken_port_is_a_problem(ports: Ports) -> None:
+def test_taken_port_is_refused(ports: Ports) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -87,6 +87,6 @@ def test_a_taken_port_is_a_problem(ports: Ports) -> None:
         assert taken.value.hint == "choose another in --http-port, or 0 for any free one"
 
 
-def test_an_address_of_another_machine(ports: Ports) -> None:
+def test_foreign_address_is_refused(ports: Ports) -> None:
     with pytest.raises(CliError, match="cannot listen on"):
         ports.free("192.0.2.1")

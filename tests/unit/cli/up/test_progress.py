@@ -28,7 +28,7 @@ class LostTerminal(io.StringIO):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_full_disk_or_a_closed_terminal_does_not_keep_it_from_stopping(tmp_path: Path, number: int) -> None:
+def test_stop_survives_full_disk_and_closed_terminal(tmp_path: Path, number: int) -> None:
     progress = StartupProgress(Home(tmp_path), Console(file=LostTerminal(number), width=200))
     progress.starting(["gateway"])
     progress.ready("gateway", 1.0, "127.0.0.1:8080")
@@ -36,6 +36,6 @@ def test_a_full_disk_or_a_closed_terminal_does_not_keep_it_from_stopping(tmp_pat
     progress.stopped()
 
 
-def test_an_output_that_cannot_be_written_for_another_reason_ends_it(tmp_path: Path) -> None:
+def test_other_write_error_exits(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="lost"):
         StartupProgress(Home(tmp_path), Console(file=LostTerminal(errno.EBADF), width=200))

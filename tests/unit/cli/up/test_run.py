@@ -45,12 +45,12 @@ def ignored_hang_up(hang_up: None) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_one_signal_stops_and_a_second_kills(number: signal.Signals) -> None:
+async def test_second_signal_kills(number: signal.Signals) -> None:
     assert await outcome(number) == (True, 0)
     assert await outcome(number, number) == (True, 1)
 
 
-async def test_a_terminal_that_closes_stops_in_order_however_often_it_says_so(hang_up: None) -> None:
+async def test_repeated_hangup_stops_in_order(hang_up: None) -> None:
     assert await outcome(signal.SIGHUP, signal.SIGHUP) == (True, 0)
 
 

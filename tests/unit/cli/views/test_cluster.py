@@ -55,7 +55,7 @@ def view(bytes_received: int = 0, *, is_cold: bool = False) -> scheduler_pb2.Clu
     return made
 
 
-def test_the_screen_shows_workers_copies_instances_and_demand() -> None:
+def test_top_shows_workers_copies_instances_and_demand() -> None:
     shown = drawn(cluster_screen(view(), {"store-a.b.in": 2.5e9}, "127.0.0.1:1"))
     for part in ("prefill-0", "loading", "7/24", "25%", "583 MB", "128/256", "store-b", "2.5 GB", "inst-njqw24-000007"):
         assert part in shown
@@ -101,7 +101,7 @@ def test_names_are_whole_at_any_width(width: int) -> None:
     assert ("LlamaForCausalLM" in listed) == (width == 120)
 
 
-def test_a_narrow_explanation_has_no_bars_and_ids_are_short() -> None:
+def test_narrow_explanation_omits_bars_and_shortens_ids() -> None:
     phases = [
         {
             "name": "first_token",
@@ -120,7 +120,7 @@ def test_a_narrow_explanation_has_no_bars_and_ids_are_short() -> None:
     assert shorten_ids("store-local and req-1") == "store-local and req-1"
 
 
-def test_a_cluster_at_zero_says_so() -> None:
+def test_empty_cluster_is_stated() -> None:
     cold = view(is_cold=True)
     shown = drawn(cluster_screen(cold, {}, "127.0.0.1:1"))
     assert "every model is at zero" in shown and "not called" in shown
@@ -133,7 +133,7 @@ def test_a_cluster_at_zero_says_so() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 180])
-def test_models_of_the_same_files_stand_together(width: int) -> None:
+def test_models_with_same_pack_share_row(width: int) -> None:
     shared = view()
     shared.instances[0].version_id = "v"
     shared.instances[0].model = "birch/words"
@@ -157,7 +157,7 @@ def test_rates_come_from_successive_views() -> None:
     assert "store-a.c.in" not in rates_of([Sample(10.0, first), Sample(11.0, counters_of(restarted))], now_s=11.0)
 
 
-def test_a_quiet_cluster_has_rates_of_zero_and_a_lost_one_says_so() -> None:
+def test_idle_cluster_has_zero_rates_and_loss_is_stated() -> None:
     now = [0.0]
     screen = LiveScreen("127.0.0.1:1", lambda: now[0])
     assert "connecting to the scheduler" in drawn(screen.render())
@@ -178,7 +178,7 @@ def test_bars_are_to_scale_and_never_empty() -> None:
     assert bar(0, 0, 0, cells=4).plain == "█   "
 
 
-def test_an_explanation_shows_milliseconds_and_reasons() -> None:
+def test_explanation_shows_milliseconds_and_reasons() -> None:
     phases = [
         {"name": "queue", "begin_unix_us": 1_000_000, "end_unix_us": 1_012_300, "where": "scheduler", "detail": "[x]"},
         {"name": "relay", "begin_unix_us": 1_002_000, "end_unix_us": 0, "where": "store-a", "detail": ""},
@@ -190,5 +190,5 @@ def test_an_explanation_shows_milliseconds_and_reasons() -> None:
     assert "store-a" in drawn(explanation(phases, []))
 
 
-def test_text_from_elsewhere_cannot_take_over_the_terminal() -> None:
+def test_foreign_text_has_no_control_characters() -> None:
     assert printable("a\x1b[31mb\nc\td\x07é") == "a[31mb\nc\tdé"

@@ -37,14 +37,14 @@ def test_lines_stand_below_each_other() -> None:
     assert shown[2] == "12:30:00.123  copy.failed        acme/tiny           no room"  # the column has grown
 
 
-def test_another_day_bears_its_date_and_text_from_elsewhere_is_tamed() -> None:
+def test_event_of_other_day_has_date_and_safe_text() -> None:
     event = an_event("relay.failed", "it was \x1b[2Jdropped\nor so", at=NOW - timedelta(days=1), model="a\x07b")
     shown = EventLines().line(event, NOW).plain
     assert shown.startswith("2026-11-20 12:30:00.123  relay.failed       ab ")
     assert shown.endswith("it was [2Jdropped or so")
 
 
-def test_whom_it_concerns_is_told_where_the_reason_does_not() -> None:
+def test_event_names_worker_missing_from_reason() -> None:
     about: dict[str, Any] = {"worker_id": "worker-h1", "roles": "prefill,decode", "in_state_s": 4.5678}
     assert event_text(an_event("instance.ready", "all 4 layers loaded in 4.57 s", **about)) == (
         "worker-h1 (prefill,decode): all 4 layers loaded in 4.57 s"
@@ -59,7 +59,7 @@ def test_whom_it_concerns_is_told_where_the_reason_does_not() -> None:
     assert event_text(an_event("model.deleted")) == ""
 
 
-def test_a_json_line_holds_everything() -> None:
+def test_json_line_holds_all_fields() -> None:
     line = json_line(an_event("relay.finished", "done\nwell", cause="idle", took_s=1.5, brought={"store-a": 3}))
     assert "\n" not in line
     at_unix_us = int(NOW.timestamp() * 1e6) + 123_000
@@ -68,7 +68,7 @@ def test_a_json_line_holds_everything() -> None:
     assert json.loads(json_line(Event(sequence=1)))["kind"] == ""
 
 
-def test_how_long_ago() -> None:
+def test_since_parses_durations() -> None:
     assert [parse_duration(text).total_seconds() for text in ("30s", "10m", "2h", "7d")] == [30, 600, 7200, 604_800]
     for wrong in ("", "10", "m", "-1s", "1.5h", "ten minutes"):
         with pytest.raises(ValueError, match="is not a duration"):

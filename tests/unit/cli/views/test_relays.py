@@ -47,7 +47,7 @@ def lines(*relays: RelayView, width: int = 100) -> list[str]:
     return [line.rstrip() for line in drawn(relay_blocks(relays, width < 100), width).splitlines()]
 
 
-def test_a_chain_reads_as_a_chain() -> None:
+def test_chain_is_drawn_in_order() -> None:
     shown = lines(*chain())
     assert shown[0] == "relay  acme/[red]tiny  31.8 MB, urgent"  # names are no markup
     assert shown[1] == "  store-source -> store-h1 -> store-h2 -> store-h3"
@@ -58,7 +58,7 @@ def test_a_chain_reads_as_a_chain() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_it_fits_the_terminal(width: int) -> None:
+def test_top_fits_terminal(width: int) -> None:
     sources = a_source("store-h3", 900_000, 0.5), a_source("store-source", 100_000, 123.4)
     relays = [*chain(), a_relay("store-h4", *sources, state=RelayView.STATE_SLOW, num_replans=2)]
     shown = drawn(cluster_screen(ClusterView(relays=relays), {}, "127.0.0.1:1"), width)
@@ -68,7 +68,7 @@ def test_it_fits_the_terminal(width: int) -> None:
     assert "…" not in shown
 
 
-def test_stripes_have_shares_and_what_is_the_targets_stands_once() -> None:
+def test_stripes_show_shares_and_target_once() -> None:
     shown = lines(a_relay("store-c", a_source("store-a", 6_000_000, 12), a_source("store-b", 4_000_000, 8)))
     assert shown[1:3] == ["  store-a -> store-c", "  store-b -> store-c"]
     first, second = (line for line in shown if " MB " in line and "->" in line)
@@ -76,7 +76,7 @@ def test_stripes_have_shares_and_what_is_the_targets_stands_once() -> None:
     assert "40%" in second and "61/122" not in second and "8 MB" in second
 
 
-def test_a_source_that_was_given_up_is_told_and_leaves_the_chain() -> None:
+def test_dropped_source_is_listed_outside_chain() -> None:
     gone = a_source("store-h1", 9_000_000, error="reset by peer", following=False)
     shown = lines(a_relay("store-h2", a_source("store-source", 3_000_000, 20), gone, num_repairs=2, num_replans=1))
     assert shown[1] == "  store-source -> store-h2" and "store-h1" not in "".join(shown[:2])
@@ -85,14 +85,14 @@ def test_a_source_that_was_given_up_is_told_and_leaves_the_chain() -> None:
     assert shown[-1] == "  store-h1 -> store-h2 was dropped: reset by peer"
 
 
-def test_a_source_that_only_stands_by_is_no_arrow() -> None:
+def test_standby_source_has_no_arrow() -> None:
     relay = a_relay("store-h2", a_source("store-h1", 9_000_000, 20), a_source("store-h3", following=False))
     assert not any("store-h3" in line for line in lines(relay))
     rests = a_relay("store-h2", a_source("store-h1", 9_000_000, 20), a_source("store-h3", 1_000_000, following=False))
     assert lines(rests)[1] == "  store-h1 -> store-h2" and lines(rests)[6].endswith("idle")
 
 
-def test_those_that_ended_tell_time_mean_rate_or_cause() -> None:
+def test_ended_relays_show_duration_rate_or_error() -> None:
     done = a_relay(
         "store-b",
         a_source("store-a", 30_000_000, following=False),
@@ -111,7 +111,7 @@ def test_those_that_ended_tell_time_mean_rate_or_cause() -> None:
     assert "  store-c failed: it was [2Jdropped" in shown  # no control characters
 
 
-def test_an_arrow_that_brings_next_to_nothing_is_no_part_of_the_chain() -> None:
+def test_edge_with_little_traffic_leaves_chain() -> None:
     relay = a_relay("store-h2", a_source("store-h1", 9_000_000, 20), a_source("store-h3", 10_000))
     shown = lines(relay)
     assert shown[1:3] == ["  store-h1 -> store-h2", ""] and "<1%" in shown[6]
@@ -119,7 +119,7 @@ def test_an_arrow_that_brings_next_to_nothing_is_no_part_of_the_chain() -> None:
     assert lines(relay)[1:3] == shown[1:3]
 
 
-def test_a_planned_one_has_an_arrow_and_no_rate() -> None:
+def test_planned_relay_shows_arrow_without_rate() -> None:
     shown = lines(
         a_relay("store-b", RelaySource(holder_id="remote"), state=RelayView.STATE_PLANNED, num_chunks_verified=0)
     )
@@ -128,7 +128,7 @@ def test_a_planned_one_has_an_arrow_and_no_rate() -> None:
     assert state_text(a_relay("store-b", left_s=0)).plain == "running"
 
 
-def test_packs_have_blocks_of_their_own() -> None:
+def test_packs_have_separate_blocks() -> None:
     other = a_relay("store-h1", a_source("remote"), pack_id="beef" * 16, model="acme/other", urgent=False)
     shown = lines(*chain(), other)
     assert [line for line in shown if line.startswith("relay")] == [
@@ -146,7 +146,7 @@ def test_paths_hold_each_arrow_once() -> None:
     assert find_chains([]) == []
 
 
-def test_a_bar_is_full_only_when_all_is_there() -> None:
+def test_bar_is_full_only_at_completion() -> None:
     assert (
         progress_bar(255, 256) == "███████░" and progress_bar(256, 256) == "████████" and progress_bar(0, 0, 2) == "░░"
     )

@@ -18,13 +18,13 @@ def test_lines_end_between_words() -> None:
     assert wrapped(["日本語 日本"], 9) == "日本語\n日本"  # two cells a letter
 
 
-def test_a_word_is_shown_when_it_is_whole() -> None:
+def test_character_is_shown_when_complete() -> None:
     wrap = WordWrap(80)
     assert [wrap.feed(piece) for piece in ("Hel", "lo", " wor", "ld\n")] == ["", "", "Hello", " world\n"]
 
 
 @given(st.lists(st.text("ab \n", max_size=9), max_size=9), st.integers(1, 12))
-def test_no_word_is_lost_and_no_line_of_short_words_is_too_long(pieces: list[str], width: int) -> None:
+def test_wrapping_keeps_words_and_width(pieces: list[str], width: int) -> None:
     text = "".join(pieces)
     shown = wrapped(pieces, width)
     assert shown.split() == text.split()

@@ -14,7 +14,7 @@ GIB = 1 << 30
 MACHINE = Machine(num_cores=2, memory_bytes=8 * GIB, shared_memory_bytes=4 * GIB)
 
 
-def test_what_just_fits_is_accepted_and_one_more_is_not() -> None:
+def test_limits_are_inclusive() -> None:
     checks: list[tuple[Callable[[int], None], int]] = [
         (lambda asked: check_threads(asked, MACHINE), 2),
         (lambda asked: check_kv_pools(asked, MACHINE), 8 * GIB),
@@ -28,7 +28,7 @@ def test_what_just_fits_is_accepted_and_one_more_is_not() -> None:
     check_arena(100 * GIB, 0, Machine(2, None, None))
 
 
-def test_what_does_not_fit_names_the_setting_and_the_machine() -> None:
+def test_excess_request_names_setting_and_machine() -> None:
     with pytest.raises(InvalidRequest, match="3 threads are asked for and this machine has 2 cores") as threads:
         check_threads(3, MACHINE)
     with pytest.raises(
@@ -42,7 +42,7 @@ def test_what_does_not_fit_names_the_setting_and_the_machine() -> None:
     assert [error.value.field for error in (threads, pools, arena)] == ["threads", "kv_pool_bytes", "arena_bytes"]
 
 
-def test_the_memory_of_a_container_counts_where_it_is_less(tmp_path: Path) -> None:
+def test_container_memory_limit_counts(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 16 kB\nMemAvailable: 8 kB\n")
     assert available_memory_bytes(meminfo, tmp_path) == 8192

@@ -42,7 +42,7 @@ def checked(*, is_tls: bool = False) -> CallCheck:
     return made
 
 
-def test_every_rpc_says_who_may_call_it() -> None:
+def test_every_rpc_has_allowed_callers() -> None:
     """A new method that nobody declared would be refused to all; one without a need for callers has none."""
     for file, callers in CONTRACT.items():
         methods = {
@@ -54,14 +54,14 @@ def test_every_rpc_says_who_may_call_it() -> None:
         assert all(callers.values())
 
 
-def test_no_service_of_the_contract_is_left_out() -> None:
+def test_all_services_of_contract_are_covered() -> None:
     folder = Path(torchrelay.control.v1.__path__[0])
     files = [import_module(f"torchrelay.control.v1.{path.stem}_pb2").DESCRIPTOR for path in folder.glob("*.proto")]
     assert {file.name for file in files if file.services_by_name} == {file.name for file in CONTRACT}
 
 
 @pytest.mark.parametrize("caller", Caller)
-def test_a_token_proves_one_caller(caller: Caller) -> None:
+def test_token_proves_single_caller(caller: Caller) -> None:
     if caller is Caller.SCHEDULER:
         checked().check(LOAD, call_token(KEY, caller), ())
     else:
@@ -82,12 +82,12 @@ def test_a_token_proves_one_caller(caller: Caller) -> None:
         "," * 99,
     ],
 )
-def test_another_token_proves_nothing(token: str) -> None:
+def test_token_of_other_node_is_refused(token: str) -> None:
     with pytest.raises(CallerUnknown):
         checked().check(LOAD, token, [certificate_name(Caller.SCHEDULER)])  # which nobody has proven
 
 
-def test_what_is_not_declared_is_nobodys() -> None:
+def test_undeclared_method_is_refused() -> None:
     with pytest.raises(CallerRefused, match="allowed: nobody"):
         checked().check("/torchrelay.control.v1.Worker/Explode", call_token(KEY, *Caller), ())
 
@@ -104,7 +104,7 @@ def test_what_is_not_declared_is_nobodys() -> None:
         ([], False),
     ],
 )
-def test_a_certificate_proves_the_parts_it_names(names: list[str], passes: bool) -> None:
+def test_certificate_proves_named_roles(names: list[str], passes: bool) -> None:
     if passes:
         checked(is_tls=True).check(LOAD, "", names)
     else:

@@ -12,11 +12,11 @@ from torchrelay.common.identity.keys import HmacKey
 
 
 @given(key=st.binary(max_size=64), messages=st.lists(st.binary(max_size=200), min_size=1, max_size=3))
-def test_a_key_gives_the_macs_of_rfc_2104(key: bytes, messages: list[bytes]) -> None:
+def test_hmac_key_matches_rfc_2104(key: bytes, messages: list[bytes]) -> None:
     kept = HmacKey(key)
     assert [kept.digest(one) for one in messages] == [hmac.digest(key, one, "sha256") for one in messages]
 
 
-def test_a_longer_key_is_refused() -> None:
+def test_hmac_key_longer_than_block_is_refused() -> None:
     with pytest.raises(ValueError, match="at most 64 bytes"):
         HmacKey(bytes(65))

@@ -15,7 +15,7 @@ DECODE = StepCost(0.008, 5e-4, 1e-6, num_steps=1)
 BUDGET = 512
 
 
-def test_seen_counts_every_position_up_to_its_own() -> None:
+def test_attended_positions_include_own() -> None:
     assert attended_positions(0, 3) == 1 + 2 + 3
     assert attended_positions(3, 5) == 4 + 5
     assert attended_positions(7, 7) == 0
@@ -38,7 +38,7 @@ def learned(seed: int = 1) -> LatencyModel:
     return fit.model
 
 
-def test_both_lines_are_learned_though_steps_mix_them() -> None:
+def test_mixed_steps_teach_both_costs() -> None:
     model, true = learned(), LatencyModel(PREFILL, DECODE, BUDGET)
     for tokens, cached in ((1, 0), (64, 0), (500, 448), (3000, 0), (3000, 2900)):
         assert model.prefill_s(tokens, cached) == pytest.approx(true.prefill_s(tokens, cached), rel=0.06)
@@ -47,32 +47,32 @@ def test_both_lines_are_learned_though_steps_mix_them() -> None:
     assert model.prefill.error < 0.05 and model.decode.error < 0.05
 
 
-def test_a_long_prompt_pays_the_base_of_each_step_and_for_its_context() -> None:
+def test_long_prompt_costs_each_step_and_context() -> None:
     model = LatencyModel(PREFILL, DECODE, BUDGET)
     assert model.prefill_s(1024) == pytest.approx(2 * 0.01 + 1024e-4 + attended_positions(0, 1024) * 2e-8)
     assert model.prefill_s(1024, 960) == pytest.approx(0.01 + 64e-4 + attended_positions(960, 1024) * 2e-8)
 
 
-def test_short_prompts_of_a_line_share_steps() -> None:
+def test_short_prompts_share_steps() -> None:
     model = LatencyModel(PREFILL, DECODE, BUDGET)
     assert model.queued_s(16 * 32) == pytest.approx(0.01 + 512e-4)
     assert model.queued_s(1024, attended_positions(0, 1024)) == pytest.approx(model.prefill_s(1024))
     assert model.queued_s(0) == 0
 
 
-def test_a_prompt_that_is_cached_whole_still_costs_a_position() -> None:
+def test_fully_cached_prompt_costs_one_position() -> None:
     model = LatencyModel(PREFILL, DECODE, BUDGET)
     assert model.prefill_s(64, 64) == pytest.approx(PREFILL.step_s(1, 64))
 
 
-def test_choices_that_decode_beside_slow_the_prompt_down() -> None:
+def test_concurrent_decoding_slows_prefill() -> None:
     model = LatencyModel(PREFILL, DECODE, BUDGET)
     assert model.prefill_s(512, 0, 16, 16_000) == pytest.approx(
         2 * (0.01 + DECODE.marginal_s(16, 16_000)) + 512e-4 + attended_positions(0, 512) * 2e-8
     )
 
 
-def test_nothing_is_known_at_first_and_mixed_steps_wait_for_pure_ones() -> None:
+def test_mixed_steps_need_decode_cost_first() -> None:
     fit = LatencyFit(BUDGET)
     assert not fit.model.prefill.known and not fit.model.decode.known
     fit.observe(StepWork(100, 5050, 4, 400), 0.05)

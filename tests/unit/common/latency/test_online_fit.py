@@ -35,9 +35,7 @@ def trained(costs: tuple[float, ...], seed: int = 1, count: int = 400, noise: fl
 @settings(max_examples=40, deadline=None)
 @given(st.floats(1e-4, 1.0), st.floats(0.01, 0.5), st.floats(1e-5, 1e-3), st.floats(0, 0.1), st.integers(0, 1_000_000))
 @example(base=1.0, row=0.03125, seen=0.0009772477518439845, noise=0.0, seed=1584)  # short steps are few among long ones
-def test_known_costs_are_recovered_from_noisy_steps(
-    base: float, row: float, seen: float, noise: float, seed: int
-) -> None:
+def test_costs_are_recovered_from_noisy_steps(base: float, row: float, seen: float, noise: float, seed: int) -> None:
     costs = (base, base * row, base * seen)
     fit = trained(costs, seed, noise=noise)
     for amounts in steps(random.Random(seed + 1), 50):
@@ -45,14 +43,14 @@ def test_known_costs_are_recovered_from_noisy_steps(
     assert fit.error <= 0.01 + noise
 
 
-def test_without_noise_each_cost_is_found() -> None:
+def test_noiseless_costs_are_recovered() -> None:
     costs = (0.005, 5e-4, 1e-6)
     assert trained(costs, noise=0).costs == pytest.approx(costs, rel=0.02)
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 4000), st.floats(1e-6, 100)), min_size=1, max_size=40))
 @settings(max_examples=60, deadline=None)
-def test_no_cost_and_no_prediction_is_ever_negative(seen: list[tuple[int, int, float]]) -> None:
+def test_costs_and_predictions_are_never_negative(seen: list[tuple[int, int, float]]) -> None:
     fit = OnlineFit(SHAPE)
     for batch, context, measured in seen:
         fit.observe((1, batch, batch * context), measured)
@@ -61,7 +59,7 @@ def test_no_cost_and_no_prediction_is_ever_negative(seen: list[tuple[int, int, f
         assert 0 <= fit.error <= 1
 
 
-def test_steps_beyond_all_measure_break_nothing() -> None:
+def test_extreme_steps_keep_fit_finite() -> None:
     """A cost of the context alone, learned first, foretells nearly nothing of a step without one."""
     fit = OnlineFit(SHAPE, window=32)
     for amounts, measured in (((1, 93, 12_189_696), 1e3), ((1, 1, 0), 9e-8), ((1, 1, 100), 2.5e-7), ((1, 1, 0), 1e-9)):
@@ -69,14 +67,14 @@ def test_steps_beyond_all_measure_break_nothing() -> None:
         assert all(math.isfinite(cost) and cost >= 0 for cost in fit.costs)
 
 
-def test_from_the_first_step_predictions_are_of_the_right_size() -> None:
+def test_first_step_sets_scale() -> None:
     fit = OnlineFit(SHAPE)
     fit.observe((1, 1, 100), 0.01)
     assert fit.predict((1, 1, 100)) == pytest.approx(0.01)
     assert 0.01 < fit.predict((1, 8, 800)) < 0.08, "eight choices cost more than one, and less than eight steps"
 
 
-def test_a_device_that_turns_slow_is_believed() -> None:
+def test_fit_follows_lasting_slowdown() -> None:
     costs, slow, rng = (0.005, 5e-4, 1e-6), (0.015, 15e-4, 3e-6), random.Random(3)
     fit = trained(costs)
     for amounts in steps(rng, 300):
@@ -85,7 +83,7 @@ def test_a_device_that_turns_slow_is_believed() -> None:
         assert fit.predict(amounts) == pytest.approx(taken(slow, amounts), rel=0.15)
 
 
-def test_a_few_wild_steps_change_little() -> None:
+def test_outlier_steps_change_fit_little() -> None:
     costs, rng = (0.005, 5e-4, 1e-6), random.Random(4)
     fit = trained(costs)
     for number, amounts in enumerate(steps(rng, 200)):
@@ -96,7 +94,7 @@ def test_a_few_wild_steps_change_little() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_learned_is_what_a_step_usually_takes(seed: int) -> None:
+def test_fit_learns_median_step(seed: int) -> None:
     """Where cores are shared a third of all steps is interrupted, each for another time: their mean is what hardly any
     step takes.
     """
@@ -109,7 +107,7 @@ def test_what_is_learned_is_what_a_step_usually_takes(seed: int) -> None:
     assert 0.95 < median(errors) < 1.1
 
 
-def test_what_a_batch_costs_is_not_forgotten_over_single_requests() -> None:
+def test_batch_cost_survives_single_requests() -> None:
     costs, rng = (0.005, 5e-4, 1e-6), random.Random(5)
     fit = trained(costs)
     for amounts in steps(rng, 5000, max_batch=1):
@@ -122,7 +120,7 @@ def test_what_a_batch_costs_is_not_forgotten_over_single_requests() -> None:
     st.lists(st.floats(-3, 3), min_size=3, max_size=3),
 )
 @settings(deadline=None)
-def test_least_squares_meets_the_conditions_of_a_minimum(rows: list[list[float]], vector: list[float]) -> None:
+def test_least_squares_meets_optimality_conditions(rows: list[list[float]], vector: list[float]) -> None:
     matrix = [[sum(row[i] * row[j] for row in rows) + 0.1 * (i == j) for j in range(3)] for i in range(3)]
     found = least_squares(matrix, vector)
     slope = [sum(a * x for a, x in zip(row, found, strict=True)) - b for row, b in zip(matrix, vector, strict=True)]

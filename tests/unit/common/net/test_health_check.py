@@ -46,21 +46,21 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str | int | None:
     return None
 
 
-def test_a_service_that_serves(
+def test_health_check_of_serving_service_passes(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(monkeypatch, address) is None
     assert capsys.readouterr().out == "serving\n"
 
 
-def test_a_service_that_does_not(
+def test_health_check_of_stopped_service_fails(
     address: str, servicer: health.HealthServicer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servicer.set("", Serving.NOT_SERVING)
     assert call(monkeypatch, address) == f"{address} answers but is not serving: it does not say why"
 
 
-async def test_a_service_that_cannot_serve_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_check_prints_services_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     async def stuck() -> str:
         return "the engine\u2019s step has taken 61 s"
 
@@ -72,7 +72,7 @@ async def test_a_service_that_cannot_serve_says_why(monkeypatch: pytest.MonkeyPa
     await server.stop()
 
 
-async def test_a_service_that_expects_tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_health_check_reports_tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
     server = RpcServer("127.0.0.1", tls=Tls(ours.node("store")))
     await server.start()
@@ -90,11 +90,11 @@ async def test_a_service_that_expects_tls(monkeypatch: pytest.MonkeyPatch, tmp_p
     await server.stop()
 
 
-def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_server_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(monkeypatch, "127.0.0.1:1") == "127.0.0.1:1 does not answer"
 
 
-def test_a_server_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_of_other_protocol_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as rest:
         threading.Thread(target=rest.serve_forever, args=(0.02,)).start()
         address = f"127.0.0.1:{rest.server_address[1]}"
@@ -102,7 +102,7 @@ def test_a_server_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
         rest.shutdown()
 
 
-def test_its_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_health_check_prints_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "--help") is None
     assert capsys.readouterr().out == health_check.USAGE + "\n"
     assert call(monkeypatch) == 2

@@ -63,7 +63,7 @@ async def connected(url: str, user: str) -> AsyncIterator[Client]:
         ("scheduler", SUBJECTS.event("instance.ready")),
     ],
 )
-async def test_what_a_role_publishes(guarded_url: str, user: str, subject: str) -> None:
+async def test_role_publishes_its_subjects(guarded_url: str, user: str, subject: str) -> None:
     assert await refusal(guarded_url, publication(subject), user, password(user)) == ""
 
 
@@ -90,7 +90,7 @@ async def test_what_a_role_publishes(guarded_url: str, user: str, subject: str) 
         ("scheduler", Subjects("other").event("instance.ready")),
     ],
 )
-async def test_what_a_role_may_not_publish(guarded_url: str, user: str, subject: str) -> None:
+async def test_role_cannot_publish_elsewhere(guarded_url: str, user: str, subject: str) -> None:
     said = await refusal(guarded_url, publication(subject), user, password(user))
     assert "Permissions Violation for Publish" in said
 
@@ -108,18 +108,18 @@ async def test_what_a_role_may_not_publish(guarded_url: str, user: str, subject:
         ("scheduler", "_INBOX.>"),
     ],
 )
-async def test_what_a_role_may_not_hear(guarded_url: str, user: str, subject: str) -> None:
+async def test_role_cannot_subscribe_elsewhere(guarded_url: str, user: str, subject: str) -> None:
     said = await refusal(guarded_url, subscription(subject), user, password(user))
     assert "Permissions Violation for Subscription" in said
 
 
 @pytest.mark.parametrize(("user", "secret"), [(None, None), ("scheduler", "p-gateway"), ("root", "p-root")])
-async def test_a_stranger_is_not_served(guarded_url: str, user: str | None, secret: str | None) -> None:
+async def test_client_without_certificate_is_refused(guarded_url: str, user: str | None, secret: str | None) -> None:
     said = await refusal(guarded_url, publication(SUBJECTS.worker_load("w-1")), user, secret)
     assert "Authorization Violation" in said
 
 
-async def test_the_scheduler_hears_reports_and_reads_its_events_back(guarded_url: str) -> None:
+async def test_scheduler_reads_reports_and_its_events(guarded_url: str) -> None:
     async with connected(guarded_url, "scheduler") as scheduler, connected(guarded_url, "w-1") as worker:
         heard = await scheduler.subscribe(SUBJECTS.worker_load())
         await scheduler.flush()
@@ -136,7 +136,7 @@ async def test_the_scheduler_hears_reports_and_reads_its_events_back(guarded_url
         assert await reader.fetch(1, timeout=10)
 
 
-async def test_a_gateway_reads_registers_that_workers_wrote(guarded_url: str) -> None:
+async def test_gateway_reads_workers_registers(guarded_url: str) -> None:
     async with connected(guarded_url, "gateway") as gateway, connected(guarded_url, "w-2") as worker:
         js = gateway.jetstream()
         await ensure_streams(js, SUBJECTS, 1)

@@ -65,7 +65,7 @@ async def ask(probe: Probe, timeout_s: float = 20) -> str:
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-async def test_a_server_answers_until_it_is_stopped_and_again_when_it_goes_on(kind: str, tmp_path: Path) -> None:
+async def test_probe_fails_while_server_is_stopped(kind: str, tmp_path: Path) -> None:
     start, make_probe = SERVERS[kind]
     with start(tmp_path) as url:
         probe = make_probe(url)
@@ -85,7 +85,7 @@ async def test_a_server_answers_until_it_is_stopped_and_again_when_it_goes_on(ki
 
 
 @pytest.mark.parametrize("probe_type", [RedisProbe, NatsProbe, HttpProbe])
-async def test_nobody_there(probe_type: type[RedisProbe | NatsProbe | HttpProbe]) -> None:
+async def test_absent_server_fails(probe_type: type[RedisProbe | NatsProbe | HttpProbe]) -> None:
     probe = probe_type(f"tcp://127.0.0.1:{free_port()}")
     assert await ask(probe) == "refuses connections"
     await probe.close()
@@ -111,7 +111,7 @@ async def test_nats_with_credentials(tmp_path: Path) -> None:
         await probe.close()
 
 
-async def test_a_grpc_service_says_why_it_cannot_serve() -> None:
+async def test_grpc_probe_returns_services_fault() -> None:
     fault = ""
 
     async def what_is_wrong() -> str:

@@ -144,7 +144,7 @@ async def test_who_has_shown_a_key_makes_no_room_for_strangers() -> None:
         assert await call(b"tenant", timeout=20, wait_for_ready=False) == b"tenant"
 
 
-async def test_whatever_another_process_takes_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_taken_port_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(Conflict, match="another process"):
         RpcServer("127.0.0.1", taken.getsockname()[1], limits=LIMITS)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -166,7 +166,7 @@ async def test_whatever_another_process_takes_is_named(monkeypatch: pytest.Monke
         pass
 
 
-def test_where_no_folder_can_be_made_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_uncreatable_home_has_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     monkeypatch.setattr(tempfile, "tempdir", str(absent))
     before = open_descriptors("socket:")

@@ -24,7 +24,7 @@ def guarded_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize(
     "credentials", [None, ("gateway", "wrong"), ("default", ""), ("default", "pw"), ("root", "pw")]
 )
-async def test_without_the_password_nothing_is_served(guarded_url: str, credentials: tuple[str, str] | None) -> None:
+async def test_redis_without_password_is_refused(guarded_url: str, credentials: tuple[str, str] | None) -> None:
     url = with_credentials(guarded_url, *credentials) if credentials else guarded_url
     redis: Any
     async with Redis.from_url(url) as redis:
@@ -33,7 +33,7 @@ async def test_without_the_password_nothing_is_served(guarded_url: str, credenti
                 await redis.execute_command(*command.split())
 
 
-async def test_a_gateway_does_what_limits_need(guarded_url: str) -> None:
+async def test_redis_allows_commands_of_limits(guarded_url: str) -> None:
     redis = redis_client.connect(with_credentials(guarded_url, "gateway", "pw"))
     try:
         script = redis.register_script("redis.call('SET', KEYS[1], ARGV[1]); return redis.call('TIME')")
@@ -46,7 +46,7 @@ async def test_a_gateway_does_what_limits_need(guarded_url: str) -> None:
 @pytest.mark.parametrize(
     "command", ["CONFIG GET requirepass", "FLUSHALL", "KEYS *", "ACL LIST", "SHUTDOWN", "REPLICAOF a 1"]
 )
-async def test_a_gateway_administers_nothing(guarded_url: str, command: str) -> None:
+async def test_redis_refuses_administration(guarded_url: str, command: str) -> None:
     redis: Any  # its published types lack the arguments
     async with Redis.from_url(with_credentials(guarded_url, "gateway", "pw")) as redis:
         with pytest.raises(NoPermissionError):

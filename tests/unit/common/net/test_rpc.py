@@ -56,7 +56,7 @@ async def test_unary_error_keeps_class_and_field(server: RpcServer) -> None:
     assert (error.message, error.field) == ("config.json has no hidden_size", "config.json")
 
 
-async def test_stream_error_follows_what_was_sent(server: RpcServer) -> None:
+async def test_stream_error_follows_messages(server: RpcServer) -> None:
     async with open_channel(f"127.0.0.1:{server.port}") as channel:
         received = []
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -67,7 +67,7 @@ async def test_stream_error_follows_what_was_sent(server: RpcServer) -> None:
     assert isinstance(error, QueueFull) and error.retry_after_s == 2.5
 
 
-async def test_absent_server_is_unavailable_and_its_address_is_not_told() -> None:
+async def test_absent_server_error_hides_address() -> None:
     async with open_channel("127.0.0.1:1") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await param_store_pb2_grpc.ParamStoreStub(channel).Describe(pb.DescribeRequest())
@@ -105,7 +105,7 @@ async def guarded() -> AsyncIterator[str]:
         (call_token(KEY, Caller.GATEWAY), UploadRefused),  # served
     ],
 )
-async def test_who_calls_is_checked_at_each_call(guarded: str, token: str, error: type[TorchrelayError]) -> None:
+async def test_caller_is_checked_at_each_call(guarded: str, token: str, error: type[TorchrelayError]) -> None:
     async with open_channel(guarded, token=token) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await param_store_pb2_grpc.ParamStoreStub(channel).Describe(pb.DescribeRequest())
@@ -120,7 +120,7 @@ async def test_who_calls_is_checked_at_each_call(guarded: str, token: str, error
     assert cast(grpc.Call, blocking.value).code() is caught.value.code()
 
 
-async def test_a_stream_of_one_who_may_not_read_brings_nothing(guarded: str) -> None:
+async def test_stream_of_refused_caller_is_empty(guarded: str) -> None:
     received = []
     for caller, error in ((Caller.CLI, CallerRefused), (Caller.WORKER, QueueFull)):
         async with open_channel(guarded, token=call_token(KEY, caller)) as channel:
@@ -131,7 +131,7 @@ async def test_a_stream_of_one_who_may_not_read_brings_nothing(guarded: str) -> 
     assert received == [(Caller.WORKER, b"first")]
 
 
-async def test_health_is_everybodys(guarded: str) -> None:
+async def test_health_is_open_to_all(guarded: str) -> None:
     async with open_channel(guarded) as channel:
         reply = await cast(Any, health_pb2_grpc.HealthStub(channel)).Check(health_pb2.HealthCheckRequest())
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
@@ -143,7 +143,7 @@ def test_every_code_names_one_class() -> None:
 
 
 @pytest.mark.parametrize("field", ["模型.safetensors", "tab\tname", "\udce9.bin", "é" * 5000, "a" * 5000])
-async def test_whatever_a_tenant_calls_its_field_the_error_keeps_its_class(field: str) -> None:
+async def test_any_field_name_keeps_error_class(field: str) -> None:
     class Refusing(param_store_pb2_grpc.ParamStoreServicer):
         async def Describe(self, request: pb.DescribeRequest, context: object) -> pb.DescribeReply:
             raise UploadRefused(f"refused: {field}".encode(errors="replace").decode(), field=field)

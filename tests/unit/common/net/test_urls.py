@@ -41,10 +41,10 @@ def test_a_password_is_not_shown(url: str, shown: str) -> None:
         ("nats://secret@one", NatsServers(["nats://one"], "secret", None)),
     ],
 )
-def test_servers_and_credentials_are_told_apart(url: str, servers: NatsServers) -> None:
+def test_nats_url_splits_into_servers_and_credentials(url: str, servers: NatsServers) -> None:
     assert nats_servers(url) == servers
 
 
-def test_credentials_come_back_as_they_were_put_in() -> None:
+def test_credentials_round_trip_through_url() -> None:
     url = with_credentials("nats://host:4222", "prefill-0", "p:@/w")
     assert nats_servers(url) == NatsServers(["nats://host:4222"], "prefill-0", "p:@/w")

@@ -15,7 +15,7 @@ print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 @pytest.mark.parametrize(("soft", "hard"), [(256, 1000), (1000, 1000)])
-def test_the_soft_limit_becomes_the_hard_one(soft: int, hard: int) -> None:
+def test_soft_descriptor_limit_is_raised(soft: int, hard: int) -> None:
     program = [sys.executable, "-c", _PROGRAM, str(soft), str(hard)]
     told = subprocess.run(program, capture_output=True, text=True, check=True)
     assert told.stdout.split() == ["1000", "1000", "1000"]

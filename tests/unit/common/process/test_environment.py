@@ -11,16 +11,16 @@ from torchrelay.worker.settings import WorkerSettings
 NAMED = {"PATH": "/bin", "LC_ALL": "C", "TORCHRELAY_NODE_KEY": "ab", "TORCHRELAY_LOG_LEVEL": "info", "AWS_REGION": "x"}
 
 
-def test_any_program_gets_nothing_of_ours() -> None:
+def test_plain_environment_has_no_settings() -> None:
     assert plain_environment(NAMED) == {"PATH": "/bin", "LC_ALL": "C"}
 
 
-def test_a_service_gets_everything_but_secrets() -> None:
+def test_service_environment_omits_secrets() -> None:
     assert service_environment(NAMED) == {"PATH": "/bin", "LC_ALL": "C", "TORCHRELAY_LOG_LEVEL": "info"}
     assert service_environment(NAMED, reads_object_store=True)["AWS_REGION"] == "x"
 
 
-def test_every_secret_setting_is_known() -> None:
+def test_secret_settings_are_listed() -> None:
     """A new setting that is named like a secret is one, or is named here."""
     public = {"tls_key_file", "remote_url", "cached_keys", "max_url_bytes"}
     public |= {"max_keyless_connections", "max_keyless_connections_per_address"}

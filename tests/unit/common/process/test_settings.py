@@ -49,12 +49,12 @@ def test_half_an_identity_names_what_is_missing(authority: Authority, capsys: py
     assert "set TORCHRELAY_TLS_KEY_FILE, or unset the rest" in said
 
 
-def test_an_expired_certificate_ends_the_start(authority: Authority, capsys: pytest.CaptureFixture[str]) -> None:
+def test_expired_certificate_refuses_start(authority: Authority, capsys: pytest.CaptureFixture[str]) -> None:
     args = [f"--{name.replace('_', '-')}={path}" for name, path in authority.expired().as_settings().items()]
     assert "certificate has expired" in complaint(args, capsys)
 
 
-def test_a_certificate_that_names_another_part_ends_the_start(authority: Authority) -> None:
+def test_start_refuses_certificate_of_other_role(authority: Authority) -> None:
     worker: dict[str, Any] = {"node_key": "ab" * 32, "worker_id": "w-1"}
     files = authority.node("w-1", Caller.WORKER).as_settings()
     assert WorkerSettings(**worker | files).tls is not None
@@ -63,7 +63,7 @@ def test_a_certificate_that_names_another_part_ends_the_start(authority: Authori
         WorkerSettings(**worker | files)
 
 
-def test_a_variable_that_is_nearly_a_setting_is_named(
+def test_variable_similar_to_setting_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("TORCHRELAY_LOG_LEVL", "TORCHRELAY_HTTP_PORT", "LOG_LEVL"):  # the second is another service's
@@ -83,7 +83,7 @@ def test_a_variable_that_is_nearly_a_setting_is_named(
         (["--host"], "argument --host: expected one argument"),
     ],
 )
-def test_a_wrong_flag_is_one_line(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_flag_prints_single_line(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert complaint(args, capsys) == f"torchrelay-x: {said} (torchrelay-x --help lists all)\n"
 
 

@@ -29,14 +29,14 @@ thread.join()
 """
 
 
-def test_also_those_of_threads() -> None:
+def test_blocks_of_threads_return_to_system() -> None:
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True, timeout=60)
     first, second = (json.loads(line) for line in done.stderr.splitlines())
     assert (first["service"], first["event"], first["request_id"]) == ("decode", "first", "r")
     assert (second["service"], second["event"], second["module"]) == ("decode", "second", "somewhere")
 
 
-def test_a_full_disk_takes_no_line_and_raises_no_error() -> None:
+def test_full_disk_drops_log_lines() -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             [sys.executable, "-c", f"{_PROGRAM}\nprint('alive')"], stdout=subprocess.PIPE, stderr=full
@@ -45,7 +45,7 @@ def test_a_full_disk_takes_no_line_and_raises_no_error() -> None:
 
 
 @pytest.mark.lab
-def test_spans_that_the_disk_does_not_take_are_dropped(tmp_path: Path) -> None:
+def test_spans_are_dropped_on_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
         file = disk.folder / "traces.jsonl"
         spans = SpanFile(file, "test")
@@ -83,7 +83,7 @@ for address in ("127.0.0.1", "127.0.0.2"):
 """
 
 
-def test_metrics_are_served_on_loopback_whatever_the_service_listens_on() -> None:
+def test_metrics_are_served_on_loopback() -> None:
     """127.0.0.2 stands for any other address of the machine."""
     program = [sys.executable, "-c", _METRICS, str(free_port())]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60)

@@ -28,7 +28,7 @@ stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_siz
 
 
 @given(st.lists(st.text("abc", max_size=4), max_size=10), stop_lists)
-def test_however_the_text_is_cut_it_ends_before_the_stop(pieces: list[str], stops: list[str]) -> None:
+def test_any_text_split_ends_before_stop_string(pieces: list[str], stops: list[str]) -> None:
     trimmer, text, shown = StopTrimmer(stops), "", ""
     for piece in pieces:
         text += piece
@@ -45,7 +45,7 @@ def test_however_the_text_is_cut_it_ends_before_the_stop(pieces: list[str], stop
 
 
 @given(st.text("ab STOP\n🔥", max_size=30), st.lists(st.text("ab STOP\n🔥", min_size=1, max_size=5), max_size=3))
-def test_worker_and_gateway_agree_on_the_token_that_ends(text: str, stops: list[str]) -> None:
+def test_checker_and_trimmer_agree_on_final_token(text: str, stops: list[str]) -> None:
     checker, stream, trimmer = StopChecker(TOKENS, stops), TextStream(TOKENS), StopTrimmer(stops)
     for token_id in TOKENIZER.encode(text).ids:
         trimmer.push(stream.step(token_id))

@@ -44,7 +44,7 @@ def test_streamed_text_is_the_whole_text(text: str) -> None:
 
 
 @given(st.lists(st.integers(0, TOKENIZER.get_vocab_size() - 1), max_size=MAX_HELD_TOKENS - 1))
-def test_any_tokens_even_of_broken_characters_give_the_whole_text(ids: list[int]) -> None:
+def test_any_token_split_gives_whole_text(ids: list[int]) -> None:
     assert streamed(TOKENS, ids) == decoded(TOKENIZER, ids)
 
 
@@ -53,7 +53,7 @@ BYTE_TOKENS = load_decoder(byte_fallback_tokenizer())
 
 
 @given(st.text("abhelo é🔥", max_size=30))
-def test_spaces_and_bytes_of_another_decoder_come_through(text: str) -> None:
+def test_other_decoders_keep_spaces_and_bytes(text: str) -> None:
     ids = BYTES.encode(text).ids
     assert streamed(BYTE_TOKENS, ids) == decoded(BYTES, ids)
 
@@ -65,7 +65,7 @@ def test_special_tokens_have_no_text() -> None:
     assert streamed(TOKENS, ids) == "hello"
 
 
-def test_invalid_bytes_without_end_are_shown_and_forgotten() -> None:
+def test_endless_invalid_bytes_are_flushed() -> None:
     """A model gone wrong must not make each step dearer than the one before."""
     invalid = TOKENIZER.token_to_id("ÿ")  # the byte 0xff
     assert invalid is not None
@@ -75,7 +75,7 @@ def test_invalid_bytes_without_end_are_shown_and_forgotten() -> None:
     assert "".join([stream.step(token) for token in TOKENIZER.encode(" hello").ids]) == " hello"
 
 
-def test_tokens_that_the_decoder_panics_at_are_an_error_with_a_cause() -> None:
+def test_decoder_panic_is_error_with_cause() -> None:
     """A panic of the library is no ``Exception``: uncaught it would end neither the request nor anything else."""
     tokenizer, decoder = load_tokenizer(panicking_tokenizer()), load_decoder(panicking_tokenizer())
     fine, panic = tokenizer.token_to_id("h"), tokenizer.token_to_id(PANIC)
@@ -87,7 +87,7 @@ def test_tokens_that_the_decoder_panics_at_are_an_error_with_a_cause() -> None:
         assert failed.value.field == "model"
 
 
-def test_held_tokens_that_the_decoder_panics_at_are_an_error_too() -> None:
+def test_panic_on_held_tokens_is_error() -> None:
     """A character that never ends is decoded anew at the end of the stream."""
     fields = json.loads(panicking_tokenizer())
     fields["decoder"]["decoders"].reverse()  # strips the text of all tokens, which is now empty
@@ -100,7 +100,7 @@ def test_held_tokens_that_the_decoder_panics_at_are_an_error_too() -> None:
         stream.flush()
 
 
-def test_long_tokens_without_text_are_not_held() -> None:
+def test_long_tokens_without_text_are_flushed() -> None:
     """Each step decodes all that is held: sixteen tokens of a thousand characters would make steps slow."""
     fields = json.loads(tiny_tokenizer())
     fields["model"] = {"type": "WordLevel", "vocab": {"ÿ" * 200: 0, "h": 1}, "unk_token": "h"}

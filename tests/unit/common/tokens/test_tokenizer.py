@@ -57,14 +57,14 @@ def test_loading_in_parts_gives_the_same_tokenizer(encoded: bytes, tmp_path: Pat
             assert loaded.encode(text).ids == whole.encode(text).ids
 
 
-def test_a_token_with_a_space_is_loaded_as_a_whole() -> None:
+def test_token_with_space_is_loaded_whole() -> None:
     vocab = {"a": 0, " ": 1, "b": 2, " b": 3, "a b": 4}
     model = BPE(vocab=vocab, merges=[(" ", "b"), ("a", " b")])
     loaded = load_tokenizer(Tokenizer(model).to_str().encode())
     assert loaded.encode("a b").ids == Tokenizer(model).encode("a b").ids == [4]
 
 
-def test_another_kind_of_model_is_loaded_and_never_cuts_or_pads() -> None:
+def test_other_model_kinds_load_without_truncation() -> None:
     tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.enable_truncation(2)
@@ -74,7 +74,7 @@ def test_another_kind_of_model_is_loaded_and_never_cuts_or_pads() -> None:
 
 
 @pytest.mark.parametrize("encoded", [b"", b"{}", b"[1]", b"{nonsense", b"\xff", b'{"model": {"type": "BPE"}}'])
-def test_what_is_no_tokenizer_is_refused(encoded: bytes) -> None:
+def test_invalid_tokenizer_is_refused(encoded: bytes) -> None:
     with pytest.raises(InvalidRequest) as caught:
         load_tokenizer(encoded)
     assert caught.value.field == "tokenizer.json"
@@ -105,7 +105,7 @@ def test_added_tokens_by_the_thousand_keep_their_ids() -> None:
     assert not added
 
 
-def test_added_tokens_whose_ids_the_library_would_not_give_get_those_it_gives() -> None:
+def test_added_tokens_get_ids_of_library() -> None:
     fields = json.loads(TINY)
     size = len(fields["model"]["vocab"])
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
@@ -118,7 +118,7 @@ def test_added_tokens_whose_ids_the_library_would_not_give_get_those_it_gives() 
         assert decoder.declared(token_id) == (whole[token_id].content if token_id in whole else None)
 
 
-def test_a_panic_of_the_library_is_an_error_of_the_file() -> None:
+def test_library_panic_is_reported_as_file_error() -> None:
     """The library's parser of a normalizer's table panics, which is no ``Exception``."""
     fields = json.loads(TINY)
     fields["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": ""}
@@ -126,7 +126,7 @@ def test_a_panic_of_the_library_is_an_error_of_the_file() -> None:
         load_tokenizer(json.dumps(fields).encode())
 
 
-def test_a_large_vocabulary_takes_little_memory_at_its_peak(tmp_path: Path) -> None:
+def test_large_vocabulary_loads_with_low_peak_memory(tmp_path: Path) -> None:
     """In a process of its own, whose peak is its own."""
     path = tmp_path / "tokenizer.json"
     path.write_bytes(large_tokenizer())

@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_tokenizer_beyond_a_limit_is_refused_when_published_and_when_loaded(name: str) -> None:
+def test_tokenizer_beyond_limit_is_refused(name: str) -> None:
     encoded, detail = REFUSED[name]
     with pytest.raises(TokenizerRefused) as refused:
         read_tokenizer(encoded)
@@ -167,7 +167,7 @@ def test_a_tokenizer_beyond_a_limit_is_refused_when_published_and_when_loaded(na
         assert detail in caught.value.message
 
 
-def test_of_two_decoders_the_one_that_is_checked_is_the_one_that_is_loaded() -> None:
+def test_checked_decoder_is_loaded_one() -> None:
     """JSON allows a key twice; parsers differ in which they take."""
     slow, fuse = json.dumps(replace({"Regex": "a"})), json.dumps(FUSE)
     doubled = document()[:-1].decode() + f', "decoder": {slow}, "decoder": {fuse}}}'
@@ -219,13 +219,13 @@ def test_tokenizers_of_real_models_are_within_the_limits(name: str) -> None:
         assert decoder.spelling(token_id) == loaded.id_to_token(token_id)
 
 
-def test_a_vocabulary_of_just_the_limit_is_taken() -> None:
+def test_vocabulary_at_limit_is_accepted() -> None:
     words = dict(list(WORDS.items())[:-1])
     assert sum(len(part) for part in read_tokenizer(model(words)).vocabulary()) == 1 << 19
     check_added_tokens("<x>" for _ in range(1 << 14))
 
 
-def test_only_normalizers_without_patterns_and_tables_are_linear() -> None:
+def test_plain_normalizers_are_linear() -> None:
     for step in ({"type": "NFKC"}, {"type": "Prepend", "prepend": "▁"}, replace({"String": " "}, "▁")):
         assert is_linear(step) and is_linear(sequence("normalizers", step, {"type": "Lowercase"}))
     for step in (replace({"Regex": "a"}), {"type": "Precompiled", "precompiled_charsmap": ""}):

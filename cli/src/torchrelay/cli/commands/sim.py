@@ -24,7 +24,7 @@ _FLEET_HELP = (
     "a: 4 hosts of 8 devices on NVLink; b: 2 hosts of 8 devices on PCIe; 100 Gbit/s between hosts. Or a JSON file with "
     "num_hosts, groups, nic_bytes_per_s, device_bytes_per_s, disk_bytes_per_s, arena_bytes."
 )
-_SLO_HELP = "Seconds to the first token and per further token, as 0.5,0.1. Without it, each model has its own."
+_SLO_HELP = "Seconds to the first token and per further token, as in 0.5,0.1; without it, each model has its own."
 _POLICY_HELP = "A system to simulate (ours), or all; may be given several times."
 
 TraceOption = Annotated[
@@ -33,18 +33,19 @@ TraceOption = Annotated[
 FleetOption = Annotated[str, typer.Option(help=_FLEET_HELP, metavar="[a|b|FILE]")]
 SloOption = Annotated[str, typer.Option(help=_SLO_HELP, metavar="TTFT,TPOT")]
 PolicyOption = Annotated[list[str] | None, typer.Option(help=_POLICY_HELP, metavar="NAME")]
-CopiesOption = Annotated[float, typer.Option(min=0.01, help="How often each arrival happens, on average.")]
-ZipfOption = Annotated[float, typer.Option(min=0.0, help="How unequal the twelve models' shares are; 0: equal.")]
-SecondsOption = Annotated[float, typer.Option(min=1.0, help="Of the trace, from its beginning.")]
-SeedOption = Annotated[int, typer.Option(help="Of the models and of the moments of further copies.")]
+CopiesOption = Annotated[float, typer.Option(min=0.01, help="Mean number of requests per arrival of the trace.")]
+ZipfOption = Annotated[float, typer.Option(min=0.0, help="Exponent of the twelve models' shares; 0: equal.")]
+SecondsOption = Annotated[float, typer.Option(min=1.0, help="Simulated part of the trace, from its beginning.")]
+SeedOption = Annotated[int, typer.Option(help="Seed for the models and the times of copied arrivals.")]
 IdleOption = Annotated[
-    float, typer.Option("--idle-timeout-s", min=0.1, help="For models without their own; of ours, of one device.")
+    float,
+    typer.Option("--idle-timeout-s", min=0.1, help="Idle timeout of models without their own; in ours, of a device."),
 ]
 EachOption = Annotated[
-    int, typer.Option("--requests-per-instance", min=1, help="So many waiting justify one more instance.")
+    int, typer.Option("--requests-per-instance", min=1, help="Waiting requests that justify another instance.")
 ]
-DevicePriceOption = Annotated[float, typer.Option(min=0.0, help="Of an hour of a device.")]
-RamPriceOption = Annotated[float, typer.Option(min=0.0, help="Of an hour of a GB of RAM that holds weights.")]
+DevicePriceOption = Annotated[float, typer.Option(min=0.0, help="Price of a device per hour.")]
+RamPriceOption = Annotated[float, typer.Option(min=0.0, help="Price per hour of a GB of RAM that holds weights.")]
 PlotsOption = Annotated[
     Path | None,
     typer.Option(help="A PNG file for instances, queue and time to first token over time; needs matplotlib."),

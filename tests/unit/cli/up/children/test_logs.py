@@ -19,7 +19,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_run_begins_a_fresh_log_and_keeps_the_last(tmp_path: Path) -> None:
+def test_run_starts_new_log_and_keeps_previous(tmp_path: Path) -> None:
     log = tmp_path / "gateway.log"
     rotate(log)  # there is none yet
     for run in ("first", "second", "third"):
@@ -29,7 +29,7 @@ def test_a_run_begins_a_fresh_log_and_keeps_the_last(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gateway.log", "gateway.log.1"]
 
 
-def test_a_log_that_grows_too_long_is_begun_anew_under_its_writer(tmp_path: Path) -> None:
+def test_long_log_is_truncated_under_writer(tmp_path: Path) -> None:
     log = tmp_path / "gateway.log"
     with log.open("ab") as file:
         child = subprocess.Popen([sys.executable, "-c", TALKER], stdin=subprocess.PIPE, stdout=file, text=True)
@@ -49,7 +49,7 @@ def test_a_log_that_grows_too_long_is_begun_anew_under_its_writer(tmp_path: Path
     assert rotated_path(log).read_text() == "x" * 2000 + "\n"
 
 
-def test_on_a_full_disk_a_log_is_begun_anew_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_truncates_log_without_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(log: Path, copy: Path) -> None:
         copy.write_text("a part of it")
         raise OSError(errno.ENOSPC, "No space left on device")

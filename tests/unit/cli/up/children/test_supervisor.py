@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.small_disk import small_disk
+from tests.support.wait import eventually
 from tests.unit.cli.up.children.programs import ANSWERS, NEVER_READY, STUBBORN, Programs, Recorder, is_running
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children import child as child_module
@@ -46,13 +47,6 @@ def pid_of(spec: ChildSpec) -> int:
     return int(json.loads(spec.ready_file.read_text())["pid"])
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 15) -> None:
-    """Polls a function of the outside world."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 (files and processes of others have no event)
-            await asyncio.sleep(0.01)
-
-
 @pytest.fixture
 def programs(tmp_path: Path) -> Programs:
     return Programs(tmp_path)
@@ -72,7 +66,7 @@ async def test_starts_in_waves_and_stops_group_by_group(programs: Programs) -> N
     assert programs.trail.read_text().split("\n")[:3] == ["gateway stopped", "store stopped", "broker stopped"]
 
 
-async def test_a_child_that_dies_is_started_again(programs: Programs) -> None:
+async def test_dead_child_is_restarted(programs: Programs) -> None:
     broker, worker = programs.spec("broker"), programs.spec("worker")
     life = Life(programs.stack([broker], [worker]))
     async with asyncio.TaskGroup() as tasks:
@@ -80,7 +74,7 @@ async def test_a_child_that_dies_is_started_again(programs: Programs) -> None:
         await life.up.wait()
         before = pid_of(worker)
         os.kill(before, signal.SIGKILL)
-        await until(lambda: life.recorder.said.count(("ready", "worker")) == 2)
+        await eventually(lambda: life.recorder.said.count(("ready", "worker")) == 2)
         after = pid_of(worker)
         assert after != before
         assert is_running(after)
@@ -89,7 +83,7 @@ async def test_a_child_that_dies_is_started_again(programs: Programs) -> None:
     assert not is_running(after)
 
 
-async def test_a_child_that_hangs_is_killed_and_started_again(programs: Programs) -> None:
+async def test_hung_child_is_killed_and_restarted(programs: Programs) -> None:
     steady, hung = programs.spec("steady", ANSWERS), programs.spec("hung", ANSWERS)
     life = Life(programs.stack([steady], [hung]))
     async with asyncio.TaskGroup() as tasks:
@@ -97,14 +91,14 @@ async def test_a_child_that_hangs_is_killed_and_started_again(programs: Programs
         await life.up.wait()
         steady_pid, hung_pid = pid_of(steady), pid_of(hung)
         os.kill(hung_pid, signal.SIGSTOP)
-        await until(lambda: life.recorder.said.count(("ready", "hung")) == 2, timeout_s=30)
+        await eventually(lambda: life.recorder.said.count(("ready", "hung")) == 2)
         assert pid_of(hung) != hung_pid and not is_running(hung_pid)
         assert pid_of(steady) == steady_pid
         life.stop.set()
     assert ("did not answer for 5 s; killed", "hung") in life.recorder.said
 
 
-async def test_a_child_that_cannot_start_again_is_tried_again(programs: Programs) -> None:
+async def test_failed_restart_is_retried_with_backoff(programs: Programs) -> None:
     """Its program fails for as long as a file is there."""
     bad = programs.folder / "bad"
     code = f"import pathlib, sys\nif pathlib.Path({str(bad)!r}).exists(): sys.exit(7)\n"
@@ -115,17 +109,15 @@ async def test_a_child_that_cannot_start_again_is_tried_again(programs: Programs
         await life.up.wait()
         bad.touch()
         os.kill(pid_of(worker), signal.SIGKILL)
-        await until(lambda: len(life.recorder.waits_s) >= 3)
+        await eventually(lambda: len(life.recorder.waits_s) >= 3)
         bad.unlink()
-        await until(lambda: life.recorder.said.count(("ready", "worker")) == 2)
+        await eventually(lambda: life.recorder.said.count(("ready", "worker")) == 2)
         life.stop.set()
     assert life.recorder.waits_s[:3] == [0.1, 0.2, 0.4]
     assert ("failed", "worker ended with status 7 while starting") in life.recorder.said
 
 
-async def test_a_program_that_vanished_is_looked_for_less_and_less_often(
-    programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_vanished_program_is_retried_with_backoff(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "BACKOFF_RESET_S", 1e-3)  # its first run was a steady one
     worker, program = programs.spec("worker"), programs.folder / "program"
     program.symlink_to(sys.executable)
@@ -135,12 +127,12 @@ async def test_a_program_that_vanished_is_looked_for_less_and_less_often(
         await life.up.wait()
         program.unlink()
         os.kill(pid_of(worker), signal.SIGKILL)
-        await until(lambda: len(life.recorder.waits_s) >= 3)
+        await eventually(lambda: len(life.recorder.waits_s) >= 3)
         life.stop.set()
     assert life.recorder.waits_s[:3] == [0.1, 0.2, 0.4]
 
 
-async def test_a_failing_start_stops_the_others_and_shows_the_log(programs: Programs) -> None:
+async def test_failed_start_stops_others_and_shows_log(programs: Programs) -> None:
     good = programs.spec("good")
     bad = programs.spec("bad", "import sys; print('no such [setting]', file=sys.stderr); sys.exit(3)")
     bad.log.write_text("of an earlier start\n")
@@ -154,31 +146,31 @@ async def test_a_failing_start_stops_the_others_and_shows_the_log(programs: Prog
     assert programs.trail.read_text() == "good stopped\n"
 
 
-async def test_a_child_that_never_gets_ready(programs: Programs) -> None:
+async def test_unready_child_fails_start_after_limit(programs: Programs) -> None:
     life = Life(programs.stack([programs.spec("slow", NEVER_READY, ready_s=0.3)]))
     with pytest.raises(CliError, match=r"slow was not ready within 0\.3 s"):
         await life.run()
 
 
-async def test_a_program_that_is_not_there(programs: Programs) -> None:
+async def test_missing_program_is_not_installed(programs: Programs) -> None:
     missing = ChildSpec("ghost", (str(programs.folder / "ghost"),), programs.folder / "ghost.log")
     with pytest.raises(CliError, match="is not installed"):
         await Life(programs.stack([missing])).run()
 
 
-async def test_a_stop_while_children_start_is_prompt(programs: Programs) -> None:
+async def test_stop_during_start_is_prompt(programs: Programs) -> None:
     good, slow = programs.spec("good"), programs.spec("slow", NEVER_READY)
     life = Life(programs.stack([good], [slow]))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(life.run())
-        await until(lambda: ("starting", "slow") in life.recorder.said)
+        await eventually(lambda: ("starting", "slow") in life.recorder.said)
         life.stop.set()
-        await until(lambda: programs.trail.exists())  # long before ``slow`` is given up
+        await eventually(lambda: programs.trail.exists())  # long before ``slow`` exceeds its limit
     assert not life.up.is_set()
     assert life.recorder.said[-1] == ("stopping", "")
 
 
-async def test_a_stubborn_child_and_its_own_children_are_killed(
+async def test_unstoppable_child_is_killed_with_its_children(
     programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child_module, "STOP_TIMEOUT_S", 0.2)
@@ -188,10 +180,10 @@ async def test_a_stubborn_child_and_its_own_children_are_killed(
     assert is_running(grandchild)
     await child.stop()
     assert not is_running(child.pid)
-    await until(lambda: not is_running(grandchild))
+    await eventually(lambda: not is_running(grandchild))
 
 
-async def test_the_impatient_end_everything_at_once(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kill_all_ends_children_at_once(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_module, "STOP_TIMEOUT_S", 60.0)
     spec = programs.spec("stubborn", STUBBORN)
     life = Life(programs.stack([spec]))
@@ -200,15 +192,15 @@ async def test_the_impatient_end_everything_at_once(programs: Programs, monkeypa
         await life.up.wait()
         child = life.supervisor._children["stubborn"].pid
         life.stop.set()
-        await until(lambda: ("stopping", "") in life.recorder.said)
+        await eventually(lambda: ("stopping", "") in life.recorder.said)
         assert is_running(child)
         life.supervisor.kill_all()
-        await until(lambda: not tasks._tasks)
+        await eventually(lambda: not tasks._tasks)
     assert not is_running(child)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a child cannot ask to end with its parent")
-async def test_children_end_when_their_parent_is_killed(programs: Programs) -> None:
+async def test_children_end_with_killed_parent(programs: Programs) -> None:
     """The parent is a process of its own that starts a child as `up` does."""
     spec = programs.spec("orphan")
     code = (
@@ -230,10 +222,10 @@ async def test_children_end_when_their_parent_is_killed(programs: Programs) -> N
     assert is_running(pid)
     parent.kill()
     await parent.communicate()
-    await until(lambda: not is_running(pid))
+    await eventually(lambda: not is_running(pid))
 
 
-def test_backoff_doubles_to_a_bound_and_begins_anew_after_a_steady_run() -> None:
+def test_backoff_doubles_and_resets_after_steady_run() -> None:
     waits = [0.0]
     for _ in range(10):
         waits.append(backoff_s(waits[-1], ran_s=0.5))
@@ -242,7 +234,7 @@ def test_backoff_doubles_to_a_bound_and_begins_anew_after_a_steady_run() -> None
     assert backoff_s(MAX_BACKOFF_S, BACKOFF_RESET_S) == 0.1
 
 
-async def test_a_run_keeps_the_log_of_the_last(programs: Programs) -> None:
+async def test_run_keeps_previous_log(programs: Programs) -> None:
     worker = programs.spec("worker")
     worker.log.write_text("of the last run\n")
     life = Life(programs.stack([worker]))
@@ -254,7 +246,7 @@ async def test_a_run_keeps_the_log_of_the_last(programs: Programs) -> None:
     assert "of the last run" not in worker.log.read_text()
 
 
-async def test_a_child_that_says_why_it_cannot_start_is_quoted(programs: Programs) -> None:
+async def test_start_error_quotes_childs_reason(programs: Programs) -> None:
     program = Path(programs.spec("worker").command[0]).name
     spec = programs.spec("worker", f"import sys; sys.exit('{program}: device: there is no GPU')")
     with pytest.raises(CliError, match=r"^worker cannot start: device: there is no GPU$") as caught:
@@ -263,7 +255,7 @@ async def test_a_child_that_says_why_it_cannot_start_is_quoted(programs: Program
 
 
 @pytest.mark.lab
-async def test_nats_is_started_anew_when_its_disk_was_full_and_has_space_again(programs: Programs) -> None:
+async def test_nats_restarts_after_full_disk(programs: Programs) -> None:
     nats, gateway = programs.spec("nats"), programs.spec("gateway")
     with small_disk(programs.folder / "home", 1 << 30) as disk:
         life = Life(replace(programs.stack([nats], [gateway]), home=disk.folder))
@@ -272,17 +264,17 @@ async def test_nats_is_started_anew_when_its_disk_was_full_and_has_space_again(p
             await life.up.wait()
             pids = pid_of(nats), pid_of(gateway)
             disk.fill()
-            await until(lambda: any("it is full" in message for _, message in life.recorder.said))
+            await eventually(lambda: any("it is full" in message for _, message in life.recorder.said))
             assert (pid_of(nats), pid_of(gateway)) == pids
             disk.free()
-            await until(lambda: ("was killed by SIGKILL", "nats") in life.recorder.said)
-            await until(lambda: life.recorder.said.count(("ready", "nats")) == 2)
+            await eventually(lambda: ("was killed by SIGKILL", "nats") in life.recorder.said)
+            await eventually(lambda: life.recorder.said.count(("ready", "nats")) == 2)
             assert pid_of(nats) != pids[0] and pid_of(gateway) == pids[1]
             life.stop.set()
 
 
 @pytest.mark.lab
-async def test_a_child_whose_log_cannot_be_made_is_tried_again(programs: Programs) -> None:
+async def test_child_without_log_folder_is_retried(programs: Programs) -> None:
     with small_disk(programs.folder / "home", 1 << 20) as disk:
         worker = replace(programs.spec("worker"), log=disk.folder / "logs" / "worker.log")
         worker.log.parent.mkdir()
@@ -293,8 +285,8 @@ async def test_a_child_whose_log_cannot_be_made_is_tried_again(programs: Program
             before = pid_of(worker)
             shutil.rmtree(worker.log.parent)
             os.kill(before, signal.SIGKILL)
-            await until(lambda: any(what == "failed" for what, _ in life.recorder.said))
+            await eventually(lambda: any(what == "failed" for what, _ in life.recorder.said))
             worker.log.parent.mkdir()
-            await until(lambda: life.recorder.said.count(("ready", "worker")) == 2)
+            await eventually(lambda: life.recorder.said.count(("ready", "worker")) == 2)
             assert pid_of(worker) != before and worker.log.exists()
             life.stop.set()
