@@ -12,7 +12,7 @@ from tests.support.gateway_ports import InMemoryPorts
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.gateway.inference.core import RequestEvent
-from torchrelay.gateway.limits.door_shares import door_shares
+from torchrelay.gateway.limits.connection_shares import connection_shares
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.gateway.token_path import open_token_path
 
@@ -38,7 +38,7 @@ async def test_a_fault_in_the_stream_to_the_scheduler_ends_the_gateway() -> None
                     catalog=ports,
                     ledger=ports,
                     limits=ports,
-                    shares=door_shares(settings),
+                    shares=connection_shares(settings),
                     scheduler=scheduler,
                     store=store,
                 ) as token_path,

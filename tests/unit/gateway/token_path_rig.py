@@ -21,8 +21,8 @@ from tests.support.gateway_ports import KEY, InMemoryPorts, published_model
 from tests.support.sample_tokenizers import EOS, tiny_tokenizer
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.server import RpcServer
-from torchrelay.gateway.http.server import HttpLimits, http_server
-from torchrelay.gateway.limits.door_shares import DoorShares, door_shares
+from torchrelay.gateway.edge.http_server import HttpLimits, http_server
+from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
 from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.gateway.token_path import TokenPath, open_token_path
@@ -46,7 +46,7 @@ class TokenPathRig:
     store: EchoStore
     ports: InMemoryPorts
     token_path: TokenPath
-    shares: DoorShares
+    shares: ConnectionShares
     url: str
     grpc_address: str
     http: httpx.AsyncClient
@@ -129,7 +129,7 @@ async def _make(
     for channel in channels:
         stack.push_async_callback(channel.close)
     gateway_settings = GatewaySettings.model_validate({"drain_s": 1.0, **settings})
-    shares = door_shares(gateway_settings)
+    shares = connection_shares(gateway_settings)
     token_path = await stack.enter_async_context(
         open_token_path(
             gateway_settings,

@@ -24,8 +24,8 @@ from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.http.dependencies import Services
 from torchrelay.gateway.http.rest_app import make_app, public_pages
 from torchrelay.gateway.http.router import AsgiRouter
-from torchrelay.gateway.http.server import http_server
-from torchrelay.gateway.limits.door_shares import DoorShares, door_shares
+from torchrelay.gateway.edge.http_server import http_server
+from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
 from torchrelay.gateway.settings import GatewaySettings
 
 
@@ -51,7 +51,7 @@ class RestRig:
     admin: httpx.AsyncClient
     acme: httpx.AsyncClient
     settings: GatewaySettings
-    shares: DoorShares
+    shares: ConnectionShares
     port: int
     events: list[tuple[str, str]]
     router: AsgiRouter
@@ -86,7 +86,7 @@ async def rig(parts: AccountingRig) -> AsyncIterator[RestRig]:
         max_buffered_body_bytes_per_tenant=1 << 17,
         max_uploads_per_tenant=2,
     )
-    shares = door_shares(settings)
+    shares = connection_shares(settings)
     async with AsyncExitStack() as stack:
         store = ScriptedStore()  # type: ignore[abstract]
         store_client = StoreClient(await stack.enter_async_context(serving_store(store)), "store:1")
@@ -109,7 +109,7 @@ async def rig(parts: AccountingRig) -> AsyncIterator[RestRig]:
         pages = public_pages(rest, services.health)
         app = AsgiRouter(_tokens, pages, rest, parts.keys, shares, settings.max_body_bytes)
         http = await stack.enter_async_context(
-            http_server(app, "127.0.0.1", 0, drain_s=1, lane_of=app.lane_of, lane_of_key=app.lane_of_key)
+            http_server(app, "127.0.0.1", 0, drain_s=1, group_of=app.group_of, group_of_key=app.group_of_key)
         )
         url = f"http://127.0.0.1:{http.port}"
         _, token = await parts.keys.create("acme", parts.acme.tenant_id, "first")

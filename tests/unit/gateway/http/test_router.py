@@ -14,7 +14,7 @@ from tests.support.raw_http import head, raw_connection
 from tests.unit.gateway.http.conftest import RestRig
 from tests.unit.gateway.token_path_rig import until
 from torchrelay.common.errors import UploadRefused
-from torchrelay.gateway.http.turns import Lane
+from torchrelay.gateway.edge.turns import ClientGroup
 
 ROUTES = [
     ("POST", "/v1/keys"),
@@ -180,12 +180,12 @@ async def test_a_known_caller_needs_no_turn_on_the_token_path_and_takes_its_tena
 
     def lane(path: str, authorization: str) -> Lane | None:
         headers = [(b"host", b"x"), (b"authorization", authorization.encode())]
-        return rig.router.lane_of({"path": path, "headers": headers, "client": ("10.0.0.1", 7)})
+        return rig.router.group_of({"path": path, "headers": headers, "client": ("10.0.0.1", 7)})
 
-    strangers = Lane("10.0.0.1", is_of_strangers=True)
+    strangers = ClientGroup("10.0.0.1", is_authenticated=False)
     for path in ("/v1/chat/completions", "/v1/completions"):
         assert lane(path, rig.acme.headers["authorization"]) is None
         assert lane(path, rig.acme.headers["authorization"] + "x") == lane(path, "") == strangers
     for path in ("/v1/models", "/health", "/v1/none"):
-        assert lane(path, rig.acme.headers["authorization"]) == Lane(acme.tenant_id, is_of_strangers=False)
+        assert lane(path, rig.acme.headers["authorization"]) == ClientGroup(acme.tenant_id, is_authenticated=True)
         assert lane(path, "Bearer tr-nobody") == strangers

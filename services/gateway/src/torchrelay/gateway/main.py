@@ -16,8 +16,6 @@ from torchrelay.common.identity.callers import Caller
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.probes import GrpcProbe, RedisProbe
 from torchrelay.common.net.rpc.channels import open_channel
-from torchrelay.common.net.rpc.options import PublicLimits
-from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.descriptors import raise_descriptor_limit
 from torchrelay.common.process.heap import keep_heap_small, return_free_memory
 from torchrelay.common.process.service import Addresses, run_service
@@ -36,14 +34,16 @@ from torchrelay.gateway.catalog.uploads import UploadLimits, Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import PublishedModel
-from torchrelay.gateway.http.connections import ConnectionLimits, divide_descriptors
+from torchrelay.gateway.edge.connection_table import ConnectionLimits, divide_descriptors
 from torchrelay.gateway.http.dependencies import ModelChanged, Services
-from torchrelay.gateway.http.read_limits import ReadLimits
+from torchrelay.gateway.edge.read_limits import ReadLimits
 from torchrelay.gateway.http.rest_app import make_app, public_pages
 from torchrelay.gateway.http.router import AsgiRouter
-from torchrelay.gateway.http.server import HttpLimits, http_server
+from torchrelay.gateway.edge.grpc_limits import GrpcLimits
+from torchrelay.gateway.edge.grpc_server import PublicGrpcServer
+from torchrelay.gateway.edge.http_server import HttpLimits, http_server
 from torchrelay.gateway.inference.execution.minimums import announce_minimums
-from torchrelay.gateway.limits.door_shares import DoorShares, door_shares
+from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
 from torchrelay.gateway.limits.limiter import Limiter
 from torchrelay.gateway.nats_events import NatsEvents
 from torchrelay.gateway.settings import GatewaySettings
@@ -119,19 +119,19 @@ def _model_changed(nats_events: NatsEvents, token_path: TokenPath) -> ModelChang
 
 @asynccontextmanager
 async def _servers(
-    settings: GatewaySettings, token_path: TokenPath, services: Services, shares: DoorShares
+    settings: GatewaySettings, token_path: TokenPath, services: Services, shares: ConnectionShares
 ) -> AsyncIterator[Addresses]:
     """The HTTP and gRPC servers, which drain together. Requests that outlast the drain end with an error."""
     # No TLS here: tenants connect through an ingress, whose names and certificates are not the cluster's.
     rest = make_app(services)
     pages = public_pages(rest, services.health)
     app = AsgiRouter(token_path.asgi, pages, rest, services.keys, shares, settings.max_body_bytes)
-    http_limits, grpc_limits = door_limits(settings, raise_descriptor_limit())
+    http_limits, grpc_limits = edge_limits(settings, raise_descriptor_limit())
     drain_s = settings.drain_s + ERROR_DRAIN_S
     async with http_server(
-        app, settings.host, settings.http_port, drain_s, http_limits, app.lane_of, app.lane_of_key
+        app, settings.host, settings.http_port, drain_s, http_limits, app.group_of, app.group_of_key
     ) as http:
-        rpc = RpcServer(settings.host, settings.grpc_port, limits=grpc_limits, fault=services.health.fault)
+        rpc = PublicGrpcServer(settings.host, settings.grpc_port, grpc_limits, services.health.fault)
         token_path.servicer.add_to(rpc.server)
         await rpc.start()
         try:
@@ -142,11 +142,9 @@ async def _servers(
             await all_ended(rpc.stop(drain_s), token_path.pipeline.drain(settings.drain_s, ERROR_DRAIN_S))
 
 
-def door_limits(settings: GatewaySettings, num_descriptors: int) -> tuple[HttpLimits, PublicLimits]:
-    """The limits of the REST and the gRPC door, which fit ``num_descriptors`` open files."""
-    wanted = ConnectionLimits(
-        settings.max_connections, settings.max_keyless_connections, settings.max_keyless_connections_per_address
-    )
+def edge_limits(settings: GatewaySettings, num_descriptors: int) -> tuple[HttpLimits, GrpcLimits]:
+    """The limits of the REST and the gRPC server that fit ``num_descriptors`` open files."""
+    wanted = ConnectionLimits(settings.max_connections, settings.max_keyless_connections)
     connections, num_grpc = divide_descriptors(num_descriptors, wanted, settings.max_grpc_connections)
     read = ReadLimits(
         head_bytes=settings.max_head_bytes,
@@ -158,7 +156,7 @@ def door_limits(settings: GatewaySettings, num_descriptors: int) -> tuple[HttpLi
     )
     return (
         HttpLimits(connections, read, settings.idle_connection_s, settings.answer_silence_s),
-        PublicLimits(
+        GrpcLimits(
             connections=num_grpc,
             streams=settings.max_grpc_streams,
             message_bytes=settings.max_body_bytes,
@@ -174,7 +172,7 @@ class _Components:
     services: Services
     ledger: Ledger
     limits: Limiter
-    shares: DoorShares
+    shares: ConnectionShares
     nats_events: NatsEvents
     store: StoreClient
     scheduler_channel: grpc.aio.Channel
@@ -217,7 +215,7 @@ async def _make_components(
         others["redis"] = redis.ask
     health = Health({"database": database.ask}, others)
     stack.push_async_callback(health.close)
-    shares = door_shares(settings, queries_at_once=1 if database.is_sqlite else POSTGRESQL_QUERIES)
+    shares = connection_shares(settings, queries_at_once=1 if database.is_sqlite else POSTGRESQL_QUERIES)
     services = Services(
         database=database,
         tenants=Tenants(database, table_versions),

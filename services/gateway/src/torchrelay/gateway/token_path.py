@@ -26,7 +26,7 @@ from torchrelay.gateway.inference.text.model_files import ModelFiles
 from torchrelay.gateway.inference.text.processes.frames import TextLimits
 from torchrelay.gateway.inference.text.processes.text_processes import TextProcesses, default_num_processes
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
-from torchrelay.gateway.limits.door_shares import DoorShares
+from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S, CompletionsApp
 from torchrelay.gateway.settings import GatewaySettings
 
@@ -52,7 +52,7 @@ async def open_token_path(
     catalog: ModelCatalog,
     ledger: RequestLedger,
     limits: RequestLimiter,
-    shares: DoorShares,
+    shares: ConnectionShares,
     scheduler: grpc.aio.Channel,
     store: grpc.aio.Channel,
     write_gap_s: float = WRITE_GAP_S,

@@ -15,14 +15,14 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import DeadlineExceeded, InvalidRequest
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.errors import status_of
-from torchrelay.common.net.rpc.server import show_key
+from torchrelay.gateway.edge.grpc_server import show_key
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.grpc.converters import choice_deltas, params_of_request, usage_message
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.interfaces import Authenticator, ModelCatalog
 from torchrelay.gateway.inference.pipeline import RequestPipeline
-from torchrelay.gateway.limits.door_shares import DoorShares
+from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.inference.v1 import inference_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -41,7 +41,7 @@ class GatewayServicer:
         keys: Authenticator,
         catalog: ModelCatalog,
         pipeline: RequestPipeline,
-        shares: DoorShares,
+        shares: ConnectionShares,
         message_timeout_s: float,
         answer_silence_s: float,
     ) -> None:

@@ -19,7 +19,7 @@ from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import Principal, PublishedModel
-from torchrelay.gateway.limits.tenant_lanes import TenantLanes
+from torchrelay.gateway.limits.tenant_semaphore import TenantSemaphore
 from torchrelay.gateway.sql.database import Database
 
 ModelChanged = Callable[[str, str, PublishedModel | None], Awaitable[None]]
@@ -35,7 +35,7 @@ class Services:
     uploads: Uploads
     store: StoreClient
     scheduler: SchedulerClient
-    queries: TenantLanes
+    queries: TenantSemaphore
     default_scaling: ScalingSettings  # the scheduler's defaults
     health: Health
     model_changed: ModelChanged  # ("published" or "deleted", name, model): publishes a history event

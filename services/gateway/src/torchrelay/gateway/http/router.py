@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.gateway.auth.api_keys import ApiKeys
-from torchrelay.gateway.http.turns import Lane
+from torchrelay.gateway.edge.turns import ClientGroup
 from torchrelay.gateway.inference.core import ClientDisconnected
-from torchrelay.gateway.limits.door_shares import DoorShares
+from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.gateway.openai.asgi_app import CLOSE, PATHS
 from torchrelay.gateway.openai.errors import error_body, error_headers
 from torchrelay.gateway.openai.http_request import HttpRequest
@@ -35,7 +35,7 @@ class AsgiRouter:
         pages: Mapping[str, Page],
         rest: ASGIApp,
         keys: ApiKeys,
-        shares: DoorShares,
+        shares: ConnectionShares,
         max_body_bytes: int,
     ) -> None:
         self._tokens = tokens
@@ -73,19 +73,19 @@ class AsgiRouter:
         except TorchrelayError as error:
             await _refuse(error, closing)
 
-    def lane_of(self, scope: Mapping[str, Any]) -> Lane | None:
-        """Who takes the turn of a request; None: a known caller's on the token path, which waits for nobody."""
+    def group_of(self, scope: Mapping[str, Any]) -> ClientGroup | None:
+        """The group that takes the turn of a request; None: a known caller's on the token path, which never waits."""
         authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        lane = self.lane_of_key(authorization.decode("latin-1"))
-        if lane is None:
+        group = self.group_of_key(authorization.decode("latin-1"))
+        if group is None:
             client = scope["client"]
-            return Lane(client[0] if client else "", is_of_strangers=True)
-        return None if scope["path"] in PATHS else lane
+            return ClientGroup(client[0] if client else "", is_authenticated=False)
+        return None if scope["path"] in PATHS else group
 
-    def lane_of_key(self, authorization: str) -> Lane | None:
-        """The tenant's whose key it was when it was last asked about."""
+    def group_of_key(self, authorization: str) -> ClientGroup | None:
+        """The tenant that the key belonged to at its last authentication."""
         caller = self._keys.last_known(authorization)
-        return None if caller is None else Lane(caller.tenant_id, is_of_strangers=False)
+        return None if caller is None else ClientGroup(caller.tenant_id, is_authenticated=True)
 
     async def _with_body(self, request: HttpRequest, tenant_id: str, scope: Scope, send: Send) -> None:
         with self._shares.body_bytes.account(tenant_id) as body_bytes:

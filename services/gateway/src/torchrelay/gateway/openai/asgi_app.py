@@ -19,7 +19,7 @@ from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOU
 from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.inference.pipeline import RequestPipeline, RequestSession
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
-from torchrelay.gateway.limits.door_shares import DoorShares
+from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.gateway.openai import errors, replies, requests
 from torchrelay.gateway.openai.http_request import HttpRequest
 from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
@@ -43,7 +43,7 @@ class CompletionsApp:
         self,
         keys: Authenticator,
         pipeline: RequestPipeline,
-        shares: DoorShares,
+        shares: ConnectionShares,
         max_body_bytes: int,
         write_gap_s: float = WRITE_GAP_S,
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeAlias
 
 import grpc
@@ -36,15 +36,3 @@ class HealthServicer(health.aio.HealthServicer):
 
 async def no_fault() -> str:
     return ""
-
-
-def public_health(servicer: health.aio.HealthServicer) -> grpc.GenericRpcHandler:
-    """Health checks of the service here, whatever the message names: the answer does not wait for the message."""
-
-    async def check(_messages: AsyncIterator[bytes], context: Any) -> Any:
-        return await servicer.Check(health_pb2.HealthCheckRequest(), context)
-
-    handler: grpc.RpcMethodHandler[Any, Any] = grpc.stream_unary_rpc_method_handler(
-        check, response_serializer=health_pb2.HealthCheckResponse.SerializeToString
-    )
-    return grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": handler})

@@ -10,11 +10,11 @@ from itertools import pairwise
 
 import pytest
 
-from torchrelay.gateway.http.turns import ROUND_S, Lane, Turns
+from torchrelay.gateway.edge.turns import ROUND_S, ClientGroup, Turns
 
-ACME, UMBRELLA = Lane("ten-acme", is_of_strangers=False), Lane("ten-umbrella", is_of_strangers=False)
+ACME, UMBRELLA = ClientGroup("ten-acme", is_of_strangers=False), Lane("ten-umbrella", is_authenticated=True)
 TIMER_S = 0.001  # uvloop keeps milliseconds
-STRANGERS = Lane("10.0.0.1", is_of_strangers=True)
+STRANGERS = ClientGroup("10.0.0.1", is_authenticated=False)
 
 
 async def taken(turns: Turns, wanted: list[tuple[Lane, str]]) -> list[str]:
@@ -45,7 +45,7 @@ async def test_of_strangers_the_last_one_goes_first() -> None:
 
 
 async def test_strangers_of_many_addresses_have_every_second_turn_at_most() -> None:
-    crowd = [(Lane(f"10.0.0.{number}", is_of_strangers=True), f"s{number}") for number in range(20)]
+    crowd = [(ClientGroup(f"10.0.0.{number}", is_authenticated=False), f"s{number}") for number in range(20)]
     wanted = [*crowd, (ACME, "a1"), (ACME, "a2"), (UMBRELLA, "u1")]
     order = await taken(Turns(max_at_once=1), wanted)
     assert order[:7] == ["s0", "a1", "s1", "u1", "s2", "a2", "s3"]

@@ -21,30 +21,30 @@ from tests.support.descriptors import open_descriptors
 from tests.support.http2_client import ACK, SETTINGS, http2_client
 from torchrelay.common.errors import Conflict, Unauthenticated, Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
-from torchrelay.common.net.rpc.options import PublicLimits
-from torchrelay.common.net.rpc.server import RpcServer, show_key
+from torchrelay.gateway.edge.grpc_limits import GrpcLimits
+from torchrelay.gateway.edge.grpc_server import PublicGrpcServer, show_key
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
-LIMITS = PublicLimits(connections=3, streams=5, message_bytes=1000, head_s=1.0, idle_s=2.0, silence_s=60.0)
+LIMITS = GrpcLimits(connections=3, streams=5, message_bytes=1000, head_s=1.0, idle_s=2.0, silence_s=60.0)
 PATIENT = replace(LIMITS, head_s=60.0, idle_s=60.0)
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[RpcServer]:
-    server = RpcServer("127.0.0.1", limits=LIMITS)
+async def server() -> AsyncIterator[PublicGrpcServer]:
+    server = PublicGrpcServer("127.0.0.1", 0, LIMITS)
     await server.start()
     yield server
     await server.stop(0)
 
 
-async def check(server: RpcServer, timeout_s: float = 10) -> int:
+async def check(server: PublicGrpcServer, timeout_s: float = 10) -> int:
     async with open_channel(f"127.0.0.1:{server.port}") as channel:
         stub = cast(Any, health_pb2_grpc.HealthStub(channel))
         reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
         return int(reply.status)
 
 
-async def closed(server: RpcServer, *, greet: bool) -> bool:
+async def closed(server: PublicGrpcServer, *, greet: bool) -> bool:
     def attack() -> bool:
         with http2_client(f"127.0.0.1:{server.port}") as client:
             if greet:
@@ -55,11 +55,11 @@ async def closed(server: RpcServer, *, greet: bool) -> bool:
 
 
 @pytest.mark.parametrize("greet", [False, True])
-async def test_a_silent_or_idle_connection_is_closed(server: RpcServer, greet: bool) -> None:
+async def test_a_silent_or_idle_connection_is_closed(server: PublicGrpcServer, greet: bool) -> None:
     assert await closed(server, greet=greet)
 
 
-async def test_a_client_may_send_little_before_it_is_asked_for(server: RpcServer) -> None:
+async def test_a_client_may_send_little_before_it_is_asked_for(server: PublicGrpcServer) -> None:
     """The options of every server came first in the list, where grpcio takes the first value of a key."""
 
     def settings() -> dict[int, int]:
@@ -75,7 +75,7 @@ async def test_a_client_may_send_little_before_it_is_asked_for(server: RpcServer
     assert dict(options)["grpc.max_receive_message_length"] == LIMITS.message_bytes
 
 
-async def test_a_health_check_is_answered_without_its_message(server: RpcServer) -> None:
+async def test_a_health_check_is_answered_without_its_message(server: PublicGrpcServer) -> None:
     def attack() -> bytes:
         with http2_client(f"127.0.0.1:{server.port}") as client:
             client.greet()
@@ -87,7 +87,7 @@ async def test_a_health_check_is_answered_without_its_message(server: RpcServer)
     assert serving in told and b"did not arrive" not in told
 
 
-async def test_watching_health_is_not_offered_to_strangers(server: RpcServer) -> None:
+async def test_watching_health_is_not_offered_to_strangers(server: PublicGrpcServer) -> None:
     async with open_channel(f"127.0.0.1:{server.port}") as channel:
         stub = cast(Any, health_pb2_grpc.HealthStub(channel))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -106,7 +106,7 @@ async def test_the_oldest_connections_beyond_the_limit_make_room() -> None:
                 client.greet()
                 next(client.frames())
 
-    server = RpcServer("127.0.0.1", limits=PATIENT)
+    server = PublicGrpcServer("127.0.0.1", 0, PATIENT)
     await server.start()
     await asyncio.to_thread(attack, f"127.0.0.1:{server.port}")
     assert await check(server) == health_pb2.HealthCheckResponse.SERVING
@@ -122,7 +122,7 @@ async def test_who_has_shown_a_key_makes_no_room_for_strangers() -> None:
         show_key("acme")
         return message
 
-    server = RpcServer("127.0.0.1", limits=PATIENT)
+    server = PublicGrpcServer("127.0.0.1", 0, PATIENT)
     handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(answer)
     server.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Door", {"Knock": handler}),))
     await server.start()
@@ -146,7 +146,7 @@ async def test_who_has_shown_a_key_makes_no_room_for_strangers() -> None:
 
 async def test_taken_port_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(Conflict, match="another process"):
-        RpcServer("127.0.0.1", taken.getsockname()[1], limits=LIMITS)
+        PublicGrpcServer("127.0.0.1", taken.getsockname()[1], LIMITS)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
@@ -159,7 +159,7 @@ async def test_taken_port_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(tempfile, "TemporaryDirectory", TakenFolder)
     with pytest.raises(Unavailable, match=r"cannot listen on unix:.*"):
-        RpcServer("127.0.0.1", port, limits=LIMITS)
+        PublicGrpcServer("127.0.0.1", port, LIMITS)
     assert open_descriptors(str(tmp_path)) == set()
     assert os.listdir(tmp_path) == []
     with socket.create_server(("127.0.0.1", port)):  # nobody listens there any more
@@ -171,5 +171,5 @@ def test_uncreatable_home_has_message(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(tempfile, "tempdir", str(absent))
     before = open_descriptors("socket:")
     with pytest.raises(Unavailable, match=f"No such file or directory: '{absent}"):
-        RpcServer("127.0.0.1", limits=LIMITS)
+        PublicGrpcServer("127.0.0.1", 0, LIMITS)
     assert open_descriptors("socket:") - before == set()

@@ -14,12 +14,12 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from tests.support.raw_http import RawConnection, head, raw_connection
-from torchrelay.gateway.http import server
-from torchrelay.gateway.http.connections import ConnectionLimits, ConnectionTable
-from torchrelay.gateway.http.protocol import MAX_PIPELINED
-from torchrelay.gateway.http.read_limits import ReadLimits
-from torchrelay.gateway.http.server import HttpLimits, http_server
-from torchrelay.gateway.http.turns import Lane
+from torchrelay.gateway.edge import http_server
+from torchrelay.gateway.edge.connection_table import ConnectionLimits, ConnectionTable
+from torchrelay.gateway.edge.http_protocol import MAX_PIPELINED
+from torchrelay.gateway.edge.read_limits import ReadLimits
+from torchrelay.gateway.edge.http_server import HttpLimits, http_server
+from torchrelay.gateway.edge.turns import ClientGroup
 
 LIMITS = ReadLimits(head_bytes=2048, num_headers=20, url_bytes=512)
 QUICK = ReadLimits(head_s=0.5, silence_s=0.5, min_bytes_per_s=1 << 20)
@@ -271,11 +271,11 @@ async def test_a_known_caller_waits_for_none_of_a_crowd_of_strangers() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
-    def lane_of(scope: Mapping[str, Any]) -> Lane | None:
-        return None if scope["path"] == "/known" else Lane("127.0.0.1", is_of_strangers=True)
+    def group_of(scope: Mapping[str, Any]) -> Lane | None:
+        return None if scope["path"] == "/known" else ClientGroup("127.0.0.1", is_authenticated=False)
 
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, 1, lane_of=lane_of))
+        server = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, 1, group_of=group_of))
         strangers = [await stack.enter_async_context(raw_connection(server.port)) for _ in range(60)]
         for stranger in strangers:
             await stranger.send(head(path="/stranger"))
@@ -296,11 +296,11 @@ async def test_the_first_request_of_a_known_key_waits_for_no_stranger_who_came_b
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
-    def lane_of_key(authorization: str) -> Lane | None:
-        return Lane("ten-acme", is_of_strangers=False) if authorization == "Bearer tr-acme" else None
+    def group_of_key(authorization: str) -> Lane | None:
+        return ClientGroup("ten-acme", is_authenticated=True) if authorization == "Bearer tr-acme" else None
 
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, 1, lane_of_key=lane_of_key))
+        server = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, 1, group_of_key=group_of_key))
         everybody = [await stack.enter_async_context(raw_connection(server.port)) for _ in range(201)]
         for number, one in enumerate(everybody):
             known = {"authorization": "Bearer tr-acme"} if number == 100 else {}
@@ -349,7 +349,7 @@ async def test_a_connection_that_cannot_linger_leaves_the_table(
     asyncio.get_running_loop().set_exception_handler(lambda _loop, about: complaints.append(about["message"]))
     monkeypatch.setattr(server, "ConnectionTable", make_table)
     async with connected() as raw:
-        monkeypatch.setattr("torchrelay.gateway.http.lingering_close.os.dup", no_descriptor)
+        monkeypatch.setattr("torchrelay.gateway.edge.lingering_close.os.dup", no_descriptor)
         await raw.send(head("POST", "/refused", content_length=1 << 30))
         assert (await raw.answer()).status == 401
         await raw.wait_closed()

@@ -6,12 +6,12 @@ import pytest
 
 from torchrelay.common.errors import Overloaded
 from torchrelay.gateway.limits.shares import ShareLimits, Shares
-from torchrelay.gateway.limits.tenant_lanes import TenantLanes
+from torchrelay.gateway.limits.tenant_semaphore import TenantSemaphore
 
 
-def lanes(*, per_tenant: int = 8, at_once: int = 1, total_at_once: int = 1) -> TenantLanes:
+def lanes(*, per_tenant: int = 8, at_once: int = 1, total_at_once: int = 1) -> TenantSemaphore:
     limits = ShareLimits("queries", 100, "max_queries", per_tenant, "max_queries_per_tenant")
-    return TenantLanes(Shares(limits), at_once=at_once, total_at_once=total_at_once)
+    return TenantSemaphore(Shares(limits), at_once=at_once, total_at_once=total_at_once)
 
 
 async def test_tenants_take_turns_whoever_came_first() -> None:
@@ -48,7 +48,7 @@ async def test_the_line_of_a_tenant_is_bounded() -> None:
 
 
 async def test_nothing_is_kept_of_a_tenant_without_a_turn() -> None:
-    line = TenantLanes(None, at_once=1, total_at_once=1)
+    line = TenantSemaphore(None, at_once=1, total_at_once=1)
     async with line.turn("a"):
         assert list(line._lanes) == ["a"]
     assert not line._lanes

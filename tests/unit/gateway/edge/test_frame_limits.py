@@ -23,7 +23,7 @@ from tests.support.http2_client import (
     WINDOW_UPDATE,
     frame,
 )
-from torchrelay.common.net.rpc.frame_limits import MAX_FRAME_BYTES, FrameCounter, FrameLimits
+from torchrelay.gateway.edge.frame_limits import MAX_FRAME_BYTES, FrameCounter, FrameLimits
 
 GREETING = PREFACE + frame(SETTINGS)
 PRIORITY = 2

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torchrelay.common.net.rpc.pace import Pace
+from torchrelay.gateway.edge.pace import Pace
 
 
 def test_a_burst_and_then_the_rate() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrelay.gateway.limits.door_shares import messages_at_once
+from torchrelay.gateway.limits.connection_shares import messages_at_once
 from torchrelay.gateway.settings import GatewaySettings
 
 

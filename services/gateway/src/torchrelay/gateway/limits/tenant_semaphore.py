@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 from torchrelay.gateway.limits.shares import Shares
 
 
-class TenantLanes:
+class TenantSemaphore:
     """At most ``at_once`` turns of one tenant and ``total_at_once`` in all; the rest wait, first come first served.
 
     Of a tenant at most ``at_once`` wait for the total, so tenants take turns. ``shares`` bounds who runs or waits; None

@@ -1,4 +1,4 @@
-"""How large the head of a request may be, and how slowly head and body may arrive. Pure."""
+"""Limits of a request's size and of the time in which its head and body arrive. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """Of one request; each is a setting of the gateway (``max_head_bytes``, ``body_silence_s``, ...)."""
+    """Limits of each request; each is a setting of the gateway (``max_head_bytes``, ``body_silence_s``, ...)."""
 
     head_bytes: int = 16 << 10  # the request line and all headers
     num_headers: int = 100
@@ -26,12 +26,12 @@ class BodyProgress:
     silent_s: float = 0.0
 
     def after(self, elapsed_s: float, num_bytes: int) -> BodyProgress:
-        """``elapsed_s`` later, with ``num_bytes`` received in all."""
+        """The progress ``elapsed_s`` later, with ``num_bytes`` received in all."""
         silent_s = 0.0 if num_bytes > self.num_bytes else self.silent_s + elapsed_s
         return BodyProgress(num_bytes, self.waited_s + elapsed_s, silent_s)
 
     def fault(self, limits: ReadLimits) -> str | None:
-        """Why the body is given up; None: it arrives fast enough."""
+        """Why the gateway gives the body up; None: it arrives fast enough."""
         if self.silent_s >= limits.silence_s:
             return f"nothing of the body arrived for {limits.silence_s:g} s (setting body_silence_s)"
         if self.waited_s >= limits.silence_s + self.num_bytes / limits.min_bytes_per_s:

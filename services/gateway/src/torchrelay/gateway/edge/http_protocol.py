@@ -1,14 +1,14 @@
 """uvicorn's HTTP protocol with limits of size, number and time, which it does not have.
 
 A body that does not arrive in one piece with its head stays in the kernel until the application asks for it, so that
-nothing of it is read before the key and the declared length have been looked at.
+the gateway checks the key and the declared length before it reads any of the body.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,63 +16,59 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from torchrelay.gateway.http.connections import ConnectionTable
-from torchrelay.gateway.http.lingering_close import LingeringSockets
-from torchrelay.gateway.http.read_limits import BodyProgress, ReadLimits
-from torchrelay.gateway.http.turns import Lane, Turns
+from torchrelay.gateway.edge.connection_table import ConnectionTable
+from torchrelay.gateway.edge.lingering_close import LingeringSockets
+from torchrelay.gateway.edge.read_limits import BodyProgress, ReadLimits
+from torchrelay.gateway.edge.turns import ClientGroup, Turns
 from torchrelay.gateway.openai.errors import body
 
 MAX_PIPELINED = 4  # requests on one connection that wait for the answer to an earlier one
-# Thrown away after an answer that came before the end of a body.
-_KNOWN_LINGER_BYTES, _KEYLESS_LINGER_BYTES = 8 << 20, 64 << 10
+# Bytes discarded after an answer that was sent before the end of a body.
+_TENANT_LINGER_BYTES, _KEYLESS_LINGER_BYTES = 8 << 20, 64 << 10
 
 
 class _Refused(Exception):
-    """Raised in a callback of the parser to end the parsing."""
+    """Ends the parsing; raised in a callback of the parser."""
 
 
-LaneOf = Callable[[Mapping[str, Any]], Lane | None]
-LaneOfKey = Callable[[str], Lane | None]
+GroupOf = Callable[[Mapping[str, Any]], ClientGroup | None]
+GroupOfKey = Callable[[str], ClientGroup | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """What the connections of one server share.
-
-    ``stall_s``: of a client that takes nothing of its answer. ``lane_of``: who takes the turn of a request; None: it
-    needs none. ``lane_of_key``: whose an Authorization header is, as far as that is known.
-    """
+class Edge:
+    """State that the connections of one server share."""
 
     table: ConnectionTable[asyncio.Transport]
-    lingering: LingeringSockets
     limits: ReadLimits
-    stall_s: float
-    lane_of: LaneOf
-    lane_of_key: LaneOfKey
-    first_reads: Turns
-    first_reads_of_tenants: Turns
-    requests: Turns
+    stall_s: float  # after which a client that reads nothing of its answer is disconnected
+    group_of: GroupOf  # the group that takes the turn of a request; None: it needs no turn
+    group_of_key: GroupOfKey  # the group of an Authorization header, if it is known
+    lingering: LingeringSockets = field(default_factory=LingeringSockets)
+    first_reads: Turns = field(default_factory=Turns)
+    first_reads_of_tenants: Turns = field(default_factory=Turns)
+    requests: Turns = field(default_factory=Turns)
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """HTTP of one connection. ``check`` is called about once a second."""
+    """HTTP on one connection. The server calls ``check`` every ``CHECK_INTERVAL_S``."""
 
-    def __init__(self, door: Door, **uvicorns: Any) -> None:
-        super().__init__(**uvicorns)
-        self._door = door
-        self._limits = door.limits
+    def __init__(self, edge: Edge, **protocol_args: Any) -> None:
+        super().__init__(**protocol_args)
+        self._edge = edge
+        self._limits = edge.limits
         self._is_lingering = False  # closes while the client may still be sending
         self._refusal: tuple[int, str] | None = None
         self._is_in_head = False  # between the first byte of a request and the end of its headers
         self.is_in_body = False
-        self._head_since: float | None = None  # waiting for the end of a head since this time of the loop
+        self._head_since: float | None = None  # loop time since which the end of a head is awaited
         self._num_heads = 0  # complete ones
         self._num_head_bytes = 0  # raw bytes of the current head, while it is incomplete
-        self._num_header_bytes = 0  # of the headers that are parsed
+        self._num_header_bytes = 0  # of the parsed headers
         self._num_headers = 0
         self._num_body_bytes = 0
         self._num_overhead_bytes = 0  # of a chunked body since its last byte of content
-        self._turn: tuple[Lane, Callable[[], None]] | None = None  # of the last request that needed one
+        self._turn: tuple[ClientGroup, Callable[[], None]] | None = None  # that the last request took, if it needed one
         self._progress = BodyProgress()
         self._checked_at = 0.0
         self._write_paused_at: float | None = None
@@ -85,12 +81,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         if self._turn is not None:
-            self._door.requests.give_up(*self._turn)
+            self._edge.requests.withdraw(*self._turn)
             self._turn = None
         if self._is_lingering and exc is None:
-            has_key = self._door.table.has_key(self.transport)
-            self._door.lingering.begin(self.transport, _KNOWN_LINGER_BYTES if has_key else _KEYLESS_LINGER_BYTES)
-        self.scope = self.cycle = None  # type: ignore[assignment]  # they refer back to this protocol
+            has_key = self._edge.table.has_key(self.transport)
+            self._edge.lingering.begin(self.transport, _TENANT_LINGER_BYTES if has_key else _KEYLESS_LINGER_BYTES)
+        self.scope = self.cycle = None  # type: ignore[assignment]  # break the reference cycle
 
     def data_received(self, data: bytes | memoryview) -> None:
         self._unset_keepalive_if_required()
@@ -137,7 +133,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._is_in_head, self.is_in_body = True, False
         self._num_headers = self._num_header_bytes = self._num_body_bytes = 0
-        self.scope["state"]["show_key"] = partial(self._door.table.show_key, self.transport)
+        self.scope["state"]["show_key"] = partial(self._edge.table.show_key, self.transport)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -161,14 +157,14 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._is_in_head, self.is_in_body = False, True
         self._num_heads += 1
-        self._door.table.begin_request(self.transport)
+        self._edge.table.begin_request(self.transport)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        if (lane := self._door.lane_of(cycle.scope)) is None:
+        if (group := self._edge.group_of(cycle.scope)) is None:
             super()._start_asgi_task(cycle, app)
         else:
-            self._turn = lane, partial(super()._start_asgi_task, cycle, app)
-            self._door.requests.take(*self._turn)
+            self._turn = group, partial(super()._start_asgi_task, cycle, app)
+            self._edge.requests.take(*self._turn)
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
@@ -187,7 +183,7 @@ class BoundedProtocol(HttpToolsProtocol):
         raise _Refused(message)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers, if no other answer is under way, and closes."""
+        """Answers unless another answer is under way, and closes the connection."""
         cycle = self.cycle
         is_answered = cycle is not None and not cycle.response_complete
         if not is_answered or (self.is_in_body and not cycle.response_started and not self.pipeline):
@@ -204,10 +200,10 @@ class BoundedProtocol(HttpToolsProtocol):
         is_last = not self.pipeline
         if is_last and self.is_in_body:
             self._is_lingering = True
-            self.transport.close()  # rather than read a body that nobody asked for
+            self.transport.close()  # rather than read a body that the application did not ask for
         super().on_response_complete()
         if is_last and not self.transport.is_closing():
-            self._door.table.end_request(self.transport)
+            self._edge.table.end_request(self.transport)
             if not self._is_in_head:  # an idle connection keeps nothing of its last request
                 self.headers.clear()
                 self.cycle.body = bytearray()
@@ -222,12 +218,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._write_paused_at = None
 
     def check(self, now: float) -> None:
-        """Ends the connection if its request arrives too slowly or its answer is taken too slowly."""
+        """Closes the connection if its request arrives, or its answer is read, too slowly."""
         elapsed_s, self._checked_at = now - self._checked_at, now
         if self.transport.is_closing():
             return
         limits = self._limits
-        if self._write_paused_at is not None and now - self._write_paused_at > self._door.stall_s:
+        if self._write_paused_at is not None and now - self._write_paused_at > self._edge.stall_s:
             self.transport.abort()
         elif self._head_since is not None:
             if now - self._head_since < limits.head_s:

@@ -1,7 +1,7 @@
-"""The end of a connection whose client is still sending a body that nobody reads.
+"""Closes a connection whose client is still sending a body that the gateway does not read.
 
-Closing a socket with unread bytes resets the connection, and many clients lose the answer by that. So the answer is
-followed by the end of our stream, and what still arrives is thrown away, for a short time and up to a number of bytes.
+Closing a socket with unread bytes resets the connection, and many clients lose the answer by that. So the gateway sends
+the answer, ends its side of the stream, and discards what still arrives, up to a time and a number of bytes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class LingeringSockets:
     """The lingering connections of one server."""
 
     def __init__(self) -> None:
-        self._left: dict[socket.socket, int] = {}  # bytes still to be thrown away
+        self._left: dict[socket.socket, int] = {}  # bytes that may still be discarded
 
     def begin(self, transport: asyncio.Transport, max_bytes: int) -> None:
-        """Called while ``transport`` closes and its socket is still open, with everything written to it sent."""
+        """Keeps the socket of ``transport``, which is closing and has sent everything, open for what still arrives."""
         if len(self._left) >= MAX_LINGERING:
             return
         try:
             lingering = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-        except OSError:  # the process has no descriptor left: this connection is reset too
+        except OSError:  # no descriptor is free: this connection is reset too
             return
         try:
             lingering.shutdown(socket.SHUT_WR)

@@ -1,4 +1,4 @@
-"""uvicorn embedded in our process: listens, serves, and drains on request."""
+"""The REST server: uvicorn in this process, which listens, serves, and drains on request."""
 
 from __future__ import annotations
 
@@ -14,32 +14,30 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
-from torchrelay.gateway.http.connection import Connection
-from torchrelay.gateway.http.connections import ConnectionLimits, ConnectionTable
-from torchrelay.gateway.http.lingering_close import LingeringSockets
-from torchrelay.gateway.http.protocol import BoundedProtocol, Door, LaneOf, LaneOfKey
-from torchrelay.gateway.http.read_limits import ReadLimits
-from torchrelay.gateway.http.turns import Turns
+from torchrelay.gateway.edge.connection_table import ConnectionLimits, ConnectionTable
+from torchrelay.gateway.edge.http_connection import Connection
+from torchrelay.gateway.edge.http_protocol import BoundedProtocol, Edge, GroupOf, GroupOfKey
+from torchrelay.gateway.edge.read_limits import ReadLimits
 
 CHECK_INTERVAL_S = 0.5
-BACKLOG = 1024  # what is accepted in one go must be less than max_keyless_connections
+BACKLOG = 1024  # connections accepted in one go must be fewer than max_keyless_connections
 
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """``idle_s``: of a connection without a request. ``stall_s``: of a client that takes nothing of its answer."""
+    """Limits of the REST server."""
 
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     read: ReadLimits = field(default_factory=ReadLimits)
-    idle_s: int = 75  # longer than clients pool connections, so that they close first
-    stall_s: float = 60.0
+    idle_s: int = 75  # without a request; longer than clients pool connections, so that they close first
+    stall_s: float = 60.0  # of a client that reads nothing of its answer
 
 
 DEFAULT_LIMITS = HttpLimits()
 
 
 class HttpServer(uvicorn.Server):
-    """``port`` is the port it listens on."""
+    """uvicorn's server. ``port`` is the port it listens on."""
 
     port: int
 
@@ -60,30 +58,27 @@ async def http_server(
     port: int,
     drain_s: float,
     limits: HttpLimits = DEFAULT_LIMITS,
-    lane_of: LaneOf = lambda scope: None,
-    lane_of_key: LaneOfKey = lambda authorization: None,
+    group_of: GroupOf = lambda scope: None,
+    group_of_key: GroupOfKey = lambda authorization: None,
 ) -> AsyncIterator[HttpServer]:
     """Serves ``app`` inside the block. Leaving it stops accepting, waits ``drain_s`` for running responses, and cancels
-    the rest. ``lane_of``, ``lane_of_key``: as ``Door``.
+    the rest. ``group_of`` and ``group_of_key`` are those of ``Edge``.
     """
     listening = socket.create_server((host, port), backlog=BACKLOG)
-    if sys.platform == "linux":  # inherited by connections; enforced by the kernel, so free per token
+    if sys.platform == "linux":  # connections inherit it; the kernel enforces it, at no cost per token
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limits.stall_s * 1000))
     listening.setblocking(False)
-    lingering = LingeringSockets()
-    table: ConnectionTable[asyncio.Transport] = ConnectionTable(limits.connections)
-    door = Door(table, lingering, limits.read, limits.stall_s, lane_of, lane_of_key, Turns(), Turns(), Turns())
-
+    edge = Edge(ConnectionTable(limits.connections), limits.read, limits.stall_s, group_of, group_of_key)
     config = uvicorn.Config(
         app,
         loop="none",
-        http=partial(Connection, door),  # type: ignore[arg-type]  # it only has to make protocols
+        http=partial(Connection, edge),  # type: ignore[arg-type]  # uvicorn only calls it to make protocols
         ws="none",
         lifespan="off",
         interface="asgi3",
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # the client's address is never used
+        proxy_headers=False,  # nothing uses the client's address
         server_header=False,
         date_header=False,
         timeout_keep_alive=limits.idle_s,
@@ -100,12 +95,12 @@ async def http_server(
             yield server
         finally:
             server.stop_accepting()
-            await asyncio.wait({serving})  # also after an error: cancelled, uvicorn would leave its sockets open
-    lingering.end_all()
+            await asyncio.wait({serving})  # even after an error: uvicorn leaves its sockets open when it is cancelled
+    edge.lingering.end_all()
 
 
 async def _check(server: HttpServer) -> None:
-    """Looks for connections that are too slow; one timer for all, so that requests set none."""
+    """Checks all connections for slowness; one timer for all is cheaper than one per request."""
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(CHECK_INTERVAL_S)

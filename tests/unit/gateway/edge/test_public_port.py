@@ -22,13 +22,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.http2_client import GOAWAY, PING, PREFACE, SETTINGS, frame, http2_client
 from torchrelay.common.net.rpc.channels import open_channel
-from torchrelay.common.net.rpc.frame_limits import MAX_FRAME_BYTES
-from torchrelay.common.net.rpc.options import PublicLimits
-from torchrelay.common.net.rpc.public_port import PublicPort
-from torchrelay.common.net.rpc.server import RpcServer, show_key
+from torchrelay.gateway.edge.frame_limits import MAX_FRAME_BYTES
+from torchrelay.gateway.edge.grpc_limits import GrpcLimits
+from torchrelay.gateway.edge.public_port import PublicPort
+from torchrelay.gateway.edge.grpc_server import PublicGrpcServer, show_key
 
 MB = 1 << 20
-LIMITS = PublicLimits(connections=100, streams=256, message_bytes=8 * MB, head_s=10.0, idle_s=60.0, silence_s=60.0)
+LIMITS = GrpcLimits(connections=100, streams=256, message_bytes=8 * MB, head_s=10.0, idle_s=60.0, silence_s=60.0)
 MAX_FRAME_SIZE = 5  # a setting of HTTP/2
 
 
@@ -67,8 +67,8 @@ def echo() -> Echo:
 
 
 @pytest.fixture
-async def server(echo: Echo) -> AsyncIterator[RpcServer]:
-    server = RpcServer("127.0.0.1", limits=LIMITS)
+async def server(echo: Echo) -> AsyncIterator[PublicGrpcServer]:
+    server = PublicGrpcServer("127.0.0.1", 0, LIMITS)
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Unary": grpc.unary_unary_rpc_method_handler(echo.unary),
         "Keyed": grpc.unary_unary_rpc_method_handler(echo.keyed),
@@ -82,7 +82,7 @@ async def server(echo: Echo) -> AsyncIterator[RpcServer]:
 
 
 @pytest.fixture
-async def channel(server: RpcServer) -> AsyncIterator[Any]:
+async def channel(server: PublicGrpcServer) -> AsyncIterator[Any]:
     async with open_channel(f"127.0.0.1:{server.port}") as channel:
         yield channel
 
@@ -114,7 +114,7 @@ async def test_long_streams_side_by_side(channel: Any) -> None:
     assert await asyncio.gather(*(read() for _ in range(4))) == [5000] * 4
 
 
-async def test_what_a_tenant_sends_is_read_at_a_pace(server: RpcServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_tenant_sends_is_read_at_a_pace(server: PublicGrpcServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """On all of its connections; another tenant's are read."""
     monkeypatch.setattr(f"{PublicPort.__module__}._BYTES_PER_S", 1.0)
     options = (("grpc.use_local_subchannel_pool", 1),)  # a connection for each channel
@@ -167,7 +167,7 @@ async def test_errors_reach_the_client_by_name(channel: Any) -> None:
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_a_running_stream_may_end_in_the_grace_of_a_stop(server: RpcServer, channel: Any) -> None:
+async def test_a_running_stream_may_end_in_the_grace_of_a_stop(server: PublicGrpcServer, channel: Any) -> None:
     call = channel.unary_stream("/test.Echo/Stream")(b"3000")
     await call.read()
     stopping, last = asyncio.create_task(server.stop(30)), b""
@@ -179,7 +179,7 @@ async def test_a_running_stream_may_end_in_the_grace_of_a_stop(server: RpcServer
         socket.create_connection(("127.0.0.1", server.port))
 
 
-async def test_a_stop_ends_what_outlasts_its_grace(server: RpcServer, channel: Any) -> None:
+async def test_a_stop_ends_what_outlasts_its_grace(server: PublicGrpcServer, channel: Any) -> None:
     call = channel.unary_stream("/test.Echo/Wait")(b"x")
     await call.read()
     await asyncio.wait_for(server.stop(0.1), 20)
@@ -187,7 +187,7 @@ async def test_a_stop_ends_what_outlasts_its_grace(server: RpcServer, channel: A
         await call.read()
 
 
-async def test_a_flood_ends_its_connection_with_the_cause(server: RpcServer, channel: Any) -> None:
+async def test_a_flood_ends_its_connection_with_the_cause(server: PublicGrpcServer, channel: Any) -> None:
     call = channel.unary_stream("/test.Echo/Wait")(b"x")
     await call.read()
 
@@ -204,7 +204,7 @@ async def test_a_flood_ends_its_connection_with_the_cause(server: RpcServer, cha
     call.cancel()
 
 
-async def test_grpcio_asks_for_no_longer_frames_than_are_let_through(server: RpcServer) -> None:
+async def test_grpcio_asks_for_no_longer_frames_than_are_let_through(server: PublicGrpcServer) -> None:
     def settings() -> bytes:
         with http2_client(f"127.0.0.1:{server.port}") as client:
             client.greet()
@@ -216,7 +216,7 @@ async def test_grpcio_asks_for_no_longer_frames_than_are_let_through(server: Rpc
 
 
 @asynccontextmanager
-async def public_port(limits: PublicLimits) -> AsyncIterator[PublicPort]:
+async def public_port(limits: GrpcLimits) -> AsyncIterator[PublicPort]:
     port = PublicPort(socket.create_server(("127.0.0.1", 0)), limits)
     await port.start()
     try:
@@ -436,7 +436,7 @@ async def test_a_long_path_of_temporary_files_is_no_obstacle(tmp_path: Path, mon
     folder = tmp_path / ("x" * 200)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    server = RpcServer("127.0.0.1", limits=LIMITS)
+    server = PublicGrpcServer("127.0.0.1", 0, LIMITS)
     await server.start()
     try:
         async with open_channel(f"127.0.0.1:{server.port}") as channel:

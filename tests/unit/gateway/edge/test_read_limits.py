@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrelay.gateway.http.read_limits import BodyProgress, ReadLimits
+from torchrelay.gateway.edge.read_limits import BodyProgress, ReadLimits
 
 LIMITS = ReadLimits(silence_s=30, min_bytes_per_s=1000)
 

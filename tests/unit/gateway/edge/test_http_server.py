@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from torchrelay.gateway.http.server import HttpLimits, http_server
+from torchrelay.gateway.edge.http_server import HttpLimits, http_server
 
 
 def slow_app(started: asyncio.Event, go_on: asyncio.Event) -> ASGIApp:

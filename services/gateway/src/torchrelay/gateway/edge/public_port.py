@@ -21,10 +21,10 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from torchrelay.common.errors import Unavailable
-from torchrelay.common.net.rpc.frame_limits import FrameCounter, FrameLimits, go_away
-from torchrelay.common.net.rpc.options import PublicLimits
-from torchrelay.common.net.rpc.pace import Pace
-from torchrelay.common.net.rpc.public_connections import PublicConnections
+from torchrelay.gateway.edge.frame_limits import FrameCounter, FrameLimits, go_away
+from torchrelay.gateway.edge.grpc_limits import GrpcLimits
+from torchrelay.gateway.edge.pace import Pace
+from torchrelay.gateway.edge.connection_table import ConnectionLimits, ConnectionTable
 
 _BACKLOG: Final = 1024
 _READ_BYTES: Final = 16 << 10  # at once
@@ -103,7 +103,7 @@ class _Side(asyncio.BufferedProtocol):
 class _Client(_Side):
     """``begin`` is called with its first bytes; ``meet`` answers it."""
 
-    def __init__(self, limits: PublicLimits, frames: FrameLimits, begin: Begin, forget: Callable[[], None]) -> None:
+    def __init__(self, limits: GrpcLimits, frames: FrameLimits, begin: Begin, forget: Callable[[], None]) -> None:
         super().__init__()
         self.counter = FrameCounter(time.monotonic(), frames)
         self.pace: Pace | None = None  # of its tenant, once it has shown a key
@@ -197,7 +197,7 @@ def _make_folder(stack: ExitStack) -> str:
 class PublicPort:
     """Accepts from ``listening``, which it owns from ``start`` on. grpcio must listen on ``address`` before."""
 
-    def __init__(self, listening: socket.socket, limits: PublicLimits) -> None:
+    def __init__(self, listening: socket.socket, limits: GrpcLimits) -> None:
         self._listening = listening
         self._listening.listen(_BACKLOG)
         self._listening.setblocking(False)
@@ -209,7 +209,9 @@ class PublicPort:
         self._inner = -1  # grpcio's socket, once it has no name any more
         self._limits = limits
         self._frame_limits = FrameLimits(_SMALL_FRAMES + _SMALL_FRAMES_OF_A_CALL * limits.streams)
-        self._connections = PublicConnections(limits.connections)
+        self._connections = ConnectionTable[str](
+            ConnectionLimits(limits.connections, limits.connections, max(1, limits.connections // 2))
+        )
         self._clients: dict[str, _Client] = {}
         self._paces = WeakValueDictionary[str, Pace]()  # by tenant, while it has connections
         self._spoken: asyncio.Queue[tuple[str, _Client]] = asyncio.Queue()  # each connection comes once

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrelay.gateway.limits.shares import ShareLimits, Shares
-from torchrelay.gateway.limits.tenant_lanes import TenantLanes
+from torchrelay.gateway.limits.tenant_semaphore import TenantSemaphore
 from torchrelay.gateway.settings import GatewaySettings
 
 _LINES = 32  # tenants that can have a full line of queries at once
 
 
 @dataclass(frozen=True, slots=True)
-class DoorShares:
+class ConnectionShares:
     requests: Shares  # from the key to the last byte of the answer
     body_bytes: Shares  # of bodies in memory, until what they ask for is encoded
     uploads: Shares  # files that are being sent, and commits
-    queries: TenantLanes  # lists and sums over tables
-    messages: TenantLanes  # of gRPC, while they arrive
+    queries: TenantSemaphore  # lists and sums over tables
+    messages: TenantSemaphore  # of gRPC, while they arrive
 
 
 def messages_at_once(max_bytes: int, max_body_bytes: int) -> int:
@@ -25,7 +25,7 @@ def messages_at_once(max_bytes: int, max_body_bytes: int) -> int:
     return max(1, max_bytes // max_body_bytes)
 
 
-def door_shares(settings: GatewaySettings, queries_at_once: int = 1) -> DoorShares:
+def connection_shares(settings: GatewaySettings, queries_at_once: int = 1) -> ConnectionShares:
     """``queries_at_once``: connections that the database's pool can spare for queries."""
     requests = ShareLimits(
         "open requests",
@@ -55,12 +55,12 @@ def door_shares(settings: GatewaySettings, queries_at_once: int = 1) -> DoorShar
         settings.max_queries_per_tenant,
         "max_queries_per_tenant",
     )
-    return DoorShares(
+    return ConnectionShares(
         Shares(requests),
         Shares(body_bytes),
         Shares(uploads),
-        TenantLanes(Shares(queries), at_once=1, total_at_once=queries_at_once),
-        TenantLanes(
+        TenantSemaphore(Shares(queries), at_once=1, total_at_once=queries_at_once),
+        TenantSemaphore(
             None,  # whoever sends one holds a share of the requests
             at_once=messages_at_once(settings.max_buffered_body_bytes_per_tenant, settings.max_body_bytes),
             total_at_once=messages_at_once(settings.max_buffered_body_bytes, settings.max_body_bytes),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.gateway.http.connections import ConnectionLimits, ConnectionTable, divide_descriptors
+from torchrelay.gateway.edge.connection_table import ConnectionLimits, ConnectionTable, divide_descriptors
 
 LIMITS = ConnectionLimits(total=6, keyless=4, keyless_per_address=3)
 

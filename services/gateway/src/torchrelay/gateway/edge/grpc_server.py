@@ -1,0 +1,79 @@
+"""The public gRPC server: health checks, error mapping, and a ``PublicPort`` in front of grpcio."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2
+
+from torchrelay.common.errors import Unavailable
+from torchrelay.common.net.rpc.health import Faults, HealthServicer, no_fault
+from torchrelay.common.net.rpc.server import CallInterceptor, listen
+from torchrelay.gateway.edge.grpc_limits import GrpcLimits
+from torchrelay.gateway.edge.public_port import PublicPort
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_connection: ContextVar[tuple[PublicPort, _Context]] = ContextVar("connection")
+
+
+def show_key(tenant_id: str) -> None:
+    """Notes that the current call has shown a valid key of the tenant, so that its connection is kept."""
+    if (noted := _connection.get(None)) is not None:
+        port, context = noted
+        port.show_key(context.peer(), tenant_id)
+
+
+class PublicGrpcServer:
+    """A gRPC server that serves everybody within ``limits``, without TLS.
+
+    ``fault`` is asked at each health check: why the service cannot serve, empty if it can. Health checks cannot be
+    watched, which would need no key and never end.
+    """
+
+    def __init__(self, host: str, port: int, limits: GrpcLimits, fault: Faults = no_fault) -> None:
+        self._health = HealthServicer(fault)
+        with ExitStack() as undo:
+            self._public = PublicPort(undo.enter_context(listen(host, port)), limits)
+            undo.callback(self._public.dispose)
+            self.server = grpc.aio.server(interceptors=(CallInterceptor(self._note_connection),), options=limits.options)
+            self.server.add_generic_rpc_handlers((_health_handler(self._health),))
+            try:
+                self.server.add_insecure_port(self._public.address)
+            except RuntimeError as error:
+                message = f"gRPC cannot listen on {self._public.address}, where its public port reaches it"
+                raise Unavailable(message) from error
+            self._public.hide_address()
+            undo.pop_all()
+        self.port = self._public.port
+
+    def _note_connection(self, _method: str, context: _Context) -> None:
+        _connection.set((self._public, context))
+
+    async def start(self) -> None:
+        """Starts serving and reports it to health checks."""
+        await self.server.start()
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._public.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Reports not serving, lets running calls finish within ``grace_s``, then closes."""
+        await self._public.stop_accepting()
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+        await self._public.close()
+
+
+def _health_handler(servicer: HealthServicer) -> grpc.GenericRpcHandler:
+    """Health checks that do not wait for their message: there is only this service to ask about."""
+
+    async def check(_messages: AsyncIterator[bytes], context: _Context) -> Any:
+        return await servicer.Check(health_pb2.HealthCheckRequest(), context)
+
+    handler: grpc.RpcMethodHandler[Any, Any] = grpc.stream_unary_rpc_method_handler(
+        check, response_serializer=health_pb2.HealthCheckResponse.SerializeToString
+    )
+    return grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": handler})
