@@ -6,23 +6,37 @@ from hypothesis import strategies as st
 
 from torchrelay.gateway.edge.connection_table import ConnectionLimits, ConnectionTable, divide_descriptors
 
-LIMITS = ConnectionLimits(total=6, keyless=4, keyless_per_address=3)
+LIMITS = ConnectionLimits(total=6, keyless=4)
 
 
 def table(limits: ConnectionLimits = LIMITS) -> ConnectionTable[str]:
     return ConnectionTable(limits)
 
 
-def test_the_oldest_of_an_address_goes_before_others() -> None:
+def test_address_with_most_keyless_connections_loses_its_oldest() -> None:
     connections = table()
     for name in ("other", "a1", "a2", "a3"):
         assert connections.add(name, name[0]) is None
     assert connections.add("a4", "a") == "a1"
-    assert connections.add("b1", "b") == "other"
+    assert connections.add("b1", "b") == "a2"
+    assert connections.add("b2", "b") == "a3"
+    assert connections.add("b3", "b") == "b1"
     assert len(connections) == connections.num_keyless == 4
 
 
-def test_who_has_shown_a_key_stays_whatever_strangers_do() -> None:
+def test_connections_of_a_tenant_beyond_its_limit_count_as_keyless() -> None:
+    connections = table(ConnectionLimits(total=6, keyless=2, per_tenant=1))
+    for name in ("t1", "t2", "t3"):
+        connections.add(name, "x")
+        connections.show_key(name, "acme")
+    assert connections.has_key("t1") and not connections.has_key("t2") and connections.num_keyless == 2
+    assert connections.add("new", "y") == "t2"
+    connections.remove("t1")
+    connections.show_key("t3", "acme")
+    assert connections.has_key("t3")
+
+
+def test_connection_with_a_key_survives_keyless_connections() -> None:
     connections = table()
     for name in ("t1", "t2"):
         assert connections.add(name, "x") is None
@@ -32,8 +46,8 @@ def test_who_has_shown_a_key_stays_whatever_strangers_do() -> None:
     assert connections.has_key("t1") and len(connections) == 6
 
 
-def test_a_tenant_with_many_idle_connections_makes_room() -> None:
-    connections = table(ConnectionLimits(total=4, keyless=2, keyless_per_address=2))
+def test_tenant_with_most_idle_connections_loses_the_longest_idle() -> None:
+    connections = table(ConnectionLimits(total=4, keyless=2))
     for name, tenant in (("z1", "zoo"), ("a1", "acme"), ("a2", "acme"), ("a3", "acme")):
         connections.add(name, "x")
         connections.show_key(name, tenant)
@@ -47,7 +61,7 @@ def test_a_tenant_with_many_idle_connections_makes_room() -> None:
     assert connections.add("last", "y") == "last", "all others are in use"
 
 
-def test_a_closed_connection_is_forgotten_at_once() -> None:
+def test_closed_connection_is_forgotten() -> None:
     connections = table()
     connections.add("a", "x")
     connections.show_key("a", "acme")
@@ -60,7 +74,7 @@ def test_a_closed_connection_is_forgotten_at_once() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "key", "begin", "end", "remove"]), st.integers(0, 9))))
-def test_no_number_exceeds_its_limit(steps: list[tuple[str, int]]) -> None:
+def test_table_never_exceeds_its_limits(steps: list[tuple[str, int]]) -> None:
     numbers: ConnectionTable[int] = ConnectionTable(LIMITS)
     is_open: set[int] = set()
     for step, number in steps:
@@ -83,10 +97,10 @@ def test_no_number_exceeds_its_limit(steps: list[tuple[str, int]]) -> None:
 
 
 @pytest.mark.parametrize("num_descriptors", [256, 1024, 4096, 1 << 20])
-def test_the_doors_leave_descriptors_for_the_gateway_itself(num_descriptors: int) -> None:
+def test_limits_leave_descriptors_for_the_gateway_itself(num_descriptors: int) -> None:
     rest, num_grpc = divide_descriptors(num_descriptors, ConnectionLimits(), 1024)
     assert rest.total + 3 * num_grpc <= num_descriptors - min(256, num_descriptors // 2)
-    assert rest.keyless_per_address <= rest.keyless <= rest.total // 2
+    assert rest.keyless <= rest.total // 2
     assert rest.total >= 64
     if num_descriptors == 1 << 20:
         assert (rest, num_grpc) == (ConnectionLimits(), 1024)

@@ -1,4 +1,4 @@
-"""What strangers may send to a connection: how much, how many and how slowly."""
+"""Limits of size, number and pace for the bytes of an HTTP connection."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from tests.support.raw_http import RawConnection, head, raw_connection
-from torchrelay.gateway.edge import http_server
 from torchrelay.gateway.edge.connection_table import ConnectionLimits, ConnectionTable
 from torchrelay.gateway.edge.http_protocol import MAX_PIPELINED
-from torchrelay.gateway.edge.read_limits import ReadLimits
 from torchrelay.gateway.edge.http_server import HttpLimits, http_server
+from torchrelay.gateway.edge.read_limits import ReadLimits
 from torchrelay.gateway.edge.turns import ClientGroup
 
 LIMITS = ReadLimits(head_bytes=2048, num_headers=20, url_bytes=512)
@@ -232,15 +231,15 @@ async def test_a_body_that_nobody_reads_yet_is_not_late(connected: Connected, ap
         assert (await raw.answer()).body == b"3"
 
 
-async def test_an_idle_connection_is_closed(connected: Connected) -> None:
+async def test_idle_connection_is_closed(connected: Connected) -> None:
     async with connected(idle_s=1) as raw:
         await raw.send(head())
         assert (await raw.answer()).status == 200
         await raw.wait_closed()
 
 
-async def test_the_oldest_without_a_key_makes_room(app: BodyApp) -> None:
-    limits = HttpLimits(ConnectionLimits(total=8, keyless=4, keyless_per_address=4))
+async def test_oldest_keyless_connection_is_closed_for_a_new_one(app: BodyApp) -> None:
+    limits = HttpLimits(ConnectionLimits(total=8, keyless=4))
     async with (
         http_server(app, "127.0.0.1", 0, 1, limits) as server,
         raw_connection(server.port) as tenant,
@@ -256,8 +255,8 @@ async def test_the_oldest_without_a_key_makes_room(app: BodyApp) -> None:
                 assert (await used.answer()).status == 200
 
 
-async def test_a_known_caller_waits_for_none_of_a_crowd_of_strangers() -> None:
-    """Sixty strangers, each of whose requests takes the event loop for a while, and a known caller after them."""
+async def test_known_key_does_not_wait_for_a_crowd_without_keys() -> None:
+    """Sixty keyless requests, each of which occupies the event loop for a while, and a request with a key after them."""
     begun: list[str] = []
     known_may_come = asyncio.Event()
 
@@ -271,24 +270,28 @@ async def test_a_known_caller_waits_for_none_of_a_crowd_of_strangers() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
-    def group_of(scope: Mapping[str, Any]) -> Lane | None:
+    def group_of(scope: Mapping[str, Any]) -> ClientGroup | None:
         return None if scope["path"] == "/known" else ClientGroup("127.0.0.1", is_authenticated=False)
 
+    def group_of_key(authorization: str) -> ClientGroup | None:
+        return ClientGroup("ten-acme", is_authenticated=True) if authorization == "Bearer tr-acme" else None
+
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, 1, group_of=group_of))
-        strangers = [await stack.enter_async_context(raw_connection(server.port)) for _ in range(60)]
-        for stranger in strangers:
-            await stranger.send(head(path="/stranger"))
+        serving = http_server(app, "127.0.0.1", 0, 1, group_of=group_of, group_of_key=group_of_key)
+        server = await stack.enter_async_context(serving)
+        clients = [await stack.enter_async_context(raw_connection(server.port)) for _ in range(60)]
+        for client in clients:
+            await client.send(head(path="/keyless"))
         await known_may_come.wait()
         known = await stack.enter_async_context(raw_connection(server.port))
-        await known.send(head(path="/known"))
+        await known.send(head(path="/known", authorization="Bearer tr-acme"))
         assert (await known.answer()).status == 200
-        assert begun.count("/stranger") <= 40
-        for stranger in strangers:
-            assert (await stranger.answer()).status == 200
+        assert begun.count("/keyless") <= 40
+        for client in clients:
+            assert (await client.answer()).status == 200
 
 
-async def test_the_first_request_of_a_known_key_waits_for_no_stranger_who_came_before_or_after() -> None:
+async def test_first_request_of_a_known_key_does_not_wait_for_keyless_ones() -> None:
     begun: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -296,21 +299,21 @@ async def test_the_first_request_of_a_known_key_waits_for_no_stranger_who_came_b
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body", "body": b""})
 
-    def group_of_key(authorization: str) -> Lane | None:
+    def group_of_key(authorization: str) -> ClientGroup | None:
         return ClientGroup("ten-acme", is_authenticated=True) if authorization == "Bearer tr-acme" else None
 
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, 1, group_of_key=group_of_key))
         everybody = [await stack.enter_async_context(raw_connection(server.port)) for _ in range(201)]
-        for number, one in enumerate(everybody):
+        for number, client in enumerate(everybody):
             known = {"authorization": "Bearer tr-acme"} if number == 100 else {}
-            await one.send(head(path="/known" if known else "/stranger", **known))
-        for one in everybody:
-            assert (await one.answer()).status == 200
+            await client.send(head(path="/known" if known else "/keyless", **known))
+        for client in everybody:
+            assert (await client.answer()).status == 200
     assert begun.index("/known") < 40
 
 
-async def test_what_waits_for_its_turn_when_the_server_stops_is_answered() -> None:
+async def test_requests_waiting_for_a_turn_are_answered_at_shutdown() -> None:
     begun = asyncio.Event()
 
     def work() -> None:
@@ -324,16 +327,16 @@ async def test_what_waits_for_its_turn_when_the_server_stops_is_answered() -> No
 
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, 5))
-        strangers = [await stack.enter_async_context(raw_connection(server.port)) for _ in range(60)]
-        for stranger in strangers:
-            await stranger.send(head())
+        clients = [await stack.enter_async_context(raw_connection(server.port)) for _ in range(60)]
+        for client in clients:
+            await client.send(head())
         await begun.wait()
         server.stop_accepting()
-        for stranger in strangers:
-            assert (await stranger.answer()).status == 200
+        for client in clients:
+            assert (await client.answer()).status == 200
 
 
-async def test_a_connection_that_cannot_linger_leaves_the_table(
+async def test_connection_that_cannot_linger_leaves_the_table(
     connected: Connected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables: list[ConnectionTable[asyncio.Transport]] = []
@@ -347,7 +350,7 @@ async def test_a_connection_that_cannot_linger_leaves_the_table(
 
     complaints: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, about: complaints.append(about["message"]))
-    monkeypatch.setattr(server, "ConnectionTable", make_table)
+    monkeypatch.setattr("torchrelay.gateway.edge.http_server.ConnectionTable", make_table)
     async with connected() as raw:
         monkeypatch.setattr("torchrelay.gateway.edge.lingering_close.os.dup", no_descriptor)
         await raw.send(head("POST", "/refused", content_length=1 << 30))

@@ -24,8 +24,8 @@ from tests.support.http2_client import GOAWAY, PING, PREFACE, SETTINGS, frame, h
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.gateway.edge.frame_limits import MAX_FRAME_BYTES
 from torchrelay.gateway.edge.grpc_limits import GrpcLimits
-from torchrelay.gateway.edge.public_port import PublicPort
 from torchrelay.gateway.edge.grpc_server import PublicGrpcServer, show_key
+from torchrelay.gateway.edge.public_port import PublicPort
 
 MB = 1 << 20
 LIMITS = GrpcLimits(connections=100, streams=256, message_bytes=8 * MB, head_s=10.0, idle_s=60.0, silence_s=60.0)

@@ -21,10 +21,10 @@ from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import PublishedModel
+from torchrelay.gateway.edge.http_server import http_server
 from torchrelay.gateway.http.dependencies import Services
 from torchrelay.gateway.http.rest_app import make_app, public_pages
 from torchrelay.gateway.http.router import AsgiRouter
-from torchrelay.gateway.edge.http_server import http_server
 from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
 from torchrelay.gateway.settings import GatewaySettings
 

@@ -178,14 +178,14 @@ async def test_a_name_that_is_not_ascii_is_refused_in_its_own_letters(rig: RestR
 async def test_a_known_caller_needs_no_turn_on_the_token_path_and_takes_its_tenants_elsewhere(rig: RestRig) -> None:
     acme = await rig.parts.keys.authenticate(rig.acme.headers["authorization"])
 
-    def lane(path: str, authorization: str) -> Lane | None:
+    def group(path: str, authorization: str) -> ClientGroup | None:
         headers = [(b"host", b"x"), (b"authorization", authorization.encode())]
         return rig.router.group_of({"path": path, "headers": headers, "client": ("10.0.0.1", 7)})
 
-    strangers = ClientGroup("10.0.0.1", is_authenticated=False)
+    keyless = ClientGroup("10.0.0.1", is_authenticated=False)
     for path in ("/v1/chat/completions", "/v1/completions"):
-        assert lane(path, rig.acme.headers["authorization"]) is None
-        assert lane(path, rig.acme.headers["authorization"] + "x") == lane(path, "") == strangers
+        assert group(path, rig.acme.headers["authorization"]) is None
+        assert group(path, rig.acme.headers["authorization"] + "x") == group(path, "") == keyless
     for path in ("/v1/models", "/health", "/v1/none"):
-        assert lane(path, rig.acme.headers["authorization"]) == ClientGroup(acme.tenant_id, is_authenticated=True)
-        assert lane(path, "Bearer tr-nobody") == strangers
+        assert group(path, rig.acme.headers["authorization"]) == ClientGroup(acme.tenant_id, is_authenticated=True)
+        assert group(path, "Bearer tr-nobody") == keyless

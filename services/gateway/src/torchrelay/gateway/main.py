@@ -35,13 +35,13 @@ from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.edge.connection_table import ConnectionLimits, divide_descriptors
-from torchrelay.gateway.http.dependencies import ModelChanged, Services
-from torchrelay.gateway.edge.read_limits import ReadLimits
-from torchrelay.gateway.http.rest_app import make_app, public_pages
-from torchrelay.gateway.http.router import AsgiRouter
 from torchrelay.gateway.edge.grpc_limits import GrpcLimits
 from torchrelay.gateway.edge.grpc_server import PublicGrpcServer
 from torchrelay.gateway.edge.http_server import HttpLimits, http_server
+from torchrelay.gateway.edge.read_limits import ReadLimits
+from torchrelay.gateway.http.dependencies import ModelChanged, Services
+from torchrelay.gateway.http.rest_app import make_app, public_pages
+from torchrelay.gateway.http.router import AsgiRouter
 from torchrelay.gateway.inference.execution.minimums import announce_minimums
 from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
 from torchrelay.gateway.limits.limiter import Limiter

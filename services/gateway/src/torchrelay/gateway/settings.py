@@ -82,7 +82,9 @@ class GatewaySettings(ServiceSettings):
         8192, ge=8, description="REST connections at once; fewer if the limit of open files is low."
     )
     max_keyless_connections: int = Field(
-        2048, ge=1, description="REST connections at once that never showed a valid key; beyond it, the address with most loses its oldest."
+        2048,
+        ge=1,
+        description="REST connections at once without a valid key; above it the address with most loses its oldest.",
     )
     max_grpc_connections: int = Field(1024, ge=1, description="gRPC connections at once.")
     max_grpc_streams: int = Field(256, ge=1, description="Calls at once on one gRPC connection; further ones wait.")

@@ -1,1 +1,1 @@
-"""The public ports: connections of clients, authenticated or not, over REST and gRPC, with limits of number, size and time."""
+"""The public ports: connections of clients over REST and gRPC, with limits of number, size and time."""

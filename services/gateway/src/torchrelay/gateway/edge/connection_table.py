@@ -107,7 +107,7 @@ class ConnectionTable(Generic[C]):
 
 def _first_of_most(groups: dict[str, dict[C, None]]) -> C:
     """The first connection of the largest group."""
-    return next(iter(max(groups.values(), key=len)))
+    return next(iter(groups[max(groups, key=lambda name: len(groups[name]))]))
 
 
 def _discard(groups: dict[str, dict[C, None]], name: str, connection: C) -> None:

@@ -22,7 +22,7 @@ class GrpcLimits:
 
     @property
     def options(self) -> list[tuple[str, int]]:
-        """The options of grpcio: ``OPTIONS`` with these limits in place of equal keys, of which grpcio takes the first."""
+        """Options of grpcio: ``OPTIONS`` with these limits in place of equal keys; grpcio takes the first of a key."""
         limits = [
             ("grpc.max_concurrent_streams", self.streams),
             ("grpc.max_receive_message_length", self.message_bytes),
@@ -31,7 +31,7 @@ class GrpcLimits:
             ("grpc.max_connection_idle_ms", int(self.idle_s * 1000)),
             ("grpc.max_metadata_size", _METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", 2 * _METADATA_BYTES),
-            # Bytes that a client may send before its message is asked for; bandwidth probes would raise it to megabytes.
+            # Bytes that a client may send before its message is read; bandwidth probes would raise them to megabytes.
             ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
             ("grpc.http2.bdp_probe", 0),
         ]

@@ -39,7 +39,9 @@ class PublicGrpcServer:
         with ExitStack() as undo:
             self._public = PublicPort(undo.enter_context(listen(host, port)), limits)
             undo.callback(self._public.dispose)
-            self.server = grpc.aio.server(interceptors=(CallInterceptor(self._note_connection),), options=limits.options)
+            self.server = grpc.aio.server(
+                interceptors=(CallInterceptor(self._note_connection),), options=limits.options
+            )
             self.server.add_generic_rpc_handlers((_health_handler(self._health),))
             try:
                 self.server.add_insecure_port(self._public.address)

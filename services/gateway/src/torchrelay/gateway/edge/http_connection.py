@@ -13,7 +13,7 @@ from torchrelay.gateway.edge.turns import ClientGroup
 
 _FIRST_READ_BYTES, _HEAD_READ_BYTES, _BODY_READ_BYTES = 4 << 10, 16 << 10, 64 << 10
 _AUTHORIZATION = re.compile(rb"\r\nauthorization:([^\r\n]{1,512})\r\n", re.IGNORECASE)  # one way to match: linear time
-_BUFFER = memoryview(bytearray(_BODY_READ_BYTES))  # shared by all connections: read bytes are parsed before the next read
+_BUFFER = memoryview(bytearray(_BODY_READ_BYTES))  # shared by all connections: bytes are parsed before the next read
 
 
 class Connection(asyncio.BufferedProtocol):

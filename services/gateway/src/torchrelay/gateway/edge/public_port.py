@@ -21,10 +21,10 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from torchrelay.common.errors import Unavailable
+from torchrelay.gateway.edge.connection_table import ConnectionLimits, ConnectionTable
 from torchrelay.gateway.edge.frame_limits import FrameCounter, FrameLimits, go_away
 from torchrelay.gateway.edge.grpc_limits import GrpcLimits
 from torchrelay.gateway.edge.pace import Pace
-from torchrelay.gateway.edge.connection_table import ConnectionLimits, ConnectionTable
 
 _BACKLOG: Final = 1024
 _READ_BYTES: Final = 16 << 10  # at once

@@ -15,8 +15,8 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import DeadlineExceeded, InvalidRequest
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.errors import status_of
-from torchrelay.gateway.edge.grpc_server import show_key
 from torchrelay.gateway.core import Principal
+from torchrelay.gateway.edge.grpc_server import show_key
 from torchrelay.gateway.grpc.converters import choice_deltas, params_of_request, usage_message
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S

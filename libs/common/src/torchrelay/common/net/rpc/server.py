@@ -22,8 +22,8 @@ from torchrelay.common.net.rpc.errors import status_of, text_of
 from torchrelay.common.net.rpc.health import HEALTH_PREFIX, Faults, HealthServicer, no_fault
 from torchrelay.common.net.rpc.options import OPTIONS
 
-
 Check: TypeAlias = Callable[[str, grpc.aio.ServicerContext[Any, Any]], None]
+_Check: TypeAlias = Callable[[grpc.aio.ServicerContext[Any, Any]], None]  # of one method
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -48,7 +48,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return make(mapped, handler.request_deserializer, handler.response_serializer)
 
 
-def _mapped(call: Callable[..., Awaitable[Any]], check: Callable[[grpc.aio.ServicerContext[Any, Any]], None]) -> Callable[..., Awaitable[Any]]:
+def _mapped(call: Callable[..., Awaitable[Any]], check: _Check) -> Callable[..., Awaitable[Any]]:
     async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             check(context)
@@ -60,7 +60,7 @@ def _mapped(call: Callable[..., Awaitable[Any]], check: Callable[[grpc.aio.Servi
     return mapped
 
 
-def _mapped_stream(call: Callable[..., Any], check: Callable[[grpc.aio.ServicerContext[Any, Any]], None]) -> Callable[..., AsyncIterator[Any]]:
+def _mapped_stream(call: Callable[..., Any], check: _Check) -> Callable[..., AsyncIterator[Any]]:
     async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
             check(context)
