@@ -61,6 +61,16 @@ def test_tenant_with_most_idle_connections_loses_the_longest_idle() -> None:
     assert connections.add("last", "y") == "last", "all others are in use"
 
 
+def test_new_connections_evict_idle_ones_before_each_other() -> None:
+    connections = table(ConnectionLimits(total=4, keyless=2))
+    for name in ("a1", "a2", "a3"):
+        connections.add(name, "x")
+        connections.show_key(name, "acme")
+        connections.end_request(name)
+    assert connections.add("new", "y") is None
+    assert connections.add("newer", "z") == "a1"
+
+
 def test_closed_connection_is_forgotten() -> None:
     connections = table()
     connections.add("a", "x")

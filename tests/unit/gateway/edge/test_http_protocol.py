@@ -256,7 +256,7 @@ async def test_oldest_keyless_connection_is_closed_for_a_new_one(app: BodyApp) -
 
 
 async def test_known_key_does_not_wait_for_a_crowd_without_keys() -> None:
-    """Sixty keyless requests, each of which occupies the event loop for a while, and a request with a key after them."""
+    """Sixty keyless requests that each occupy the event loop for a while, then a request with a key."""
     begun: list[str] = []
     known_may_come = asyncio.Event()
 

@@ -1,8 +1,8 @@
 """Which connections a public port keeps, and which it closes for a new one. Pure: it closes nothing itself.
 
-A connection is keyless until a request on it has shown a valid key. When a limit is exceeded, the address with most
-keyless connections loses its oldest, since a client with a key shows it at once. If there is no other keyless
-connection, the tenant with most idle connections loses the one that has been idle longest.
+A connection is keyless until a request on it has shown a valid key. When there are too many keyless connections, the
+address with most of them loses its oldest. When there are too many in all, the tenant with most idle connections loses
+the longest idle if it has as many of them as there are keyless ones; otherwise the same address loses its oldest.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class ConnectionTable(Generic[C]):
         """Adds a new connection. Returns the connection to close for it, if any: another, or the new one itself."""
         self._keyless[connection] = address
         self._keyless_at.setdefault(address, {})[connection] = None
-        is_full = len(self) > self._limits.total
-        if len(self._keyless) > self._limits.keyless or (is_full and (len(self._keyless) > 1 or not self._idle)):
-            victim = _first_of_most(self._keyless_at)
-        elif is_full:
-            victim = _first_of_most(self._idle)
+        if len(self._keyless) > self._limits.keyless:
+            victim = _first(_largest(self._keyless_at))
+        elif len(self) > self._limits.total:
+            idle = _largest(self._idle)
+            victim = _first(idle if len(idle) >= len(self._keyless) else _largest(self._keyless_at))
         else:
             return None
         self.remove(victim)
@@ -105,9 +105,13 @@ class ConnectionTable(Generic[C]):
         _discard(self._keyless_at, self._keyless.pop(connection), connection)
 
 
-def _first_of_most(groups: dict[str, dict[C, None]]) -> C:
-    """The first connection of the largest group."""
-    return next(iter(groups[max(groups, key=lambda name: len(groups[name]))]))
+def _largest(groups: dict[str, dict[C, None]]) -> dict[C, None]:
+    """The largest group; an empty group if there is none."""
+    return max(groups.values(), key=lambda group: len(group), default={})
+
+
+def _first(group: dict[C, None]) -> C:
+    return next(iter(group))
 
 
 def _discard(groups: dict[str, dict[C, None]], name: str, connection: C) -> None:
