@@ -43,7 +43,7 @@ def test_unknown_and_revoked_keys_are_refused(platform: Platform, tenant: Tenant
     wait_until(lambda: post(platform, made["key"], {"model": "x"}).status_code == 401, "the refusal of the revoked key")
 
 
-def test_another_tenants_model_is_as_absent_as_one_that_never_was(platform: Platform, tenant: Tenant) -> None:
+def test_model_of_another_tenant_is_not_found(platform: Platform, tenant: Tenant) -> None:
     other = platform.tenant("other")
     theirs = post(platform, other, {"model": tenant.model(), "prompt": "hello"})
     nobodys = post(platform, other, {"model": "acme/never-was", "prompt": "hello"})
@@ -72,27 +72,25 @@ def test_another_tenants_model_is_as_absent_as_one_that_never_was(platform: Plat
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else value,
 )
-def test_a_malformed_body_names_its_field(
-    platform: Platform, tenant: Tenant, change: dict[str, Any], param: str
-) -> None:
+def test_malformed_body_names_its_field(platform: Platform, tenant: Tenant, change: dict[str, Any], param: str) -> None:
     response = post(platform, tenant.key, {"model": tenant.model(), "prompt": "hello", **change})
     assert response.status_code == 400, response.text
     assert error(response)["param"] == param
 
 
-def test_a_prompt_longer_than_the_context_is_told_so(platform: Platform, tenant: Tenant) -> None:
+def test_prompt_longer_than_the_context_is_refused(platform: Platform, tenant: Tenant) -> None:
     response = post(platform, tenant.key, {"model": tenant.model(), "prompt": [1] * 600})
     assert response.status_code == 400
     assert error(response)["code"] == "context_length_exceeded"
 
 
-def test_body_that_is_no_json(platform: Platform, tenant: Tenant) -> None:
+def test_body_without_json_is_refused(platform: Platform, tenant: Tenant) -> None:
     url = f"{platform.http}/v1/chat/completions"
     response = httpx.post(url, content=b"{nonsense", headers=headers(tenant.key))
     assert response.status_code == 400 and error(response)["message"]
 
 
-def test_the_official_client_is_served(platform: Platform, tenant: Tenant) -> None:
+def test_official_client_is_served(platform: Platform, tenant: Tenant) -> None:
     client = openai.OpenAI(base_url=f"{platform.http}/v1", api_key=tenant.key)
     assert tenant.model() in [model.id for model in client.models.list()]
     answer = client.chat.completions.create(
@@ -116,7 +114,7 @@ def test_the_official_client_is_served(platform: Platform, tenant: Tenant) -> No
         client.chat.completions.create(model="acme/absent", messages=[{"role": "user", "content": "hello"}])
 
 
-def test_grpc_gives_the_same_tokens_as_rest(platform: Platform, tenant: Tenant) -> None:
+def test_grpc_returns_the_tokens_of_rest(platform: Platform, tenant: Tenant) -> None:
     expected = complete(platform, tenant.key, tenant.model(), [3, 4, 5], max_tokens=7, ignore_eos=True)
     request = inference_pb2.GenerateRequest(
         model=tenant.model(),
@@ -137,7 +135,7 @@ def test_grpc_gives_the_same_tokens_as_rest(platform: Platform, tenant: Tenant) 
     assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_an_upload_goes_on_where_it_stopped(platform: Platform, tenant: Tenant) -> None:
+def test_interrupted_upload_resumes(platform: Platform, tenant: Tenant) -> None:
     folder = tenant.checkpoint("qwen3", tied=True)
     files = [path for path in sorted(folder.iterdir()) if path.suffix in (".json", ".safetensors")]
     declared = [
@@ -189,7 +187,7 @@ def cut_off(data: bytes) -> Any:
     ],
     ids=["header", "architecture", "shape", "tokenizer", "NaN"],
 )
-def test_a_bad_model_is_refused_with_file_and_nothing_is_published(
+def test_bad_model_is_refused_with_its_file_and_not_published(
     platform: Platform, tenant: Tenant, tmp_path: Path, damage: Any, field: str | None
 ) -> None:
     folder = tmp_path / "model"
@@ -224,7 +222,7 @@ def change_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
-def test_a_pickle_is_refused_by_its_name(platform: Platform, tenant: Tenant) -> None:
+def test_pickle_is_refused_by_its_name(platform: Platform, tenant: Tenant) -> None:
     files = [{"path": "pytorch_model.bin", "size": 10, "sha256": "0" * 64}]
     url = f"{platform.http}/v1/uploads"
     refused = httpx.post(url, json={"model": "pickled", "files": files}, headers=headers(tenant.key))

@@ -13,7 +13,7 @@ from tests.support.platform import SCRIPTS, Platform
 pytestmark = pytest.mark.e2e
 
 
-def test_top_does_not_show_a_deleted_model(platform: Platform, tenant: Tenant) -> None:
+def test_deleted_model_is_absent_from_top(platform: Platform, tenant: Tenant) -> None:
     model = platform.upload(tenant.key, tenant.checkpoint("llama"), "short-lived")
     complete(platform, tenant.key, model, [5, 6, 7], max_tokens=2)
     platform.await_zero()

@@ -49,7 +49,7 @@ def test_greedy_output_equals_transformers(platform: Platform, tenant: Tenant, f
     assert answer["usage"]["completion_tokens"] == NUM_TOKENS
 
 
-def test_streams_of_many_lengths_at_once_are_each_exact(platform: Platform, tenant: Tenant) -> None:
+def test_concurrent_streams_of_many_lengths_are_exact(platform: Platform, tenant: Tenant) -> None:
     model = tenant.model("llama")
     lengths = (1, 2, 17, 64, 65)
     running = [
@@ -64,7 +64,7 @@ def test_streams_of_many_lengths_at_once_are_each_exact(platform: Platform, tena
         assert state.token_ids == reference(tenant.checkpoint("llama"), PROMPT[:length], NUM_TOKENS)
 
 
-def test_two_threads_on_models_that_take_both_are_exact(tmp_path: Path) -> None:
+def test_two_compute_threads_are_exact(tmp_path: Path) -> None:
     """Small models compute on one core, whatever the threads. What bf16 gives one thread, it gives two."""
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
     exact = make_checkpoint(tmp_path / "exact", "llama", num_key_value_heads=4, **sizes)
@@ -105,7 +105,7 @@ def _cpu_s_by_thread(pid: int) -> dict[str, float]:
     return {thread: spent / os.sysconf("SC_CLK_TCK") for thread, spent in ticks.items()}
 
 
-def test_a_seed_gives_the_same_tokens_again(platform: Platform, tenant: Tenant) -> None:
+def test_seed_repeats_the_tokens(platform: Platform, tenant: Tenant) -> None:
     model = tenant.model("llama")
     options = {"max_tokens": 16, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
     first, again, other = (
@@ -116,7 +116,7 @@ def test_a_seed_gives_the_same_tokens_again(platform: Platform, tenant: Tenant) 
     assert first != other
 
 
-def test_choices_differ_and_share_one_prompt(platform: Platform, tenant: Tenant) -> None:
+def test_choices_differ_and_share_the_prompt(platform: Platform, tenant: Tenant) -> None:
     answer = complete(
         platform,
         tenant.key,

@@ -41,7 +41,7 @@ def usage(tenant: Tenant) -> dict[str, Any]:
     return total
 
 
-def test_a_stream_survives_the_death_of_its_decode_worker(shaken: Tenant) -> None:
+def test_stream_survives_a_killed_decode_worker(shaken: Tenant) -> None:
     platform, model = shaken.platform, shaken.model()
     options = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 1.0, "seed": 5}
     expected = complete(platform, shaken.key, model, PROMPT, **options)["choices"][0]["token_ids"]
@@ -60,7 +60,7 @@ def test_a_stream_survives_the_death_of_its_decode_worker(shaken: Tenant) -> Non
     platform.await_restart("decode-0", killed)
 
 
-def test_workers_compute_on_the_arena_of_a_store_that_is_killed_and_comes_back(shaken: Tenant) -> None:
+def test_workers_compute_while_their_store_restarts(shaken: Tenant) -> None:
     platform, model = shaken.platform, shaken.model()
     options = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
     expected = complete(platform, shaken.key, model, PROMPT, **options)["choices"][0]["token_ids"]
@@ -80,7 +80,7 @@ def test_workers_compute_on_the_arena_of_a_store_that_is_killed_and_comes_back(s
     assert answer["choices"][0]["token_ids"] == expected
 
 
-def test_a_store_killed_while_a_model_is_loaded_delays_its_requests(shaken: Tenant) -> None:
+def test_store_killed_during_a_load_delays_its_requests(shaken: Tenant) -> None:
     platform, model = shaken.platform, shaken.model("mistral")
     options = {"max_tokens": 8, "ignore_eos": True}
     with ThreadPoolExecutor(3) as pool:
@@ -103,7 +103,7 @@ def _await_pins(platform: Platform) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_after_a_kill_while_idle_and_a_restart_the_next_request_succeeds(shaken: Tenant, service: str) -> None:
+def test_request_succeeds_after_an_idle_service_restarts(shaken: Tenant, service: str) -> None:
     platform, model = shaken.platform, shaken.model()
     options = {"max_tokens": 8, "ignore_eos": True}
     expected = complete(platform, shaken.key, model, PROMPT, **options)["choices"][0]["token_ids"]
@@ -117,7 +117,7 @@ def test_after_a_kill_while_idle_and_a_restart_the_next_request_succeeds(shaken:
 
 
 @pytest.mark.parametrize("broker", ["redis", "nats"])
-def test_a_broker_that_dies_comes_back(shaken: Tenant, broker: str) -> None:
+def test_killed_broker_restarts(shaken: Tenant, broker: str) -> None:
     platform, model = shaken.platform, shaken.model()
     expected = complete(platform, shaken.key, model, PROMPT, max_tokens=8)["choices"][0]["token_ids"]
     platform.await_restart(broker, platform.kill(broker))
@@ -136,7 +136,7 @@ def num_decoded(platform: Platform, *worker_ids: str) -> int:
     return total
 
 
-def test_a_killed_gateways_requests_are_settled_between_seen_and_sent(shaken: Tenant) -> None:
+def test_requests_of_a_killed_gateway_are_settled_fairly(shaken: Tenant) -> None:
     platform, model = shaken.platform, shaken.model()
     before, num_decoded_before = usage(shaken)["completion_tokens"], num_decoded(platform)
     killed = num_seen = 0
@@ -177,7 +177,7 @@ def test_damaged_parameters_are_never_served(shaken: Tenant) -> None:
     assert complete(platform, shaken.key, model, PROMPT, max_tokens=4)["usage"]["completion_tokens"] >= 1
 
 
-def test_two_installs_run_side_by_side_and_leave_nothing(tmp_path: Path) -> None:
+def test_two_installs_share_a_machine_and_leave_nothing(tmp_path: Path) -> None:
     with running_platform(tmp_path / "one", SMALL) as one, running_platform(tmp_path / "two", SMALL) as two:
         assert one.http != two.http
         keys = [platform.tenant("acme") for platform in (one, two)]

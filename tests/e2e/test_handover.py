@@ -17,9 +17,7 @@ PROMPT = list(range(40, 107))
 NUM_TOKENS = 21
 
 
-def test_decode_forwards_only_its_own_positions_and_the_kv_bytes_match_the_shape(
-    platform: Platform, tenant: Tenant
-) -> None:
+def test_decode_computes_its_own_positions_and_receives_the_kv_bytes(platform: Platform, tenant: Tenant) -> None:
     model = tenant.model("qwen3")
     before = {report.worker_id: report for report in platform.await_zero().workers}
     answer = complete(platform, tenant.key, model, PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -42,7 +40,7 @@ def test_decode_forwards_only_its_own_positions_and_the_kv_bytes_match_the_shape
     assert received == len(PROMPT) * per_token + trailer_bytes
 
 
-def test_one_event_per_token(platform: Platform, tenant: Tenant) -> None:
+def test_stream_has_an_event_per_token(platform: Platform, tenant: Tenant) -> None:
     *_, state = stream(platform, tenant.key, tenant.model("llama"), PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
     assert state.done
     assert len(state.token_ids) == state.num_events_with_token == NUM_TOKENS
@@ -50,7 +48,7 @@ def test_one_event_per_token(platform: Platform, tenant: Tenant) -> None:
     assert state.finish_reason == "length"
 
 
-def test_one_trace_crosses_all_services(platform: Platform, tenant: Tenant) -> None:
+def test_trace_spans_all_services(platform: Platform, tenant: Tenant) -> None:
     platform.await_zero()
     answer = complete(platform, tenant.key, tenant.model("llama"), PROMPT, max_tokens=4, ignore_eos=True)
 

@@ -120,7 +120,7 @@ def recovered(shaken: Tenant) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("child", ["decode-0", "prefill-0"])
-def test_a_stream_survives_a_worker_that_hangs_and_is_billed_once(shaken: Tenant, model: str, child: str) -> None:
+def test_stream_survives_a_hung_worker_and_is_billed_once(shaken: Tenant, model: str, child: str) -> None:
     platform = shaken.platform
     expected = complete(platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"]
     before, num_decoded_before = usage(shaken), num_decoded(platform, "prefill-0")
@@ -132,7 +132,7 @@ def test_a_stream_survives_a_worker_that_hangs_and_is_billed_once(shaken: Tenant
     assert after["prompt_tokens"] - before["prompt_tokens"] == len(PROMPT)
 
 
-def test_a_stopped_worker_that_goes_on_brings_no_token_twice(shaken: Tenant, model: str) -> None:
+def test_stopped_worker_that_resumes_repeats_no_token(shaken: Tenant, model: str) -> None:
     """Both workers hang: nobody can take over before one of them goes on, or is replaced."""
     platform = shaken.platform
     expected = complete(platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"]
@@ -151,7 +151,7 @@ def test_a_stopped_worker_that_goes_on_brings_no_token_twice(shaken: Tenant, mod
     assert usage(shaken)["completion_tokens"] - before == NUM_TOKENS
 
 
-def test_prompts_at_a_prefill_worker_that_hangs_are_computed_elsewhere(shaken: Tenant, model: str) -> None:
+def test_prompts_leave_a_hung_prefill_worker(shaken: Tenant, model: str) -> None:
     platform = shaken.platform
     expected = await_call(shaken, model)
     with ThreadPoolExecutor(4) as pool, stopped(platform.pid("prefill-0")):
@@ -162,9 +162,7 @@ def test_prompts_at_a_prefill_worker_that_hangs_are_computed_elsewhere(shaken: T
             assert response.json()["choices"][0]["token_ids"] == expected
 
 
-def test_while_the_scheduler_hangs_streams_go_on_and_requests_are_answered_or_refused(
-    shaken: Tenant, model: str
-) -> None:
+def test_hung_scheduler_leaves_streams_and_answers_or_refuses(shaken: Tenant, model: str) -> None:
     platform = shaken.platform
     expected = complete(platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"]
     short = await_call(shaken, model)
@@ -180,9 +178,7 @@ def test_while_the_scheduler_hangs_streams_go_on_and_requests_are_answered_or_re
     assert await_call(shaken, model) == short
 
 
-def test_while_the_store_hangs_streams_go_on_and_cold_requests_are_answered_or_refused(
-    shaken: Tenant, model: str
-) -> None:
+def test_hung_store_leaves_streams_and_answers_or_refuses(shaken: Tenant, model: str) -> None:
     platform, cold = shaken.platform, shaken.model("mistral")
     expected = complete(platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"]
     with ThreadPoolExecutor(1) as pool:
@@ -197,7 +193,7 @@ def test_while_the_store_hangs_streams_go_on_and_cold_requests_are_answered_or_r
     assert len(await_call(shaken, cold)) == 8
 
 
-def test_a_store_that_hangs_in_a_load_delays_or_refuses_its_requests(shaken: Tenant) -> None:
+def test_store_hung_during_a_load_answers_or_refuses(shaken: Tenant) -> None:
     platform = shaken.platform
     large: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 4}  # 200 MB
     cold = platform.upload(shaken.key, make_checkpoint(shaken.folder / "large", "qwen2", **large), "large")
@@ -213,7 +209,7 @@ def test_a_store_that_hangs_in_a_load_delays_or_refuses_its_requests(shaken: Ten
     assert len(await_call(shaken, cold)) == 8
 
 
-def test_while_the_broker_hangs_nobody_is_lost_and_cold_requests_are_answered(shaken: Tenant, model: str) -> None:
+def test_hung_broker_loses_no_peer_and_cold_requests_are_answered(shaken: Tenant, model: str) -> None:
     platform, cold = shaken.platform, shaken.model("gemma2")
     expected = complete(platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"]
     workers = {name: platform.pid(name) for name in ("prefill-0", "decode-0", "param-store", "scheduler")}

@@ -54,7 +54,7 @@ def unload(platform: Platform, view: ClusterView, instance: InstanceView) -> Non
         WorkerStub(channel).Unload(order, timeout=20)
 
 
-def test_a_stream_leaves_an_instance_that_drains_with_the_same_tokens_and_the_same_bill(tmp_path: Path) -> None:
+def test_stream_migrates_off_a_draining_instance_unchanged(tmp_path: Path) -> None:
     workers = ("--prefill-workers", "0", "--decode-workers", "0", "--both-workers", "2")
     with running_platform(tmp_path / "home", (*SMALL, *workers, "--idle-timeout-s", "120")) as platform:
         key = platform.tenant("acme")

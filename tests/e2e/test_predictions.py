@@ -68,7 +68,7 @@ def learned_from(platform: Platform, model: str, completed: Callable[[int], str]
     raise AssertionError(f"the workers learned from {num_steps} steps only")
 
 
-def test_predictions_are_made_measured_and_near(platform: Platform, tenant: Tenant) -> None:
+def test_predictions_are_near_the_measurements(platform: Platform, tenant: Tenant) -> None:
     model = tenant.model()
 
     def completed(n: int) -> str:

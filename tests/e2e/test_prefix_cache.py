@@ -12,7 +12,7 @@ pytestmark = pytest.mark.e2e
 PROMPT = [(11 * i) % 251 for i in range(1, 101)]
 
 
-def test_usage_tells_what_was_cached_and_the_tokens_stay(platform: Platform, tenant: Tenant) -> None:
+def test_usage_reports_cached_tokens_and_tokens_are_equal(platform: Platform, tenant: Tenant) -> None:
     platform.await_zero()  # the cache lives as long as the instance
     model = tenant.model("qwen2")
     first, again, longer = (

@@ -25,7 +25,7 @@ def tokens_of(answer: dict[str, Any]) -> list[int]:
     return found
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_among_32(platform: Platform, tenant: Tenant) -> None:
+def test_seed_repeats_the_tokens_in_a_batch_of_32(platform: Platform, tenant: Tenant) -> None:
     model = tenant.model("llama")
     options: dict[str, Any] = {
         "max_tokens": 24,
@@ -47,7 +47,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_among_32(platform: Platform, ten
     assert len({tuple(tokens) for tokens in together}) == 32
 
 
-def test_logprobs_are_those_of_transformers(platform: Platform, tenant: Tenant) -> None:
+def test_logprobs_equal_transformers(platform: Platform, tenant: Tenant) -> None:
     client = openai.OpenAI(base_url=f"{platform.http}/v1", api_key=tenant.key)
     answer = client.completions.create(
         model=tenant.model("llama"),
@@ -73,7 +73,7 @@ def test_logprobs_are_those_of_transformers(platform: Platform, tenant: Tenant) 
         assert all(any(abs(value - one) < 1e-3 for one in possible) for value in values)
 
 
-def test_a_chat_streams_its_logprobs(platform: Platform, tenant: Tenant) -> None:
+def test_chat_streams_its_logprobs(platform: Platform, tenant: Tenant) -> None:
     client = openai.OpenAI(base_url=f"{platform.http}/v1", api_key=tenant.key)
     wishes: dict[str, Any] = {"model": tenant.model("llama"), "max_tokens": 10, "seed": 2, "logprobs": True}
     messages: Any = [{"role": "user", "content": "hello"}]
@@ -91,7 +91,7 @@ def test_a_chat_streams_its_logprobs(platform: Platform, tenant: Tenant) -> None
         assert streamed.bytes == one.bytes and streamed.logprob == pytest.approx(one.logprob, abs=1e-4)
 
 
-def test_a_bias_commands_a_stop_token_ends_and_a_stop_string_may_never_come(platform: Platform, tenant: Tenant) -> None:
+def test_logit_bias_stop_token_and_stop_string_apply(platform: Platform, tenant: Tenant) -> None:
     model = tenant.model("llama")
     forced = complete(platform, tenant.key, model, PROMPT, max_tokens=5, logit_bias={"77": 100})
     assert tokens_of(forced) == [77] * 5
@@ -105,7 +105,7 @@ def test_a_bias_commands_a_stop_token_ends_and_a_stop_string_may_never_come(plat
     ("num_prompt_tokens", "max_tokens", "param"),
     [(1, 3, None), (CONTEXT - 1, 1, None), (CONTEXT, 1, "prompt"), (CONTEXT - 1, 2, "max_tokens"), (0, 1, "prompt")],
 )
-def test_prompts_at_the_edges_of_the_context(
+def test_prompts_at_the_limits_of_the_context_are_served(
     platform: Platform, tenant: Tenant, num_prompt_tokens: int, max_tokens: int, param: str | None
 ) -> None:
     prompt = [(7 * i) % 251 for i in range(num_prompt_tokens)]
@@ -118,7 +118,7 @@ def test_prompts_at_the_edges_of_the_context(
 
 
 @pytest.mark.parametrize("body", ['{"temperature": NaN}', '{"presence_penalty": 1e999}', '{"min_p": -0.1}'])
-def test_numbers_out_of_range_are_refused_by_name(platform: Platform, tenant: Tenant, body: str) -> None:
+def test_numbers_out_of_range_are_refused_by_field(platform: Platform, tenant: Tenant, body: str) -> None:
     content = f'{{"model": "{tenant.model("llama")}", "prompt": "x", {body[1:]}'
     response = httpx.post(f"{platform.http}/v1/completions", content=content, headers=headers(tenant.key), timeout=60)
     assert (response.status_code, response.json()["error"]["param"]) == (400, body.split('"')[1])

@@ -44,7 +44,7 @@ def served_again(tenant: Tenant, model: str) -> list[int]:
 
 
 @pytest.mark.parametrize("child", CHILDREN)
-def test_a_child_that_hangs_is_replaced_and_the_platform_serves_again(watched: Tenant, child: str) -> None:
+def test_hung_child_is_replaced_alone(watched: Tenant, child: str) -> None:
     platform, model = watched.platform, watched.model()
     expected = served_again(watched, model)
     others = {name: platform.pid(name) for name in CHILDREN if name != child}

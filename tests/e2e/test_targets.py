@@ -28,9 +28,7 @@ def explained(platform: Platform, key: str, model: str, **body: str) -> str:
     return said(platform, "explain", "--json", str(answer["id"]))
 
 
-def test_explain_says_the_targets_that_were_set_until_the_default_is_taken_again(
-    platform: Platform, tenant: Tenant
-) -> None:
+def test_explain_reports_targets_until_they_are_reset(platform: Platform, tenant: Tenant) -> None:
     model = tenant.model()
     explain = partial(explained, platform, tenant.key, model)
     set_ = said(platform, "models", "set", model, "--interactive-ttft-s", "0.75", "--tbt-target-s", "0.125")
@@ -48,9 +46,7 @@ def test_explain_says_the_targets_that_were_set_until_the_default_is_taken_again
     )
 
 
-def test_requests_that_name_no_class_have_that_of_their_key_else_of_their_tenant(
-    platform: Platform, tenant: Tenant
-) -> None:
+def test_service_class_defaults_to_the_key_then_the_tenant(platform: Platform, tenant: Tenant) -> None:
     key = platform.tenant("nightly", service_class="batch")
     model = platform.upload(key, tenant.checkpoint("llama"), "llama")
     assert "targets (batch): the first 600 s after it came" in explained(platform, key, model)

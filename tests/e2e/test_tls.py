@@ -50,14 +50,14 @@ def chat(where: Tenant) -> dict[str, Any]:
     return answer
 
 
-def test_the_same_tokens_as_without(tenant: Tenant, sealed_tenant: Tenant) -> None:
+def test_tokens_over_tls_equal_those_without(tenant: Tenant, sealed_tenant: Tenant) -> None:
     """Through admission, store, prefill, KV hand-over and decode."""
     plain, within_tls = (chat(where)["choices"][0]["token_ids"] for where in (tenant, sealed_tenant))
     assert within_tls == plain
     assert len(plain) == 24
 
 
-def test_commands_reach_the_services(sealed: Platform, sealed_tenant: Tenant) -> None:
+def test_commands_reach_services_over_tls(sealed: Platform, sealed_tenant: Tenant) -> None:
     request_id = chat(sealed_tenant)["id"]
     for words in (("top", "--once"), ("explain", request_id)):
         said = subprocess.run(
@@ -71,7 +71,7 @@ def test_commands_reach_the_services(sealed: Platform, sealed_tenant: Tenant) ->
         assert "prefill-0" in said.stdout
 
 
-def test_who_shows_no_certificate_is_not_served(sealed: Platform) -> None:
+def test_client_without_a_certificate_is_refused(sealed: Platform) -> None:
     with grpc.insecure_channel(sealed.endpoints["scheduler"]) as channel:
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
         with pytest.raises(grpc.RpcError) as refused:
@@ -89,7 +89,7 @@ def test_who_shows_no_certificate_is_not_served(sealed: Platform) -> None:
 
 
 @pytest.mark.parametrize("name", ["decode-0", "param-store"])
-def test_a_certificate_of_another_part_may_not_ask(sealed: Platform, name: str) -> None:
+def test_certificate_of_another_service_is_refused(sealed: Platform, name: str) -> None:
     folder = sealed.home.path / "tls"
     tls = Tls(TlsFiles(folder / "ca.crt", folder / f"{name}.crt", folder / f"{name}.key"))
     with open_blocking_channel(sealed.endpoints["scheduler"], tls) as channel:
@@ -99,7 +99,7 @@ def test_a_certificate_of_another_part_may_not_ask(sealed: Platform, name: str) 
     assert isinstance(refused.value, grpc.Call) and refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
 
 
-def test_keys_are_readable_by_their_owner_alone(sealed: Platform) -> None:
+def test_private_keys_are_readable_by_their_owner_alone(sealed: Platform) -> None:
     keys = sorted((sealed.home.path / "tls").glob("*.key"))
     nodes = ("ca", "cli", "decode-0", "gateway", "param-store", "prefill-0", "scheduler")
     assert [path.name for path in keys] == [f"{name}.key" for name in nodes]

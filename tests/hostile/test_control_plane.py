@@ -130,12 +130,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 
 @pytest.mark.parametrize(("node", "method"), CALLS)
-def test_a_call_without_a_token_is_not_served(target: Target, node: str, method: str) -> None:
+def test_call_without_a_token_is_refused(target: Target, node: str, method: str) -> None:
     assert target.call(node, method, "") is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize(("node", "method"), CALLS)
-def test_a_token_for_another_node_is_worth_nothing(target: Target, node: str, method: str) -> None:
+def test_token_of_another_node_is_refused(target: Target, node: str, method: str) -> None:
     """What a node was shown by its callers, it cannot show to others."""
     others = [other for other in SERVED if other != node]
     stolen = ",".join(target.token(other, *Caller) for other in others[:1])
@@ -143,18 +143,18 @@ def test_a_token_for_another_node_is_worth_nothing(target: Target, node: str, me
 
 
 @pytest.mark.parametrize(("node", "method", "caller"), WRONG_CALLS)
-def test_a_part_of_the_cluster_cannot_play_another(target: Target, node: str, method: str, caller: Caller) -> None:
+def test_token_of_another_caller_is_refused(target: Target, node: str, method: str, caller: Caller) -> None:
     assert target.call(node, method, target.token(node, caller)) is grpc.StatusCode.PERMISSION_DENIED
 
 
 @pytest.mark.parametrize("node", SERVED)
-def test_a_method_that_nobody_declared_is_not_served(target: Target, node: str) -> None:
+def test_undeclared_method_is_not_served(target: Target, node: str) -> None:
     known = target.call(node, "/torchrelay.control.v1.Worker/Explode", target.token(node, *Caller))
     assert known is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize("epoch", [FUTURE, (1 << 64) - 1])
-def test_a_false_epoch_fences_nobody_out(target: Target, epoch: int) -> None:
+def test_epoch_of_the_future_is_refused(target: Target, epoch: int) -> None:
     """Even from one who holds the scheduler's tokens."""
     refusals = []
     with target.platform.channel(target.address("prefill-0"), "prefill-0") as channel:
@@ -176,7 +176,7 @@ STRANGERS = [(None, None), ("", ""), ("scheduler", ""), ("scheduler", "guess"), 
 
 
 @pytest.mark.parametrize(("user", "password"), STRANGERS)
-async def test_nats_serves_no_stranger(target: Target, user: str | None, password: str | None) -> None:
+async def test_nats_refuses_wrong_credentials(target: Target, user: str | None, password: str | None) -> None:
     said = await refusal(target.nats_url, publication("relay.load.worker.prefill-0"), user, password)
     assert "Authorization Violation" in said
 
@@ -204,7 +204,7 @@ async def test_nats_serves_no_stranger(target: Target, user: str | None, passwor
         ("scheduler", subscription("$JS.EVENT.>")),
     ],
 )
-async def test_nats_lets_each_part_use_its_own_subjects(target: Target, user: str, command: str) -> None:
+async def test_nats_refuses_subjects_of_another_service(target: Target, user: str, command: str) -> None:
     said = await refusal(target.nats_url, command, user, target.nats_password(user))
     assert "Permissions Violation" in said
 
@@ -252,7 +252,7 @@ def assert_unimpressed(target: Target) -> None:
 
 @pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
 @pytest.mark.parametrize("signer", ["nobody", "decode-0 of another cluster", "another node"])
-async def test_reports_that_are_not_signed_by_their_node_are_refused(
+async def test_report_not_signed_by_its_node_is_refused(
     target: Target, forge: Callable[[], WorkerReport | StoreReport], signer: str
 ) -> None:
     keys = {
@@ -265,7 +265,7 @@ async def test_reports_that_are_not_signed_by_their_node_are_refused(
 
 
 @pytest.mark.parametrize("forge", [about_another, about_nobody, about_a_store], ids=lambda forge: forge.__name__)
-async def test_a_report_about_another_is_refused_though_it_is_signed(
+async def test_signed_report_about_another_node_is_refused(
     target: Target, forge: Callable[[], WorkerReport | StoreReport]
 ) -> None:
     await publish_as_decode_0(target, forge(), derive_node_key(target.cluster_key, "decode-0"))
@@ -274,7 +274,7 @@ async def test_a_report_about_another_is_refused_though_it_is_signed(
 
 @pytest.mark.parametrize(("user", "password"), [("", ""), ("default", ""), ("gateway", "guess"), ("root", "root")])
 @pytest.mark.parametrize("command", ["PING", "GET key", "FLUSHALL", "CONFIG GET *", "SHUTDOWN NOSAVE"])
-async def test_redis_serves_no_stranger(target: Target, user: str, password: str, command: str) -> None:
+async def test_redis_refuses_wrong_credentials(target: Target, user: str, password: str, command: str) -> None:
     url = target.redis_url(user, password) if user else target.redis_url("x", "x").replace("x:x@", "")
     redis: Any
     async with Redis.from_url(url) as redis:
@@ -285,7 +285,7 @@ async def test_redis_serves_no_stranger(target: Target, user: str, password: str
 @pytest.mark.parametrize(
     "command", ["FLUSHALL", "CONFIG SET maxmemory 1", "KEYS *", "ACL SETUSER x on", "CLIENT KILL TYPE normal"]
 )
-async def test_redis_lets_nobody_administer_it(target: Target, command: str) -> None:
+async def test_redis_refuses_administration(target: Target, command: str) -> None:
     password = broker_password(target.cluster_key, "redis", "gateway")
     redis: Any
     async with Redis.from_url(target.redis_url("gateway", password)) as redis:
@@ -311,7 +311,7 @@ KINDS += [f"of a {caller}" for caller in Caller if caller is not Caller.SCHEDULE
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_certificate_of_another_loads_nothing(tmp_path: Path, kind: str) -> None:
+async def test_certificate_of_another_caller_loads_nothing(tmp_path: Path, kind: str) -> None:
     found = certificates(tmp_path)
     loaded: list[str] = []
 
@@ -338,7 +338,7 @@ async def test_a_certificate_of_another_loads_nothing(tmp_path: Path, kind: str)
 
 
 @pytest.mark.parametrize("role", [Caller.WORKER, Caller.STORE, Caller.GATEWAY, Caller.CLI])
-async def test_who_poses_as_the_scheduler_is_told_nothing(tmp_path: Path, role: Caller) -> None:
+async def test_impostor_of_the_scheduler_learns_nothing(tmp_path: Path, role: Caller) -> None:
     """Another part of the cluster that took over the scheduler's address."""
     ours, asked = Authority(tmp_path), []
 
@@ -361,7 +361,7 @@ async def test_who_poses_as_the_scheduler_is_told_nothing(tmp_path: Path, role: 
 
 @pytest.mark.parametrize("callee", [Caller.WORKER, Caller.STORE])
 @pytest.mark.parametrize("role", [Caller.WORKER, Caller.STORE])
-async def test_the_scheduler_commands_the_part_that_it_means(tmp_path: Path, callee: Caller, role: Caller) -> None:
+async def test_scheduler_checks_the_certificate_of_its_peer(tmp_path: Path, callee: Caller, role: Caller) -> None:
     ours = Authority(tmp_path)
     server = RpcServer("127.0.0.1", tls=Tls(ours.node(role, role)))
     await server.start()
@@ -374,7 +374,7 @@ async def test_the_scheduler_commands_the_part_that_it_means(tmp_path: Path, cal
         await server.stop(0)
 
 
-async def test_after_all_that_the_platform_is_the_one_it_was(target: Target) -> None:
+async def test_platform_is_unchanged_after_the_attacks(target: Target) -> None:
     await publish_as_decode_0(target, about_another(), None)
     assert target.children() == target.pids
     assert target.chat() == target.answer

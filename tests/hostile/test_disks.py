@@ -112,13 +112,13 @@ def assert_disk_is_named(reply: httpx.Response, disk: SmallDisk) -> None:
     assert error["code"] == "disk_full" and str(disk.folder) in error["message"] and "full" in error["message"]
 
 
-def test_a_platform_starts_and_serves_with_100_mb_free(home: SmallHome) -> None:
+def test_platform_serves_with_100_mb_of_disk(home: SmallHome) -> None:
     num_billed_before = home.num_billed()
     assert num_tokens_of(home.call(8)) == 8
     wait_until(lambda: home.num_billed() - num_billed_before == 8, "it is billed")
 
 
-def test_a_disk_filled_to_the_last_byte_under_load_is_named_and_survived(home: SmallHome) -> None:
+def test_full_disk_under_load_is_named_and_survived(home: SmallHome) -> None:
     platform, folder = home.platform, str(home.disk.folder)
     num_billed_before = home.num_billed()
     with home.under_load() as calls:
@@ -146,7 +146,7 @@ def test_a_disk_filled_to_the_last_byte_under_load_is_named_and_survived(home: S
     assert "it is full; requests are refused" in (home.disk.folder / "up.log").read_text()
 
 
-def test_a_gateway_that_starts_on_a_full_disk_refuses_until_there_is_space(home: SmallHome) -> None:
+def test_gateway_on_a_full_disk_refuses_until_space_is_free(home: SmallHome) -> None:
     platform, disk = home.platform, home.disk
     num_billed_before = home.num_billed()
     disk.fill()
@@ -157,7 +157,7 @@ def test_a_gateway_that_starts_on_a_full_disk_refuses_until_there_is_space(home:
     wait_until(lambda: home.num_billed() - num_billed_before == 8, "the one that was answered is billed, no more")
 
 
-def test_an_upload_that_a_full_disk_stops_goes_on_where_it_was(home: SmallHome) -> None:
+def test_upload_stopped_by_a_full_disk_resumes(home: SmallHome) -> None:
     files = {path.name: path.read_bytes() for path in sorted(home.model_folder.iterdir()) if path.is_file()}
     with httpx.Client(base_url=home.platform.http, headers=headers(home.key), timeout=HANG_S) as client:
         declared = [
@@ -190,7 +190,7 @@ def test_an_upload_that_a_full_disk_stops_goes_on_where_it_was(home: SmallHome) 
     assert answers[0] == answers[1]
 
 
-def test_a_platform_stopped_on_a_full_disk_starts_again_with_all_it_had(tmp_path: Path, home: SmallHome) -> None:
+def test_platform_stopped_on_a_full_disk_restarts_complete(tmp_path: Path, home: SmallHome) -> None:
     with small_disk(tmp_path / "home", 100 << 20) as disk:
         with running_platform(disk.folder, OPTIONS) as platform:
             key = platform.tenant("acme")
@@ -210,7 +210,7 @@ def test_a_platform_stopped_on_a_full_disk_starts_again_with_all_it_had(tmp_path
             wait_until(lambda: after.num_billed() == num_tokens, "it is billed")
 
 
-def test_the_history_is_written_again_once_there_is_space(home: SmallHome) -> None:
+def test_history_is_written_again_once_space_is_free(home: SmallHome) -> None:
     """NATS stops storing when a write fails, and begins again only in a new process."""
     nats_before = child_of(home.platform, "nats-server")
     home.disk.fill()

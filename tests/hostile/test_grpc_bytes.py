@@ -53,7 +53,7 @@ def endpoint(platform: Platform) -> Address:
 
 @pytest.mark.parametrize("method", [GENERATE, LIST])
 @pytest.mark.parametrize("key", ["", "Bearer tr-nobody", "Basic abc", "Bearer \x7f\xff"])
-def test_a_key_is_looked_at_before_the_message(method: str, key: str, watch: Watch, endpoint: Address) -> None:
+def test_key_is_checked_before_the_message(method: str, key: str, watch: Watch, endpoint: Address) -> None:
     metadata = [("authorization", key)] if key else []
     with http2_client(f"{endpoint.host}:{endpoint.port}") as client:
         client.greet()
@@ -65,14 +65,14 @@ def test_a_key_is_looked_at_before_the_message(method: str, key: str, watch: Wat
 
 
 @pytest.mark.parametrize("method", [GENERATE, LIST])
-def test_a_message_that_does_not_come_ends_its_call(method: str, watch: Watch, endpoint: Address, mallory: str) -> None:
+def test_missing_message_ends_its_call(method: str, watch: Watch, endpoint: Address, mallory: str) -> None:
     with http2_client(f"{endpoint.host}:{endpoint.port}") as client:
         client.greet()
         client.open_call(1, method, ("authorization", f"Bearer {mallory}"))
         assert b"the message did not arrive within" in client.end_of(1)
 
 
-def test_a_health_check_does_not_wait_for_its_message(watch: Watch, endpoint: Address) -> None:
+def test_health_check_needs_no_message(watch: Watch, endpoint: Address) -> None:
     with http2_client(f"{endpoint.host}:{endpoint.port}") as client:
         client.greet()
         client.open_call(1, CHECK)
@@ -80,7 +80,7 @@ def test_a_health_check_does_not_wait_for_its_message(watch: Watch, endpoint: Ad
 
 
 @pytest.mark.parametrize("method", [WATCH, "/none/None", "/torchrelay.control.v1.Scheduler/Admit", "nonsense"])
-def test_other_methods_end_at_once(method: str, watch: Watch, endpoint: Address) -> None:
+def test_unknown_methods_end(method: str, watch: Watch, endpoint: Address) -> None:
     with http2_client(f"{endpoint.host}:{endpoint.port}") as client:
         client.greet()
         client.open_call(1, method)
@@ -105,7 +105,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_a_broken_connection_ends(case: str, watch: Watch, endpoint: Address) -> None:
+def test_broken_connection_ends(case: str, watch: Watch, endpoint: Address) -> None:
     with crowd(endpoint, 20) as sockets:
         send_all(sockets, ENDS[case])
         await_closed(sockets, len(sockets))
@@ -121,7 +121,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("case", FLOODS)
-def test_fifty_thousand_frames_on_each_of_many_connections(case: str, watch: Watch, endpoint: Address) -> None:
+def test_connections_that_flood_frames_end(case: str, watch: Watch, endpoint: Address) -> None:
     with crowd(endpoint, 20) as sockets:
         send_all(sockets, GREETING + FLOODS[case])
         await_closed(sockets, len(sockets))
@@ -147,7 +147,7 @@ def test_metadata_above_the_limit_is_not_read(num_bytes: int, is_read: bool, wat
 
 
 @pytest.mark.parametrize("acknowledges", [False, True])
-def test_headers_without_end(acknowledges: bool, watch: Watch, endpoint: Address) -> None:
+def test_headers_without_end_end_the_connection(acknowledges: bool, watch: Watch, endpoint: Address) -> None:
     with http2_client(f"{endpoint.host}:{endpoint.port}") as client:
         client.greet()
         if acknowledges:
@@ -158,7 +158,7 @@ def test_headers_without_end(acknowledges: bool, watch: Watch, endpoint: Address
                 client.sock.sendall(frame(CONTINUATION, 0, 1, header_block([("x", "a" * 1000)])))
 
 
-def test_calls_that_are_reset_at_once_end_the_connection(watch: Watch, endpoint: Address) -> None:
+def test_rapid_resets_end_the_connection(watch: Watch, endpoint: Address) -> None:
     with http2_client(f"{endpoint.host}:{endpoint.port}") as client:
         client.greet()
         with pytest.raises(OSError):
@@ -174,14 +174,14 @@ def test_keyless_calls_with_data_end_their_connections(watch: Watch, endpoint: A
         await_closed(sockets, len(sockets))
 
 
-def test_a_call_stays_on_each_of_many_connections(watch: Watch, endpoint: Address, mallory: str) -> None:
+def test_connections_with_unfinished_calls_end(watch: Watch, endpoint: Address, mallory: str) -> None:
     sent = GREETING + b"".join(call(2 * n + 1, GENERATE, ("authorization", f"Bearer {mallory}")) for n in range(20))
     with crowd(endpoint, 100) as sockets:
         send_all(sockets, sent)
         await_closed(sockets, 100)
 
 
-def test_ten_thousand_idle_connections(watch: Watch, endpoint: Address) -> None:
+def test_ten_thousand_idle_connections_end(watch: Watch, endpoint: Address) -> None:
     with crowd(endpoint, 10_000) as sockets:
         await_closed(sockets, 10_000)
 
@@ -198,7 +198,7 @@ def test_random_frames_end_their_connections(watch: Watch, endpoint: Address) ->
         await_closed(sockets, len(sockets))
 
 
-def test_a_message_above_the_limit_is_refused(watch: Watch, platform: Platform, mallory: str) -> None:
+def test_message_above_the_limit_is_refused(watch: Watch, platform: Platform, mallory: str) -> None:
     with grpc.insecure_channel(platform.endpoints["grpc"]) as channel:
         made = pb.GenerateRequest(model="x", prompt="a" * (9 << 20))
         with pytest.raises(grpc.RpcError) as caught:
@@ -207,9 +207,7 @@ def test_a_message_above_the_limit_is_refused(watch: Watch, platform: Platform, 
 
 
 @pytest.mark.parametrize("size", [250_000, 1_000_000])
-def test_many_large_calls_of_one_tenant_keep_no_other_out(
-    size: int, watch: Watch, platform: Platform, mallory: str
-) -> None:
+def test_large_calls_of_a_tenant_leave_others_served(size: int, watch: Watch, platform: Platform, mallory: str) -> None:
     made = pb.GenerateRequest(model="neighbour/none", prompt="a" * size)
     metadata = (("authorization", f"Bearer {mallory}"),)
     with grpc.insecure_channel(platform.endpoints["grpc"]) as channel, ThreadPoolExecutor(150) as threads:

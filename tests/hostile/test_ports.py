@@ -16,7 +16,7 @@ NUM_STARTS = int(os.environ.get("TORCHRELAY_TEST_STARTS", "5"))
 
 
 @pytest.mark.timeout(120 * (NUM_STARTS + 1))
-def test_starts_beside_three_hundred_port_changes_a_second(tmp_path: Path) -> None:
+def test_starts_survive_three_hundred_port_changes_a_second(tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
     assert unshare is not None, "unshare is not installed: run `make setup`"
     module = (sys.executable, "-m", "tests.hostile.port_changes", str(tmp_path), str(NUM_STARTS))

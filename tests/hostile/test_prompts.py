@@ -95,7 +95,7 @@ def check_refused(answers: list[httpx.Response], *statuses: int) -> None:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_pattern_costs_its_own_prompts_only(
+def test_hostile_tokenizer_costs_its_own_prompts_only(
     watch: Watch, platform: Platform, mallory: str, tmp_path: Path, name: str
 ) -> None:
     folder = write_folder(tmp_path / "model")
@@ -109,7 +109,7 @@ def test_a_pattern_costs_its_own_prompts_only(
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_costs_its_own_prompts_only(
+def test_hostile_template_costs_its_own_prompts_only(
     watch: Watch, platform: Platform, mallory: str, tmp_path: Path, name: str
 ) -> None:
     folder = write_folder(tmp_path / "model")
@@ -151,13 +151,13 @@ def nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_prompt_is_bounded(watch: Watch, platform: Platform, mallory: str, glossary: str, name: str) -> None:
+def test_oversized_body_is_refused(watch: Watch, platform: Platform, mallory: str, glossary: str, name: str) -> None:
     make, status = BODIES[name]
     for answer in chats(platform, mallory, glossary, make(), 3):
         assert answer.status_code in (status, 400, 429), answer.text[:500]
         assert answer.json()["error"]["message"] and len(answer.content) < 10_000
 
 
-def test_the_most_choices_at_once_are_served(watch: Watch, platform: Platform, mallory: str, glossary: str) -> None:
+def test_most_choices_at_once_are_served(watch: Watch, platform: Platform, mallory: str, glossary: str) -> None:
     for answer in chats(platform, mallory, glossary, {"n": 16, "max_tokens": 8}, 4):
         assert answer.status_code in (200, 429), answer.text[:500]

@@ -107,7 +107,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_bytes_are_refused(case: str, watch: Watch, rest: Address, mallory: str) -> None:
+async def test_malformed_request_is_refused(case: str, watch: Watch, rest: Address, mallory: str) -> None:
     sent, status = CASES[case]
     async with raw_connection(rest.port, rest.host) as raw:
         try:
@@ -129,7 +129,7 @@ async def _assert_refused(raw: RawConnection, status: int) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n" * 20, b"\n"])
-async def test_silence_is_closed(sent: bytes, watch: Watch, rest: Address) -> None:
+async def test_silent_connection_is_closed(sent: bytes, watch: Watch, rest: Address) -> None:
     async with raw_connection(rest.port, rest.host) as raw:
         await raw.send(sent)
         await raw.wait_closed()
@@ -196,7 +196,7 @@ def await_closed(sockets: list[socket.socket], at_least: int) -> None:
     wait_until(lambda: num_closed(sockets) >= at_least, f"the end of {at_least} of {len(sockets)} connections")
 
 
-def test_ten_thousand_idle_connections(watch: Watch, rest: Address) -> None:
+def test_ten_thousand_idle_connections_end(watch: Watch, rest: Address) -> None:
     with crowd(rest, 10_000) as sockets:
         await_closed(sockets, 10_000)
 
@@ -215,14 +215,14 @@ def test_ten_thousand_idle_connections(watch: Watch, rest: Address) -> None:
     ],
     ids=["long headers", "many headers", "blanks", "long URLs", "bodies", "chunks", "requests ahead", "answers unread"],
 )
-def test_a_thousand_connections_that_send_and_wait(sent: bytes, watch: Watch, rest: Address) -> None:
+def test_connections_that_send_and_wait_are_closed(sent: bytes, watch: Watch, rest: Address) -> None:
     with crowd(rest, 1000) as sockets:
         for _ in range(4):
             send_all(sockets, sent)
         await_closed(sockets, 500)
 
 
-def test_random_bytes(watch: Watch, rest: Address) -> None:
+def test_connections_of_random_bytes_are_closed(watch: Watch, rest: Address) -> None:
     dice = random.Random(7)
     starts = [b"", b"GET / HTTP/1.1\r\n", head("POST", KEYS, transfer_encoding="chunked")]
     for _ in range(10):
@@ -232,7 +232,7 @@ def test_random_bytes(watch: Watch, rest: Address) -> None:
             await_closed(sockets, len(sockets))
 
 
-async def test_a_tenants_bodies_are_bounded_together(watch: Watch, rest: Address, mallory: str) -> None:
+async def test_bodies_of_a_tenant_are_bounded_together(watch: Watch, rest: Address, mallory: str) -> None:
     """Sixty bodies of 8 MiB each, all but their last byte."""
     size = 8 << 20
     async with AsyncExitStack() as stack:
@@ -251,7 +251,7 @@ async def test_a_tenants_bodies_are_bounded_together(watch: Watch, rest: Address
         assert set(statuses) <= {0, 408, 429}
 
 
-def test_a_tenants_open_requests_are_bounded(watch: Watch, rest: Address, mallory: str) -> None:
+def test_open_requests_of_a_tenant_are_bounded(watch: Watch, rest: Address, mallory: str) -> None:
     """A thousand requests whose bodies do not come."""
     with crowd(rest, 1000) as sockets:
         send_all(sockets, head("POST", KEYS, authorization=f"Bearer {mallory}", content_length=9))
@@ -267,7 +267,7 @@ def test_idle_connections_of_a_tenant_give_way_to_new_ones(watch: Watch, rest: A
             assert each.recv(1 << 16).startswith(b"HTTP/1.1 404")
 
 
-def test_readers_that_take_nothing(watch: Watch, rest: Address, mallory: str, glossary: str) -> None:
+def test_streams_that_nobody_reads_end(watch: Watch, rest: Address, mallory: str, glossary: str) -> None:
     """Twenty streams with many bytes, whose client reads none; a hundred would fill the worker that all share."""
     asked = {"model": glossary, "messages": [{"role": "user", "content": "?"}], "stream": True, "max_tokens": 320}
     body = json.dumps({**asked, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}).encode()
@@ -291,7 +291,7 @@ def test_queries_of_a_tenant_are_bounded(path: str, watch: Watch, platform: Plat
     assert set(statuses) <= {200, 429} and statuses.count(200) >= 8
 
 
-def test_a_revoked_keys_open_stream_runs_to_its_end(platform: Platform, victim: str) -> None:
+def test_open_stream_of_a_revoked_key_runs_to_its_end(platform: Platform, victim: str) -> None:
     """Decided: a key is looked at when a request begins. Afterwards it begins none, on no connection."""
     with GatewayClient(platform.http, victim) as owner, httpx.Client(base_url=platform.http) as client:
         made = owner.call("POST", "/v1/keys", json={"name": "leaked"})

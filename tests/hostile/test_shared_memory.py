@@ -12,7 +12,7 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.lab]
 
 
-def test_a_platform_starts_serves_and_recovers_with_24_mib_of_shared_memory(tmp_path: Path) -> None:
+def test_platform_recovers_with_24_mib_of_shared_memory(tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
     assert unshare is not None, "unshare is not installed: run `make setup`"
     module = (sys.executable, "-m", "tests.hostile.small_shared_memory", str(tmp_path), "24")

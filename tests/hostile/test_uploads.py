@@ -80,7 +80,7 @@ def send(platform: Platform, key: str, folder: Path) -> httpx.Response:
 
 
 @pytest.mark.parametrize("name", [*FOLDERS, *SHARDS])
-def test_a_faulty_folder_is_refused_by_file_and_cause(
+def test_faulty_folder_is_refused_by_file_and_cause(
     watch: Watch, platform: Platform, mallory: str, tmp_path: Path, name: str
 ) -> None:
     make, change, file, detail = FOLDERS.get(name) or SHARDS[name]
@@ -93,7 +93,7 @@ def test_a_faulty_folder_is_refused_by_file_and_cause(
     assert detail in error["message"]
 
 
-def test_a_link_in_the_folder_is_sent_as_what_it_points_to(
+def test_link_in_the_folder_is_sent_as_its_target(
     watch: Watch, platform: Platform, mallory: str, tmp_path: Path
 ) -> None:
     folder = write_folder(tmp_path / "model")
@@ -150,7 +150,7 @@ DECLARATIONS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", DECLARATIONS)
-def test_a_faulty_declaration_is_refused_before_a_byte_is_sent(
+def test_faulty_declaration_is_refused_before_any_byte(
     watch: Watch, platform: Platform, mallory: str, name: str
 ) -> None:
     refused = declare(platform, mallory, DECLARATIONS[name])
@@ -159,9 +159,7 @@ def test_a_faulty_declaration_is_refused_before_a_byte_is_sent(
 
 
 @pytest.mark.parametrize("model", ["", "../x", "a/b/c", "neighbour/glossary", "x" * 300, "Ünïcode", None, 5])
-def test_a_model_is_named_plainly_and_by_its_own_tenant(
-    watch: Watch, platform: Platform, mallory: str, model: Any
-) -> None:
+def test_model_name_is_plain_and_of_its_own_tenant(watch: Watch, platform: Platform, mallory: str, model: Any) -> None:
     refused = declare(platform, mallory, SOUND, model)
     assert refused.status_code in (400, 403, 404, 422), refused.text
 
@@ -182,7 +180,7 @@ PUTS: dict[str, tuple[Callable[[Upload], httpx.Response], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", PUTS)
-def test_what_was_not_declared_is_not_taken(watch: Watch, platform: Platform, mallory: str, name: str) -> None:
+def test_undeclared_file_is_refused(watch: Watch, platform: Platform, mallory: str, name: str) -> None:
     call, statuses = PUTS[name]
     upload = Upload.begin(platform, mallory)
     try:
@@ -194,7 +192,7 @@ def test_what_was_not_declared_is_not_taken(watch: Watch, platform: Platform, ma
 
 
 @pytest.mark.parametrize("call", [Upload.commit, Upload.abort, lambda upload, key: upload.put(upload.data, key=key)])
-def test_an_upload_of_another_tenant_is_absent(
+def test_upload_of_another_tenant_is_not_found(
     watch: Watch, platform: Platform, mallory: str, call: Callable[[Upload, str], httpx.Response]
 ) -> None:
     upload = Upload.begin(platform, platform.tenant(f"victim-{id(call)}"))

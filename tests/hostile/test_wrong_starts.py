@@ -62,7 +62,7 @@ def hung_server() -> Iterator[str]:
         (("--remote", "s3:/typo"), "'s3:/typo' is not a valid pack location", "s3://"),
     ],
 )
-def test_up_refuses_in_a_sentence_what_the_machine_cannot_do(
+def test_up_names_options_that_the_machine_cannot_meet(
     tmp_path: Path, options: tuple[str, ...], message: str, hint: str
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -74,7 +74,7 @@ def test_up_refuses_in_a_sentence_what_the_machine_cannot_do(
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "no home is left behind"
 
 
-def test_up_names_a_taken_port_and_what_asks_for_it(tmp_path: Path) -> None:
+def test_up_names_a_taken_port_and_its_setting(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for args, env, setting in (
@@ -99,7 +99,7 @@ def test_up_names_a_taken_port_and_what_asks_for_it(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_up_names_a_file_that_cannot_be_used(tmp_path: Path, env: dict[str, str], message: str) -> None:
+def test_up_names_an_unusable_file(tmp_path: Path, env: dict[str, str], message: str) -> None:
     (tmp_path / "wrong.toml").write_text("log_level = ")
     status, said = ended("torchrelay", "up", cwd=tmp_path, env=env)
     assert status == 1 and message in said and "Traceback" not in said
@@ -118,7 +118,7 @@ def test_up_names_a_file_that_cannot_be_used(tmp_path: Path, env: dict[str, str]
         ("gateway", ("--trace-file", "/absent/traces"), "/absent/traces: No such file or directory"),
     ],
 )
-def test_a_service_refuses_in_a_sentence_what_the_machine_cannot_do(
+def test_service_names_settings_that_the_machine_cannot_meet(
     tmp_path: Path, program: str, args: tuple[str, ...], message: str
 ) -> None:
     keyed = {"worker": ("--worker-id", "w", *KEYED), "param-store": ("--store-id", "s", *KEYED)}.get(program, ())
@@ -128,7 +128,7 @@ def test_a_service_refuses_in_a_sentence_what_the_machine_cannot_do(
     assert len(lines) == 1 and lines[0].startswith(f"torchrelay-{program}: ") and message in lines[0]
 
 
-def test_a_service_names_a_taken_port(tmp_path: Path, nats_url: str) -> None:
+def test_service_names_a_taken_port(tmp_path: Path, nats_url: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         settings = ("--cluster-key", KEY, "--nats-url", nats_url, "--port", port)
@@ -170,7 +170,7 @@ def test_services_name_a_hung_server_that_they_need(tmp_path: Path) -> None:
         ("param-store", ("--store-id", "s", *KEYED, "--arena-bytes", str(32 << 20))),
     ],
 )
-def test_a_service_that_can_serves_without_servers_that_hang(
+def test_service_serves_without_hung_servers_that_it_can_miss(
     tmp_path: Path, program: str, args: tuple[str, ...]
 ) -> None:
     ready = tmp_path / "ready.json"
@@ -187,7 +187,7 @@ def test_a_service_that_can_serves_without_servers_that_hang(
             process.wait()
 
 
-def test_a_misspelt_key_of_the_file_is_named_with_what_is_meant(tmp_path: Path) -> None:
+def test_misspelt_key_of_the_file_gets_a_suggestion(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text("arena_byte = 1\n")
     config = {"TORCHRELAY_CONFIG": "settings.toml"}
     status, said = ended("torchrelay-param-store", "--store-id", "s", *KEYED, cwd=tmp_path, env=config)
@@ -198,7 +198,7 @@ def test_a_misspelt_key_of_the_file_is_named_with_what_is_meant(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("settings", SERVICES, ids=lambda settings: settings.__name__)
-def test_no_service_takes_anothers_setting_for_a_misspelt_one(settings: type[BaseSettings]) -> None:
+def test_settings_of_other_services_are_no_misspellings(settings: type[BaseSettings]) -> None:
     others = {name for each in SERVICES for name in each.model_fields} - settings.model_fields.keys()
     known = settings.model_fields
     assert {name: misspelt(name, known) for name in others if misspelt(name, known)} == {}

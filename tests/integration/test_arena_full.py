@@ -38,7 +38,7 @@ def uploaded(platform: Platform, key: str, folder: Path, name: str, num_layers: 
     return platform.upload(key, checkpoint, name)
 
 
-def test_a_request_waits_while_everything_in_the_arena_is_pinned(platform: Platform, key: str, tmp_path: Path) -> None:
+def test_request_waits_while_the_arena_is_pinned(platform: Platform, key: str, tmp_path: Path) -> None:
     first, second = (uploaded(platform, key, tmp_path, name, 4, seed) for seed, name in enumerate(("one", "two")))
     options: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
     alone = complete(platform, key, second, PROMPT, **options)["choices"][0]["token_ids"]
@@ -53,7 +53,7 @@ def test_a_request_waits_while_everything_in_the_arena_is_pinned(platform: Platf
     assert len(complete(platform, key, first, PROMPT, **options)["choices"][0]["token_ids"]) == 8
 
 
-def test_a_model_that_no_arena_can_hold_is_told(platform: Platform, key: str, tmp_path: Path) -> None:
+def test_model_larger_than_every_arena_is_refused(platform: Platform, key: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "large", "llama", num_hidden_layers=8, **WIDE)
     with pytest.raises(Exception, match="largest slot"):
         platform.upload(key, checkpoint, "large")

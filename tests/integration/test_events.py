@@ -48,7 +48,7 @@ async def following(address: str) -> AsyncIterator[asyncio.StreamReader]:
 
 
 @pytest.mark.timeout(90)
-async def test_a_relays_events_appear_at_the_command_line(
+async def test_relay_events_are_printed_by_the_cli(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription], nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote, description = published

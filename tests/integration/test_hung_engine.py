@@ -71,7 +71,7 @@ def await_file(path: Path, process: subprocess.Popen[bytes]) -> None:
     assert process.poll() is None, "the worker ended"
 
 
-def test_a_worker_whose_engine_hangs_ends_and_says_where(tmp_path: Path, nats_url: str) -> None:
+def test_hung_engine_ends_its_worker_with_a_traceback(tmp_path: Path, nats_url: str) -> None:
     with running(tmp_path, nats_url, hang_s=600) as process:
         assert process.wait(HANG_S) == 1
     log = (tmp_path / "log").read_text()
@@ -79,13 +79,13 @@ def test_a_worker_whose_engine_hangs_ends_and_says_where(tmp_path: Path, nats_ur
     assert 'File "<string>"' in log and "most recent call first" in log and "_run_commands" in log
 
 
-def test_with_its_watchdog_off_it_is_only_unhealthy(tmp_path: Path, nats_url: str) -> None:
+def test_hung_engine_without_a_watchdog_keeps_its_worker(tmp_path: Path, nats_url: str) -> None:
     with running(tmp_path, nats_url, hang_s=3, **{"watchdog-s": "0"}) as process:
         await_file(tmp_path / "begun.ended", process)
         assert process.poll() is None
 
 
-def test_a_worker_that_was_paused_as_a_whole_goes_on(tmp_path: Path, nats_url: str) -> None:
+def test_paused_worker_resumes(tmp_path: Path, nats_url: str) -> None:
     with running(tmp_path, nats_url, hang_s=1, **{"engine-stall-s": "2"}) as process:
         await_file(tmp_path / "begun", process)
         os.kill(process.pid, signal.SIGSTOP)

@@ -40,7 +40,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_service_imports_no_other_service(service: str) -> None:
+def test_service_imports_no_other_service(service: str) -> None:
     others = tuple(f"torchrelay.{other}" for other in (*SERVICES, "cli") if other != service)
     source = ROOT / "services" / service.replace("_", "-") / "src"
     files = sorted(source.rglob("*.py"))
@@ -133,7 +133,7 @@ def environment(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str
     ],
     indirect=["environment"],
 )
-def test_a_service_starts_in_an_environment_with_nothing_but_its_own_requirements(
+def test_service_starts_with_its_own_requirements_only(
     environment: dict[str, str], module: str, settings: dict[str, str], tmp_path: Path, nats_url: str, redis_url: str
 ) -> None:
     ready = tmp_path / "ready.json"

@@ -77,7 +77,7 @@ async def started(scene: RolesTestbed, worker: RunningWorker) -> bool:
     return worker.worker.slot.state == LOADING
 
 
-async def test_a_request_waits_in_the_engine_for_the_layers(tmp_path: Path, model: Model, nats_url: str) -> None:
+async def test_request_waits_in_the_engine_for_layers(tmp_path: Path, model: Model, nats_url: str) -> None:
     async with loading(tmp_path, model, nats_url) as (scene, pack):
         request = await scene.send(scene.request(PROMPT))
         assert await started(scene, scene.prefill)
@@ -89,9 +89,7 @@ async def test_a_request_waits_in_the_engine_for_the_layers(tmp_path: Path, mode
         await scene.assert_idle()
 
 
-async def test_who_watches_the_slot_hears_of_each_layer_that_arrives(
-    tmp_path: Path, model: Model, nats_url: str
-) -> None:
+async def test_slot_reports_each_layer_that_arrives(tmp_path: Path, model: Model, nats_url: str) -> None:
     """The scheduler predicts by them what is left of a load; it reported of none before the last."""
     async with loading(tmp_path, model, nats_url) as (scene, pack):
         slot, manifest = scene.prefill.worker.slot, model.pack.manifest
@@ -115,9 +113,7 @@ async def test_who_watches_the_slot_hears_of_each_layer_that_arrives(
         await scene.prefill.until_ready()
 
 
-async def test_an_unload_amid_the_load_drains_and_never_becomes_ready(
-    tmp_path: Path, model: Model, nats_url: str
-) -> None:
+async def test_unload_during_a_load_drains_without_becoming_ready(tmp_path: Path, model: Model, nats_url: str) -> None:
     async with loading(tmp_path, model, nats_url) as (scene, pack):
         worker = scene.prefill.worker
         request = await scene.send(scene.request(PROMPT, max_tokens=200))
@@ -142,7 +138,7 @@ def is_of_an_arena(address: int) -> bool:
 
 
 @pytest.mark.parametrize("cut", ["unload", "holder dies"])
-async def test_a_cut_load_fails_its_requests_closes_the_mapping_and_frees_the_slot(
+async def test_failed_load_fails_its_requests_and_frees_the_slot(
     tmp_path: Path, model: Model, nats_url: str, cut: str
 ) -> None:
     async with loading(tmp_path, model, nats_url) as (scene, pack):
@@ -173,7 +169,7 @@ async def test_a_cut_load_fails_its_requests_closes_the_mapping_and_frees_the_sl
         assert worker.engine.instance is None
 
 
-async def test_a_kernel_that_breaks_gives_the_slot_back_with_the_reason(
+async def test_broken_kernel_frees_the_slot_with_the_reason(
     tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with loading(tmp_path, model, nats_url) as (scene, pack):
@@ -212,9 +208,7 @@ class LosableHold(ParamStoreServicer):
         hold.cancel()
 
 
-async def test_who_lost_its_hold_waits_for_no_relay_to_learn_that_the_pack_is_gone(
-    tmp_path: Path, model: Model, nats_url: str
-) -> None:
+async def test_lost_hold_reports_a_missing_pack_without_a_relay(tmp_path: Path, model: Model, nats_url: str) -> None:
     """While it waited it would compute with the bytes of another pack."""
     pack = GatedPack(model)
     pack.let_all()

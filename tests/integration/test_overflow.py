@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
-async def test_an_attempt_whose_logits_overflow_ends_with_the_cause(tmp_path: Path, nats_url: str, apart: bool) -> None:
+async def test_overflowing_logits_end_the_attempt_with_the_cause(tmp_path: Path, nats_url: str, apart: bool) -> None:
     model = Model(make_overflowing_checkpoint(tmp_path / "model"))
     known = {prompt: _alone(model, prompt) for prompt in (prompt_of(9 + salt, salt) for salt in range(40))}
     at_once = [prompt for prompt, (tokens, _) in known.items() if not tokens][:3]

@@ -108,7 +108,7 @@ def retained_on(view: scheduler_pb2.ClusterView, pack_id: str) -> set[str]:
     }
 
 
-async def test_a_used_model_is_kept_in_two_racks_and_a_lost_copy_is_rebuilt(
+async def test_used_model_keeps_copies_in_two_racks(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription], nats_url: str
 ) -> None:
     remote, description = published

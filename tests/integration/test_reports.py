@@ -28,9 +28,7 @@ from torchrelay.worker.attempts.outbox import Outbox
 from torchrelay.worker.reporter import Reporter
 
 
-async def test_a_worker_is_active_for_requests_that_come_and_go_and_says_the_same_while_it_is_idle(
-    tmp_path: Path, nats_url: str
-) -> None:
+async def test_worker_activity_follows_its_requests(tmp_path: Path, nats_url: str) -> None:
     async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as one:
         reporter = Reporter(one.worker, "127.0.0.1:1")
         idle, first, second = reporter.activity(), reporter.report(), reporter.report()
@@ -50,7 +48,7 @@ async def test_a_worker_is_active_for_requests_that_come_and_go_and_says_the_sam
         assert reporter.activity() == idle
 
 
-async def test_a_worker_is_active_while_one_prompt_follows_another(tmp_path: Path, nats_url: str) -> None:
+async def test_worker_is_active_between_consecutive_prompts(tmp_path: Path, nats_url: str) -> None:
     """As many as before, but what is said to wait has been computed, and the scheduler adds what came since."""
     async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as one:
         reporter, role = Reporter(one.worker, "127.0.0.1:1"), one.worker.role(ROLE_PREFILL)
@@ -68,7 +66,7 @@ async def test_a_worker_is_active_while_one_prompt_follows_another(tmp_path: Pat
         role.forget(second)
 
 
-async def test_the_streams_of_worker_and_store_carry_beats_if_they_are_asked_for(tmp_path: Path, nats_url: str) -> None:
+async def test_report_streams_carry_beats_on_demand(tmp_path: Path, nats_url: str) -> None:
     async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as one:
         address = (await store.report()).grpc_address
         store_token = every_token(CLUSTER_KEY, store.store_id)
@@ -89,9 +87,7 @@ async def test_the_streams_of_worker_and_store_carry_beats_if_they_are_asked_for
             assert report.store_id == beat.store_id
 
 
-async def test_a_scheduler_that_is_no_longer_the_newest_learns_it_from_its_streams_and_loses_them(
-    tmp_path: Path, nats_url: str
-) -> None:
+async def test_old_scheduler_loses_its_report_streams(tmp_path: Path, nats_url: str) -> None:
     """It commands nothing, and the broker may be away."""
     async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as one:
         address, store_token = (await store.report()).grpc_address, every_token(CLUSTER_KEY, store.store_id)

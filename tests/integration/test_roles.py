@@ -39,7 +39,7 @@ def scene_of(tmp_path: Path, published: tuple[Path, param_store_pb2.VersionDescr
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
-async def test_the_tokens_are_the_reference_s_and_nothing_is_left(scene_of: Make, model: Model, apart: bool) -> None:
+async def test_tokens_equal_the_reference_and_nothing_is_left(scene_of: Make, model: Model, apart: bool) -> None:
     async with scene_of(apart=apart) as scene:
         prompts = [prompt_of(length, salt) for salt, length in enumerate((1, 33, 64, 150))]
         requests = [await scene.send(scene.request(prompt)) for prompt in prompts]
@@ -54,7 +54,7 @@ async def test_the_tokens_are_the_reference_s_and_nothing_is_left(scene_of: Make
 
 
 @pytest.mark.parametrize("reached", [True, False], ids=["same host", "folders apart"])
-async def test_kv_goes_by_shared_memory_where_it_can_and_else_by_the_network(
+async def test_kv_uses_shared_memory_on_a_host_and_tcp_otherwise(
     scene_of: Make, model: Model, reached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met: list[object] = []
@@ -80,9 +80,7 @@ async def test_kv_goes_by_shared_memory_where_it_can_and_else_by_the_network(
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
-async def test_a_choice_that_ends_with_its_first_token_is_never_decoded(
-    scene_of: Make, model: Model, apart: bool
-) -> None:
+async def test_choice_that_ends_with_its_first_token_is_not_decoded(scene_of: Make, model: Model, apart: bool) -> None:
     first = model.expected(PROMPT)[0]
     async with scene_of(apart=apart) as scene:
         for sampling, finish in (
@@ -97,7 +95,7 @@ async def test_a_choice_that_ends_with_its_first_token_is_never_decoded(
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
-async def test_a_stop_string_that_begins_with_the_first_token_ends_a_cold_request(
+async def test_stop_string_from_the_first_token_ends_a_cold_request(
     scene_of: Make, model: Model, monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
     """The decode role must have its checker before the first token reaches it, tokenizer still unread or not."""
@@ -118,7 +116,7 @@ async def test_a_stop_string_that_begins_with_the_first_token_ends_a_cold_reques
         await scene.assert_idle()
 
 
-async def test_three_choices_with_stop_strings_each_end_for_themselves(scene_of: Make, model: Model) -> None:
+async def test_choices_with_stop_strings_end_independently(scene_of: Make, model: Model) -> None:
     async with scene_of() as scene:
         sample = partial(scene.request, PROMPT, num_choices=3, temperature=1.5, seed=7, max_tokens=40)
         free = await scene.send(sample())
@@ -138,7 +136,7 @@ async def test_three_choices_with_stop_strings_each_end_for_themselves(scene_of:
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
-async def test_what_is_computed_of_a_long_prompt_is_told_while_it_is_computed(scene_of: Make, apart: bool) -> None:
+async def test_progress_of_a_long_prompt_is_reported(scene_of: Make, apart: bool) -> None:
     """The gateway bills it if its client leaves, the sweep if the gateway dies; a dropped stream is both here."""
     async with scene_of(apart=apart) as scene:
         worker = scene.prefill.worker
@@ -161,7 +159,7 @@ async def test_what_is_computed_of_a_long_prompt_is_told_while_it_is_computed(sc
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
-async def test_a_token_that_the_tokenizer_panics_at_ends_its_request_with_the_cause(
+async def test_tokenizer_panic_ends_the_request_with_the_cause(
     scene_of: Make, model: Model, monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
     """Only requests with stop strings need the tokenizer; tokens before the fault are delivered, nothing is left."""
@@ -188,7 +186,7 @@ async def test_a_token_that_the_tokenizer_panics_at_ends_its_request_with_the_ca
         await scene.assert_idle()
 
 
-async def test_a_cancel_at_any_moment_leaves_all_pages_free(scene_of: Make, model: Model) -> None:
+async def test_cancel_at_any_moment_frees_all_pages(scene_of: Make, model: Model) -> None:
     moments = random.Random(5)
     async with scene_of(decode_pool_bytes=1 << 20) as scene:
         requests = []
@@ -210,7 +208,7 @@ async def test_a_cancel_at_any_moment_leaves_all_pages_free(scene_of: Make, mode
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
-async def test_a_cancel_right_behind_the_start_leaves_nothing(scene_of: Make, apart: bool) -> None:
+async def test_cancel_right_after_the_start_leaves_nothing(scene_of: Make, apart: bool) -> None:
     async with scene_of(apart=apart, start_timeout_s=1.0) as scene:
         prefill, decode = scene.streams
         for order in (0, 1, 2):
@@ -227,7 +225,7 @@ async def test_a_cancel_right_behind_the_start_leaves_nothing(scene_of: Make, ap
         await scene.assert_idle()
 
 
-async def test_one_gateway_s_end_leaves_the_other_s_attempts_alone(scene_of: Make, model: Model) -> None:
+async def test_end_of_a_gateway_leaves_other_attempts(scene_of: Make, model: Model) -> None:
     async with scene_of() as scene:
         others = await scene.connect("gw-2")
         mine = await scene.send(scene.request(PROMPT, max_tokens=300))
@@ -240,7 +238,7 @@ async def test_one_gateway_s_end_leaves_the_other_s_attempts_alone(scene_of: Mak
         await scene.assert_idle()
 
 
-async def test_a_decode_worker_that_refuses_is_not_called_lost(scene_of: Make) -> None:
+async def test_refusing_decode_worker_is_not_reported_lost(scene_of: Make) -> None:
     async with scene_of() as scene:
         request = scene.request(PROMPT)
         await scene.decode.unload()
@@ -253,7 +251,7 @@ async def test_a_decode_worker_that_refuses_is_not_called_lost(scene_of: Make) -
         await scene.prefill.assert_idle()
 
 
-async def test_a_prefill_worker_that_leaves_is_reported_by_the_decode_worker(scene_of: Make) -> None:
+async def test_lost_prefill_worker_is_reported_by_the_decode_worker(scene_of: Make) -> None:
     async with scene_of() as scene:
         request = await scene.send(scene.request(prompt_of(400), max_tokens=20))
         await eventually(lambda: scene.decode.worker.roles[1].num_kv_transfers > 0)
@@ -291,9 +289,7 @@ async def test_hung_prefill_worker_is_reported_by_the_decode_worker(scene_of: Ma
 
 
 @pytest.mark.parametrize("role", [PREFILL, DECODE])
-async def test_a_stream_carries_beats_from_its_begin_whether_the_engine_works_or_rests(
-    scene_of: Make, role: types_pb2.Role.ValueType
-) -> None:
+async def test_run_stream_carries_beats_from_its_start(scene_of: Make, role: types_pb2.Role.ValueType) -> None:
     async with scene_of() as scene, open_channel(scene.prefill.address, token=scene.prefill.token) as channel:
         call: Any = (PrefillStub if role == PREFILL else DecodeStub)(channel).Run()
         await call.write(pb.RunCommand(hello=pb.RunHello(gateway_id="gw-2", beat_every_s=0.1)))
@@ -326,19 +322,19 @@ async def assert_deadline_ends_an_attempt(scene: RolesTestbed) -> None:
     assert 0 < len(request.tokens()) < 400
 
 
-async def test_the_deadline_ends_an_attempt_in_both_roles(scene_of: Make) -> None:
+async def test_deadline_ends_an_attempt_in_both_roles(scene_of: Make) -> None:
     async with scene_of() as scene:
         await assert_deadline_ends_an_attempt(scene)
 
 
-async def test_the_engine_keeps_the_deadline_by_itself(scene_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_enforces_the_deadline_alone(scene_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """However late the event loop's own timer is."""
     monkeypatch.setattr(WorkerRole, "watch_deadline", lambda role, attempt: None)
     async with scene_of() as scene:
         await assert_deadline_ends_an_attempt(scene)
 
 
-async def test_a_request_waiting_for_pages_runs_when_any_attempt_frees_them(scene_of: Make, model: Model) -> None:
+async def test_request_waiting_for_pages_runs_once_they_are_free(scene_of: Make, model: Model) -> None:
     """Pages of a group that only prefills here come free without any decode attempt ending."""
     async with scene_of(decode_pool_bytes=1 << 20) as scene:
         requests = [await scene.send(scene.request(prompt_of(60, salt), max_tokens=300)) for salt in range(5)]
@@ -348,7 +344,7 @@ async def test_a_request_waiting_for_pages_runs_when_any_attempt_frees_them(scen
         await scene.assert_idle()
 
 
-async def test_an_unexpected_error_in_one_start_fails_that_attempt_alone(
+async def test_unexpected_error_in_a_start_fails_its_attempt_alone(
     scene_of: Make, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with scene_of() as scene:
@@ -368,7 +364,7 @@ async def test_an_unexpected_error_in_one_start_fails_that_attempt_alone(
         await scene.assert_idle()
 
 
-async def test_shutting_down_does_not_wait_for_what_still_runs(scene_of: Make) -> None:
+async def test_shutdown_ends_running_attempts(scene_of: Make) -> None:
     async with asyncio.timeout(HANG_S), scene_of(decode_pool_bytes=1 << 20, start_timeout_s=600.0) as scene:
         for salt in range(8):
             await scene.send(scene.request(prompt_of(60, salt), max_tokens=400))

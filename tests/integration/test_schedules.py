@@ -18,7 +18,7 @@ from torchrelay.scheduler.service.converters import model_from_proto
 BEFORE = datetime(2026, 11, 25, 6, 59, 0, tzinfo=UTC).timestamp()  # a Wednesday, 07:59 in Berlin
 
 
-async def test_a_schedule_set_over_rest_is_loaded_by_its_begin_and_given_back_after_its_end(rig: RestRig) -> None:  # noqa: F811
+async def test_schedule_set_over_rest_loads_and_releases_instances(rig: RestRig) -> None:  # noqa: F811
     await published(rig.acme)
     settings = {"schedule": ["mon-fri 08:00-09:00 Europe/Berlin = 2"], "idle_timeout_s": 30}
     assert (await rig.admin.patch("/v1/models/acme/glossary", json=settings)).status_code == 200

@@ -126,7 +126,7 @@ async def chat(rig: TokenPathRig, model: str) -> None:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_a_neighbour_goes_on_chatting(make_rig: MakeRig, name: str) -> None:  # noqa: F811
+async def test_neighbour_is_answered_during_an_attack(make_rig: MakeRig, name: str) -> None:  # noqa: F811
     attack = ATTACKS[name]
     rig = await make_rig(max_body_bytes=32 << 20)
     rig.ports.principals[NEIGHBOUR_KEY] = NEIGHBOUR

@@ -14,7 +14,7 @@ from torchrelay.common.net.probes import GrpcProbe
 from torchrelay.common.net.rpc.channels import open_channel
 
 
-async def test_a_worker_whose_engine_hangs_says_so_until_it_goes_on(tmp_path: Path, nats_url: str) -> None:
+async def test_hung_engine_is_unhealthy_until_it_resumes(tmp_path: Path, nats_url: str) -> None:
     async with (
         running_store(tmp_path) as store,
         running_test_worker(nats_url, store) as one,

@@ -70,7 +70,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     assert not any(Path("/run/netns", namespace).exists() for namespace in lab.namespaces)
 
 
-def test_three_hosts_are_filled_by_a_chain_that_takes_one_pack_from_the_source(scene: Scene) -> None:
+def test_chain_fills_three_hosts_with_a_single_read_of_the_source(scene: Scene) -> None:
     scene.operator.keep_copies_on(["source"], scene.model.pack_id)
     before = scene.lab["source"].bytes_out()
     copies = scene.wake_all()
@@ -87,7 +87,7 @@ def test_three_hosts_are_filled_by_a_chain_that_takes_one_pack_from_the_source(s
     assert copies[chain[3]].relay_first_unix_us < copies[chain[1]].relay_end_unix_us
 
 
-def test_bytes_damaged_at_rest_come_anew_from_another_host(scene: Scene) -> None:
+def test_bytes_damaged_at_rest_are_fetched_from_another_host(scene: Scene) -> None:
     operator, pack_id, store = scene.operator, scene.model.pack_id, scene.cluster.stores["h1"]
     operator.keep_copies_on(["source", "h1"], pack_id)
     place = operator.place_of("h1", pack_id)
@@ -104,7 +104,7 @@ def test_bytes_damaged_at_rest_come_anew_from_another_host(scene: Scene) -> None
     operator.await_zero()
 
 
-def test_a_holders_damaged_bytes_reach_nobody(scene: Scene) -> None:
+def test_damaged_bytes_of_a_holder_are_not_spread(scene: Scene) -> None:
     """Whether the planner uses that holder is not checked."""
     operator, pack_id = scene.operator, scene.model.pack_id
     operator.keep_copies_on(["source", "h1"], pack_id)

@@ -13,7 +13,7 @@ from tests.lab.reaper import pids_in
 pytestmark = pytest.mark.lab
 
 
-def test_a_cluster_that_fails_to_begin_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+def test_cluster_that_fails_to_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     with Lab(HOSTS) as lab:
         cluster = Cluster(lab, tmp_path, IDLE_TIMEOUT_S="-1")
         with pytest.raises(AssertionError, match=r"(?s)scheduler did not come up.*idle_timeout_s"), cluster:

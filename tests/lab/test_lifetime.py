@@ -41,7 +41,7 @@ def machine_links() -> set[str]:
     return {entry.name for entry in Path("/sys/class/net").iterdir()}
 
 
-def test_processes_run_on_their_host_and_die_with_the_lab() -> None:
+def test_processes_run_on_their_host_and_end_with_the_lab() -> None:
     links = machine_links()
     with Lab(["h1", "h2"], rate_mbit=100) as lab:
         assert remaining(lab.namespaces) == list(lab.namespaces)
@@ -59,14 +59,14 @@ def test_processes_run_on_their_host_and_die_with_the_lab() -> None:
     assert machine_links() == links
 
 
-def test_a_process_can_be_killed_by_its_pid() -> None:
+def test_process_is_killed_by_its_pid() -> None:
     with Lab(["h1"]) as lab:
         process = lab["h1"].spawn(["sleep", "300"])
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=HANG_S) == -signal.SIGTERM
 
 
-def test_run_gives_the_output_or_says_what_failed() -> None:
+def test_run_returns_the_output_or_names_the_failure() -> None:
     with Lab(["h1"]) as lab:
         assert lab["h1"].address in lab["h1"].run(["ip", "address", "show"]).stdout
         assert lab["h1"].run(["false"], check=False).returncode == 1
@@ -74,7 +74,7 @@ def test_run_gives_the_output_or_says_what_failed() -> None:
             lab["h1"].run(["sh", "-c", "echo oh >&2; exit 3"])
 
 
-def test_an_exception_leaves_nothing() -> None:
+def test_exception_in_a_lab_leaves_nothing() -> None:
     with pytest.raises(KeyError), Lab(["h1"]) as lab:
         process = lab["h1"].spawn(["sleep", "300"])
         lab["no-such-host"]
@@ -82,14 +82,14 @@ def test_an_exception_leaves_nothing() -> None:
     assert remaining(lab.namespaces) == []
 
 
-def test_a_lab_that_fails_to_begin_leaves_nothing() -> None:
+def test_lab_that_fails_to_start_leaves_nothing() -> None:
     lab = Lab(["h1", "h2"], rate_mbit=-1)
     with pytest.raises(ValueError, match="above 0"), lab:
         pass
     assert remaining(lab.namespaces) == []
 
 
-def test_a_killed_owner_leaves_nothing() -> None:
+def test_killed_owner_of_a_lab_leaves_nothing() -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", _OWNER], cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -120,6 +120,6 @@ def test_lab_without_iproute_names_the_fix(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.parametrize("hosts", [[], ["h1", "h1"], ["H1"], ["-h"], ["a/b"], ["switch ns"]])
-def test_names_of_hosts_are_checked(hosts: list[str]) -> None:
+def test_host_names_are_checked(hosts: list[str]) -> None:
     with pytest.raises(ValueError, match="host"):
         Lab(hosts)

@@ -69,7 +69,7 @@ def best_rate_mbit(source: Host, target: Host, num_bytes: int, at_least: float) 
     return best
 
 
-def test_every_host_reaches_every_other_at_its_own_address(lab: Lab) -> None:
+def test_hosts_reach_each_other_by_address(lab: Lab) -> None:
     assert len({host.address for host in lab}) == 3
     for source in lab:
         for target in lab:
@@ -79,7 +79,7 @@ def test_every_host_reaches_every_other_at_its_own_address(lab: Lab) -> None:
                 assert receiver.recv(5) == b"hello"
 
 
-def test_labs_at_once_do_not_meet(lab: Lab) -> None:
+def test_concurrent_labs_are_isolated(lab: Lab) -> None:
     with Lab(["h1"]) as other, lab["control"].inside():
         listener = socket.create_server((lab["control"].address, 0))
         with listener, other["h1"].inside(), pytest.raises(OSError):
@@ -87,12 +87,12 @@ def test_labs_at_once_do_not_meet(lab: Lab) -> None:
             socket.create_connection(listener.getsockname(), timeout=1)
 
 
-def test_both_directions_are_held_to_the_rate(lab: Lab) -> None:
+def test_link_is_held_to_its_rate(lab: Lab) -> None:
     assert best_rate_mbit(lab["h1"], lab["h2"], 6 * _MEGABYTE, 0.8 * _RATE_MBIT) < 1.05 * _RATE_MBIT
 
 
 @pytest.mark.parametrize("direction", ["outgoing_mbit", "incoming_mbit"])
-def test_a_direction_takes_a_new_rate_and_leaves_the_other(lab: Lab, direction: str) -> None:
+def test_new_rate_of_a_direction_leaves_the_other(lab: Lab, direction: str) -> None:
     slowed = lab["h1"]
     there, back = (slowed, lab["h2"]) if direction == "outgoing_mbit" else (lab["h2"], slowed)
     slowed.set_rate(**{direction: _RATE_MBIT / 4})
@@ -112,7 +112,7 @@ def test_links_without_a_rate_are_fast() -> None:
         assert best_rate_mbit(free["h1"], free["h2"], 20 * _MEGABYTE, 2 * _RATE_MBIT)
 
 
-def test_counters_count_what_crosses_the_link(lab: Lab) -> None:
+def test_counters_equal_the_bytes_on_the_link(lab: Lab) -> None:
     out, into, idle = lab["h1"].bytes_out(), lab["h2"].bytes_in(), lab["control"].bytes_in()
     transfer_s(lab["h1"], lab["h2"], _MEGABYTE)
     assert 1.0 <= (lab["h1"].bytes_out() - out) / _MEGABYTE < 1.1
@@ -140,6 +140,6 @@ def test_cut_link_is_silent_until_restored(lab: Lab) -> None:
         assert receiver.recv(64) == b"lost, sent again"
 
 
-def test_a_rate_is_above_nothing(lab: Lab) -> None:
+def test_rate_of_zero_is_refused(lab: Lab) -> None:
     with pytest.raises(ValueError, match="cut"):
         lab["h1"].set_rate(outgoing_mbit=0)

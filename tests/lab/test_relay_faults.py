@@ -95,7 +95,7 @@ def scene(stores_in_lab: tuple[Lab, Stores]) -> Iterator[Scene]:
     pack.path.unlink()
 
 
-def test_a_killed_middle_store_costs_the_others_nothing_but_time(scene: Scene) -> None:
+def test_killed_middle_store_costs_others_no_bytes(scene: Scene) -> None:
     received = {name: scene.lab[name].bytes_in() for name in ("h1", "h3")}
     scene.begin_chain()
     scene.await_half("h2")
@@ -108,7 +108,7 @@ def test_a_killed_middle_store_costs_the_others_nothing_but_time(scene: Scene) -
     scene.assert_right_bytes(["h2"])
 
 
-def test_a_silent_link_is_gone_around_and_its_host_carries_on_when_it_speaks_again(scene: Scene) -> None:
+def test_silent_link_is_bypassed_and_its_host_resumes(scene: Scene) -> None:
     before = scene.lab["h3"].bytes_in()
     scene.begin_chain()
     scene.await_half("h2")
@@ -122,7 +122,7 @@ def test_a_silent_link_is_gone_around_and_its_host_carries_on_when_it_speaks_aga
     scene.assert_right_bytes(["h2"])
 
 
-def test_a_slow_link_does_not_change_a_byte(scene: Scene) -> None:
+def test_slow_link_changes_no_byte(scene: Scene) -> None:
     scene.begin_chain()
     scene.await_half("h2")
     scene.lab["h2"].set_rate(outgoing_mbit=_RATE_MBIT / 8)
@@ -132,7 +132,7 @@ def test_a_slow_link_does_not_change_a_byte(scene: Scene) -> None:
         scene.lab["h2"].set_rate(outgoing_mbit=_RATE_MBIT)
 
 
-def test_two_sources_share_a_pack_and_the_other_brings_what_a_killed_one_does_not(scene: Scene) -> None:
+def test_second_source_completes_a_pack_when_the_first_is_killed(scene: Scene) -> None:
     scene.begin("h1", [_SOURCE])
     scene.stores.await_whole(["h1"], scene.pack)
     before = scene.lab["h2"].bytes_in()
@@ -146,7 +146,7 @@ def test_two_sources_share_a_pack_and_the_other_brings_what_a_killed_one_does_no
     scene.stores.restart("h1", keep_arena=False)
 
 
-def test_flipped_bytes_in_one_holders_memory_come_from_another(scene: Scene) -> None:
+def test_flipped_bytes_of_a_holder_come_from_another(scene: Scene) -> None:
     scene.begin("h1", [_SOURCE])
     scene.stores.await_whole(["h1"], scene.pack)
     with scene.stores.held("h1", scene.pack) as hold:
@@ -168,11 +168,11 @@ class TestTickets:
         with scene.lab["h1"].inside():
             return fetch_head(source, Receiver(receiver, derive_node_key(scene.stores.cluster_key, "h1")))
 
-    def test_the_right_one_is_good_again_and_again(self, scene: Scene) -> None:
+    def test_valid_ticket_is_accepted_repeatedly(self, scene: Scene) -> None:
         ticket = scene.stores.ticket(scene.pack, _SOURCE, "h1")
         assert [pack_id_of(self.head(scene, ticket)) for _ in range(2)] == [scene.pack.pack_id] * 2
 
-    def test_a_wrong_one_is_refused(self, scene: Scene) -> None:
+    def test_wrong_ticket_is_refused(self, scene: Scene) -> None:
         other_holder = scene.stores.ticket(scene.pack, "h2", "h1")
         with pytest.raises(WrongHolder):
             self.head(scene, other_holder)
@@ -181,16 +181,16 @@ class TestTickets:
         with pytest.raises(TicketRefused):
             self.head(scene, changed)
 
-    def test_an_expired_one_is_refused(self, scene: Scene) -> None:
+    def test_expired_ticket_is_refused(self, scene: Scene) -> None:
         with pytest.raises(TicketExpired):
             self.head(scene, scene.stores.ticket(scene.pack, _SOURCE, "h1", valid_s=-1))
 
     @pytest.mark.parametrize("claimed", ["h1", "h2"])
-    def test_a_stolen_one_is_refused(self, scene: Scene, claimed: str) -> None:
+    def test_stolen_ticket_is_refused(self, scene: Scene, claimed: str) -> None:
         with pytest.raises(WrongReceiver):
             self.head(scene, scene.stores.ticket(scene.pack, _SOURCE, "h2"), receiver=claimed)
 
-    def test_a_relay_with_a_refused_ticket_uses_the_next_source(self, scene: Scene) -> None:
+    def test_relay_with_a_refused_ticket_uses_the_next_source(self, scene: Scene) -> None:
         stores = scene.stores
         expired = stores.source(scene.pack, _SOURCE, "h1")
         expired.ticket.CopyFrom(stores.ticket(scene.pack, _SOURCE, "h1", valid_s=-1))
@@ -202,7 +202,7 @@ class TestTickets:
         scene.assert_right_bytes(["h1"])
 
 
-def test_a_store_restarted_while_it_is_filled_goes_on_under_its_reader(scene: Scene) -> None:
+def test_store_restarted_during_a_fill_resumes_under_its_reader(scene: Scene) -> None:
     scene.begin("h1", [_SOURCE])
     with closing(scene.slab("h1")) as reader:  # a worker's view, which outlives the store
         scene.await_half("h1")
@@ -217,7 +217,7 @@ def test_a_store_restarted_while_it_is_filled_goes_on_under_its_reader(scene: Sc
         assert reader.complete and reader.data == scene.pack.path.read_bytes()
 
 
-def test_a_killed_follower_leaves_its_source_healthy(scene: Scene) -> None:
+def test_killed_follower_leaves_its_source_healthy(scene: Scene) -> None:
     source = scene.stores.children[_SOURCE]
     pid, told = source.pid, len(source.log.read_text())
     scene.begin("h1", [_SOURCE])
