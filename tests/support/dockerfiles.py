@@ -1,4 +1,4 @@
-"""Image recipes as instructions, and what is read from them."""
+"""Image recipes, parsed into stages and instructions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction, its lines joined."""
+    """An instruction, its lines joined."""
 
     name: str
     value: str
@@ -24,7 +24,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Stage:
-    """What follows one FROM."""
+    """The instructions after a FROM."""
 
     base: str
     name: str
@@ -34,8 +34,8 @@ class Stage:
         return [each for each in self.instructions if each.name == name]
 
     def only(self, name: str) -> Instruction:
-        (found,) = self.all(name)
-        return found
+        (instruction,) = self.all(name)
+        return instruction
 
     @property
     def env(self) -> dict[str, str]:
@@ -70,16 +70,16 @@ class Stage:
 
     @property
     def copied(self) -> dict[str, str]:
-        """What comes from the build context, by where it goes."""
+        """Paths in the build context, by their targets."""
         copies = (each.words for each in self.all("COPY"))
         return {words[-1]: words[0] for words in copies if not words[0].startswith("--from=")}
 
     @property
     def copied_from(self) -> dict[str, tuple[str, str]]:
-        """(stage, path) by where it goes."""
+        """(stage, path) by target."""
         copies = (each.words for each in self.all("COPY"))
-        found = ((words[-1], words[0].removeprefix("--from="), words[1]) for words in copies if len(words) == 3)
-        return {target: (stage, path) for target, stage, path in found}
+        sources = ((words[-1], words[0].removeprefix("--from="), words[1]) for words in copies if len(words) == 3)
+        return {target: (stage, path) for target, stage, path in sources}
 
 
 def read_stages(path: Path) -> list[Stage]:

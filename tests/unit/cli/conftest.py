@@ -27,21 +27,21 @@ CONFIG = {
 
 
 @pytest.fixture
-def door() -> Iterator[FakeGateway]:
-    with running_gateway() as door:
-        yield door
+def gateway() -> Iterator[FakeGateway]:
+    with running_gateway() as gateway:
+        yield gateway
 
 
 @pytest.fixture
-def home(tmp_path: Path, door: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> Home:
-    """The home of a platform that runs (this process), with the door as its gateway."""
+def home(tmp_path: Path, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> Home:
+    """The home of a platform that runs (this process), with this gateway."""
     for name in ("TORCHRELAY_API_URL", "TORCHRELAY_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     home = Home(tmp_path / "home")
     home.make()
     (home.path / "admin.key").write_text(ADMIN_KEY + "\n")
-    home.endpoints_file.write_text(json.dumps({"http": door.url, "scheduler": "127.0.0.1:1", "pid": os.getpid()}))
+    home.endpoints_file.write_text(json.dumps({"http": gateway.url, "scheduler": "127.0.0.1:1", "pid": os.getpid()}))
     monkeypatch.setenv("TORCHRELAY_HOME", str(home.path))
     return home
 

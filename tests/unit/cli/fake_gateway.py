@@ -31,7 +31,7 @@ MODEL = {
 
 @dataclass
 class FakeGateway:
-    """What the server knows, and what it was asked."""
+    """The state of the server, and the requests that it received."""
 
     url: str = ""
     asked: list[tuple[str, str, Any]] = field(default_factory=list)  # method, path, JSON body
@@ -63,7 +63,7 @@ class FakeGateway:
 
 class _Answering(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    door: FakeGateway
+    gateway: FakeGateway
 
     def log_message(self, format: str, *args: Any) -> None:
         return
@@ -74,9 +74,9 @@ class _Answering(BaseHTTPRequestHandler):
         if self.command != "PUT":
             encoded = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             body = json.loads(encoded) if encoded else None
-        self.door.asked.append((self.command, self.path, body))
+        self.gateway.asked.append((self.command, self.path, body))
         key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        if key not in self.door.keys:
+        if key not in self.gateway.keys:
             return self._error(401, "the key is not known", "invalid_api_key")
         self._route(path, body, key)
 
@@ -84,25 +84,27 @@ class _Answering(BaseHTTPRequestHandler):
 
     def _route(self, path: str, body: Any, key: str) -> None:
         match self.command, path.split("/")[2:]:
-            case "POST", ["tenants"] if body["name"] in self.door.tenants:
+            case "POST", ["tenants"] if body["name"] in self.gateway.tenants:
                 self._error(409, f"there is a tenant {body['name']!r} already", "conflict")
             case "POST", ["tenants"]:
-                self.door.tenants.add(body["name"])
+                self.gateway.tenants.add(body["name"])
                 self._json({"id": "ten-1", "name": body["name"]}, 201)
-            case "POST", ["keys"] if "tenant" in body and body["tenant"] not in self.door.tenants:
+            case "POST", ["keys"] if "tenant" in body and body["tenant"] not in self.gateway.tenants:
                 self._error(404, f"there is no tenant {body['tenant']!r}", "not_found")
             case "POST", ["keys"]:
-                key_id, tenant = self.door.next_key.split("-")[1], body.get("tenant", "acme")
-                self.door.owners[key_id] = tenant
-                self._json({"id": key_id, "key": self.door.next_key, "tenant": tenant}, 201)
+                key_id, tenant = self.gateway.next_key.split("-")[1], body.get("tenant", "acme")
+                self.gateway.owners[key_id] = tenant
+                self._json({"id": key_id, "key": self.gateway.next_key, "tenant": tenant}, 201)
             case "DELETE", ["keys", _]:
                 self._send(204, b"")
-            case "GET", ["keys"] if not self.door.lists_keys:
+            case "GET", ["keys"] if not self.gateway.lists_keys:
                 self._error(503, "the database cannot be reached", "unavailable")
             case "GET", ["keys"]:
-                self._json({"data": [{"id": key_id, "tenant": tenant} for key_id, tenant in self.door.owners.items()]})
+                self._json(
+                    {"data": [{"id": key_id, "tenant": tenant} for key_id, tenant in self.gateway.owners.items()]}
+                )
             case "GET", ["tenants"]:
-                self._json({"data": [{"name": name} for name in self.door.tenants]})
+                self._json({"data": [{"name": name} for name in self.gateway.tenants]})
             case "PATCH", ["tenants", name]:
                 self._json({"name": name, "storage_quota_bytes": None, "budget_nano": 200_000_000_000} | body)
             case method, ["models", *name] if name:
@@ -110,26 +112,26 @@ class _Answering(BaseHTTPRequestHandler):
             case "GET", ["models"]:
                 self._json({"data": [MODEL]})
             case "GET", ["usage"]:
-                one: dict[str, Any] = {
+                quantities: dict[str, Any] = {
                     "prompt_tokens": 1200,
                     "cached_tokens": 0,
                     "completion_tokens": 34,
                     "requests": 2,
                 }
-                one |= {"cost_nano": 15_000, "cost": "0.000015000"}
-                self._json({"data": [{"model": "acme/tiny", **one}], "total": one})
+                quantities |= {"cost_nano": 15_000, "cost": "0.000015000"}
+                self._json({"data": [{"model": "acme/tiny", **quantities}], "total": quantities})
             case "POST", ["uploads"]:
-                self.door.declared = {file["path"]: file for file in body["files"]}
-                self.door.received = {path: bytearray() for path in self.door.declared}
-                self._json({"id": "upl-1", "model": body["model"], "files": self.door.file_states()}, 201)
-            case "GET", ["uploads", "upl-1"] if self.door.declared:
-                self._json({"id": "upl-1", "files": self.door.file_states()})
+                self.gateway.declared = {file["path"]: file for file in body["files"]}
+                self.gateway.received = {path: bytearray() for path in self.gateway.declared}
+                self._json({"id": "upl-1", "model": body["model"], "files": self.gateway.file_states()}, 201)
+            case "GET", ["uploads", "upl-1"] if self.gateway.declared:
+                self._json({"id": "upl-1", "files": self.gateway.file_states()})
             case "GET", ["uploads"]:
                 times = {"created": 1_790_000_000, "expires": 1_790_086_400}
                 listed = [{"id": "upl-1", "model": "acme/tiny", "size_bytes": 1_500_000, **times}]
-                self._json({"data": listed if self.door.declared else []})
+                self._json({"data": listed if self.gateway.declared else []})
             case "DELETE", ["uploads", "upl-1"]:
-                self.door.declared = {}
+                self.gateway.declared = {}
                 self._send(204, b"")
             case "PUT", ["uploads", "upl-1", "files", name]:
                 self._put(name)
@@ -141,7 +143,7 @@ class _Answering(BaseHTTPRequestHandler):
                 self._error(404, f"there is no {path}", "not_found")
 
     def _model(self, method: str, name: str, body: Any) -> None:
-        if name.removeprefix("acme/") not in self.door.published:
+        if name.removeprefix("acme/") not in self.gateway.published:
             error = {"message": f"the model {name!r} does not exist", "param": "model", "code": "not_found"}
             self._json({"error": error}, 404)
         elif method == "DELETE":
@@ -150,23 +152,23 @@ class _Answering(BaseHTTPRequestHandler):
             self._json(MODEL | (body or {}))
 
     def _put(self, name: str) -> None:
-        received, length = self.door.received[name], int(self.headers["Content-Length"])
+        received, length = self.gateway.received[name], int(self.headers["Content-Length"])
         if int(self.headers["Upload-Offset"]) != len(received):
             self.rfile.read(length)
             return self._error(409, f"{name}: the offset must be {len(received)}", "conflict")
-        if 0 < self.door.cut_after < length:
-            received += self.rfile.read(self.door.cut_after)
-            self.door.cut_after = 0
+        if 0 < self.gateway.cut_after < length:
+            received += self.rfile.read(self.gateway.cut_after)
+            self.gateway.cut_after = 0
             self.close_connection = True
             return None  # no answer: as a gateway that dies
         received += self.rfile.read(length)
-        self._json(next(state for state in self.door.file_states() if state["path"] == name))
+        self._json(next(state for state in self.gateway.file_states() if state["path"] == name))
         return None
 
     def _commit(self) -> None:
         last: Any = {"model": MODEL}
-        if self.door.refuse_commit:
-            message, self.door.declared = "config.json: no such architecture", {}  # the upload has ended
+        if self.gateway.refuse_commit:
+            message, self.gateway.declared = "config.json: no such architecture", {}  # the upload has ended
             last = {"error": {"message": message, "param": "config.json", "code": "upload_refused"}}
         lines: list[Any] = [
             {"stage": "validate", "done": 1, "total": 1},
@@ -181,12 +183,12 @@ class _Answering(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(b": waiting\n\n")
-        for piece in self.door.pieces:
+        for piece in self.gateway.pieces:
             chunk = {"id": "req-1", "choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]}
             self.wfile.write(b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n")
             self.wfile.flush()
-        if self.door.hang_after_pieces:
-            self.door.released.wait(20)
+        if self.gateway.hang_after_pieces:
+            self.gateway.released.wait(20)
             self.close_connection = True
             return
         end: dict[str, Any] = {
@@ -217,16 +219,16 @@ class _Answering(BaseHTTPRequestHandler):
 @contextmanager
 def running_gateway(port: int = 0) -> Iterator[FakeGateway]:
     """Serves on ``port``, or a free one, until the block ends."""
-    door = FakeGateway()
-    answering = type("Answering", (_Answering,), {"door": door})
+    gateway = FakeGateway()
+    answering = type("Answering", (_Answering,), {"gateway": gateway})
     with ThreadingHTTPServer(("127.0.0.1", port), answering) as server:
         server.daemon_threads = True
-        door.url = f"http://127.0.0.1:{server.server_address[1]}"
+        gateway.url = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
-            yield door
+            yield gateway
         finally:
-            door.released.set()
+            gateway.released.set()
             server.shutdown()
             thread.join()

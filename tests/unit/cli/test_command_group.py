@@ -1,4 +1,4 @@
-"""What an option refuses, as people read it."""
+"""Messages about refused options."""
 
 from __future__ import annotations
 

@@ -119,12 +119,12 @@ def test_home_has_single_owner(tmp_path: Path) -> None:
 
 
 def refused(home: Home, meanwhile: Callable[[], object] = lambda: None) -> None:
-    """An `up` of a home that is refused for want of room; ``meanwhile``: what happens before that."""
+    """An `up` of a home that is refused for want of space; ``meanwhile``: what happens before that."""
     home.make()
-    with pytest.raises(CliError, match="no room"), home.owned():
+    with pytest.raises(CliError, match="no space"), home.owned():
         home.admin_key()
         meanwhile()
-        raise CliError("no room")
+        raise CliError("no space")
 
 
 def test_new_home_is_removed_only_after_refused_start(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_new_home_is_removed_only_after_refused_start(tmp_path: Path) -> None:
 
 
 def test_refusal_is_shown_if_home_removal_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    longest = tmp_path / ("x" * 255)  # leaves no room for a longer name: it cannot be set aside
+    longest = tmp_path / ("x" * 255)  # allows no longer name: it cannot be set aside
     refused(Home(longest))
     assert Home(longest).admin_key()
 

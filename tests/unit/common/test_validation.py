@@ -1,4 +1,4 @@
-"""What Pydantic finds, in plain words."""
+"""Pydantic's errors in plain words."""
 
 from __future__ import annotations
 

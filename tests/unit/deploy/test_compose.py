@@ -1,4 +1,4 @@
-"""deploy/ says the same as the settings classes: every service, variable, port, volume and health check."""
+"""deploy/ matches the settings classes: every service, variable, port, volume and health check."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def distribution_in(folder: Path) -> Distribution:
 
 
 def needed(name: str) -> dict[str, set[str]]:
-    """The distributions of ours that one needs, itself among them, each with the extras it is needed with."""
-    found: dict[str, set[str]] = {}
+    """Our distributions that a distribution needs, itself included, each with its extras."""
+    extras_by_name: dict[str, set[str]] = {}
     left = [name]
     while left:
         distribution, _, extras = left.pop().removesuffix("]").partition("[")
-        known = distribution in found
-        found.setdefault(distribution, set()).update({extras} - {""})
+        known = distribution in extras_by_name
+        extras_by_name.setdefault(distribution, set()).update({extras} - {""})
         if not known:
             left += [each for each in DISTRIBUTIONS[distribution].requires if each.startswith("torchrelay-")]
-    return found
+    return extras_by_name
 
 
 def recipe_of(name: str) -> Path:
@@ -79,8 +79,8 @@ def recipe_of(name: str) -> Path:
 
 def installs(build: Stage, ours: bool = True) -> list[list[str]]:
     """The commands by which pip installs packages of this repository, or those of others."""
-    found = [command for command in build.commands if "install" in command and command[0].endswith("/pip")]
-    return [command for command in found if any(word.startswith("./") for word in command) is ours]
+    commands = [command for command in build.commands if "install" in command and command[0].endswith("/pip")]
+    return [command for command in commands if any(word.startswith("./") for word in command) is ours]
 
 
 SETTINGS: dict[str, type[ServiceSettings]] = {
@@ -96,7 +96,7 @@ REFERENCE = re.compile(r"\$\{(\w+):\?[^}]*\}")
 
 @pytest.fixture(scope="module")
 def secrets() -> dict[str, str]:
-    """What make_env.py would write."""
+    """The secrets that make_env.py writes."""
     made: dict[str, str] = runpy.run_path(str(DEPLOY / "make_env.py"))["secrets_for_compose"]()
     return made
 

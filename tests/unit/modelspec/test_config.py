@@ -53,8 +53,8 @@ LLAMA3: dict[str, Any] = {
     ],
 )
 def test_windows_follow_the_rules_of_each_family(name: str, config: dict[str, Any], windows: list[int | None]) -> None:
-    found = read_config(LLAMA | {"architectures": [name], "num_hidden_layers": 4} | config)
-    assert list(found.windows) == windows
+    parsed = read_config(LLAMA | {"architectures": [name], "num_hidden_layers": 4} | config)
+    assert list(parsed.windows) == windows
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_windows_follow_the_rules_of_each_family(name: str, config: dict[str, An
 def test_old_and_new_rope_configs_agree(
     name: str, config: dict[str, Any], rope: RopeConfig, local: RopeConfig | None
 ) -> None:
-    found = read_config(LLAMA | {"architectures": [name]} | config)
-    assert (found.rope, found.local_rope) == (rope, local)
+    parsed = read_config(LLAMA | {"architectures": [name]} | config)
+    assert (parsed.rope, parsed.local_rope) == (rope, local)
 
 
 def test_gemma_defaults_are_filled() -> None:
-    found = read_config(LLAMA | {"architectures": ["Gemma2ForCausalLM"]})
-    assert (found.head_dim, found.tied_embeddings, found.activation) == (256, True, "gelu_pytorch_tanh")
-    assert (found.score_cap, found.logit_cap, found.query_scale) == (50.0, 30.0, 256**-0.5)
+    parsed = read_config(LLAMA | {"architectures": ["Gemma2ForCausalLM"]})
+    assert (parsed.head_dim, parsed.tied_embeddings, parsed.activation) == (256, True, "gelu_pytorch_tanh")
+    assert (parsed.score_cap, parsed.logit_cap, parsed.query_scale) == (50.0, 30.0, 256**-0.5)
 
 
 @pytest.mark.parametrize(("name", "eps"), [("LlamaForCausalLM", 1e-6), ("Phi3ForCausalLM", 1e-5)])
@@ -117,9 +117,9 @@ def test_norms_follow_family(name: str, eps: float) -> None:
 def test_experts_by_either_name(key: str) -> None:
     config = {**LLAMA, **QWEN3_MOE, "num_experts_per_tok": 3, "norm_topk_prob": True}
     del config["num_experts"]
-    found = read_config(config | {key: 5}).experts
-    assert found is not None
-    assert (found.count, found.per_token, found.intermediate_size, found.norm_topk_prob) == (5, 3, 8, True)
+    experts = read_config(config | {key: 5}).experts
+    assert experts is not None
+    assert (experts.count, experts.per_token, experts.intermediate_size, experts.norm_topk_prob) == (5, 3, 8, True)
 
 
 @pytest.mark.parametrize(

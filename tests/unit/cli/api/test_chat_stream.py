@@ -12,26 +12,26 @@ from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import ApiError, Unreachable
 
 
-def test_answer_streams_text_and_usage(door: FakeGateway) -> None:
-    with GatewayClient(door.url, TENANT_KEY) as client:
+def test_answer_streams_text_and_usage(gateway: FakeGateway) -> None:
+    with GatewayClient(gateway.url, TENANT_KEY) as client:
         events = list(stream_chat(client, "acme/tiny", [{"role": "user", "content": "hi"}], {"max_tokens": 9}))
     assert events[0].is_waiting
-    assert [event.text for event in events if event.text] == list(door.pieces)  # U+2028 does not break a line
+    assert [event.text for event in events if event.text] == list(gateway.pieces)  # U+2028 does not break a line
     assert events[-1].num_output_tokens == 3
-    body = door.asked[-1][2]
+    body = gateway.asked[-1][2]
     assert (body["stream"], body["max_tokens"], body["messages"][0]["content"]) == (True, 9, "hi")
 
 
-def test_interrupted_answer_is_error(door: FakeGateway) -> None:
-    door.hang_after_pieces = True
-    door.released.set()
-    with GatewayClient(door.url, TENANT_KEY) as client, pytest.raises(Unreachable, match="ended early"):
+def test_interrupted_answer_is_error(gateway: FakeGateway) -> None:
+    gateway.hang_after_pieces = True
+    gateway.released.set()
+    with GatewayClient(gateway.url, TENANT_KEY) as client, pytest.raises(Unreachable, match="ended early"):
         list(stream_chat(client, "acme/tiny", [], {}))
 
 
-def test_closing_the_events_ends_the_call(door: FakeGateway) -> None:
-    door.hang_after_pieces = True
-    with GatewayClient(door.url, TENANT_KEY) as client, closing(stream_chat(client, "acme/tiny", [], {})) as events:
+def test_closing_the_events_ends_the_call(gateway: FakeGateway) -> None:
+    gateway.hang_after_pieces = True
+    with GatewayClient(gateway.url, TENANT_KEY) as client, closing(stream_chat(client, "acme/tiny", [], {})) as events:
         assert next(event.text for event in events if event.text) == "Hel"
 
 

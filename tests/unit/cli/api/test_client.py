@@ -11,48 +11,51 @@ from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import ApiError, CliError, Unreachable
 
 
-def test_gateway_error_prints_its_message(door: FakeGateway) -> None:
-    with GatewayClient(door.url, "tr-wrong") as client, pytest.raises(ApiError, match="the key is not known") as caught:
+def test_gateway_error_prints_its_message(gateway: FakeGateway) -> None:
+    with (
+        GatewayClient(gateway.url, "tr-wrong") as client,
+        pytest.raises(ApiError, match="the key is not known") as caught,
+    ):
         client.call("GET", "/v1/models")
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
     assert "--key" in caught.value.hint
 
 
-def test_refused_environment_key_is_named(door: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_environment_key_is_named(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRELAY_API_KEY", "tr-stale")
-    with GatewayClient(door.url, "tr-stale") as client:
+    with GatewayClient(gateway.url, "tr-stale") as client:
         for ask in (lambda: client.call("GET", "/v1/models"), client.stream("GET", "/v1/models").__enter__):
             with pytest.raises(ApiError) as caught:
                 ask()
             assert caught.value.message == "the key in TORCHRELAY_API_KEY is invalid or revoked"
             assert caught.value.hint.startswith("unset it to use this home's key")
             assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
-    with GatewayClient(door.url, "tr-other") as client, pytest.raises(ApiError, match="the key is not known"):
+    with GatewayClient(gateway.url, "tr-other") as client, pytest.raises(ApiError, match="the key is not known"):
         client.call("GET", "/v1/models")
 
 
-def test_https_to_plain_gateway_hints_at_http(door: FakeGateway) -> None:
-    url = door.url.replace("http://", "https://")
+def test_https_to_plain_gateway_hints_at_http(gateway: FakeGateway) -> None:
+    url = gateway.url.replace("http://", "https://")
     with GatewayClient(url, TENANT_KEY) as client, pytest.raises(CliError) as caught:
         client.call("GET", "/v1/models")
-    assert (caught.value.message, caught.value.hint) == (f"{url} does not speak TLS", f"write {door.url}")
+    assert (caught.value.message, caught.value.hint) == (f"{url} does not speak TLS", f"write {gateway.url}")
 
 
 def test_request_waits_for_restarting_gateway() -> None:
     with running_gateway() as before:
         port = int(before.url.rpartition(":")[2])
-    with ExitStack() as doors:
+    with ExitStack() as gateways:
 
         def supervised() -> bool:
             """Asked after the first refusal; the gateway comes up then."""
-            if not doors_opened:
-                doors_opened.append(doors.enter_context(running_gateway(port)))
+            if not opened_gateways:
+                opened_gateways.append(gateways.enter_context(running_gateway(port)))
             return True
 
-        doors_opened: list[FakeGateway] = []
+        opened_gateways: list[FakeGateway] = []
         with GatewayClient(before.url, TENANT_KEY, is_supervised=supervised) as client:
             assert client.call("GET", "/v1/models")["data"]
-            assert len(doors_opened) == 1
+            assert len(opened_gateways) == 1
             with client.stream("POST", "/v1/chat/completions", json={}) as lines:
                 assert next(lines) == b": waiting"
 

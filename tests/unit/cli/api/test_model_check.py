@@ -1,4 +1,4 @@
-"""What is told of a model before anything is hashed or sent."""
+"""Faults of a model that are reported before anything is hashed or sent."""
 
 from __future__ import annotations
 
@@ -102,10 +102,12 @@ def test_missing_folder_or_nested_model_is_hinted(model_folder: Path) -> None:
     assert refusal(cache)[1] == needed, "which of two is not for us to say"
 
 
-def test_upload_of_invalid_folder_sends_no_request(run: Run, home: Home, door: FakeGateway, model_folder: Path) -> None:
+def test_upload_of_invalid_folder_sends_no_request(
+    run: Run, home: Home, gateway: FakeGateway, model_folder: Path
+) -> None:
     home.save_key(TENANT_KEY)
     problems = [run("upload", str(model_folder), "--name", "My Model").exception]
     (model_folder / "config.json").write_text(json.dumps({**CONFIG, "mlp_bias": True}))
     problems.append(run("upload", str(model_folder)).exception)
     assert all(isinstance(problem, CliError) for problem in problems)
-    assert door.asked == []
+    assert gateway.asked == []

@@ -14,57 +14,57 @@ from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
 
 
-def test_upload_sends_model_files_only(door: FakeGateway, model_folder: Path) -> None:
+def test_upload_sends_model_files_only(gateway: FakeGateway, model_folder: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    with GatewayClient(door.url, TENANT_KEY) as client:
+    with GatewayClient(gateway.url, TENANT_KEY) as client:
         model = ModelUpload(client, model_folder, "tiny", lambda *step: seen.append(step)).run({"max_instances": 2})
     assert model["id"] == "acme/tiny"
-    assert set(door.received) == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    assert all(bytes(sent) == (model_folder / path).read_bytes() for path, sent in door.received.items())
-    assert door.asked[-1][2] == {"max_instances": 2}
+    assert set(gateway.received) == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert all(bytes(sent) == (model_folder / path).read_bytes() for path, sent in gateway.received.items())
+    assert gateway.asked[-1][2] == {"max_instances": 2}
     assert list(dict.fromkeys(stage for stage, _, _ in seen)) == ["hash", "upload", "validate", "pack"]
-    total = sum(len(sent) for sent in door.received.values())
+    total = sum(len(sent) for sent in gateway.received.values())
     assert [step for step in seen if step[0] == "upload"][-1] == ("upload", total, total)
 
 
-def test_upload_resumes_after_broken_connection(door: FakeGateway, model_folder: Path) -> None:
-    door.cut_after = 1_000_000
-    with GatewayClient(door.url, TENANT_KEY) as client:
+def test_upload_resumes_after_broken_connection(gateway: FakeGateway, model_folder: Path) -> None:
+    gateway.cut_after = 1_000_000
+    with GatewayClient(gateway.url, TENANT_KEY) as client:
         ModelUpload(client, model_folder, "tiny", lambda *_: None).run({})
-    puts = [path for method, path, _ in door.asked if method == "PUT" and path.endswith("model.safetensors")]
+    puts = [path for method, path, _ in gateway.asked if method == "PUT" and path.endswith("model.safetensors")]
     assert len(puts) == 2
-    assert bytes(door.received["model.safetensors"]) == (model_folder / "model.safetensors").read_bytes()
+    assert bytes(gateway.received["model.safetensors"]) == (model_folder / "model.safetensors").read_bytes()
 
 
-def test_next_run_resumes_interrupted_upload(door: FakeGateway, model_folder: Path, tmp_path: Path) -> None:
+def test_next_run_resumes_interrupted_upload(gateway: FakeGateway, model_folder: Path, tmp_path: Path) -> None:
     memory = UploadJournal(tmp_path / "memory")
 
     def interrupt(stage: str, done: int, total: int) -> None:
         if stage == "validate":
             raise KeyboardInterrupt
 
-    with GatewayClient(door.url, TENANT_KEY) as client:
+    with GatewayClient(gateway.url, TENANT_KEY) as client:
         with pytest.raises(CliError, match="interrupted") as caught:
             ModelUpload(client, model_folder, "tiny", interrupt, memory).run({})
         assert "to resume" in caught.value.hint
         assert "torchrelay uploads abort upl-1" in caught.value.hint
-        door.asked = []
+        gateway.asked = []
         ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
-        assert [method for method, _, _ in door.asked] == ["GET", "POST"]  # what is there, then the commit
-        door.asked = []
+        assert [method for method, _, _ in gateway.asked] == ["GET", "POST"]  # what is there, then the commit
+        gateway.asked = []
         ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
-        assert door.asked[0][:2] == ("POST", "/v1/uploads")  # that one was ended
+        assert gateway.asked[0][:2] == ("POST", "/v1/uploads")  # that one was ended
 
 
-def test_refused_upload_is_not_resumed(door: FakeGateway, model_folder: Path, tmp_path: Path) -> None:
+def test_refused_upload_is_not_resumed(gateway: FakeGateway, model_folder: Path, tmp_path: Path) -> None:
     memory = UploadJournal(tmp_path / "memory")
-    door.refuse_commit = True
-    with GatewayClient(door.url, TENANT_KEY) as client:
+    gateway.refuse_commit = True
+    with GatewayClient(gateway.url, TENANT_KEY) as client:
         with pytest.raises(ApiError, match="no such architecture"):
             ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
-        door.refuse_commit, door.asked = False, []
+        gateway.refuse_commit, gateway.asked = False, []
         ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
-    assert door.asked[0][:2] == ("POST", "/v1/uploads")
+    assert gateway.asked[0][:2] == ("POST", "/v1/uploads")
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_refused_upload_is_not_resumed(door: FakeGateway, model_folder: Path, tm
     [("config.json", "config.json"), ("tokenizer.json", "tokenizer"), ("model.safetensors", "safetensors")],
 )
 def test_upload_refuses_other_folder_before_sending(
-    door: FakeGateway, model_folder: Path, missing: str, said: str
+    gateway: FakeGateway, model_folder: Path, missing: str, said: str
 ) -> None:
     (model_folder / missing).unlink()
-    with GatewayClient(door.url, TENANT_KEY) as client, pytest.raises(CliError, match=said) as caught:
+    with GatewayClient(gateway.url, TENANT_KEY) as client, pytest.raises(CliError, match=said) as caught:
         ModelUpload(client, model_folder, "tiny", lambda *_: None).run({})
     assert caught.value.hint
-    assert door.asked == []
+    assert gateway.asked == []
 
 
 def test_cli_and_store_agree_on_model_files() -> None:

@@ -68,11 +68,11 @@ def test_existing_tenant_is_not_retried(run: Run, home: Home) -> None:
     assert problem.hint == "create a key for it: torchrelay key create --tenant acme"
 
 
-def test_local_keys_are_not_sent_to_another_gateway(run: Run, home: Home, door: FakeGateway) -> None:
+def test_local_keys_are_not_sent_to_another_gateway(run: Run, home: Home, gateway: FakeGateway) -> None:
     refused = run("models", "--url", "http://127.0.0.1:1")
     assert isinstance(refused.exception, CliError)
     assert "no API key" in refused.exception.message
-    assert run("models", "--url", door.url + "/v1/").exit_code == 0  # the local one by its address
+    assert run("models", "--url", gateway.url + "/v1/").exit_code == 0  # the local one by its address
 
 
 def test_models_as_a_table_and_as_json(run: Run, home: Home) -> None:
@@ -82,55 +82,55 @@ def test_models_as_a_table_and_as_json(run: Run, home: Home) -> None:
     assert json.loads(run("models", "--json").stdout)["data"][0]["id"] == "acme/tiny"
 
 
-def test_model_is_configured_and_deleted(run: Run, home: Home, door: FakeGateway) -> None:
-    door.published = {"tiny"}
+def test_model_is_configured_and_deleted(run: Run, home: Home, gateway: FakeGateway) -> None:
+    gateway.published = {"tiny"}
     shown = run("models", "set", "tiny", "--idle-timeout-s", "5")
-    assert door.asked[-1] == ("PATCH", "/v1/models/tiny", {"idle_timeout_s": 5})
+    assert gateway.asked[-1] == ("PATCH", "/v1/models/tiny", {"idle_timeout_s": 5})
     assert "acme/tiny: idle s 60, max instances per role 2" in shown.stdout
     assert "with the model's next request" in shown.stderr
     assert isinstance(run("models", "set", "tiny").exception, CliError)
     entries = ["mon-fri 08:00-18:00 Europe/Berlin = 2", "sat 10:00-16:00 UTC = 1"]
     shown = run("models", "set", "tiny", "--schedule", entries[0], "--schedule", entries[1])
-    assert door.asked.pop()[2] == {"schedule": entries}
+    assert gateway.asked.pop()[2] == {"schedule": entries}
     assert f"acme/tiny: min {entries[0]}\nacme/tiny: min {entries[1]}" in shown.stdout
     run("models", "set", "tiny", "--schedule", "none")
-    assert door.asked.pop()[2] == {"schedule": []}
+    assert gateway.asked.pop()[2] == {"schedule": []}
     assert isinstance(run("models", "set", "tiny", "--schedule", "none", "--schedule", "x").exception, CliError)
     targets = {"interactive_ttft_s": 0.2, "standard_ttft_s": 0.5, "batch_ttft_s": 60, "tbt_target_s": 0.05}
     options = [word for name, value in targets.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     shown = run("models", "set", "tiny", *options)
-    assert door.asked.pop()[2] == targets
+    assert gateway.asked.pop()[2] == targets
     first = "first token in 200 ms (interactive), 500 ms (standard), 60 s (batch)"
     assert f"acme/tiny: targets: {first}; 50 ms between tokens\n" in shown.stdout
     shown = run("models", "set", "tiny", "--standard-ttft-s", "0", "--tbt-target-s", "0", "--batch-ttft-s", "9")
-    assert door.asked.pop()[2] == {"standard_ttft_s": 0, "tbt_target_s": 0, "batch_ttft_s": 9}
+    assert gateway.asked.pop()[2] == {"standard_ttft_s": 0, "tbt_target_s": 0, "batch_ttft_s": 9}
     assert "acme/tiny: targets: first token in 9 s (batch)\n" in shown.stdout
     back = "back to the platform's default targets: first token (standard), between tokens"
     assert f"acme/tiny: {back}\n" in shown.stdout
     deleted = run("models", "delete", "acme/tiny", "--yes")
     assert deleted.stdout == "deleted acme/tiny\n"
     assert "`torchrelay top` shows" in deleted.stderr
-    assert door.asked[-1][:2] == ("DELETE", "/v1/models/acme/tiny")
+    assert gateway.asked[-1][:2] == ("DELETE", "/v1/models/acme/tiny")
     unknown = run("models", "delete", "other", "--yes").exception
     assert isinstance(unknown, CliError)
     assert (unknown.message, unknown.hint) == ("the model 'other' does not exist", "see: torchrelay models")
-    door.asked.clear()
-    assert run("models", "--url", door.url, "delete", "tiny").exit_code == 2
-    assert door.asked == []
+    gateway.asked.clear()
+    assert run("models", "--url", gateway.url, "delete", "tiny").exit_code == 2
+    assert gateway.asked == []
 
 
 def test_operator_settings_use_admin_key(
-    run: Run, home: Home, door: FakeGateway, monkeypatch: pytest.MonkeyPatch
+    run: Run, home: Home, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    door.published = {"tiny"}
+    gateway.published = {"tiny"}
     home.save_key(TENANT_KEY)
     for option, value in (("--standard-ttft-s", "1.5"), ("--min-instances", "1"), ("--schedule", "none")):
-        door.keys = {ADMIN_KEY}
+        gateway.keys = {ADMIN_KEY}
         assert run("models", "set", "acme/tiny", option, value).exit_code == 0
-        assert run("models", "set", "acme/tiny", option, value, "--url", door.url).exit_code == 0
-        door.keys, door.asked = {TENANT_KEY}, []
+        assert run("models", "set", "acme/tiny", option, value, "--url", gateway.url).exit_code == 0
+        gateway.keys, gateway.asked = {TENANT_KEY}, []
         assert run("models", "set", "tiny", "--idle-timeout-s", "5").exit_code == 0
-        assert [body for *_, body in door.asked] == [{"idle_timeout_s": 5}]
+        assert [body for *_, body in gateway.asked] == [{"idle_timeout_s": 5}]
         refused = run("models", "set", "tiny", option, value, "--key", TENANT_KEY).exception
         assert isinstance(refused, CliError) and refused.message == f"{option} requires the admin key"
         assert refused.hint == f'pass --key "$(cat {home.path}/admin.key)"'
@@ -140,22 +140,22 @@ def test_operator_settings_use_admin_key(
 
 
 def test_deletion_requires_confirmation(
-    run: Run, home: Home, door: FakeGateway, monkeypatch: pytest.MonkeyPatch
+    run: Run, home: Home, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    door.published = {"tiny"}
+    gateway.published = {"tiny"}
     unasked = run("models", "delete", "tiny", said="y\n").exception  # a pipe is nobody who was asked
     assert isinstance(unasked, CliError) and "--yes" in (unasked.hint or "")
     with monkeypatch.context() as patched:
         patched.setattr(models_module, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
         assert run("models", "delete", "tiny", said="n\n").exit_code == 1
-        assert door.asked == []
+        assert gateway.asked == []
         assert "deleted" in run("models", "delete", "tiny", said="y\n").stdout
-    assert [asked[:2] for asked in door.asked] == [("DELETE", "/v1/models/tiny")]
+    assert [asked[:2] for asked in gateway.asked] == [("DELETE", "/v1/models/tiny")]
 
 
-def test_tenant_limits_are_set(run: Run, home: Home, door: FakeGateway) -> None:
+def test_tenant_limits_are_set(run: Run, home: Home, gateway: FakeGateway) -> None:
     shown = run("tenant", "set", "acme", "--budget", "12.5", "--storage-quota-gb", "none")
-    assert door.asked[-1] == (
+    assert gateway.asked[-1] == (
         "PATCH",
         "/v1/tenants/acme",
         {"storage_quota_bytes": None, "budget_nano": 12_500_000_000},
@@ -164,7 +164,7 @@ def test_tenant_limits_are_set(run: Run, home: Home, door: FakeGateway) -> None:
     assert isinstance(run("tenant", "set", "acme").exception, CliError)
     for service_class, sent in (("batch", "batch"), ("none", None)):
         shown = run("tenant", "set", "acme", "--service-class", service_class)
-        assert door.asked[-1] == ("PATCH", "/v1/tenants/acme", {"service_class": sent})
+        assert gateway.asked[-1] == ("PATCH", "/v1/tenants/acme", {"service_class": sent})
         assert f"service class {sent or 'standard'}" in shown.stdout
     for wrong in ("-1", "nan", "inf", "much"):
         assert run("tenant", "set", "acme", f"--budget={wrong}").exit_code == 2
@@ -197,7 +197,7 @@ def test_errors_name_options_instead_of_api_fields() -> None:
     assert said("config.json is not valid JSON", "config.json") == "config.json is not valid JSON"
 
 
-def test_unknown_model_has_no_decisions(run: Run, home: Home, door: FakeGateway) -> None:
+def test_unknown_model_has_no_decisions(run: Run, home: Home, gateway: FakeGateway) -> None:
     for name in ("nothing", "acme/nothing"):
         problem = run("explain", name).exception
         assert isinstance(problem, ApiError)
@@ -205,7 +205,7 @@ def test_unknown_model_has_no_decisions(run: Run, home: Home, door: FakeGateway)
 
 
 def test_name_of_other_tenant_is_refused_before_reading(
-    run: Run, home: Home, door: FakeGateway, model_folder: Path
+    run: Run, home: Home, gateway: FakeGateway, model_folder: Path
 ) -> None:
     home.save_key(TENANT_KEY)
     refusal = run("upload", str(model_folder), "--name", "zoo/tiny").exception
@@ -217,35 +217,37 @@ def test_name_of_other_tenant_is_refused_before_reading(
     unknown = run("upload", str(model_folder), "--name", "zoo/tiny", "--key", ADMIN_KEY).exception
     assert isinstance(unknown, CliError)
     assert unknown.hint == "create it: torchrelay tenant create zoo"
-    assert all(method == "GET" for method, _, _ in door.asked)
+    assert all(method == "GET" for method, _, _ in gateway.asked)
     assert run("upload", str(model_folder), "--name", "acme/tiny").exit_code == 0
 
 
-def test_unchanged_upload_is_reported(run: Run, home: Home, door: FakeGateway, model_folder: Path) -> None:
+def test_unchanged_upload_is_reported(run: Run, home: Home, gateway: FakeGateway, model_folder: Path) -> None:
     home.save_key(TENANT_KEY)
     assert "published acme/tiny" in run("upload", str(model_folder)).stdout
-    door.published = {"tiny"}
+    gateway.published = {"tiny"}
     assert "unchanged acme/tiny" in run("upload", str(model_folder)).stdout
 
 
-def test_usage_with_its_cost(run: Run, home: Home, door: FakeGateway) -> None:
+def test_usage_with_its_cost(run: Run, home: Home, gateway: FakeGateway) -> None:
     shown = run("usage", "--from", "2026-11-01", "--tenant", "acme").stdout
     assert "1,200" in shown
     assert "$0.000015000" in shown
-    assert door.asked[-1][1] == "/v1/usage?group_by=model&from=2026-11-01&tenant=acme"
+    assert gateway.asked[-1][1] == "/v1/usage?group_by=model&from=2026-11-01&tenant=acme"
 
 
-def test_open_uploads_are_listed_and_aborted(run: Run, home: Home, door: FakeGateway) -> None:
+def test_open_uploads_are_listed_and_aborted(run: Run, home: Home, gateway: FakeGateway) -> None:
     assert "no open uploads" in run("uploads").stderr
-    door.declared = {"config.json": {"path": "config.json", "size": 0, "sha256": ""}}
+    gateway.declared = {"config.json": {"path": "config.json", "size": 0, "sha256": ""}}
     listed = run("uploads").stdout
     assert "upl-1" in listed and "acme/tiny" in listed and "1.5 MB" in listed
     assert "aborted upl-1" in run("uploads", "abort", "upl-1").stdout
-    assert door.declared == {}
+    assert gateway.declared == {}
     assert run("uploads", "--json", "abort", "upl-1").exit_code == 2
 
 
-def test_upload_names_the_model_after_its_folder(run: Run, home: Home, door: FakeGateway, model_folder: Path) -> None:
+def test_upload_names_the_model_after_its_folder(
+    run: Run, home: Home, gateway: FakeGateway, model_folder: Path
+) -> None:
     hint = run("upload", str(model_folder)).exception
     assert isinstance(hint, CliError)
     assert "key create" in hint.hint
@@ -253,9 +255,9 @@ def test_upload_names_the_model_after_its_folder(run: Run, home: Home, door: Fak
     shown = run("upload", str(model_folder), "--idle-timeout-s", "5")
     assert shown.exit_code == 0, shown.exception
     assert "published acme/tiny" in shown.stdout
-    begun = next(body for method, path, body in door.asked if (method, path) == ("POST", "/v1/uploads"))
+    begun = next(body for method, path, body in gateway.asked if (method, path) == ("POST", "/v1/uploads"))
     assert begun["model"] == "tiny"
-    assert door.asked[-1][2] == {"idle_timeout_s": 5}
+    assert gateway.asked[-1][2] == {"idle_timeout_s": 5}
 
 
 def test_question_streams_to_standard_output(run: Run, home: Home) -> None:
@@ -269,37 +271,37 @@ def test_question_streams_to_standard_output(run: Run, home: Home) -> None:
     assert "req-1" in shown.stderr
 
 
-def test_a_piped_question(run: Run, home: Home, door: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piped_question(run: Run, home: Home, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRELAY_API_KEY", TENANT_KEY)
     assert run("chat", "tiny", said="what is\na pack?\n").exit_code == 0
-    assert door.asked[-1][2]["messages"] == [{"role": "user", "content": "what is\na pack?"}]
+    assert gateway.asked[-1][2]["messages"] == [{"role": "user", "content": "what is\na pack?"}]
     for said in ("", b"\xff\xfe\x00"):
         assert isinstance(run("chat", "tiny", said=said).exception, CliError)
     assert isinstance(run("chat", "tiny", "\udcff").exception, CliError)  # an argument that is no UTF-8
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
-    home: Home, door: FakeGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Home, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    door.hang_after_pieces = True
+    gateway.hang_after_pieces = True
     written: list[str] = []
 
     def interrupted(text: str) -> None:
         written.append(text)
-        if len(written) == len(door.pieces):
+        if len(written) == len(gateway.pieces):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(chat_module, "write", interrupted)
-    with GatewayClient(door.url, TENANT_KEY) as client:
+    with GatewayClient(gateway.url, TENANT_KEY) as client:
         talk = chat_module.Conversation(client, "tiny", None, {})
         assert not talk.ask("hi")
         assert "stopped" in capsys.readouterr().err
-        door.hang_after_pieces = False
+        gateway.hang_after_pieces = False
         written.clear()
         monkeypatch.setattr(chat_module, "write", written.append)
         assert talk.ask("go on")
-    said = [message["content"] for message in door.asked[-1][2]["messages"]]
-    assert said == ["hi", "".join(door.pieces), "go on"]
+    said = [message["content"] for message in gateway.asked[-1][2]["messages"]]
+    assert said == ["hi", "".join(gateway.pieces), "go on"]
 
 
 def test_ctrl_c_ends_a_single_question_with_one_message(run: Run, home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

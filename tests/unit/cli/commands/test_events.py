@@ -21,7 +21,7 @@ Answer = Callable[[WatchEventsRequest, grpc.ServicerContext], Iterator[Event]]
 
 @contextmanager
 def scheduler(answer: Answer | None) -> Iterator[str]:
-    """One that answers so; None: an older one, which knows no events."""
+    """A scheduler that answers so; None: an older one without events."""
     methods: dict[str, Any] = {}
     if answer is not None:
         methods["WatchEvents"] = grpc.unary_stream_rpc_method_handler(
@@ -73,10 +73,10 @@ def test_resumed_events_are_not_repeated() -> None:
         yield Event(sequence=request.after_sequence + 1)
 
     with scheduler(answer) as address:
-        found = events.EventTail(address, None, [], 1).tail(lambda: True, retry_s=0.01, timeout_s=0.5)
-        assert [next(found).sequence for _ in range(2)] == [1, 2]
+        tail = events.EventTail(address, None, [], 1).tail(lambda: True, retry_s=0.01, timeout_s=0.5)
+        assert [next(tail).sequence for _ in range(2)] == [1, 2]
         with pytest.raises(Unreachable, match="no longer answers"):
-            next(found)
+            next(tail)
 
 
 def test_health_problems_are_printed(run: Run, home: Home) -> None:

@@ -9,7 +9,7 @@ from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
 from torchrelay.cli.home import Home
 
 
-def test_first_key_creates_tenant_and_is_saved(run: Run, home: Home, door: FakeGateway) -> None:
+def test_first_key_creates_tenant_and_is_saved(run: Run, home: Home, gateway: FakeGateway) -> None:
     made = run("key", "create", "--tenant", "acme", "--name", "laptop")
     assert made.exit_code == 0, made.exception
     assert made.stdout == TENANT_KEY + "\n"
@@ -20,14 +20,14 @@ def test_first_key_creates_tenant_and_is_saved(run: Run, home: Home, door: FakeG
     replaced = run("key", "create", "--tenant", "acme")
     assert "saved as this home's key; the previous one stays valid" in replaced.stderr
     revoked = run("key", "revoke", TENANT_KEY)
-    assert door.asked[-1][:2] == ("DELETE", "/v1/keys/8x2kq0v3m1c9d7fz")
+    assert gateway.asked[-1][:2] == ("DELETE", "/v1/keys/8x2kq0v3m1c9d7fz")
     assert revoked.exit_code == 0
     assert home.saved_key() is None
 
 
-def test_key_of_other_tenant_prints_new_tenant(run: Run, home: Home, door: FakeGateway) -> None:
+def test_key_of_other_tenant_prints_new_tenant(run: Run, home: Home, gateway: FakeGateway) -> None:
     run("key", "create", "--tenant", "acme")
-    door.next_key = "tr-0123456789abcdef-secret"
+    gateway.next_key = "tr-0123456789abcdef-secret"
     said = run("key", "create", "--tenant", "birch").stderr
     assert "saved as this home's key: commands now act as tenant birch (before: acme)" in said
     home.save_key("tr-gone-secret")
@@ -35,13 +35,13 @@ def test_key_of_other_tenant_prints_new_tenant(run: Run, home: Home, door: FakeG
     assert "saved as this home's key: commands now act as tenant birch\n" in said
 
 
-def test_unprintable_key_is_not_created(run: Run, home: Home, door: FakeGateway) -> None:
+def test_unprintable_key_is_not_created(run: Run, home: Home, gateway: FakeGateway) -> None:
     run("key", "create", "--tenant", "acme")
-    door.asked.clear()
-    door.lists_keys = False
+    gateway.asked.clear()
+    gateway.lists_keys = False
     refused = run("key", "create", "--tenant", "birch")
     assert str(refused.exception) == "the database cannot be reached"
-    assert [method for method, _, _ in door.asked] == ["GET"]
+    assert [method for method, _, _ in gateway.asked] == ["GET"]
     assert home.saved_key() == TENANT_KEY
 
 
@@ -50,7 +50,7 @@ def test_environment_key_overrides_saved_key(home: Home, run: Run, monkeypatch: 
     assert "unset TORCHRELAY_API_KEY" in run("key", "create", "--tenant", "acme").stderr
 
 
-def test_a_key_may_have_a_service_class(run: Run, home: Home, door: FakeGateway) -> None:
+def test_a_key_may_have_a_service_class(run: Run, home: Home, gateway: FakeGateway) -> None:
     assert run("key", "create", "--tenant", "acme", "--service-class", "batch").exit_code == 0
-    assert door.asked[-1] == ("POST", "/v1/keys", {"tenant": "acme", "service_class": "batch"})
+    assert gateway.asked[-1] == ("POST", "/v1/keys", {"tenant": "acme", "service_class": "batch"})
     assert run("key", "create", "--tenant", "acme", "--service-class", "flex").exit_code == 2

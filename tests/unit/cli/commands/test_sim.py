@@ -39,11 +39,11 @@ def test_simulation_is_reproducible(trace: Path) -> None:
     assert first.exit_code == 0, first.output
     ours, cached = json.loads(first.stdout)["policies"]
     assert (ours["policy"], cached["policy"]) == ("ours", "all_cache")
-    for found in (ours, cached):
-        assert found["num_requests"] == 60 and found["num_refused"] == 0
-        assert 0 < found["attainment"] <= 1 and found["ttft_p50_s"] <= found["ttft_p99_s"]
-        hours = found["device_s"] / 3600, found["ram_byte_s"] / 3600e9
-        assert found["cost"] == pytest.approx(2.5 * hours[0] + 0.005 * hours[1]) and min(hours) > 0
+    for row in (ours, cached):
+        assert row["num_requests"] == 60 and row["num_refused"] == 0
+        assert 0 < row["attainment"] <= 1 and row["ttft_p50_s"] <= row["ttft_p99_s"]
+        hours = row["device_s"] / 3600, row["ram_byte_s"] / 3600e9
+        assert row["cost"] == pytest.approx(2.5 * hours[0] + 0.005 * hours[1]) and min(hours) > 0
     assert cached["ram_byte_s"] > ours["ram_byte_s"]
     assert again.stdout == first.stdout
     table = CliRunner().invoke(app, command[:-1])
@@ -53,13 +53,13 @@ def test_simulation_is_reproducible(trace: Path) -> None:
 def test_objectives_and_fleet_are_applied(trace: Path, tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.json"
     fleet.write_text(json.dumps(FLEET))
-    found = []
+    attainments = []
     for slo in ("1000,10", "0.0001,0.0001"):
         command = ["sim", "--trace", str(trace), "--fleet", str(fleet), "--slo", slo, "--json"]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
-        found.append(json.loads(result.stdout)["policies"][0]["attainment"])
-    assert found == [1.0, 0.0]
+        attainments.append(json.loads(result.stdout)["policies"][0]["attainment"])
+    assert attainments == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

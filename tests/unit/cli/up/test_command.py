@@ -1,4 +1,4 @@
-"""What `torchrelay up` reads, and what it refuses before it starts anything."""
+"""Options of `torchrelay up`, and the faults that it refuses before it starts anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fits on a home's disk, and how it is told."""
+"""Checks of the home's disk, and their messages."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_certificates_are_found_by_home() -> None:
         REDIS: "unix:///tmp/redis.sock",
         DATABASE: "postgresql+asyncpg://u:p@two:1/name",
     }
-    assert {one.name: one.addresses for one in external_servers(named)} == {
+    assert {server.name: server.addresses for server in external_servers(named)} == {
         "Redis": (),
         "NATS": (("one", 4222), ("three", 5)),
         "PostgreSQL": (("two", 1),),

@@ -124,7 +124,8 @@ def test_each_child_gets_only_its_secrets(home: Home, ports: Ports, monkeypatch:
     services = {name: env for name, env in whole.items() if name not in ("redis", "nats")}
     assert all(env["TORCHRELAY_CONFIRM_S"] == "0.25" and "PATH" in env for env in services.values())
     told = {
-        name: {one for one in SECRET_SETTINGS if f"TORCHRELAY_{one.upper()}" in env} for name, env in services.items()
+        name: {setting for setting in SECRET_SETTINGS if f"TORCHRELAY_{setting.upper()}" in env}
+        for name, env in services.items()
     }
     assert told["scheduler"] == {"cluster_key", "nats_url"}
     assert told["param-store"] == {"node_key", "nats_url"}
@@ -153,8 +154,8 @@ def test_secrets_are_hidden_from_other_users(home: Home, ports: Ports) -> None:
 
 def test_workers_divide_the_cores(home: Home, ports: Ports) -> None:
     """All by the same file."""
-    found = envs(StackPlan(home, UpOptions(num_both_workers=1), ports).stack())
-    told = [env["TORCHRELAY_CORES_FILE"] for env in found.values() if "TORCHRELAY_ROLES" in env]
+    environments = envs(StackPlan(home, UpOptions(num_both_workers=1), ports).stack())
+    told = [env["TORCHRELAY_CORES_FILE"] for env in environments.values() if "TORCHRELAY_ROLES" in env]
     assert told == [str(home.run / "cores")] * 3
 
 
@@ -169,10 +170,10 @@ def test_prefixed_installs_share_no_subjects(home: Home, ports: Ports, tmp_path:
     other_home = Home(tmp_path / "other")
     other_home.make()
     with closing(Ports()) as other_ports:
-        one = StackPlan(home, UpOptions(), ports).stack()
+        stack = StackPlan(home, UpOptions(), ports).stack()
         other = StackPlan(other_home, UpOptions(), other_ports).stack()
-    assert not set(one.endpoints.values()) & set(other.endpoints.values())
-    assert one.arena != other.arena
+    assert not set(stack.endpoints.values()) & set(other.endpoints.values())
+    assert stack.arena != other.arena
 
 
 def test_home_keeps_rest_port_and_reports_conflict(home: Home, tmp_path: Path) -> None:

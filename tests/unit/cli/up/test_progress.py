@@ -1,4 +1,4 @@
-"""What `torchrelay up` does when it cannot print."""
+"""Progress of `torchrelay up` when it cannot print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `top` and `explain` draw, from views made by hand."""
+"""Drawings of `top` and `explain`, from views made by hand."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_top_shows_workers_copies_instances_and_demand() -> None:
 
 
 def test_names_are_whole_at_100_columns() -> None:
-    """Of a cluster whose numbers are wide and whose workers play both roles."""
+    """A view of a cluster with wide numbers and workers of both roles."""
     full = view(10**9)
     for copy in full.stores[0].copies:
         copy.num_chunks_verified, copy.source = 256, "store-local"

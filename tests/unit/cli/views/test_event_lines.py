@@ -29,12 +29,12 @@ def test_lines_stand_below_each_other() -> None:
         for event in (
             an_event("relay.started", "store-a -> store-b"),
             an_event("relay.finished", "done", model="acme/a-longer-name"),
-            an_event("copy.failed", "no room"),
+            an_event("copy.failed", "no space"),
         )
     ]
     assert shown[0] == "12:30:00.123  relay.started      acme/tiny     store-a -> store-b"
     assert shown[1] == "12:30:00.123  relay.finished     acme/a-longer-name  done"
-    assert shown[2] == "12:30:00.123  copy.failed        acme/tiny           no room"  # the column has grown
+    assert shown[2] == "12:30:00.123  copy.failed        acme/tiny           no space"  # the column has grown
 
 
 def test_event_of_other_day_has_date_and_safe_text() -> None:

@@ -1,4 +1,4 @@
-"""What `top` draws of relays, from views made by hand."""
+"""Drawings of relays in `top`, from views made by hand."""
 
 from __future__ import annotations
 

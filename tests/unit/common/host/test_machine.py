@@ -1,4 +1,4 @@
-"""What is asked of a machine is compared with what it has."""
+"""Requests are compared with the machine's resources."""
 
 from __future__ import annotations
 

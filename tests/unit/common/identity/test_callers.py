@@ -1,4 +1,4 @@
-"""Who may call what: by a token made for one node, or by a certificate."""
+"""Allowed calls, by a token for one node or by a certificate."""
 
 from __future__ import annotations
 

@@ -14,7 +14,9 @@ from torchrelay.common.identity.keys import HmacKey
 @given(key=st.binary(max_size=64), messages=st.lists(st.binary(max_size=200), min_size=1, max_size=3))
 def test_hmac_key_matches_rfc_2104(key: bytes, messages: list[bytes]) -> None:
     kept = HmacKey(key)
-    assert [kept.digest(one) for one in messages] == [hmac.digest(key, one, "sha256") for one in messages]
+    assert [kept.digest(message) for message in messages] == [
+        hmac.digest(key, message, "sha256") for message in messages
+    ]
 
 
 def test_hmac_key_longer_than_block_is_refused() -> None:

@@ -81,15 +81,15 @@ async def test_health_check_uses_tls_and_plain_text(
         await asyncio.to_thread(health_check.main)
         return capsys.readouterr().out
 
-    door = RpcServer("127.0.0.1")
-    await door.start()
+    plain_server = RpcServer("127.0.0.1")
+    await plain_server.start()
     with pytest.raises(SystemExit, match="expects TLS"):
         await said_of(address)
     for name, path in cluster.node("probe").as_settings().items():
         monkeypatch.setenv(f"TORCHRELAY_{name.upper()}", path)
     assert await said_of(address) == "serving\n"
-    assert await said_of(f"127.0.0.1:{door.port}") == "serving\n"
-    await door.stop(0)
+    assert await said_of(f"127.0.0.1:{plain_server.port}") == "serving\n"
+    await plain_server.stop(0)
 
 
 @pytest.mark.parametrize("callee", [Caller.SCHEDULER, Caller.STORE, Caller.WORKER])

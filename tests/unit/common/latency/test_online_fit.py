@@ -122,8 +122,8 @@ def test_batch_cost_survives_single_requests() -> None:
 @settings(deadline=None)
 def test_least_squares_meets_optimality_conditions(rows: list[list[float]], vector: list[float]) -> None:
     matrix = [[sum(row[i] * row[j] for row in rows) + 0.1 * (i == j) for j in range(3)] for i in range(3)]
-    found = least_squares(matrix, vector)
-    slope = [sum(a * x for a, x in zip(row, found, strict=True)) - b for row, b in zip(matrix, vector, strict=True)]
-    for x, rise in zip(found, slope, strict=True):
+    minimum = least_squares(matrix, vector)
+    slope = [sum(a * x for a, x in zip(row, minimum, strict=True)) - b for row, b in zip(matrix, vector, strict=True)]
+    for x, rise in zip(minimum, slope, strict=True):
         assert x >= 0
         assert rise == pytest.approx(0, abs=1e-6) if x else rise >= -1e-6

@@ -1,4 +1,4 @@
-"""What the health check says, and its status."""
+"""Output and status of the health check."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def address(servicer: health.HealthServicer) -> Iterator[str]:
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str | int | None:
-    """What the program ends with: nothing, or a sentence for standard error, which is status 1."""
+    """The exit message of the program: nothing, or a sentence for standard error, which is status 1."""
     monkeypatch.setattr("sys.argv", ["torchrelay-health", *arguments])
     try:
         health_check.main()

@@ -1,4 +1,4 @@
-"""Each process may use the subjects of its role on the broker, and no others; a stranger none."""
+"""Each process may use the subjects of its role on the broker, and no others; an unknown user none."""
 
 from __future__ import annotations
 
@@ -121,10 +121,10 @@ async def test_client_without_certificate_is_refused(guarded_url: str, user: str
 
 async def test_scheduler_reads_reports_and_its_events(guarded_url: str) -> None:
     async with connected(guarded_url, "scheduler") as scheduler, connected(guarded_url, "w-1") as worker:
-        heard = await scheduler.subscribe(SUBJECTS.worker_load())
+        reports = await scheduler.subscribe(SUBJECTS.worker_load())
         await scheduler.flush()
         await worker.publish(SUBJECTS.worker_load("w-1"), b"report")
-        assert (await heard.next_msg(timeout=10)).subject == SUBJECTS.worker_load("w-1")
+        assert (await reports.next_msg(timeout=10)).subject == SUBJECTS.worker_load("w-1")
         js = scheduler.jetstream()
         await ensure_streams(js, SUBJECTS, 1)
         await ensure_streams(js, SUBJECTS, 1)

@@ -1,4 +1,4 @@
-"""What child processes inherit."""
+"""Environments of child processes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_token_changes_hashes_from_its_page_on(changed: int) -> None:
     tokens = list(range(160))
     keys = list(page_hashes("tenant", tokens))
     tokens[changed] = 999
-    same = [one == other for one, other in zip(keys, page_hashes("tenant", tokens), strict=True)]
+    same = [before == after for before, after in zip(keys, page_hashes("tenant", tokens), strict=True)]
     assert same == [page < changed // PAGE_TOKENS for page in range(10)]
 
 

@@ -18,9 +18,9 @@ TOKENS = decoder_of(TOKENIZER)
 def cut(text: str, stops: list[str]) -> str:
     """The text before the stop string that is complete first, the longer one of two: by trying every prefix."""
     for end in range(len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            return text[: end - max(map(len, found))]
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(map(len, complete))]
     return text
 
 
