@@ -234,8 +234,8 @@ def with_many_added_tokens() -> bytes:
 
 ARENA_KB = 1024  # the interpreter gives memory back only in pieces of this size
 HOSTILE = {
-    "far ids": lambda: with_far_ids(MAX_VOCABULARY_ENTRIES // 2),
-    "empty tokens": lambda: with_empty_tokens(MAX_VOCABULARY_ENTRIES // 2),
+    "far ids": lambda: with_far_ids(MAX_VOCABULARY_ENTRIES),
+    "empty tokens": lambda: with_empty_tokens(MAX_VOCABULARY_ENTRIES),
     "added tokens": with_many_added_tokens,
 }
 
