@@ -49,7 +49,7 @@ def one_torch_thread() -> None:
 
 @pytest.fixture(scope="session")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    """One prefill and one decode worker; models go to zero after 3 idle seconds."""
+    """A prefill and a decode worker; models go to zero after 3 idle seconds."""
     with running_platform(tmp_path_factory.mktemp("platform"), (*SMALL, "--idle-timeout-s", "3")) as running:
         yield running
 

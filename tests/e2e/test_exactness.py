@@ -56,9 +56,9 @@ def test_concurrent_streams_of_many_lengths_are_exact(platform: Platform, tenant
         stream(platform, tenant.key, model, PROMPT[:length], max_tokens=NUM_TOKENS, ignore_eos=True)
         for length in lengths
     ]
-    states = [next(one) for one in running]  # all run concurrently
-    for one in running:
-        for _ in one:
+    states = [next(answer) for answer in running]  # all run concurrently
+    for answer in running:
+        for _ in answer:
             pass
     for state, length in zip(states, lengths, strict=True):
         assert state.token_ids == reference(tenant.checkpoint("llama"), PROMPT[:length], NUM_TOKENS)

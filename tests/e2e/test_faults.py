@@ -178,14 +178,14 @@ def test_damaged_parameters_are_never_served(shaken: Tenant) -> None:
 
 
 def test_two_installs_share_a_machine_and_leave_nothing(tmp_path: Path) -> None:
-    with running_platform(tmp_path / "one", SMALL) as one, running_platform(tmp_path / "two", SMALL) as two:
-        assert one.http != two.http
-        keys = [platform.tenant("acme") for platform in (one, two)]
-        for platform, key in zip((one, two), keys, strict=True):
+    with running_platform(tmp_path / "first", SMALL) as first, running_platform(tmp_path / "second", SMALL) as second:
+        assert first.http != second.http
+        keys = [platform.tenant("acme") for platform in (first, second)]
+        for platform, key in zip((first, second), keys, strict=True):
             assert httpx.get(f"{platform.http}/v1/models", headers=headers(key)).status_code == 200
-        assert httpx.get(f"{two.http}/v1/models", headers=headers(keys[0])).status_code == 401
-        homes = [str(platform.home.path) for platform in (one, two)]
-        maps = Path(f"/proc/{one.pid('param-store')}/maps").read_text()
+        assert httpx.get(f"{second.http}/v1/models", headers=headers(keys[0])).status_code == 401
+        homes = [str(platform.home.path) for platform in (first, second)]
+        maps = Path(f"/proc/{first.pid('param-store')}/maps").read_text()
         arena = next(line.split()[-1] for line in maps.splitlines() if "/dev/shm/torchrelay" in line)
         assert Path(arena).exists()
     assert not Path(arena).exists()

@@ -13,6 +13,7 @@ from tests.e2e.conftest import SMALL
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete, headers, stream
 from tests.support.platform import Platform, running_platform
+from tests.support.wait import HANG_S
 from torchrelay.control.v1.scheduler_pb2 import ClusterView, InstanceView
 from torchrelay.control.v1.types_pb2 import ROLE_DECODE, ROLE_PREFILL, ModelVersion
 from torchrelay.control.v1.worker_pb2 import LoadRequest, UnloadRequest
@@ -35,23 +36,23 @@ def ids(view: ClusterView) -> set[str]:
 def second_instance(platform: Platform) -> ClusterView:
     """Loads the model into the other slot, as a scheduler did that has ended: the present one finds it there."""
     view = next(platform.views())
-    worker = next(one for one in view.workers if not one.slot.instance_id)
+    worker = next(worker for worker in view.workers if not worker.slot.instance_id)
     (version,), (model,) = view.versions, {instance.model for instance in view.instances}
     with platform.channel(worker.grpc_address, worker.worker_id) as channel:
         named = ModelVersion(version_id=version.version_id, model=model, pack_id=version.pack_id)
         roles = [ROLE_PREFILL, ROLE_DECODE]
         WorkerStub(channel).Load(
-            LoadRequest(epoch=view.epoch, instance_id="i-2", version=named, roles=roles), timeout=20
+            LoadRequest(epoch=view.epoch, instance_id="i-2", version=named, roles=roles), timeout=HANG_S
         )
-    return next(view for view in platform.views() if [one.state for one in view.instances] == ["ready"] * 2)
+    return next(view for view in platform.views() if [instance.state for instance in view.instances] == ["ready"] * 2)
 
 
 def unload(platform: Platform, view: ClusterView, instance: InstanceView) -> None:
-    """With more time than the answer takes."""
-    address = next(one.grpc_address for one in view.workers if one.worker_id == instance.worker_id)
+    """Unloads the instance, with more time than the answer takes."""
+    address = next(worker.grpc_address for worker in view.workers if worker.worker_id == instance.worker_id)
     with platform.channel(address, instance.worker_id) as channel:
         order = UnloadRequest(epoch=view.epoch, instance_id=instance.instance_id, drain_s=60)
-        WorkerStub(channel).Unload(order, timeout=20)
+        WorkerStub(channel).Unload(order, timeout=HANG_S)
 
 
 def test_stream_migrates_off_a_draining_instance_unchanged(tmp_path: Path) -> None:
@@ -69,10 +70,10 @@ def test_stream_migrates_off_a_draining_instance_unchanged(tmp_path: Path) -> No
         for state in stream(platform, key, model, PROMPT, **LONG):
             if gone is None and len(state.token_ids) >= 20:
                 view = next(platform.views())
-                (source,) = (one for one in view.instances if one.num_running)
+                (source,) = (instance for instance in view.instances if instance.num_running)
                 unload(platform, view, source)
                 gone = next(view for view in platform.views() if source.instance_id not in ids(view))
-                assert [one.num_running for one in gone.demand] == [1], "the drain is over, and its answer goes on"
+                assert [demand.num_running for demand in gone.demand] == [1], "the drained answer goes on"
         assert state.error is None and state.done and state.finish_reason == "length"
         assert state.token_ids == unmoved and len(unmoved) == LONG["max_tokens"]
         after = usage(platform, key)
@@ -81,4 +82,4 @@ def test_stream_migrates_off_a_draining_instance_unchanged(tmp_path: Path) -> No
         }
         with platform.admin() as admin:
             told = admin.call("GET", f"/v1/requests/{state.request_id}/explain")["decisions"]
-        assert [one["subject"] for one in told if one["kind"] == "migrate"] == [state.request_id]
+        assert [decision["subject"] for decision in told if decision["kind"] == "migrate"] == [state.request_id]

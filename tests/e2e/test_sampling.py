@@ -21,8 +21,8 @@ CONTEXT = 512
 
 
 def tokens_of(answer: dict[str, Any]) -> list[int]:
-    found: list[int] = answer["choices"][0]["token_ids"]
-    return found
+    token_ids: list[int] = answer["choices"][0]["token_ids"]
+    return token_ids
 
 
 def test_seed_repeats_the_tokens_in_a_batch_of_32(platform: Platform, tenant: Tenant) -> None:
@@ -70,7 +70,7 @@ def test_logprobs_equal_transformers(platform: Platform, tenant: Tenant) -> None
         possible = [*expected[place].topk(5).values.tolist(), float(expected[place, token])]
         values = list(told.top_logprobs[place].values())
         assert values[0] == pytest.approx(possible[0], abs=1e-3)
-        assert all(any(abs(value - one) < 1e-3 for one in possible) for value in values)
+        assert all(any(abs(value - logprob) < 1e-3 for logprob in possible) for value in values)
 
 
 def test_chat_streams_its_logprobs(platform: Platform, tenant: Tenant) -> None:
@@ -80,15 +80,19 @@ def test_chat_streams_its_logprobs(platform: Platform, tenant: Tenant) -> None:
     whole = client.chat.completions.create(messages=messages, top_logprobs=2, n=2, **wishes)
     for index, choice in enumerate(whole.choices):
         assert choice.index == index and choice.logprobs is not None
-        spelt = b"".join(bytes(one.bytes or []) for one in choice.logprobs.content or [])
+        spelt = b"".join(bytes(entry.bytes or []) for entry in choice.logprobs.content or [])
         assert spelt.decode(errors="replace").startswith((choice.message.content or "").rstrip("\ufffd"))
     stream = client.chat.completions.create(messages=messages, top_logprobs=2, stream=True, **wishes)
     told = [
-        one for chunk in stream for choice in chunk.choices if choice.logprobs for one in choice.logprobs.content or []
+        entry
+        for chunk in stream
+        for choice in chunk.choices
+        if choice.logprobs
+        for entry in choice.logprobs.content or []
     ]
     assert whole.choices[0].logprobs is not None
-    for streamed, one in zip(told, whole.choices[0].logprobs.content or [], strict=True):
-        assert streamed.bytes == one.bytes and streamed.logprob == pytest.approx(one.logprob, abs=1e-4)
+    for streamed, entry in zip(told, whole.choices[0].logprobs.content or [], strict=True):
+        assert streamed.bytes == entry.bytes and streamed.logprob == pytest.approx(entry.logprob, abs=1e-4)
 
 
 def test_logit_bias_stop_token_and_stop_string_apply(platform: Platform, tenant: Tenant) -> None:

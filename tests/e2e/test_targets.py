@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e
 
 
 def said(platform: Platform, *words: str) -> str:
-    """What the CLI writes to standard output."""
+    """The standard output of the CLI."""
     command = [str(SCRIPTS / "torchrelay"), *words, "--home", str(platform.home.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

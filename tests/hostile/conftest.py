@@ -1,4 +1,4 @@
-"""One platform for all attacks, with a neighbour whose chats must go on, and a tenant who attacks with a key."""
+"""A platform for all attacks, with a neighbour whose chats must go on, and a tenant who attacks with a key."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def reset_peak(pid: int) -> None:
 
 @contextmanager
 def nice(value: int) -> Iterator[None]:
-    """Of this thread, and those that it starts."""
+    """Lowers the priority of this thread and of the threads that it starts."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     os.setpriority(os.PRIO_PROCESS, 0, max(before, value))
     try:

@@ -56,8 +56,8 @@ class PortChanges:
             if len(held) > NUM_HELD:
                 held.popleft().close()
             self.num_changes += 1
-        for one in held:
-            one.close()
+        for each in held:
+            each.close()
 
 
 def leave_few_ports() -> None:

@@ -1,4 +1,4 @@
-"""Strangers on the machine, and parts of the cluster that turned, against the brokers and control RPCs of a platform.
+"""Clients without credentials, and compromised services, against the brokers and control RPCs of a platform.
 
 Each attack is refused and named. At the end the platform is the one it was: the same processes, the same answers.
 """
@@ -109,7 +109,7 @@ class Target:
         return self.platform.endpoints["nats"]
 
     def call(self, node_id: str, method: str, token: str, message: bytes = b"") -> grpc.StatusCode:
-        """What a call of any kind ends with; its kind does not matter before it is let in."""
+        """The status of a call; its kind does not matter before it is authorised."""
         with grpc.insecure_channel(self.address(node_id)) as plain:
             channel = with_token(plain, token) if token else plain
             try:
@@ -136,7 +136,7 @@ def test_call_without_a_token_is_refused(target: Target, node: str, method: str)
 
 @pytest.mark.parametrize(("node", "method"), CALLS)
 def test_token_of_another_node_is_refused(target: Target, node: str, method: str) -> None:
-    """What a node was shown by its callers, it cannot show to others."""
+    """A node cannot use the tokens of its callers at other nodes."""
     others = [other for other in SERVED if other != node]
     stolen = ",".join(target.token(other, *Caller) for other in others[:1])
     assert target.call(node, method, stolen) is grpc.StatusCode.UNAUTHENTICATED
@@ -172,10 +172,17 @@ def test_epoch_of_the_future_is_refused(target: Target, epoch: int) -> None:
         assert "ahead of this host's clock" in (refused.details() or "")
 
 
-STRANGERS = [(None, None), ("", ""), ("scheduler", ""), ("scheduler", "guess"), ("root", "root"), ("decode-1", "guess")]
+WRONG_CREDENTIALS = [
+    (None, None),
+    ("", ""),
+    ("scheduler", ""),
+    ("scheduler", "guess"),
+    ("root", "root"),
+    ("decode-1", "guess"),
+]
 
 
-@pytest.mark.parametrize(("user", "password"), STRANGERS)
+@pytest.mark.parametrize(("user", "password"), WRONG_CREDENTIALS)
 async def test_nats_refuses_wrong_credentials(target: Target, user: str | None, password: str | None) -> None:
     said = await refusal(target.nats_url, publication("relay.load.worker.prefill-0"), user, password)
     assert "Authorization Violation" in said
@@ -294,16 +301,16 @@ async def test_redis_refuses_administration(target: Target, command: str) -> Non
 
 
 def certificates(folder: Path) -> dict[str, TlsFiles]:
-    """Those of a stranger, and of every part that may not load a model."""
+    """Certificates of another CA, and of every caller that may not load a model."""
     ours, theirs = Authority(folder / "ours"), Authority(folder / "theirs").node("theirs", Caller.SCHEDULER)
-    found = {
+    wrong = {
         "of another CA": theirs,
         "of another CA, knowing ours": TlsFiles(ours.node("x").ca, theirs.cert, theirs.key),
         "expired": ours.expired(),
         "without a part": ours.node("nameless"),
         "of a node called scheduler": ours.node("scheduler", Caller.WORKER),
     }
-    return found | {f"of a {caller}": ours.node(caller, caller) for caller in Caller if caller is not Caller.SCHEDULER}
+    return wrong | {f"of a {caller}": ours.node(caller, caller) for caller in Caller if caller is not Caller.SCHEDULER}
 
 
 KINDS = ["of another CA", "of another CA, knowing ours", "expired", "without a part", "of a node called scheduler"]
@@ -312,7 +319,7 @@ KINDS += [f"of a {caller}" for caller in Caller if caller is not Caller.SCHEDULE
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_certificate_of_another_caller_loads_nothing(tmp_path: Path, kind: str) -> None:
-    found = certificates(tmp_path)
+    by_kind = certificates(tmp_path)
     loaded: list[str] = []
 
     class Slot(worker_pb2_grpc.WorkerServicer):
@@ -320,12 +327,12 @@ async def test_certificate_of_another_caller_loads_nothing(tmp_path: Path, kind:
             loaded.append(request.instance_id)
             return worker_pb2.LoadReply()
 
-    server = RpcServer("127.0.0.1", tls=Tls(found["of a worker"]), node_key=b"k" * 32)
+    server = RpcServer("127.0.0.1", tls=Tls(by_kind["of a worker"]), node_key=b"k" * 32)
     worker_pb2_grpc.add_WorkerServicer_to_server(Slot(), server.server)  # type: ignore[abstract]
     server.allow(WORKER)
     await server.start()
     try:
-        async with open_channel(f"127.0.0.1:{server.port}", Tls(found[kind])) as channel:
+        async with open_channel(f"127.0.0.1:{server.port}", Tls(by_kind[kind])) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await worker_pb2_grpc.WorkerStub(channel).Load(worker_pb2.LoadRequest(instance_id="i"), timeout=20)
     finally:

@@ -33,7 +33,7 @@ PROMPT = list(range(30, 50))
 
 @dataclass(slots=True)
 class Calls:
-    """What became of the calls of some clients that call without end."""
+    """The outcomes of clients that call without end."""
 
     num_answered: int = 0
     num_tokens: int = 0
@@ -228,7 +228,7 @@ def test_history_is_written_again_once_space_is_free(home: SmallHome) -> None:
 
 
 def published(platform: Platform) -> str:
-    """What `torchrelay events` prints about models."""
+    """The output of `torchrelay events` about models."""
     command = (str(SCRIPTS / "torchrelay"), "events", "--home", str(platform.home.path), "--kind", "model", "--json")
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S).stdout
 

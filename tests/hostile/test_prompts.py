@@ -1,4 +1,4 @@
-"""What a tenant's models and prompts may do to the gateway, while a neighbour's chats go on.
+"""Hostile models and prompts of a tenant at the gateway, while a neighbour's chats go on.
 
 Templates and tokenizers that are beyond the limits of an upload are refused in ``test_uploads``; these are within them.
 """
@@ -80,7 +80,7 @@ def chat(platform: Platform, key: str, model: str, body: dict[str, Any]) -> http
 def chats(
     platform: Platform, key: str, model: str, body: dict[str, Any] | None = None, count: int = 6
 ) -> list[httpx.Response]:
-    """As many at once."""
+    """The answers to ``count`` concurrent chats."""
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(lambda _: chat(platform, key, model, body or {}), range(count)))
 

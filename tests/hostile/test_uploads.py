@@ -1,4 +1,4 @@
-"""What a tenant may upload: refused by file and cause, while a neighbour's chats go on."""
+"""Faulty uploads are refused by file and cause, while a neighbour's chats go on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Upload:
 
     @classmethod
     def begin(cls, platform: Platform, key: str) -> Upload:
-        """Of three files of eight bytes, which the store has never seen."""
+        """Opens an upload of three files of eight bytes, which the store has never seen."""
         data = secrets.token_bytes(8)
         begun = declare(platform, key, [declared(file["path"], data) for file in SOUND])
         assert begun.status_code == 201, begun.text

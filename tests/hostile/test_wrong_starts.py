@@ -1,4 +1,4 @@
-"""What starts wrong says so: one sentence that names the setting, and no traceback."""
+"""A program that cannot start names the setting in a single sentence, without a traceback."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Key = tuple[str, int]
 
 
 class GatewayStream:
-    """One gateway's ``Run`` stream to one role of one worker, and all that came back on it."""
+    """A gateway's ``Run`` stream to a role of a worker, and all that came back on it."""
 
     def __init__(self, stub: Any, gateway_id: str) -> None:
         self.outputs: dict[Key, list[pb.ChoiceOutput]] = defaultdict(list)
@@ -141,11 +141,11 @@ async def running_test_worker(nats_url: str, store: RunningStore, **changes: Any
         **changes,
     }
     async with running_worker(WorkerSettings(**values)) as (worker, addresses):
-        one = RunningWorker(worker, addresses["grpc"])
+        running = RunningWorker(worker, addresses["grpc"])
         try:
-            yield one
+            yield running
         finally:
-            await one.close()
+            await running.close()
 
 
 def model_version(description: param_store_pb2.VersionDescription) -> types_pb2.ModelVersion:
@@ -161,7 +161,7 @@ def model_version(description: param_store_pb2.VersionDescription) -> types_pb2.
 
 @dataclass
 class Request:
-    """One attempt, and what came back of it from both streams."""
+    """An attempt, and what came back of it from both streams."""
 
     start: pb.AttemptStart
     streams: tuple[GatewayStream, GatewayStream]  # prefill, decode
@@ -276,9 +276,9 @@ async def running_testbed(
             more = {**changes, "kv_pool_bytes": decode_pool_bytes}
             decode = await stack.enter_async_context(running_test_worker(nats_url, store, **more))
         scene = RolesTestbed(prefill, decode, model_version(description))
-        for one, roles in ((prefill, [PREFILL, DECODE]), (decode, [DECODE])):
-            if one.worker.slot.state == FREE:
-                await one.load(scene.version, roles)
-                await one.until_ready()
+        for worker, roles in ((prefill, [PREFILL, DECODE]), (decode, [DECODE])):
+            if worker.worker.slot.state == FREE:
+                await worker.load(scene.version, roles)
+                await worker.until_ready()
         scene.streams = await scene.connect()
         yield scene

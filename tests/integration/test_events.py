@@ -62,14 +62,14 @@ async def test_relay_events_are_printed_by_the_cli(
     )
     async with three_stores(tmp_path, remote, nats_url) as stores:
         settings = SchedulerSettings(nats_url=nats_url, nats_prefix=stores.prefix, cluster_key=CLUSTER_KEY)
-        async with serving(settings) as addresses, GatewayClient(addresses["grpc"]) as door:
+        async with serving(settings) as addresses, GatewayClient(addresses["grpc"]) as gateway:
             address = addresses["grpc"]
             scheduler_key = derive_node_key(bytes.fromhex(CLUSTER_KEY), SCHEDULER_NODE)
             monkeypatch.setenv("TORCHRELAY_SCHEDULER_TOKEN", call_token(scheduler_key, Caller.CLI))
             view = await cluster(address, lambda view: len(view.stores) == 3)
             async with following(address) as followed:
                 await stores.fill_first(pack_id, view.epoch)
-                await door.admit("r1", version=version)  # the model is used: it gets a second copy
+                await gateway.admit("r1", version=version)  # the model is used: it gets a second copy
                 events: list[dict[str, Any]] = []
                 while [event["kind"] for event in events].count("relay.finished") < 2:
                     events.append(json.loads(await asyncio.wait_for(followed.readline(), 20)))
@@ -90,7 +90,9 @@ async def test_relay_events_are_printed_by_the_cli(
             kinds = [line.split()[1] for line in lines]
             assert {"relay.started", "relay.finished", "copy.replicate"} <= set(kinds)
             assert len({line.index(line.split()[1]) for line in lines}) == 1  # aligned
-            reply = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
-            assert not [one.kind for one in reply.decisions if one.kind.startswith("relay")]  # tenants read these
+            reply = await gateway.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
+            assert not [
+                decision.kind for decision in reply.decisions if decision.kind.startswith("relay")
+            ]  # tenants read these
             only = await said("events", "--scheduler", address, "--kind", "copy", "--json")
             assert {json.loads(line)["kind"].split(".")[0] for line in only.splitlines()} == {"copy"}

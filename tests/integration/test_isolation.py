@@ -29,14 +29,14 @@ FOLDERS = {
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Every module that a file imports, wherever in it."""
-    found: set[str] = set()
+    """The modules that a file imports, anywhere in it."""
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            modules |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return modules
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -56,7 +56,7 @@ def test_service_imports_no_other_service(service: str) -> None:
 
 def requirements(package: str) -> set[str]:
     """The distributions that installing ``package`` brings, itself included; extras that are not asked for left out."""
-    found: set[str] = set()
+    names: set[str] = set()
     waiting = [(package, frozenset[str]())]
     seen = set()
     while waiting:
@@ -69,7 +69,7 @@ def requirements(package: str) -> set[str]:
             metadata = distribution(name)
         except PackageNotFoundError:
             continue  # for another platform or Python
-        found.add(normal(name))
+        names.add(normal(name))
         for line in metadata.requires or []:
             matched = re.match(r"([A-Za-z0-9._-]+)(?:\[([^\]]*)\])?", line)
             assert matched is not None
@@ -78,19 +78,19 @@ def requirements(package: str) -> set[str]:
             if wanted is None or normal(wanted[1]) in extras:
                 asked = frozenset(normal(extra) for extra in (matched[2] or "").split(",") if extra.strip())
                 waiting.append((matched[1], asked))
-    return found
+    return names
 
 
 def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
-def link_distribution(found: Distribution, folder: Path) -> None:
+def link_distribution(installed: Distribution, folder: Path) -> None:
     """Links the top-level files and folders of one installed distribution into ``folder``."""
-    for file in found.files or []:
+    for file in installed.files or []:
         top = file.parts[0]
         if top not in ("..", "__pycache__") and not top.endswith(".pth"):
-            target = Path(str(found.locate_file(top)))
+            target = Path(str(installed.locate_file(top)))
             link = folder / top
             if target.exists() and not link.exists():
                 link.symlink_to(target)

@@ -51,7 +51,7 @@ class GatedPack(MemoryBuffer):
 
 @asynccontextmanager
 async def loading(folder: Path, model: Model, nats_url: str) -> AsyncIterator[tuple[RolesTestbed, GatedPack]]:
-    """One worker of both roles in the middle of a load, with one request waiting inside the engine for a layer."""
+    """A worker of both roles in the middle of a load, with a request waiting inside the engine for a layer."""
     pack = GatedPack(model)
     pack.let(0)
     listener = TcpTransport().listen("127.0.0.1", 0)

@@ -29,17 +29,17 @@ from torchrelay.worker.reporter import Reporter
 
 
 async def test_worker_activity_follows_its_requests(tmp_path: Path, nats_url: str) -> None:
-    async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as one:
-        reporter = Reporter(one.worker, "127.0.0.1:1")
+    async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as worker:
+        reporter = Reporter(worker.worker, "127.0.0.1:1")
         idle, first, second = reporter.activity(), reporter.report(), reporter.report()
         assert first.worker_id and first.SerializeToString() == second.SerializeToString()
         assert reporter.activity() == idle
         attempt = Attempt(AttemptStart(key=AttemptKey(request_id="r", attempt=1), num_prompt_tokens=9), Outbox("g"), {})
-        role = one.worker.role(ROLE_PREFILL)
+        role = worker.worker.role(ROLE_PREFILL)
         assert role is not None
         role.attempts[attempt.group_id] = attempt
         began = reporter.activity()
-        one.worker.step_metrics.record_step(StepResult((), (), 0, 1, 0.01))
+        worker.worker.step_metrics.record_step(StepResult((), (), 0, 1, 0.01))
         assert reporter.activity() == began != idle
         assert reporter.report() != first
         role.mark_prefilled([attempt.group_id])
@@ -49,9 +49,9 @@ async def test_worker_activity_follows_its_requests(tmp_path: Path, nats_url: st
 
 
 async def test_worker_is_active_between_consecutive_prompts(tmp_path: Path, nats_url: str) -> None:
-    """As many as before, but what is said to wait has been computed, and the scheduler adds what came since."""
-    async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as one:
-        reporter, role = Reporter(one.worker, "127.0.0.1:1"), one.worker.role(ROLE_PREFILL)
+    """The number of attempts is the same, but the reported prompt is computed and the scheduler adds later ones."""
+    async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as worker:
+        reporter, role = Reporter(worker.worker, "127.0.0.1:1"), worker.worker.role(ROLE_PREFILL)
         assert role is not None
         first, second = (
             Attempt(AttemptStart(key=AttemptKey(request_id=name, attempt=1), num_prompt_tokens=9), Outbox("g"), {})
@@ -59,7 +59,7 @@ async def test_worker_is_active_between_consecutive_prompts(tmp_path: Path, nats
         )
         role.attempts[first.group_id] = first
         before = reporter.activity()
-        one.worker.step_metrics.record_step(StepResult((), (first.group_id,), 9, 0, 0.01))
+        worker.worker.step_metrics.record_step(StepResult((), (first.group_id,), 9, 0, 0.01))
         role.forget(first)
         role.attempts[second.group_id] = second
         assert reporter.activity() != before
@@ -67,11 +67,11 @@ async def test_worker_is_active_between_consecutive_prompts(tmp_path: Path, nats
 
 
 async def test_report_streams_carry_beats_on_demand(tmp_path: Path, nats_url: str) -> None:
-    async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as one:
+    async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as worker:
         address = (await store.report()).grpc_address
         store_token = every_token(CLUSTER_KEY, store.store_id)
         async with (
-            open_channel(one.address, token=one.token) as worker_channel,
+            open_channel(worker.address, token=worker.token) as worker_channel,
             open_channel(address, token=store_token) as store_channel,
         ):
             slot: Any = WorkerStub(worker_channel).WatchSlot(WatchSlotRequest(beat_every_s=0.1))
@@ -88,11 +88,11 @@ async def test_report_streams_carry_beats_on_demand(tmp_path: Path, nats_url: st
 
 
 async def test_old_scheduler_loses_its_report_streams(tmp_path: Path, nats_url: str) -> None:
-    """It commands nothing, and the broker may be away."""
-    async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as one:
+    """It sends no command, and needs no broker."""
+    async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as worker:
         address, store_token = (await store.report()).grpc_address, every_token(CLUSTER_KEY, store.store_id)
         async with (
-            open_channel(one.address, token=one.token) as worker_channel,
+            open_channel(worker.address, token=worker.token) as worker_channel,
             open_channel(address, token=store_token) as store_channel,
             asyncio.timeout(20),
         ):

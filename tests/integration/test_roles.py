@@ -66,17 +66,17 @@ async def test_kv_uses_shared_memory_on_a_host_and_tcp_otherwise(
 
     monkeypatch.setattr(ShmConnection, "opened", noted)
     async with scene_of(kv_by_shared_memory=True) as scene:
-        door = Path(scene.prefill.worker.local_address.removeprefix("shm:"))
-        assert await asyncio.to_thread(door.is_socket)
+        listener_path = Path(scene.prefill.worker.local_address.removeprefix("shm:"))
+        assert await asyncio.to_thread(listener_path.is_socket)
         if not reached:
-            await asyncio.to_thread(door.unlink)  # as in a container with a folder of its own
+            await asyncio.to_thread(listener_path.unlink)  # as in a container with a folder of its own
         prompt = prompt_of(150)
         request = await scene.send(scene.request(prompt))
         await request.finished()
         assert request.tokens() == model.expected(prompt)
         await scene.assert_idle()
     assert len(met) == reached
-    assert not await asyncio.to_thread(door.exists)
+    assert not await asyncio.to_thread(listener_path.exists)
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
@@ -174,8 +174,8 @@ async def test_tokenizer_panic_ends_the_request_with_the_cause(
         return json.dumps(fields).encode()
 
     async with scene_of(apart=apart) as scene:
-        for one in (scene.prefill, scene.decode):
-            monkeypatch.setattr(one.worker.tokenizers, "read", read)
+        for worker in (scene.prefill, scene.decode):
+            monkeypatch.setattr(worker.worker.tokenizers, "read", read)
         neighbour = await scene.send(scene.request(PROMPT))
         request = await scene.send(scene.request(PROMPT, stop_strings=["never to be seen"]))
         await request.finished()
@@ -354,8 +354,8 @@ async def test_unexpected_error_in_a_start_fails_its_attempt_alone(
         async def broken(*_: object) -> None:
             raise ValueError("a tokenizer that nobody thought of")
 
-        for one in (scene.prefill, scene.decode):
-            monkeypatch.setattr(one.worker.tokenizers, "read", broken)
+        for worker in (scene.prefill, scene.decode):
+            monkeypatch.setattr(worker.worker.tokenizers, "read", broken)
         await scene.send(bad)
         await bad.finished()
         assert bad.error().code == pb.RunError.CODE_INTERNAL

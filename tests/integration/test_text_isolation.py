@@ -43,14 +43,14 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def tokenizer_with_pattern() -> bytes:
-    """One that takes minutes for a few lines."""
+    """A tokenizer that takes minutes for a few lines."""
     tokenizer = Tokenizer.from_str(tiny_tokenizer().decode())
     tokenizer.normalizer = normalizers.Replace(Regex("a*a*a*[bd]e"), "x")
     return tokenizer.to_str().encode()
 
 
 def tokenizer_of_special_tokens() -> bytes:
-    """One whose loading takes long."""
+    """A tokenizer that takes long to load."""
     fields = json.loads(tiny_tokenizer())
     highest = max(fields["model"]["vocab"].values())
     fields["added_tokens"] += [
@@ -117,7 +117,7 @@ async def attacked(rig: TokenPathRig, attack: Attack) -> AsyncIterator[list[http
 
 
 async def chat(rig: TokenPathRig, model: str) -> None:
-    """One chat of the neighbour, which is answered in time."""
+    """A chat of the neighbour, which is answered in time."""
     headers = {"authorization": f"Bearer {NEIGHBOUR_KEY}"}
     body: dict[str, Any] = {"model": model, "messages": HELLO, "max_tokens": 2}
     async with asyncio.timeout(HANG_S):

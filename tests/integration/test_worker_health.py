@@ -17,10 +17,10 @@ from torchrelay.common.net.rpc.channels import open_channel
 async def test_hung_engine_is_unhealthy_until_it_resumes(tmp_path: Path, nats_url: str) -> None:
     async with (
         running_store(tmp_path) as store,
-        running_test_worker(nats_url, store) as one,
-        open_channel(one.address) as channel,
+        running_test_worker(nats_url, store) as worker,
+        open_channel(worker.address) as channel,
     ):
-        probe, engine = GrpcProbe(channel), one.worker.engine
+        probe, engine = GrpcProbe(channel), worker.worker.engine
         assert await probe.ask() == ""
         has_begun, may_end = threading.Event(), threading.Event()
         engine.post(has_begun.set)
@@ -30,8 +30,8 @@ async def test_hung_engine_is_unhealthy_until_it_resumes(tmp_path: Path, nats_ur
             assert await probe.ask() == ""
             # As if it had been so, and somebody had looked, an hour ago.
             an_hour_ago = time.monotonic() - 3600
-            one.worker.liveness = Liveness(an_hour_ago)
-            one.worker.liveness.observe(engine.progress(None), an_hour_ago)
+            worker.worker.liveness = Liveness(an_hour_ago)
+            worker.worker.liveness.observe(engine.progress(None), an_hour_ago)
             fault = await probe.ask()
             assert fault.startswith("cannot serve: the engine has work and has made no step for 36"), fault
         finally:

@@ -1,4 +1,4 @@
-"""One process of the platform on a host of the lab: start, readiness, kill, restart, stop."""
+"""A process of the platform on a host of the lab: start, readiness, kill, restart, stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One host of the lab: its address, its processes, its link."""
+"""A host of the lab: its address, its processes, its link."""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ class Operator:
             view = ClusterView()
             try:
                 for view in stub.WatchCluster(scheduler_pb2.WatchClusterRequest(), timeout=_WAIT_S):
-                    if (found := find(view)) is not None:
-                        return found
+                    if (result := find(view)) is not None:
+                        return result
             except grpc.RpcError as error:
                 raise AssertionError(f"not seen within {_WAIT_S:g} s ({error}); the last view:\n{view}") from error
         raise AssertionError("the scheduler ended its view")
@@ -171,8 +171,8 @@ def copies_of(view: ClusterView, host: str) -> dict[str, PackCopy]:
 
 def whole_copies(view: ClusterView, pack_id: str) -> dict[str, PackCopy]:
     """The complete copies of a pack, by host."""
-    found = {store.host_id: copies_of(view, store.host_id).get(pack_id) for store in view.stores}
-    return {host: copy for host, copy in found.items() if copy and 0 < copy.num_chunks == copy.num_chunks_verified}
+    copies = {store.host_id: copies_of(view, store.host_id).get(pack_id) for store in view.stores}
+    return {host: copy for host, copy in copies.items() if copy and 0 < copy.num_chunks == copy.num_chunks_verified}
 
 
 def copies_once_served_everywhere(view: ClusterView, pack_id: str) -> dict[str, PackCopy] | None:

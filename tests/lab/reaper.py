@@ -62,7 +62,7 @@ def _identities(namespaces: Sequence[str]) -> frozenset[tuple[int, int]]:
 
 
 def _identity(namespace: Path) -> tuple[int, int]:
-    """What two paths to one namespace have in common: device and inode."""
+    """The identity of a namespace, equal for all its paths: device and inode."""
     status = namespace.stat()
     return status.st_dev, status.st_ino
 

@@ -1,4 +1,4 @@
-"""One direction of a link, held to a rate by a token bucket."""
+"""A direction of a link, held to a rate by a token bucket."""
 
 from __future__ import annotations
 

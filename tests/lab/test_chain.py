@@ -1,4 +1,4 @@
-"""One model, three hosts: the relay's chain on shaped links, and corrupt bytes on a host."""
+"""A model on three hosts: the relay's chain on shaped links, and corrupt bytes on a host."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ with Lab(["h1"]) as lab:
 
 
 def remaining(namespaces: Sequence[str]) -> list[str]:
-    """Those of ``namespaces`` that `ip` still knows."""
+    """The ``namespaces`` that `ip` still knows."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     known = {line.split()[0] for line in listed.splitlines()}
     return [name for name in namespaces if name in known]

@@ -161,7 +161,7 @@ def test_flipped_bytes_of_a_holder_come_from_another(scene: Scene) -> None:
 
 
 class TestTickets:
-    """Asked for over the real wire, from a host's own network, by somebody with the key of store h1."""
+    """Requests over the real wire, from a host's own network, by somebody with the key of store h1."""
 
     def head(self, scene: Scene, ticket: Ticket, receiver: str = "h1", holder: str = _SOURCE) -> bytes:
         source = SourceAddress(holder, scene.stores.data_address(_SOURCE), ticket)

@@ -73,10 +73,10 @@ def _await_port(process: subprocess.Popen[bytes], host: str, port: int, log: Pat
 
 
 def broker_program(name: str) -> str:
-    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
-    if found is None:
+    program = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
+    if program is None:
         raise RuntimeError(f"{name} is not installed: run `make setup`")
-    return found
+    return program
 
 
 @contextmanager

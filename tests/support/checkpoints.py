@@ -33,7 +33,7 @@ GEMMA3_ROPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """What one kind of checkpoint is made of."""
+    """The parts of a kind of checkpoint."""
 
     config: str  # the class in transformers
     model: str

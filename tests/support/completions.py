@@ -17,7 +17,7 @@ def headers(key: str) -> dict[str, str]:
 
 
 def complete(platform: Platform, key: str, model: str, prompt: list[int] | str, **options: Any) -> dict[str, Any]:
-    """One greedy completion with token ids; asserts that it succeeds."""
+    """A greedy completion with token ids; asserts that it succeeds."""
     body = {"model": model, "prompt": prompt, "temperature": 0, "return_token_ids": True, **options}
     response = httpx.post(f"{platform.http}/v1/completions", json=body, headers=headers(key), timeout=60)
     assert response.status_code == 200, response.text
@@ -27,7 +27,7 @@ def complete(platform: Platform, key: str, model: str, prompt: list[int] | str, 
 
 @dataclass(slots=True)
 class Streamed:
-    """What one streamed completion has delivered so far."""
+    """The delivered part of a streamed completion."""
 
     request_id: str = ""
     token_ids: list[int] = field(default_factory=list)

@@ -15,9 +15,9 @@ def open_descriptors(target: str = "") -> set[tuple[str, str]]:
     descriptors = set[tuple[str, str]]()
     for number in os.listdir("/proc/self/fd"):
         try:
-            found = os.readlink(f"/proc/self/fd/{number}")
+            opened = os.readlink(f"/proc/self/fd/{number}")
         except FileNotFoundError:  # closed meanwhile, as that of the listing is
             continue
-        if target in found:
-            descriptors.add((number, found))
+        if target in opened:
+            descriptors.add((number, opened))
     return descriptors

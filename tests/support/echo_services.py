@@ -134,7 +134,7 @@ class EchoScheduler:
         await events.put(admit_pb.AdmitEvent(placement=placement))
 
     def _alive(self, workers: Sequence[EchoWorker], request: admit_pb.AdmitRequest) -> EchoWorker:
-        return next((one for one in workers if one.worker_id not in request.lost_workers), workers[-1])
+        return next((worker for worker in workers if worker.worker_id not in request.lost_workers), workers[-1])
 
 
 class EchoStore:

@@ -40,7 +40,7 @@ def token_logprobs(token: int, position: int, num_top: int) -> pb.TokenLogprobs:
 
 @dataclass(slots=True)
 class EchoModel:
-    """What all workers of one test know."""
+    """The state shared by all workers of a test."""
 
     answer: Answer = echo
     tokenizer: Tokenizer | None = None  # needed for stop strings
@@ -56,7 +56,7 @@ class EchoModel:
 
 @dataclass(slots=True, eq=False)
 class _Choice:
-    """One choice that a worker runs."""
+    """A choice that a worker runs."""
 
     start: pb.AttemptStart
     choice: int
@@ -80,7 +80,7 @@ class _Choice:
 
 
 class _Gateway:
-    """One gateway's stream at one role."""
+    """A gateway's stream at a role."""
 
     def __init__(self) -> None:
         self.running: dict[Key, list[_Choice]] = {}
@@ -94,7 +94,7 @@ def _key(start: pb.AttemptStart | pb.CancelAttempt) -> Key:
 
 
 class EchoWorker:
-    """One worker with both roles. ``pause_at`` holds decoding back at a position; ``errors`` answer the next starts."""
+    """A worker with both roles. ``pause_at`` holds decoding back at a position; ``errors`` answer the next starts."""
 
     def __init__(self, worker_id: str, model: EchoModel) -> None:
         self.worker_id = worker_id
@@ -234,13 +234,15 @@ class _Role:
         if worker.errors[self._role]:
             error = worker.errors[self._role].pop(0)
             gateway.outputs += [
-                pb.ChoiceOutput(key=start.key, choice=one.choice, finish_reason=pb.FINISH_REASON_ERROR, error=error)
-                for one in start.choices
+                pb.ChoiceOutput(key=start.key, choice=choice.choice, finish_reason=pb.FINISH_REASON_ERROR, error=error)
+                for choice in start.choices
             ]
         elif self._role == "prefill":
             await self._prefill(start, gateway)
         else:
-            choices = [self._choice(start, one, len(one.forced_output) + 1, start.prompt) for one in start.choices]
+            choices = [
+                self._choice(start, choice, len(choice.forced_output) + 1, start.prompt) for choice in start.choices
+            ]
             gateway.running[_key(start)] = choices
             worker.num_running += 1
 
@@ -256,8 +258,8 @@ class _Role:
         began_us = time.time_ns() // 1000
         model, prompt = self._worker.model, tuple(start.prompt)
         outputs = []
-        for one in start.choices:
-            outputs.append(self._choice(start, one, len(one.forced_output), prompt).step(model, prompt))
+        for choice in start.choices:
+            outputs.append(self._choice(start, choice, len(choice.forced_output), prompt).step(model, prompt))
             outputs[-1].num_cached_prompt_tokens = self._worker.num_cached
         ended_us = time.time_ns() // 1000
         outputs[0].phases.append(types_pb2.Phase(name="prefill", begin_unix_us=began_us, end_unix_us=ended_us))
@@ -265,8 +267,8 @@ class _Role:
             error = self._worker.errors["hand-over"].pop(0)
             reason = pb.FINISH_REASON_ERROR
             outputs += [
-                pb.ChoiceOutput(key=start.key, choice=one.choice, finish_reason=reason, error=error)
-                for one in start.choices
+                pb.ChoiceOutput(key=start.key, choice=choice.choice, finish_reason=reason, error=error)
+                for choice in start.choices
             ]
         elif not all(output.finish_reason for output in outputs):
             model.prompts[_key(start)] = prompt
@@ -274,6 +276,6 @@ class _Role:
         await asyncio.sleep(self._worker.prefill_delay_s)
         gateway.outputs += outputs
 
-    def _choice(self, start: pb.AttemptStart, one: pb.ChoiceStart, position: int, prompt: Sequence[int]) -> _Choice:
-        checker = self._worker.checker(start.sampling.stop_strings, one.forced_output)
-        return _Choice(start, one.choice, position, checker)
+    def _choice(self, start: pb.AttemptStart, choice: pb.ChoiceStart, position: int, prompt: Sequence[int]) -> _Choice:
+        checker = self._worker.checker(start.sampling.stop_strings, choice.forced_output)
+        return _Choice(start, choice.choice, position, checker)

@@ -90,7 +90,7 @@ class InMemoryPorts:
     async def settle(self, request_id: str, usages: Sequence[ChoiceUsage]) -> int:
         if self.settle_errors:
             raise self.settle_errors.pop(0)
-        if request_id not in {one.request_id for one in self.opened}:
+        if request_id not in {opened.request_id for opened in self.opened}:
             raise NotFound(f"request {request_id} was never opened")
         self.settled.setdefault(request_id, list(usages))
         return sum(usage.num_output_tokens for usage in usages)

@@ -1,4 +1,4 @@
-"""What a NATS server says to one command, by the wire protocol: a client library would tell of refusals only later."""
+"""The reply of a NATS server to a command, by the wire protocol: a client library would tell of refusals only later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lays a checkpoint out as a pack, in memory: the shortest road from a Hugging Face folder to an engine in a test."""
+"""Lays a checkpoint out as a pack, in memory: the shortest path from a Hugging Face folder to an engine in a test."""
 
 from __future__ import annotations
 

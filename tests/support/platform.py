@@ -66,8 +66,8 @@ class Platform:
         """
         if child in BROKERS:
             return self._pid_of_program(BROKERS[child])
-        found: int = json.loads((self.home.run / f"{child}.json").read_text())["pid"]
-        return found
+        pid: int = json.loads((self.home.run / f"{child}.json").read_text())["pid"]
+        return pid
 
     def _pid_of_program(self, program: str) -> int:
         for path in Path("/proc").glob("[0-9]*"):

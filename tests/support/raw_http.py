@@ -1,4 +1,4 @@
-"""HTTP as a stranger may send it: bytes on a socket, in any order and at any pace."""
+"""HTTP as any client may send it: bytes on a socket, in any order and at any pace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RawAnswer:
 
     @property
     def message(self) -> str:
-        """Of an error, which must have OpenAI's format."""
+        """The message of an error, which must have OpenAI's format."""
         error: dict[str, Any] = json.loads(self.body)["error"]
         assert set(error) == {"message", "type", "param", "code"}
         return str(error["message"])

@@ -38,7 +38,7 @@ def make_bucket(endpoint: str, bucket: str) -> None:
 
 @dataclass(frozen=True)
 class ProxiedRequest:
-    """One request as the proxy has seen it. ``begin`` and ``end`` are the bytes it asks for, -1: no range."""
+    """A request as the proxy has seen it. ``begin`` and ``end`` are the bytes it asks for, -1: no range."""
 
     method: str
     path: str
@@ -53,7 +53,7 @@ class ProxiedRequest:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to one reply."""
+    """The fault of a reply."""
 
     status: int = 0  # answered with at once, 0: the server's own reply
     cut_after_bytes: int = -1  # the connection ends there, -1: it does not

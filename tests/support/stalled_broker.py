@@ -47,7 +47,7 @@ async def stalled_client() -> AsyncIterator[Client]:
 
 
 async def assert_it_ends(publishing: Coroutine[Any, Any, None], client: Client) -> None:
-    """What publishes in a loop ends by one cancel, though nats-py swallows it."""
+    """Asserts that a single cancel ends a publishing loop, though nats-py swallows it."""
     before = client.pending_data_size
     task = asyncio.create_task(publishing)
     async with asyncio.timeout(10):
