@@ -119,7 +119,7 @@ def print_worker(worker_id: str, env: Path = ENV) -> None:
         print(f"{name}={value}")
     print("\n# compose.yaml, environment of nats:")
     print(f"      {password}: {_required(password, worker_id)}")
-    print("\n# compose.yaml, environment of the new worker, instead of those of the worker it is copied from:")
+    print("\n# compose.yaml, environment of the new worker, in place of the copied worker's variables:")
     print(f"      TORCHRELAY_WORKER_ID: {worker_id}")
     print(f"      TORCHRELAY_ADVERTISE_HOST: {worker_id}  # the name of the new service")
     print(f"      TORCHRELAY_NATS_URL: nats://{worker_id}:{_required(password, worker_id)}@nats:4222")

@@ -8,7 +8,7 @@ _HINTS = {
     401: "pass a valid key with --key or TORCHRELAY_API_KEY, or create one: torchrelay key create --tenant NAME",
     409: "try again",
     429: "try again later",
-    507: "whoever runs the platform has to free space on that disk",
+    507: "ask the platform's operator to free space on that disk",
     503: "try again in a moment; `torchrelay top` shows what is down",
 }
 

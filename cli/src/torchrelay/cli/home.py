@@ -84,7 +84,7 @@ class Home:
             raise CliError(message, "choose another folder with --home or TORCHRELAY_HOME") from error
 
     def _make_folder(self) -> bool:
-        """Whether it was not there before."""
+        """Creates the folder; returns whether it is new."""
         try:
             self.path.mkdir(mode=0o700, parents=True)  # the ledger and traces are private
         except FileExistsError:
@@ -249,7 +249,7 @@ def _is_made_by_up_alone(folder: Path) -> bool:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Replaces the file, whoever could read the old one."""
+    """Replaces the file with one that only its owner can read."""
     draft = path.with_name(f"{path.name}.draft")
     draft.unlink(missing_ok=True)  # left by a killed command
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -1,4 +1,4 @@
-"""Which gateway a command calls, and with which key."""
+"""The gateway and the key of a command."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Access:
 
 
 def tenant_access(home: Path | None, url: str | None, key: str | None) -> Access:
-    """Uses a tenant's key if there is one, else the local admin key. Raises ``CliError``."""
+    """Uses a tenant's key if there is one, otherwise the local admin key. Raises ``CliError``."""
     gateway, local = _gateway(home, url)
     key = key or os.environ.get("TORCHRELAY_API_KEY")
     if local is not None:

@@ -76,7 +76,7 @@ def _check_header(path: Path) -> None:
 
 
 def _weight_bytes(header: bytes) -> int | None:
-    """Where the last tensor ends, behind the header; None if this is no header."""
+    """The end of the last tensor, counted from the header's end; None if this is no header."""
     try:
         tensors = {name: tensor for name, tensor in json.loads(header).items() if name != _METADATA}
         return max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class SchedulerAccess(NamedTuple):
-    """Which scheduler a command asks."""
+    """The scheduler that a command calls."""
 
     address: str
     tls: Tls | None
@@ -45,7 +45,7 @@ def local_tls(endpoints: Mapping[str, str]) -> Tls | None:
 
 
 def scheduler_access(home: Path | None, address: str | None) -> SchedulerAccess:
-    """The scheduler at ``address``, else the one of the platform that runs at ``home``. Raises ``CliError``."""
+    """The scheduler at ``address``, otherwise that of the platform running at ``home``. Raises ``CliError``."""
     local = Home.at(home)
     if address is not None:
         token = os.environ.get("TORCHRELAY_SCHEDULER_TOKEN", "")

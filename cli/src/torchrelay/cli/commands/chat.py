@@ -54,7 +54,7 @@ def chat(
 
 
 def _piped_question() -> str:
-    """All of standard input. Raises ``CliError`` when it is empty or not UTF-8."""
+    """Reads all of standard input. Raises ``CliError`` when it is empty or not UTF-8."""
     try:
         question = sys.stdin.buffer.read().decode().strip()
     except UnicodeDecodeError as error:

@@ -89,7 +89,7 @@ class EventTail:
             yield event
 
     def tail(self, may_return: Callable[[], bool], **limits: float) -> Iterator[Event]:
-        """Until interrupted; ``limits`` are those of ``resumed``, which says what is raised."""
+        """Events until interrupted; takes the ``limits`` of ``resumed``, and raises its errors."""
         from torchrelay.cli.api.scheduler_client import resumed
 
         return resumed(lambda: self.once(follow=True), may_return, lambda: None, **limits)

@@ -120,7 +120,7 @@ def _systems(names: Sequence[str]) -> list[str]:
     from torchrelay.sim.policies.systems import SYSTEMS
 
     if unknown := [name for name in names if name not in (*SYSTEMS, "all")]:
-        raise CliError(f"--policy: there is no {unknown[0]}", f"one of {', '.join(SYSTEMS)}, all")
+        raise CliError(f"--policy: {unknown[0]} is unknown", f"one of {', '.join(SYSTEMS)}, all")
     return list(SYSTEMS) if "all" in names else list(dict.fromkeys(names))
 
 
@@ -133,7 +133,7 @@ def _with_slo(model: ServedModel, slo: str) -> ServedModel:
             raise ValueError("not above 0")
     except ValueError as error:
         hint = "two numbers above 0, as 0.5,0.1: to the first token, and per further token"
-        raise CliError(f"--slo: {slo} is no pair of seconds", hint) from error
+        raise CliError(f"--slo: {slo} is not a pair of seconds", hint) from error
     return replace(model, ttft_base_s=ttft_s, ttft_prompt_factor=0.0, tpot_target_s=tpot_s)
 
 

@@ -55,7 +55,7 @@ def _print_once(address: str, tls: Tls | None, token: str, as_json: bool) -> Non
 def follow(
     address: str, may_return: Callable[[], bool], tls: Tls | None = None, token: str = "", **limits: float
 ) -> None:
-    """Draws until interrupted; ``limits`` are those of ``resumed``, which says what is raised."""
+    """Draws until interrupted; takes the ``limits`` of ``resumed``, and raises its errors."""
     from rich.live import Live
 
     from torchrelay.cli.api.scheduler_client import resumed, watch

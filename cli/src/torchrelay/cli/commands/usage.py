@@ -99,7 +99,7 @@ def bill_table(monthly_bill: dict[str, Any]) -> Table:
 
 
 def _access(home: Any, url: str | None, key: str | None, tenant: str | None) -> Access:
-    """For a named tenant uses the local admin key, not the saved key of another tenant."""
+    """Uses the local admin key for a named tenant, not the saved key of another tenant."""
     access = tenant_access(home, url, key)
     if tenant and access.home is not None and key is None:
         return Access(access.url, access.home.admin_key(), access.home)

@@ -17,7 +17,7 @@ MAX_LOG_BYTES, MIN_LOG_BYTES = 32 << 20, 256 << 10
 
 
 class DiskState(Enum):
-    """How full the disk is."""
+    """The state of the disk by its free space."""
 
     ROOMY = "roomy"
     LOW = "low"
@@ -43,7 +43,7 @@ def stream_sizes(num_free_bytes: int) -> StreamSizes:
 
 
 def log_limit_bytes(num_free_bytes: int) -> int:
-    """How long a log or the file of traces may become, so that they do not fill a small disk by themselves."""
+    """Largest size of a log or the file of traces, so that they do not fill a small disk by themselves."""
     return max(min(MAX_LOG_BYTES, num_free_bytes // 32), MIN_LOG_BYTES)
 
 

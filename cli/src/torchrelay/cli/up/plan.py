@@ -198,7 +198,7 @@ class StackPlan:
         return [(user, broker_password(self._cluster_key, "nats", user.name)) for user in users]
 
     def _nats_url_of(self, user: str) -> str:
-        """With the user's password, unless the server is one that a variable names."""
+        """The URL with the user's password, unless a variable names the server."""
         if not self._is_nats_embedded:
             return self._nats_url
         return with_credentials(self._nats_url, user, broker_password(self._cluster_key, "nats", user))

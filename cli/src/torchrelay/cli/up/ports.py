@@ -28,7 +28,7 @@ class Ports:
         self._held.clear()
 
     def free(self, host: str = "127.0.0.1", preferred: Sequence[int] = ()) -> int:
-        """The first free one of ``preferred``, else any. Raises ``CliError`` for an address of another machine."""
+        """The first free port of ``preferred``, or any. Raises ``CliError`` for an address of another machine."""
         for port in preferred:
             if self._take(host, port):
                 return port

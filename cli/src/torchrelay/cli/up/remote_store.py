@@ -1,4 +1,4 @@
-"""Where an embedded install keeps its published packs: its home, another folder, or an object store."""
+"""The location of an embedded install's published packs: its home, another folder, or an object store."""
 
 from __future__ import annotations
 

@@ -65,5 +65,5 @@ def stop_on_signals(stop: asyncio.Event, kill: Callable[[], None]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signalled)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        # A terminal that closes may send it twice, by the shell and by the kernel: nobody is impatient.
+        # A terminal that closes may send it twice, by the shell and by the kernel: this is no request to kill.
         loop.add_signal_handler(signal.SIGHUP, stop.set)

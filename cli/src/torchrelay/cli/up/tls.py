@@ -12,8 +12,8 @@ from torchrelay.common.identity.tls import TlsFiles
 def tls_of_install(home: Home, options: UpOptions) -> dict[str, TlsFiles]:
     """The files of each child, and of the commands, by name; empty: no TLS.
 
-    They are those that TORCHRELAY_TLS_* name, for all; else, with ``--tls``, the install's own, created if needed.
-    Raises ``CliError`` when the files cannot be used or written.
+    TORCHRELAY_TLS_* name them for all processes; otherwise, with ``--tls``, they are the install's own, created if
+    needed. Raises ``CliError`` when the files cannot be used or written.
     """
     nodes = callers_of(options)
     configured = environment_settings().tls_files

@@ -161,7 +161,7 @@ def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates, is_sma
 
 
 def minimums_table(minimums: Iterable[scheduler_pb2.MinimumView]) -> Table:
-    """A row per model that stays loaded though nobody asks, or will."""
+    """A row per model that stays loaded without requests, now or later."""
     table = ResultTable("minimum of", "min", "next", "why", right=("min",), whole=("minimum of",), is_narrow=True)
     for each in minimums:
         change = f"{each.next_num_instances} in {format_duration(each.next_s)}" if each.next_s else ""

@@ -115,7 +115,7 @@ def find_chains(edges: Sequence[Edge]) -> list[list[str]]:
 
 
 def state_text(relay: RelayView, is_small: bool = False) -> Text:
-    """In words, so that no information is in the color alone."""
+    """The state in words, so that no information is in the color alone."""
     left = f"{format_duration(relay.left_s)} left" if relay.left_s else "running"
     if relay.num_replans and not is_small:
         left += ", re-planned"

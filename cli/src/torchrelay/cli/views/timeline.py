@@ -29,7 +29,7 @@ def explanation(phases: Sequence[Phase], decisions: Sequence[Decision]) -> Width
 
 
 def decisions_table(decisions: Sequence[Decision]) -> ResultTable:
-    """When what was decided about what, and why."""
+    """The decisions: time, kind, subject and reason."""
     table = ResultTable("at", "decision", "subject", "reason", whole=("at", "decision", "subject"), is_narrow=True)
     for decision in decisions:
         at = datetime.fromtimestamp(decision["at_unix_us"] / 1e6).strftime("%H:%M:%S.%f")[:-3]

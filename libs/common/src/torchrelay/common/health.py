@@ -89,7 +89,7 @@ class Health:
             return f"fails: {type(error).__name__}"
 
     async def fault(self) -> str:
-        """For health checks by gRPC."""
+        """The fault for health checks by gRPC: why the service cannot serve; empty if it can."""
         return (await self.report()).fault
 
     async def close(self) -> None:

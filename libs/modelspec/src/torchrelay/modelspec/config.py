@@ -159,7 +159,7 @@ def _query_scalar(config: Mapping[str, Any], architecture: Architecture, head_di
 
 
 def _windows(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
-    """Which layers use sliding-window attention, by each architecture's rules."""
+    """The window of each layer by its architecture's rules; None: the layer attends to all positions."""
     if architecture.windows == "never" or (architecture.window_switch and not config.get(architecture.window_switch)):
         return (None,) * num_layers
     window = config.get("sliding_window", architecture.window)

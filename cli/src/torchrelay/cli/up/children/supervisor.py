@@ -115,7 +115,7 @@ class Supervisor:
                 await asyncio.to_thread(traces)
 
     async def _watch_disk(self) -> None:
-        """Says when the disk fills and when it has space again; then starts NATS anew, which has stopped storing."""
+        """Reports a full disk and its recovery; after the recovery restarts NATS, which has stopped storing."""
         state = DiskState.ROOMY
         while True:
             num_free_bytes, before = free_bytes(self._stack.home), state

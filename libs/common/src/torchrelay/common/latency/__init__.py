@@ -1,1 +1,1 @@
-"""Predicted durations: a linear model and its fit to what was measured."""
+"""Predictions of durations: a linear model and its fit to what was measured."""

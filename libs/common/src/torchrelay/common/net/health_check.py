@@ -60,7 +60,7 @@ def _connect(address: str) -> socket.socket:
 
 
 def main() -> None:
-    """Entry point: status 0 when the service serves, 2 for a wrong use, else 1."""
+    """Entry point: status 0 when the service serves, 2 for a usage error, otherwise 1."""
     if sys.argv[1:] in (["-h"], ["--help"]):
         print(USAGE)
         return

@@ -1,6 +1,6 @@
-"""Load reports of a process on NATS: ten times a second while it is active, else twice, so that idling is cheap.
+"""Load reports of a process on NATS: ten times a second while it is active, otherwise twice, so that idling is cheap.
 
-Each is signed with the node's key. The scheduler derives the same key, and so identifies the node, whoever may publish.
+Each is signed with the node's key. The scheduler derives the same key, which identifies the node of each report.
 """
 
 from __future__ import annotations

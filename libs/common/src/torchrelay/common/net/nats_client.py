@@ -90,7 +90,7 @@ def inbox_prefix(user: str) -> str:
 
 
 def _is_subject(user: str | None) -> bool:
-    """Whether the user's name can stand in a subject; a server of somebody else's may have other users."""
+    """Whether the user's name can stand in a subject; a foreign server may have other users."""
     return user is not None and re.fullmatch(r"[\w-]+", user) is not None
 
 
@@ -112,7 +112,7 @@ async def connect(url: str, name: str) -> Client:
     servers = nats_servers(url)
     shown = ",".join(servers.urls)
     is_token = servers.user is not None and servers.password is None
-    # Apart from the addresses: those that a cluster's servers tell of have no credentials.
+    # Credentials apart from the addresses, because the addresses that servers of a cluster announce have none.
     connecting = client.connect(
         servers.urls,
         name=name,

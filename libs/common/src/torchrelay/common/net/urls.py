@@ -13,7 +13,7 @@ _TOKEN_SCHEMES = ("", "nats://", "tls://", "ws://", "wss://")  # of NATS, where 
 
 
 class NatsServers(NamedTuple):
-    """Where to connect, and as whom; ``user`` None: without credentials."""
+    """Servers to connect to, and the credentials; ``user`` None: without credentials."""
 
     urls: list[str]
     user: str | None

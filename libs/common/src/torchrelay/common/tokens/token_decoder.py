@@ -38,7 +38,7 @@ class SpellingTable:
 
 
 def _sorted(ids: list[int]) -> list[int]:
-    """In slices, whose order the next sort finds: sorting half a million at once holds the interpreter too long."""
+    """Sorts in slices, then merges them: sorting half a million ids in a single call holds the interpreter too long."""
     if len(ids) <= _IDS_PER_SORT:
         return sorted(ids)
     middle = len(ids) // 2

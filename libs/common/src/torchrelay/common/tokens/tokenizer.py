@@ -166,7 +166,7 @@ def _emptied(ids: dict[str, int]) -> Iterator[tuple[str, int]]:
 
 
 def _added_ids(document: TokenizerDocument, ids: Mapping[str, int], num_tokens: int) -> dict[str, int]:
-    """The ids that the library gives the added tokens: those of the vocabulary, else the next from its size on."""
+    """The ids that the library gives the added tokens: those of the vocabulary, otherwise the next from its size on."""
     added: dict[str, int] = {}
     for token in document.added_tokens:
         if token.content and token.content not in added:

@@ -168,7 +168,7 @@ def is_linear(normalizer: Any) -> bool:
 
 
 def _growth(component: Any, name: str) -> float:
-    """How many times a checked component's replacements may lengthen text."""
+    """The factor by which a checked component's replacements may lengthen text."""
     # NOTE: an expression that matches nothing adds its content at every character. Nothing tells beforehand; the
     # process that encodes is bounded.
     growth = 1.0

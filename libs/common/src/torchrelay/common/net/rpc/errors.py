@@ -37,7 +37,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
 
 
 def logged_cause(error: TorchrelayError) -> str:
-    """For logs alone: with gRPC's own words, which may name addresses, if the error was raised from one of gRPC's."""
+    """The message for logs only: includes gRPC's own text, which may name addresses, if gRPC raised the cause."""
     cause = error.__cause__
     details = cause.details() if isinstance(cause, grpc.aio.AioRpcError) else None
     return f"{error.message}: {details}" if details and details != error.message else error.message
