@@ -6,6 +6,8 @@ PACKAGES := proto libs/common libs/modelspec libs/transfer libs/engine libs/work
 	services/param-store services/prefill services/decode sim cli
 KERNELS := libs/engine/setup.py $(wildcard libs/engine/src/torchrelay/engine/kernels/cpu/*.[ch])
 SOURCES := $(addsuffix /src,$(PACKAGES)) bench deploy examples tests tools
+# One more than there are cores: tests of processes wait much of the time.
+TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 .DEFAULT_GOAL := help
 
 .PHONY: help setup format check test ci up demo stubs architecture clean
@@ -46,7 +48,7 @@ check: .venv/.installed ## Format, lint, strict types and import contracts, noth
 	$(BIN)/lint-imports
 
 test: setup test-servers ## All tests: unit, integration, end to end, lab
-	$(BIN)/pytest -n 2 --no-loadscope-reorder
+	$(BIN)/pytest -n $(TEST_PROCESSES) --no-loadscope-reorder
 
 ci: check test ## What CI runs
 

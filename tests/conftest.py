@@ -19,7 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # How long an example takes says something about the machine, and nothing about the code.
 hypothesis.settings.register_profile("torchrelay", deadline=None)
 hypothesis.settings.load_profile("torchrelay")
-# Read when triton is imported: its kernels run in an interpreter, on any machine. With 0 the same tests use the GPU.
+# Read when Triton is imported: its kernels run in an interpreter, on any machine. With 0 the same tests use the GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -37,8 +37,31 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-# The modules that take longest, in seconds on two idle cores: they begin first, so that none is left alone at the end.
-LONG_MODULES: dict[str, float] = {}
+# The modules that take longest, in seconds on two cores: they begin first, so that none is left alone at the end.
+LONG_MODULES: dict[str, float] = {
+    "tests/hostile/test_uploads.py": 110,
+    "tests/hostile/test_wrong_starts.py": 90,
+    "tests/hostile/test_prompts.py": 85,
+    "tests/unit/common/tokens/test_decoder.py": 50,
+    "tests/e2e/test_faults.py": 40,
+    "tests/integration/test_roles.py": 40,
+    "tests/e2e/test_hangs.py": 40,
+    "tests/hostile/test_rest_bytes.py": 40,
+    "tests/hostile/test_ports.py": 35,
+    "tests/hostile/test_disks.py": 35,
+    "tests/e2e/test_supervision.py": 30,
+    "tests/hostile/test_shared_memory.py": 30,
+    "tests/unit/engine/execution/test_decode_graphs.py": 30,
+    "tests/hostile/test_grpc_bytes.py": 30,
+    "tests/lab/test_chain.py": 25,
+    "tests/unit/engine/kernels/triton/test_attention.py": 20,
+    "tests/unit/engine/batching/test_preemption.py": 20,
+    "tests/integration/test_text_isolation.py": 15,
+    "tests/integration/test_hung_engine.py": 15,
+    "tests/unit/engine/test_cancels.py": 15,
+    "tests/e2e/test_migration.py": 15,
+    "tests/e2e/test_demo.py": 15,
+}
 
 
 class _Schedule(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
