@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.support.callers import every_token
+from tests.support.wait import HANG_S
 from tests.unit.param_store.model_folders import sha256_of
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.channels import open_channel
@@ -55,7 +56,7 @@ class RunningStore:
         """The first report that is as wanted."""
         watching = self.stub.WatchCopies(pb.WatchCopiesRequest())
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG_S):
                 async for report in watching:
                     if wanted(report):
                         return report

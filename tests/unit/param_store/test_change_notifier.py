@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from tests.support.wait import HANG_S
 from torchrelay.param_store.change_notifier import ChangeNotifier
 
 
@@ -13,8 +14,8 @@ async def test_notification_reaches_every_listener() -> None:
     with changes.listen() as first, changes.listen() as second:
         for _ in range(3):
             threading.Thread(target=changes.notify).start()
-            await asyncio.wait_for(first.wait(), 5)
-            await asyncio.wait_for(second.wait(), 5)
+            await asyncio.wait_for(first.wait(), HANG_S)
+            await asyncio.wait_for(second.wait(), HANG_S)
             first.clear()
             second.clear()
             assert not first.is_set() and not second.is_set()

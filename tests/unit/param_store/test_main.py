@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.callers import every_token
+from tests.support.wait import HANG_S, eventually
 from tests.unit.param_store.holders import bytes_in
 from tests.unit.param_store.model_folders import write_folder
 from tests.unit.param_store.running_store import CLUSTER_KEY, REMOTE, declared, is_complete, running_store
@@ -102,7 +103,7 @@ async def store_process(folder: Path, store_id: str, nats_url: str, *flags: str)
     process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=asyncio.subprocess.PIPE)
     try:
         assert process.stderr is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             async for line in process.stderr:
                 if json.loads(line)["event"] == "serving":
                     break
@@ -119,7 +120,7 @@ async def test_process_publishes_addresses_and_cleans_up(tmp_path: Path, nats_ur
         assert set(json.loads(ready.read_text())) == {"grpc", "data", "pid"}
         assert f"torchrelay-{store_id}" in shared_memory()
         process.send_signal(signal.SIGTERM)
-        _, errors = await asyncio.wait_for(process.communicate(), 10)
+        _, errors = await asyncio.wait_for(process.communicate(), HANG_S)
         assert process.returncode == 0, errors
     assert not ready.exists()
     assert f"torchrelay-{store_id}" not in shared_memory()
@@ -143,12 +144,10 @@ async def test_store_with_hung_disk_stops(tmp_path: Path, nats_url: str) -> None
             call = stub.PutFile()
             await call.write(pb.PutFileRequest(open=opening))
             await call.write(pb.PutFileRequest(data=bytes(100_000)))
-            async with asyncio.timeout(20):
-                while num_unread(reader) < 1 << 16:  # noqa: ASYNC110 -- the kernel has no event for it
-                    await asyncio.sleep(0.01)
-            process.send_signal(signal.SIGTERM)
+            await eventually(lambda: num_unread(reader) >= 1 << 16, "64 KiB in the pipe")
             began = time.monotonic()
-            await asyncio.wait_for(process.communicate(), 20)
+            process.send_signal(signal.SIGTERM)
+            await asyncio.wait_for(process.communicate(), HANG_S)
             assert time.monotonic() - began > 0.9
     os.close(reader)
     assert process.returncode == -signal.SIGALRM

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.wait import HANG_S
 from tests.unit.param_store.running_store import running_store
 from torchrelay.common.health import Health
 from torchrelay.common.net.probes import GrpcProbe
@@ -31,7 +32,7 @@ async def test_hung_disk_named_until_it_responds(tmp_path: Path) -> None:
     health = Health({"disk": OwnThread("disk", lambda: pipe.read_bytes())}, {}, silent_s=0.2, ask_every_s=0)
     assert await health.fault() == "the disk does not answer"
     pipe.write_bytes(b"")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while await health.fault():
             pass
     await health.close()
@@ -48,7 +49,7 @@ async def test_held_arena_lock_reported() -> None:
     assert await health.fault() == ""
     with lock:
         assert await health.fault() == "the arena does not answer"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while await health.fault():
             pass
     await health.close()
@@ -69,13 +70,15 @@ async def main():
 
 asyncio.run(main())
 """
-    ran = subprocess.run([sys.executable, "-c", script, tmp_path / "pipe"], capture_output=True, text=True, timeout=20)
+    ran = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "pipe"], capture_output=True, text=True, timeout=HANG_S
+    )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "the disk does not answer\n", "")
 
 
 async def test_hung_disk_uses_one_thread() -> None:
     going_on, calls = threading.Event(), []
-    ask = OwnThread("disk", lambda: calls.append(going_on.wait(20)))
+    ask = OwnThread("disk", lambda: calls.append(going_on.wait(HANG_S)))
     for _ in range(3):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from tests.support.s3_server import Fault, FaultyProxy, ProxiedRequest, always, first
+from tests.support.wait import HANG_S
 from tests.unit.param_store.holders import bytes_in, held
 from tests.unit.param_store.model_folders import write_folder
 from tests.unit.param_store.running_store import REMOTE, RunningStore, commit, running_store, send
@@ -154,5 +155,5 @@ async def test_drop_ends_download_from_silent_remote(
     proxy.decide = always(Fault(status=500))
     async with running_store(tmp_path / "host", **{**settings, "remote_give_up_s": 300.0}) as store:
         await store.relay(pack_id, REMOTE)
-        assert (await store.stub.Drop(pb.DropRequest(pack_id=pack_id), timeout=5)).dropped
+        assert (await store.stub.Drop(pb.DropRequest(pack_id=pack_id), timeout=HANG_S)).dropped
         assert (await store.report()).copies == []

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from tests.support.wait import HANG_S
 from torchrelay.common.errors import Conflict
 from torchrelay.param_store.grpc.cancellable_acquire import acquire_on_thread
 
@@ -21,7 +22,7 @@ async def test_resource_released_after_cancelled_acquire() -> None:
     going_on, given_back = threading.Event(), asyncio.Queue[str](1)
 
     def taking() -> str:
-        going_on.wait(10)
+        going_on.wait(HANG_S)
         return "file"
 
     call = asyncio.ensure_future(acquire_on_thread(taking, given_back.put_nowait))
@@ -31,7 +32,7 @@ async def test_resource_released_after_cancelled_acquire() -> None:
         await call
     assert given_back.empty()
     going_on.set()
-    assert await asyncio.wait_for(given_back.get(), 10) == "file"
+    assert await asyncio.wait_for(given_back.get(), HANG_S) == "file"
 
 
 async def test_failed_cancelled_acquire_releases_nothing() -> None:
@@ -39,7 +40,7 @@ async def test_failed_cancelled_acquire_releases_nothing() -> None:
 
     def taking() -> str:
         try:
-            going_on.wait(10)
+            going_on.wait(HANG_S)
             raise Conflict("taken already")
         finally:
             ended.set()
@@ -48,7 +49,7 @@ async def test_failed_cancelled_acquire_releases_nothing() -> None:
     await asyncio.sleep(0)
     call.cancel()
     going_on.set()
-    assert await asyncio.to_thread(ended.wait, 10)
+    assert await asyncio.to_thread(ended.wait, HANG_S)
     with pytest.raises(asyncio.CancelledError):
         await call
     assert given_back == []

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.support.wait import HANG_S
 from tests.unit.param_store.holders import bytes_in, damage, drop, held, slow_holder
 from tests.unit.param_store.running_store import REMOTE, RunningStore, peer, running_store
 from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError, Unavailable
@@ -84,14 +85,14 @@ async def test_hold_waits_until_relay_reserves_range(
 
     def late(arena: Arena, *arguments: Any) -> Slab:
         reserving.set()
-        assert may_reserve.wait(20)
+        assert may_reserve.wait(HANG_S)
         return reserve(arena, *arguments)
 
     monkeypatch.setattr(Arena, "reserve", late)
     monkeypatch.setattr(copy_rpcs, "_RELAY_WAIT_S", 0.0)
     async with running_store(tmp_path) as store:
         relay = asyncio.ensure_future(store.relay(version.pack_id, REMOTE))
-        assert await asyncio.to_thread(reserving.wait, 20)
+        assert await asyncio.to_thread(reserving.wait, HANG_S)
         async with held(store, version.pack_id, waits_for_relay=True) as replies:
             first = asyncio.ensure_future(anext(replies))
             await asyncio.wait((first,), timeout=0.2)
@@ -198,7 +199,7 @@ async def test_failed_copy_freed_after_followers_end(
                 await store.until(lambda report: report.copies[0].num_chunks_verified == 1)
             source.buffer.fail("its disk broke")
             for store in (first, second):
-                async with asyncio.timeout(20):  # reports are asked for: the last reader goes without a word
+                async with asyncio.timeout(HANG_S):  # reports are asked for: the last reader goes without a word
                     while (report := await store.report()).arena_free_bytes != free_bytes:  # noqa: ASYNC110
                         await asyncio.sleep(0.01)
                 assert "its disk broke" in report.copies[0].error
@@ -211,7 +212,7 @@ async def test_relay_after_failed_download_starts_new_one(
     trace, told = PackDownload.trace, threading.Event()
 
     def late(download: PackDownload, *, complete: bool) -> None:
-        assert told.wait(20)
+        assert told.wait(HANG_S)
         trace(download, complete=complete)
 
     async with (

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.support.wait import HANG_S, eventually
 from tests.unit.param_store.model_folders import config_of, sha256_of, shard_name, write_folder, write_shards
 from tests.unit.param_store.running_store import RunningStore, begin, commit, contents, put, running_store, send
 from torchrelay.common.errors import (
@@ -30,6 +31,7 @@ from torchrelay.param_store.grpc import upload_rpcs
 from torchrelay.param_store.remote.versions import Version, Versions
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
 from torchrelay.param_store.uploads.file_writer import FileWriter
+from torchrelay.param_store.uploads.packer_process import CommitQueue, Turn
 from torchrelay.param_store.uploads.staged_upload import StagedUpload, UploadRecord
 
 ZERO = "0" * 64
@@ -137,7 +139,7 @@ async def test_broken_connection_keeps_received_bytes(tmp_path: Path, folder: Pa
 
 
 async def received_bytes(store: RunningStore, upload_id: str, wanted: int) -> int:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while True:
             state = await store.stub.DescribeUpload(pb.DescribeUploadRequest(upload_id=upload_id))
             received = {file.path: file.num_bytes_received for file in state.files}["model.safetensors"]
@@ -147,7 +149,7 @@ async def received_bytes(store: RunningStore, upload_id: str, wanted: int) -> in
 
 async def until_accepted(store: RunningStore, upload_id: str, data: bytes, offset: int) -> None:
     """The store notices the broken call in its own time; until then it refuses another."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while True:
             try:
                 assert (await put(store, upload_id, "model.safetensors", data[offset:], offset)).complete
@@ -331,15 +333,15 @@ async def test_digesting_again_leaves_other_calls_their_threads(
         for upload_id in names:
             await begin(store, folder, upload_id)
             await put(store, upload_id, "model.safetensors", data[:5000])
-    going_on, opened = threading.Event(), threading.Semaphore(0)
+    going_on, opened = threading.Event(), list[str]()
     resume, open_file = FileWriter.resume, StagedUpload.open_file
 
     def slow(writer: FileWriter) -> None:
-        assert going_on.wait(60)
+        assert going_on.wait(HANG_S)
         resume(writer)
 
     def counted(upload: StagedUpload, path: str, offset: int) -> FileWriter | None:
-        opened.release()
+        opened.append(path)
         return open_file(upload, path, offset)
 
     monkeypatch.setattr(FileWriter, "resume", slow)
@@ -348,9 +350,8 @@ async def test_digesting_again_leaves_other_calls_their_threads(
     async with running_store(tmp_path) as store:  # restarted: what it has must be digested once more
         rest = [asyncio.ensure_future(put(store, name, "model.safetensors", data[5000:], 5000)) for name in names]
         try:
-            async with asyncio.timeout(20):
-                while opened._value < len(names):  # noqa: ASYNC110 -- it is counted on other threads
-                    await asyncio.sleep(0.01)
+            async with asyncio.timeout(HANG_S):
+                await eventually(lambda: len(opened) == len(names), "the opening of each file")
                 await begin(store, folder, "u4")
                 assert (await put(store, "u4", "model.safetensors", data)).complete
         finally:
@@ -385,16 +386,22 @@ async def test_hung_remote_leaves_threads_to_other_calls(
     published, both_began = threading.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     began: list[Versions] = []
-    publish = Versions.publish
+    asked: list[str] = []
+    publish, acquire = Versions.publish, CommitQueue.acquire
 
     def slow(versions: Versions, *args: Any) -> Version:
         began.append(versions)
         if len(began) == 2:
             loop.call_soon_threadsafe(both_began.set)
-        assert published.wait(30)
+        assert published.wait(HANG_S)
         return publish(versions, *args)
 
+    async def noted(queue: CommitQueue, turn: Turn) -> None:
+        asked.append(turn.tenant_id)
+        await acquire(queue, turn)
+
     monkeypatch.setattr(Versions, "publish", slow)
+    monkeypatch.setattr(CommitQueue, "acquire", noted)
     # As many threads as a machine of few cores has for everything.
     loop.set_default_executor(ThreadPoolExecutor(2))
     async with running_store(tmp_path, num_packers=2) as store:
@@ -406,9 +413,10 @@ async def test_hung_remote_leaves_threads_to_other_calls(
                 if not file.complete:
                     await put(store, upload_id, file.path, (folder / file.path).read_bytes())
             commits.append(asyncio.ensure_future(commit(store, upload_id)))
-            await asyncio.sleep(0.1)
+            await eventually(lambda: len(asked) == len(commits), "the commit's wait for its turn to publish")
+        assert asked == ["ten-1", "ten-1", "ten-2"]
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG_S):
                 await both_began.wait()
                 await begin(store, folder, "u1", tenant_id="ten-3")
                 for name, data in contents(folder).items():
@@ -426,7 +434,7 @@ async def test_commit_does_not_wait_for_hung_publication(
     answers, publish = threading.Event(), Versions.publish
 
     def hung(versions: Versions, *args: Any) -> Version:
-        assert answers.wait(60)
+        assert answers.wait(HANG_S)
         return publish(versions, *args)
 
     monkeypatch.setattr(Versions, "publish", hung)
@@ -435,7 +443,7 @@ async def test_commit_does_not_wait_for_hung_publication(
         try:
             await send(store, folder, "u1")
             assert all(file.complete for file in (await begin(store, folder, "u2")).files)  # taken over
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(HANG_S):
                 refused = await asyncio.gather(commit(store, "u1"), commit(store, "u2"), return_exceptions=True)
             with monkeypatch.context() as patched:  # who comes later does not even pack
                 patched.setattr(upload_rpcs, "run_packer", None)
@@ -452,7 +460,7 @@ async def test_commit_does_not_wait_for_hung_publication(
 
 async def until_committed(store: RunningStore, upload_id: str) -> None:
     """A commit that was given up may still be ending."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while True:
             try:
                 assert (await commit(store, upload_id))[-1].version.version_id
@@ -470,7 +478,7 @@ async def test_file_released_when_call_ends_during_open(
 
     def slow(upload: StagedUpload, path: str, offset: int) -> FileWriter | None:
         opening.set()
-        going_on.wait(10)
+        going_on.wait(HANG_S)
         return open_file(upload, path, offset)
 
     async with running_store(tmp_path) as store:
@@ -478,7 +486,7 @@ async def test_file_released_when_call_ends_during_open(
         monkeypatch.setattr(StagedUpload, "open_file", slow)
         call = store.stub.PutFile()
         await call.write(pb.PutFileRequest(open=pb.PutFileRequest.Open(upload_id="u1", path="model.safetensors")))
-        assert await asyncio.to_thread(opening.wait, 10)
+        assert await asyncio.to_thread(opening.wait, HANG_S)
         call.cancel()
         await store.report()  # a call's way: the store has heard of the cancellation
         going_on.set()

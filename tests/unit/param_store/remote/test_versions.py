@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.wait import HANG_S
 from tests.unit.param_store.model_folders import write_folder
 from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.param_store.packer.__main__ import pack
@@ -33,7 +34,7 @@ class WatchedStore(FolderStore):
     def put_bytes(self, key: str, data: bytes) -> None:
         if key.startswith(self.held_prefix) and not self.reached.is_set():
             self.reached.set()
-            assert self.going_on.wait(30)
+            assert self.going_on.wait(HANG_S)
         super().put_bytes(key, data)
 
 
@@ -86,7 +87,7 @@ def test_deletion_spares_pack_being_published(tmp_path: Path, remote: WatchedSto
     old = model.publish(versions, "old")
     remote.held_prefix = "packs/"  # its manifest: the pack is there
     publishing = thread.submit(model.publish, versions, "new")
-    assert remote.reached.wait(30)
+    assert remote.reached.wait(HANG_S)
     assert versions.delete(old.version_id) == len("old")
     assert versions.delete_unnamed(older_than_s=0) == 0
     remote.going_on.set()
@@ -102,7 +103,7 @@ def test_large_publication_does_not_block_others(
     large, small, versions = Model(tmp_path / "large"), Model(tmp_path / "small", seed=1), Versions(remote)
     remote.held_prefix = "packs/"
     publishing = thread.submit(large.publish, versions, "large")
-    assert remote.reached.wait(30)
+    assert remote.reached.wait(HANG_S)
     version = small.publish(versions, "small")
     assert versions.delete(version.version_id) > 0
     remote.going_on.set()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.wait import HANG_S
 from tests.unit.param_store.model_folders import config_of, write_folder
 from torchrelay.common.errors import Overloaded, Unavailable, UploadRefused
 from torchrelay.param_store.uploads.packer_process import CommitQueue, PackJob, Turn, run_packer
@@ -166,7 +167,7 @@ async def test_turn_released_before_or_after_grant() -> None:
     for turn in (waiting, held, Turn("never asked for")):
         queue.release(turn)
     last = Turn("three")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         await queue.acquire(last)
     assert last.decided.is_set() and not waiting.decided.is_set()
 
@@ -190,7 +191,7 @@ async def test_unkillable_packer_keeps_slot(tmp_path: Path, monkeypatch: pytest.
     job = PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES)
     try:
         with pytest.raises(Unavailable, match=r"made no progress for 1 s"):
-            async with asyncio.timeout(30), queue.acquired("one") as place:  # its caller does not wait for it
+            async with asyncio.timeout(HANG_S), queue.acquired("one") as place:  # its caller does not wait for it
                 async for _ in run_packer(job, 1, place):
                     pass
         with pytest.raises(Unavailable, match="an earlier commit waits for this host's disk"):
@@ -201,7 +202,7 @@ async def test_unkillable_packer_keeps_slot(tmp_path: Path, monkeypatch: pytest.
     finally:
         for pid in set(children()) - before:
             os.kill(int(pid), signal.SIGKILL)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         assert place.packer_end is not None
         await place.packer_end
         async with queue.acquired("one"):
@@ -215,7 +216,7 @@ async def test_no_commit_waits_for_stuck_commit() -> None:
     waiting = [asyncio.ensure_future(queue.acquire(turn)) for turn in (Turn("one"), Turn("three"))]
     await asyncio.sleep(0)
     queue.give_up(stuck)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         for turn in (waiting[0], queue.acquire(Turn("one"))):  # who waits already, and who comes
             with pytest.raises(Unavailable, match=r"an earlier commit waits for .* the remote store; commit again"):
                 await turn
@@ -238,7 +239,7 @@ async def test_progress_repeated_while_unchanged() -> None:
             closed.append("steps")
 
     seen: list[str] = []
-    async with asyncio.timeout(30), aclosing(repeated(steps(), "first", 0.01)) as lines:
+    async with asyncio.timeout(HANG_S), aclosing(repeated(steps(), "first", 0.01)) as lines:
         async for line in lines:
             seen.append(line)
             if seen == ["first", "first"]:
