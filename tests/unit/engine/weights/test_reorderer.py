@@ -24,9 +24,9 @@ from torchrelay.engine.weights.reorderer import (
     reordered_layer,
 )
 
-needs_onednn = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 on this CPU"
-)
+# oneDNN reorders bf16 weights on CPUs with AVX-512 only; elsewhere the same tests reorder fp32 weights.
+DTYPE = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+DTYPE_NAME = str(DTYPE).removeprefix("torch.")
 
 
 @pytest.fixture(autouse=True)
@@ -37,19 +37,18 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# Reorders on any CPU that oneDNN supports, as if it had bf16 arithmetic. The thread starts at once.
-at_once = partial(Reorderer, delay_s=0.0, gains=lambda dtype: dtype != torch.float32)
+# Reorders on any CPU, as if it had arithmetic of the dtype. The thread starts at once.
+at_once = partial(Reorderer, delay_s=0.0, gains=lambda dtype: dtype == DTYPE)
 
 
-@needs_onednn
 @pytest.mark.parametrize("rows", [1, 7, 40])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_reordered_product_equals_plain(rows: int, with_bias: bool) -> None:
-    weight = torch.randn(72, 48).bfloat16()
-    x, bias = torch.randn(rows, 48).bfloat16(), torch.randn(72).bfloat16() if with_bias else None
+    weight = torch.randn(72, 48).to(DTYPE)
+    x, bias = torch.randn(rows, 48).to(DTYPE), torch.randn(72).to(DTYPE) if with_bias else None
     actual = linear(x, OneDnnMatrix(weight), bias)
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    assert actual.dtype == torch.bfloat16
+    assert actual.dtype == DTYPE
     assert torch.allclose(actual.double(), exact, rtol=2**-7, atol=2**-6)
 
 
@@ -60,11 +59,10 @@ def test_weights_without_native_arithmetic_stay(monkeypatch: pytest.MonkeyPatch,
     assert reordered(weight) is weight
 
 
-@needs_onednn
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "qwen3-moe"])
-def test_reordered_bf16_logits_stay_within_tolerance(model_of: ModelOf, family: str) -> None:
+def test_reordered_logits_stay_within_tolerance(model_of: ModelOf, family: str) -> None:
     """The tolerance of `test_exactness.py`."""
-    model, prompt = model_of(family, dtype="bfloat16"), prompt_of(40)
+    model, prompt = model_of(family, dtype=DTYPE_NAME), prompt_of(40)
     instance = _reordered_instance(model)
     assert isinstance(instance.model.weights.layer(0).qkv, OneDnnMatrix)
     tolerance = 0.3 if instance.config.experts is not None else 0.15
@@ -74,16 +72,18 @@ def test_reordered_bf16_logits_stay_within_tolerance(model_of: ModelOf, family: 
 
 def test_fp32_output_is_unchanged(model_of: ModelOf) -> None:
     model = model_of("qwen3")
-    instance = _reordered_instance(model)
+    instance = model.instance(cpu_reorder=True, reorderer=partial(Reorderer, delay_s=0.0))
+    assert instance.model.reorderer is not None
+    instance.model.reorderer.join()
+    assert isinstance(instance.model.weights.layer(0).qkv, torch.Tensor)
     instance.prefill(group_of(prompt_of(17)))
     assert outputs(run(instance)) == {("r/0", 0): model.expected(prompt_of(17))}
     assert_idle(instance)
 
 
-@needs_onednn
 def test_layers_are_replaced_during_request(model_of: ModelOf) -> None:
     """Layers are replaced between steps; each token is nearly the most likely one for transformers."""
-    model = model_of("llama", dtype="bfloat16")
+    model = model_of("llama", dtype=DTYPE_NAME)
     instance = model.instance()
     instance.prefill(group_of(prompt_of(17)))
     steps = [instance.step()]
@@ -102,9 +102,8 @@ def test_layers_are_replaced_during_request(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-@needs_onednn
 def test_close_ends_reorder_thread(model_of: ModelOf) -> None:
-    model = model_of("llama", dtype="bfloat16")
+    model = model_of("llama", dtype=DTYPE_NAME)
     for loaded in (False, True):
         instance = model.instance(loaded=loaded, cpu_reorder=True, reorderer=at_once)
         swapping = instance.model.reorderer
@@ -115,10 +114,9 @@ def test_close_ends_reorder_thread(model_of: ModelOf) -> None:
         assert not swapping.is_running
 
 
-@needs_onednn
 @pytest.mark.parametrize(("available", "is_done"), [(1.9, False), (2.1, True)])
 def test_weights_are_copied_only_with_enough_memory(model_of: ModelOf, available: float, is_done: bool) -> None:
-    model = model_of("llama", dtype="bfloat16")
+    model = model_of("llama", dtype=DTYPE_NAME)
     num_bytes = available * model.pack.manifest.num_bytes
     instance = model.instance(cpu_reorder=True, reorderer=partial(at_once, available_bytes=lambda: num_bytes))
     assert instance.model.reorderer is not None
@@ -134,11 +132,10 @@ def test_available_memory_is_read(tmp_path: Path) -> None:
     assert available_bytes(meminfo) == 300 * 1024
 
 
-@needs_onednn
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other allocators")
 def test_memory_of_copies_returns_to_system(model_of: ModelOf) -> None:
     """Copies of a few megabytes are in the heap once something larger was freed, between allocations that stay."""
-    instance = _reordered_instance(model_of("llama", dtype="bfloat16"))
+    instance = _reordered_instance(model_of("llama", dtype=DTYPE_NAME))
     torch.empty(30 << 20, dtype=torch.uint8)
     before = _anonymous_bytes()
     beside: list[bytearray] = []
@@ -153,17 +150,16 @@ def test_memory_of_copies_returns_to_system(model_of: ModelOf) -> None:
     assert len(beside) == 12
 
 
-@needs_onednn
 def test_reordering_keeps_engine_threads(model_of: ModelOf) -> None:
     """The number is read before another computation, whose next layer would set it again."""
     torch.set_num_threads(2)
-    instance = _reordered_instance(model_of("llama", dtype="bfloat16"))
+    instance = _reordered_instance(model_of("llama", dtype=DTYPE_NAME))
     assert torch.get_num_threads() == 2
     instance.close()
 
 
 def _copy_of_megabytes(beside: list[bytearray]) -> OneDnnMatrix:
-    copy = OneDnnMatrix(torch.ones(1024, 2048).bfloat16())
+    copy = OneDnnMatrix(torch.ones(1024, 2048).to(DTYPE))
     beside.append(bytearray(1 << 16))
     return copy
 
