@@ -1,1 +1,1 @@
-"""One input to changed state and effects; the only code that sees several rooms at once."""
+"""One input to changed state and effects; the only code that sees several packages at once."""
