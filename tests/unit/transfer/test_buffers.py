@@ -7,6 +7,7 @@ import threading
 import pytest
 from blake3 import blake3
 
+from tests.support.wait import HANG_S
 from tests.unit.transfer.loopback_holders import Interrupted
 from torchrelay.transfer.buffers import BufferLost, LeasedBuffer, MemoryBuffer
 
@@ -36,7 +37,7 @@ def test_publish_wakes_waiting_thread() -> None:
     waiting = threading.Thread(target=lambda: woken.append(buffer.wait_any([0], 200.0)))
     waiting.start()
     buffer.publish(0, b"abc")
-    waiting.join(60.0)  # far below the wait's own limit
+    waiting.join(HANG_S)  # far below the wait's own limit
     assert woken == [[0]]
 
 

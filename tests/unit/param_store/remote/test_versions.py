@@ -91,7 +91,7 @@ def test_deletion_spares_pack_being_published(tmp_path: Path, remote: WatchedSto
     assert versions.delete(old.version_id) == len("old")
     assert versions.delete_unnamed(older_than_s=0) == 0
     remote.going_on.set()
-    assert versions.describe(publishing.result(30).version_id).pack_id == old.pack_id
+    assert versions.describe(publishing.result(HANG_S).version_id).pack_id == old.pack_id
     assert f"packs/{old.pack_id}" in keys_in(remote)
 
 
@@ -107,7 +107,7 @@ def test_large_publication_does_not_block_others(
     version = small.publish(versions, "small")
     assert versions.delete(version.version_id) > 0
     remote.going_on.set()
-    published = publishing.result(30)
+    published = publishing.result(HANG_S)
     assert [stored.version_id for stored in versions.all()] == [published.version_id]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.wait import HANG_S
 from tests.unit.transfer.loopback_holders import Interrupted, make_pack
 from torchrelay.common.errors import NotFound
 from torchrelay.engine.buffers import as_tensor
@@ -125,7 +126,7 @@ def test_other_process_maps_slab_read_only(slab: Slab, path: Path) -> None:
         assert last["num_bytes"] == len(DATA)
         assert last["sha256"] == hashlib.sha256(DATA).hexdigest()
         worker.stdin.close()
-        assert worker.wait(10) == 0
+        assert worker.wait(HANG_S) == 0
 
 
 def test_mapping_outlives_pack_and_close(slab: Slab, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from tests.support.wait import HANG_S
 from tests.unit.transfer.loopback_holders import (
     SamplePack,
     receiver,
@@ -29,7 +30,7 @@ class SlowUpstream(Upstream):
     def ask(self, wanted: Sequence[int], cancelled: Sequence[int] = ()) -> None:
         if not self.begun.is_set():
             self.begun.set()
-            self.resume.wait(10)
+            self.resume.wait(HANG_S)
         self.sent.append((list(wanted), list(cancelled)))
 
 
@@ -58,7 +59,7 @@ def test_cancellation_sent_before_later_request_for_chunk() -> None:
         stream.ask(ChunkRequests([], [0]))
         first = threading.Thread(target=stream.send_requests)
         first.start()
-        assert upstream.begun.wait(10)
+        assert upstream.begun.wait(HANG_S)
         stream.ask(ChunkRequests([0], []))
         second = threading.Thread(target=stream.send_requests)
         second.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from tests.support.wait import HANG_S
 from torchrelay.transfer.protocol.frame_stream import FrameStream
 from torchrelay.transfer.protocol.frames import FrameKind
 from torchrelay.transfer.transport.interface import TransferClass
@@ -22,7 +23,7 @@ class FullConnection:
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         self.sending.set()
-        self.aborted.wait(10)
+        self.aborted.wait(HANG_S)
         self.calls.append("sent")
 
     def set_class(self, transfer_class: TransferClass) -> None:
@@ -44,7 +45,7 @@ def test_close_waits_for_senders() -> None:
     frames = FrameStream(connection, 1.0)
     sending = threading.Thread(target=frames.send, args=(FrameKind.ALIVE,))
     sending.start()
-    assert connection.sending.wait(10)
+    assert connection.sending.wait(HANG_S)
     frames.close()
     sending.join()
     assert connection.calls == ["aborted", "sent", "closed"]

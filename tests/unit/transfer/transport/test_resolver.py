@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.wait import wait_until
+from tests.support.wait import HANG_S, wait_until
 from torchrelay.transfer.transport.resolver import Resolver
 from torchrelay.transfer.transport.tcp import TcpTransport
 
@@ -40,7 +40,7 @@ def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowServer]:
     server.answer.set()
 
 
-def soon(s: float = 0.2) -> float:
+def soon(s: float = HANG_S) -> float:
     return time.monotonic() + s
 
 
@@ -53,13 +53,13 @@ def test_an_address_is_not_looked_up(away: SlowServer, host: str) -> None:
 
 
 def test_a_name_is_found() -> None:
-    family, place = Resolver().resolve("localhost", 7, soon(60.0))
+    family, place = Resolver().resolve("localhost", 7, soon())
     assert place[0] == ("::1" if family == socket.AF_INET6 else "127.0.0.1")
 
 
 def test_an_unknown_name_is_an_error() -> None:
     with pytest.raises(OSError, match="has no address"):
-        Resolver().resolve(f"{'x' * 70}.invalid", 7, soon(60.0))
+        Resolver().resolve(f"{'x' * 70}.invalid", 7, soon())
 
 
 def test_connect_times_out_without_name_servers(away: SlowServer) -> None:
@@ -82,8 +82,8 @@ def test_concurrent_callers_share_lookup(away: SlowServer) -> None:
             resolver.resolve("some-host", 7, soon(0.02))
     assert away.num_asked == 1
     threading.Timer(0.05, away.answer.set).start()
-    assert resolver.resolve("some-host", 7, soon(60.0))[1] == ("127.0.0.1", 7)
+    assert resolver.resolve("some-host", 7, soon())[1] == ("127.0.0.1", 7)
     assert away.num_asked == 1
     wait_until(lambda: not any(thread.name == "resolve" for thread in threading.enumerate()))
-    resolver.resolve("some-host", 7, soon(60.0))
+    resolver.resolve("some-host", 7, soon())
     assert away.num_asked == 2  # nothing is cached: names move

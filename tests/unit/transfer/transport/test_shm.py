@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.support.descriptors import open_descriptors
+from tests.support.wait import HANG_S
 from tests.unit.transfer.transport.transport_cases import TransportCase, receive
 from torchrelay.transfer.transport import shm
 from torchrelay.transfer.transport.interface import Connection, Listener
@@ -64,12 +65,12 @@ def test_another_user_is_refused_at_both_ends(case: TransportCase, monkeypatch: 
         with monkeypatch.context() as patched:
             patched.setattr(os, "geteuid", lambda: user + 1)
             with pytest.raises(PermissionError, match="another user"):
-                case.transport.connect(listener.address, 1.0)
+                case.transport.connect(listener.address, HANG_S)
             accepted: list[Connection | None] = []
             accepting = threading.Thread(target=lambda: accepted.append(listener.accept()))
             accepting.start()
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as foreign:
-                foreign.settimeout(5.0)
+                foreign.settimeout(HANG_S)
                 foreign.connect(str(path_of(listener)))
                 assert foreign.recv(1) == b""  # refused
             listener.close()
@@ -90,7 +91,7 @@ def test_only_dead_process_socket_replaced(case: TransportCase) -> None:
         with pytest.raises(OSError) as refused:
             case.transport.listen(case.host, 0)
         assert refused.value.errno == errno.EADDRINUSE
-        case.transport.connect(listener.address, 1.0).close()
+        case.transport.connect(listener.address, HANG_S).close()
     assert not path.exists()
 
 
@@ -125,7 +126,7 @@ def test_a_sender_is_no_more_than_a_ring_ahead(case: TransportCase) -> None:
 
 def test_connect_to_full_queue_times_out(case: TransportCase) -> None:
     with TransportCase(ShmTransport(backlog=0), case.host).listening() as listener:
-        waiting = case.transport.connect(listener.address, 1.0)
+        waiting = case.transport.connect(listener.address, HANG_S)
         with pytest.raises(TimeoutError):
             case.transport.connect(listener.address, 0.1)
         stop = threading.Event()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.wait import HANG_S
 from torchrelay.transfer.transport import tcp
 from torchrelay.transfer.transport.interface import Connection, Listener
 from torchrelay.transfer.transport.tcp import TcpTransport, join_address, split_address
@@ -74,7 +75,7 @@ def test_a_listener_outlives_a_shortage_of_descriptors(listener: Listener) -> No
         assert waiting.is_alive()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, most)
-    waiting.join(5)
+    waiting.join(HANG_S)
     assert accepted and accepted[0] is not None
     accepted[0].close()
     near.close()
