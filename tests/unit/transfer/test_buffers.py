@@ -46,7 +46,7 @@ def test_chunk_published_during_scan_keeps_order() -> None:
     assert buffer.wait_any(Interrupted(range(3), buffer.publish), 1.0) == [0, 1, 2]
 
 
-def test_a_failed_buffer_keeps_what_it_has() -> None:
+def test_failed_buffer_keeps_its_chunks() -> None:
     buffer = MemoryBuffer("kv-1", [1, 1])
     buffer.publish(0, b"a")
     buffer.fail("the prefill worker is gone")

@@ -40,7 +40,7 @@ def test_chunks_cover_the_pack_exactly(num_bytes: int, chunk_bytes: int) -> None
     num_bytes=st.integers(1, 40_000),
     cuts=st.lists(st.integers(0, 40_000), max_size=4),
 )
-def test_a_segment_needs_exactly_the_chunks_it_overlaps(num_bytes: int, cuts: list[int]) -> None:
+def test_segment_needs_only_overlapping_chunks(num_bytes: int, cuts: list[int]) -> None:
     places = [0, *sorted(min(cut, num_bytes) for cut in cuts), num_bytes]
     segments = tuple(Segment(begin, end) for begin, end in itertools.pairwise(places))
     _, manifest = make_pack(num_bytes)

@@ -121,7 +121,7 @@ async def test_only_unpinned_packs_evicted(tmp_path: Path) -> None:
                 assert error_from_rpc(caught.value).code == "arena_full"
 
 
-async def test_the_arena_outlives_its_store(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
+async def test_arena_outlives_its_store(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
     pack, _ = published
     arena = Path("/dev/shm") / new_id("torchrelay-test")
     try:

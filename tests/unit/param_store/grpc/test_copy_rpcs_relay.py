@@ -127,9 +127,7 @@ async def test_hold_fails_with_its_own_relay_only(
             assert (await first).slab_bytes >= version.pack_bytes
 
 
-async def test_a_chain_forwards_while_it_receives(
-    tmp_path: Path, published: tuple[Path, pb.VersionDescription]
-) -> None:
+async def test_chain_forwards_while_receiving(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
     pack, version = published
     nowhere = f"file://{tmp_path / 'empty'}"
     async with (

@@ -294,7 +294,7 @@ def num_bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
 
-def test_a_file_sent_in_many_parts_is_digested_once(tmp_path: Path) -> None:
+def test_file_sent_in_parts_digested_once(tmp_path: Path) -> None:
     part, num_parts = os.urandom(1 << 20), 24
     files = (DeclaredFile("model.safetensors", num_parts << 20, sha256_of(part * num_parts)),)
     upload = StagedUpload.begin(tmp_path / "u1", UploadRecord("u1", "ten-1", files), {})
@@ -371,7 +371,7 @@ async def test_committing_again_answers_the_same_version(tmp_path: Path) -> None
         assert not (tmp_path / "data/uploads/u1/files").exists()
 
 
-async def test_a_commit_that_is_cancelled_can_be_run_again(tmp_path: Path, folder: Path) -> None:
+async def test_cancelled_commit_can_be_repeated(tmp_path: Path, folder: Path) -> None:
     async with running_store(tmp_path) as store:
         await send(store, folder, "u1")
         call = store.stub.Commit(pb.CommitRequest(upload_id="u1"))

@@ -109,7 +109,7 @@ def test_any_header_parses_or_is_refused(data: st.DataObject) -> None:
             assert sum(tensor.num_bytes for tensor in tensors) <= len(header) + len(body)
 
 
-def test_a_pack_reaches_the_disk_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pack_reaches_disk_while_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at its end, that takes minutes without progress."""
     folder = write_folder(tmp_path / "model", config_of())
     monkeypatch.setattr(pack_writer, "_SYNC_EVERY_BYTES", 100_000)

@@ -34,7 +34,7 @@ def arena(path: Path) -> Iterator[Arena]:
     assert not path.exists()
 
 
-def test_a_new_arena_is_sparse_and_grows_in_steps(arena: Arena, path: Path) -> None:
+def test_new_arena_sparse_and_grows_in_steps(arena: Arena, path: Path) -> None:
     assert arena.capacity_bytes == CAPACITY == path.stat().st_size
     assert arena.faulted_bytes == TABLE_BYTES
     assert arena.free_bytes == 64 * PAGE
@@ -64,7 +64,7 @@ def test_data_begins_on_a_page_and_is_filled_in_place(arena: Arena, path: Path) 
     assert path.read_bytes()[begin : begin + len(data)] == data
 
 
-def test_the_least_recently_used_is_evicted_and_its_range_reused(arena: Arena) -> None:
+def test_least_recently_used_pack_evicted_and_range_reused(arena: Arena) -> None:
     first, second = reserve(arena, 32, seed=1), reserve(arena, 32, seed=2)
     assert arena.get(first.pack_id) is first  # used since: the other is evicted
     third = reserve(arena, 20, seed=3)
@@ -93,7 +93,7 @@ def test_pins_keep_a_pack_whoever_has_them(arena: Arena) -> None:
         arena.pin(slab.pack_id, "worker-1")
 
 
-def test_a_pack_larger_than_the_arena_is_refused(arena: Arena) -> None:
+def test_pack_larger_than_arena_refused(arena: Arena) -> None:
     with pytest.raises(ArenaFull, match="contiguous"):
         reserve(arena, 65, seed=1)
     assert reserve(arena, 64, seed=2).num_slab_bytes == 64 * PAGE
@@ -114,7 +114,7 @@ def test_dropping_frees_the_place_and_refuses_its_readers(arena: Arena) -> None:
     assert arena.drop(slab.pack_id)
 
 
-def test_a_pack_that_is_read_is_not_evicted(arena: Arena) -> None:
+def test_pack_being_read_not_evicted(arena: Arena) -> None:
     data, manifest = pack(40)
     slab = fill(arena.reserve(manifest.encode()), data, count=1)
     other = Arena.create(arena.path.with_name("other"), CAPACITY)

@@ -18,7 +18,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "arena"
 
 
-def test_a_new_process_finds_complete_and_partial_slabs(path: Path) -> None:
+def test_new_process_recovers_complete_and_partial_slabs(path: Path) -> None:
     (data, manifest), (part_data, part_manifest) = pack(9, seed=1), pack(5, seed=2)
     old = Arena.create(path, CAPACITY)
     fill(old.reserve(manifest.encode()), data)
@@ -88,7 +88,7 @@ def test_damage_between_two_processes_is_found_at_first_use(path: Path) -> None:
     arena.close(unlink=True)
 
 
-def test_a_slab_whose_manifest_was_damaged_is_let_go(path: Path) -> None:
+def test_slab_with_damaged_manifest_dropped(path: Path) -> None:
     old = Arena.create(path, CAPACITY)
     kept, damaged = reserve(old, 5, seed=1), reserve(old, 5, seed=2)
     old.close()
@@ -109,7 +109,7 @@ def test_one_process_owns_the_arena(path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"not an arena", bytes(CAPACITY), b"TRARENA1" + bytes(CAPACITY - 8)])
-def test_a_file_of_another_kind_is_replaced(path: Path, content: bytes) -> None:
+def test_file_of_another_kind_replaced(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     before = path.stat().st_ino
     with path.open("rb") as mapped_by_a_worker:
@@ -120,7 +120,7 @@ def test_a_file_of_another_kind_is_replaced(path: Path, content: bytes) -> None:
     arena.close(unlink=True)
 
 
-def test_an_arena_whose_table_is_damaged_is_replaced(tmp_path: Path) -> None:
+def test_arena_with_damaged_table_replaced(tmp_path: Path) -> None:
     path = tmp_path / "arena"
     old = Arena.create(path, CAPACITY)
     reserve(old, 5, seed=1)

@@ -58,7 +58,7 @@ def test_retained_packs_are_evicted_last_in_their_own_order(arena: Arena) -> Non
     assert left_after(arena, 5) == {first, fourth}
 
 
-def test_a_relay_that_must_keep_them_finds_the_arena_full(arena: Arena) -> None:
+def test_relay_keeping_retained_packs_gets_full_arena(arena: Arena) -> None:
     packs = three(arena)
     arena.retention.renew(packs, 60)
     with pytest.raises(ArenaFull, match="pinned or retained") as refused:
@@ -83,7 +83,7 @@ def test_retention_ends_with_its_lease(arena: Arena) -> None:
     assert packs[0] not in there(arena)
 
 
-def test_a_pack_named_before_it_arrives_is_retained_from_the_start(arena: Arena) -> None:
+def test_pack_named_before_arrival_is_retained(arena: Arena) -> None:
     coming = reserve(arena, 20, 9).pack_id
     arena.retention.renew([coming], 60)
     assert arena.drop(coming), "the scheduler's own word goes before its guard"

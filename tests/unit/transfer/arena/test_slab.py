@@ -87,7 +87,7 @@ def test_chunk_published_during_scan_keeps_order(slab: Slab) -> None:
     assert slab.wait_any(Interrupted(range(3), lambda index: put(slab, index)), 1.0) == [0, 1, 2]
 
 
-def test_a_failed_slab_can_be_filled_again(slab: Slab) -> None:
+def test_failed_slab_can_be_refilled(slab: Slab) -> None:
     put(slab, 0)
     slab.fail("every source is gone")
     assert "every source is gone" in slab.error
@@ -149,7 +149,7 @@ def test_mapping_outlives_pack_and_close(slab: Slab, path: Path) -> None:
     gc.collect()
 
 
-def test_what_is_no_slab_is_not_mapped(slab: Slab, path: Path) -> None:
+def test_other_file_not_mapped_as_slab(slab: Slab, path: Path) -> None:
     with pytest.raises(NotFound):
         MappedSlab(path.with_name("nowhere"), slab.offset, slab.num_slab_bytes)
     for offset, num_bytes in [(slab.offset + 1, 4096), (slab.offset, 0), (slab.offset, 1 << 30), (-4096, 4096)]:

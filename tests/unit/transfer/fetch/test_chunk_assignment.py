@@ -30,7 +30,7 @@ def test_what_a_source_lacks_is_asked_of_one_that_has_it() -> None:
     assert max(first.received) < 40
 
 
-def test_a_slow_partner_does_not_hold_up_the_end() -> None:
+def test_slow_partner_does_not_delay_end() -> None:
     sources = [SimulatedSource(RATE * 0.95), SimulatedSource(RATE * 0.05)]
     _, took_s = transfer(sources, NUM_CHUNKS, num_striped=2)
     assert took_s < 1.08 * UNDISTURBED_S
@@ -47,7 +47,7 @@ def test_second_copy_of_chunk_skipped() -> None:
     assert core.assignment.num_left == 3
 
 
-def test_a_chunk_that_comes_after_it_was_cancelled_counts() -> None:
+def test_chunk_arriving_after_cancellation_counts() -> None:
     core = opened(2, 2, num_striped=2)
     first, second = core.assignment.requests(0).wanted, core.assignment.requests(1).wanted
     assert (first, second) == ([0, 1], [])

@@ -29,7 +29,7 @@ def known(rate: float = 50e6) -> RateMonitor:
 @pytest.mark.parametrize(
     ("share", "earliest_s", "latest_s"), [(0.0, 0.1, 0.2), (0.25, 0.1, 0.2), (0.5, 0.2, 0.3), (0.6, 0.4, 0.6)]
 )
-def test_a_deeper_drop_is_detected_sooner(share: float, earliest_s: float, latest_s: float) -> None:
+def test_deeper_rate_drop_detected_sooner(share: float, earliest_s: float, latest_s: float) -> None:
     monitor = known()
     assert earliest_s <= run(monitor, share * 50e6, 2.0) <= latest_s
     assert monitor.slow
@@ -77,7 +77,7 @@ def test_it_recovers_at_its_former_rate() -> None:
     assert not monitor.slow
 
 
-def test_the_displayed_rate_settles_quickly_and_decays() -> None:
+def test_displayed_rate_settles_quickly_and_decays() -> None:
     rate = DecayingRate(begun_at=10.0)
     assert rate.bytes_per_s(10.0) == 0.0
     for step in range(1, 101):

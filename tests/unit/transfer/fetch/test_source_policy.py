@@ -30,7 +30,7 @@ def test_two_sources_at_half_the_rate_deliver_all_of_it() -> None:
     assert sorted(sources[0].received + sources[1].received) == list(range(NUM_CHUNKS))
 
 
-def test_a_source_that_turns_slow_is_joined_by_another_and_goes_on() -> None:
+def test_slow_source_gets_helper_and_continues() -> None:
     first, second = SimulatedSource(RATE), SimulatedSource(RATE * 0.75)
     joined_at: list[float] = []
 
@@ -47,7 +47,7 @@ def test_a_source_that_turns_slow_is_joined_by_another_and_goes_on() -> None:
     assert len(first.received) > 0.5 * NUM_CHUNKS
 
 
-def test_an_idle_transfer_does_not_hedge() -> None:
+def test_idle_transfer_does_not_hedge() -> None:
     first, second = SimulatedSource(RATE), SimulatedSource(RATE)
 
     def slow_down(now: float, core: TransferCore) -> None:
@@ -57,7 +57,7 @@ def test_an_idle_transfer_does_not_hedge() -> None:
     assert (len(second.received), core.policy.num_repairs) == (0, 0)
 
 
-def test_a_silent_source_is_replaced_within_a_fifth_of_a_second() -> None:
+def test_silent_source_replaced_within_200_ms() -> None:
     first, second = SimulatedSource(RATE), SimulatedSource(RATE)
 
     def fall_silent(now: float, core: TransferCore) -> None:
@@ -68,7 +68,7 @@ def test_a_silent_source_is_replaced_within_a_fifth_of_a_second() -> None:
     assert core.policy.num_repairs == 1
 
 
-def test_a_source_that_recovers_puts_the_other_on_standby() -> None:
+def test_recovered_source_puts_helper_on_standby() -> None:
     first, second = SimulatedSource(RATE), SimulatedSource(RATE)
 
     def hiccup(now: float, core: TransferCore) -> None:

@@ -72,7 +72,7 @@ def test_bitmaps_read_back(marks: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("packed", "num_chunks"), [(b"", 1), (b"\1\0", 8), (b"\x80", 7)])
-def test_a_bitmap_of_another_size_is_refused(packed: bytes, num_chunks: int) -> None:
+def test_bitmap_of_wrong_size_refused(packed: bytes, num_chunks: int) -> None:
     with pytest.raises(ProtocolViolation, match="bitmap"):
         unpack_bitmap(packed, num_chunks)
 

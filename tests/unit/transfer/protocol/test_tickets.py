@@ -104,12 +104,12 @@ def test_fields_cannot_be_shifted_into_each_other() -> None:
         verify_ticket(ticket, "host-h", HOLDER_KEY, now_unix_ms=0)
 
 
-def test_a_ticket_without_a_session_is_refused_by_the_receiver() -> None:
+def test_ticket_without_session_refused_by_receiver() -> None:
     with pytest.raises(TicketRefused):
         unseal_session(Ticket(buffer_id="pack-1"), RECEIVER_KEY)
 
 
-def test_a_proof_is_for_one_side_and_one_challenge() -> None:
+def test_proof_valid_for_one_side_and_challenge() -> None:
     session = verify_ticket(make_ticket(), "host-h", HOLDER_KEY, now_unix_ms=0)
     proofs = {prove_session(session, side, bytes([n]) * 32) for side in (b"holder", b"receiver") for n in range(3)}
     assert len(proofs) == 6

@@ -98,7 +98,7 @@ def test_receive_times_out_after_tick(case: TransportCase) -> None:
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-def test_a_peer_that_takes_nothing_is_given_up(name: str) -> None:
+def test_peer_that_reads_nothing_given_up(name: str) -> None:
     with (
         TemporaryDirectory() as folder,
         make_case(name, Path(folder), send_timeout_s=0.1).pair() as (near, _),
@@ -171,7 +171,7 @@ def test_closed_listener_accepts_no_connection(case: TransportCase) -> None:
             case.transport.connect(listener.address, timeout_s=1.0)
 
 
-def test_a_bad_address_reaches_nobody(case: TransportCase) -> None:
+def test_bad_address_refused(case: TransportCase) -> None:
     for bad in ("", "host", "shm:relative", "host:http"):
         with pytest.raises(ConnectionError, match="form"):
             case.transport.connect(bad, timeout_s=1.0)

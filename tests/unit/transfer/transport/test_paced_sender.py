@@ -73,7 +73,7 @@ def test_within_a_host_there_is_nothing_to_pace() -> None:
         assert near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before
 
 
-def test_a_class_can_be_changed_even_on_a_broken_connection(
+def test_class_changes_on_broken_connection(
     link: tuple[socket.socket, socket.socket],
 ) -> None:
     near, far = link

@@ -45,19 +45,19 @@ def soon(s: float = HANG_S) -> float:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "10.1.2.3"])
-def test_an_address_is_not_looked_up(away: SlowServer, host: str) -> None:
+def test_address_not_looked_up(away: SlowServer, host: str) -> None:
     family, place = Resolver().resolve(host, 7, soon())
     assert place[:2] == (host, 7)
     assert family == (socket.AF_INET6 if ":" in host else socket.AF_INET)
     assert away.num_asked == 0
 
 
-def test_a_name_is_found() -> None:
+def test_name_resolves() -> None:
     family, place = Resolver().resolve("localhost", 7, soon())
     assert place[0] == ("::1" if family == socket.AF_INET6 else "127.0.0.1")
 
 
-def test_an_unknown_name_is_an_error() -> None:
+def test_unknown_name_raises() -> None:
     with pytest.raises(OSError, match="has no address"):
         Resolver().resolve(f"{'x' * 70}.invalid", 7, soon())
 

@@ -44,7 +44,7 @@ def path_of(listener: Listener) -> Path:
     return Path(listener.address.removeprefix("shm:"))
 
 
-def test_a_peer_that_is_killed_is_noticed_at_once(case: TransportCase) -> None:
+def test_killed_peer_detected(case: TransportCase) -> None:
     with case.listening() as listener:
         peer = subprocess.Popen([sys.executable, "-c", SPEAKER, listener.address])
         accepted = listener.accept()
@@ -95,7 +95,7 @@ def test_only_dead_process_socket_replaced(case: TransportCase) -> None:
     assert not path.exists()
 
 
-def test_a_listener_leaves_its_successor_s_socket_alone(case: TransportCase) -> None:
+def test_listener_keeps_successors_socket(case: TransportCase) -> None:
     with case.listening() as first:
         path_of(first).unlink()
         with case.listening() as second:
@@ -114,7 +114,7 @@ def test_nothing_is_left_open(case: TransportCase) -> None:
     assert open_descriptors() - before == set()
 
 
-def test_a_sender_is_no_more_than_a_ring_ahead(case: TransportCase) -> None:
+def test_sender_at_most_one_ring_ahead(case: TransportCase) -> None:
     with TransportCase(ShmTransport(send_timeout_s=0.1), case.host).pair() as (near, far):
         near.send([bytes(RING_BYTES)])
         with pytest.raises(TimeoutError):
@@ -143,7 +143,7 @@ def small_ring() -> int:
 
 
 @pytest.mark.parametrize("rings", [[], [small_ring, small_ring], [lambda: os.open("/dev/null", os.O_RDWR)] * 2])
-def test_what_is_no_ring_is_not_used(case: TransportCase, rings: Sequence[object]) -> None:
+def test_other_file_not_used_as_ring(case: TransportCase, rings: Sequence[object]) -> None:
     before = open_descriptors()
     with case.listening() as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.connect(str(path_of(listener)))
@@ -161,9 +161,7 @@ def test_what_is_no_ring_is_not_used(case: TransportCase, rings: Sequence[object
     assert open_descriptors() - before == set()
 
 
-def test_a_connection_that_fails_late_closes_each_descriptor_once(
-    case: TransportCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_failure_closes_each_descriptor_once(case: TransportCase, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> RingReader:
         raise OSError("no socket options left")
 
@@ -183,7 +181,7 @@ def test_a_connection_that_fails_late_closes_each_descriptor_once(
     assert open_descriptors() - before == set()
 
 
-def test_what_is_no_socket_is_not_used(case: TransportCase) -> None:
+def test_other_file_not_used_as_socket(case: TransportCase) -> None:
     before = open_descriptors()
     with case.listening() as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.connect(str(path_of(listener)))

@@ -32,7 +32,7 @@ def test_connecting_fails_with_a_reason() -> None:
             TcpTransport().connect(bad, timeout_s=5.0)
 
 
-def test_a_peer_that_died_silently_is_noticed_by_both_ends(listener: Listener) -> None:
+def test_silent_death_detected_by_both_ends(listener: Listener) -> None:
     connecting = TcpTransport().connect(listener.address, timeout_s=5.0)
     accepted = listener.accept()
     for end in (connecting, accepted):
@@ -63,7 +63,7 @@ def test_addresses_read_back(host: str, port: int) -> None:
     assert split_address(join_address(host, port)) == (host, port)
 
 
-def test_a_listener_outlives_a_shortage_of_descriptors(listener: Listener) -> None:
+def test_listener_survives_descriptor_shortage(listener: Listener) -> None:
     accepted: list[Connection | None] = []
     waiting = threading.Thread(target=lambda: accepted.append(listener.accept()))
     near = socket.create_connection(split_address(listener.address))

@@ -124,7 +124,7 @@ def test_outsiders_are_not_followed(node: Transport, outsiders: dict[str, Transp
         assert not sink.accepted
 
 
-def test_the_wire_carries_nothing_readable(node: Transport) -> None:
+def test_wire_carries_no_plaintext(node: Transport) -> None:
     secret = b"a secret of the tenant " * 100
     seen = bytearray()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -214,7 +214,7 @@ def test_damage_on_the_way_is_an_error(node: Transport, cluster: Authority) -> N
         end.close()
 
 
-def test_a_holder_without_a_handshake_is_left_in_time(node: Transport) -> None:
+def test_holder_without_handshake_given_up(node: Transport) -> None:
     with silent_listener() as address:
         with pytest.raises(TimeoutError, match="has not presented its certificate"):
             node.connect(address, timeout_s=0.2)
@@ -224,7 +224,7 @@ def test_a_holder_without_a_handshake_is_left_in_time(node: Transport) -> None:
             node.connect(address, timeout_s=5.0, stop=stop)
 
 
-def test_a_follower_without_a_handshake_is_disconnected(cluster: Authority) -> None:
+def test_follower_without_handshake_disconnected(cluster: Authority) -> None:
     listener = TlsTransport(Tls(cluster.node("node")), TcpTransport(), handshake_s=0.1).listen("127.0.0.1", 0)
     with socket.create_connection(split_address(listener.address)) as silent:
         far = listener.accept()
