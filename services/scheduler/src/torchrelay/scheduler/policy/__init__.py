@@ -1,1 +1,1 @@
-"""What decides; pure: no clock, randomness, asyncio, grpc, protobuf or torch."""
+"""The scheduler's decisions as pure functions: no clock, randomness, asyncio, grpc, protobuf or torch."""

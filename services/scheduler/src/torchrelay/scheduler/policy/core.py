@@ -26,7 +26,7 @@ MAX_VERSIONS = 16_384  # of which anything is remembered: more than slots, so th
 
 
 class Role(enum.IntEnum):
-    """What an instance does for a request; the numbers are those of the protocol."""
+    """Role of an instance in serving a request; the numbers are those of the protocol."""
 
     PREFILL = 1
     DECODE = 2
@@ -71,7 +71,7 @@ class CopyCause(enum.Enum):
 
 
 class AttemptKey(NamedTuple):
-    """One attempt at a request; the number rises with every admission of the request."""
+    """Attempt at a request; the number rises with every admission of the request."""
 
     request_id: str
     attempt: int
@@ -94,7 +94,7 @@ class ScheduledMinimum:
 
 @dataclass(frozen=True)
 class LatencyTargets:
-    """What a model's requests are to attain; 0: the scheduler's setting of the same name."""
+    """Latency targets of a model's requests; 0: the scheduler's setting of the same name."""
 
     interactive_ttft_s: float = 0.0  # from a request's arrival to its first token, by its class
     standard_ttft_s: float = 0.0
@@ -104,7 +104,7 @@ class LatencyTargets:
 
 @dataclass(frozen=True)
 class Model:
-    """One published version of a model and its settings."""
+    """Published version of a model and its settings."""
 
     name: str
     version_id: str
@@ -163,13 +163,13 @@ class WorkerStatus:
     num_devices: int = 1  # of its slot
 
     def roles_for(self, kv_bytes: int) -> Roles:
-        """What it can play for requests of which one needs so much KV."""
+        """Roles that the slot can play for requests that need ``kv_bytes`` of KV each."""
         return self.playable_roles if self.kv_pool_bytes >= kv_bytes else self.playable_roles - DECODES
 
 
 @dataclass(frozen=True)
 class SourceShare:
-    """One source's part in a copy."""
+    """Part of a copy that a source sends."""
 
     holder_id: str  # or REMOTE
     num_bytes: int
@@ -345,7 +345,7 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def deadline(self) -> float:
-        """By when its first token is wanted."""
+        """Time by which the first token is due."""
         return self.admitted_at + self.ttft_target_s
 
     @property
@@ -374,7 +374,7 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkerRef(msgspec.Struct, frozen=True, gc=False):
-    """One end of a placement."""
+    """Worker at one end of a placement."""
 
     worker_id: str
     grpc_address: str

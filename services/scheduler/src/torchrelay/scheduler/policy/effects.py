@@ -1,4 +1,4 @@
-"""What the policy wants done: commands to workers and stores, answers to gateways, and events to record."""
+"""Effects that the policy asks for: commands to workers and stores, answers to gateways, and events to record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LoadOrder:
 
 @dataclass(frozen=True)
 class Hop:
-    """One host of a wake: its store gets the pack from ``sources`` (best first), then its workers load it."""
+    """Host of a wake: its store gets the pack from ``sources`` (best first), then its workers load it."""
 
     store_id: str
     sources: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What happened to a request and why: bounded timelines and decisions, for ``Explain`` and ``torchrelay explain``.
+"""History of a request and its reasons: bounded timelines and decisions, for ``Explain`` and ``torchrelay explain``.
 
 A timeline is assembled on request: queue and plan from the scheduler's own times, relay and mapping from the reports of
 the instances that served the request cold, the rest from what its gateway sent with the release. Times of several hosts

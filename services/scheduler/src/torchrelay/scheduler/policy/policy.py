@@ -255,7 +255,7 @@ class Policy:
     # Time
 
     def _tick(self, listening_since: float, now: float) -> None:
-        """What is due by time alone: silence, stalls, idle timeouts, grace times, retries."""
+        """Handle what is due by time alone: silence, stalls, idle timeouts, grace times, retries."""
         state = self.state
         lost = state.membership.expire(now, state.config.stale_s, listening_since)
         for each in lost.workers:

@@ -28,7 +28,7 @@ UNPREDICTED: Final = Prediction()
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """What a gateway and its workers measured of an attempt; None: it did not get that far."""
+    """Measurements of an attempt by its gateway and workers; None: the attempt did not get that far."""
 
     ttft_s: float | None = None  # from the placement on
     tbt_s: float | None = None  # mean

@@ -46,7 +46,7 @@ _MAX_TAKEN_BACK = 4096
 
 @dataclass
 class State:
-    """Owned by the policy; only its steps change it."""
+    """State of the policy; only the policy's steps change it."""
 
     config: PolicyConfig
     new_id: Callable[[], str]  # a fresh instance id
@@ -142,7 +142,7 @@ class State:
         return self.aliases.idle_timeout_s(version_id, now) or self.config.idle_timeout_s
 
     def longest_idle_s(self, version_id: str, now: float) -> float:
-        """After which an idle instance of the version is drained at the latest: at once if its models are deleted."""
+        """Longest idle time before an instance of the version is drained; 0 if its models are deleted."""
         return 0.0 if self.aliases.is_deleted(version_id) else self.idle_timeout_s(version_id, now)
 
     def tbt_target_s(self, version_id: str, now: float) -> float:

@@ -36,7 +36,7 @@ class Place(Protocol):
 
 
 class Decide(Protocol):
-    """What is loaded and drained; see ``autoscaling/decision.py``."""
+    """Decide which instances to load and drain; see ``autoscaling/decision.py``."""
 
     def __call__(
         self, autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True

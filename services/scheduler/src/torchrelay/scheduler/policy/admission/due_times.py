@@ -9,7 +9,7 @@ _MOST_STALE = 64
 
 
 class DueTimes(dict[str, float]):
-    """By version. The earliest is found without looking at the others."""
+    """Due time of each version. Finding the earliest does not scan the others."""
 
     def __init__(self) -> None:
         super().__init__()

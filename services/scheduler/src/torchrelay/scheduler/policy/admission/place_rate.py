@@ -19,7 +19,7 @@ class PlaceRate:
     _began_at: float | None = None  # the placement since which somebody has always waited
 
     def take(self, now: float, *, is_last: bool) -> None:
-        """One is placed. ``is_last``: then nobody waits."""
+        """Count a placed request. ``is_last``: no request waits after it."""
         if self._began_at is None:
             self._began_at = now
         elif now > self._began_at:  # those of the first instant had waited for an instance, or for nothing

@@ -55,16 +55,14 @@ class _VersionQueue:
         return self.batch if admission.service_class is ServiceClass.BATCH else self.timely
 
     def last_without_token(self, tenant: str) -> Admission | None:
-        """One that has given tokens is a stream that somebody reads: it is not cut off for a newcomer. Nor is one that
-        had a place.
-        """
+        """The tenant's last request that may be evicted; never a request that is streaming or was recalled."""
         latest = (one.admission for one in reversed(self.waiting.values()) if one.admission.tenant == tenant)
         return next((one for one in latest if not one.num_forced_tokens and not one.was_recalled), None)
 
 
 def _crowd(num_of: Mapping[str, int], newcomer: str) -> str | None:
     """The tenant that has most, if that is at least two more than the newcomer's."""
-    tenant, most = max(num_of.items(), key=lambda one: (one[1], one[0]))
+    tenant, most = max(num_of.items(), key=lambda item: (item[1], item[0]))
     return tenant if tenant != newcomer and most > num_of.get(newcomer, 0) + 1 else None
 
 
@@ -96,7 +94,7 @@ class AdmissionQueues:
                 yield one.admission
 
     def displaced_by(self, admission: Admission) -> Admission | None:
-        """Who must leave so that this one can wait: nobody, a request of the tenant with most, or the newcomer."""
+        """Request to refuse so that this one can wait: None, a request of the tenant with most, or this request."""
         version_id, tenant = admission.version_id, admission.tenant
         if self.num_waiting(version_id) >= self._limit:
             queue = self._queues[version_id]
@@ -109,11 +107,11 @@ class AdmissionQueues:
             return admission
         queues = (queue for queue in self._queues.values() if crowd in queue.num_of)
         longest_first = sorted(queues, key=lambda queue: -queue.num_of[crowd])
-        found = (queue.last_without_token(crowd) for queue in longest_first)
-        return next((one for one in found if one is not None), admission)
+        evictable = (queue.last_without_token(crowd) for queue in longest_first)
+        return next((request for request in evictable if request is not None), admission)
 
     def push(self, admission: Admission) -> None:
-        """Adds a request. The caller has made room as ``displaced_by`` says."""
+        """Adds a request. The caller has freed its place as ``displaced_by`` says."""
         assert admission.key not in self._version_of
         queue = self._queues.get(admission.version_id)
         if queue is None:
@@ -213,7 +211,7 @@ class AdmissionQueues:
             queue.enter(one)
 
     def forget_debts(self, now: float) -> None:
-        """Those of versions that nobody has waited for in a while."""
+        """Forget the debts of versions that no request has waited for in a while."""
         for version_id, (emptied_at, _) in list(self._emptied.items()):
             if now - emptied_at < self._debt_s:
                 break
@@ -225,7 +223,7 @@ class AdmissionQueues:
         return len(self._emptied)
 
     def next(self, version_id: str, now: float) -> Admission | None:
-        """Who is to be placed next."""
+        """Request to place next."""
         queue = self._queues.get(version_id)
         if queue is None:
             return None
@@ -248,12 +246,12 @@ class AdmissionQueues:
         return queue.num_of.get(tenant, 0) if queue is not None else 0
 
     def num_prefill_tokens(self, version_id: str) -> int:
-        """Of all that wait for the version."""
+        """Prefill tokens of all requests that wait for the version."""
         queue = self._queues.get(version_id)
         return queue.num_prefill_tokens if queue is not None else 0
 
     def places_per_s(self, version_id: str, now: float) -> float | None:
-        """At which the version's queue, which is not empty, gives places free. None: not known of late."""
+        """Rate at which the version's non-empty queue frees places. None: not measured recently."""
         rate = self._place_rates.get(version_id)
         return rate.per_s(now) if rate is not None else None
 

@@ -1,4 +1,4 @@
-"""When refused clients may come back: each is promised a place of its own, after those that were refused before it."""
+"""Retry times of refused clients: each gets a place of its own, after the clients refused before it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cachetools import LRUCache
 from torchrelay.scheduler.policy.core import MAX_VERSIONS
 
 MIN_S, MAX_S = 1.0, 60.0
-_STEP_S = 0.1  # promises within it are counted together, so that their number bounds nothing but a count
+_STEP_S = 0.1  # retry times within it are counted together, so that their number bounds nothing but a count
 
 
 @dataclass(slots=True)
-class _Promised:
-    """Those whose time has not come."""
+class _PendingRetries:
+    """Retry times given to clients that are still in the future."""
 
     num: int = 0
     steps: list[int] = field(default_factory=list)  # a heap
@@ -36,15 +36,15 @@ class _Promised:
 
 
 class RetryTimes:
-    """Of each version's queue."""
+    """Retry times given out for each version's queue."""
 
     def __init__(self) -> None:
-        self._of: LRUCache[str, _Promised] = LRUCache(MAX_VERSIONS)
+        self._of: LRUCache[str, _PendingRetries] = LRUCache(MAX_VERSIONS)
 
     def retry_s(self, version_id: str, places_per_s: float, load_left_s: float, now: float) -> float:
-        """After how many seconds the client refused now may come back. ``load_left_s``: until anything is served."""
-        promised = self._of.setdefault(version_id, _Promised())
-        promised.expire(now)
-        after_s = min(max(load_left_s + (promised.num + 1) / places_per_s, MIN_S), MAX_S)
-        promised.add(now + after_s)
+        """Seconds after which the client refused now may retry. ``load_left_s``: until anything is served."""
+        pending = self._of.setdefault(version_id, _PendingRetries())
+        pending.expire(now)
+        after_s = min(max(load_left_s + (pending.num + 1) / places_per_s, MIN_S), MAX_S)
+        pending.add(now + after_s)
         return after_s

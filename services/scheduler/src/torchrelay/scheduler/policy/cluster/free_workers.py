@@ -10,7 +10,7 @@ from torchrelay.scheduler.policy.core import Role, Roles, WorkerStatus
 
 
 class SlotKind(NamedTuple):
-    """What a model sees of a slot, but for its host."""
+    """Properties of a slot that matter to a model, except its host."""
 
     num_devices: int
     playable_roles: Roles

@@ -16,7 +16,7 @@ _CONFIRM_S = 0.5  # by then an accepted instance shows in a report, or its load 
 
 
 class TransitionKind(enum.Enum):
-    """What happened to an instance."""
+    """Kind of change that an instance went through."""
 
     ADOPTED = "adopted"  # found running; ordered by an earlier scheduler
     MOVED = "moved"  # entered another phase
@@ -73,7 +73,7 @@ class Instances:
 
     @property
     def workers(self) -> Container[str]:
-        """Those that have one."""
+        """Workers that have an instance."""
         return self._on_worker.keys()
 
     @property
@@ -90,7 +90,7 @@ class Instances:
 
     @property
     def versions(self) -> Iterable[str]:
-        """Those that have any."""
+        """Versions that have instances."""
         return self._of_version.keys()
 
     def of_version(self, version_id: str) -> tuple[Instance, ...]:
@@ -177,7 +177,7 @@ class Instances:
 
 
 def _transition(known: Instance, worker: WorkerStatus, now: float) -> InstanceTransition | None:
-    """What the report means for the instance known in this slot; None: nothing."""
+    """Transition that the report implies for the instance known in this slot; None if it implies none."""
     slot = worker.slot
     if known.incarnation != worker.incarnation:
         return InstanceTransition(TransitionKind.LOST, known, known, _RESTARTED)

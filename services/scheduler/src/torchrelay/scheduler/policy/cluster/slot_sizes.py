@@ -1,4 +1,4 @@
-"""What slots can hold: those that are there, and those that were a short time ago."""
+"""Capacity of the slots that are present or were a short time ago."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class RunningAnswer:
 
 
 def num_tokens_left(num_given: float, num_expected: int, max_tokens: int) -> float:
-    """Of an answer. One that is longer than expected is expected to go on for as long again as it is longer."""
+    """Tokens an answer has left. An answer past its expected length is expected to go on for as long again."""
     return max(min(abs(num_expected - num_given), max_tokens - num_given), 0.0)
 
 

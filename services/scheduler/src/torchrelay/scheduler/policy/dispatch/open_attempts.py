@@ -29,14 +29,14 @@ class OpenAttempt:
 
     @property
     def instance_ids(self) -> tuple[str, ...]:
-        """One where both ends are the same instance."""
+        """Instances of the attempt: a single id where both ends are the same instance."""
         prefill_id, decode_id = self.placement.prefill.instance_id, self.placement.decode.instance_id
         return (prefill_id,) if prefill_id == decode_id else (prefill_id, decode_id)
 
 
 @dataclass(eq=False, slots=True)
 class BoundWork:
-    """What open attempts have bound of one instance."""
+    """Work that open attempts have bound to an instance."""
 
     queue: PrefillQueue = field(default_factory=PrefillQueue)
     prefills: dict[AttemptKey, OpenAttempt] = field(default_factory=dict)  # not computed yet
@@ -84,12 +84,12 @@ class OpenAttempts:
         return tuple(self._open.values())
 
     def at(self, instance_id: str) -> BoundWork:
-        """What is bound of an instance; not to be changed."""
+        """Work bound to an instance; callers must not change it."""
         return self._bound.get(instance_id, NOTHING_BOUND)
 
     @property
     def bound(self) -> Mapping[str, BoundWork]:
-        """By instance, of those that have any."""
+        """Bound work by instance, without instances that have none."""
         return self._bound
 
     def open(self, attempt: OpenAttempt, now: float) -> None:

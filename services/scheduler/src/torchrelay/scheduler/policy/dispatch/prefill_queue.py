@@ -66,7 +66,7 @@ class PrefillQueue:
         return self.end_at() if self._bound else self._left_at
 
     def _passed_s(self, now: float) -> float:
-        """Of the pause that comes after what was bound last."""
+        """Elapsed time of the pause that follows the prompts bound last."""
         return max(now - self._pause_begins_at(), 0.0)
 
     def resume(self, now: float) -> None:
@@ -74,7 +74,7 @@ class PrefillQueue:
         self._head_since = now
 
     def work_s(self) -> float:
-        """Predicted for all that is bound, as if nothing had begun."""
+        """Predicted time of all bound prompts, as if none had begun."""
         return max(self._work_s, 0.0) if self._bound else 0.0
 
     def end_at(self) -> float:

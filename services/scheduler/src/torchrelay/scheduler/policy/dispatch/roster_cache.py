@@ -11,8 +11,8 @@ from torchrelay.scheduler.policy.dispatch.shortlist import LEAST_ENTRIES, Shortl
 
 
 class RosterCache:
-    """By version, built when they are asked for, and again after ``forget``; after ``forget_loads`` only the entries of
-    instances that load. Nothing is kept of a version without instances. A version is blocked while a full step of
+    """Rosters by version, built on first use and again after ``forget``; after ``forget_loads`` only the entries of
+    loading instances. Versions without instances are not cached. A version is blocked while a full step of
     prompts is ahead on each of its instances: nothing is placed there.
     """
 
@@ -31,44 +31,47 @@ class RosterCache:
         build_load: Callable[[RosterEntry], RosterEntry],
     ) -> tuple[RosterEntry, ...]:
         """``build_load``: an instance that loads, as it is now."""
-        found = self._of.get(version_id)
-        if found is None:
-            found = tuple(build())
-            if found:
-                self._of[version_id] = found
+        roster = self._of.get(version_id)
+        if roster is None:
+            roster = tuple(build())
+            if roster:
+                self._of[version_id] = roster
         elif version_id in self._with_old_loads:
-            shortlist, entries = self._shortlists.get(version_id), list(found)
+            shortlist, entries = self._shortlists.get(version_id), list(roster)
             for place, entry in enumerate(entries):
                 if entry.phase is InstancePhase.LOADING:
                     entries[place] = build_load(entry)
                     if shortlist is not None:
                         shortlist.replace(entries[place])
-            found = self._of[version_id] = tuple(entries)
+            roster = self._of[version_id] = tuple(entries)
             self._prefills.pop(version_id, None)
             self._with_old_loads.discard(version_id)
-        return found
+        return roster
 
     def prefills(self, version_id: str) -> Sequence[RosterEntry]:
-        """Of the roster that was given last those that play prefill."""
-        found = self._prefills.get(version_id)
-        if found is None:
+        """Prefill instances of the roster that was returned last."""
+        prefills = self._prefills.get(version_id)
+        if prefills is None:
             if (entries := self._of.get(version_id)) is None:
                 return ()
             are_all = all(entry.plays_prefill for entry in entries)
-            found = entries if are_all else tuple(entry for entry in entries if entry.plays_prefill)
-            self._prefills[version_id] = found
-        return found
+            prefills = entries if are_all else tuple(entry for entry in entries if entry.plays_prefill)
+            self._prefills[version_id] = prefills
+        return prefills
 
     def shortlist(self, version_id: str, work_of: Callable[[str], BoundWork]) -> Shortlist | None:
-        """Of the roster that was given last; none of a small one. ``work_of``: what is bound of an instance."""
+        """Shortlist of the roster that was returned last; None for a small roster.
+
+        ``work_of``: work bound to an instance.
+        """
         entries = self._of.get(version_id, ())
         if len(entries) < LEAST_ENTRIES:
             return None
-        found = self._shortlists.get(version_id)
-        if found is None:
-            found = self._shortlists[version_id] = Shortlist(entries, work_of)
-            self._listed |= {entry.instance_id: found for entry in entries}
-        return found
+        shortlist = self._shortlists.get(version_id)
+        if shortlist is None:
+            shortlist = self._shortlists[version_id] = Shortlist(entries, work_of)
+            self._listed |= {entry.instance_id: shortlist for entry in entries}
+        return shortlist
 
     def work_changed(self, instance_id: str) -> None:
         """Something was bound to it, or left it."""
@@ -85,7 +88,7 @@ class RosterCache:
                 del self._listed[entry.instance_id]
 
     def forget_loads(self, version_id: str) -> None:
-        """What is predicted of its loads has changed, and nothing else."""
+        """Rebuild only the entries of loading instances on the next use: predictions of their loads changed."""
         if version_id in self._of:
             self._with_old_loads.add(version_id)
 

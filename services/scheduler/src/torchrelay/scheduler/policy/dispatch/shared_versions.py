@@ -13,12 +13,14 @@ _RECENT_S = 2.0
 
 
 def max_prompts_ahead(latency: LatencyModel) -> int:
-    """Of an instance that several tenants use: what begins within a step's fixed time, for this step and the next."""
+    """Most prompts to bind to an instance that several tenants use: as many as begin within a step's fixed time, for
+    this step and the next.
+    """
     return 2 * max(1, round(latency.prefill.base_s / _BEGIN_S))
 
 
 class SharedVersions:
-    """By version: whose request was the last, when it came, and when the last of another tenant did."""
+    """For each version: the tenant and time of the last request, and the time of another tenant's last request."""
 
     def __init__(self) -> None:
         self._last: Recent[str, tuple[str, float, float]] = Recent(MAX_VERSIONS)

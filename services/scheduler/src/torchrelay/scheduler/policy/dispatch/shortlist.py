@@ -93,5 +93,5 @@ class _Order:
         return (key[2] for key in islice(self._sorted, number))
 
     def key_of_last(self, number: int) -> float:
-        """Of the first ``number``; infinite: there are not more."""
+        """Key of the last of the first ``number`` entries; infinite if there are no further entries."""
         return self._sorted[number - 1][0] if len(self._sorted) > number else math.inf

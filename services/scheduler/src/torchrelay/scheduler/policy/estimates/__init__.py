@@ -1,1 +1,1 @@
-"""What is learned from measurements, and predicted by it: times, lengths of answers, what is cached."""
+"""Estimates learned from measurements: times, answer lengths, cached prefixes."""

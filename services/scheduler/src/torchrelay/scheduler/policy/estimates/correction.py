@@ -1,4 +1,4 @@
-"""What predicted times are multiplied by, for each instance, because of what was measured there.
+"""Factor for the predicted times of each instance, learned from the times measured there.
 
 The logarithm of measured over predicted times, uncorrected, has a mean and a variance of late. As far as such a mean
 would come about by chance it is not believed (James and Stein, *Estimation with Quadratic Loss*, 1961):
@@ -25,7 +25,7 @@ FADE_EVERY_S: Final = 0.25  # what fades with time is computed anew so often: it
 
 @dataclass(slots=True)
 class _Measured:
-    """Of logarithms."""
+    """Recent mean and variance of logarithms."""
 
     at: float  # of the last measurement; the means fade since
     mean: float = 0.0
@@ -44,7 +44,7 @@ class Corrections:
         self._measured: dict[str, _Measured] = {}
 
     def of(self, instance_id: str, now: float) -> float:
-        """The factor; 1: none."""
+        """Factor for the instance's predicted times; 1 without a correction."""
         found = self._measured.get(instance_id)
         if found is None or not found.believed:
             return 1.0

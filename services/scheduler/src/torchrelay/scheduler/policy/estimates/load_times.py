@@ -58,7 +58,7 @@ class LoadTimes:
         return min(slowest)  # from nearer it takes no longer
 
     def _rate(self, tier: Tier, num_devices: int) -> float:
-        """As measured, if need be with another number of devices, the nearest; 0: with none."""
+        """Measured rate, with the nearest number of devices that was measured; 0 if none was."""
         measured = [number for of_tier, number in self._rates if of_tier is tier]
         if not measured:
             return 0.0

@@ -20,7 +20,7 @@ _LEAST = 0.5  # of its steps: prompts that are all alike say nothing of longer o
 
 
 class PromptTime(NamedTuple):
-    """Of one instance."""
+    """Prompt time of an instance."""
 
     fixed_s: float = 0.0
     factor: float = 1.0

@@ -16,7 +16,7 @@ _USUAL_S = 20.0  # a placement counts half after this time in the usual step
 
 
 class TokenTime(NamedTuple):
-    """Of one instance, at one time."""
+    """Token time of an instance at a given time."""
 
     correction: float = 1.0
     usual_step_s: float = 0.0

@@ -1,1 +1,1 @@
-"""One input to changed state and effects; the only code that sees several packages at once."""
+"""Apply an input: change the state and return effects. The only code that sees several packages at once."""

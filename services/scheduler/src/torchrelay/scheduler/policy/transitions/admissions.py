@@ -122,7 +122,7 @@ def _refuse_as_full(state: State, admission: Admission, model: Model, now: float
 
 
 def _places_per_s(state: State, model: Model, now: float) -> float:
-    """As measured of late, or else as predicted."""
+    """Rate of freed places: measured if recent, otherwise predicted."""
     measured = state.queues.places_per_s(model.version_id, now)
     if measured is not None:
         return measured

@@ -39,8 +39,8 @@ def _prompts_s(state: State, model: Model, entries: Sequence[RosterEntry], num_t
 
 
 def computation_s(state: State, model: Model, entries: Sequence[RosterEntry]) -> Callable[[float], float]:
-    """Of so many tokens of prompts that are not bound yet: where an instance is loaded, as much of them is taken to be
-    cached as was of late in the mean.
+    """Computation time as a function of the number of unbound prompt tokens. Where an instance is loaded, the recent
+    mean share of them is assumed to be cached.
     """
     is_loaded = any(entry.phase is not InstancePhase.LOADING for entry in entries)
     share = state.cached_prompts.uncached_share(model.version_id) if is_loaded else 1.0

@@ -16,7 +16,7 @@ from torchrelay.scheduler.policy.transitions import demands
 
 
 def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None = None) -> AutoscalerInput:
-    """Of the whole cluster, or to decide on these versions. What later decisions need of it is noted in the state."""
+    """Autoscaler input for the whole cluster, or for these versions. Notes in the state what later decisions need."""
     membership, settled = state.membership, now - state.started_at >= state.config.settle_s
     if version_ids is None:
         staying = {instance.version_id for instance in state.instances if instance.staying}
@@ -59,7 +59,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
 
 
 def expected_versions(state: State, now: float) -> list[str]:
-    """Those of which the next request is expected about now."""
+    """Versions whose next request is expected about now."""
     for version_id, (_, until) in list(state.forecasts.items()):
         if until < now:
             del state.forecasts[version_id]
@@ -119,7 +119,7 @@ class _InstanceLoads:
 
 
 class _Version(NamedTuple):
-    """What the instances of a version have in common."""
+    """Values that the instances of a version have in common."""
 
     tenants: frozenset[str]
     reload_s: float

@@ -1,4 +1,4 @@
-"""What is asked of a model version now, as the autoscaler sees it."""
+"""Current demand for a model version, as the autoscaler sees it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
 
 
 def note_demand(state: State, demand: Demand, now: float) -> None:
-    """What later decisions are to know of it."""
+    """Note in the state what later decisions need of the demand."""
     version_id = demand.model.version_id
     if now < demand.forecast[1] < math.inf:
         state.forecasts[version_id] = demand.forecast
@@ -124,7 +124,7 @@ def _of_tenants(state: State, version_id: str, cold: Iterable[OpenAttempt]) -> d
 
 
 def tenants_of(state: State, version_id: str) -> list[str]:
-    """Who shares the version; empty for a single tenant."""
+    """Tenants that share the version; empty for a single tenant."""
     tenants = sorted({tenant_of(name) for name in state.aliases.of(version_id)})
     return tenants if len(tenants) > 1 else []
 

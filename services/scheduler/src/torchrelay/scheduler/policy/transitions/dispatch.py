@@ -110,7 +110,7 @@ def _choose_late(state: State, admission: Admission, model: Model, now: float) -
 def _placement(
     state: State, admission: Admission, model: Model, entries: Sequence[RosterEntry], now: float
 ) -> Placement | NoPlacement:
-    """Of a large roster only those are looked at that are likely to be best, unless none of them will do."""
+    """Place the request. In a large roster only the likeliest entries are tried, unless none of them will do."""
 
     def placed(among: Sequence[RosterEntry]) -> Placement | NoPlacement:
         return state.strategies.place(
@@ -137,7 +137,7 @@ def _placement(
 def _prefix_affine(
     state: State, admission: Admission, entries: Sequence[RosterEntry], known: Container[str]
 ) -> list[RosterEntry]:
-    """Those not known that have most of the prompt's beginning in their caches."""
+    """Instances outside `known` with the longest cached prefix of the prompt."""
     hashes, index = admission.block_hashes, state.prefix_index
     having = [(index.num_blocks(one.instance_id, hashes), one) for one in entries if one.instance_id not in known]
     return [one for num_blocks, one in nlargest(MAX_SCORED, having, key=itemgetter(0)) if num_blocks]

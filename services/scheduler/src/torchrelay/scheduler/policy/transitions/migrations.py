@@ -90,7 +90,7 @@ def admit(state: State, admission: Admission, now: float) -> None:
 
 
 def _empty(state: State, instance: Instance, now: float) -> None:
-    """As many of its answers leave as end the drain sooner by more than their moves cost."""
+    """Migrate as many answers as end the drain sooner by more than their moves cost."""
     source = _source(state, instance, now)
     if source is None or not source.work.decodes or state.queues.num_waiting(instance.version_id):
         return
@@ -124,7 +124,7 @@ def _empty(state: State, instance: Instance, now: float) -> None:
 
 
 def _rebalance(state: State, model: Model, now: float) -> None:
-    """One answer leaves each instance whose tokens take longer than the target, if that gains most and enough."""
+    """Migrate one answer from each instance whose tokens exceed the target, if that gains most and enough."""
     roster = rosters.roster(state, model, now)
     decoding = [one.instance_id for one in roster if one.plays_decode and one.phase is InstancePhase.READY]
     if len(decoding) < 2 or not any(len(state.attempts.at(one).decodes) > 1 for one in decoding):

@@ -52,7 +52,7 @@ def _prefill_s(state: State, entry: RosterEntry, attempt: OpenAttempt, now: floa
 
 
 def _not_begun(state: State, source: RosterEntry, now: float) -> list[tuple[OpenAttempt, float]]:
-    """Those that may be asked back, with the time until each begins, the last first: what is ahead of one stays."""
+    """Attempts that may be recalled, with the time until each begins, the last first: what is ahead of one stays."""
     work, is_loading = state.attempts.at(source.instance_id), source.phase is InstancePhase.LOADING
     load_left_s = source.load_left_s(now)
     found = [

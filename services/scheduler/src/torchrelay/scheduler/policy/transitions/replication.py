@@ -61,7 +61,7 @@ def _replication_input(state: State, now: float) -> ReplicationInput:
 
 
 def _worth(state: State, use: PackUse, now: float) -> PackWorth:
-    """Of a copy of the pack."""
+    """Worth of a copy of the pack."""
     model = use.model
     history = state.arrivals.known(model.version_id) or ArrivalHistory(last_used=use.last_used)
     arrivals_per_s, target_s = history.expected_per_s(now), history.target_s or state.config.standard_ttft_s
@@ -88,7 +88,7 @@ def _order_copy(state: State, order: CopyOrder, now: float) -> None:
 
 
 def record_evictions(state: State, store: StoreStatus, now: float) -> None:
-    """Of a report on the store's stream: it took the room of copies for others, or somebody dropped them."""
+    """Record copies that the store no longer reports: it evicted them to free space, or they were dropped."""
     replication_state = state.replication_state
     for pack_id in replication_state.evicted(store):
         if pack_id in replication_state.recent_packs:

@@ -120,7 +120,7 @@ class _ReservedSlots:
 
     @cached_property
     def _holders(self) -> dict[int, list[Instance]]:
-        """By the number of devices of their slots."""
+        """Instances of the version by the number of devices of their slots."""
         found = defaultdict[int, list[Instance]](list)
         for instance in self._kept:
             worker = self._state.membership.workers.get(instance.worker_id)

@@ -46,18 +46,18 @@ def may_act_alone(state: State, model: Model, now: float) -> bool:
 
 
 def has_waiting_or_minimum(state: State, version_id: str) -> bool:
-    """Else what it has too many or too few of is decided in its turn."""
+    """Whether requests wait or minimums apply. If neither, the version is rescaled at its next scheduled evaluation."""
     return bool(state.queues.num_waiting(version_id)) or version_id in state.minimums.in_force
 
 
 def starving_versions(state: State, now: float) -> list[str]:
-    """Those that requests wait for, and that lack a role for any of these."""
+    """Versions with waiting requests that lack a role for any of them."""
     models = [state.models[version_id] for version_id in state.queues.versions if version_id in state.models]
     return [model.version_id for model in models if _lacks_role(state, model, now)]
 
 
 def _lacks_role(state: State, model: Model, now: float) -> bool:
-    """As ``AutoscalerInput.missing`` says it."""
+    """Whether the version lacks a role, as defined by ``AutoscalerInput.missing``."""
     kv_bytes = demands.waiting_of(state, model, now).most_kv_bytes
     played: set[Role] = set()
     for instance in state.instances.of_version(model.version_id):
@@ -70,7 +70,7 @@ def _lacks_role(state: State, model: Model, now: float) -> bool:
 
 
 def idle_versions(state: State, now: float) -> list[str]:
-    """Those that may have become idle just now."""
+    """Versions that may have become idle just now."""
     idle = []
     for version_id in state.idle_deadlines.take(now):
         instances = state.instances.of_version(version_id)
@@ -220,7 +220,7 @@ def unload_failed(state: State, instance_id: str, now: float) -> None:
 
 
 def retry_unloads(state: State, now: float) -> None:
-    """Of workers that did not respond, and of those whose slot should be free by now."""
+    """Retry unloads of workers that did not respond and of workers whose slot should be free by now."""
     for instance in state.instances.draining:
         if instance.unload_retry_at is not None and instance.unload_retry_at <= now:
             state.instances.put(replace(instance, unload_retry_at=now + state.config.longest_drain_s))
