@@ -33,7 +33,7 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """One immutable row of the price list, in nano-dollars per token."""
+    """An immutable row of the price list, in nano-dollars per token."""
 
     price_id: str
     model: str  # "tenant/model"; empty: the default price
@@ -86,7 +86,7 @@ def checked_target_s(seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LatencyTargets:
-    """What the operator wants a model's requests to attain, in seconds; 0: the scheduler's setting of the same name."""
+    """Operator's targets for a model's requests, in seconds; 0: the scheduler's setting of the same name."""
 
     interactive_ttft_s: float = 0.0  # from a request's arrival to its first token, by its service class
     standard_ttft_s: float = 0.0

@@ -87,7 +87,7 @@ class NatsEvents:
             raise_if_cancelled()
 
     async def ask(self) -> str:
-        """What is wrong with NATS; empty: it answers."""
+        """The fault of NATS; empty if it answers."""
         if self._client is None or not self._client.is_connected:
             return "is not connected"
         try:

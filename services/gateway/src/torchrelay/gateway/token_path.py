@@ -1,4 +1,4 @@
-"""The token path: wires the inference rooms and their two protocols, and owns their lifetime."""
+"""The token path: wires the inference packages and their two protocols, and owns their lifetime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The port of a gRPC server that strangers reach: counts the frames of each client, and forwards the bytes to grpcio.
+"""The port of a public gRPC server: counts the frames of each client, and forwards the bytes to grpcio.
 
 grpcio has no setting that bounds a flood of frames, and serves all that it has read before it sees to another client.
 It listens on a Unix socket instead; this accepts the connections, on the event loop. With a client's first bytes, which
@@ -52,7 +52,7 @@ class _Hold(Enum):
 
 
 class _Side(asyncio.BufferedProtocol):
-    """One of a connection's two sockets: what it receives is sent by the other."""
+    """A socket of a connection's two; the other socket sends the bytes that it receives."""
 
     transport: asyncio.Transport
     other: _Side | None = None
@@ -234,7 +234,7 @@ class PublicPort:
         return len(self._clients)
 
     def show_key(self, peer: str, tenant_id: str) -> None:
-        """A call of ``peer``, as gRPC names it, has shown a valid key: its connection makes no room for others."""
+        """A call of ``peer``, as gRPC names it, has shown a valid key: its connection is not closed for new ones."""
         self._connections.show_key(peer, tenant_id)
         if client := self._clients.get(peer):
             client.read_bytes = _READ_BYTES_WITH_KEY
@@ -242,7 +242,7 @@ class PublicPort:
                 client.pace = self._paces.setdefault(tenant_id, Pace(_BYTES_PER_S, _BURST_BYTES))
 
     async def start(self) -> None:
-        """Whoever starts it is cancelled if it accepts no more, and gets the error of ``close``."""
+        """Begins to accept. When accepting fails, the calling task is cancelled, and ``close`` raises the error."""
         tasks = await self._owned.enter_async_context(asyncio.TaskGroup())
         self._accepting = tasks.create_task(self._accept(), name="grpc-accept")
         self._connecting = tasks.create_task(self._connect_spoken(), name="grpc-connect")
@@ -265,7 +265,7 @@ class PublicPort:
         await self._owned.aclose()
 
     async def _accept(self) -> None:
-        """One after the other, so that a flood of connections leaves turns to everything else on the loop."""
+        """Accepts singly, so that a flood of connections leaves turns to other tasks of the loop."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -297,7 +297,7 @@ class PublicPort:
         self._spoken.put_nowait((name, client))
 
     async def _connect_spoken(self) -> None:
-        """One after the other, as ``_accept`` does."""
+        """Connects singly, as ``_accept`` does."""
         while True:
             name, client = await self._spoken.get()
             if not client.transport.is_closing():

@@ -1,4 +1,4 @@
-"""What the REST routes depend on: services, the caller, its tenant."""
+"""Dependencies of the REST routes: services, the caller, its tenant."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _BEARER = HTTPBearer(auto_error=False, description="A tenant's key (tr-...) or t
 
 
 def _caller(request: Request, _documented: Annotated[object, Depends(_BEARER)]) -> Principal:
-    """Whom the router has authenticated, before anything of the body was read."""
+    """The caller, whom the router authenticated before it read the body."""
     caller: Principal = request.state.caller
     return caller
 

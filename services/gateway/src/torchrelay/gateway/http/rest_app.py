@@ -27,7 +27,7 @@ def make_app(services: Services) -> FastAPI:
 
 
 def public_pages(app: FastAPI, health: Health) -> Mapping[str, Page]:
-    """What is shown without a key, and says nothing about a tenant; cheap, since strangers may ask often."""
+    """Pages that need no key and name no tenant. They are cheap, since any client may request them often."""
 
     async def health_page() -> tuple[int, bytes]:
         """Which parts of the platform do not answer; 503 when the gateway is useless without them."""

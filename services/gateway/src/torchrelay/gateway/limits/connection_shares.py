@@ -1,4 +1,4 @@
-"""The shares of tenants in what the gateway's doors, REST and gRPC, have to give."""
+"""The shares of tenants in the resources of the gateway's REST and gRPC servers."""
 
 from __future__ import annotations
 

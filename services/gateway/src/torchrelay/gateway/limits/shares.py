@@ -61,7 +61,7 @@ class Shares:
 
     @contextmanager
     def held(self, tenant_id: str) -> Iterator[None]:
-        """One of the resource, for as long as the block runs. Raises as ``take`` does."""
+        """Takes a unit of the resource for the block. Raises as ``take`` does."""
         self.take(tenant_id)
         try:
             yield
@@ -79,7 +79,7 @@ class Shares:
 
 
 class ShareAccount:
-    """What one request holds of a resource."""
+    """The units of a resource that a request holds."""
 
     def __init__(self, shares: Shares, tenant_id: str) -> None:
         self._shares = shares

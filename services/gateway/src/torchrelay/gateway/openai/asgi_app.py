@@ -108,7 +108,7 @@ def _decode_request(encoded: bytearray, is_chat: bool) -> tuple[GenerateParams, 
 
 
 class HttpExchange:
-    """One HTTP request and its response."""
+    """An HTTP request and its response."""
 
     def __init__(self, request: HttpRequest, send: Send, request_id: str, write_gap_s: float) -> None:
         self.request = request
@@ -200,7 +200,7 @@ class SseEncoder:
         self._unstarted = set(range(len(session.texts)))  # choices without a first event
 
     def of(self, deltas: Iterable[TokenDelta]) -> bytes:
-        """One event per token, preceded by a role and followed by a finish event for each choice."""
+        """An event per token, preceded by a role and followed by a finish event for each choice."""
         reply, unstarted = self.reply, self._unstarted
         events: list[bytes] = []
         for delta in deltas:

@@ -21,7 +21,7 @@ class BodyTooLarge(InvalidRequest):
 
 
 class HttpRequest:
-    """One request. Nothing of its body is read before ``read`` or ``receive`` is called."""
+    """An HTTP request. Nothing of its body is read before ``read`` or ``receive`` is called."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._state = scope.get("state", {})

@@ -14,7 +14,7 @@ _MAX_ENTRIES: Final = 2048  # kept of one request
 
 
 class LogprobEntry(NamedTuple):
-    """One token of a reply with its logprobs; ``offset`` is its start in the choice's text, in characters."""
+    """A token of a reply with its logprobs; ``offset`` is its start in the choice's text, in characters."""
 
     token_id: int
     logprobs: TokenLogprobs
@@ -48,15 +48,15 @@ class LogprobFormatter:
         return b'{"content":[%s],"refusal":null}' % b",".join(content)
 
     def _entry(self, token_id: int, value: float) -> bytes:
-        """Without its closing brace."""
-        found = self._entries.get(token_id)
-        if found is None:
+        """The JSON of an entry, without its closing brace."""
+        encoded_entry = self._entries.get(token_id)
+        if encoded_entry is None:
             if len(self._entries) >= _MAX_ENTRIES:
                 self._entries.clear()
             token = self._tokens.of(token_id)
             encoded = msgspec.json.encode({"token": _text(token), "bytes": list(token)})
-            found = self._entries[token_id] = encoded[:-1] + b',"logprob":'
-        return found + msgspec.json.encode(value)
+            encoded_entry = self._entries[token_id] = encoded[:-1] + b',"logprob":'
+        return encoded_entry + msgspec.json.encode(value)
 
     def _completion(self, entries: Sequence[LogprobEntry]) -> dict[str, Any]:
         return {

@@ -41,7 +41,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class ChoiceBuffer:
-    """One choice of a non-streamed reply, as it accumulates."""
+    """A choice of a non-streamed reply, as it accumulates."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)

@@ -31,8 +31,8 @@ class ScalingSettingsBody(BaseModel):
 
 
 class SettingsBody(ScalingSettingsBody):
-    """What it adds is the operator's, so only the admin may set it: a minimum holds slots that no request pays for, and
-    by targets models compete for slots.
+    """Settings that only the admin may change: a minimum holds slots that no request pays for, and models compete for
+    slots by their targets.
     """
 
     min_instances: int | None = Field(default=None, ge=0, le=MAX_INSTANCES)

@@ -16,10 +16,10 @@ OlderThan = Annotated[float, Query(ge=0, le=10 * 365 * 86400)]
 @router.get("")
 async def orphans(services: ServicesOf, _admin: Admin, older_than_s: OlderThan = 86400.0) -> dict[str, Any]:
     """Versions in the remote store that this platform's catalog does not know."""
-    found = await orphaned_versions(services.database, services.store, older_than_s)
+    unknown = await orphaned_versions(services.database, services.store, older_than_s)
     shown = [
         {"id": orphan.version_id, "object": "version", "published": orphan.published_unix_us // 1_000_000}
-        for orphan in found
+        for orphan in unknown
     ]
     return {"object": "list", "data": shown}
 
@@ -27,6 +27,6 @@ async def orphans(services: ServicesOf, _admin: Admin, older_than_s: OlderThan =
 @router.delete("")
 async def free(services: ServicesOf, _admin: Admin, older_than_s: OlderThan = 86400.0) -> dict[str, Any]:
     """Frees them, except those published again meanwhile. Not where several platforms share a remote store."""
-    found = await orphaned_versions(services.database, services.store, older_than_s)
-    freed = [orphan.version_id for orphan in found if await services.store.delete_version(orphan)]
+    unknown = await orphaned_versions(services.database, services.store, older_than_s)
+    freed = [orphan.version_id for orphan in unknown if await services.store.delete_version(orphan)]
     return {"object": "list", "deleted": freed}
