@@ -50,5 +50,5 @@ async def test_the_line_of_a_tenant_is_bounded() -> None:
 async def test_nothing_is_kept_of_a_tenant_without_a_turn() -> None:
     line = TenantSemaphore(None, at_once=1, total_at_once=1)
     async with line.turn("a"):
-        assert list(line._lanes) == ["a"]
-    assert not line._lanes
+        assert list(line._semaphores) == ["a"]
+    assert not line._semaphores
