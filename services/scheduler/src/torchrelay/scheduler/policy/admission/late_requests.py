@@ -21,29 +21,29 @@ class TimedPrompt(NamedTuple):
 
 
 def fewest_late(prompts: Iterable[TimedPrompt], free_at: Sequence[float], share: float = 1.0) -> list[AttemptKey]:
-    """As few as possible, without which all others are in time; ``prompts`` are in the order of their deadlines. Where
-    one would be missed, the longest prompt so far is late (Moore, 1968, by Hodgson's rule, which is exact for one
-    machine). One that may not be late, and is in any case, makes nobody else late.
+    """Fewest prompts without which all others are in time. ``prompts`` are ordered by deadline. Where a deadline would
+    be missed, the longest prompt so far is late (Moore, 1968, by Hodgson's rule, which is exact for one
+    machine). A prompt that may not be late, and is in any case, makes no other late.
 
     ``free_at``: when each instance is, in ascending order. They compute for these prompts ``share`` of the time.
     """
-    found: list[AttemptKey] = []
+    late: list[AttemptKey] = []
     longest_first: list[tuple[float, int, AttemptKey]] = []
     before_s = 0.0
-    for number, one in enumerate(prompts):
-        is_late_alone = free_at[0] + one.prompt_s > one.deadline
-        if is_late_alone and one.may_be_late:
-            found.append(one.key)
+    for number, prompt in enumerate(prompts):
+        is_late_alone = free_at[0] + prompt.prompt_s > prompt.deadline
+        if is_late_alone and prompt.may_be_late:
+            late.append(prompt.key)
             continue
-        ends_at = _computed_at(before_s / share, free_at) + one.prompt_s
-        before_s += one.prompt_s
-        if one.may_be_late:
-            heappush(longest_first, (-one.prompt_s, number, one.key))
-        if ends_at > one.deadline and not is_late_alone and longest_first:
+        ends_at = _computed_at(before_s / share, free_at) + prompt.prompt_s
+        before_s += prompt.prompt_s
+        if prompt.may_be_late:
+            heappush(longest_first, (-prompt.prompt_s, number, prompt.key))
+        if ends_at > prompt.deadline and not is_late_alone and longest_first:
             longest_s, _, key = heappop(longest_first)
             before_s += longest_s
-            found.append(key)
-    return found
+            late.append(key)
+    return late
 
 
 def _computed_at(work_s: float, free_at: Sequence[float]) -> float:

@@ -48,16 +48,18 @@ class _VersionQueue:
     num_of: dict[str, int] = field(default_factory=dict)  # waiting requests, by tenant
     num_prefill_tokens: int = 0
 
-    def enter(self, one: _Waiting) -> None:
-        one.join(self.fair_queue_of(one.admission))
+    def enter(self, request: _Waiting) -> None:
+        request.join(self.fair_queue_of(request.admission))
 
     def fair_queue_of(self, admission: Admission) -> DeadlineQueue:
         return self.batch if admission.service_class is ServiceClass.BATCH else self.timely
 
     def last_without_token(self, tenant: str) -> Admission | None:
         """The tenant's last request that may be evicted; never a request that is streaming or was recalled."""
-        latest = (one.admission for one in reversed(self.waiting.values()) if one.admission.tenant == tenant)
-        return next((one for one in latest if not one.num_forced_tokens and not one.was_recalled), None)
+        latest = (
+            request.admission for request in reversed(self.waiting.values()) if request.admission.tenant == tenant
+        )
+        return next((request for request in latest if not request.num_forced_tokens and not request.was_recalled), None)
 
 
 def _crowd(num_of: Mapping[str, int], newcomer: str) -> str | None:
@@ -117,8 +119,8 @@ class AdmissionQueues:
         if queue is None:
             emptied = self._emptied.pop(admission.version_id, None)
             queue = self._queues[admission.version_id] = _VersionQueue() if emptied is None else emptied[1]
-        queue.waiting[admission.key] = one = _Waiting(admission, next(self._sequence))
-        queue.enter(one)
+        queue.waiting[admission.key] = request = _Waiting(admission, next(self._sequence))
+        queue.enter(request)
         tenant = admission.tenant
         queue.num_of[tenant] = queue.num_of.get(tenant, 0) + 1
         queue.num_prefill_tokens += admission.num_prefill_tokens

@@ -40,15 +40,15 @@ def worth_draining(
     cut_off_s: float,
     least_gain_s: float,
 ) -> tuple[RunningAnswer, ...]:
-    """Those that leave an instance which drains, the longest first: as many as gain most, and ``least_gain_s``.
+    """Answers to move from a draining instance, the longest first: as many as gain most, above ``least_gain_s``.
 
     gain = what is left of the drain - what is left of it without them - the sum of their costs
 
     ``cost_s`` is asked for as few as possible; infinite: it cannot move. The drain takes ``stays_s`` in any case. An
     answer that runs yet after ``cut_off_s`` is cut off and prefilled again elsewhere: its move costs nothing more now.
     """
-    ordered = sorted(answers, key=lambda one: (-one.left_s, one.key))
-    ends_s = [min(one.left_s, cut_off_s) for one in ordered]
+    ordered = sorted(answers, key=lambda each: (-each.left_s, each.key))
+    ends_s = [min(each.left_s, cut_off_s) for each in ordered]
     best_gain_s, num_best, costs_s = least_gain_s, 0, 0.0
     for number, answer in enumerate(ordered, 1):
         if ends_s[0] - costs_s <= best_gain_s:
@@ -70,4 +70,6 @@ def lateness_gain_s(
     gain = (TBT - target) x its tokens left + min(its share of a step, TBT - target) x those of ``others`` meanwhile
     """
     late_s = max(tbt_s - target_s, 0.0)
-    return late_s * answer.num_left + min(share_s, late_s) * sum(min(one.num_left, answer.num_left) for one in others)
+    return late_s * answer.num_left + min(share_s, late_s) * sum(
+        min(other.num_left, answer.num_left) for other in others
+    )

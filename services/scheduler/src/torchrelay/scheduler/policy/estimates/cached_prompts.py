@@ -20,7 +20,7 @@ class _Means:
 
 
 class CachedPrompts:
-    """By version, while it has instances: means over the prompts that were bound of late."""
+    """Means over recently bound prompts, by version, while the version has instances."""
 
     def __init__(self) -> None:
         self._means: Recent[str, _Means] = Recent(MAX_VERSIONS)

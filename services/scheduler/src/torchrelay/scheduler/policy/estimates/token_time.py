@@ -37,7 +37,7 @@ class TokenTimes:
         self._known: dict[str, tuple[float, TokenTime]] = {}  # until when it counts
 
     def of(self, instance_id: str, now: float) -> TokenTime:
-        """What is usual counts the less, the longer ago it was."""
+        """Token time of the instance now; usual values count less the older they are."""
         if (known := self._known.get(instance_id)) is not None and now < known[0]:
             return known[1]
         if (found := self._usual.get(instance_id)) is None:

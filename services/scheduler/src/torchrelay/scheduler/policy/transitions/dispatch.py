@@ -78,7 +78,7 @@ def place_version(state: State, version_id: str, now: float) -> None:
 
 
 def _may_be_late(admission: Admission) -> bool:
-    """One that has begun leaves its place to no newcomer."""
+    """Whether the request may yield its place: a request that has begun never does."""
     return not admission.was_recalled and not admission.num_forced_tokens
 
 
@@ -88,23 +88,24 @@ def _fall_late(state: State, admission: Admission, prompt_s: float) -> bool:
 
 
 def _choose_late(state: State, admission: Admission, model: Model, now: float) -> None:
-    """Of the requests of the tenant of this one, which is next, those are late that will be with any placement, and
-    those that would make more others late. Batch work is left out: its deadline is far.
+    """Mark requests of this request's tenant as late: those that any placement would miss, and those that would make
+    more others late. ``admission`` is next. Batch work is left out: its deadline is far.
     """
     entries = rosters.prefills(state, model, now)
     if admission.service_class is ServiceClass.BATCH or not entries:
         return
     timely, share = state.queues.timely_beside(admission.key, _MAX_TIMELY)
     work_of, prompt_s = state.attempts.at, backlogs.computation_s(state, model, entries)
-    busy_s = (one.load_left_s(now) + one.ahead_s(work_of(one.instance_id).queue, now) for one in entries)
+    busy_s = (entry.load_left_s(now) + entry.ahead_s(work_of(entry.instance_id).queue, now) for entry in entries)
     free_at = [now + seconds for seconds in nsmallest(_MAX_INSTANCES, busy_s)]
     prompts = [
-        TimedPrompt(one.key, one.deadline, prompt_s(one.num_prefill_tokens), _may_be_late(one)) for one in timely
+        TimedPrompt(request.key, request.deadline, prompt_s(request.num_prefill_tokens), _may_be_late(request))
+        for request in timely
     ]
     late = set(state.strategies.choose_late(prompts, free_at, share * len(entries) / len(free_at)))
-    for one, prompt in zip(timely, prompts, strict=True):
-        if one.key in late:
-            _fall_late(state, one, prompt.prompt_s)
+    for request, prompt in zip(timely, prompts, strict=True):
+        if request.key in late:
+            _fall_late(state, request, prompt.prompt_s)
 
 
 def _placement(
@@ -139,8 +140,10 @@ def _prefix_affine(
 ) -> list[RosterEntry]:
     """Instances outside `known` with the longest cached prefix of the prompt."""
     hashes, index = admission.block_hashes, state.prefix_index
-    having = [(index.num_blocks(one.instance_id, hashes), one) for one in entries if one.instance_id not in known]
-    return [one for num_blocks, one in nlargest(MAX_SCORED, having, key=itemgetter(0)) if num_blocks]
+    having = [
+        (index.num_blocks(entry.instance_id, hashes), entry) for entry in entries if entry.instance_id not in known
+    ]
+    return [entry for num_blocks, entry in nlargest(MAX_SCORED, having, key=itemgetter(0)) if num_blocks]
 
 
 def bind(state: State, admission: Admission, found: Placement, now: float) -> None:

@@ -16,8 +16,8 @@ from torchrelay.scheduler.policy.transitions import rosters
 
 
 def recall(state: State, now: float, version_ids: Iterable[str]) -> None:
-    """Of each version the prompts that gain more than ``recall_gain_s``, and more than they take themselves: that is
-    what one loses that has begun after all.
+    """Recall the prompts of each version that gain more than ``recall_gain_s`` and more than their own prefill time,
+    which a prompt that has begun after all would lose.
 
     gain = (load left + ahead of it) here - (load left + ahead + waiting / instances + what it takes longer) there
     """
@@ -25,15 +25,17 @@ def recall(state: State, now: float, version_ids: Iterable[str]) -> None:
         if (model := state.models.get(version_id)) is None:
             continue
         prefills = rosters.prefills(state, model, now)
-        if len(prefills) < 2 or not any(state.attempts.at(one.instance_id).prefills for one in prefills):
+        if len(prefills) < 2 or not any(state.attempts.at(entry.instance_id).prefills for entry in prefills):
             continue
         waiting_s = prefills[0].latency.queued_s(state.queues.num_prefill_tokens(version_id)) / len(prefills)
-        begin_s = {one.instance_id: one.load_left_s(now) + _ahead_s(state, one, now) + waiting_s for one in prefills}
+        begin_s = {
+            entry.instance_id: entry.load_left_s(now) + _ahead_s(state, entry, now) + waiting_s for entry in prefills
+        }
         for source in prefills:
-            others = [one for one in prefills if one is not source]
+            others = [entry for entry in prefills if entry is not source]
             for attempt, here_s in _not_begun(state, source, now):
                 own_s = attempt.placement.predicted.prefill_s
-                target = min(others, key=lambda one: (begin_s[one.instance_id], one.instance_id))
+                target = min(others, key=lambda entry: (begin_s[entry.instance_id], entry.instance_id))
                 there_s, takes_s = begin_s[target.instance_id], _prefill_s(state, target, attempt, now)
                 gain_s = here_s - there_s - max(takes_s - own_s, 0.0)
                 if gain_s > max(state.config.recall_gain_s, own_s):
@@ -52,13 +54,13 @@ def _prefill_s(state: State, entry: RosterEntry, attempt: OpenAttempt, now: floa
 
 
 def _not_begun(state: State, source: RosterEntry, now: float) -> list[tuple[OpenAttempt, float]]:
-    """Attempts that may be recalled, with the time until each begins, the last first: what is ahead of one stays."""
+    """Attempts that may be recalled, with the time until each begins, the last first; prompts ahead of each stay."""
     work, is_loading = state.attempts.at(source.instance_id), source.phase is InstancePhase.LOADING
     load_left_s = source.load_left_s(now)
-    found = [
+    unbegun = [
         (work.prefills[key], load_left_s + ahead_s) for key, ahead_s in work.queue.not_begun(now, is_loading=is_loading)
     ]
-    return [one for one in reversed(found) if _may_be_recalled(one[0])]
+    return [item for item in reversed(unbegun) if _may_be_recalled(item[0])]
 
 
 def _may_be_recalled(attempt: OpenAttempt) -> bool:

@@ -79,7 +79,7 @@ def goes_first(state: State, pack_id: str, store_id: str) -> bool:
 
 
 def _hasten(state: State, keys: Iterable[TransferKey], deadline: float) -> None:
-    """What these transfers follow is wanted as soon as they are."""
+    """Make all transfers that these follow urgent, due by ``deadline``."""
     upstream = [followed for key in keys for followed in _followed(state, key)]
     while upstream:
         key = upstream.pop()

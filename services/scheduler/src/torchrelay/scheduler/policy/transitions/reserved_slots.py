@@ -107,7 +107,7 @@ class _ReservedSlots:
         return any(store.host_id in takable.host_ids for store in self._state.membership.holders(model.pack_id))
 
     def _own_roles(self, model: Model, kv_bytes: int) -> Iterator[Roles]:
-        """Those of workers that have an instance of the version, whatever its host's store has room for."""
+        """Roles of workers that have an instance of the version, whatever space their host's store has."""
         workers = self._state.membership.workers
         for instance in self._state.instances.of_version(model.version_id):
             if instance.staying and (worker := workers.get(instance.worker_id)) is not None:
