@@ -1,4 +1,4 @@
-"""When what waits may be placed by the passing of time alone."""
+"""When waiting requests may be placed by the passing of time alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DueTimes(dict[str, float]):
             heapq.heapify(self._heap)
 
     def passed(self, now: float) -> list[str]:
-        """Takes out those that are due."""
+        """Removes and returns the versions that are due."""
         passed = []
         while self.earliest <= now:
             version_id = heapq.heappop(self._heap)[1]
@@ -33,7 +33,7 @@ class DueTimes(dict[str, float]):
 
     @property
     def earliest(self) -> float:
-        """Infinite: nothing is due at a known time."""
+        """The earliest due time; infinite: nothing is due at a known time."""
         heap = self._heap
         while heap and self.get(heap[0][1]) != heap[0][0]:
             heapq.heappop(heap)

@@ -25,7 +25,8 @@ def fewest_late(prompts: Iterable[TimedPrompt], free_at: Sequence[float], share:
     be missed, the longest prompt so far is late (Moore, 1968, by Hodgson's rule, which is exact for one
     machine). A prompt that may not be late, and is in any case, makes no other late.
 
-    ``free_at``: when each instance is, in ascending order. They compute for these prompts ``share`` of the time.
+    ``free_at``: when each instance is free, in ascending order. The instances spend ``share`` of their time on these
+    prompts.
     """
     late: list[AttemptKey] = []
     longest_first: list[tuple[float, int, AttemptKey]] = []
@@ -47,7 +48,7 @@ def fewest_late(prompts: Iterable[TimedPrompt], free_at: Sequence[float], share:
 
 
 def _computed_at(work_s: float, free_at: Sequence[float]) -> float:
-    """When the instances together have done so much."""
+    """When the instances together have done ``work_s`` of work."""
     sum_at = 0.0
     for number, at in enumerate(free_at, 1):
         sum_at += at
@@ -58,7 +59,8 @@ def _computed_at(work_s: float, free_at: Sequence[float]) -> float:
 
 
 def late_rank(admission: Admission, prompt_s: float) -> float:
-    """Late requests are served in the order of these: a short prompt before a long one that is not late by so many
-    times the difference more. Ranks are fixed, so each request becomes the first of all.
+    """The rank by which late requests are served, lowest first: a short prompt goes before a long one unless the long
+    one's deadline is earlier by more than ``_PROMPT_PRICE`` times the difference in prompt seconds. Ranks are fixed, so
+    each request becomes the first of all.
     """
     return admission.deadline + _PROMPT_PRICE * prompt_s

@@ -1,4 +1,4 @@
-"""How quickly a queue that somebody waits in gives places free: measured between placements."""
+"""How quickly a queue with waiting requests frees places: measured between placements."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _LATE_S = 60.0  # after so long without a placement, others serve the queue
 
 @dataclass(slots=True)
 class PlaceRate:
-    """Counts only time in which somebody waits: an empty queue is as quick as its clients, not as its instances."""
+    """Counts only time in which requests wait: an empty queue is as quick as its clients, not as its instances."""
 
     _num_freed: float = 0.0
     _during_s: float = 0.0
     _last_at: float = 0.0  # of the last placement
-    _began_at: float | None = None  # the placement since which somebody has always waited
+    _began_at: float | None = None  # the placement since which the queue has not been empty
 
     def take(self, now: float, *, is_last: bool) -> None:
-        """Count a placed request. ``is_last``: no request waits after it."""
+        """Counts a placement. ``is_last``: it leaves the queue empty."""
         if self._began_at is None:
             self._began_at = now
-        elif now > self._began_at:  # those of the first instant had waited for an instance, or for nothing
+        elif now > self._began_at:  # placements of the first instant had waited for an instance, or for nothing
             if now > self._last_at and self._during_s > _WINDOW_S and self._num_freed > _MIN_PLACES:
                 self._during_s /= 2
                 self._num_freed /= 2
@@ -33,7 +33,7 @@ class PlaceRate:
             self._began_at = None
 
     def emptied(self) -> None:
-        """Nobody waits any more."""
+        """Stops the measurement: no request waits any more."""
         self._began_at = None
 
     def per_s(self, now: float) -> float | None:

@@ -1,9 +1,10 @@
-"""Requests that wait for a placement, by model version: who is next, and who must leave when a queue is full.
+"""Requests that wait for a placement, by model version: which is next, and which must leave when a queue is full.
 
-Who is next: of those whose deadline counts the tenant that got the least; of its requests that should be
-in time the one with the earliest deadline, and now and then one that is late. Batch work is next where none of these
-waits; once its own deadline is near, it is one of these. What cannot be placed now is *parked*: it waits like the
-others and keeps its position, but is not next. A full queue refuses the tenant that has most of it.
+The next request comes from the tenant that got the least, among the tenants with requests whose deadline counts: the
+request with the earliest deadline of those that should be in time, and now and then one that is late. Batch work is
+next where no request with a deadline that counts waits; once its own deadline is near, it counts too. A request that
+cannot be placed now is *parked*: it waits like the others and keeps its position, but is not next. A full queue refuses
+the tenant that has most of it.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class AdmissionQueues:
 
     def __iter__(self) -> Iterator[Admission]:
         for queue in self._queues.values():
-            for one in queue.waiting.values():
-                yield one.admission
+            for request in queue.waiting.values():
+                yield request.admission
 
     def displaced_by(self, admission: Admission) -> Admission | None:
         """Request to refuse so that this one can wait: None, a request of the tenant with most, or this request."""
@@ -134,42 +135,42 @@ class AdmissionQueues:
         return self._forget(key, now)
 
     def take(self, key: AttemptKey, now: float) -> None:
-        """The request is placed: its tenant has been served. It is not parked."""
+        """Removes a request that is placed, and charges its tenant for it. It is not parked."""
         queue = self._queues[version_id := self._version_of[key]]
-        one = queue.waiting[key]
-        assert one.fair_queue is not None
-        one.fair_queue.take(one.admission)
-        if one.fair_queue is not queue.fair_queue_of(one.admission):
-            self._moved[key] = one.fair_queue
+        request = queue.waiting[key]
+        assert request.fair_queue is not None
+        request.fair_queue.take(request.admission)
+        if request.fair_queue is not queue.fair_queue_of(request.admission):
+            self._moved[key] = request.fair_queue
         rate = self._place_rates.get(version_id) or PlaceRate()
         self._place_rates[version_id] = rate
         rate.take(now, is_last=len(queue.waiting) == 1)
         self._forget(key, now)
 
     def fall_late(self, key: AttemptKey, rank: float) -> bool:
-        """The request, which is not parked, is late: those of its tenant that should not be come first, and of those
-        that are the ones of less ``rank``. It is batch work no longer. False if that is known already.
+        """Marks a request, which is not parked, as late: its tenant's requests that should be in time come first, and
+        among the late ones those of lower ``rank``. It is batch work no longer. False if it was marked already.
         """
         queue = self._queues[self._version_of[key]]
-        one = queue.waiting[key]
-        if one.fair_queue is queue.batch:
-            one.join(queue.timely)
-        assert one.fair_queue is not None
-        return one.fair_queue.fall_late(one.admission, rank)
+        request = queue.waiting[key]
+        if request.fair_queue is queue.batch:
+            request.join(queue.timely)
+        assert request.fair_queue is not None
+        return request.fair_queue.fall_late(request.admission, rank)
 
     def timely_beside(self, key: AttemptKey, number: int) -> tuple[list[Admission], float]:
-        """Requests that should be in time, of the tenant and the version of this one, which is not parked: those with
-        the earliest deadlines. And the tenant's share of the places.
+        """Requests of the same tenant and version that should be in time, up to ``number`` with the earliest deadlines,
+        and the tenant's share of the places. The request ``key`` is not parked.
         """
         queue = self._queues[self._version_of[key]]
-        one = queue.waiting[key]
-        assert one.fair_queue is not None
-        tenant = one.admission.tenant
-        keys = one.fair_queue.first_timely(tenant, number)
-        return [queue.waiting[key].admission for key in keys], one.fair_queue.share
+        request = queue.waiting[key]
+        assert request.fair_queue is not None
+        tenant = request.admission.tenant
+        keys = request.fair_queue.first_timely(tenant, number)
+        return [queue.waiting[key].admission for key in keys], request.fair_queue.share
 
     def refund(self, admission: Admission) -> None:
-        """A request that was taken comes back: its tenant has not been served."""
+        """Undoes the charge for a request that was taken and comes back: its tenant has not been served."""
         if (fair_queue := self._moved.pop(admission.key, None)) is not None:
             fair_queue.refund(admission)
             return
@@ -178,7 +179,7 @@ class AdmissionQueues:
             queue.fair_queue_of(admission).refund(admission)
 
     def _forget(self, key: AttemptKey, now: float) -> Admission:
-        """It is in no fair queue any more."""
+        """Removes a request that is in no fair queue any more."""
         version_id = self._version_of.pop(key)
         queue = self._queues[version_id]
         admission = queue.waiting.pop(key).admission
@@ -209,11 +210,11 @@ class AdmissionQueues:
         if (version_id := self._version_of.get(key)) is None:
             return
         queue = self._queues[version_id]
-        if (one := queue.waiting[key]).fair_queue is None:
-            queue.enter(one)
+        if (request := queue.waiting[key]).fair_queue is None:
+            queue.enter(request)
 
     def forget_debts(self, now: float) -> None:
-        """Forget the debts of versions that no request has waited for in a while."""
+        """Drops the debts of versions whose queues have been empty for ``debt_s``."""
         for version_id, (emptied_at, _) in list(self._emptied.items()):
             if now - emptied_at < self._debt_s:
                 break
@@ -237,7 +238,7 @@ class AdmissionQueues:
     def waiting(self, version_id: str) -> tuple[Admission, ...]:
         """The version's queue, in order of arrival."""
         queue = self._queues.get(version_id)
-        return tuple(one.admission for one in queue.waiting.values()) if queue is not None else ()
+        return tuple(request.admission for request in queue.waiting.values()) if queue is not None else ()
 
     def num_waiting(self, version_id: str) -> int:
         queue = self._queues.get(version_id)

@@ -12,7 +12,7 @@ from cachetools import LRUCache
 from torchrelay.scheduler.policy.core import MAX_VERSIONS
 
 MIN_S, MAX_S = 1.0, 60.0
-_STEP_S = 0.1  # retry times within it are counted together, so that their number bounds nothing but a count
+_STEP_S = 0.1  # retry times within it are counted together, so that memory does not grow with their number
 
 
 @dataclass(slots=True)

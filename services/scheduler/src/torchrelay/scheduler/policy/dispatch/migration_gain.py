@@ -29,7 +29,7 @@ class RunningAnswer:
 
 
 def num_tokens_left(num_given: float, num_expected: int, max_tokens: int) -> float:
-    """Tokens an answer has left. An answer past its expected length is expected to go on for as long again."""
+    """Tokens left of an answer. One longer than expected is expected to go on for as long again as it is longer."""
     return max(min(abs(num_expected - num_given), max_tokens - num_given), 0.0)
 
 
@@ -44,11 +44,12 @@ def worth_draining(
 
     gain = what is left of the drain - what is left of it without them - the sum of their costs
 
-    ``cost_s`` is asked for as few as possible; infinite: it cannot move. The drain takes ``stays_s`` in any case. An
-    answer that runs yet after ``cut_off_s`` is cut off and prefilled again elsewhere: its move costs nothing more now.
+    ``cost_s`` is called for as few answers as possible; infinite: the answer cannot move. The drain takes
+    ``stays_s`` in any case. An answer that still runs after ``cut_off_s`` is cut off and prefilled again elsewhere: its
+    move costs nothing more now.
     """
-    ordered = sorted(answers, key=lambda each: (-each.left_s, each.key))
-    ends_s = [min(each.left_s, cut_off_s) for each in ordered]
+    ordered = sorted(answers, key=lambda answer: (-answer.left_s, answer.key))
+    ends_s = [min(answer.left_s, cut_off_s) for answer in ordered]
     best_gain_s, num_best, costs_s = least_gain_s, 0, 0.0
     for number, answer in enumerate(ordered, 1):
         if ends_s[0] - costs_s <= best_gain_s:
@@ -70,6 +71,5 @@ def lateness_gain_s(
     gain = (TBT - target) x its tokens left + min(its share of a step, TBT - target) x those of ``others`` meanwhile
     """
     late_s = max(tbt_s - target_s, 0.0)
-    return late_s * answer.num_left + min(share_s, late_s) * sum(
-        min(other.num_left, answer.num_left) for other in others
-    )
+    num_others_left = sum(min(other.num_left, answer.num_left) for other in others)
+    return late_s * answer.num_left + min(share_s, late_s) * num_others_left

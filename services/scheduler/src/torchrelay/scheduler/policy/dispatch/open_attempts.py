@@ -1,7 +1,7 @@
 """Open attempts: what each has bound of its instances, prompts to compute and KV bytes to hold.
 
 A worker's own report of its queue and of free KV lags behind placements. Placements are checked against what is bound
-here, so no instance is promised more KV than its worker's pool holds, and none gets more prompts than it can begin.
+here, so no instance has more KV reserved than its worker's pool holds, and none gets more prompts than it can begin.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class OpenAttempt:
     placement: Placement
     placed_at: float
     kv_bytes: int
-    is_computed: bool = False  # its first token is there: the prefill instance is rid of it
+    is_computed: bool = False  # its first token has arrived, so the prefill instance has finished it
     num_attended: int = 0  # positions that a step for it is expected to attend to, all choices together
     is_recalled: bool = False  # its gateway was told to ask for it anew, if it has not begun
     computed_at: float = 0.0
@@ -115,7 +115,7 @@ class OpenAttempts:
         return work
 
     def computed(self, key: AttemptKey, now: float) -> OpenAttempt | None:
-        """The first token is there. Returns the attempt, the first time."""
+        """Records that the first token has arrived. Returns the attempt, the first time."""
         attempt = self._open.get(key)
         if attempt is None or attempt.is_computed:
             return None
@@ -158,12 +158,12 @@ class OpenAttempts:
                 del self._bound[instance_id]
 
     def attempts_at(self, instance_ids: Iterable[str]) -> tuple[OpenAttempt, ...]:
-        """All that the instances still prefill or decode, each once."""
-        found: dict[AttemptKey, OpenAttempt] = {}
+        """Attempts that the instances still prefill or decode, each once."""
+        attempts: dict[AttemptKey, OpenAttempt] = {}
         for instance_id in instance_ids:
             work = self.at(instance_id)
-            found |= work.prefills | work.decodes
-        return tuple(found.values())
+            attempts |= work.prefills | work.decodes
+        return tuple(attempts.values())
 
     def check_integrity(self, pools: Mapping[str, int]) -> None:
         """Sums agree with the attempts; none of ``pools`` (KV bytes by instance) is exceeded."""

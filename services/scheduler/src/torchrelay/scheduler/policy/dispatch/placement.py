@@ -125,7 +125,7 @@ def _pause_after_s(admission: core.Admission, candidate: Candidate, *, is_answer
     decode_s = latency.tbt_s(work.num_choices, work.num_attended)
     full_s = entry.full_step_s + latency.decode.marginal_s(work.num_choices, work.num_attended)
     num_positions = admission.num_contexts * (admission.num_context_tokens - candidate.num_cached_tokens)
-    targets_s = {one.admission.tbt_target_s for one in work.decodes.values()}
+    targets_s = {attempt.admission.tbt_target_s for attempt in work.decodes.values()}
     if is_answered_there:
         targets_s.add(admission.tbt_target_s)
     per_full_step_s = max(pause_s(full_s, decode_s, target_s) for target_s in targets_s)
@@ -138,7 +138,7 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
     """
     num_contexts, num_tokens = admission.num_contexts, admission.num_context_tokens
     due = soonest_s = math.inf
-    found: list[_Prefill] = []
+    prefills: list[_Prefill] = []
     for candidate in candidates:
         entry = candidate.entry
         if not entry.plays_prefill:
@@ -160,19 +160,19 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
             prefill_s, alone_s = candidate.prompt_time.alone_s(steps_s) * candidate.correction, steps_s
         ttft_s = load_left_s + queued_s + overdue_s + paused_s + prefill_s
         if queued_s < entry.full_step_s and not paused_s:
-            found.append((ttft_s, entry.worker_ref.instance_id, prefill_s, alone_s, candidate))
+            prefills.append((ttft_s, entry.worker_ref.instance_id, prefill_s, alone_s, candidate))
             continue
         soonest_s = min(soonest_s, ttft_s)
         unpaused_at = work.queue.paused_until(decode_s) if paused_s else 0.0
         due = min(due, max(entry.bindable_at(work.queue), unpaused_at, now + _MIN_WAIT_S))
-    if found:
-        found.sort()
-        if found[0][0] <= soonest_s:
-            return found[:MAX_SCORED]
+    if prefills:
+        prefills.sort()
+        if prefills[0][0] <= soonest_s:
+            return prefills[:MAX_SCORED]
     if math.isinf(soonest_s):
         return NoPlacement("no instance plays prefill")
     reason = "a step of prompts is ahead of it on the instance that will have it soonest"
-    return NoPlacement(reason, due, is_of_all=not found)
+    return NoPlacement(reason, due, is_of_all=not prefills)
 
 
 def _decodes(
@@ -183,13 +183,13 @@ def _decodes(
     config: PolicyConfig,
     now: float,
 ) -> list[_Decode] | NoPlacement:
-    """The best few that have room for the whole answer, by what they delay its later tokens."""
+    """The best few with unreserved KV bytes for the whole answer, by how much they delay its later tokens."""
     kv_bytes, num_choices = admission.kv_bytes(model), admission.num_choices
     num_attended = admission.num_attended(num_answer_tokens)
     num_tokens = min(num_answer_tokens, _MAX_PENALIZED_TOKENS)
     target_s, max_open = admission.tbt_target_s, config.max_open_per_instance
     most_bytes = largest_pool = -1
-    found: list[_Decode] = []
+    decodes: list[_Decode] = []
     for candidate in candidates:
         entry, work = candidate.entry, candidate.work
         if not entry.plays_decode:
@@ -203,13 +203,13 @@ def _decodes(
         cost_s = tbt_s + (tbt_s - target_s) * num_tokens if tbt_s > target_s else tbt_s
         if entry.plays_prefill:  # a prompt interrupts decoding by one step at a time
             cost_s += min(entry.ahead_s(work.queue, now), entry.full_step_s)
-        found.append((cost_s, entry.worker_ref.instance_id, tbt_s, step_s, entry.load_left_s(now), candidate))
-    if found:
-        if len(found) > MAX_SCORED:
-            found.sort(key=lambda one: (one[4] + one[0], one[1]))  # with what is left of their loads
-            del found[MAX_SCORED:]
-        found.sort()
-        return found
+        decodes.append((cost_s, entry.worker_ref.instance_id, tbt_s, step_s, entry.load_left_s(now), candidate))
+    if decodes:
+        if len(decodes) > MAX_SCORED:
+            decodes.sort(key=lambda decode: (decode[4] + decode[0], decode[1]))  # with what is left of their loads
+            del decodes[MAX_SCORED:]
+        decodes.sort()
+        return decodes
     if most_bytes < 0:
         return NoPlacement("no instance plays decode")
     reason = f"needs {kv_bytes:,} bytes of KV, at most {most_bytes:,} are unreserved on any decode instance"
@@ -238,10 +238,10 @@ def _best_pair(
         if ttft_s + decodes[0][0] > least_s:
             break  # and with every later prefill instance
         host_id = first.entry.host_id
-        if (found := transfers_s.get(host_id)) is None:
-            to_each_s = {one: transfer_s(host_id, one) for one in decode_hosts}
-            found = transfers_s[host_id] = to_each_s, min(to_each_s.values())
-        arrivals_s, least_arrival_s = found
+        if (from_host := transfers_s.get(host_id)) is None:
+            to_each_s = {decode_host: transfer_s(host_id, decode_host) for decode_host in decode_hosts}
+            from_host = transfers_s[host_id] = to_each_s, min(to_each_s.values())
+        arrivals_s, least_arrival_s = from_host
         own = by_id.get(prefill_id)  # the only one without a transfer
         for decode in decodes if own is None else (own, *decodes):
             later_s, decode_id, _, _, load_left_s, second = decode

@@ -21,7 +21,7 @@ class PrefixIndex:
         self._of: dict[str, dict[bytes, None]] = {}  # of instances that there are
 
     def note(self, instance_id: str, block_hashes: Sequence[bytes], max_blocks: int) -> None:
-        """A prompt was placed there; the KV pool has room for ``max_blocks`` blocks."""
+        """Records a prompt that was placed there; the KV pool holds ``max_blocks`` blocks."""
         if not block_hashes:
             return
         known = self._of.setdefault(instance_id, {})

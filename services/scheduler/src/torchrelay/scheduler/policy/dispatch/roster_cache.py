@@ -30,7 +30,7 @@ class RosterCache:
         build: Callable[[], Iterable[RosterEntry]],
         build_load: Callable[[RosterEntry], RosterEntry],
     ) -> tuple[RosterEntry, ...]:
-        """``build_load``: an instance that loads, as it is now."""
+        """The version's roster. ``build_load``: the entry of an instance that loads, as it is now."""
         roster = self._of.get(version_id)
         if roster is None:
             roster = tuple(build())
@@ -74,7 +74,7 @@ class RosterCache:
         return shortlist
 
     def work_changed(self, instance_id: str) -> None:
-        """Something was bound to it, or left it."""
+        """Records that work was bound to the instance, or left it."""
         if (shortlist := self._listed.get(instance_id)) is not None:
             shortlist.change(instance_id)
 
@@ -88,12 +88,12 @@ class RosterCache:
                 del self._listed[entry.instance_id]
 
     def forget_loads(self, version_id: str) -> None:
-        """Rebuild only the entries of loading instances on the next use: predictions of their loads changed."""
+        """Rebuilds only the entries of loading instances on the next use: predictions of their loads changed."""
         if version_id in self._of:
             self._with_old_loads.add(version_id)
 
     def block(self, version_id: str, until: float) -> None:
-        """Until then, unless its instances change or prompts leave them."""
+        """Blocks the version until then, unless its instances change or prompts leave them."""
         self._blocked_until[version_id] = until
 
     @property

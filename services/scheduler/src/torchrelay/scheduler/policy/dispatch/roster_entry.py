@@ -53,11 +53,11 @@ class RosterEntry:
 
     def bindable_at(self, queue: PrefillQueue) -> float:
         """When less than a full step will be ahead, by the passing of time alone."""
-        room_s = self.full_step_s - queue.work_s()
-        if self.phase is InstancePhase.LOADING and room_s <= 0:
+        spare_s = self.full_step_s - queue.work_s()
+        if self.phase is InstancePhase.LOADING and spare_s <= 0:
             return math.inf
-        room_at = 0.0 if self.phase is InstancePhase.LOADING else queue.less_ahead_at(self.full_step_s)
-        return max(room_at, self.excess_until - max(room_s, 0.0))
+        spare_at = 0.0 if self.phase is InstancePhase.LOADING else queue.less_ahead_at(self.full_step_s)
+        return max(spare_at, self.excess_until - max(spare_s, 0.0))
 
 
 def computes_alike(before: WorkerStatus, after: WorkerStatus) -> bool:

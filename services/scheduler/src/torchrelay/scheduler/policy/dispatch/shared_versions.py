@@ -26,7 +26,7 @@ class SharedVersions:
         self._last: Recent[str, tuple[str, float, float]] = Recent(MAX_VERSIONS)
 
     def note(self, version_id: str, tenant: str, now: float) -> None:
-        """A request has come."""
+        """Records that a request has come."""
         last_tenant, last_at, other_at = self._last.get(version_id, (tenant, now, float("-inf")))
         self._last[version_id] = (tenant, now, other_at if tenant == last_tenant else last_at)
 

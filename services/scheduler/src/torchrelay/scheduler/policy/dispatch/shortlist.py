@@ -18,8 +18,8 @@ _Key = tuple[float, int, str]
 
 
 class Shortlist:
-    """The instances that have room for a prompt soonest, those that decode least, and those that are loaded soonest.
-    ``work_of``: what is bound of an instance.
+    """The instances that can take a prompt soonest, those that decode least, and those that are loaded soonest.
+    ``work_of``: work bound to an instance.
     """
 
     def __init__(self, entries: Sequence[RosterEntry], work_of: Callable[[str], BoundWork]) -> None:
@@ -29,22 +29,22 @@ class Shortlist:
         self._prefills, self._decodes, self._loads = _Order(), _Order(), _Order()
 
     def change(self, instance_id: str) -> None:
-        """Something was bound to it, or left it."""
+        """Records that work was bound to the instance, or left it."""
         self._changed.add(instance_id)
 
     def replace(self, entry: RosterEntry) -> None:
-        """It is predicted to be loaded at another time."""
+        """Replaces the entry of an instance that is predicted to be loaded at another time."""
         self._entries[entry.instance_id] = entry
         self._changed.add(entry.instance_id)
 
     def entries(self) -> list[RosterEntry]:
         self._sort()
         orders = (self._prefills, self._decodes, self._loads)
-        found = dict.fromkeys(instance_id for order in orders for instance_id in order.first(_NUM_LISTED))
-        return [self._entries[instance_id] for instance_id in found]
+        instance_ids = dict.fromkeys(instance_id for order in orders for instance_id in order.first(_NUM_LISTED))
+        return [self._entries[instance_id] for instance_id in instance_ids]
 
     def is_full(self, now: float) -> bool:
-        """Whether no instance has room for a prompt if those of ``entries`` have none."""
+        """Whether no instance can take a prompt if those of ``entries`` cannot."""
         self._sort()
         return len(self._loads) <= _NUM_LISTED and self._prefills.key_of_last(_NUM_LISTED) > now
 
@@ -59,7 +59,7 @@ class Shortlist:
             self._loads.put(instance_id, entry.loaded_at + work.queue.work_s(), work.num_choices)
             return
         if entry.plays_prefill:
-            # No later than it has room for another prompt.
+            # No later than the instance can take another prompt.
             begin_at = work.queue.end_at() - entry.full_step_s if len(work.queue) else -math.inf
             if entry.plays_decode and work.has_answers:
                 decode_s = entry.latency.tbt_s(work.num_choices, work.num_attended)

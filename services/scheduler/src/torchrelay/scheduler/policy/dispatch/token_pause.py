@@ -1,9 +1,9 @@
 """Pauses between prompts, for the answers that are decoded beside them.
 
 On an instance of both roles each answer gets one token per step, and a step full of prompts takes much longer than one
-without. Where prompts leave no room between them, the mean time between tokens is that of a full step, and all answers
-miss a target that a few steps without prompts would keep (S. Agrawal et al., "Sarathi-Serve", OSDI 2024, on stalls of
-decoding; its chunks are the engine's).
+without. Where prompts follow each other without a pause, the mean time between tokens is that of a full step, and all
+answers miss a target that a few steps without prompts would keep (S. Agrawal et al., "Sarathi-Serve", OSDI 2024, on
+stalls of decoding; its chunks are the engine's).
 """
 
 from __future__ import annotations
