@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torchrelay.gateway.edge.connection_table import ConnectionLimits, ConnectionTable, divide_descriptors
 
 LIMITS = ConnectionLimits(total=6, keyless=4)
+GRPC_LIMITS = ConnectionLimits(total=4, keyless=4, per_tenant=2)
 
 
 def table(limits: ConnectionLimits = LIMITS) -> ConnectionTable[str]:
@@ -104,6 +105,51 @@ def test_table_never_exceeds_its_limits(steps: list[tuple[str, int]]) -> None:
             is_open.discard(number)
         assert len(numbers) == len(is_open) <= 6
         assert numbers.num_keyless <= 4
+
+
+def test_new_connection_is_closed_where_tenants_fill_their_halves() -> None:
+    connections = table(GRPC_LIMITS)
+    for name, tenant in (("a0", "acme"), ("a1", "acme"), ("z0", "zoo"), ("z1", "zoo")):
+        assert connections.add(name, "x") is None
+        for _ in range(3):  # a connection shows its key with each call
+            connections.show_key(name, tenant)
+    assert connections.add("new", "y") == "new"
+    connections.remove("a0")
+    assert connections.add("newer", "x") is None
+    connections.show_key("newer", "acme")
+    assert connections.add("last", "y") == "last", "acme has its half again"
+    assert len(connections) == 4
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["add", "show_key", "remove"]), st.integers(0, 30), st.sampled_from("abc")),
+        max_size=200,
+    )
+)
+def test_busy_connection_with_a_key_is_never_closed(steps: list[tuple[str, int, str]]) -> None:
+    connections, num_added = table(GRPC_LIMITS), 0
+    is_open: set[str] = set()
+    tenants: dict[str, str] = {}  # by connection that has shown a key within its tenant's half
+    for step, number, address in steps:
+        name = str(number % max(num_added, 1))
+        if step == "add":
+            new = str(num_added)
+            num_added += 1
+            is_open.add(new)
+            if (victim := connections.add(new, address)) is not None:
+                assert victim in is_open - tenants.keys()
+                is_open.remove(victim)
+        elif step == "show_key":
+            connections.show_key(name, address)
+            of_tenant = sum(tenant == address for tenant in tenants.values())
+            if name in is_open and name not in tenants and of_tenant < 2:
+                tenants[name] = address
+        else:
+            connections.remove(name)
+            is_open.discard(name)
+            tenants.pop(name, None)
+        assert len(connections) == len(is_open) <= 4
 
 
 @pytest.mark.parametrize("num_descriptors", [256, 1024, 4096, 1 << 20])
