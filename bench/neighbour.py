@@ -58,7 +58,7 @@ def main() -> None:
             ),
             Check(f"{short}_slowest_ratio", max(under_attack) / peace_p99_s, "x", MAX_SLOWEST_RATIO, against),
         ]
-    limits = "head 2 s, body silence 3 s, idle 5 s, answer silence 2 s, 1,200 connections: shorter than the defaults"
+    limits = "head 2 s, body silence 3 s, idle 5 s, answer silence 2 s, 2,200 connections: lower than the defaults"
     conditions = {"quick": is_quick, "attacks": list(files), "attacker_nice": 10, "limits": limits}
     finish("neighbour", conditions, checks)
 
