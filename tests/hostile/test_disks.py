@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
 import subprocess
 import threading
 import time
@@ -18,7 +16,7 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import headers, stream
-from tests.support.platform import SCRIPTS, Platform, child_of, running_platform
+from tests.support.platform import SCRIPTS, Platform, running_platform
 from tests.support.small_disk import SmallDisk, small_disk
 from tests.support.wait import HANG_S, wait_until
 from torchrelay.cli.up.children.supervisor import DISK_CHECK_S
@@ -132,10 +130,9 @@ def test_full_disk_under_load_is_named_and_survived(home: SmallHome) -> None:
             pass
         assert (len(answer.token_ids), answer.finish_reason, answer.error) == (150, "length", None)
         assert_disk_is_named(begin_upload(home), home.disk)
-        for program in ("redis-server", "nats-server"):
-            replace_broker(platform, program)
-        for child in ("worker-0", "scheduler", "param-store"):
+        for child in ("redis", "nats", "worker-0", "scheduler", "param-store"):
             platform.await_restart(child, platform.kill(child))
+        platform.await_slots()
         home.disk.free()
         num_answered = calls.num_answered
         wait_until(lambda: calls.num_answered > num_answered + 5, "calls are answered again")
@@ -212,13 +209,13 @@ def test_platform_stopped_on_a_full_disk_restarts_complete(tmp_path: Path, home:
 
 def test_history_is_written_again_once_space_is_free(home: SmallHome) -> None:
     """NATS stops storing when a write fails, and begins again only in a new process."""
-    nats_before = child_of(home.platform, "nats-server")
+    nats_before = home.platform.pid("nats")
     home.disk.fill()
     seen_at = time.monotonic() + 4 * DISK_CHECK_S  # by `up`, which looks so often
     with home.under_load(1) as calls:
         wait_until(lambda: len(calls.refusals) > 5 and time.monotonic() > seen_at, "calls are refused")
     home.disk.free()
-    wait_until(lambda: child_of(home.platform, "nats-server") not in (0, nats_before), "NATS is started anew")
+    home.platform.await_restart("nats", nats_before)
 
     def is_recorded() -> bool:
         home.platform.upload(home.key, home.model_folder, "later")  # again: a gateway without NATS drops the event
@@ -240,10 +237,3 @@ def begin_upload(home: SmallHome) -> httpx.Response:
     ]
     url = f"{home.platform.http}/v1/uploads"
     return httpx.post(url, json={"model": "more", "files": files}, headers=headers(home.key), timeout=HANG_S)
-
-
-def replace_broker(platform: Platform, program: str) -> None:
-    """kill -9; `up` starts it again."""
-    pid = child_of(platform, program)
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: child_of(platform, program) not in (0, pid), f"{program} comes back")

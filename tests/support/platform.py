@@ -104,6 +104,10 @@ class Platform:
             time.sleep(0.05)
         raise AssertionError(f"{child} did not come back within {START_S} s; see {self.home.logs / child}.log")
 
+    def await_slots(self) -> None:
+        """Until the scheduler knows a worker and a store, so that it can load models."""
+        next(view for view in self.views() if view.workers and view.stores)
+
     def views(self) -> Iterator[scheduler_pb2.ClusterView]:
         """The scheduler's view, at once and after every change."""
         address, tls, token, _ = scheduler_access(self.home.path, None)
@@ -127,19 +131,6 @@ class Platform:
     def spans(self) -> list[dict[str, Any]]:
         """The finished spans of all services so far; a line that is being written is not whole."""
         return [json.loads(line) for line in self.home.traces.read_text().rpartition("\n")[0].splitlines()]
-
-
-def child_of(platform: Platform, program: str) -> int:
-    """The running child of `up` with this name; 0 when there is none."""
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            name = (path / "comm").read_text().strip()
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if name == program and parent == platform.process.pid:
-            return int(path.name)
-    return 0
 
 
 def _accepts(url: str) -> bool:
