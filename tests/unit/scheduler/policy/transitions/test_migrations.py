@@ -81,7 +81,7 @@ def test_answers_leave_an_instance_that_drains_for_another_one_once() -> None:
     assert placement is not None and placement.decode.worker_id in ("w2", "w3")
     assert scene.policy.state.attempts.at("i of w1").is_idle
     (reason,) = [event.reason for event in scene.events if event.kind == "migrate"]
-    assert "w1, which drains, would have it for another" in reason
+    assert "w1 is draining and would take another" in reason
     scene.apply(FirstToken(placement.key))
     drain(scene, placement.decode.worker_id)
     scene.pass_time(3.0)

@@ -1,4 +1,4 @@
-"""The parameters of all decisions; the service fills them from its settings, a simulation from its scenario."""
+"""Parameters of all decisions; the service fills them from its settings, a simulation from its scenario."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from torchrelay.common.liveness import SILENT_S
 
 TICK_S: Final = 0.1
-TURN_S: Final = 0.02  # looks at few versions each time hold up no request for long
+TURN_S: Final = 0.02  # short, so that each turn evaluates few versions and delays no request for long
 
 
 @dataclass(frozen=True)
@@ -26,28 +26,27 @@ class PolicyConfig:
     batch_ttft_s: float = 600.0
 
     # Scaling
-    idle_timeout_s: float = 60.0  # what a cold start is worth, in seconds of one device; a model's own is of its slot
+    idle_timeout_s: float = 60.0  # worth of a cold start, in seconds of a device; a model's own, in seconds of its slot
     max_instances: int = 8  # per model and role, for models without a setting of their own
     share_after_s: float = 1.0  # after waiting this long without a slot, a model may get the second slot of another
-    turn_s: float = 10.0  # when more models are busy than there are slots, each keeps its slot at least so long
-    longest_wait_s: float = (
-        60.0  # without a slot for so long, and for its target, a model takes one whatever that loses
-    )
-    whole_scale_every_s: float = 0.5  # between looks at models that nobody waits for
+    turn_s: float = 10.0  # shortest time that a model keeps its slot when more models are busy than there are slots
+    # A model that waited this long for a slot, and longer than its target, takes a slot whatever its model loses.
+    longest_wait_s: float = 60.0
+    whole_scale_every_s: float = 0.5  # between evaluations of models without waiting requests
     cancel_after_s: float = 1.0  # a load for which no request waits any more is cancelled after this time
     roles_retry_s: float = 1.0  # after an instance could not be given other roles
     drain_s: float = 30.0  # how long running requests of a drained instance may take
-    drain_grace_s: float = 10.0  # after that, a slot that is still not free is counted on no more
+    drain_grace_s: float = 10.0  # after ``drain_s``, how long a slot may take to become free
 
     # Failures
     load_tries: int = 3  # failed loads of a version before its waiting requests are refused
     load_backoff_s: float = 0.1  # after the first failure; doubled by each further one
     load_backoff_max_s: float = 5.0
     stale_s: float = SILENT_S  # silence, or time without an advance, after which a worker or store counts as lost
-    load_stall_s: float = 45.0  # a load of which nothing arrives for this long has failed; see the setting
-    load_orphan_s: float = 5.0  # the same where the host's store is lost
-    unserved_s: float = 10.0  # after this long in which no model could be loaded, requests that need one are refused
-    unserved_resumed_s: float = 60.0  # the same for requests that have given tokens already
+    load_stall_s: float = 45.0  # a load without any bytes for this long has failed; see the setting
+    load_orphan_s: float = 5.0  # the same if the host's store is lost
+    unserved_s: float = 10.0  # requests that need a load are refused after no model could be loaded for this long
+    unserved_resumed_s: float = 60.0  # the same for requests that have output tokens already
     fence_s: float = 2.0  # late reports of a process known to be dead are ignored this long
     gateway_grace_s: float = 10.0  # how long a disconnected gateway may take to reconnect
     settle_s: float = 1.0  # after a start, while reports of running instances arrive: no wake
@@ -55,28 +54,28 @@ class PolicyConfig:
     # Copies in RAM
     replicate: bool = True
     recent_s: float = 600.0  # a pack used within this time has recent demand
-    recent_copies: int = 2  # of such a pack, in different failure domains
+    recent_copies: int = 2  # copies of such a pack, in different failure domains
     max_replications: int = 32  # concurrent copies that no request waits for; half as many if nothing was lost
-    max_replications_per_store: int = 2  # of these, into one store
-    cache_share: float = 0.8  # of an arena that packs without recent demand may fill
+    max_replications_per_store: int = 2  # the same into one store
+    cache_share: float = 0.8  # share of an arena that packs without recent demand may fill
     replicate_every_s: float = 0.5
     loss_grace_s: float = 2.0  # a store that stopped reporting may come back with its arena within this time
     retention_s: float = 30.0  # how long a store keeps retained packs without a renewal
-    copy_backoff_s: float = 1.0  # after a copy that failed; doubled by each further one, up to copy_backoff_max_s
+    copy_backoff_s: float = 1.0  # after a failed copy; doubled by each further failure, up to copy_backoff_max_s
     copy_backoff_max_s: float = 60.0
 
     # Relays
     link_cap_bytes_per_s: float = 0.0  # planned maximum per direction of a host's link; 0: as measured
 
-    # Prompts that are bound and have not begun
-    recall_gain_s: float = 0.5  # one is taken back once, if it begins more than this sooner elsewhere
+    # Recall of bound prompts
+    recall_gain_s: float = 0.5  # a prompt that has not begun is recalled if it begins more than this sooner elsewhere
 
-    # Answers that go on elsewhere
-    migration_gain_s: float = 0.5  # one moves, once, if that gains more than this beyond what it costs
-    migrations_at_once: int = 8  # from an instance that drains
+    # Migration of running answers
+    migration_gain_s: float = 0.5  # an answer moves if that gains more than this beyond its cost
+    migrations_at_once: int = 8  # from a draining instance
 
     # Latency
-    tbt_target_s: float = 0.1  # for models without; a decode instance with longer steps is chosen if others are worse
+    tbt_target_s: float = 0.1  # for models without a target; exceeded only if all other decode instances are worse
 
     # Predictions where nothing has been measured yet
     default_prefill_tokens_per_s: float = 1000.0
@@ -88,7 +87,7 @@ class PolicyConfig:
 
     @property
     def refusal_settle_s(self) -> float:
-        """After a start, unknown slots may still appear: no request is refused as too large before."""
+        """Time after a start in which unknown slots may still appear, so that no request is refused as too large."""
         return max(self.settle_s, self.stale_s)
 
     @property

@@ -1,5 +1,5 @@
-"""The nouns of the scheduler, frozen. Those of requests, of which there are thousands a second, are cheap to make, and
-nothing that the garbage collector looks at.
+"""The scheduler's nouns, as frozen classes. Classes of requests, of which there are thousands a second, are cheap to
+make and not tracked by the garbage collector.
 
 Times are seconds since the Unix epoch by the scheduler's clock, passed in as ``now``, which never goes back.
 """
@@ -22,7 +22,7 @@ from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
 KV_PAGE_TOKENS = 16  # contexts are reserved in whole pages of this many tokens
-MAX_VERSIONS = 16_384  # of which anything is remembered: more than slots, so that nothing in use is forgotten
+MAX_VERSIONS = 16_384  # versions that are remembered: more than slots, so that no version in use is forgotten
 
 
 class Role(enum.IntEnum):
@@ -32,7 +32,7 @@ class Role(enum.IntEnum):
     DECODE = 2
 
 
-ROLES: Final = tuple(Role)  # to iterate over the class itself takes longer than what is done for each
+ROLES: Final = tuple(Role)  # much faster to iterate over than the class itself
 Roles = frozenset[Role]
 BOTH: Roles = frozenset(Role)
 DECODES: Roles = frozenset((Role.DECODE,))
@@ -49,8 +49,8 @@ class ServiceClass(enum.IntEnum):
 class InstancePhase(enum.Enum):
     """State of a slot, and of the instance in it.
 
-    FREE --Load--> LOADING --all layers--> READY --Unload--> DRAINING --empty--> FREE. The worker moves it; the
-    scheduler stamps DRAINING at once when it decides a drain, so that nothing more is placed there. A failed load
+    FREE --Load--> LOADING --all layers--> READY --Unload--> DRAINING --empty--> FREE. The worker makes the transitions;
+    the scheduler stamps DRAINING as soon as it decides a drain, so that nothing more is placed there. A failed load
     goes back to FREE.
     """
 
@@ -67,7 +67,7 @@ class CopyCause(enum.Enum):
     REPLICATE = "replicate"  # used recently, and not yet in as many places as it should be
     SPREAD = "spread"  # its copies would fail together
     KEEP = "keep"  # not used recently; its last copy was lost
-    BALANCE = "balance"  # a fuller host may then let its copy go
+    BALANCE = "balance"  # a fuller host may then drop its copy
 
 
 class AttemptKey(NamedTuple):
@@ -84,7 +84,7 @@ class AttemptKey(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduledMinimum:
-    """A greater minimum of instances for a stretch of time, ``end`` not included; loaded by its begin."""
+    """A greater minimum of instances from ``begin`` until before ``end``; loaded by its begin."""
 
     begin: float
     end: float
@@ -115,8 +115,8 @@ class Model:
     max_instances: int = 0  # per role; 0: the scheduler's default
     routing_block_tokens: int = 0  # of a prompt, per hash; 0: no hashes
     num_devices: int = 1  # of the group that it runs on: one slot
-    min_instances: int = 0  # per role, that stay loaded though nobody asks for it
-    scheduled: tuple[ScheduledMinimum, ...] = ()  # in force, and what comes next
+    min_instances: int = 0  # per role: instances that stay loaded without demand
+    scheduled: tuple[ScheduledMinimum, ...] = ()  # in force or coming next
     targets: LatencyTargets = LatencyTargets()
 
 
@@ -146,7 +146,7 @@ class WorkerStatus:
     grpc_address: str
     playable_roles: Roles
     seen_at: float
-    preferred_role: Role | None = None  # used for this one if there is a choice
+    preferred_role: Role | None = None  # played if there is a choice
     slot: SlotStatus = field(default_factory=SlotStatus)
     kv_pool_bytes: int = 0
     num_running: int = 0
@@ -239,7 +239,7 @@ class StoreStatus:
     bytes_sent: int = 0  # by the data plane since the store started
     bytes_received: int = 0  # by the data plane and from the remote store
     nic: NicCounters | None = None  # None: the host has no counters
-    disk_pack_ids: frozenset[str] | None = None  # on the host's disk; None: as told before, if anything was
+    disk_pack_ids: frozenset[str] | None = None  # on the host's disk; None: as reported before, if it was
 
     @property
     def domain(self) -> str:
@@ -247,7 +247,7 @@ class StoreStatus:
         return self.failure_domain or self.host_id
 
     def has_space_for(self, pack_id: str, pack_bytes: int, unpinned: Container[str] = ()) -> bool:
-        """Whether the arena has the pack, or has room for it without unpinned packs, and those that will be."""
+        """Whether the arena has the pack, or has space for it without its unpinned packs and those in ``unpinned``."""
         if pack_id in self.copies:
             return True
         pinned = self._pinned_bytes
@@ -279,9 +279,9 @@ class Instance:
     accepted_at: float = 0.0  # when the worker accepted the Load; 0: not yet
     confirmed: bool = False  # a report has shown it
     unanswered_at: float = 0.0  # when the deadline of its Load passed; 0: it did not
-    error_before: str = ""  # the slot's error of an earlier load
+    error_before: str = ""  # the slot's error from an earlier load
     pending_roles: Roles | None = None  # ordered, not yet set
-    roles_retry_at: float = 0.0  # the last order failed: no other before
+    roles_retry_at: float = 0.0  # no new order before this time, as the last one failed
     num_layers_ready: int = 0
     num_layers: int = 0
     reason: Reason = field(default_factory=Reason)  # why it was loaded, or why it is being drained
@@ -305,11 +305,11 @@ class Instance:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it serves, and no command to its worker is under way."""
+        """Whether the instance serves and no command to its worker is under way."""
         return self.phase is InstancePhase.READY and self.accepted and self.pending_roles is None
 
     def takes_roles(self, now: float) -> bool:
-        """Whether it may be ordered to play others."""
+        """Whether the instance may be ordered to play other roles."""
         return self.placeable and self.pending_roles is None and now >= self.roles_retry_at
 
     @property
@@ -335,8 +335,8 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
     service_class: ServiceClass = ServiceClass.STANDARD
     ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0, until it is admitted: that of the model for its class
     tbt_target_s: float = 0.0  # between its tokens, in the mean; 0, until it is admitted: that of the model
-    was_recalled: bool = False  # it had a place, and has kept its time of arrival
-    migrates: int = 0  # the attempt that goes on until this one is placed; 0: none
+    was_recalled: bool = False  # it had been placed, and keeps its arrival time
+    migrates: int = 0  # the attempt that continues until this one is placed; 0: none
 
     @property
     def tenant(self) -> str:
@@ -350,7 +350,7 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_contexts(self) -> int:
-        """An upper bound: each choice with forced output may have a context of its own."""
+        """Upper bound on the number of contexts: each choice with forced output may have its own."""
         return max(self.num_choices, 1) if self.num_forced_tokens else 1
 
     @property
@@ -359,16 +359,16 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_prefill_tokens(self) -> int:
-        """An upper bound on the positions that prefill computes."""
+        """Upper bound on the number of positions that prefill computes."""
         return self.num_context_tokens * self.num_contexts
 
     def num_attended(self, num_answer_tokens: int) -> int:
-        """Positions that a decode step for it attends to, on average over an answer of so many tokens per choice."""
+        """Positions that a decode step attends to, on average over an answer of ``num_answer_tokens`` per choice."""
         num_left = max(num_answer_tokens - self.num_forced_tokens, 0)
         return max(self.num_choices, 1) * (self.num_context_tokens + num_left // 2)
 
     def kv_bytes(self, model: Model) -> int:
-        """An upper bound on the KV for decode: every choice to its last token, in whole pages, sharing nothing."""
+        """Upper bound on the KV for decode: every choice to its last token, in whole pages, without sharing."""
         pages = -(-(self.num_prompt_tokens + self.max_tokens) // KV_PAGE_TOKENS)
         return max(self.num_choices, 1) * pages * KV_PAGE_TOKENS * model.kv_bytes_per_token
 

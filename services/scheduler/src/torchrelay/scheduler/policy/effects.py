@@ -20,13 +20,13 @@ class LoadOrder:
 
 @dataclass(frozen=True)
 class Hop:
-    """Host of a wake: its store gets the pack from ``sources`` (best first), then its workers load it."""
+    """A host of a wake: its store gets the pack from ``sources`` (best first), then its workers load it."""
 
     store_id: str
     sources: tuple[str, ...]
     loads: tuple[LoadOrder, ...]
-    num_striped: int = 1  # of the sources, followed at once
-    urgent: bool = True  # of a wake; False: it takes only what others leave of the links
+    num_striped: int = 1  # number of sources that are followed at once
+    urgent: bool = True  # for a wake; False: it takes only the bandwidth that other transfers leave
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class WakeCommand:
 
     model: Model
     hops: tuple[Hop, ...]
-    traceparent: str = ""  # of the request that woke it
+    traceparent: str = ""  # of the request that caused the wake
 
 
 @dataclass(frozen=True)
 class RerouteCommand:
-    """Gives a running relay other sources; it keeps what it has received."""
+    """Gives a running relay other sources; the bytes that it has received stay."""
 
     model: Model
     hop: Hop  # without loads
@@ -63,7 +63,7 @@ class UnloadCommand:
 
 @dataclass(frozen=True)
 class CopyCommand:
-    """Makes a copy that no request waits for; with ``keep_retained``, without evicting a retained one."""
+    """Makes a copy that no request waits for; with ``keep_retained``, without evicting a retained copy."""
 
     model: Model
     hop: Hop  # without loads
@@ -73,7 +73,7 @@ class CopyCommand:
 
 @dataclass(frozen=True)
 class RetainCommand:
-    """A store keeps these packs for the lease, in RAM and on disk, and evicts the first ones first if it must."""
+    """Makes a store retain these packs for the lease, in RAM and on disk, and evict them in this order if it must."""
 
     store_id: str
     pack_ids: tuple[str, ...]
@@ -83,7 +83,7 @@ class RetainCommand:
 
 @dataclass(frozen=True)
 class DisconnectCommand:
-    """The peer at this address hangs: what waits for its answer ends now."""
+    """Closes the channels to a peer that hangs, which ends all calls that wait for its answer."""
 
     address: str
 
@@ -94,7 +94,7 @@ Command = (
 
 
 class RefusalReason(enum.IntEnum):
-    """The numbers are the protocol's."""
+    """Reason of a refusal; the numbers are those of the protocol."""
 
     QUEUE_FULL = 1
     NO_CAPACITY = 2
@@ -118,7 +118,7 @@ class AdmissionRefused:
 
 @dataclass(frozen=True)
 class Recall:
-    """The attempt is to be asked for anew, if it has not begun."""
+    """Asks the gateway to end the attempt and ask for another, if the attempt has not begun."""
 
     gateway_id: str
     key: AttemptKey
@@ -126,7 +126,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class Migrate:
-    """Another attempt is to be asked for, which goes on with this one."""
+    """Asks the gateway to ask for another attempt that continues this one."""
 
     gateway_id: str
     key: AttemptKey
@@ -146,13 +146,13 @@ class SchedulerEvent:
     reason: str
     topic: str = ""  # "instance.ready", "scale.up", ...
     fields: Mapping[str, str | int | float] = field(default_factory=dict)
-    bytes_by_source: Mapping[str, int] = field(default_factory=dict)  # of a relay that has ended
-    aliases: tuple[str, ...] = ()  # the models it concerns, if several share the version
-    by_tenant: Mapping[str, str] = field(default_factory=dict)  # the reason as each tenant may know it; see Reason
+    bytes_by_source: Mapping[str, int] = field(default_factory=dict)  # for a relay that has ended
+    aliases: tuple[str, ...] = ()  # models that share the version, if there are several
+    by_tenant: Mapping[str, str] = field(default_factory=dict)  # the reason that each tenant may see; see ``Reason``
 
 
 class AttemptPlaced(msgspec.Struct, frozen=True, gc=False):
-    """A request was placed: times for its timeline."""
+    """A placement of an attempt, with times for its timeline."""
 
     key: AttemptKey
     model: str
@@ -161,13 +161,13 @@ class AttemptPlaced(msgspec.Struct, frozen=True, gc=False):
     placement: Placement
     traceparent: str = ""
     service_class: ServiceClass = ServiceClass.STANDARD
-    ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0: it has had its first token
+    ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0: the request has its first token already
     tbt_target_s: float = 0.0
 
 
 @dataclass(slots=True)
 class Effects:
-    """Everything that one input caused, in order."""
+    """All effects of one input, in order."""
 
     commands: list[Command] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)

@@ -1,8 +1,8 @@
 """History of a request and its reasons: bounded timelines and decisions, for ``Explain`` and ``torchrelay explain``.
 
 A timeline is assembled on request: queue and plan from the scheduler's own times, relay and mapping from the reports of
-the instances that served the request cold, the rest from what its gateway sent with the release. Times of several hosts
-stand side by side there, for people to read: what is compared are only times of one clock.
+the instances that served the request cold, the rest from what its gateway sent with the release. It shows times of
+several hosts side by side, for people to read; only times of the same clock are ever compared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def unix_us(at: float) -> int:
 class _RequestTimeline:
     model: str = ""
     phases: list[TimedPhase] = field(default_factory=list)
-    places: list[AttemptPlaced | SchedulerEvent] = field(default_factory=list)  # few are ever put into words
+    places: list[AttemptPlaced | SchedulerEvent] = field(default_factory=list)  # formatted only when asked for
     cold_instances: list[str] = field(default_factory=list)
     ended_at: float = math.inf  # infinite: an attempt runs
 
@@ -49,19 +49,18 @@ class _LoadTimeline:
     created_us: int
     accepted_us: int = 0
     worker_id: str = ""
-    earlier_relay_us: int = 0  # begin of the relay that had brought the pack before, by its store's clock; 0: none had
+    earlier_relay_us: int = 0  # begin of an earlier relay that had brought the pack, by its store's clock; 0: none
     relay: TimedPhase | None = None
     load_phases: tuple[TimedPhase, ...] = ()
 
     def phases(self) -> list[TimedPhase]:
-        found = []
+        phases = []
         if self.accepted_us:
-            found.append(
-                TimedPhase("plan", self.created_us, self.accepted_us, "scheduler", f"load on {self.worker_id}")
-            )
+            detail = f"load on {self.worker_id}"
+            phases.append(TimedPhase("plan", self.created_us, self.accepted_us, "scheduler", detail))
         if self.relay is not None:
-            found.append(self.relay)
-        return [*found, *self.load_phases]
+            phases.append(self.relay)
+        return [*phases, *self.load_phases]
 
 
 class ExplainLog:
@@ -73,7 +72,7 @@ class ExplainLog:
         self._instances: Recent[str, _LoadTimeline] = Recent(_MAX_INSTANCES)
 
     def note(self, event: SchedulerEvent) -> None:
-        """Files the event under each model that it concerns, by its own name: tenants know nothing of each other."""
+        """Files the event under each model that it concerns, by that model's name: tenants do not see each other's."""
         for name in dict.fromkeys((event.model, *event.aliases)):
             subject = name if event.subject == event.model else event.subject
             reason = event.by_tenant.get(tenant_of(name), event.reason)
@@ -113,8 +112,8 @@ class ExplainLog:
         return timeline
 
     def observe(self, instance: Instance, slot: SlotStatus, store_id: str, copy: PackCopy | None) -> None:
-        """Notes how an instance got its weights, from the reports of its worker and its host's store. First when its
-        load is ordered: what the store has then was there before.
+        """Notes how an instance got its weights, from the reports of its worker and its host's store. Called first when
+        the load is ordered, so that a relay that was complete by then counts as earlier.
         """
         times = self._instances.get(instance.instance_id)
         if times is None:
@@ -129,22 +128,22 @@ class ExplainLog:
             times.relay = _relay_phase(copy, store_id, times) or times.relay
 
     def request(self, request_id: str) -> tuple[list[TimedPhase], list[SchedulerEvent]] | None:
-        """Phases in order of begin, and the decisions on its model from its admission to its end; None if it is
-        unknown.
+        """The request's phases in order of begin, and the decisions on its model from its admission to its end; None if
+        the request is unknown.
         """
         timeline = self._requests.get(request_id)
         if timeline is None:
             return None
-        queued = [_queue_phase(one) for one in timeline.places if isinstance(one, AttemptPlaced)]
-        phases = [*queued, *timeline.phases][:_MAX_PHASES]
+        attempts = [place for place in timeline.places if isinstance(place, AttemptPlaced)]
+        phases = [*map(_queue_phase, attempts), *timeline.phases][:_MAX_PHASES]
         for instance_id in dict.fromkeys(timeline.cold_instances):
             if times := self._instances.get(instance_id):
                 phases += [phase for phase in times.phases() if phase not in phases]
         phases.sort(key=lambda phase: (phase.begin_us, phase.end_us))
-        begin = min((one.admitted_at for one in timeline.places if isinstance(one, AttemptPlaced)), default=0.0)
+        begin = min((attempt.admitted_at for attempt in attempts), default=0.0)
         of_model = self._decisions.get(timeline.model, ())
         decisions = [event for event in of_model if begin <= event.at <= timeline.ended_at]
-        places = [_placement_event(one) if isinstance(one, AttemptPlaced) else one for one in timeline.places]
+        places = [_placement_event(place) if isinstance(place, AttemptPlaced) else place for place in timeline.places]
         return phases, sorted([*decisions, *places], key=lambda event: event.at)
 
     def model(self, name: str) -> list[SchedulerEvent]:
@@ -176,13 +175,13 @@ def _wanted(opened: AttemptPlaced) -> str:
 
 
 def _accuracy_event(model: str, key: AttemptKey, placement: Placement, outcome: Outcome, now: float) -> SchedulerEvent:
-    found = [
+    times = [
         ("first token", placement.predicted.ttft_s, outcome.ttft_s),
         ("between tokens", placement.predicted.tbt_s, outcome.tbt_s),
     ]
     parts = [
         f"{name} predicted {_ms(predicted_s)}, measured {_ms(measured_s)}"
-        for name, predicted_s, measured_s in found
+        for name, predicted_s, measured_s in times
         if measured_s is not None
     ]
     cached = placement.predicted.num_cached_tokens
@@ -195,7 +194,7 @@ def _ms(seconds: float) -> str:
 
 
 def _relay_phase(copy: PackCopy, store_id: str, times: _LoadTimeline) -> TimedPhase | None:
-    """The relay that brought the pack for an instance; of no length if the copy was complete before."""
+    """The relay that brought the pack for an instance; without duration if the copy was complete before."""
     if not copy.relay_begin_us:
         return None
     if copy.relay_begin_us == times.earlier_relay_us:

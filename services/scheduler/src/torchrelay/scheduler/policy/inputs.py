@@ -1,4 +1,4 @@
-"""Everything that can happen to the policy: one tagged union. Times in it are by the scheduler's clock."""
+"""All inputs of the policy, as one tagged union. Times are by the scheduler's clock."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class _Input(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
 
 
 class Admit(_Input, frozen=True):
-    """A gateway asks for an attempt, for the first time or again. ``current``: where it runs, if it was placed.
-    ``is_computed``: its first token is there.
+    """A gateway asks for an attempt, for the first time or again. ``current``: its placement, if it was placed.
+    ``is_computed``: it has its first token.
     """
 
     admission: Admission
@@ -31,14 +31,15 @@ class Withdraw(_Input, frozen=True):
 
 
 class FirstToken(_Input, frozen=True):
-    """The attempt's first token is there: its prefill instance is rid of it."""
+    """The first token has arrived, so the prefill instance has finished this attempt."""
 
     key: AttemptKey
 
 
 class Release(_Input, frozen=True):
-    """The attempt is over. ``delivered``: it produced at least one token. ``outcome``: what was measured of it.
-    ``is_recalled``: it had not begun, and the request comes again. ``is_migrated``: another attempt goes on with it.
+    """The attempt is over. ``delivered``: it produced at least one token. ``outcome``: its measurements.
+    ``is_recalled``: it had not begun, and the request will be admitted again. ``is_migrated``: another attempt
+    continues it.
     """
 
     key: AttemptKey
@@ -49,13 +50,13 @@ class Release(_Input, frozen=True):
 
 
 class MinimumsSet(_Input, frozen=True):
-    """All models that have a minimum of instances, as the newest gateway to say so knows them."""
+    """All models that have a minimum of instances, as the last gateway reported them."""
 
     models: tuple[Model, ...]
 
 
 class ModelDeleted(_Input, frozen=True):
-    """The model is not in the catalog any more; its requests that run go on."""
+    """The model is no longer in the catalog; its running requests continue."""
 
     model: str
 
@@ -69,14 +70,14 @@ class GatewayDisconnected(_Input, frozen=True):
 
 
 class WorkerReported(_Input, frozen=True):
-    """``streamed``: on the worker's own stream, which keeps order."""
+    """A worker's report. ``streamed``: on the worker's own stream, which preserves order."""
 
     worker: WorkerStatus
     streamed: bool
 
 
 class WorkerBeat(_Input, frozen=True):
-    """A sign of life on the worker's own stream."""
+    """A heartbeat on the worker's own stream."""
 
     worker_id: str
     incarnation: str
@@ -88,7 +89,7 @@ class WorkerStreamClosed(_Input, frozen=True):
 
 
 class WorkerGone(_Input, frozen=True):
-    """Nobody listens at the worker's address any more."""
+    """The worker's address refuses connections: its process is gone."""
 
     worker_id: str
 
@@ -100,21 +101,21 @@ class WorkerStopped(_Input, frozen=True):
 
 
 class StoreReported(_Input, frozen=True):
-    """``streamed``: on the store's own stream, which keeps order."""
+    """A store's report. ``streamed``: on the store's own stream, which preserves order."""
 
     store: StoreStatus
     streamed: bool
 
 
 class StoreBeat(_Input, frozen=True):
-    """A sign of life on the store's own stream."""
+    """A heartbeat on the store's own stream."""
 
     store_id: str
     incarnation: str
 
 
 class StoreGone(_Input, frozen=True):
-    """Nobody listens at the store's address any more; its arena, and the instances in it, may live on."""
+    """The store's address refuses connections: its process is gone. Its arena and the instances in it may live on."""
 
     store_id: str
 
@@ -124,14 +125,14 @@ class LoadAccepted(_Input, frozen=True):
 
 
 class LoadUnanswered(_Input, frozen=True):
-    """The deadline of the order passed: the worker's reports will tell whether it was taken."""
+    """The deadline of the Load passed; the worker's reports will show whether it was accepted."""
 
     instance_id: str
 
 
 class LoadRefused(_Input, frozen=True):
-    """``failed_store``: the store whose relay could not be started, if that was the reason; the worker may have taken
-    the load nevertheless.
+    """A load failed to start. ``failed_store``: the store whose relay could not be started, if that was the reason; the
+    worker may have accepted the load nevertheless.
     """
 
     instance_id: str
@@ -159,7 +160,7 @@ class CopyAccepted(_Input, frozen=True):
 
 
 class CopyFailed(_Input, frozen=True):
-    """The store did not take the order. ``deleted``: the pack exists nowhere any more."""
+    """The store did not accept the order. ``deleted``: the pack exists nowhere any more."""
 
     pack_id: str
     store_id: str
@@ -172,17 +173,17 @@ class RetainFailed(_Input, frozen=True):
 
 
 class Due(_Input, frozen=True):
-    """The time has come at which a waiting request may be placed; see ``Policy.next_due``."""
+    """A waiting request may be placed now; see ``Policy.next_due``."""
 
 
 class Turn(_Input, frozen=True):
-    """Time for a look at those versions that are idle by now, and at a few that nothing has happened to. Without it,
-    ticks do it, for many at once.
+    """Time to evaluate versions that have become idle and a few versions without a change. Without this input, ticks
+    evaluate many at once.
     """
 
 
 class Tick(_Input, frozen=True):
-    """Time has passed. ``listening_since``: nobody listened before, so silence until then is no loss."""
+    """Time has passed. ``listening_since``: silence before this time does not count, as no reports could arrive."""
 
     listening_since: float = 0.0
 

@@ -1,6 +1,6 @@
-"""Every decision of the scheduler: inputs in, effects out. No I/O and no clock, so a simulation runs the same code.
+"""All decisions of the scheduler: inputs in, effects out. No I/O and no clock, so that a simulation runs the same code.
 
-Called from one thread, one input at a time.
+Called from a single thread, one input at a time.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from torchrelay.scheduler.policy.transitions import (
     scaling,
 )
 
-_FEW_VERSIONS = 8  # are looked at in a moment
+_FEW_VERSIONS = 8  # evaluated quickly enough to do so on each turn
 _GONE = Reason("worker_gone", "its worker's process is gone")
 _STOPPED = Reason("worker_stopped", "its worker shut down")
 
 
 class Policy:
-    """``new_id`` makes instance ids; ``strategies``: the scheduler's own, unless it is to decide as another system."""
+    """The scheduler's policy. ``new_id`` makes instance ids; ``strategies``: others than the scheduler's own make it
+    decide as another system.
+    """
 
     def __init__(
         self, config: PolicyConfig, new_id: Callable[[], str], now: float, strategies: Strategies | None = None
@@ -46,7 +48,7 @@ class Policy:
         self.state = State.fresh(config, new_id, now, strategies or Strategies())
 
     def apply(self, input_: inputs.Input, now: float) -> Effects:
-        """Applies one input at ``now``; returns everything that has to be done."""
+        """Applies one input at ``now``; returns all effects to carry out."""
         state = self.state
         match input_:
             case inputs.Admit():
@@ -128,7 +130,7 @@ class Policy:
         return state.take_effects()
 
     def next_due(self) -> float:
-        """When a request that waits may be placed by the passing of time alone; infinite: at no known time."""
+        """When a waiting request may be placed without another input; infinite: at no known time."""
         return self.state.due.earliest
 
     # Requests
@@ -150,7 +152,9 @@ class Policy:
                 scaling.scale(state, now, (model.version_id,))
 
     def _release(self, input_: inputs.Release, now: float) -> None:
-        """Workers that the gateway saw fail are named by the admission that follows: a release may come long after."""
+        """Closes an attempt. Workers that the gateway saw fail are named in the next admission instead, because a
+        release may come long after.
+        """
         state, attempt = self.state, admissions.release(self.state, input_.key, now)
         if attempt is None:
             return
@@ -162,7 +166,7 @@ class Policy:
             recalls.recalled(state, attempt)
         elif not input_.delivered:
             state.note_no_token(input_.key.request_id, attempt.instance_ids)
-        if not input_.is_recalled:  # else it comes again at once, and others wait for its place
+        if not input_.is_recalled:  # a recalled request is admitted again at once, and takes its turn first
             dispatch.place_waiting(state, now, (attempt.admission.version_id,))
 
     # The cluster
@@ -198,7 +202,7 @@ class Policy:
         dispatch.place_waiting(state, now, own)
         recalls.recall(state, now, own)
         wanting = {version_id for version_id in own if scaling.has_waiting_or_minimum(state, version_id)}
-        if is_new or any(change.gone for change in changes):  # there may be a free slot, for who has none
+        if is_new or any(change.gone for change in changes):  # a slot may be free for a version without one
             wanting.update(scaling.starving_versions(state, now))
         if wanting:
             scaling.scale(state, now, sorted(wanting))
@@ -218,7 +222,7 @@ class Policy:
             relays.store_reported(state, store, before, now)
             if before is not None:
                 return
-            if state.strategies.decides_in_turns:  # its host's slots can be loaded, for who has none
+            if state.strategies.decides_in_turns:  # slots of its host can be loaded now for versions without one
                 scaling.scale(state, now, scaling.starving_versions(state, now))
             else:
                 self._react(now)
@@ -230,7 +234,7 @@ class Policy:
     # Outcomes of commands
 
     def _load_accepted(self, instance_id: str, now: float) -> None:
-        """Requests are placed there at once: the worker computes with the layers it has."""
+        """Places requests on an accepted load at once: the worker computes with the layers that it has."""
         instance = self.state.instances.get(instance_id)
         if instance is not None and not instance.accepted:
             self.state.instances.put(replace(instance, accepted_at=now))
@@ -255,13 +259,14 @@ class Policy:
     # Time
 
     def _tick(self, listening_since: float, now: float) -> None:
-        """Handle what is due by time alone: silence, stalls, idle timeouts, grace times, retries."""
+        """Handles what is due by time alone: silence, stalls, idle timeouts, grace times, retries."""
         state = self.state
         lost = state.membership.expire(now, state.config.stale_s, listening_since)
-        for each in lost.workers:
-            reason = Reason("worker_stalled" if each.is_stalled else "worker_silent", f"its worker {each.why}")
-            self._remove_instances(each.worker.worker_id, TransitionKind.LOST, reason, now)
-            state.effects.commands.append(DisconnectCommand(each.worker.grpc_address))
+        for lost_worker in lost.workers:
+            worker, cause = lost_worker.worker, "worker_stalled" if lost_worker.is_stalled else "worker_silent"
+            reason = Reason(cause, f"its worker {lost_worker.why}")
+            self._remove_instances(worker.worker_id, TransitionKind.LOST, reason, now)
+            state.effects.commands.append(DisconnectCommand(worker.grpc_address))
         for store in lost.stores:
             self._remove_store(store, f"its store was silent for {state.config.stale_s:g} s", now)
             state.effects.commands.append(DisconnectCommand(store.grpc_address))
@@ -292,7 +297,7 @@ class Policy:
                 due = [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
                 if is_whole:  # these may have no instance
                     due += [*state.minimums.in_force, *cluster_view.expected_versions(state, now)]
-            self._look(due, now, also=(*state.queues.versions, *state.instances.loading_versions))
+            self._evaluate(due, now, also=(*state.queues.versions, *state.instances.loading_versions))
         if is_whole:
             migrations.empty_draining(state, now)
         replication.replicate(state, now)
@@ -302,18 +307,18 @@ class Policy:
         if not state.strategies.decides_in_turns:
             return
         due, waiting = scaling.idle_versions(state, now), state.queues.versions
-        # Growth is decided with all who wait; where these are many, the next tick has the turns.
+        # Growth is decided together with all waiting versions; if these are many, the turns wait for the next tick.
         if has_few_waiting := len(waiting) <= _FEW_VERSIONS:
             due += state.scale_turns.due(state.instances.versions, now)
         if due:
-            self._look(due, now, also=waiting if has_few_waiting else ())
+            self._evaluate(due, now, also=waiting if has_few_waiting else ())
 
-    def _look(self, version_ids: Sequence[str], now: float, also: Iterable[str] = ()) -> None:
-        """At versions that nothing may have happened to: how many instances, and whether their prompts and answers are
-        better off elsewhere. ``also``: how many instances of these.
+    def _evaluate(self, version_ids: Sequence[str], now: float, also: Iterable[str] = ()) -> None:
+        """Evaluates versions without a change: their number of instances, and whether prompts and answers should move.
+        ``also``: versions of which only the number of instances is evaluated.
         """
         scaling.scale(self.state, now, sorted({*version_ids, *also}))
-        once = sorted(set(version_ids))  # what was moved is not seen by a second look
+        once = sorted(set(version_ids))  # a second evaluation would not see the moves of the first
         recalls.recall(self.state, now, once)
         migrations.rebalance(self.state, now, once)
 
@@ -336,7 +341,7 @@ class Policy:
             self._record_transition(change, now)
 
     def _record_transition(self, change: InstanceTransition, now: float) -> None:
-        """Records that an instance appeared, changed its phase, or is gone."""
+        """Records that an instance appeared, changed its phase or is gone."""
         state, instance = self.state, change.instance
         if change.gone:
             if state.queues.num_waiting(instance.version_id):
@@ -373,7 +378,7 @@ class Policy:
                 self._count_failure(instance, change.reason, now)
 
     def _count_failure(self, instance: Instance, reason: Reason, now: float) -> None:
-        """After the last try, refuses the waiting requests unless other instances serve them."""
+        """Counts a failed load; after the last try, refuses the waiting requests unless other instances serve them."""
         state = self.state
         version_id, is_of_store = instance.version_id, "store" in reason.figures
         decided_at = instance.created_at

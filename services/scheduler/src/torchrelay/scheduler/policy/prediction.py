@@ -11,24 +11,24 @@ from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
 
 class Prediction(msgspec.Struct, frozen=True, gc=False):
-    """Seconds, from the placement on; all 0 for an attempt that an earlier scheduler placed."""
+    """Predicted seconds from the placement on; all 0 for an attempt that an earlier scheduler placed."""
 
     ttft_s: float = 0.0
-    prefill_s: float = 0.0  # its part for the attempt's own prompt
+    prefill_s: float = 0.0  # the part of ``ttft_s`` for the attempt's own prompt
     tbt_s: float = 0.0
-    step_s: float = 0.0  # of decoding, with the batch that there is then
-    num_cached_tokens: int = 0  # of the prompt, expected to be cached
-    steps_s: float = 0.0  # of the prompt alone, by its worker's own model; 0: something is ahead of it
-    ttft_correction: float = 1.0  # of its prefill instance at that time: factors that are part of the above
-    tbt_correction: float = 1.0  # of its decode instance
-    pause_s: float = 0.0  # without prompts that the instance's answers need after it, to have their tokens in time
+    step_s: float = 0.0  # a decode step with the batch at placement
+    num_cached_tokens: int = 0  # tokens of the prompt that are expected to be cached
+    steps_s: float = 0.0  # the prompt's steps by the worker's own model; 0: other prompts are ahead of it
+    ttft_correction: float = 1.0  # the prefill instance's factor at placement, which is part of ``ttft_s``
+    tbt_correction: float = 1.0  # the decode instance's factor, which is part of ``tbt_s``
+    pause_s: float = 0.0  # pause without prompts after this one, so that the instance's answers meet their token times
 
 
 UNPREDICTED: Final = Prediction()
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """Measurements of an attempt by its gateway and workers; None: the attempt did not get that far."""
+    """Measurements of an attempt by its gateway and workers; None if the attempt did not get that far."""
 
     ttft_s: float | None = None  # from the placement on
     tbt_s: float | None = None  # mean
@@ -38,7 +38,7 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
 
 
 def outcome_of(phases: Iterable[TimedPhase], num_output_tokens: int, num_choices: int) -> Outcome:
-    """From the phases that a release reports."""
+    """The outcome from the phases that a release reports."""
     by_name = {phase.name: phase for phase in phases}
     first, decode = by_name.get("first_token"), by_name.get("decode")
     prefill, kv = by_name.get("prefill"), by_name.get("kv")
@@ -46,7 +46,7 @@ def outcome_of(phases: Iterable[TimedPhase], num_output_tokens: int, num_choices
     return Outcome(
         ttft_s=first.duration_s if first else None,
         tbt_s=decode.duration_s / num_steps if decode and num_steps > 0 else None,
-        # Two hosts' clocks: only what each measured alone can be compared. KV is offered as prefill begins.
+        # The hosts' clocks differ, so only durations are compared. KV is offered when prefill begins.
         kv_transfer_s=max(kv.duration_s - prefill.duration_s, 0.0) if prefill and kv else None,
         ended_at=decode.end_us / 1e6 if decode else 0.0,
         num_output_tokens=num_output_tokens,

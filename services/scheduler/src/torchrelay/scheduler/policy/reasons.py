@@ -22,7 +22,7 @@ class Reason:
 
     @property
     def fields(self) -> dict[str, str | int | float]:
-        """For the history; empty if the kind of the event says it all."""
+        """Fields for the history; empty if the kind of the event is the whole reason."""
         return {**({"cause": self.cause} if self.cause else {}), **self.figures}
 
 

@@ -1,4 +1,4 @@
-"""Everything the scheduler knows, in one place with one owner, and the small queries that several steps share."""
+"""The whole state of the scheduler, with the policy as its only owner, and small queries that several steps share."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from torchrelay.scheduler.policy.replication.replication_state import Replicatio
 from torchrelay.scheduler.policy.strategies import Strategies
 
 _MAX_REQUESTS_WITHOUT_TOKEN = 4096
-_MAX_TAKEN_BACK = 4096
+_MAX_RECALLED = 4096
 
 
 @dataclass
 class State:
-    """State of the policy; only the policy's steps change it."""
+    """State of the policy, changed only by the policy's steps."""
 
     config: PolicyConfig
     new_id: Callable[[], str]  # a fresh instance id
@@ -56,7 +56,7 @@ class State:
     load_progress: LoadProgress
     gateways: GatewaySessions
     membership: Membership
-    scale_turns: VersionTurns  # of models that nothing has happened to
+    scale_turns: VersionTurns  # of models without a change
     strategies: Strategies = field(default_factory=Strategies)
     idle_deadlines: IdleDeadlines = field(default_factory=IdleDeadlines)
     arrivals: Arrivals = field(default_factory=Arrivals)
@@ -87,13 +87,13 @@ class State:
     instances_without_token: Recent[str, tuple[str, ...]] = field(  # by request id; see note_no_token
         default_factory=lambda: Recent(_MAX_REQUESTS_WITHOUT_TOKEN)
     )
-    recalled: Recent[str, float] = field(  # by request id: when it was first admitted, until it comes again
-        default_factory=lambda: Recent(_MAX_TAKEN_BACK)
+    recalled: Recent[str, float] = field(  # by request id: its first admission time, until it is admitted again
+        default_factory=lambda: Recent(_MAX_RECALLED)
     )
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     overdue_slots_at: dict[str, float] = field(default_factory=dict)  # by tenant, of the last turn; see ``Drain``
-    whole_scale_due: float = 0.0  # next look at all models at once, where they take no turns
-    unserved_since: float | None = None  # since when no model can be loaded; None: one can
+    whole_scale_due: float = 0.0  # next evaluation of all models at once, if they take no turns
+    unserved_since: float | None = None  # since when no model can be loaded; None: models can be loaded
     without_slot_since: dict[AttemptKey, float] = field(default_factory=dict)  # of requests; see ``reserved_slots``
 
     @classmethod
@@ -114,8 +114,8 @@ class State:
         return effects
 
     def note_model(self, model: Model, now: float, *, is_new_call: bool = True) -> None:
-        """Remembers the newest settings of a version; bounded, unused versions are evicted first. ``is_new_call``: see
-        ``VersionAliases.note``.
+        """Stores the newest settings of a version; if there are too many, an unused version is evicted.
+        ``is_new_call``: see ``VersionAliases.note``.
         """
         timeout_s = model.idle_timeout_s or self.config.idle_timeout_s / model.num_devices
         tbt_target_s = model.targets.tbt_target_s or self.config.tbt_target_s
@@ -136,21 +136,21 @@ class State:
         return self.queues.num_waiting(version_id) > 0 or len(self.instances.of_version(version_id)) > 0
 
     def idle_timeout_s(self, version_id: str, now: float) -> float:
-        """What a cold start of the version is worth, in seconds of a slot: the longest that any of its users asked
-        for. The default, if nobody has named it since the start: it is known by its instances.
+        """The worth of a cold start of the version, in seconds of a slot: the longest that any of its models asks for.
+        The default for a version that is known only by its instances, without a request since the start.
         """
         return self.aliases.idle_timeout_s(version_id, now) or self.config.idle_timeout_s
 
     def longest_idle_s(self, version_id: str, now: float) -> float:
-        """Longest idle time before an instance of the version is drained; 0 if its models are deleted."""
+        """Longest idle time before an instance of the version is drained; 0 if all its models are deleted."""
         return 0.0 if self.aliases.is_deleted(version_id) else self.idle_timeout_s(version_id, now)
 
     def tbt_target_s(self, version_id: str, now: float) -> float:
-        """Between the tokens of all the version's answers: the shortest of its users' targets."""
+        """Target for the time between tokens of the version's answers: the shortest target of its models."""
         return self.aliases.tbt_target_s(version_id, now) or self.config.tbt_target_s
 
     def model_of_pack(self, pack_id: str, pack_bytes: int = 0) -> Model:
-        """The model that a pack belongs to; named by the start of the pack's id until an admission names it."""
+        """The model of a pack, named by the start of the pack's id until an admission names it."""
         for model in self.models.values():
             if model.pack_id == pack_id:
                 return model
@@ -160,7 +160,7 @@ class State:
         return Model(name, "", pack_id, pack_bytes, 0)
 
     def note_no_token(self, request_id: str, instance_ids: tuple[str, ...]) -> None:
-        """An attempt ended without a token. If the request comes again, its instances become suspect."""
+        """Records an attempt that ended without a token. If the request comes again, these instances become suspect."""
         self.instances_without_token[request_id] = instance_ids
 
     def happened(
@@ -172,7 +172,7 @@ class State:
         event: str = "",
         fields: Mapping[str, str | int | float] | None = None,
     ) -> None:
-        """Adds a decision or transition for Explain, and for the history if ``event`` names its subject."""
+        """Records a decision or transition for Explain; also for the event history if ``event`` gives its subject."""
         model, name = (
             (subject.name, subject.name) if isinstance(subject, Model) else (subject.model, subject.instance_id)
         )

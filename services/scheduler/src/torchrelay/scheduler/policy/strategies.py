@@ -1,6 +1,6 @@
-"""The decisions that another system would make otherwise: a policy is given them, so that rivals run on its state.
+"""The decisions in which other systems differ, as parameters of the policy, so that rivals can run on the same state.
 
-Each is a pure function: an input and the parameters in, a decision out.
+Each is a pure function from an input and the parameters to a decision.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchrelay.scheduler.policy.replication.repair import ReplicationInput, Rep
 
 
 class Place(Protocol):
-    """Where an attempt runs; see ``dispatch/placement.py``."""
+    """Chooses where an attempt runs; see ``dispatch/placement.py``."""
 
     def __call__(
         self,
@@ -36,7 +36,7 @@ class Place(Protocol):
 
 
 class Decide(Protocol):
-    """Decide which instances to load and drain; see ``autoscaling/decision.py``."""
+    """Decides which instances to load and drain; see ``autoscaling/decision.py``."""
 
     def __call__(
         self, autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True
@@ -44,7 +44,9 @@ class Decide(Protocol):
 
 
 class Plan(Protocol):
-    """From whom stores receive a pack; see ``planning/plan.py``. Edges that predict no rate are not planned anew."""
+    """Plans the sources from which stores receive a pack; see ``planning/plan.py``. Edges without a predicted rate are
+    not replanned.
+    """
 
     def __call__(
         self,
@@ -60,13 +62,13 @@ class Plan(Protocol):
 
 
 class Repair(Protocol):
-    """Which copies are kept and made; see ``replication/repair.py``."""
+    """Decides which copies are kept and made; see ``replication/repair.py``."""
 
     def __call__(self, replication_input: ReplicationInput, config: PolicyConfig) -> ReplicationPlan: ...
 
 
 class ChooseLate(Protocol):
-    """Which requests others go before though these are late then; see ``admission/late_requests.py``."""
+    """Chooses which requests are late if not all can be in time; see ``admission/late_requests.py``."""
 
     def __call__(
         self, prompts: Iterable[TimedPrompt], free_at: Sequence[float], share: float = 1.0
@@ -74,14 +76,14 @@ class ChooseLate(Protocol):
 
 
 class LateRank(Protocol):
-    """The order of requests that are late; see ``admission/late_requests.py``."""
+    """Rank of a late request in their order of service; see ``admission/late_requests.py``."""
 
     def __call__(self, admission: Admission, prompt_s: float) -> float: ...
 
 
 @dataclass(frozen=True)
 class Strategies:
-    """The scheduler's own, unless others are given."""
+    """The strategies of a policy; by default the scheduler's own."""
 
     place: Place = place
     decide: Decide = decide
@@ -92,7 +94,7 @@ class Strategies:
 
     @property
     def decides_in_turns(self) -> bool:
-        """Whether models that nothing has happened to may be decided on a few at a time. What another system decides
-        may be about the whole cluster.
+        """Whether models without a change may be decided on a few at a time. Another system's decisions may need the
+        whole cluster.
         """
         return self.decide is decide

@@ -6,7 +6,7 @@ import msgspec
 
 
 class TimedPhase(msgspec.Struct, frozen=True, gc=False):
-    """A named phase, in Unix microseconds of the clock of whoever measured it."""
+    """A named phase, in Unix microseconds of the clock that measured it."""
 
     name: str
     begin_us: int
@@ -16,5 +16,5 @@ class TimedPhase(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def duration_s(self) -> float:
-        """Never negative, even if the clock was set back."""
+        """Duration; never negative, even if the clock was set back."""
         return max(self.end_us - self.begin_us, 0) / 1e6

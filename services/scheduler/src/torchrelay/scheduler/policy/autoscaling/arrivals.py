@@ -1,4 +1,4 @@
-"""When requests of each model came, and how long it was unused before."""
+"""Arrivals of each model's requests, and the gaps in which it was unused."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Final
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.autoscaling.price import IdleGaps, IdlePlan
 
-WINDOW_S = 10.0  # the demand of the next seconds is expected to equal that of the last so many seconds
-MEAN_S = 600.0  # an arrival counts in the mean rate by 1/e after so long
-_MAX_ARRIVALS = 1024  # counted of one window
+WINDOW_S = 10.0  # the next seconds are expected to have the demand of the last 10 seconds
+MEAN_S = 600.0  # time constant of the exponential mean rate
+_MAX_ARRIVALS = 1024  # counted per window
 _MAX_LATE = 64
 _MAX_VERSIONS = 4096
 NEVER = (math.inf, math.inf)
@@ -30,7 +30,7 @@ NO_ARRIVALS: Final = ArrivalRate()
 
 @dataclass(slots=True)
 class MeanRate:
-    """Requests per second since ``begun_at``, each by its age: an exponential mean."""
+    """Exponential mean of the requests per second since ``begun_at``."""
 
     begun_at: float
     _num: float = 0.0
@@ -52,10 +52,10 @@ class ArrivalHistory:
     """The arrivals of one version."""
 
     idle_gaps: IdleGaps = field(default_factory=IdleGaps)
-    target_s: float = 0.0  # for the first token: the mean of late; 0: none came
+    target_s: float = 0.0  # recent mean target for the first token; 0: no request came
     last_used: float | None = None  # the last arrival or end of a request
     crowded_at: float = 0.0  # when all its instances were last needed
-    decode_crowded_at: float = 0.0  # the same of instances that only decode
+    decode_crowded_at: float = 0.0  # when all instances that only decode were last needed
     _late: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_LATE))
     _came: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_ARRIVALS))
     _num_tokens: int = 0
@@ -64,7 +64,7 @@ class ArrivalHistory:
     def arrive(
         self, num_tokens: int, target_s: float, price_s: float, load_s: float, now: float, *, is_unused: bool
     ) -> None:
-        """``is_unused``: no other request of it is open. ``load_s``: what a load takes."""
+        """Records an arrival. ``is_unused``: no other request of the version is open. ``load_s``: load time."""
         if is_unused and self.last_used is not None:
             self.idle_gaps.add(now - self.last_used, price_s, load_s)
         self.last_used = now
@@ -78,7 +78,7 @@ class ArrivalHistory:
         self._mean.arrive(now)
 
     def forecast(self, plan: IdlePlan) -> tuple[float, float]:
-        """When to load the model again before a request comes, and until when holding it is worth its slot."""
+        """When to load the model again before the next request, and until when to hold it."""
         if self.last_used is None or math.isinf(plan.wake_s):
             return NEVER
         return self.last_used + plan.wake_s, self.last_used + plan.until_s
@@ -103,15 +103,15 @@ class ArrivalHistory:
         return ArrivalRate(len(self._came) / max(since_s, 1.0), self._num_tokens / max(since_s, 1.0))
 
     def expected_per_s(self, now: float) -> float:
-        """Requests expected per second: the recent rate, or the long-run mean if that is higher. Where requests come in
-        bursts, a recent pause does not mean that no more will come.
+        """Requests expected per second: the recent rate, or the long-run mean if that is higher, because a pause
+        between bursts does not mean that no more requests will come.
         """
         mean = self._mean.requests_per_s(now) if self._mean is not None else 0.0
         return max(self.rate(now).requests_per_s, mean)
 
 
 class Arrivals:
-    """Histories by version. Versions that were unused for longest are forgotten first."""
+    """Histories by version; the longest unused versions are evicted first."""
 
     def __init__(self) -> None:
         self._of: Recent[str, ArrivalHistory] = Recent(_MAX_VERSIONS)
@@ -125,7 +125,7 @@ class Arrivals:
         return history
 
     def known(self, version_id: str) -> ArrivalHistory | None:
-        """None: nothing is known of it."""
+        """The history of a version; None if nothing is known of it."""
         return self._of.get(version_id)
 
     def forget(self, version_id: str) -> None:
@@ -133,6 +133,6 @@ class Arrivals:
         self._of.pop(version_id, None)
 
     def used(self, version_id: str, now: float) -> None:
-        """A request of it has ended."""
+        """Records the end of a request of the version."""
         if (history := self._of.get(version_id)) is not None:
             history.last_used = now

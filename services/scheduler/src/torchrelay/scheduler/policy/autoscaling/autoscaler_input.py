@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torchrelay.scheduler.policy.autoscaling import price
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
-from torchrelay.scheduler.policy.autoscaling.minimums import Minimum, kept_instances
+from torchrelay.scheduler.policy.autoscaling.minimums import Minimum, reserved_instances
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
@@ -181,13 +181,13 @@ class AutoscalerInput:
         return by_version
 
     @cached_property
-    def kept(self) -> frozenset[str]:
-        """Instances that stay though nobody uses them."""
+    def reserved(self) -> frozenset[str]:
+        """Instances that stay without demand, for a minimum."""
 
         def of_version(version_id: str) -> list[Instance]:
             return [load.instance for load in self.instance_loads.of_version(version_id)]
 
-        return kept_instances(self.minimums, of_version)
+        return reserved_instances(self.minimums, of_version)
 
     @cached_property
     def idle(self) -> Sequence[InstanceLoad]:
@@ -196,7 +196,7 @@ class AutoscalerInput:
             load
             for load in self.instance_loads.unused()
             if load.instance.staying
-            and load.instance.instance_id not in self.kept
+            and load.instance.instance_id not in self.reserved
             and load.instance.version_id not in self.waited_for
             and load.is_idle_since(self.now)
         ]

@@ -1,8 +1,8 @@
-"""Autoscaling: which instances to load, drain or give other roles, decided for the whole cluster at once.
+"""Autoscaling: decides which instances to load, drain or give other roles, for the whole cluster at once.
 
 Up: directly to the number of prefill and decode instances that the queue justifies. Slots are taken in this order: free
-ones, other roles for the model's own instances, an idle model's slot, a busy model's second slot, and last a busy
-model's only slot, in turns. A model that can serve, and only wants more, gets free slots and those of idle models.
+slots, other roles for the model's own instances, an idle model's slot, a busy model's second slot, and last a busy
+model's only slot, in turns. A model that can serve already gets only free slots and those of idle models.
 Down: to zero after the idle timeout; an unwanted load is cancelled.
 """
 
@@ -40,22 +40,22 @@ from torchrelay.scheduler.policy.reasons import Reason
 
 @dataclass(frozen=True)
 class Growth:
-    """More instances for a model that serves. ``missing``: how many more than it has are ``wanted``."""
+    """More instances for a model that serves. ``missing``: the part of ``wanted`` that it does not have."""
 
     wanted: Counter[Role]
     missing: Counter[Role]
     slots: Sequence[FreeSlot]
     load_s: float
-    num_saved: float  # late requests, by the first of them
-    held_s: float  # for so long
+    num_saved: float  # late requests that the first further instance saves
+    held_s: float  # how long that is expected to be held
 
 
 def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True) -> tuple[Action, ...]:
-    """All actions that are due. Deciding again after applying them yields no more. Unless it ``is_complete``, the input
-    has the demands of some models only, and is about these.
+    """All actions that are due; deciding again after applying them yields none. Unless ``is_complete``, the input has
+    the demands of some models only, and the decision is about these.
 
-    First every waiting model gets what it needs to serve at all, the longest wait first; then models scale up, but not
-    into slots for which a model without any still waits: not at all, unless every model that waits is decided on.
+    First each waiting model gets what it needs to serve at all, the longest wait first. Then models grow, but not into
+    slots for which a model without a slot waits, and only if the input has the demand of every waiting model.
     """
     actions: list[Action] = []
     is_wanted = bool(autoscaler_input.minimums) or any(
@@ -108,7 +108,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
 
 
 def _mark_taken(actions: Sequence[Action], free: FreeSlots, granted: dict[str, list[Roles]]) -> None:
-    """Removes the slots of wakes from the free ones."""
+    """Removes the slots of wakes from ``free`` and adds their roles to ``granted``."""
     for action in actions:
         if isinstance(action, Wake):
             for assignment in action.assignments:
@@ -117,8 +117,8 @@ def _mark_taken(actions: Sequence[Action], free: FreeSlots, granted: dict[str, l
 
 
 def _scale_from_zero(demand: Demand, autoscaler_input: AutoscalerInput, free: FreeSlots) -> list[Action]:
-    """Actions that give a waiting model the roles it lacks for each of its requests, else for the smallest; none if it
-    needs an eviction.
+    """Actions that give a waiting model the roles that it lacks for its largest request, else for its smallest; none if
+    that needs an eviction.
     """
     for kv_bytes in sorted({demand.most_kv_bytes, demand.least_kv_bytes}, reverse=True):
         missing = autoscaler_input.missing(demand, kv_bytes)
@@ -140,7 +140,7 @@ def _fill_minimum(
     free: FreeSlots,
     claims: Callable[[], SlotClaims],
 ) -> list[Action]:
-    """Loads what a model lacks of its minimum into free slots, and takes the slots of idle models."""
+    """Loads the instances that a model lacks of its minimum, into free slots and those of idle models."""
     minimum = autoscaler_input.minimums.get(demand.model.version_id)
     if minimum is None or autoscaler_input.now < demand.not_before:
         return []
@@ -168,7 +168,7 @@ def _fill_minimum(
 def _expect(
     demand: Demand, autoscaler_input: AutoscalerInput, granted: Sequence[Roles], free: FreeSlots
 ) -> list[Action]:
-    """Loads a model of which the next request is expected, if a slot is free for it."""
+    """Loads a model whose next request is expected, if a slot is free for it."""
     now = autoscaler_input.now
     if not demand.is_expected(now) or now < demand.not_before or granted or autoscaler_input.of(demand.model):
         return []
@@ -189,7 +189,7 @@ def _growth(
     free: FreeSlots,
     config: PolicyConfig,
 ) -> Growth | None:
-    """The growth of a model that can serve already; None if more instances are not worth their slots."""
+    """Growth of a model that can serve already; None if more instances are not worth their slots."""
     own = autoscaler_input.of(demand.model)
     roles = [*(load.instance.target_roles for load in own), *granted]
     playing = Counter(role for played in roles for role in played)
@@ -220,7 +220,9 @@ def _growth(
 
 
 def _assign_growth(demand: Demand, growth: Growth) -> tuple[SlotAssignment, ...]:
-    """Slots for what is missing: where roles are sized apart, of one role each, what saves most first."""
+    """Slots for the missing instances. If roles are sized apart, each slot gets one role, and the role that saves most
+    comes first.
+    """
     missing = growth.missing
     if demand.decode is None:
         return assign(growth.slots, missing[Role.PREFILL], missing[Role.DECODE])
@@ -239,7 +241,7 @@ def _assign_growth(demand: Demand, growth: Growth) -> tuple[SlotAssignment, ...]
 
 
 def _gains(demand: Demand, growth: Growth, missing: Counter[Role]) -> Iterator[Gain]:
-    """Yields the gain of each further instance, after those that are no longer ``missing``."""
+    """Yields the gain of each instance that is still ``missing``."""
     sizings = [
         sizing
         for sizing in sizings_of(demand, growth.wanted - growth.missing)
@@ -255,8 +257,8 @@ def _gains(demand: Demand, growth: Growth, missing: Counter[Role]) -> Iterator[G
 def _trade(
     demand: Demand, growth: Growth, missing: Counter[Role], autoscaler_input: AutoscalerInput, config: PolicyConfig
 ) -> list[Drain]:
-    """Where roles are sized apart and no other slot is to be had: an instance of the model's own other role goes, if
-    that loses less than half of what the role that lacks one gains. So no trade is undone by the same demand.
+    """If roles are sized apart and no other slot is available: drains an instance of the model's other role, if that
+    loses less than half of what the lacking role gains, so that the same demand never reverses the trade.
     """
     everything = autoscaler_input.instance_loads.of_version(demand.model.version_id)
     if demand.decode is None or len(missing) > 1 or not all(load.instance.staying for load in everything):
@@ -269,14 +271,14 @@ def _trade(
     if gained < 2 * lost + gaining.work.least_saved(gaining.number, growth.load_s):
         return []
     if lost < 1 and autoscaler_input.now - losing.work.crowded_at < config.turn_s:
-        return []  # it was needed a moment ago
+        return []  # the other role needed all its instances less than a turn ago
     able = [
         load
         for load in everything
         if load.instance.target_roles == losing.roles
         and load.instance.phase is InstancePhase.READY
         and load.instance.since <= autoscaler_input.now - config.turn_s
-        and load.instance.instance_id not in autoscaler_input.kept
+        and load.instance.instance_id not in autoscaler_input.reserved
     ]
     if not able:
         return []
@@ -299,7 +301,7 @@ def _nearest(demand: Demand, autoscaler_input: AutoscalerInput) -> Tier:
 
 
 def _growth_reason(demand: Demand, growth: Growth) -> Reason:
-    """The reason of a growth: the late requests that it saves, and its load time."""
+    """Reason of a growth: the late requests that it saves and its load time."""
     numbers = [growth.wanted[role] for role in ROLES]
     wanted = f"{numbers[0]} per role wanted"
     if (decode := demand.decode) is not None:
@@ -321,7 +323,9 @@ def _growth_reason(demand: Demand, growth: Growth) -> Reason:
 
 
 def _wake_reason(demand: Demand, cause: str, why: str = "", figures: Mapping[str, int | float] | None = None) -> Reason:
-    """``why`` may count the requests of all tenants: where several share the model, they see ``cause`` instead."""
+    """Reason of a wake. ``why`` may count the requests of all tenants; tenants that share the model see ``cause``
+    instead.
+    """
 
     def text(why: str, num_waiting: int, num_cold: int) -> str:
         return f"{why}, {num_waiting} waiting" + (f", {num_cold} placed on loading instances" if num_cold else "")
@@ -335,7 +339,7 @@ def _wake_reason(demand: Demand, cause: str, why: str = "", figures: Mapping[str
 def _assign_both_roles(
     autoscaler_input: AutoscalerInput, demand: Demand, missing: Roles, kv_bytes: int
 ) -> SetRoles | None:
-    """Gives the missing role to an instance of the other one: no weights move, so requests go on at once."""
+    """Gives the missing role to an instance of the other role, which moves no weights, so that it serves at once."""
     own = autoscaler_input.of(demand.model)
     for load in sorted(own, key=lambda load: (load.instance.phase is not InstancePhase.READY, load.num_open)):
         worker = autoscaler_input.workers.get(load.instance.worker_id)
@@ -352,7 +356,7 @@ def _scale_down(
     decided: Sequence[Action],
     config: PolicyConfig,
 ) -> list[Action]:
-    """Drains what was unused for the idle timeout: a whole model, or instances that the others can do without."""
+    """Drains instances that were unused for the idle timeout: all of a model, or those that the others can replace."""
     demands = {demand.model.version_id: demand for demand in autoscaler_input.demands}
     drained = {action.instance_id for action in decided if isinstance(action, Drain)}
     actions: list[Action] = []
@@ -360,7 +364,7 @@ def _scale_down(
         if version_id in autoscaler_input.waited_for:
             continue
         loads = [load for load in staying if load.instance.instance_id not in drained]
-        kept = [load for load in loads if load.instance.instance_id in autoscaler_input.kept]
+        reserved = [load for load in loads if load.instance.instance_id in autoscaler_input.reserved]
         demand = demands.get(version_id)
         if demand is not None and demand.is_expected(autoscaler_input.now):
             continue
@@ -369,9 +373,9 @@ def _scale_down(
         abandoned_since = autoscaler_input.now - config.cancel_after_s
         if all(load.instance.phase is InstancePhase.LOADING and load.is_idle_since(abandoned_since) for load in loads):
             cancelled = Reason("cancel", "no request waits for it any more")
-            actions += [Drain(load.instance.instance_id, cancelled) for load in loads if load not in kept]
+            actions += [Drain(load.instance.instance_id, cancelled) for load in loads if load not in reserved]
             continue
-        idle = [load for load in loads if load.is_idle_since(autoscaler_input.now - keep_s) and load not in kept]
+        idle = [load for load in loads if load.is_idle_since(autoscaler_input.now - keep_s) and load not in reserved]
         is_deleted = demand is not None and demand.is_deleted
         reasons = {
             load.instance.instance_id: _idle_reason(
@@ -384,46 +388,48 @@ def _scale_down(
             continue
         for load in idle:
             if load.instance.phase is InstancePhase.LOADING and demand is not None and demand.num_cold:
-                continue  # it may be meant for requests placed on it: drained, it would be loaded again at once
+                continue  # requests may be placed on it: if drained, it would be loaded again at once
             if can_spare(load, loads):
                 loads = [other for other in loads if other is not load]
                 reason = reasons[load.instance.instance_id]
                 spared = replace(reason, text=f"{reason.text}; others of the model remain")
                 actions.append(Drain(load.instance.instance_id, spared))
         if demand is not None and len(loads) == len(staying):
-            actions += _uncrowded(demand, loads, kept, autoscaler_input.now)
+            actions += _uncrowded(demand, loads, reserved, autoscaler_input.now)
     return actions
 
 
 def can_spare(load: InstanceLoad, loads: Sequence[InstanceLoad]) -> bool:
-    """Whether the others play both roles."""
+    """Whether the other instances play both roles."""
     return cover_both_roles(other.instance for other in loads if other is not load)
 
 
-def _uncrowded(demand: Demand, loads: Sequence[InstanceLoad], kept: Sequence[InstanceLoad], now: float) -> list[Drain]:
-    """The instance with least to do, where one less was enough for as long as a cold start is worth: dispatch spreads
-    requests over all, so that none is ever idle. Where roles are sized apart, one of each that can spare it.
+def _uncrowded(
+    demand: Demand, loads: Sequence[InstanceLoad], reserved: Sequence[InstanceLoad], now: float
+) -> list[Drain]:
+    """Drains the least busy instance if one fewer was enough for as long as a cold start is worth. Needed because
+    dispatch spreads requests over all instances, so that none is ever idle. If roles are sized apart, one per role.
     """
     if demand.num_cold:
-        return []  # what loads may be meant for them
+        return []  # the loads may be for these requests
     playing = Counter(role for load in loads for role in load.instance.target_roles)
     drains = []
     for sizing in sizings_of(demand, playing):
         if sizing.number > 1:
-            drains += _spare(demand, loads, sizing, kept, now)
+            drains += _spare(demand, loads, sizing, reserved, now)
     return drains
 
 
 def _spare(
-    demand: Demand, loads: Sequence[InstanceLoad], sizing: Sizing, kept: Sequence[InstanceLoad], now: float
+    demand: Demand, loads: Sequence[InstanceLoad], sizing: Sizing, reserved: Sequence[InstanceLoad], now: float
 ) -> list[Drain]:
-    """Drains an instance that plays no other roles than the sizing's, unless all that play them were needed."""
+    """Drains an instance that plays only the sizing's roles, unless all that play them were needed recently."""
     playing = [load for load in loads if load.instance.target_roles & sizing.roles]
     spare_s = now - max(sizing.work.crowded_at, *(load.instance.since for load in playing))
     if spare_s < demand.price_s:
         return []
     for load in sorted(playing, key=lambda load: (load.num_open, load.instance.instance_id)):
-        if load not in kept and load.instance.target_roles <= sizing.roles and can_spare(load, loads):
+        if load not in reserved and load.instance.target_roles <= sizing.roles and can_spare(load, loads):
             text = f"the others were enough for {format_duration(spare_s)} (limit {format_duration(demand.price_s)})"
             figures = {"idle_s": spare_s, "idle_timeout_s": demand.price_s}
             return [Drain(load.instance.instance_id, Reason("idle", text, figures))]

@@ -1,4 +1,5 @@
-"""The work of answers, where other instances decode than prefill: each role gets as many as its own work needs."""
+"""Demand for decode instances, if the roles are played by different instances and each role is sized by its own work.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ from torchrelay.scheduler.policy.autoscaling import price
 
 @dataclass(frozen=True)
 class DecodeDemand:
-    """Answers as a fluid: an instance holds ``num_held`` at once, and is done with each after ``answer_s``. That is
-    one second of its work for every ``num_held / answer_s`` answers.
+    """Answers as a fluid: an instance holds ``num_held`` answers at once and finishes each after ``answer_s``, so one
+    second of its work is worth ``num_held / answer_s`` answers.
     """
 
-    num_answers: int  # those open, and those of requests that wait
-    num_held: int  # whose tokens meet the target together, and whose KV the pool holds
-    num_most: int  # by the pool alone: more wait
-    answer_s: float  # from its placement, before its prompt is computed, to its last token, beside as many others
+    num_answers: int  # open answers and those of waiting requests
+    num_held: int  # answers per instance whose tokens meet the target and whose KV fits the pool
+    num_most: int  # answers per instance whose KV fits the pool; further answers wait
+    answer_s: float  # from placement, before the prompt is computed, to the last token, in a batch of ``num_held``
     arrivals_per_s: float
-    target_s: float  # for the first token: an answer that waits for a place is late after it
+    target_s: float  # for the first token; an answer that waits longer for a place is late
     price_s: float
     crowded_at: float = 0.0  # when all decode instances were last needed
 
@@ -29,16 +30,16 @@ class DecodeDemand:
 
     @property
     def load(self) -> float:
-        """Work that comes per second, in instances."""
+        """Work that arrives per second, in instances."""
         return self.arrivals_per_s * self.request_s
 
     def backlog_s(self, num_instances: int) -> float:
-        """Work beyond what the instances hold at once; negative: they hold more."""
+        """Work beyond what the instances hold at once; negative if they can hold more."""
         return (self.num_answers - num_instances * self.num_held) * self.request_s
 
     def num_saved(self, num_instances: int, load_s: float) -> float:
-        """Requests that one more instance, there in ``load_s``, keeps from being late while it is held; counted as in
-        ``price``. It begins with as many answers as it holds at once.
+        """Late requests that one more instance saves while it is held, which is loaded in ``load_s`` and begins with as
+        many answers as it holds at once; counted as in ``price``.
         """
         left_s = self.held_s(num_instances, load_s) - load_s
         if left_s <= 0:
@@ -52,13 +53,13 @@ class DecodeDemand:
         return price.held_s(num_instances, max(self.backlog_s(num_instances), 0.0), load_s, self.price_s)
 
     def least_saved(self, num_instances: int, load_s: float) -> float:
-        """The cost of one more instance, in late requests."""
+        """Cost of one more instance, in late requests."""
         return price.least_saved(load_s, self.held_s(num_instances, load_s), self.price_s)
 
 
 def most_in_time(num_most: int, tbt_target_s: float, base_s: float, per_answer_s: float) -> int:
-    """The largest batch whose tokens are ``tbt_target_s`` apart at most; ``num_most`` where not even one is: more
-    instances would not help then.
+    """The largest batch whose tokens are at most ``tbt_target_s`` apart; ``num_most`` if a single answer misses the
+    target, because more instances would not help then.
     """
     spare_s = tbt_target_s - base_s
     if spare_s < per_answer_s:

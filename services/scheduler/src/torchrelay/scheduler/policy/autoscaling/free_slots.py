@@ -1,5 +1,5 @@
-"""The slots that are free in one decision, as each model sees them: of those that differ by name alone, as many as it
-can take.
+"""The slots that are free in one decision, as candidates for each model. Among slots that differ only in name, a model
+gets as many candidates as it can use.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerI
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers, SlotKind
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
-from torchrelay.scheduler.policy.core import BOTH, Model, Role, Roles
+from torchrelay.scheduler.policy.core import BOTH, Model
 
 
 class FreeSlots:
@@ -19,7 +19,7 @@ class FreeSlots:
         self._taken: set[str] = set()
 
     def take(self, worker_id: str) -> None:
-        """It is not free any more."""
+        """Marks the worker's slot as no longer free."""
         self._taken.add(worker_id)
 
     def for_roles(
@@ -33,9 +33,9 @@ class FreeSlots:
     def of(
         self, model: Model, avoid: frozenset[str] = frozenset(), kv_bytes: int = 0, most: int | None = None
     ) -> list[FreeSlot]:
-        """Slots whose host has a store with free space for the pack; without decode if their pool is smaller than
-        ``kv_bytes``. ``most``: of the farthest tier only so many of each kind, the first by name, and what is avoided
-        before these.
+        """Slots whose host has a store with free space for the pack; without decode if their KV pool is smaller than
+        ``kv_bytes``. ``most``: limit per kind in the farthest tier, where the first by name are returned, and any
+        avoided workers before them.
         """
         near = self._near(model)
         slots = []
@@ -49,7 +49,7 @@ class FreeSlots:
         far = Tier.REMOTE if all(tier is Tier.DISK for tier in near.values()) else Tier.PEER
         has_space: dict[str, bool] = dict.fromkeys(near, False)  # by host
         for kind, worker_ids in self._free.kinds(model.num_devices):
-            roles, num_left = _roles_for(kind, kv_bytes), most
+            roles, num_left = kind.roles_for(kv_bytes), most
             if not roles or num_left == 0:
                 continue
             for worker_id in worker_ids:
@@ -68,7 +68,7 @@ class FreeSlots:
         return slots
 
     def _near(self, model: Model) -> Mapping[str, Tier]:
-        """Hosts that have the pack in RAM, or receive it; if there is none, those that have it on disk."""
+        """Hosts that have the pack in RAM or receive it; if there are none, hosts that have it on disk."""
         stores, pack_id = self._input.stores, model.pack_id
         in_ram = [store for store in self._input.holders(pack_id) if not store.copies[pack_id].error]
         on_disk = [] if in_ram else self._input.disk_holders(pack_id)
@@ -86,11 +86,7 @@ class FreeSlots:
         )
 
 
-def _roles_for(kind: SlotKind, kv_bytes: int) -> Roles:
-    return kind.playable_roles if kind.kv_pool_bytes >= kv_bytes else kind.playable_roles - {Role.DECODE}
-
-
 def _are_whole(kinds: list[SlotKind], kv_bytes: int) -> bool:
-    """Whether each plays both roles, and none is set apart for one beside others for the other: nobody makes pairs."""
+    """Whether every slot plays both roles, and not both roles are preferred somewhere: then no pairs are made."""
     preferred = {kind.preferred_role for kind in kinds}
-    return all(_roles_for(kind, kv_bytes) >= BOTH for kind in kinds) and not preferred >= BOTH
+    return all(kind.roles_for(kv_bytes) >= BOTH for kind in kinds) and not preferred >= BOTH

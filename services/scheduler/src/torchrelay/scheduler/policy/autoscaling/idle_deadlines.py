@@ -1,4 +1,4 @@
-"""When versions may have been unused for as long as they are kept: they are looked at then, not at their next turn."""
+"""Deadlines at which versions may have been unused for their idle timeout, so that they are evaluated right then."""
 
 from __future__ import annotations
 

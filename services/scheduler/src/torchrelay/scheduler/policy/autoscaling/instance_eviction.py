@@ -1,5 +1,5 @@
-"""Frees a slot for a model that waits without any: an idle model's slot, a busy model's second slot, or the slot of a
-busy model whose turn ends. A model whose queue is too long gets the slots of idle models only.
+"""Frees a slot for a waiting model without a slot: an idle model's slot, a busy model's second slot, or the slot of a
+busy model whose turn ends. A model that serves and needs to grow gets the slots of idle models only.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torchrelay.scheduler.policy.reasons import Figures, Reason
 def evict(
     demand: Demand, autoscaler_input: AutoscalerInput, claims: SlotClaims, config: PolicyConfig
 ) -> list[SetRoles | Drain]:
-    """Drains that free as few slots as the model needs beyond those that it can claim: one that plays all roles it
-    lacks, else one for each.
+    """Drains that free the slots that the model needs beyond those it can claim: one that plays all roles it lacks,
+    else one per role.
     """
     missing = claims.claim(demand, autoscaler_input.missing(demand, demand.most_kv_bytes))
     actions = _drains(demand, missing, autoscaler_input, claims, config) if missing else []
@@ -56,7 +56,7 @@ def _drains(
             _evict(load, waited, demand, exchanges[load.instance.instance_id], autoscaler_input, overdue_tenant)
             for load in victims
         ]
-    # The model that waited longer comes first: otherwise two waiting models would swap slots.
+    # The model that has waited longer comes first; otherwise two waiting models would swap slots.
     if demand.oldest_wait_s < config.share_after_s or not autoscaler_input.has_all_waiting:
         return []
     if shared := _share_slots(demand, missing, autoscaler_input, claims, config):
@@ -65,8 +65,8 @@ def _drains(
 
 
 def _overdue_tenant(demand: Demand, claims: SlotClaims, config: PolicyConfig) -> str:
-    """The tenant that may take a slot for the model, whatever the slot's model loses: the model has waited longer than
-    the limit and its target, and the tenant has taken no such slot for a turn. Empty: no tenant may.
+    """The tenant that may take a slot for the model, whatever the slot's model loses: if the model has waited longer
+    than the limit and its target, the first waiting tenant that has taken no such slot for a turn. Empty without one.
     """
     if demand.slot_wait_s < _overdue_s(demand, config):
         return ""
@@ -79,7 +79,7 @@ def _overdue_s(demand: Demand, config: PolicyConfig) -> float:
 
 @dataclass(frozen=True)
 class Gain:
-    """A model's gain by one more instance: ``num_saved`` late requests, while it is held for ``held_s``."""
+    """A model's gain by one more instance: ``num_saved`` late requests if the instance is held for ``held_s``."""
 
     num_saved: float
     held_s: float
@@ -87,7 +87,7 @@ class Gain:
 
     @property
     def is_due(self) -> bool:
-        """Whether the instance is due, whatever another model loses."""
+        """Whether the instance is due whatever another model loses, for a minimum."""
         return math.isinf(self.num_saved)
 
 
@@ -98,9 +98,9 @@ def evict_to_grow(
     autoscaler_input: AutoscalerInput,
     claims: SlotClaims,
 ) -> list[Drain]:
-    """Idle instances of other models that give their slots to a model whose queue is too long: those with fewer
-    requests to lose than it saves while it holds them, and that their models would not take back. ``gains``: by the
-    first of what is missing, by the next, and so on.
+    """Drains idle instances of other models for a model whose queue is too long: instances with fewer requests to lose
+    than the model saves while it holds the slot, and that their models would not reclaim. ``gains``: of the first
+    missing instance, of the second, and so on.
     """
     drains: list[Drain] = []
     for gain in gains:
@@ -117,22 +117,22 @@ def evict_to_grow(
         ]
         for load in _enough_of(idle, demand, rest, claims) if rest else []:
             exchange = _growth_exchange(load, demand, gain, autoscaler_input, claims)
-            if exchange is not None:  # still: the one before may have left its model this one alone
+            if exchange is not None:  # the drain before may have left this as its model's last instance
                 drains.append(_evict(load, f"and {{}} {gain.text}", demand, exchange, autoscaler_input))
                 claims.add(drains[-1:])
     return drains
 
 
 def _away_s(load: InstanceLoad, demand: Demand) -> float:
-    """How long a model is without its slot, at the least: until its answers have ended, the other has loaded, and it
-    itself again.
+    """Shortest time that a model is without its slot: until its answers have ended, the other model has loaded, and it
+    has loaded again itself.
     """
     return load.drain_s + demand.load_s.get(Tier.HOST, 0.0) + load.reload_s
 
 
 class _Exchange(NamedTuple):
-    """The exchange of a slot: late requests of its model without it, and requests that the other model serves with it;
-    see ``price``.
+    """The exchange of a slot: late requests of its present model without it, and requests that the other model serves
+    with it; see ``price``.
     """
 
     num_lost: float
@@ -144,15 +144,15 @@ class _Exchange(NamedTuple):
 
     @property
     def figures(self) -> Figures:
-        """The gain of a minimum is not counted."""
+        """Figures for the reason, without the infinite gain of a minimum."""
         return {"num_lost": self.num_lost} | ({} if math.isinf(self.num_gained) else {"num_gained": self.num_gained})
 
 
 def _exchange(
     load: InstanceLoad, demand: Demand, claims: SlotClaims, held_s: float = 0.0, *, is_spared: bool = False
 ) -> _Exchange:
-    """If the other holds the slot for ``held_s`` once it is there. Of what comes for its model, the others that stay
-    get their part, if they play both roles, or will (``is_spared``).
+    """The exchange if the other model holds the slot for ``held_s`` once it is loaded. The model's remaining instances
+    take their part of its requests, if they play both roles, or will do so (``is_spared``).
     """
     others = claims.others(load)
     number = 1 + len(others) if is_spared or cover_both_roles(other.instance for other in others) else 1
@@ -163,8 +163,9 @@ def _exchange(
 def _growth_exchange(
     load: InstanceLoad, demand: Demand, gain: Gain, autoscaler_input: AutoscalerInput, claims: SlotClaims
 ) -> _Exchange | None:
-    """None if it does not pay, or the slot's model would take it back: its only slot, if it is expected back while it
-    is away; or one that saves it more than half as much, counted as the gain is.
+    """The exchange for growth; None if it does not pay or the slot's model would reclaim the slot: because it is the
+    model's only slot and a request is expected meanwhile, or because the instance saves its model more than half of
+    the gain.
     """
     exchange = _exchange(load, demand, claims, gain.held_s)._replace(num_gained=gain.num_saved)
     if gain.is_due or not exchange.pays:
@@ -212,11 +213,11 @@ def _share_slots(
     claims: SlotClaims,
     config: PolicyConfig,
 ) -> list[SetRoles | Drain]:
-    """A model with several slots gives one up if the others cover its roles, or one of them can take both; or if it
-    cannot serve with what it has anyway. It keeps one that is worth more to it for a turn, and until the other has
-    waited for a turn.
+    """Drains one of the slots of a model with several, if the others cover its roles or one of them can take both, or
+    if the model cannot serve with them anyway. A slot that is worth more to its model stays for a turn, and until the
+    other model has waited for a turn.
 
-    The prefill instance goes first: its work ends soon, and decoding goes on undisturbed.
+    A prefill instance goes first: its work ends soon, and decoding is not disturbed.
     """
     model, held_since = demand.model, autoscaler_input.now - config.turn_s
     waited = f"{{}} has waited {format_duration(demand.oldest_wait_s)} for a slot, and this model can do without one"
@@ -227,7 +228,7 @@ def _share_slots(
         is_served = cover_both_roles(load.instance for load in loads)
         for victim in loads:
             instance = victim.instance
-            if instance.phase is not InstancePhase.READY or instance.instance_id in autoscaler_input.kept:
+            if instance.phase is not InstancePhase.READY or instance.instance_id in autoscaler_input.reserved:
                 continue
             if not claims.roles(demand, instance.worker_id, without=[victim]) >= missing:
                 continue
@@ -236,16 +237,11 @@ def _share_slots(
             if is_served and not is_over and not exchange.pays:
                 continue
             drain = _drain(victim, "share", waited, model, exchange.figures)
-            kept = _role_takeover(loads, victim, autoscaler_input, drain.reason)
-            if kept is not None:
-                cost = (
-                    bool(kept),
-                    instance.plays(Role.DECODE),
-                    exchange.num_lost,
-                    victim.num_open,
-                    instance.instance_id,
-                )
-                candidates.append((cost, [*kept, drain]))
+            changes = _role_takeover(loads, victim, autoscaler_input, drain.reason)
+            if changes is not None:
+                is_decode = instance.plays(Role.DECODE)
+                cost = (bool(changes), is_decode, exchange.num_lost, victim.num_open, instance.instance_id)
+                candidates.append((cost, [*changes, drain]))
     return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else []
 
 
@@ -257,10 +253,10 @@ def _end_turn(
     config: PolicyConfig,
     overdue_tenant: str,
 ) -> list[SetRoles | Drain]:
-    """More models are busy than there are slots: a model takes the slot whose model loses least, when it gains as much
-    itself or is overdue, once that slot was held for a turn; if it is overdue by a turn, of the slots that were. It
-    takes all slots of a pack on one host, if its weights are in the way. Requests of the drained model wait for its
-    next turn.
+    """Ends a turn when more models are busy than there are slots: drains the slot whose model loses least, if the
+    waiting model gains as much or is overdue, once that slot was held for a turn. A model that is overdue by a turn
+    chooses only among slots that were held for a turn. If the weights of a pack are in the way, all its slots on one
+    host are drained. Requests of the drained model wait for its next turn.
     """
     model, held_since = demand.model, autoscaler_input.now - config.turn_s
     may_wait = demand.slot_wait_s < _overdue_s(demand, config) + config.turn_s
@@ -268,7 +264,7 @@ def _end_turn(
         load.instance.instance_id: _exchange(load, demand, claims, config.turn_s)
         for load in autoscaler_input.loads
         if load.instance.version_id not in {model.version_id, *claims.versions}
-        and load.instance.instance_id not in autoscaler_input.kept
+        and load.instance.instance_id not in autoscaler_input.reserved
     }
 
     def may_end(load: InstanceLoad) -> bool:
@@ -300,7 +296,7 @@ def _end_turn(
                 victims = group
                 break
     if any(load.instance.phase is not InstancePhase.READY or load.instance.since > held_since for load in victims):
-        return []  # a more valuable slot is not taken meanwhile
+        return []  # waits for this slot's turn to end rather than take a more valuable slot
     waited = (
         f"{{}} has waited {format_duration(demand.oldest_wait_s)}, and no slot can be spared; this one was held for"
     )
@@ -336,7 +332,7 @@ def _drain(
     figures: Figures | None = None,
     overdue_tenant: str = "",
 ) -> Drain:
-    """``text`` names the waiting model as the victim's tenants may know it: they see why their own was drained."""
+    """The drain of ``victim``. ``text`` names the waiting model only if the victim's tenants may know it."""
     name = waiting.name if victim.tenants == {tenant_of(waiting.name)} else "a model of another tenant"
     reason = Reason(cause, text.format(name), figures or {})
     return Drain(victim.instance.instance_id, reason, overdue_tenant)
@@ -345,7 +341,7 @@ def _drain(
 def _role_takeover(
     loads: Sequence[InstanceLoad], victim: InstanceLoad, autoscaler_input: AutoscalerInput, reason: Reason
 ) -> list[SetRoles] | None:
-    """Role changes by which a model goes on without ``victim``; None if there are none."""
+    """Role changes with which a model serves without ``victim``; None if there are none."""
     rest = [load for load in loads if load is not victim]
     if cover_both_roles(load.instance for load in rest) or not cover_both_roles(load.instance for load in loads):
         return []

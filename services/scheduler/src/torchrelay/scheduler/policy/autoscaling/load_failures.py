@@ -12,13 +12,13 @@ class _FailureRecord:
     num_tries: int = 0
     counted_wake_at: float = -1.0
     not_before: float = 0.0
-    given_up_for: str = ""  # the last cause, if that was the last try
-    is_of_store: bool = False  # the last one: it says nothing of the model or the worker
+    given_up_for: str = ""  # cause of the last failure, if that was the last try
+    is_of_store: bool = False  # the last failure was the store's, not the model's or the worker's
 
 
 @dataclass
 class _AvoidedWorker:
-    """Loads failed there, of whatever models, and none has succeeded since."""
+    """A worker where loads of any model failed and none has succeeded since."""
 
     num_failures: int = 0
     until: float = 0.0
@@ -40,8 +40,8 @@ class LoadFailures:
     ) -> bool:
         """Records a failed load, decided at ``wake_at``; loads decided together count as one try.
 
-        True if that was the last try: waiting requests are refused. For later requests the tries start over, after the
-        longest back-off.
+        True if that was the last try, so that waiting requests are refused. For later requests the tries start over
+        after the longest back-off.
         """
         record = self._of.setdefault(version_id, _FailureRecord())
         record.is_of_store = is_of_store
@@ -63,17 +63,17 @@ class LoadFailures:
         return False
 
     def given_up_for(self, version_id: str, now: float) -> str:
-        """Why the version is not loaded for a while, after its last try; empty: it is."""
+        """Why the version is not loaded for a while after its last try; empty if it may be loaded."""
         record = self._of.get(version_id)
         return record.given_up_for if record is not None and now < record.not_before else ""
 
     def is_of_store(self, version_id: str) -> bool:
-        """Whether the last load failed because its store could not be reached, or refused it."""
+        """Whether the last load failed because its store could not be reached or refused it."""
         record = self._of.get(version_id)
         return record is not None and record.is_of_store
 
     def succeeded(self, version_id: str, worker_id: str) -> None:
-        """A load ended well."""
+        """Clears the failures of the version and the worker after a successful load."""
         self._of.pop(version_id, None)
         self._avoided.pop(worker_id, None)
 
@@ -91,7 +91,7 @@ class LoadFailures:
         return record.not_before if record else 0.0
 
     def avoid(self, now: float) -> frozenset[str]:
-        """Workers where loads failed, each longer the more did: used only if there is no other. A worker on which
-        nothing ever loads would be given a half of every model, while another model waits for the other half.
+        """Workers where loads failed, which are used only if there is no other; avoided longer after more failures.
+        Otherwise a worker on which no load ever succeeds would get half of each model's pair.
         """
         return frozenset(worker_id for worker_id, avoided in self._avoided.items() if avoided.until > now)

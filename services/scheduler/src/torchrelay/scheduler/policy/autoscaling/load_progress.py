@@ -1,4 +1,4 @@
-"""How long each load has made no progress, in bytes, layers or phases."""
+"""Time since each load last made progress, in bytes, layers or phases."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class LoadMark(NamedTuple):
-    """How far a load is; any change is progress."""
+    """Progress mark of a load; any change is progress."""
 
     accepted: bool
     num_phases: int
     num_layers_ready: int
-    num_chunks_verified: int | None  # None: the store does not say, which is no progress
+    num_chunks_verified: int | None  # None: not reported by the store, which is no progress
 
 
 @dataclass(frozen=True)

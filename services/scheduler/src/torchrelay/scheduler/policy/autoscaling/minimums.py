@@ -1,4 +1,4 @@
-"""How many instances of each model stay loaded though nobody asks for it: always, and at times."""
+"""Minimum instances: how many instances of each model stay loaded without demand, always or at scheduled times."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torchrelay.scheduler.policy.core import ROLES, Instance, Model, ScheduledMi
 
 @dataclass(frozen=True, slots=True)
 class Minimum:
-    """``number``: instances per role; ``scheduled``: by which it is, unless by the model's constant one."""
+    """``number``: instances per role; ``scheduled``: the entry that sets it, None if it is the model's constant one."""
 
     number: int
     scheduled: ScheduledMinimum | None = None
 
     @property
     def plain_text(self) -> str:
-        """For tenants who share the version: the schedule may be another's."""
+        """Text for tenants who share the version, without the schedule, which may be another tenant's."""
         return f"its minimum is {self.number} per role"
 
     def text(self, now: float) -> str:
@@ -31,22 +31,22 @@ class Minimum:
 
 
 class Minimums:
-    """Minimums by version. Identical uploads share instances, and the greatest minimum of any of them counts."""
+    """Minimums by version. Identical uploads share instances, and the greatest of their minimums counts."""
 
     def __init__(self) -> None:
         self._models: dict[str, list[Model]] = {}
         self._begun: set[ScheduledMinimum] = set()
-        self.in_force: dict[str, Minimum] = {}  # as last evaluated; those of none are absent
+        self.in_force: dict[str, Minimum] = {}  # as last evaluated; a minimum of 0 is absent
 
     def __contains__(self, version_id: str) -> bool:
-        """Whether the version has one, now or at another time."""
+        """Whether the version has a minimum, now or at another time."""
         return version_id in self._models
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._models)
 
     def set(self, models: Iterable[Model]) -> None:
-        """Replaces the models that have a minimum. Counts from the next evaluation on."""
+        """Replaces the models that have a minimum; takes effect with the next evaluation."""
         by_version = defaultdict[str, list[Model]](list)
         for model in models:
             by_version[model.version_id].append(model)
@@ -56,8 +56,8 @@ class Minimums:
         return self._models[version_id]
 
     def evaluate(self, now: float, lead_s: Callable[[Model], float]) -> dict[str, Minimum]:
-        """Finds what is ``in_force``; returns what has changed. ``lead_s``: how long before a time of its schedule
-        begins a model is loaded for it; what has begun so stays until its end.
+        """Updates ``in_force`` and returns what has changed. ``lead_s``: how long before the begin of a schedule entry
+        its model is loaded. An entry that has begun so stays in force until its end.
         """
         begun: set[ScheduledMinimum] = set()
         before, self.in_force = self.in_force, {}
@@ -75,7 +75,7 @@ class Minimums:
         return changed | {key: Minimum(0) for key in before if key not in self.in_force}
 
     def next_change(self, version_id: str, now: float) -> tuple[float, int] | None:
-        """When another number than the present one is due, and which; None: at no known time."""
+        """Time and number of the next different minimum; None if none is scheduled."""
         models = self._models[version_id]
         number = self.in_force.get(version_id, Minimum(0)).number
         for at in sorted({at for each in _scheduled(models) for at in (each.begin, each.end) if at > now}):
@@ -85,16 +85,18 @@ class Minimums:
         return None
 
 
-def kept_instances(minimums: Mapping[str, Minimum], of_version: Callable[[str], Iterable[Instance]]) -> frozenset[str]:
-    """Instances that stay though nobody uses them: of each role as many as the model's minimum, the oldest."""
-    kept: set[str] = set()
+def reserved_instances(
+    minimums: Mapping[str, Minimum], of_version: Callable[[str], Iterable[Instance]]
+) -> frozenset[str]:
+    """Instances that stay without demand: per role, the model's oldest instances up to its minimum."""
+    reserved: set[str] = set()
     for version_id, minimum in minimums.items():
         instances = [instance for instance in of_version(version_id) if instance.staying]
         instances.sort(key=lambda instance: (instance.created_at, instance.instance_id))
         for role in ROLES:
             playing = [instance.instance_id for instance in instances if role in instance.target_roles]
-            kept.update(playing[: minimum.number])
-    return frozenset(kept)
+            reserved.update(playing[: minimum.number])
+    return frozenset(reserved)
 
 
 def _scheduled(models: Iterable[Model]) -> list[ScheduledMinimum]:

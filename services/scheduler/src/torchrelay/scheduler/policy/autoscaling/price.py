@@ -1,7 +1,7 @@
-"""The price of all decisions about slots: requests that miss their objective, against seconds of a slot.
+"""The common price of all decisions about slots: late requests against seconds of a slot.
 
-A cold start is worth as much as ``price_s`` seconds of its slot: what the operator sets for one device, divided by
-the devices of the slot, or what is set for the model. All else follows from it. Fluid approximations: work is counted
+A cold start is worth ``price_s`` seconds of its slot: the operator's setting for one device, divided by the devices of
+the slot, or the model's own setting. All else follows from it. The formulas are fluid approximations, which count work
 in seconds of one instance.
 """
 
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _NUM_GAPS = 64
-_MIN_GAPS = 8  # fewer say little: the break-even time then
+_MIN_GAPS = 8  # with fewer, the break-even time is used
 _LEAST_IDLE_S = 1.0
 
 
 def lateness(num_instances: int, backlog_s: float, load: float, target_s: float, horizon_s: float) -> float:
-    """Work beyond what is computed within the target, times how long it is there (s^2), over ``horizon_s``.
+    """Integral over ``horizon_s`` of the work beyond what is computed within the target (s^2).
 
-    ``load``: work that comes per second. The queue changes by load - instances per second.
+    ``load``: work that arrives per second. The queue changes by load - instances per second.
     """
     begin = backlog_s - num_instances * target_s
     slope = load - num_instances
@@ -41,8 +41,8 @@ def num_saved(
     load_s: float,
     horizon_s: float,
 ) -> float:
-    """Requests that one more instance, there in ``load_s``, keeps from being late until ``horizon_s``; one that is late
-    by several targets counts as often. ``request_s``: mean work of one.
+    """Late requests until ``horizon_s`` that one more instance saves, which is loaded in ``load_s``; a request that is
+    late by several targets counts several times. ``request_s``: mean work per request.
     """
     left_s = horizon_s - load_s
     if left_s <= 0 or request_s <= 0:
@@ -53,33 +53,33 @@ def num_saved(
 
 
 def held_s(num_instances: int, backlog_s: float, load_s: float, price_s: float) -> float:
-    """For how long one more instance, there in ``load_s``, is looked ahead: until the queue of now is computed, and at
-    least as long as a cold start is worth.
+    """Time that one more instance, loaded in ``load_s``, is expected to be held: until the present queue is computed,
+    and at least as long as a cold start is worth.
     """
     return max(price_s, load_s + backlog_s / (num_instances + 1))
 
 
 def least_saved(load_s: float, held_s: float, price_s: float) -> float:
-    """An instance pays if it saves so many requests: it takes its slot for the load, and is held then."""
+    """Late requests that an instance must save to pay for its slot, during the load and while it is held."""
     return (load_s + held_s) / price_s
 
 
 def lateness_weight(wait_s: float, target_s: float) -> float:
-    """The weight of a late request: 1, and more by the logarithm of its wait. In proportion to it, a
-    queue that is late already would outweigh requests still in time.
+    """Weight of a late request: 1, plus a logarithm of its wait. With a weight in proportion to the wait, a queue that
+    is late already would outweigh requests that are still in time.
     """
     return 1.0 + math.log1p(wait_s / target_s)
 
 
 def num_lost(arrivals_per_s: float, away_s: float, target_s: float) -> float:
-    """Requests that a model without its slot for ``away_s`` has late, by ``lateness_weight``: a request that comes
-    meanwhile waits half of it on average. Requests that wait already are late in any case.
+    """Late requests of a model without its slot for ``away_s``, weighted by ``lateness_weight``: a request that arrives
+    meanwhile waits half of that on average. Requests that wait already are late in any case.
     """
     return arrivals_per_s * away_s * lateness_weight(away_s / 2, target_s)
 
 
 def load_cost(load_s: float, arrivals_per_s: float, target_s: float, price_s: float) -> float:
-    """The cost of a load, in seconds of its slot: it takes the slot, and requests that come until its end are late."""
+    """Cost of a load, in seconds of its slot: it takes the slot, and requests that arrive until its end are late."""
     late = num_lost(arrivals_per_s, load_s, target_s)
     if load_s > target_s:
         late += lateness_weight(load_s, target_s)  # the request that wakes it waits for all of it
@@ -87,13 +87,13 @@ def load_cost(load_s: float, arrivals_per_s: float, target_s: float, price_s: fl
 
 
 def num_gained(arrivals_per_s: float, num_waiting: float, held_s: float) -> float:
-    """Requests of a model that a slot serves in ``held_s``, once each: what waits is late, however long it waited."""
+    """Requests of a model that a slot serves in ``held_s``. A waiting request counts once, however long it waited."""
     return num_waiting + arrivals_per_s * held_s
 
 
 def least_keep_s(gaps_s: Sequence[float], break_even_s: float) -> float:
-    """The time to keep an idle slot that would have cost least in these gaps: a gap that is shorter costs itself, a
-    longer one the time kept and the break-even time. No longer than that (ski rental).
+    """The time to keep an idle slot that would have cost least in these gaps, at most the break-even time (ski rental).
+    A gap within that time costs its own length, a longer gap costs the time kept plus the break-even time.
     """
     ordered = sorted(gaps_s)
     best_s, least = break_even_s, sum(gap if gap <= break_even_s else 2 * break_even_s for gap in ordered)
@@ -110,8 +110,8 @@ def least_keep_s(gaps_s: Sequence[float], break_even_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class IdlePlan:
-    """The plan for the slot of an unused model, in seconds since the last use: it is kept until
-    ``keep_s``, loaded again at ``wake_s`` before anybody asks, and kept until ``until_s``.
+    """Plan for the slot of an unused model, in seconds since the last use: it is kept until ``keep_s``, loaded again at
+    ``wake_s`` before the next request, and kept until ``until_s``.
     """
 
     keep_s: float
@@ -119,7 +119,7 @@ class IdlePlan:
     until_s: float = math.inf
 
     def cost(self, gap_s: float, break_even_s: float) -> float:
-        """In seconds of a slot; a cold start is worth ``break_even_s``."""
+        """Cost of a gap in seconds of a slot; a cold start is worth ``break_even_s``."""
         if gap_s <= self.keep_s:
             return gap_s
         if gap_s < self.wake_s:
@@ -130,9 +130,9 @@ class IdlePlan:
 
 
 def least_plan(gaps_s: Sequence[float], break_even_s: float, load_s: float) -> IdlePlan:
-    """The plan that would have cost least in these gaps: kept as ``least_keep_s`` says, or for no time, and loaded
-    before the gaps that are longer, if enough of them are alike. It is given up for at least as long as a cold start is
-    worth, and held before it is used for no longer.
+    """The plan that would have cost least in these gaps: the slot is kept for ``least_keep_s``, or for no time, and
+    loaded before the end of longer gaps, if enough of them are alike. It is released for at least as long as a cold
+    start is worth, and held before its use for at most that time.
 
     After M. Shahrad et al., "Serverless in the Wild" (USENIX ATC 2020): a histogram of idle times gives the time to
     load before the next request, and how long to stay.
@@ -143,7 +143,7 @@ def least_plan(gaps_s: Sequence[float], break_even_s: float, load_s: float) -> I
 
 
 def _with_wake(gaps_s: Sequence[float], keep_s: float, break_even_s: float, load_s: float) -> IdlePlan:
-    """The best time to load again; none, if few gaps are longer than ``keep_s``."""
+    """The plan with the best time to load again; without one if few gaps are longer than ``keep_s``."""
     longer = sorted(gap_s for gap_s in gaps_s if gap_s > keep_s)
     best = IdlePlan(keep_s)
     if len(longer) < _MIN_GAPS:
@@ -166,7 +166,7 @@ def _with_wake(gaps_s: Sequence[float], keep_s: float, break_even_s: float, load
 
 @dataclass(slots=True)
 class IdleGaps:
-    """How long a model was unused before each of its last cold starts or returns, and what each cost."""
+    """Recent gaps between uses of a model, and what each cost under the plan at that time."""
 
     _gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_GAPS))
     _paid_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_GAPS))
@@ -179,15 +179,16 @@ class IdleGaps:
         self._paid_s.append(paid_s)
 
     def return_s(self, idle_s: float) -> float:
-        """Expected seconds until the next use of a model that has been unused for ``idle_s``: the mean of what is left
-        of the gaps that were longer, and of one that lasts as long again.
+        """Expected seconds until the next use of a model that has been unused for ``idle_s``: the mean time left of the
+        longer gaps, and of one more gap that lasts as long again.
         """
         left_s = [gap_s - idle_s for gap_s in self._gaps_s if gap_s > idle_s]
         return (max(idle_s, _LEAST_IDLE_S) + sum(left_s)) / (1 + len(left_s))
 
     def plan(self, break_even_s: float, load_s: float) -> IdlePlan:
-        """The plan for an idle slot. For the gaps remembered, never more was paid than twice what one who knows them
-        would have, and two cold starts: beyond twice, the break-even time is kept, and no gap costs more than that.
+        """The plan for an idle slot. Its cost over the remembered gaps is at most twice the cost of a clairvoyant plan,
+        plus two cold starts: above twice, the slot is kept for the break-even time, with which no gap costs more than
+        twice.
         """
         if len(self._gaps_s) < _MIN_GAPS:
             return IdlePlan(break_even_s)

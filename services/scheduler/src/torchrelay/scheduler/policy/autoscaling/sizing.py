@@ -1,4 +1,4 @@
-"""How many instances of each role a model is worth: each as long as it saves more late requests than it costs."""
+"""Number of instances per role: one more is wanted as long as it saves more late requests than it costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrelay.scheduler.policy.core import BOTH, ROLES, Role, Roles
 
 
 class Sizing(NamedTuple):
-    """``roles`` of which as many are wanted as this work needs; ``number``: that play all of them."""
+    """Roles that are sized together, by the work that needs them; ``number``: instances that play all of them now."""
 
     roles: Roles
     work: Demand | DecodeDemand
@@ -20,12 +20,12 @@ class Sizing(NamedTuple):
 
     @property
     def num_lost(self) -> float:
-        """Requests that would be late with one instance less. It has at least two."""
+        """Requests that would be late with one instance fewer; only for two or more instances."""
         return self.work.num_saved(self.number - 1, 0.0)
 
 
 def sizings_of(demand: Demand, playing: Counter[Role]) -> list[Sizing]:
-    """Prompts size both roles, or prefill alone where answers size decode."""
+    """The sizings of a model: prompts size both roles, or prefill alone if answers size decode."""
     if demand.decode is None:
         return [Sizing(BOTH, demand, min(playing[role] for role in ROLES))]
     return [
@@ -35,9 +35,9 @@ def sizings_of(demand: Demand, playing: Counter[Role]) -> list[Sizing]:
 
 
 def wanted_instances(demand: Demand, playing: Counter[Role], load_s: float, config: PolicyConfig) -> Counter[Role]:
-    """Instances of each role, beside those ``playing`` it: as many more, up to the model's maximum, as each save more
-    late requests than they cost; by prediction, or one more by what was late before. Where roles are sized apart, that
-    is attributed to decode if it has more answers than it holds.
+    """Wanted instances per role: those ``playing`` it, and more, up to the model's maximum, while each is predicted to
+    save more late requests than it costs. One more also if enough requests were late recently; if roles are sized
+    apart, these count for decode if it has more answers than its instances hold.
     """
     most = demand.model.max_instances or config.max_instances
     sizings = sizings_of(demand, playing)

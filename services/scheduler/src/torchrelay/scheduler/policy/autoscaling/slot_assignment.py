@@ -1,4 +1,5 @@
-"""Which free slots take a model: one that plays both roles, or a pair that is meant for it; the nearest copy first."""
+"""Assignment of free slots to a model: a slot that plays both roles, or a pair that is set apart; nearest copy first.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, is_held_by_any, tier_of
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.core import BOTH, ROLES, Model, Role, Roles, StoreStatus, WorkerStatus
 
 
 class FreeSlot(NamedTuple):
-    """A free slot, as seen by one model."""
+    """A free slot as a candidate for one model."""
 
     worker_id: str
     host_id: str
@@ -42,10 +43,11 @@ def free_slots(
     avoid: frozenset[str],
     kv_bytes: int = 0,
 ) -> list[FreeSlot]:
-    """The slots of ``workers`` (all free) whose host has a store with free space for the pack; ``stores``: by host.
-    With a pool of less than ``kv_bytes`` they do not decode.
+    """The slots of ``workers`` (all free) whose host has a store with space for the pack; ``stores``: by host. Slots
+    with a pool of less than ``kv_bytes`` do not decode.
     """
-    is_held = is_held_by_any(model.pack_id, stores.values())
+    copies = (store.copies.get(model.pack_id) for store in stores.values())
+    is_held = any(copy is not None and not copy.error for copy in copies)
 
     @cache
     def tier(host_id: str) -> Tier | None:
@@ -66,9 +68,10 @@ def free_slots(
 def assign(slots: Iterable[FreeSlot], num_prefill: int, num_decode: int) -> tuple[SlotAssignment, ...]:
     """Assigns slots to as many of the missing prefill and decode instances as possible.
 
-    If both are missing, one slot that plays both: half the devices of a pair, which is worth it only where the operator
-    has set slots apart, some that prefer prefill and some that prefer decode, and loads fail at neither. Where no slot
-    plays both, any pair, if possible of one host (one copy serves both). Half a pair is never loaded.
+    If both roles are missing, prefers one slot that plays both, which takes half the devices of a pair. A pair comes
+    first only if the operator has set slots apart, some that prefer prefill and some that prefer decode, and no load
+    failed at either. Without a slot that plays both, any pair, if possible on one host (one copy serves both). Half a
+    pair is never loaded.
     """
     left = sorted(slots, key=lambda slot: slot.cost)
     chosen: list[SlotAssignment] = []
@@ -113,7 +116,7 @@ def _pairs(slots: Sequence[FreeSlot]) -> Iterator[tuple[FreeSlot, FreeSlot]]:
 
 
 def _first_two_alike(slots: Iterable[FreeSlot]) -> list[FreeSlot]:
-    """No pair of others is better: they differ by name alone, or by host, and that does not count here."""
+    """The first two of each group of slots that differ only in name or host, which does not affect the best pair."""
     numbers: Counter[tuple[object, ...]] = Counter()
     chosen = []
     for slot in slots:

@@ -1,4 +1,4 @@
-"""Which versions are looked at now, though nothing has happened to them."""
+"""Turns for the periodic evaluation of versions without a change."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _ROUNDING: Final = 1e-6  # of a turn
 
 
 class VersionTurns:
-    """Each version's turn comes once in ``every_s``, a few at a time: a look at all that a large cluster has would hold
-    up its requests.
+    """Gives each version a turn every ``every_s``, a few at a time: evaluating all versions of a large cluster at once
+    would delay requests.
     """
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
-        self._last = ""  # whose turn was the last
+        self._last = ""  # version of the last turn
         self._at = -math.inf
-        self._owed = 0.0  # turns that earlier calls were too soon for
+        self._owed = 0.0  # fraction of a turn that is left over from earlier calls
 
     def due(self, version_ids: Iterable[str], now: float) -> list[str]:
-        """The versions whose turn has come since the last call, all at the first call. Where there are few, at least
-        one per ``TICK_S``.
+        """Versions whose turn has come since the last call; all at the first call. If there are few, at least one per
+        ``TICK_S``.
         """
         in_order = sorted(version_ids)
         per_s = max(len(in_order) / self._every_s, 1 / TICK_S)

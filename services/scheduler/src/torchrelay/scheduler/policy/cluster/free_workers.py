@@ -1,4 +1,4 @@
-"""Workers whose slot is free, by what it is and by host: a search for the best slot does not look at every one."""
+"""Workers with a free slot, by kind of slot and by host, so that a search for the best slot need not visit all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.core import Role, Roles, WorkerStatus
+from torchrelay.scheduler.policy.core import DECODES, Role, Roles, WorkerStatus
 
 
 class SlotKind(NamedTuple):
@@ -16,6 +16,14 @@ class SlotKind(NamedTuple):
     playable_roles: Roles
     preferred_role: Role | None
     kv_pool_bytes: int
+
+    @classmethod
+    def of(cls, worker: WorkerStatus) -> SlotKind:
+        return cls(worker.num_devices, worker.playable_roles, worker.preferred_role, worker.kv_pool_bytes)
+
+    def roles_for(self, kv_bytes: int) -> Roles:
+        """Roles that the slot can play for requests that need ``kv_bytes`` of KV each."""
+        return self.playable_roles if self.kv_pool_bytes >= kv_bytes else self.playable_roles - DECODES
 
 
 class FreeWorkers(Mapping[str, WorkerStatus]):
@@ -39,10 +47,10 @@ class FreeWorkers(Mapping[str, WorkerStatus]):
         before = self._by_id.get(worker.worker_id)
         self._by_id[worker.worker_id] = worker
         if before is not None:
-            if before.host_id == worker.host_id and _kind(before) == _kind(worker):
+            if before.host_id == worker.host_id and SlotKind.of(before) == SlotKind.of(worker):
                 return
             self._forget(before)
-        insort(self._of_kind.setdefault(_kind(worker), []), worker.worker_id)
+        insort(self._of_kind.setdefault(SlotKind.of(worker), []), worker.worker_id)
         self._on_host.setdefault(worker.host_id, {})[worker.worker_id] = None
 
     def discard(self, worker_id: str) -> None:
@@ -50,7 +58,7 @@ class FreeWorkers(Mapping[str, WorkerStatus]):
             self._forget(worker)
 
     def _forget(self, worker: WorkerStatus) -> None:
-        ids = self._of_kind[kind := _kind(worker)]
+        ids = self._of_kind[kind := SlotKind.of(worker)]
         del ids[bisect_left(ids, worker.worker_id)]
         if not ids:
             del self._of_kind[kind]
@@ -65,7 +73,3 @@ class FreeWorkers(Mapping[str, WorkerStatus]):
     def kinds(self, num_devices: int) -> list[tuple[SlotKind, Sequence[str]]]:
         """The kinds of this size, each with its workers in the order of their ids."""
         return [(kind, ids) for kind, ids in self._of_kind.items() if kind.num_devices == num_devices]
-
-
-def _kind(worker: WorkerStatus) -> SlotKind:
-    return SlotKind(worker.num_devices, worker.playable_roles, worker.preferred_role, worker.kv_pool_bytes)

@@ -1,4 +1,4 @@
-"""Instances, ordered by this scheduler or found in the reports of workers after a restart."""
+"""Instances, ordered by this scheduler or adopted from the reports of workers after a restart."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchrelay.scheduler.policy.reasons import Reason
 _RESTARTED = Reason("worker_restarted", "the worker was restarted")
 _SLOT_TAKEN = Reason("slot_taken", "another instance took the slot")
 _UNANSWERED = Reason("load_refused", "the worker did not answer, and did not begin to load")
-_CONFIRM_S = 0.5  # by then an accepted instance shows in a report, or its load has failed
+_CONFIRM_S = 0.5  # within this time an accepted instance appears in a report, or its load has failed
 
 
 class TransitionKind(enum.Enum):
-    """Kind of change that an instance went through."""
+    """Kind of an instance's transition."""
 
     ADOPTED = "adopted"  # found running; ordered by an earlier scheduler
     MOVED = "moved"  # entered another phase
@@ -29,9 +29,9 @@ class TransitionKind(enum.Enum):
 @dataclass(frozen=True)
 class InstanceTransition:
     kind: TransitionKind
-    instance: Instance  # now, or last before it was gone
+    instance: Instance  # its current record, or the last one if it is gone
     before: Instance | None = None
-    reason: Reason = field(default_factory=Reason)  # of a change that was not ordered here
+    reason: Reason = field(default_factory=Reason)  # for transitions that this scheduler did not order
 
     @property
     def gone(self) -> bool:
@@ -39,7 +39,7 @@ class InstanceTransition:
 
     @property
     def is_progress(self) -> bool:
-        """Whether only more layers are loaded: what the cluster can serve, and in which slots, is as before."""
+        """Whether only more layers are loaded, which does not change what the cluster can serve, nor in which slots."""
         before, after = self.before, self.instance
         if self.kind is not TransitionKind.MOVED or before is None:
             return False
@@ -58,7 +58,7 @@ class Instances:
         self._on_host: dict[str, dict[str, None]] = {}  # instance ids
         self._last_active: dict[str, float] = {}
         self._loading: dict[str, None] = {}
-        self._num_loading: dict[str, int] = {}  # by version, of those that have any
+        self._num_loading: dict[str, int] = {}  # by version, where there are any
         self._draining: dict[str, None] = {}
 
     def __iter__(self) -> Iterator[Instance]:
@@ -100,7 +100,7 @@ class Instances:
         return tuple(self._by_id[instance_id] for instance_id in self._on_host.get(host_id, ()))
 
     def last_active(self, instance_id: str) -> float:
-        """When an attempt was last placed there, or released."""
+        """Time of the last placement or release of an attempt on the instance."""
         return self._last_active[instance_id]
 
     def put(self, instance: Instance) -> None:
@@ -143,7 +143,7 @@ class Instances:
             del self._loading[instance.instance_id]
 
     def touch(self, instance_id: str, now: float) -> None:
-        """An attempt was placed or released."""
+        """Records that an attempt was placed or released."""
         if instance_id in self._by_id:
             self._last_active[instance_id] = now
 
@@ -162,13 +162,13 @@ class Instances:
             self.remove(known.instance_id)
             changes.append(change)
         if worker.slot.phase is not InstancePhase.FREE:
-            found = _adopted(worker, now)
-            self.put(found)
-            changes.append(InstanceTransition(TransitionKind.ADOPTED, found))
+            adopted = _adopted(worker, now)
+            self.put(adopted)
+            changes.append(InstanceTransition(TransitionKind.ADOPTED, adopted))
         return changes
 
     def leave(self, worker_id: str, kind: TransitionKind, reason: Reason) -> list[InstanceTransition]:
-        """The worker is gone, and its instance with it."""
+        """Removes the instance of a worker that is gone."""
         instance = self.on_worker(worker_id)
         if instance is None:
             return []
@@ -177,7 +177,7 @@ class Instances:
 
 
 def _transition(known: Instance, worker: WorkerStatus, now: float) -> InstanceTransition | None:
-    """Transition that the report implies for the instance known in this slot; None if it implies none."""
+    """The transition that the report implies for the instance in the worker's slot; None if it implies none."""
     slot = worker.slot
     if known.incarnation != worker.incarnation:
         return InstanceTransition(TransitionKind.LOST, known, known, _RESTARTED)
@@ -189,8 +189,8 @@ def _transition(known: Instance, worker: WorkerStatus, now: float) -> InstanceTr
         return InstanceTransition(TransitionKind.FAILED, known, known, _UNANSWERED)
     if slot.phase is not InstancePhase.FREE:
         return InstanceTransition(TransitionKind.LOST, known, known, _SLOT_TAKEN)
-    news = slot.error != known.error_before
-    if not known.confirmed and not news and now - known.accepted_at < _CONFIRM_S:
+    has_new_error = slot.error != known.error_before
+    if not known.confirmed and not has_new_error and now - known.accepted_at < _CONFIRM_S:
         return None  # a report from before the Load that arrived after its outcome
     if known.phase is InstancePhase.DRAINING:
         return InstanceTransition(TransitionKind.RELEASED, known, known)
@@ -203,7 +203,7 @@ def _transition(known: Instance, worker: WorkerStatus, now: float) -> InstanceTr
 
 def _updated(known: Instance, worker: WorkerStatus, now: float) -> Instance:
     slot = worker.slot
-    # A report sent before the worker got the drain does not undo it.
+    # A report that was sent before the worker received the drain does not undo it.
     phase = known.phase if known.phase is InstancePhase.DRAINING else slot.phase
     return replace(
         known,
@@ -219,7 +219,7 @@ def _updated(known: Instance, worker: WorkerStatus, now: float) -> Instance:
 
 def _adopted(worker: WorkerStatus, now: float) -> Instance:
     slot = worker.slot
-    found = Instance(
+    instance = Instance(
         instance_id=slot.instance_id,
         model=slot.model,
         version_id=slot.version_id,
@@ -233,4 +233,4 @@ def _adopted(worker: WorkerStatus, now: float) -> Instance:
         created_at=now,
         reason=Reason("adopted", "found running"),
     )
-    return _updated(found, worker, now)
+    return _updated(instance, worker, now)

@@ -1,11 +1,11 @@
-"""The cluster as its workers and stores report it.
+"""The workers and stores of the cluster, as they report themselves.
 
 Reports arrive in two ways: through the broker (load; within a tenth of a second of a change, else twice a second) and
-on a Watch stream to each peer (slots and copies, at once; beats between them). They may overtake each other, so while a
-worker's stream is open its slot is taken from the stream only, which keeps order.
+on a Watch stream to each peer (slots and copies, at once; heartbeats between them). They may overtake each other, so
+while a worker's stream is open its slot is taken from the stream only, which preserves order.
 
-A peer is present while it is heard by either road: a broker that is away costs nobody. A worker whose engine has work
-and does not advance is lost too, and stays away until the engine advances.
+A peer is present while reports arrive in either way, so an outage of the broker loses no peer. A worker whose engine
+has work and does not advance is lost too, and stays lost until the engine advances.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MAX_DISKS = 4096
 @dataclass(frozen=True)
 class LostWorker:
     worker: WorkerStatus
-    is_stalled: bool  # it speaks, but its engine does not advance
-    why: str  # to follow its name
+    is_stalled: bool  # it sends reports, but its engine does not advance
+    why: str  # a clause that follows the worker's name
 
 
 @dataclass(frozen=True)
 class LostPeers:
-    """Workers and stores that hang."""
+    """Workers and stores that are silent or stalled."""
 
     workers: tuple[LostWorker, ...]
     stores: tuple[StoreStatus, ...]
@@ -45,7 +45,7 @@ class Membership:
     def __init__(self, fence_s: float) -> None:
         self._fence_s = fence_s
         self.workers: dict[str, WorkerStatus] = {}
-        self.free_workers = FreeWorkers()  # of these, those that say that their slot is free
+        self.free_workers = FreeWorkers()  # workers that report a free slot
         self.stores: dict[str, StoreStatus] = {}
         self.stores_by_host: dict[str, StoreStatus] = {}
         self._holders = PackHolders()
@@ -56,12 +56,14 @@ class Membership:
         self._suspect_since: dict[str, float] = {}
         self._liveness: dict[str, Liveness] = {}  # by worker id
         self._store_liveness: dict[str, Liveness] = {}
-        self._look_at = 0.0  # nobody is lost before
-        self._stalled: Recent[str, EngineProgress] = Recent(_MAX_FENCED)  # incarnation -> where its engine stands
+        self._check_at = 0.0  # no peer can be lost before
+        self._stalled: Recent[str, EngineProgress] = Recent(_MAX_FENCED)  # incarnation -> progress when it was lost
         self.sizes = SlotSizes()
 
     def accept_worker(self, worker: WorkerStatus, streamed: bool) -> WorkerStatus | None:
-        """Stores a report. Returns the worker as it is now; None if the report is from a process known to be dead."""
+        """Stores a report. Returns the worker's updated status; None if the report is from a process known to be dead
+        or stalled.
+        """
         if self._is_fenced(worker.incarnation, worker.seen_at) or self._is_stalled(worker):
             return None
         old = self.workers.get(worker.worker_id)
@@ -79,7 +81,7 @@ class Membership:
         return worker
 
     def set_roles(self, worker_id: str, roles: Roles) -> None:
-        """The worker has told so itself: its slot has these roles before its stream says it."""
+        """Sets the roles of the worker's slot as its reply confirmed them, before its stream reports them."""
         if worker := self.workers.get(worker_id):
             self._put_worker(replace(worker, slot=replace(worker.slot, roles=roles)))
 
@@ -110,7 +112,7 @@ class Membership:
             self.free_workers.discard(worker.worker_id)
 
     def beat_worker(self, worker_id: str, incarnation: str, progress: EngineProgress, now: float) -> bool:
-        """A sign of life; it says nothing of the worker's load. Ignored if the worker is not present. True if it ends a
+        """Records a heartbeat, which contains no load. Ignored if the worker is not present. True if it ends a
         suspicion.
         """
         worker = self.workers.get(worker_id)
@@ -125,7 +127,7 @@ class Membership:
             self._store_liveness[store_id].record_message(now)
 
     def _is_stalled(self, worker: WorkerStatus) -> bool:
-        """Whether the worker was lost because its engine stalled, and the engine has not advanced since."""
+        """Whether the worker was lost because its engine stalled and the engine has not advanced since."""
         before, now = self._stalled.get(worker.incarnation), worker.progress
         return before is not None and now.has_work and now.num_advances == before.num_advances
 
@@ -133,16 +135,18 @@ class Membership:
         return self._fenced.get(incarnation, 0.0) > now
 
     def stream_closed(self, worker_id: str) -> None:
-        """From now on the worker's slot is taken from any report."""
+        """Accepts the worker's slot from any report from now on."""
         self._streaming.pop(worker_id, None)
 
     def suspect(self, worker_id: str, now: float) -> None:
-        """A gateway saw the worker fail: nothing is placed there until it speaks again."""
+        """Suspects a worker that a gateway saw fail: nothing is placed there until it reports again."""
         if worker_id in self.workers:
             self._suspect_since.setdefault(worker_id, now)
 
     def _end_suspicion(self, worker_id: str) -> bool:
-        """True if the worker speaks again, and its engine works: one that hangs may speak all the time."""
+        """Ends the suspicion if the engine has advanced since; a worker whose engine hangs may send reports all the
+        time.
+        """
         since = self._suspect_since.get(worker_id)
         if since is None or self._liveness[worker_id].advanced_at <= since + _SUSPICION_S:
             return False
@@ -157,7 +161,9 @@ class Membership:
         return worker_id in self._suspect_since
 
     def drop_worker(self, worker_id: str, now: float, gone: bool = True) -> WorkerStatus | None:
-        """The worker is lost. ``gone``: so is its process, and reports that it sent before are ignored for a while."""
+        """Removes a lost worker. ``gone``: its process has ended, and reports that it sent before are ignored for a
+        while.
+        """
         self.stream_closed(worker_id)
         self._suspect_since.pop(worker_id, None)
         self._liveness.pop(worker_id, None)
@@ -186,26 +192,28 @@ class Membership:
         self._fenced[incarnation] = now + self._fence_s
 
     def expire(self, now: float, stale_s: float, listening_since: float = 0.0) -> LostPeers:
-        """Removes and returns all peers that hang. A report brings them back, for a stalled worker one of an advance.
+        """Removes and returns all silent and stalled peers. A report brings a peer back; a stalled worker's report must
+        show that its engine advanced.
 
-        ``listening_since``: nobody listened before; silence counts from then.
+        ``listening_since``: silence counts only from then, because no reports could arrive before.
         """
-        if now < self._look_at:
+        if now < self._check_at:
             return LostPeers((), ())
         for liveness in (*self._liveness.values(), *self._store_liveness.values()):
             liveness.listening_since(listening_since)
         workers = tuple(filter(None, (self._lost(worker, now, stale_s) for worker in self.workers.values())))
-        stores = tuple(one for key, one in self.stores.items() if self._store_liveness[key].is_silent(now, stale_s))
+        liveness_of = self._store_liveness
+        stores = tuple(store for key, store in self.stores.items() if liveness_of[key].is_silent(now, stale_s))
         for lost in workers:
             if lost.is_stalled:
                 self._stalled[lost.worker.incarnation] = self._liveness[lost.worker.worker_id].progress
             self.drop_worker(lost.worker.worker_id, now, gone=False)
         for store in stores:
             self.drop_store(store.store_id, now, gone=False)
-        # Whoever is heard from now on is lost later than any that is known.
-        heard = (each.last_message_at for each in (*self._liveness.values(), *self._store_liveness.values()))
-        advanced = (each.advanced_at for each in self._liveness.values() if each.progress.has_work)
-        self._look_at = min((now, *heard, *advanced)) + stale_s
+        # A peer that reports after now cannot be lost before any peer that is known now.
+        reported = (liveness.last_message_at for liveness in (*self._liveness.values(), *liveness_of.values()))
+        advanced = (liveness.advanced_at for liveness in self._liveness.values() if liveness.progress.has_work)
+        self._check_at = min((now, *reported, *advanced)) + stale_s
         return LostPeers(workers, stores)
 
     def _lost(self, worker: WorkerStatus, now: float, stale_s: float) -> LostWorker | None:
@@ -218,7 +226,7 @@ class Membership:
         return self.stores_by_host.get(host_id)
 
     def why_no_load(self) -> str:
-        """Why no model can be loaded in any slot, full or free; empty: one can."""
+        """Why no model can be loaded in any slot, full or free; empty if models can be loaded."""
         if not self.workers:
             return "no worker answers"
         hosts = {store.host_id for store in self.stores.values()}
@@ -242,11 +250,11 @@ class Membership:
         return bool(self._disk_holders.any_of(pack_id))
 
     def holders(self, pack_id: str) -> list[StoreStatus]:
-        """Stores with a copy of the pack in RAM, whole or not, in the order in which they came."""
+        """Stores with a copy of the pack in RAM, whole or not, in order of arrival."""
         return [self.stores[store_id] for store_id in self._holders.of(pack_id)]
 
     def disk_holders(self, pack_id: str) -> list[StoreStatus]:
-        """Stores that have the pack on disk, in the order in which they came."""
+        """Stores that have the pack on disk, in order of arrival."""
         return [self.stores[store_id] for store_id in self._disk_holders.of(pack_id)]
 
     def whole_holders(self, pack_id: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Which stores have which pack, in RAM or on disk: by pack, so that nobody looks at all stores."""
+"""Index of the stores that have each pack, in RAM or on disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import count
 
 
 class PackHolders:
-    """Stores in the order in which they came."""
+    """Store ids by pack, in order of the stores' arrival."""
 
     def __init__(self) -> None:
         self._of: dict[str, set[str]] = {}
@@ -15,7 +15,7 @@ class PackHolders:
         self._next_number = count()
 
     def change(self, store_id: str, before: Set[str], now: Set[str]) -> None:
-        """The store had the packs ``before``, and has those of ``now``."""
+        """Updates the index for a store that had the packs ``before`` and has the packs ``now``."""
         if store_id not in self._numbers:
             self._numbers[store_id] = next(self._next_number)
         for pack_id in now - before:
@@ -27,12 +27,12 @@ class PackHolders:
                 del self._of[pack_id]
 
     def drop(self, store_id: str, before: Set[str]) -> None:
-        """The store is gone."""
+        """Removes a store that is gone."""
         self.change(store_id, before, frozenset())
         del self._numbers[store_id]
 
     def any_of(self, pack_id: str) -> Set[str]:
-        """In no order."""
+        """Stores that have the pack, in no order."""
         return self._of.get(pack_id, frozenset())
 
     def of(self, pack_id: str) -> list[str]:

@@ -13,8 +13,8 @@ _REMEMBERED_S = 600.0
 
 class SlotSize(NamedTuple):
     num_devices: int = 1
-    weights_bytes: int = 0  # its host's arena, where it computes in place; 0: no store answers there
-    kv_pool_bytes: int = 0  # 0: it does not decode
+    weights_bytes: int = 0  # the host's arena, where the worker computes in place; 0: no store on the host answers
+    kv_pool_bytes: int = 0  # 0: the slot does not decode
 
 
 class _Slot(NamedTuple):
@@ -24,17 +24,17 @@ class _Slot(NamedTuple):
 
 
 class SlotSizes:
-    """The sizes of all slots, counted; clusters have few of them."""
+    """Number of slots of each size; clusters have few sizes."""
 
     def __init__(self) -> None:
         self._slots: dict[str, _Slot] = {}  # by worker
         self._on_host = defaultdict[str, set[str]](set)
         self._arenas: dict[str, int] = {}  # by host
         self._present: Counter[SlotSize] = Counter()
-        self._gone: dict[SlotSize, float] = {}  # those of which there is none, and until when there was
+        self._gone: dict[SlotSize, float] = {}  # sizes without a slot -> when the last slot went
 
     def worker(self, worker: WorkerStatus) -> None:
-        """The worker is there, with this slot."""
+        """Records a present worker and its slot."""
         pool_bytes = worker.kv_pool_bytes if Role.DECODE in worker.playable_roles else 0
         slot = _Slot(worker.host_id, worker.num_devices, pool_bytes)
         if self._slots.get(worker.worker_id) != slot:
@@ -51,7 +51,7 @@ class SlotSizes:
                 del self._on_host[slot.host_id]
 
     def on_host(self, host_id: str) -> Collection[str]:
-        """The workers there."""
+        """Workers on the host."""
         return self._on_host.get(host_id, ())
 
     def store(self, store: StoreStatus) -> None:
@@ -89,17 +89,17 @@ class SlotSizes:
         return [size for size in self._present if size.num_devices == num_devices]
 
     def since(self, begin: float, num_devices: int) -> list[SlotSize]:
-        """All that were there at any time after ``begin``."""
+        """Sizes of slots that were present at any time after ``begin``."""
         gone = (size for size, until in self._gone.items() if until >= begin and size.num_devices == num_devices)
         return [*self.present(num_devices), *gone]
 
     def has_lost_any(self, begin: float) -> bool:
-        """Whether there were slots of a size after ``begin`` of which there is none now."""
+        """Whether any size had slots after ``begin`` and has none now."""
         return any(until >= begin for until in self._gone.values())
 
     @property
     def largest_weights_bytes(self) -> int:
-        """0: no slot is there."""
+        """The most weights that a present slot holds; 0 without a slot."""
         return max((size.weights_bytes for size in self._present), default=0)
 
 

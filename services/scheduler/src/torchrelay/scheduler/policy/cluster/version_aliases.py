@@ -1,6 +1,6 @@
-"""Which models share a version: tenants that upload identical files share one pack, and one instance.
+"""Models that share a version: tenants that upload identical files share a pack and its instances.
 
-A tenant must not learn about the others: what tenants see uses the name in their own request.
+A tenant must not learn about other tenants, so texts for tenants use the name in their own request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, Model
 
-_MAX_NAMES = 64  # of one version
+_MAX_NAMES = 64  # per version
 
 
 def tenant_of(model: str) -> str:
@@ -25,7 +25,7 @@ class _AliasUse:
     max_instances: int  # 0: the scheduler's default
     tbt_target_s: float
     at: float  # of the last admission or release
-    is_deleted: bool  # not in the catalog any more: named to nobody
+    is_deleted: bool  # no longer in the catalog, and not shown any more
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Aliases:
 
 
 class VersionAliases:
-    """The models that were requested, by version; the longest unused are evicted first."""
+    """The requested models by version; the longest unused versions are evicted first."""
 
     def __init__(self) -> None:
         self._versions: Recent[str, _Aliases] = Recent(MAX_VERSIONS)
@@ -53,10 +53,10 @@ class VersionAliases:
     def note(
         self, model: Model, idle_timeout_s: float, tbt_target_s: float, now: float, *, is_new_call: bool = True
     ) -> None:
-        """The model's name is in use for its version; ``idle_timeout_s``, ``tbt_target_s``: its own or default.
+        """Records a use of the model's name for its version; ``idle_timeout_s``, ``tbt_target_s``: its own or default.
 
-        ``is_new_call``: by a request that was not heard of before. Only that says of a deleted model that it exists
-        again: other requests may have come before its deletion.
+        ``is_new_call``: the request was not known before. Only such a request shows that a deleted model exists again:
+        others may have come before its deletion.
         """
         shared = self._versions.get(model.version_id) or _Aliases(model.pack_id)
         self._versions[model.version_id] = shared
@@ -65,33 +65,33 @@ class VersionAliases:
         shared.uses[model.name] = _AliasUse(idle_timeout_s, model.max_instances, tbt_target_s, now, is_deleted)
 
     def deleted(self, name: str) -> list[str]:
-        """The model is not in the catalog any more. Returns the versions that have no other name."""
-        found = [(version_id, shared) for version_id, shared in self._versions.items() if name in shared.uses]
-        for _, shared in found:
+        """Marks the model as deleted from the catalog. Returns the versions that have no other name."""
+        versions = [(version_id, shared) for version_id, shared in self._versions.items() if name in shared.uses]
+        for _, shared in versions:
             shared.uses[name].is_deleted = True
-        return [version_id for version_id, shared in found if not shared.names]
+        return [version_id for version_id, shared in versions if not shared.names]
 
     def is_deleted(self, version_id: str) -> bool:
-        """Whether all models of the version are."""
+        """Whether all models of the version are deleted."""
         shared = self._versions.get(version_id)
         return shared is not None and not shared.names
 
     def of(self, version_id: str) -> tuple[str, ...]:
-        """The models of a version; empty before the first request, and when all are deleted."""
+        """The models of a version; empty before the first request and when all are deleted."""
         shared = self._versions.get(version_id)
         return shared.names if shared else ()
 
     def used(self, version_id: str, name: str, now: float) -> None:
-        """A request that used this name has ended."""
+        """Records the end of a request that used this name."""
         shared = self._versions.get(version_id)
         if shared and name in shared.uses:
             shared.uses[name].at = now
 
     def idle_timeout_s(self, version_id: str, now: float) -> float | None:
-        """The longest among the models in use: each counts for its own timeout after its last request.
+        """The longest idle timeout of the models in use: a model is in use for its own timeout after its last request.
 
-        If none is in use, that of the last one requested; None before the first request. Deleted models count only
-        where all are.
+        If none is in use, the timeout of the last requested model; None before the first request. Deleted models count
+        only if all are deleted.
         """
         shared = self._versions.get(version_id)
         if shared is None:
@@ -99,21 +99,23 @@ class VersionAliases:
         return max(use.idle_timeout_s for use in _in_use(shared, now))
 
     def tbt_target_s(self, version_id: str, now: float) -> float | None:
-        """The shortest among the models in use; None before the first request."""
+        """The shortest target of the models in use; None before the first request."""
         shared = self._versions.get(version_id)
         if shared is None:
             return None
         return min(use.tbt_target_s for use in _in_use(shared, now))
 
     def max_instances(self, version_id: str, now: float, default: int) -> int:
-        """The most among the models in use: nobody's setting takes instances from another tenant. 0 for ``default``."""
+        """The greatest limit of the models in use, so that no tenant's setting reduces another tenant's instances; 0 if
+        it equals ``default``.
+        """
         shared = self._versions.get(version_id)
         most = max(use.max_instances or default for use in _in_use(shared, now)) if shared is not None else default
         return most if most != default else 0
 
 
 def _in_use(shared: _Aliases, now: float) -> list[_AliasUse]:
-    """At least the one that was called last."""
+    """Uses within their idle timeouts; the last use if there is none."""
     if len(shared.uses) == 1:
         return list(shared.uses.values())
     counted = [use for use in shared.uses.values() if not use.is_deleted] or list(shared.uses.values())

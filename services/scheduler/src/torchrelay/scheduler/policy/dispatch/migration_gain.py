@@ -1,8 +1,8 @@
-"""Which running answers go on elsewhere: those whose move gains more than it costs.
+"""Choice of the running answers to migrate: those whose move gains more than it costs.
 
-An answer that moves is prefilled again, with its output so far: it pauses for that time, and a device spends it. So an
-instance is emptied by moves only as far as that ends its drain sooner by more, and one whose tokens take too long is
-rid of an answer only if its tokens, and those of the answers that stay, come sooner by more.
+A migrated answer is prefilled again with its output so far, which costs a pause and device time. So answers leave a
+draining instance only if that ends the drain sooner by more than the cost, and leave an instance whose tokens take too
+long only if its tokens, and those of the answers that stay, come sooner by more than the cost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchrelay.scheduler.policy.core import AttemptKey
 
 @dataclass(frozen=True, slots=True)
 class RunningAnswer:
-    """An answer as its instance is expected to end it."""
+    """A running answer and the time that its instance is expected to need for the rest."""
 
     key: AttemptKey
     num_given: float  # tokens
@@ -29,7 +29,8 @@ class RunningAnswer:
 
 
 def num_tokens_left(num_given: float, num_expected: int, max_tokens: int) -> float:
-    """Tokens left of an answer. One longer than expected is expected to go on for as long again as it is longer."""
+    """Tokens left of an answer. An answer that exceeds the expected length is expected to exceed it by as much again.
+    """
     return max(min(abs(num_expected - num_given), max_tokens - num_given), 0.0)
 
 
@@ -42,18 +43,18 @@ def worth_draining(
 ) -> tuple[RunningAnswer, ...]:
     """Answers to move from a draining instance, the longest first: as many as gain most, above ``least_gain_s``.
 
-    gain = what is left of the drain - what is left of it without them - the sum of their costs
+    gain = time left of the drain - time left of it without these answers - the sum of their costs
 
-    ``cost_s`` is called for as few answers as possible; infinite: the answer cannot move. The drain takes
-    ``stays_s`` in any case. An answer that still runs after ``cut_off_s`` is cut off and prefilled again elsewhere: its
-    move costs nothing more now.
+    ``cost_s`` is called for as few answers as possible; infinite if the answer cannot move. The drain takes ``stays_s``
+    in any case. An answer that still runs after ``cut_off_s`` is cut off and prefilled again elsewhere anyway, so its
+    move is free.
     """
     ordered = sorted(answers, key=lambda answer: (-answer.left_s, answer.key))
     ends_s = [min(answer.left_s, cut_off_s) for answer in ordered]
     best_gain_s, num_best, costs_s = least_gain_s, 0, 0.0
     for number, answer in enumerate(ordered, 1):
         if ends_s[0] - costs_s <= best_gain_s:
-            break  # even if the drain were over
+            break  # no gain is left even if the drain ended at once
         own_s = cost_s(answer)
         costs_s += own_s if answer.left_s < cut_off_s or math.isinf(own_s) else 0.0
         left_s = ends_s[number] if number < len(ordered) else 0.0
@@ -66,9 +67,9 @@ def worth_draining(
 def lateness_gain_s(
     answer: RunningAnswer, others: Sequence[RunningAnswer], tbt_s: float, target_s: float, share_s: float
 ) -> float:
-    """How much less late the tokens of an instance are without ``answer``, which goes where the target is met.
+    """Reduction of the lateness of an instance's tokens if ``answer`` moves to an instance that meets the target.
 
-    gain = (TBT - target) x its tokens left + min(its share of a step, TBT - target) x those of ``others`` meanwhile
+    gain = (TBT - target) x its tokens left + min(its share of a step, TBT - target) x tokens of ``others`` meanwhile
     """
     late_s = max(tbt_s - target_s, 0.0)
     num_others_left = sum(min(other.num_left, answer.num_left) for other in others)

@@ -1,6 +1,6 @@
-"""Open attempts: what each has bound of its instances, prompts to compute and KV bytes to hold.
+"""Open attempts, and the work that they have bound to instances: prompts to compute and KV bytes to hold.
 
-A worker's own report of its queue and of free KV lags behind placements. Placements are checked against what is bound
+Workers' reports of their queues and free KV lag behind placements. Placements are checked against the work recorded
 here, so no instance has more KV reserved than its worker's pool holds, and none gets more prompts than it can begin.
 """
 
@@ -22,14 +22,14 @@ class OpenAttempt:
     placed_at: float
     kv_bytes: int
     is_computed: bool = False  # its first token has arrived, so the prefill instance has finished it
-    num_attended: int = 0  # positions that a step for it is expected to attend to, all choices together
-    is_recalled: bool = False  # its gateway was told to ask for it anew, if it has not begun
+    num_attended: int = 0  # expected positions that a decode step for it attends to, all choices together
+    is_recalled: bool = False  # its gateway was told to ask again if it has not begun
     computed_at: float = 0.0
-    asked_to_migrate_at: float | None = None  # when its gateway was told to ask for another attempt; None: or it has
+    asked_to_migrate_at: float | None = None  # when its gateway was asked to migrate it; None: not, or it has answered
 
     @property
     def instance_ids(self) -> tuple[str, ...]:
-        """Instances of the attempt: a single id where both ends are the same instance."""
+        """Instances of the attempt; a single id if the same instance prefills and decodes."""
         prefill_id, decode_id = self.placement.prefill.instance_id, self.placement.decode.instance_id
         return (prefill_id,) if prefill_id == decode_id else (prefill_id, decode_id)
 
@@ -42,19 +42,19 @@ class BoundWork:
     prefills: dict[AttemptKey, OpenAttempt] = field(default_factory=dict)  # not computed yet
     decodes: dict[AttemptKey, OpenAttempt] = field(default_factory=dict)
     kv_bytes: int = 0
-    num_choices: int = 0  # that decode: the most rows that a step has
-    num_attended: int = 0  # by such a step
+    num_choices: int = 0  # choices that decode, which is the largest batch of a step
+    num_attended: int = 0  # positions that such a step attends to
 
     @property
     def num_open(self) -> int:
-        """Attempts that the instance prefills or decodes."""
+        """Number of attempts that the instance prefills or decodes."""
         if not self.prefills:
             return len(self.decodes)
         return len(self.decodes) + sum(key not in self.decodes for key in self.prefills)
 
     @property
     def has_answers(self) -> bool:
-        """Whether it decodes answers that have their first token."""
+        """Whether the instance decodes answers that have their first token."""
         return len(self.decodes) > len(self.prefills)
 
     @property
@@ -69,7 +69,7 @@ class OpenAttempts:
     """Open attempts by key, and what they have bound by instance."""
 
     def __init__(self, on_change: Callable[[str], None] = lambda instance_id: None) -> None:
-        """``on_change`` is called with each instance to which something was bound, or which something left."""
+        """``on_change`` is called with each instance to which work was bound, or which work left."""
         self._on_change = on_change
         self._open: dict[AttemptKey, OpenAttempt] = {}
         self._bound: dict[str, BoundWork] = {}
@@ -89,7 +89,7 @@ class OpenAttempts:
 
     @property
     def bound(self) -> Mapping[str, BoundWork]:
-        """Bound work by instance, without instances that have none."""
+        """Bound work by instance, without instances that have no work."""
         return self._bound
 
     def open(self, attempt: OpenAttempt, now: float) -> None:
@@ -115,7 +115,7 @@ class OpenAttempts:
         return work
 
     def computed(self, key: AttemptKey, now: float) -> OpenAttempt | None:
-        """Records that the first token has arrived. Returns the attempt, the first time."""
+        """Records that the first token has arrived. Returns the attempt, if this is the first report of it."""
         attempt = self._open.get(key)
         if attempt is None or attempt.is_computed:
             return None
@@ -144,7 +144,7 @@ class OpenAttempts:
         return attempt
 
     def resumed(self, instance_id: str, now: float) -> None:
-        """The instance is loaded: it begins with what was bound to it meanwhile."""
+        """Records that the instance is loaded and begins with the prompts bound to it."""
         if work := self._bound.get(instance_id):
             work.queue.resume(now)
             self._on_change(instance_id)
@@ -158,7 +158,7 @@ class OpenAttempts:
                 del self._bound[instance_id]
 
     def attempts_at(self, instance_ids: Iterable[str]) -> tuple[OpenAttempt, ...]:
-        """Attempts that the instances still prefill or decode, each once."""
+        """Attempts that the instances prefill or decode, each once."""
         attempts: dict[AttemptKey, OpenAttempt] = {}
         for instance_id in instance_ids:
             work = self.at(instance_id)
@@ -166,7 +166,7 @@ class OpenAttempts:
         return tuple(attempts.values())
 
     def check_integrity(self, pools: Mapping[str, int]) -> None:
-        """Sums agree with the attempts; none of ``pools`` (KV bytes by instance) is exceeded."""
+        """Checks that sums agree with the attempts and that no pool (``pools``: KV bytes by instance) is exceeded."""
         kv_bytes: dict[str, int] = {}
         num_choices: dict[str, int] = {}
         for attempt in self._open.values():

@@ -1,12 +1,12 @@
-"""Placement: the prefill and the decode instance of one attempt, by predicted latency.
+"""Placement: chooses the prefill and the decode instance of an attempt by predicted latency.
 
-A prefill instance gets a prompt only while less than one full step of prompts is ahead of it there: what cannot begin
-yet waits at the scheduler, where it can still go elsewhere. Time to first token = load left + prompts ahead + own
-prompt without its cached part. The decode instance must have unreserved KV bytes up to the last token; its cost is what
-delays the second token: its own load left, the KV that arrives after the first token, and a step with this attempt in
-its batch. If such a step exceeds the TBT objective, each token to come costs the excess. The pair with the lowest sum
-wins; one worker that plays both roles saves the KV transfer, but prompts interrupt its decode steps: between prompts it
-gets the pauses that its answers need.
+A prompt is dispatched only to an instance with less than one full step of prefill queued; other prompts wait at the
+scheduler, where they can still go elsewhere. Time to first token = load left + prompts ahead + own prompt without its
+cached part. The decode instance must have unreserved KV bytes up to the last token. Its cost is the delay of the second
+token: its load left, the KV that arrives after the first token, and a step with this attempt in its batch. If such a
+step exceeds the TBT objective, each further token costs the excess. The pair with the lowest sum wins. An instance that
+plays both roles saves the KV transfer, but prompts interrupt its decode steps, so between prompts it gets the pauses
+that its answers need.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN, TokenTime
 from torchrelay.scheduler.policy.prediction import Prediction
 
 MAX_SCORED = 8  # candidates per role
-_MIN_WAIT_S = 0.001  # a late prompt is looked for again after this time
+_MIN_WAIT_S = 0.001  # an overdue prompt is checked again after this time
 _MAX_PENALIZED_TOKENS = 256  # few requests run to their maximum
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """An instance of the roster with what is bound of it, as one attempt sees it."""
+    """An instance of the roster with its bound work and its estimates for one attempt."""
 
     entry: RosterEntry
     work: BoundWork = NOTHING_BOUND
@@ -51,9 +51,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class NoPlacement:
-    """Why the attempt must wait. ``due``: when a prompt may be bound again, by prediction; infinite: time alone does
-    not help. ``is_own``: it is about this attempt; another one may fit. ``is_of_all``: no attempt can be placed before
-    ``due``, unless an instance changes or prompts leave it.
+    """Why the attempt must wait. ``due``: when a prompt may be bound again, by prediction; infinite if that needs a
+    change. ``is_own``: the reason is this attempt's size, and other attempts may fit. ``is_of_all``: no attempt can be
+    placed before ``due``, unless an instance changes or prompts leave it.
     """
 
     reason: str
@@ -62,8 +62,8 @@ class NoPlacement:
     is_of_all: bool = False
 
 
-# Plain tuples: each admission makes one for every candidate, and they are compared in the order of fields.
-# TTFT, instance, seconds of the prompt itself, of its steps alone if nothing is ahead.
+# Plain tuples, because each admission makes a tuple per candidate, and they are compared in the order of fields.
+# TTFT, instance, seconds of the prompt itself, seconds of its steps alone if nothing is ahead.
 _Prefill: TypeAlias = tuple[float, str, float, float, Candidate]
 # Cost of later tokens, instance, TBT, seconds of a step, load left.
 _Decode: TypeAlias = tuple[float, str, float, float, float, Candidate]
@@ -78,7 +78,8 @@ def place(
     now: float,
     num_answer_tokens: int | None = None,
 ) -> core.Placement | NoPlacement:
-    """The best pair of instances, or why there is none. ``num_answer_tokens``: expected per choice; None: the most."""
+    """The best pair of instances, or why there is none. ``num_answer_tokens``: expected per choice; None: the maximum.
+    """
     prefills = _prefills(admission, candidates, now)
     if isinstance(prefills, NoPlacement):
         return prefills
@@ -116,8 +117,8 @@ def place(
 
 
 def _pause_after_s(admission: core.Admission, candidate: Candidate, *, is_answered_there: bool) -> float:
-    """Without prompts that the answers there need after this one: those whose targets, among what can be met, are the
-    strictest. At most a full step, also after a prompt of many: no more than that passes before the next.
+    """The pause without prompts that the instance's answers need after this prompt, by the strictest target that can be
+    met. At most a full step, even after a prompt of many steps, because a pause can follow each step.
     """
     work, entry, latency = candidate.work, candidate.entry, candidate.entry.latency
     if not (entry.plays_decode and work.has_answers):
@@ -133,8 +134,8 @@ def _pause_after_s(admission: core.Admission, candidate: Candidate, *, is_answer
 
 
 def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: float) -> list[_Prefill] | NoPlacement:
-    """The best few for the prompt, by predicted time to its first token; none while it is sooner computed by an
-    instance that has a full step ahead of it yet, or decodes alone for a moment.
+    """The best few instances for the prompt, by predicted time to its first token. None while an instance that has a
+    full step of prompts ahead, or pauses for its answers, would still compute the prompt sooner.
     """
     num_contexts, num_tokens = admission.num_contexts, admission.num_context_tokens
     due = soonest_s = math.inf
@@ -146,13 +147,13 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
         work, num_cached, latency = candidate.work, candidate.num_cached_tokens, entry.latency
         paused_s = decode_s = 0.0
         if entry.plays_decode:
-            one_s = latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
+            context_s = latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
             if work.queue.owes_pauses and work.has_answers:
                 decode_s = latency.tbt_s(work.num_choices, work.num_attended)
                 paused_s = work.queue.paused_s(decode_s, now)
         else:
-            one_s = latency.prefill_s(num_tokens, num_cached)
-        steps_s, load_left_s = num_contexts * one_s, entry.load_left_s(now)
+            context_s = latency.prefill_s(num_tokens, num_cached)
+        steps_s, load_left_s = num_contexts * context_s, entry.load_left_s(now)
         queued_s, overdue_s = entry.queued_and_overdue_s(work.queue, now)
         if load_left_s or queued_s:
             prefill_s, alone_s = steps_s * candidate.correction, 0.0
@@ -183,7 +184,7 @@ def _decodes(
     config: PolicyConfig,
     now: float,
 ) -> list[_Decode] | NoPlacement:
-    """The best few with unreserved KV bytes for the whole answer, by how much they delay its later tokens."""
+    """The best few instances with unreserved KV bytes for the whole answer, by their delay of its later tokens."""
     kv_bytes, num_choices = admission.kv_bytes(model), admission.num_choices
     num_attended = admission.num_attended(num_answer_tokens)
     num_tokens = min(num_answer_tokens, _MAX_PENALIZED_TOKENS)
@@ -206,7 +207,7 @@ def _decodes(
         decodes.append((cost_s, entry.worker_ref.instance_id, tbt_s, step_s, entry.load_left_s(now), candidate))
     if decodes:
         if len(decodes) > MAX_SCORED:
-            decodes.sort(key=lambda decode: (decode[4] + decode[0], decode[1]))  # with what is left of their loads
+            decodes.sort(key=lambda decode: (decode[4] + decode[0], decode[1]))  # includes the load left
             del decodes[MAX_SCORED:]
         decodes.sort()
         return decodes
@@ -219,30 +220,29 @@ def _decodes(
 def _best_pair(
     prefills: Sequence[_Prefill], decodes: Sequence[_Decode], transfer_s: Callable[[str, str], float]
 ) -> tuple[_Prefill, _Decode]:
-    """The least time to the second token plus all later delays beyond the objective, by branch and bound: both lists
-    are sorted, and no transfer from a host takes less than the least of those that there may be. ``transfer_s``:
-    between two hosts.
+    """The pair with the least time to the second token plus all later delays beyond the objective, by branch and bound:
+    both lists are sorted, and the shortest transfer from a host bounds all its transfers. ``transfer_s``: between two
+    hosts.
     """
     if len(prefills) == len(decodes) == 1:
         return prefills[0], decodes[0]
     decode_hosts = {decode[-1].entry.host_id for decode in decodes}
     by_id = {decode[1]: decode for decode in decodes}
-    transfers_s: dict[
-        str, tuple[Mapping[str, float], float]
-    ] = {}  # by prefill host: to each decode host, and the least
+    # By prefill host: to each decode host, and the least.
+    transfers_s: dict[str, tuple[Mapping[str, float], float]] = {}
     least_s = math.inf
     best: tuple[float, int, str, str] = (least_s, 0, "", "")
     pair = prefills[0], decodes[0]
     for prefill in prefills:
         ttft_s, prefill_id, _, _, first = prefill
         if ttft_s + decodes[0][0] > least_s:
-            break  # and with every later prefill instance
+            break  # the same holds for every later prefill instance
         host_id = first.entry.host_id
         if (from_host := transfers_s.get(host_id)) is None:
             to_each_s = {decode_host: transfer_s(host_id, decode_host) for decode_host in decode_hosts}
             from_host = transfers_s[host_id] = to_each_s, min(to_each_s.values())
         arrivals_s, least_arrival_s = from_host
-        own = by_id.get(prefill_id)  # the only one without a transfer
+        own = by_id.get(prefill_id)  # the only decode instance without a transfer
         for decode in decodes if own is None else (own, *decodes):
             later_s, decode_id, _, _, load_left_s, second = decode
             cost_s = later_s + (load_left_s if load_left_s > ttft_s else ttft_s)

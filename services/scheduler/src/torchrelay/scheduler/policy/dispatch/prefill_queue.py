@@ -1,7 +1,7 @@
-"""Prompts bound to one instance and not computed yet: how much work is ahead of a new one.
+"""The prompts that are bound to an instance and not computed yet, and the work ahead of a new prompt.
 
-The instance computes them in about the order in which they were bound. Each is predicted when it is bound and leaves
-when its first token is reported, so an error never lasts longer than the prompt it was made for.
+The instance computes prompts in about the order in which they were bound. The time of each is predicted when it is
+bound, and it leaves when its first token is reported, so a prediction error lasts no longer than its prompt.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from torchrelay.scheduler.policy.core import AttemptKey
 class PrefillQueue:
     _bound: dict[AttemptKey, float] = field(default_factory=dict)  # predicted seconds
     _work_s: float = 0.0
-    _head_since: float = 0.0  # when the instance could begin with the first
-    _owed_s: float = 0.0  # of the pauses after its prompts, when the last one was bound or left
-    _left_at: float = 0.0  # when the last one left
+    _head_since: float = 0.0  # when the instance could begin with the first prompt
+    _owed_s: float = 0.0  # pauses owed to answers, as of the last time that a prompt was bound
+    _left_at: float = 0.0  # when the last prompt left
 
     def __len__(self) -> int:
         return len(self._bound)
 
     def bind(self, key: AttemptKey, prefill_s: float, now: float, pause_s: float = 0.0) -> None:
-        """``pause_s``: without prompts that the answers there need after it; it adds to what is owed to them yet."""
+        """Binds a prompt. ``pause_s``: the pause without prompts that the instance's answers need after it, which is
+        added to the pauses that they are still owed.
+        """
         self._owed_s = max(self._owed_s - self._passed_s(now), 0.0) + pause_s
         if not self._bound:
             self._head_since, self._work_s = now, 0.0
@@ -33,7 +35,7 @@ class PrefillQueue:
         self._work_s += prefill_s
 
     def leave(self, key: AttemptKey, now: float) -> None:
-        """The prompt is computed, or its attempt is over."""
+        """Removes a prompt that is computed or whose attempt is over."""
         if key not in self._bound:
             return
         if key == next(iter(self._bound)):
@@ -42,23 +44,24 @@ class PrefillQueue:
         self._left_at = now
 
     def answers_left(self) -> None:
-        """No answer is there any more: nothing is owed to those that come later."""
+        """Forgets the pauses owed, because the last answer has left; later answers are owed nothing."""
         self._owed_s = 0.0
 
     @property
     def owes_pauses(self) -> bool:
-        """Whether any prompt of late needed a pause after it."""
+        """Whether answers are still owed pauses after recent prompts."""
         return self._owed_s > 0.0
 
     def paused_s(self, decode_step_s: float, now: float) -> float:
-        """For how long no prompt should be bound yet, as the answers there decode alone; less than one such step may
-        stay owed to them. It passes while no prompt is bound, or those that are should be computed.
+        """Remaining time in which no prompt should be bound so that the instance's answers decode alone; less than one
+        decode step may stay owed. It passes only while no prompt is bound or all bound prompts are overdue.
         """
         pause_s = self._owed_s - decode_step_s
         return max(pause_s - self._passed_s(now), 0.0) if pause_s > 0.0 else 0.0
 
     def paused_until(self, decode_step_s: float) -> float:
-        """When that will be over, if all that is bound is computed as predicted; of none minus infinity."""
+        """When the pause will be over if all bound prompts are computed as predicted; minus infinity without a pause.
+        """
         pause_s = self._owed_s - decode_step_s
         return self._pause_begins_at() + pause_s if pause_s > 0.0 else -math.inf
 
@@ -66,11 +69,11 @@ class PrefillQueue:
         return self.end_at() if self._bound else self._left_at
 
     def _passed_s(self, now: float) -> float:
-        """Elapsed time of the pause that follows the prompts bound last."""
+        """Elapsed time of the pause that follows the bound prompts."""
         return max(now - self._pause_begins_at(), 0.0)
 
     def resume(self, now: float) -> None:
-        """The instance was still loading: its first prompt begins now."""
+        """Starts the first prompt now, when the instance has finished loading."""
         self._head_since = now
 
     def work_s(self) -> float:
@@ -78,19 +81,19 @@ class PrefillQueue:
         return max(self._work_s, 0.0) if self._bound else 0.0
 
     def end_at(self) -> float:
-        """When all that is bound is predicted to be computed; it is not empty."""
+        """When all bound prompts are predicted to be computed; the queue must not be empty."""
         return self._head_since + self._work_s
 
     def less_ahead_at(self, limit_s: float) -> float:
-        """When less than ``limit_s`` will be ahead, by the passing of time alone; infinite: not before a report."""
+        """When less than ``limit_s`` will be ahead without another report; infinite if that needs a report."""
         if self._work_s < limit_s or not self._bound:
             return 0.0
         needed_s = self._work_s - limit_s
         return self._head_since + needed_s if needed_s < next(iter(self._bound.values())) else math.inf
 
     def not_begun(self, now: float, *, is_loading: bool) -> Iterator[tuple[AttemptKey, float]]:
-        """The prompts behind the first, or all of an instance that loads, in their order, each with the predicted
-        seconds of those before it.
+        """The prompts behind the first, or all prompts of a loading instance, in order, each with the predicted seconds
+        of the prompts before it.
         """
         ahead_s, is_first = 0.0, not is_loading
         for key, prefill_s in self._bound.items():
@@ -101,15 +104,15 @@ class PrefillQueue:
                 ahead_s += prefill_s
 
     def ahead_s(self, now: float) -> float:
-        """Predicted time until all that is bound is computed; the first counts until it is reported."""
+        """Predicted time until all bound prompts are computed."""
         return self.ahead_and_overdue_s(now)[0]
 
     def overdue_s(self, now: float) -> float:
-        """How long ago the first should have been computed: it is expected to take as long again."""
+        """How long the first prompt is overdue; it is expected to take as long again."""
         return self.ahead_and_overdue_s(now)[1]
 
     def ahead_and_overdue_s(self, now: float) -> tuple[float, float]:
-        """``ahead_s`` and ``overdue_s``; a placement asks for both of each candidate."""
+        """``ahead_s`` and ``overdue_s`` in one call, for the candidates of a placement."""
         if not self._bound:
             return 0.0, 0.0
         first_s, since_s = next(iter(self._bound.values())), now - self._head_since

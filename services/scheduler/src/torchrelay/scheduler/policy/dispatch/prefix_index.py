@@ -1,7 +1,7 @@
-"""Which prompt prefixes an instance probably has in its cache: those recently placed there for prefill.
+"""Index of the prompt prefixes that instances probably have cached: those recently placed there for prefill.
 
-Workers report nothing for this: the scheduler sees the hashes of every prompt and knows where it was sent. Like the
-router of SGLang, it is right as long as the worker's cache has the assumed size and evicts in the same order.
+Workers do not report their caches: the scheduler sees the hashes of every prompt and knows where it sent it. As in the
+router of SGLang, the index is right as long as the worker's cache has the assumed size and evicts in the same order.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from itertools import islice
 class PrefixIndex:
     """Block hashes by instance. A hash stands for the prompt up to the end of its block.
 
-    They are the keys of a plain dict, from the least to the most recently noted: at thousands of blocks an
+    The hashes are keys of a plain dict, from the least to the most recently noted: with thousands of blocks, an
     ``OrderedDict`` takes about three times as long to grow.
     """
 
     def __init__(self) -> None:
-        self._of: dict[str, dict[bytes, None]] = {}  # of instances that there are
+        self._of: dict[str, dict[bytes, None]] = {}  # by present instance
 
     def note(self, instance_id: str, block_hashes: Sequence[bytes], max_blocks: int) -> None:
-        """Records a prompt that was placed there; the KV pool holds ``max_blocks`` blocks."""
+        """Records a prompt that was placed on the instance; its KV pool holds ``max_blocks`` blocks."""
         if not block_hashes:
             return
         known = self._of.setdefault(instance_id, {})
@@ -32,12 +32,12 @@ class PrefixIndex:
             del known[block_hash]
 
     def num_blocks(self, instance_id: str, block_hashes: Sequence[bytes]) -> int:
-        """Leading blocks of the prompt that the instance probably has."""
+        """Number of leading blocks of the prompt that the instance probably has cached."""
         known = self._of.get(instance_id)
         if not known or not block_hashes or block_hashes[0] not in known:
             return 0
         low, high = 1, len(block_hashes)
-        while low < high:  # what is before a known block was noted with it, as more recent
+        while low < high:  # all blocks before a known block were noted with it, as more recent
             middle = (low + high + 1) // 2
             if block_hashes[middle - 1] in known:
                 low = middle
@@ -46,5 +46,5 @@ class PrefixIndex:
         return low
 
     def forget(self, instance_id: str) -> None:
-        """The instance is gone."""
+        """Forgets an instance that is gone."""
         self._of.pop(instance_id, None)

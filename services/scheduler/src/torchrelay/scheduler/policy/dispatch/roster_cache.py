@@ -1,4 +1,4 @@
-"""The rosters of all versions, and which of them take no prompt now."""
+"""Cache of the rosters of all versions, with the versions that take no prompt now."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torchrelay.scheduler.policy.dispatch.shortlist import LEAST_ENTRIES, Shortl
 
 class RosterCache:
     """Rosters by version, built on first use and again after ``forget``; after ``forget_loads`` only the entries of
-    loading instances. Versions without instances are not cached. A version is blocked while a full step of
-    prompts is ahead on each of its instances: nothing is placed there.
+    loading instances. Versions without instances are not cached. A version is blocked while a full step of prompts is
+    ahead on each of its instances, so that nothing can be placed.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class RosterCache:
         build: Callable[[], Iterable[RosterEntry]],
         build_load: Callable[[RosterEntry], RosterEntry],
     ) -> tuple[RosterEntry, ...]:
-        """The version's roster. ``build_load``: the entry of an instance that loads, as it is now."""
+        """The version's roster. ``build_load``: makes the current entry of a loading instance."""
         roster = self._of.get(version_id)
         if roster is None:
             roster = tuple(build())
@@ -74,7 +74,7 @@ class RosterCache:
         return shortlist
 
     def work_changed(self, instance_id: str) -> None:
-        """Records that work was bound to the instance, or left it."""
+        """Records that work was bound to the instance or left it."""
         if (shortlist := self._listed.get(instance_id)) is not None:
             shortlist.change(instance_id)
 
@@ -88,17 +88,18 @@ class RosterCache:
                 del self._listed[entry.instance_id]
 
     def forget_loads(self, version_id: str) -> None:
-        """Rebuilds only the entries of loading instances on the next use: predictions of their loads changed."""
+        """Rebuilds only the entries of loading instances on the next use, because their predicted load times changed.
+        """
         if version_id in self._of:
             self._with_old_loads.add(version_id)
 
     def block(self, version_id: str, until: float) -> None:
-        """Blocks the version until then, unless its instances change or prompts leave them."""
+        """Blocks the version until ``until``, or until its instances change or prompts leave them."""
         self._blocked_until[version_id] = until
 
     @property
     def num_known(self) -> int:
-        """Versions of which anything is remembered."""
+        """Number of versions with any cached data."""
         known = (self._of, self._prefills, self._with_old_loads, self._blocked_until, self._shortlists)
         return len(set[str]().union(*known))
 

@@ -1,4 +1,4 @@
-"""The instances of a version that take requests, with what changes only when a report or a command arrives."""
+"""An instance that takes requests, with the properties that change only when a report or a command arrives."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
 
 @dataclass(frozen=True, slots=True)
 class RosterEntry:
-    """An instance that takes requests."""
+    """An instance that takes requests, with its properties for dispatch."""
 
     worker_ref: WorkerRef
     host_id: str
     plays_prefill: bool
     plays_decode: bool
     phase: InstancePhase
-    loaded_at: float  # predicted; of a loaded instance any past time
+    loaded_at: float  # predicted; any past time if it is loaded
     latency: LatencyModel
     kv_pool_bytes: int
-    full_step_s: float  # of a step full of prompts: more than that is not bound ahead
-    excess_until: float = 0.0  # until then its worker computes prompts that an earlier scheduler bound
+    full_step_s: float  # time of a step full of prompts; no more than that is bound ahead
+    excess_until: float = 0.0  # when its worker has computed the prompts that an earlier scheduler bound
 
     @property
     def instance_id(self) -> str:
@@ -33,13 +33,13 @@ class RosterEntry:
         return max(self.loaded_at - now, 0.0) if self.phase is InstancePhase.LOADING else 0.0
 
     def queued_s(self, queue: PrefillQueue, now: float) -> float:
-        """Prompts bound there and not computed, in seconds of work; an instance that loads has begun none."""
+        """Work of the bound prompts that are not computed; a loading instance has begun none."""
         bound_s = queue.work_s() if self.phase is InstancePhase.LOADING else queue.ahead_s(now)
         return bound_s + (self.excess_until - now) if self.excess_until > now else bound_s
 
     def queued_and_overdue_s(self, queue: PrefillQueue, now: float) -> tuple[float, float]:
-        """``queued_s``, and what these will take beyond that, as the first has: whatever an instance that computes
-        nothing says of itself, it gets nothing more where there is a choice.
+        """``queued_s``, and how long the first prompt is overdue, which is expected again of the rest: an instance that
+        computes nothing, whatever it reports, gets no more prompts if there is a choice.
         """
         if self.phase is InstancePhase.LOADING:
             return self.queued_s(queue, now), 0.0
@@ -47,12 +47,12 @@ class RosterEntry:
         return ahead_s + (self.excess_until - now) if self.excess_until > now else ahead_s, overdue_s
 
     def ahead_s(self, queue: PrefillQueue, now: float) -> float:
-        """The time that these will take."""
+        """Expected time until the bound prompts are computed."""
         queued_s, overdue_s = self.queued_and_overdue_s(queue, now)
         return queued_s + overdue_s
 
     def bindable_at(self, queue: PrefillQueue) -> float:
-        """When less than a full step will be ahead, by the passing of time alone."""
+        """When less than a full step will be ahead, without another report."""
         spare_s = self.full_step_s - queue.work_s()
         if self.phase is InstancePhase.LOADING and spare_s <= 0:
             return math.inf
@@ -61,7 +61,7 @@ class RosterEntry:
 
 
 def computes_alike(before: WorkerStatus, after: WorkerStatus) -> bool:
-    """Whether the entry of a worker's instance is as before its last report, unless it loads."""
+    """Whether both reports give the same roster entry, apart from the progress of a load."""
     return (
         (before.incarnation, before.grpc_address, before.device)
         == (after.incarnation, after.grpc_address, after.device)

@@ -1,4 +1,4 @@
-"""Which instances of a large roster a placement looks at: an order that work changes, and time does not."""
+"""Shortlist of a large roster for placements, in orders that change with bound work and not with time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torchrelay.scheduler.policy.core import InstancePhase
 from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork
 from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 
-LEAST_ENTRIES = 32  # a roster with fewer is looked at whole
-_NUM_LISTED = 16  # of each order
+LEAST_ENTRIES = 32  # smaller rosters have no shortlist
+_NUM_LISTED = 16  # entries of each order
 
 _Key = tuple[float, int, str]
 
 
 class Shortlist:
-    """The instances that can take a prompt soonest, those that decode least, and those that are loaded soonest.
-    ``work_of``: work bound to an instance.
+    """The instances that can take a prompt soonest, that decode least, and that are loaded soonest. ``work_of``: the
+    work bound to an instance.
     """
 
     def __init__(self, entries: Sequence[RosterEntry], work_of: Callable[[str], BoundWork]) -> None:
@@ -29,7 +29,7 @@ class Shortlist:
         self._prefills, self._decodes, self._loads = _Order(), _Order(), _Order()
 
     def change(self, instance_id: str) -> None:
-        """Records that work was bound to the instance, or left it."""
+        """Records that work was bound to the instance or left it."""
         self._changed.add(instance_id)
 
     def replace(self, entry: RosterEntry) -> None:
@@ -44,7 +44,7 @@ class Shortlist:
         return [self._entries[instance_id] for instance_id in instance_ids]
 
     def is_full(self, now: float) -> bool:
-        """Whether no instance can take a prompt if those of ``entries`` cannot."""
+        """Whether no instance can take a prompt if none of ``entries`` can."""
         self._sort()
         return len(self._loads) <= _NUM_LISTED and self._prefills.key_of_last(_NUM_LISTED) > now
 
@@ -59,7 +59,7 @@ class Shortlist:
             self._loads.put(instance_id, entry.loaded_at + work.queue.work_s(), work.num_choices)
             return
         if entry.plays_prefill:
-            # No later than the instance can take another prompt.
+            # A lower bound of the time when the instance can take another prompt.
             begin_at = work.queue.end_at() - entry.full_step_s if len(work.queue) else -math.inf
             if entry.plays_decode and work.has_answers:
                 decode_s = entry.latency.tbt_s(work.num_choices, work.num_attended)
@@ -70,7 +70,7 @@ class Shortlist:
 
 
 class _Order:
-    """Instances by a key of each; equal ones by a second key."""
+    """Instances in the order of two keys."""
 
     def __init__(self) -> None:
         self._keys: dict[str, _Key] = {}

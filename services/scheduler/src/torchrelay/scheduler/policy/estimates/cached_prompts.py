@@ -1,4 +1,4 @@
-"""How much of a model's prompts is left to compute: their beginnings are often cached where they go."""
+"""Share of a model's prompts that must be computed: the instances they are placed on often have prefixes cached."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.core import MAX_VERSIONS
 
-_WINDOW = 64  # prompts that weigh as much as all before
+_WINDOW = 64  # length of the moving averages, in prompts
 
 
 @dataclass(slots=True)
 class _Means:
-    """Tokens of a prompt, of late."""
+    """Recent mean numbers of a prompt's tokens."""
 
     number: int = 0
     num_tokens: float = 0.0
@@ -26,7 +26,7 @@ class CachedPrompts:
         self._means: Recent[str, _Means] = Recent(MAX_VERSIONS)
 
     def observe(self, version_id: str, num_tokens: int, num_cached: int) -> None:
-        """A prompt was bound to an instance that has so many of its tokens."""
+        """Learns from a prompt of which the instance that it was bound to has ``num_cached`` tokens."""
         self._means[version_id] = means = self._means.get(version_id) or _Means()
         means.number += 1
         weight = 1 / min(means.number, _WINDOW)
@@ -34,10 +34,10 @@ class CachedPrompts:
         means.num_cached += (num_cached - means.num_cached) * weight
 
     def uncached_share(self, version_id: str) -> float:
-        """The share of prompt tokens that is not cached where prompts go; 1 before any was bound."""
+        """Share of prompt tokens that are not cached where prompts are bound; 1 before any prompt was bound."""
         means = self._means.get(version_id)
         return 1.0 - means.num_cached / means.num_tokens if means is not None and means.num_tokens else 1.0
 
     def forget(self, version_id: str) -> None:
-        """Its last instance is gone, with all that was cached there."""
+        """Forgets a version whose last instance is gone, with its caches."""
         self._means.pop(version_id, None)

@@ -12,7 +12,7 @@ from torchrelay.common.recent import Recent
 _FIXED_S = 0.002  # offer, reservation and the last layer's KV
 _REMAINING_SHARE = 0.05  # of the KV, still to be sent when prefill ends
 _MAX_PAIRS = 32_768  # more than are in use at once: a large model has as many as its prefill times its decode hosts
-_MIN_S = 1e-4  # a difference of two durations: anything less only says that it was quick
+_MIN_S = 1e-4  # the measured time is a difference of two durations, which is meaningless below this
 _WINDOW = 32
 
 
@@ -23,14 +23,14 @@ class KvTransferTimes:
         self._fits: Recent[tuple[str, str], OnlineFit] = Recent(_MAX_PAIRS)
 
     def observe(self, prefill_host: str, decode_host: str, kv_bytes: int, measured_s: float) -> None:
-        """``measured_s``: from the end of prefill until the decode worker had the KV."""
+        """Learns from a transfer; ``measured_s``: from the end of prefill until the decode worker had the KV."""
         key = (prefill_host, decode_host)
         fit = self._fits.get(key) or OnlineFit((1.0, 1 / (16 << 20)), _WINDOW)
         self._fits[key] = fit
         fit.observe((1.0, kv_bytes), max(measured_s, _MIN_S))
 
     def predict_s(self, prefill_host: str, decode_host: str, kv_bytes: int, default_bytes_per_s: float) -> float:
-        """From the end of prefill on; by the default rate between hosts without a transfer yet."""
+        """Time from the end of prefill on; uses the default rate for a pair of hosts without a transfer yet."""
         fit = self._fits.get((prefill_host, decode_host))
         if fit is None:
             return _FIXED_S + _REMAINING_SHARE * kv_bytes / default_bytes_per_s

@@ -1,4 +1,4 @@
-"""Predicted times of prompts, decode steps and loads: from measurements, or from defaults until there are any."""
+"""Predicted times of prompts, decode steps and loads, from measurements or, before there are any, from defaults."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, Instance, InstancePhase, WorkerStatus
 
-_MIN_STEPS = 8  # a model learned from fewer gives way to what workers with the same device have learned
-_BATCH_FREE = 8  # where nothing is known: this many sequences decode in twice the time of none
-_MAX_DEVICES = 4  # kinds, per pack
+_MIN_STEPS = 8  # below this, a worker's model gives way to that of other workers with the same device
+_BATCH_FREE = 8  # default: this many sequences decode in twice the time of an empty step
+_MAX_DEVICES = 4  # kinds of devices per pack
 _UNKNOWN = LatencyModel()
 
 
@@ -22,23 +22,22 @@ class LatencyModels:
 
     def observe(self, worker: WorkerStatus) -> None:
         """Learns from a report."""
-        found = worker.latency
-        if found is None or not worker.slot.pack_id:
+        if worker.latency is None or not worker.slot.pack_id:
             return
         key = (worker.slot.pack_id, worker.device)
-        self._learned[key] = _merged(found, self._learned.get(key, _UNKNOWN))
+        self._learned[key] = _merged(worker.latency, self._learned.get(key, _UNKNOWN))
 
     def of(self, worker: WorkerStatus, pack_id: str, config: PolicyConfig) -> LatencyModel:
-        """How fast the worker is, or will be, with a pack; with defaults where nothing is known."""
+        """The worker's latency with a pack that it has or would have; uses defaults for unknown parts."""
         shared = self._learned.get((pack_id, worker.device), _UNKNOWN)
         own = worker.latency if worker.latency is not None and worker.slot.pack_id == pack_id else _UNKNOWN
-        found = _merged(own, shared)
-        is_whole = found.prefill.known and found.decode.known
-        return found if is_whole else _merged(found, _default_model(worker, config))
+        merged = _merged(own, shared)
+        is_whole = merged.prefill.known and merged.decode.known
+        return merged if is_whole else _merged(merged, _default_model(worker, config))
 
 
 def _merged(first: LatencyModel, second: LatencyModel) -> LatencyModel:
-    """Each part from the first, if that has seen enough steps or the second has seen fewer."""
+    """The parts of the first model that have seen enough steps or more than the second's, otherwise the second's."""
     return LatencyModel(
         prefill=_better(first.prefill, second.prefill),
         decode=_better(first.decode, second.decode),
@@ -51,7 +50,7 @@ def _better(first: StepCost, second: StepCost) -> StepCost:
 
 
 def _default_model(worker: WorkerStatus, config: PolicyConfig) -> LatencyModel:
-    """From the rates that the worker reports for whatever it computed last, or from the defaults."""
+    """A model from the rates that the worker reports for its last computations, or from the defaults."""
     decode_s = step_s(worker, config)
     return LatencyModel(
         prefill=StepCost(per_position_s=1 / prefill_tokens_per_s(worker, config)),
@@ -69,13 +68,13 @@ def step_s(worker: WorkerStatus, config: PolicyConfig) -> float:
 
 
 def load_s(pack_bytes: int, tier: Tier, config: PolicyConfig) -> float:
-    """From an empty slot to all layers ready."""
+    """Default load time, from an empty slot to all layers ready."""
     rate = config.map_bytes_per_s if tier is Tier.HOST else config.relay_bytes_per_s
     return config.slot_setup_s + pack_bytes / rate
 
 
 def load_left_s(instance: Instance, whole_load_s: float, now: float) -> float:
-    """Time until all layers are loaded; extrapolated from those that are, once there are any. A load that is overdue is
+    """Time until all layers are loaded, extrapolated from the loaded layers if there are any. An overdue load is
     expected to take as long again as it is overdue.
     """
     if instance.phase is not InstancePhase.LOADING:

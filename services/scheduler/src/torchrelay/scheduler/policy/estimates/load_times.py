@@ -1,4 +1,4 @@
-"""How long loads take: from where the weights come, as measured of late."""
+"""Load times by the tier that the weights come from, as measured recently."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Begun:
 
 
 class LoadTimes:
-    """Bytes per second by tier and number of devices; the parameters where none was measured."""
+    """Bytes per second by tier and number of devices; without a measurement, the rates of the configuration."""
 
     def __init__(self) -> None:
         self._begun: dict[str, _Begun] = {}  # by instance
@@ -32,7 +32,7 @@ class LoadTimes:
         self._begun[instance_id] = _Begun(tier, model.num_devices, model.pack_bytes)
 
     def end(self, instance_id: str, took_s: float | None = None) -> None:
-        """The load is over; ``took_s``: it succeeded."""
+        """Records the end of a load; ``took_s``: its duration if it succeeded."""
         begun = self._begun.pop(instance_id, None)
         if begun is None or not took_s:
             return
@@ -44,21 +44,21 @@ class LoadTimes:
     def by_tier(self, model: Model, config: PolicyConfig) -> Mapping[Tier, float]:
         """``predict_s`` from each tier."""
         key = model.pack_bytes, model.num_devices
-        found = self._by_tier.get(key)
-        if found is None:
-            found = self._by_tier[key] = {tier: self.predict_s(model, tier, config) for tier in Tier}
-        return found
+        by_tier = self._by_tier.get(key)
+        if by_tier is None:
+            by_tier = self._by_tier[key] = {tier: self.predict_s(model, tier, config) for tier in Tier}
+        return by_tier
 
     def predict_s(self, model: Model, tier: Tier, config: PolicyConfig) -> float:
-        """From an empty slot to all layers ready."""
+        """Predicted load time, from an empty slot to all layers ready."""
         if rate := self._rate(tier, model.num_devices):
             return model.pack_bytes / rate
         farther = [self._rate(each, model.num_devices) for each in Tier if each > tier]
         slowest = [load_s(model.pack_bytes, tier, config), *(model.pack_bytes / rate for rate in farther if rate)]
-        return min(slowest)  # from nearer it takes no longer
+        return min(slowest)  # a nearer tier takes no longer than a farther one
 
     def _rate(self, tier: Tier, num_devices: int) -> float:
-        """Measured rate, with the nearest number of devices that was measured; 0 if none was."""
+        """Measured rate for the nearest number of devices with a measurement; 0 without any."""
         measured = [number for of_tier, number in self._rates if of_tier is tier]
         if not measured:
             return 0.0

@@ -1,7 +1,7 @@
-"""How long a prompt takes that has nothing ahead of it, by instance: from its placement to its first token.
+"""Time from placement to first token of a prompt with nothing ahead of it, by instance.
 
-Its worker's steps are known from the worker's own model. What else it takes is learned here: the way to the worker and
-back, and what a first step after a pause takes more than one among others.
+The worker's own model predicts the prompt's steps. The rest is learned here: the way to the worker and back, and the
+extra time of a first step after a pause.
 
     time = fixed + factor * predicted steps
 """
@@ -13,10 +13,10 @@ from typing import NamedTuple
 from torchrelay.common.latency.online_fit import OnlineFit
 
 _SHAPE = (0.002, 1.0)  # seconds, and steps as predicted
-_MIN_PROMPTS = 16  # measured; before, steps count as predicted
-_NUM_LEARNED = 64  # the memory of a fit: when it is full, one of _EVERY prompts is learned from, as a lesson takes time
+_MIN_PROMPTS = 16  # with fewer measurements, the steps count as predicted
+_NUM_LEARNED = 64  # the memory of a fit; once full, only one of _EVERY prompts is learned from, to save time
 _EVERY = 8
-_LEAST = 0.5  # of its steps: prompts that are all alike say nothing of longer ones
+_LEAST = 0.5  # lower bound, relative to the steps: prompts of similar length say nothing about longer ones
 
 
 class PromptTime(NamedTuple):
@@ -26,7 +26,7 @@ class PromptTime(NamedTuple):
     factor: float = 1.0
 
     def alone_s(self, steps_s: float) -> float:
-        """With nothing ahead; ``steps_s``: as the latency model says."""
+        """Time of a prompt with nothing ahead; ``steps_s``: its steps as the latency model predicts them."""
         return max(self.fixed_s + self.factor * steps_s, _LEAST * steps_s)
 
 
@@ -43,7 +43,9 @@ class PromptTimes:
         return self._known.get(instance_id, UNKNOWN)
 
     def observe(self, instance_id: str, steps_s: float, measured_s: float) -> None:
-        """A prompt that had nothing ahead of it; ``measured_s``: without the correction of its instance."""
+        """Learns from a prompt that had nothing ahead of it; ``measured_s``: its time divided by the instance's
+        correction.
+        """
         if steps_s <= 0 or measured_s <= 0:
             return
         fit = self._fits.get(instance_id)
@@ -58,6 +60,6 @@ class PromptTimes:
             self._known[instance_id] = PromptTime(*fit.costs)
 
     def forget(self, instance_id: str) -> None:
-        """The instance is gone."""
+        """Forgets an instance that is gone."""
         for by_instance in (self._known, self._fits, self._num_skipped):
             by_instance.pop(instance_id, None)

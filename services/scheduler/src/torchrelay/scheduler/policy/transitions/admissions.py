@@ -13,28 +13,20 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import (
-    BOTH,
-    Admission,
-    AttemptKey,
-    LatencyTargets,
-    Model,
-    Placement,
-    ServiceClass,
-)
+from torchrelay.scheduler.policy.core import BOTH, Admission, AttemptKey, LatencyTargets, Model, Placement, ServiceClass
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import backlogs, dispatch
 
-_LEAST_AHEAD_S = 1e-3  # of a queue that is full
-_SWEEP_S = 10.0  # for so long after a reason to refuse requests that wait, they are looked at: ticks may be late
+_LEAST_AHEAD_S = 1e-3  # lower bound of the prompt time ahead in a full queue
+_SWEEP_S = 10.0  # waiting requests are checked for this long after a reason to refuse them: ticks may be late
 
 
 def admit(
     state: State, admission: Admission, model: Model, current: Placement | None, is_computed: bool, now: float
 ) -> bool:
-    """Accepts an admission. True if it waits now, for the first time or still."""
+    """Handles an admission. True if it waits in the queue now, newly or still."""
     key = admission.key
     state.gateways.confirm(admission.gateway_id, key)
     opened = state.attempts.get(key)
@@ -44,7 +36,7 @@ def admit(
     state.shared_versions.note(admission.version_id, admission.tenant, now)
     _suspect_failed_workers(state, admission, now)
     if opened is not None:
-        if is_computed:  # the message that told so may have been lost with its stream
+        if is_computed:  # the first-token message may have been lost with its stream
             dispatch.first_token(state, key, now, is_measured=False)
         if current is None:
             state.effects.answers.append(effects.Placed(admission.gateway_id, opened.placement))
@@ -53,10 +45,10 @@ def admit(
         state.queues.unpark(key)
         return True
     if current is not None:
-        # Placed by an earlier scheduler: it runs, and needs no answer.
+        # An earlier scheduler placed it: it runs and needs no answer.
         dispatch.open_attempt(state, admission, current, is_computed, now)
         return False
-    # Placed on a load that failed, it has had its tries; but a store may be back in a moment.
+    # A request that was placed on a failed load has had its tries, unless its store failed, which may be back shortly.
     has_had_tries = key.attempt > 1 and not admission.num_forced_tokens
     if (
         has_had_tries
@@ -65,7 +57,7 @@ def admit(
     ):
         return False
     admitted_at = state.recalled.pop(key.request_id, None)
-    if admitted_at is not None:  # it had a place, and leaves to no newcomer the one that it waits for now
+    if admitted_at is not None:  # recalled: it keeps its arrival time and is never displaced by a newer request
         state.queues.push(structs.replace(admission, admitted_at=admitted_at, was_recalled=True))
         return True
     displaced = state.queues.displaced_by(admission)
@@ -92,7 +84,7 @@ def _note_arrival(state: State, admission: Admission, now: float) -> None:
 
 
 def with_targets(admission: Admission, model: Model, config: PolicyConfig) -> Admission:
-    """With its model's targets, or else the scheduler's, unless it has its own."""
+    """The admission with its latency targets filled in: its own, else its model's, else the scheduler's."""
     service_class, of_model = admission.service_class, model.targets
     return structs.replace(
         admission,
@@ -122,7 +114,7 @@ def _refuse_as_full(state: State, admission: Admission, model: Model, now: float
 
 
 def _places_per_s(state: State, model: Model, now: float) -> float:
-    """Rate of freed places: measured if recent, otherwise predicted."""
+    """Rate at which places in the queue become free: measured if recent, otherwise predicted."""
     measured = state.queues.places_per_s(model.version_id, now)
     if measured is not None:
         return measured
@@ -132,15 +124,17 @@ def _places_per_s(state: State, model: Model, now: float) -> float:
 
 
 def park(state: State, keys: Iterable[AttemptKey]) -> None:
-    """Their gateway is away: those that wait keep their positions, and are not placed before it asks for them again."""
+    """Parks requests whose gateway is gone: they keep their positions in the queue, and are not placed before the
+    gateway asks for them again.
+    """
     for key in keys:
         state.queues.park(key)
 
 
 def _suspect_failed_workers(state: State, admission: Admission, now: float) -> None:
-    """Workers that failed the request are not used until they report again.
+    """Suspects the workers that failed the request, which are not used until they report again.
 
-    A gateway may know of a failure first: when a load fails, its attempts end and return within a millisecond.
+    A gateway may learn of a failure first: when a load fails, its attempts end and return within a millisecond.
     """
     for worker_id in admission.lost_workers:
         _suspect(state, worker_id, now)
@@ -156,7 +150,7 @@ def _suspect(state: State, worker_id: str, now: float) -> None:
 
 
 def withdraw(state: State, key: AttemptKey, now: float) -> None:
-    """The client left. If a placement crossed the withdrawal, its resources are released."""
+    """Removes a request whose client left. If a placement crossed the withdrawal, its resources are released."""
     admission = state.queues.remove(key, now)
     attempt = release(state, key, now)
     if admission is None and attempt is not None:
@@ -166,7 +160,7 @@ def withdraw(state: State, key: AttemptKey, now: float) -> None:
 
 
 def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
-    """The attempt is over, whether it waited or ran."""
+    """Closes an attempt that is over, whether it waited or ran."""
     state.gateways.forget(key)
     state.queues.remove(key, now)
     attempt = state.attempts.close(key, now)
@@ -182,7 +176,7 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
 
 
 def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome, now: float) -> None:
-    """Learns from the KV transfer time and the time between tokens; workers learn their step times themselves."""
+    """Learns the KV transfer time and the time between tokens; workers learn their step times themselves."""
     placement = attempt.placement
     if outcome.tbt_s is not None and not placement.cold and state.instances.get(placement.decode.instance_id):
         predicted = placement.predicted
@@ -200,7 +194,7 @@ def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome, now: f
 
 
 def observe_length(state: State, attempt: OpenAttempt, outcome: Outcome) -> None:
-    """Learns how long the answer was that has ended; one that failed before is known in part only."""
+    """Learns the length of a completed answer; of an answer that failed before, only a part is known."""
     admission = attempt.admission
     if outcome.num_output_tokens and (admission.migrates or not admission.num_forced_tokens):
         num_tokens = admission.num_forced_tokens + outcome.num_output_tokens / max(admission.num_choices, 1)
@@ -222,9 +216,10 @@ def refuse(
 
 
 def refuse_if_given_up(state: State, admission: Admission, now: float) -> bool:
-    """Refuses a request whose model is not loaded for a while, after its last try, unless instances serve it."""
+    """Refuses a request whose model will not be loaded for a while after its last try, unless instances serve it."""
     cause = state.load_failures.given_up_for(admission.version_id, now)
-    if not cause or cover_both_roles(one for one in state.instances.of_version(admission.version_id) if one.placeable):
+    instances = state.instances.of_version(admission.version_id)
+    if not cause or cover_both_roles(instance for instance in instances if instance.placeable):
         return False
     message = f"{admission.model} could not be loaded: {cause}"
     refuse(state, admission, effects.RefusalReason.LOAD_FAILED, message, now, state.config.load_backoff_max_s)
@@ -232,7 +227,8 @@ def refuse_if_given_up(state: State, admission: Admission, now: float) -> bool:
 
 
 def refuse_infeasible(state: State, now: float) -> None:
-    """Refuses the waiting requests that no slot can serve any more; those that none could are refused at once."""
+    """Refuses waiting requests that no slot can serve any more. Requests that no slot ever could are refused at once.
+    """
     config = state.config
     since_start_s, absent_s = now - state.started_at, max(config.unserved_s, config.unserved_resumed_s)
     is_settling = since_start_s < config.refusal_settle_s + _SWEEP_S
@@ -240,14 +236,14 @@ def refuse_infeasible(state: State, now: float) -> None:
         is_settling or state.membership.sizes.has_lost_any(now - absent_s - _SWEEP_S)
     ):
         return
-    largest_slot = cache(partial(_largest_slot, state, now))  # of thousands of requests: few sizes
+    largest_slot = cache(partial(_largest_slot, state, now))  # thousands of requests have few sizes
     for admission in list(state.queues):
         _refuse_if_infeasible(state, admission, largest_slot, now)
 
 
 def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None:
-    """Refuses a waiting request that no slot can serve, and none could for some time; shortly after a start, slots may
-    still appear. Where there is no slot of any size, it is for ``refuse_unserved`` to say why.
+    """Refuses a waiting request that no slot can serve and none could for some time. Never shortly after a start, when
+    slots may still appear, nor without any slot, for which ``refuse_unserved`` gives the reason.
     """
     if _knows_slots(state, now):
         _refuse_if_infeasible(state, admission, partial(_largest_slot, state, now), now)
@@ -258,7 +254,7 @@ def _knows_slots(state: State, now: float) -> bool:
 
 
 def _largest_slot(state: State, now: float, num_devices: int, absent_s: float) -> tuple[int, int]:
-    """The most bytes of weights and of KV that a slot holds, of those that there are or were ``absent_s`` ago."""
+    """The most bytes of weights and of KV that a slot holds, among present slots and those of ``absent_s`` ago."""
     slots = state.membership.sizes.since(now - absent_s, num_devices)
     return max((slot.weights_bytes for slot in slots), default=0), largest_pool(slots)
 
@@ -283,14 +279,14 @@ def _refuse_if_infeasible(
 
 
 def absence_limit_s(state: State, admission: Admission) -> float:
-    """How long a request waits for what is not there; one that has given tokens already waits longer."""
+    """How long a request waits for missing capacity; a request that has output tokens already waits longer."""
     return state.config.unserved_resumed_s if admission.num_forced_tokens else state.config.unserved_s
 
 
 def refuse_unserved(state: State, now: float) -> None:
-    """Refuses requests that need a load when, for some time now, no model can be loaded anywhere.
+    """Refuses requests that need a load if no model could be loaded anywhere for some time.
 
-    As long as one can, waiting is a matter of turns.
+    As long as any model can be loaded, requests only wait for their turn.
     """
     why = state.membership.why_no_load()
     if not why:
@@ -306,7 +302,7 @@ def refuse_unserved(state: State, now: float) -> None:
 
 
 def _has_served_roles(state: State, version_id: str) -> bool:
-    """Whether the workers of its instances can play both roles between them."""
+    """Whether the workers of the version's instances can together play both roles."""
     staying = (instance for instance in state.instances.of_version(version_id) if instance.staying)
     workers = (state.membership.workers.get(instance.worker_id) for instance in staying)
     return frozenset(role for worker in workers if worker for role in worker.playable_roles) >= BOTH

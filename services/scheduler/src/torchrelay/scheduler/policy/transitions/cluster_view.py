@@ -16,7 +16,7 @@ from torchrelay.scheduler.policy.transitions import demands
 
 
 def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None = None) -> AutoscalerInput:
-    """Autoscaler input for the whole cluster, or for these versions. Notes in the state what later decisions need."""
+    """Autoscaler input for the whole cluster or for these versions. Stores in the state what later decisions need."""
     membership, settled = state.membership, now - state.started_at >= state.config.settle_s
     if version_ids is None:
         staying = {instance.version_id for instance in state.instances if instance.staying}
@@ -27,21 +27,23 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
     models = [state.models[version_id] for version_id in version_ids if version_id in state.models]
     prices_s = {version_id: state.idle_timeout_s(version_id, now) for version_id in version_ids}
     settled_models = models if settled else ()
-    found = {one.version_id: demands.demand_of(state, one, prices_s[one.version_id], now) for one in settled_models}
-    for demand in found.values():
+    by_version = {
+        model.version_id: demands.demand_of(state, model, prices_s[model.version_id], now) for model in settled_models
+    }
+    for demand in by_version.values():
         demands.note_demand(state, demand, now)
 
     @cache
     def demand_of(version_id: str) -> Demand | None:
-        if version_id in found:
-            return found[version_id]
+        if version_id in by_version:
+            return by_version[version_id]
         model = state.models.get(version_id)
         return None if model is None else demands.demand_of(state, model, state.idle_timeout_s(version_id, now), now)
 
     loads = _InstanceLoads(state, now)
     return AutoscalerInput(
         now=now,
-        demands=tuple(found.values()),
+        demands=tuple(by_version.values()),
         instance_loads=Loads(loads.of_version, loads.of_all, loads.unused, state.instances.workers),
         workers=membership.workers,
         free_workers=membership.free_workers,
@@ -59,7 +61,7 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
 
 
 def expected_versions(state: State, now: float) -> list[str]:
-    """Versions whose next request is expected about now."""
+    """Versions whose next request is expected about now; deletes forecasts that have passed."""
     for version_id, (_, until) in list(state.forecasts.items()):
         if until < now:
             del state.forecasts[version_id]
@@ -67,31 +69,31 @@ def expected_versions(state: State, now: float) -> list[str]:
 
 
 class _InstanceLoads:
-    """The instances as one decision sees them; each version is looked at once."""
+    """The load of each instance during one decision; each version is computed once."""
 
     def __init__(self, state: State, now: float) -> None:
         self._state, self._now = state, now
-        self._found: dict[str, tuple[InstanceLoad, ...]] = {}
+        self._of_version: dict[str, tuple[InstanceLoad, ...]] = {}
         self._versions: dict[str, _Version] = {}
 
     def of_version(self, version_id: str) -> tuple[InstanceLoad, ...]:
-        found = self._found.get(version_id)
-        if found is None:
-            found = self._found[version_id] = tuple(map(self._load, self._state.instances.of_version(version_id)))
-        return found
+        loads = self._of_version.get(version_id)
+        if loads is None:
+            loads = self._of_version[version_id] = tuple(map(self._load, self._state.instances.of_version(version_id)))
+        return loads
 
     def of_all(self) -> tuple[InstanceLoad, ...]:
-        """In the order in which they came."""
+        """All instances, oldest first."""
         instances = self._state.instances
         by_id = {
             load.instance.instance_id: load for version_id in instances.versions for load in self.of_version(version_id)
         }
-        return tuple(by_id[one.instance_id] for one in instances)
+        return tuple(by_id[instance.instance_id] for instance in instances)
 
     def unused(self) -> tuple[InstanceLoad, ...]:
-        """Without open attempts."""
+        """Instances without open attempts."""
         bound = self._state.attempts.bound
-        return tuple(self._load(one) for one in self._state.instances if one.instance_id not in bound)
+        return tuple(self._load(instance) for instance in self._state.instances if instance.instance_id not in bound)
 
     def _load(self, instance: Instance) -> InstanceLoad:
         state, now = self._state, self._now
@@ -100,8 +102,8 @@ class _InstanceLoads:
             version = self._versions[instance.version_id] = _version(state, instance.version_id, now)
         instance_id, worker = instance.instance_id, state.membership.workers.get(instance.worker_id)
         work, last_active = state.attempts.at(instance_id), state.instances.last_active(instance_id)
-        # What a worker counts long after the last attempt is of requests that nobody has: they would keep its slot for
-        # ever.
+        # Requests that a worker still counts long after the last attempt belong to no gateway; counting them would hold
+        # the slot for ever.
         is_counted = worker is not None and now - last_active <= state.config.drain_s
         is_ready = instance.phase is InstancePhase.READY
         return InstanceLoad(
@@ -109,7 +111,7 @@ class _InstanceLoads:
             work.num_open,
             worker.num_running if worker is not None and is_counted else 0,
             last_active,
-            # From host memory, where its weights stay: no longer than it took to load, wherever they came from.
+            # A reload is from host memory, where the weights stay, so it takes no longer than the first load did.
             min(version.reload_s, instance.since - instance.created_at) if is_ready else 0.0,
             version.tenants or frozenset((tenant_of(instance.model),)),
             version.arrivals_per_s,
@@ -119,7 +121,7 @@ class _InstanceLoads:
 
 
 class _Version(NamedTuple):
-    """Values that the instances of a version have in common."""
+    """Values that all instances of a version share."""
 
     tenants: frozenset[str]
     reload_s: float
@@ -138,7 +140,7 @@ def _version(state: State, version_id: str, now: float) -> _Version:
 
 
 def _drain_s(state: State, instance: Instance, worker: WorkerStatus | None, work: BoundWork) -> float:
-    """Until the answers that run there have ended: the longest has twice the mean left, if that is known."""
+    """Time until the running answers of the instance end, assuming that the longest has twice the mean length left."""
     if not work.num_choices or worker is None:
         return 0.0
     tbt_s = state.latency_models.of(worker, instance.pack_id, state.config).tbt_s(work.num_choices, work.num_attended)

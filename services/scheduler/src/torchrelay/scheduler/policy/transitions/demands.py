@@ -1,4 +1,4 @@
-"""Current demand for a model version, as the autoscaler sees it."""
+"""The demand for a model version, which the autoscaler decides on."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torchrelay.scheduler.policy.transitions import backlogs, rosters
 
 
 def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
-    """``price_s``: what a cold start of the model is worth, in seconds of its slot."""
+    """The current demand for the model. ``price_s``: the worth of a cold start of the model, in seconds of its slot."""
     version_id = model.version_id
     instances = [instance for instance in state.instances.of_version(version_id) if instance.staying]
     loading = [instance.instance_id for instance in instances if instance.phase is InstancePhase.LOADING]
     cold = state.attempts.attempts_at(loading)
     waiting = waiting_of(state, model, now)
     history = state.arrivals.of(version_id)
-    rate, late_since = history.rate(now), max([now - price_s, *(one.since for one in instances)])
+    rate, late_since = history.rate(now), max([now - price_s, *(instance.since for instance in instances)])
     load_s = state.load_times.by_tier(model, state.config)
     idle_plan = history.idle_gaps.plan(price_s, load_s[Tier.PEER])
     backlog_s = backlogs.backlog_s(state, model, now, waiting.num_too_large_tokens)
@@ -60,14 +60,14 @@ def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
         crowded_at=history.crowded_at,
         decode=decode,
     )
-    playing = Counter(role for one in instances for role in one.target_roles)
+    playing = Counter(role for instance in instances for role in instance.target_roles)
     if decode is not None and playing[Role.DECODE] > 1 and decode.num_saved(playing[Role.DECODE] - 1, 0.0) >= 1:
         demand = replace(demand, decode=replace(decode, crowded_at=now))
     num_serving = playing[Role.PREFILL] if decode is not None else min(playing[role] for role in ROLES)
     if num_serving < 2:
         return demand
-    queues = (state.attempts.at(one.instance_id).queue for one in instances)
-    num_stuck = sum(queue.overdue_s(now) > state.config.recall_gain_s for queue in queues)  # these may compute nothing
+    queues = (state.attempts.at(instance.instance_id).queue for instance in instances)
+    num_stuck = sum(queue.overdue_s(now) > state.config.recall_gain_s for queue in queues)  # they may compute nothing
     num_able = num_serving - num_stuck
     if num_able < 2 or demand.num_saved(num_able - 1, 0.0) >= 1:
         return replace(demand, crowded_at=now)
@@ -75,7 +75,7 @@ def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
 
 
 def note_demand(state: State, demand: Demand, now: float) -> None:
-    """Note in the state what later decisions need of the demand."""
+    """Stores in the state what later decisions need of the demand."""
     version_id = demand.model.version_id
     if now < demand.forecast[1] < math.inf:
         state.forecasts[version_id] = demand.forecast
@@ -87,7 +87,9 @@ def note_demand(state: State, demand: Demand, now: float) -> None:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The requests of a model that slots can help: too large for each that is there, they wait for another worker."""
+    """The waiting requests of a model that a present slot can serve. Requests that are too large for all present slots
+    wait for another worker and are left out.
+    """
 
     number: int = 0
     oldest_s: float = 0.0
@@ -97,25 +99,29 @@ class Waiting:
 
 
 def waiting_of(state: State, model: Model, now: float) -> Waiting:
+    """The model's waiting requests that a present slot can serve."""
     version_id, sizes = model.version_id, state.membership.sizes
     if not state.queues.num_waiting(version_id):
         return Waiting()
     slots = sizes.since(now - state.config.unserved_resumed_s, model.num_devices)
     pools = {slot.kv_pool_bytes for slot in slots if slot.kv_pool_bytes}
-    if len(pools) <= 1:  # as usual: the slots that hold any request hold each
+    if len(pools) <= 1:  # the usual case: all slots that decode hold the same requests
         return Waiting(state.queues.num_waiting(version_id), state.queues.oldest_wait_s(version_id, now))
     largest = largest_pool(sizes.present(model.num_devices))
     waiting = state.queues.waiting(version_id)
-    fit = [one for one in waiting if one.kv_bytes(model) <= largest]
-    num_left_out = sum(one.num_prefill_tokens for one in waiting) - sum(one.num_prefill_tokens for one in fit)
-    if not fit:
+    needs = {admission.key: admission.kv_bytes(model) for admission in waiting}
+    fitting = [admission for admission in waiting if needs[admission.key] <= largest]
+    num_left_out = sum(admission.num_prefill_tokens for admission in waiting if needs[admission.key] > largest)
+    if not fitting:
         return Waiting(num_too_large_tokens=num_left_out)
-    needs = [one.kv_bytes(model) for one in fit]
-    return Waiting(len(fit), now - min(one.admitted_at for one in fit), max(needs), min(needs), num_left_out)
+    kv_bytes = [needs[admission.key] for admission in fitting]
+    oldest_s = now - min(admission.admitted_at for admission in fitting)
+    return Waiting(len(fitting), oldest_s, max(kv_bytes), min(kv_bytes), num_left_out)
 
 
 def _of_tenants(state: State, version_id: str, cold: Iterable[OpenAttempt]) -> dict[str, tuple[int, int]]:
-    """Requests of each tenant that wait, and that are placed on loading instances; empty for a single tenant."""
+    """Numbers of each tenant's requests that wait and that are placed on loading instances; empty for a single tenant.
+    """
     tenants = tenants_of(state, version_id)
     if not tenants:
         return {}
@@ -132,22 +138,24 @@ def tenants_of(state: State, version_id: str) -> list[str]:
 def _decode_demand(
     state: State, model: Model, instances: Sequence[Instance], num_waiting: int, price_s: float, now: float
 ) -> DecodeDemand | None:
-    """None: an instance plays both roles, or it is not known how long answers are and how much KV they take."""
+    """The demand for decode instances; None if an instance plays both roles, or if the length of answers or their KV is
+    unknown.
+    """
     num_tokens = state.answer_lengths.mean(model.version_id)
-    if not num_tokens or any(one.target_roles >= BOTH for one in instances):
+    if not num_tokens or any(instance.target_roles >= BOTH for instance in instances):
         return None
     entries, prefills = _decodes(state, model, now), rosters.prefills(state, model, now)
-    work = [state.attempts.at(entry.instance_id) for entry in entries]
-    if not (num_open := sum(one.num_choices for one in work)) or not prefills:
+    works = [state.attempts.at(entry.instance_id) for entry in entries]
+    if not (num_open := sum(work.num_choices for work in works)) or not prefills:
         return None
     first, history = entries[0], state.arrivals.of(model.version_id)
     correction, cost = state.token_times.of(first.instance_id, now).correction, first.latency.decode
     base_s = correction * cost.base_s
-    attended_s = cost.per_attended_s * sum(one.num_attended for one in work) / num_open
+    attended_s = cost.per_attended_s * sum(work.num_attended for work in works) / num_open
     per_answer_s = correction * (cost.per_position_s + attended_s)
     most_open = state.config.max_open_per_instance
     pool_bytes = sum(entry.kv_pool_bytes for entry in entries) / len(entries)
-    kv_bytes = sum(one.kv_bytes for one in work) / num_open
+    kv_bytes = sum(work.kv_bytes for work in works) / num_open
     num_most = max(min(int(pool_bytes / kv_bytes), most_open), 1) if kv_bytes else most_open
     num_held = most_in_time(num_most, state.tbt_target_s(model.version_id, now), base_s, per_answer_s)
     return DecodeDemand(
@@ -163,7 +171,7 @@ def _decode_demand(
 
 
 def _num_held_up(state: State, model: Model, decode: DecodeDemand, now: float) -> int:
-    """Requests that wait for a place to decode: more instances that prefill would not help them."""
+    """Number of requests that wait for a decode instance, which more prefill instances would not help."""
     return max(decode.num_answers - len(_decodes(state, model, now)) * decode.num_most, 0)
 
 

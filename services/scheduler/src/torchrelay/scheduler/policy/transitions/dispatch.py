@@ -1,4 +1,4 @@
-"""Requests that wait get their places. What is learned from an attempt when its prompt is computed."""
+"""Dispatch of waiting requests to instances, and what the estimates learn when an attempt's prompt is computed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from operator import itemgetter
 
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt
-from torchrelay.scheduler.policy.core import (
-    Admission,
-    AttemptKey,
-    Model,
-    Placement,
-    ServiceClass,
-)
+from torchrelay.scheduler.policy.core import Admission, AttemptKey, Model, Placement, ServiceClass
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import MAX_SCORED, Candidate, NoPlacement
 from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
@@ -25,8 +19,8 @@ from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN as UNKNOWN_
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import backlogs, rosters
 
-_MAX_TIMELY = 32  # requests that are looked at for whether all can be in time
-_MAX_INSTANCES = 16  # those that are free first: they stand for all of a version then
+_MAX_TIMELY = 32  # requests per choice of late requests
+_MAX_INSTANCES = 16  # per choice of late requests: the instances that are free first stand for all of the version
 
 
 def place_waiting(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
@@ -36,12 +30,13 @@ def place_waiting(state: State, now: float, version_ids: Iterable[str] | None = 
 
 
 def place_due(state: State, now: float) -> None:
-    """Places what waited for an instance to come near the end of its prompts."""
+    """Places requests of versions whose instances are now near the end of their prompts."""
     for version_id in state.due.passed(now):
         place_version(state, version_id, now)
 
 
 def place_version(state: State, version_id: str, now: float) -> None:
+    """Places waiting requests of the version until none can be placed now."""
     if state.roster_cache.is_blocked(version_id, now):
         return
     state.due.pop(version_id, None)
@@ -50,46 +45,46 @@ def place_version(state: State, version_id: str, now: float) -> None:
     if model is None or not state.queues.num_waiting(version_id):
         return
     entries = rosters.roster(state, model, now)
-    tenants: set[str] = set()  # whose requests were looked at
+    tenants: set[str] = set()  # whose late requests were chosen
     too_large: list[AttemptKey] = []
     while entries and (admission := state.queues.next(version_id, now)) is not None:
         if state.queues.num_waiting(version_id) > 1 and admission.tenant not in tenants:
             tenants.add(admission.tenant)
             _choose_late(state, admission, model, now)
-            continue  # it may not be next any more
-        found = _placement(state, admission, model, entries, now)
-        if isinstance(found, NoPlacement):
-            if found.is_own:
-                state.queues.park(admission.key)  # for every instance there is; others need not wait for it
+            continue  # the queue may have another next request now
+        placement = _placement(state, admission, model, entries, now)
+        if isinstance(placement, NoPlacement):
+            if placement.is_own:
+                state.queues.park(admission.key)  # too large for all instances; the others need not wait for it
                 too_large.append(admission.key)
                 continue
-            if not math.isinf(found.due):
-                state.due[version_id] = found.due
-            if found.is_of_all and not state.shared_versions.is_shared(version_id, now):
-                state.roster_cache.block(version_id, found.due)
+            if not math.isinf(placement.due):
+                state.due[version_id] = placement.due
+            if placement.is_of_all and not state.shared_versions.is_shared(version_id, now):
+                state.roster_cache.block(version_id, placement.due)
             break
-        is_late = now + found.predicted.ttft_s > admission.deadline
-        if is_late and _may_be_late(admission) and _fall_late(state, admission, found.predicted.prefill_s):
+        is_late = now + placement.predicted.ttft_s > admission.deadline
+        if is_late and _may_be_late(admission) and _fall_late(state, admission, placement.predicted.prefill_s):
             continue
         state.queues.take(admission.key, now)
-        bind(state, admission, found, now)
+        bind(state, admission, placement, now)
     for key in too_large:
         state.queues.unpark(key)
 
 
 def _may_be_late(admission: Admission) -> bool:
-    """Whether the request may yield its place: a request that has begun never does."""
+    """Whether the request may be marked as late; a request that was placed before never is."""
     return not admission.was_recalled and not admission.num_forced_tokens
 
 
 def _fall_late(state: State, admission: Admission, prompt_s: float) -> bool:
-    """False if it was late already."""
+    """Marks the request as late; False if it was late already."""
     return state.queues.fall_late(admission.key, state.strategies.late_rank(admission, prompt_s))
 
 
 def _choose_late(state: State, admission: Admission, model: Model, now: float) -> None:
-    """Mark requests of this request's tenant as late: those that any placement would miss, and those that would make
-    more others late. ``admission`` is next. Batch work is left out: its deadline is far.
+    """Marks requests of the tenant of ``admission``, the next request, as late: requests that miss their deadlines with
+    any placement, and requests that would make several others late. Skipped for batch work, whose deadline is far.
     """
     entries = rosters.prefills(state, model, now)
     if admission.service_class is ServiceClass.BATCH or not entries:
@@ -111,13 +106,13 @@ def _choose_late(state: State, admission: Admission, model: Model, now: float) -
 def _placement(
     state: State, admission: Admission, model: Model, entries: Sequence[RosterEntry], now: float
 ) -> Placement | NoPlacement:
-    """Place the request. In a large roster only the likeliest entries are tried, unless none of them will do."""
+    """Places the request. In a large roster, tries the likeliest entries first, and all of them only if that fails."""
 
-    def placed(among: Sequence[RosterEntry]) -> Placement | NoPlacement:
+    def placed(tried: Sequence[RosterEntry]) -> Placement | NoPlacement:
         return state.strategies.place(
             admission,
             model,
-            _candidates(state, admission, model, among, now),
+            _candidates(state, admission, model, tried, now),
             state.kv_transfer_times,
             state.config,
             now,
@@ -129,37 +124,37 @@ def _placement(
         likely = shortlist.entries()
         if admission.block_hashes:
             likely += _prefix_affine(state, admission, entries, {entry.instance_id for entry in likely})
-        found = placed(likely)
-        if not isinstance(found, NoPlacement) or (found.is_of_all and shortlist.is_full(now)):
-            return found
+        placement = placed(likely)
+        if not isinstance(placement, NoPlacement) or (placement.is_of_all and shortlist.is_full(now)):
+            return placement
     return placed(entries)
 
 
 def _prefix_affine(
     state: State, admission: Admission, entries: Sequence[RosterEntry], known: Container[str]
 ) -> list[RosterEntry]:
-    """Instances outside `known` with the longest cached prefix of the prompt."""
+    """Instances outside ``known`` with the longest cached prefix of the prompt."""
     hashes, index = admission.block_hashes, state.prefix_index
-    having = [
+    by_blocks = [
         (index.num_blocks(entry.instance_id, hashes), entry) for entry in entries if entry.instance_id not in known
     ]
-    return [entry for num_blocks, entry in nlargest(MAX_SCORED, having, key=itemgetter(0)) if num_blocks]
+    return [entry for num_blocks, entry in nlargest(MAX_SCORED, by_blocks, key=itemgetter(0)) if num_blocks]
 
 
-def bind(state: State, admission: Admission, found: Placement, now: float) -> None:
-    """The attempt runs there from now on; its gateway is told."""
-    open_attempt(state, admission, found, False, now)
-    if not found.cold:
-        state.token_times.placed(found.decode.instance_id, found.predicted.step_s, now)
-        num_cached = admission.num_contexts * found.predicted.num_cached_tokens
+def bind(state: State, admission: Admission, placement: Placement, now: float) -> None:
+    """Opens the attempt at the placement and answers its gateway."""
+    open_attempt(state, admission, placement, False, now)
+    if not placement.cold:
+        state.token_times.placed(placement.decode.instance_id, placement.predicted.step_s, now)
+        num_cached = admission.num_contexts * placement.predicted.num_cached_tokens
         state.cached_prompts.observe(admission.version_id, admission.num_prefill_tokens, num_cached)
-    state.effects.answers.append(effects.Placed(admission.gateway_id, found))
+    state.effects.answers.append(effects.Placed(admission.gateway_id, placement))
     placed = effects.AttemptPlaced(
         admission.key,
         admission.model,
         admission.admitted_at,
         now,
-        found,
+        placement,
         admission.traceparent,
         admission.service_class,
         0.0 if admission.num_forced_tokens else admission.ttft_target_s,
@@ -169,21 +164,23 @@ def bind(state: State, admission: Admission, found: Placement, now: float) -> No
 
 
 def _takes_beside_others(candidate: Candidate) -> bool:
+    """Whether the candidate may take another prompt of a version that several tenants share."""
     entry = candidate.entry
     return not entry.plays_prefill or len(candidate.work.queue) < max_prompts_ahead(entry.latency)
 
 
 def candidates(state: State, admission: Admission, model: Model, now: float) -> list[Candidate]:
-    """The roster as the attempt sees it."""
+    """The roster's entries with what matters to this attempt."""
     return _candidates(state, admission, model, rosters.roster(state, model, now), now)
 
 
 def _candidates(
     state: State, admission: Admission, model: Model, entries: Sequence[RosterEntry], now: float
 ) -> list[Candidate]:
-    # Thousands of times a second for a dozen entries: no look-ups where one will do.
-    hashes, block_tokens, work_of, found = admission.block_hashes, model.routing_block_tokens, state.attempts.at, []
+    # Runs thousands of times a second for a dozen entries: repeated look-ups are hoisted out of the loop.
+    hashes, block_tokens, work_of = admission.block_hashes, model.routing_block_tokens, state.attempts.at
     num_cached_blocks, correction_of = state.prefix_index.num_blocks, state.corrections.of
+    result: list[Candidate] = []
     prompt_time_of, token_time_of = state.prompt_times.of, state.token_times.of
     for entry in entries:
         instance_id, num_cached, correction = entry.worker_ref.instance_id, 0, 1.0
@@ -194,13 +191,14 @@ def _candidates(
                 num_cached = num_cached_blocks(instance_id, hashes) * block_tokens
         if entry.plays_decode:
             token_time = token_time_of(instance_id, now)
-        found.append(Candidate(entry, work_of(instance_id), num_cached, correction, token_time, prompt_time))
+        result.append(Candidate(entry, work_of(instance_id), num_cached, correction, token_time, prompt_time))
     if state.shared_versions.is_shared(admission.version_id, now):
-        return [one for one in found if _takes_beside_others(one)]
-    return found
+        return [candidate for candidate in result if _takes_beside_others(candidate)]
+    return result
 
 
 def open_attempt(state: State, admission: Admission, placement: Placement, is_computed: bool, now: float) -> None:
+    """Records that the attempt runs at the placement. ``is_computed``: its prompt is computed already."""
     model = state.models[admission.version_id]
     num_attended = admission.num_attended(state.answer_lengths.expected(model.version_id, admission.max_tokens))
     attempt = OpenAttempt(
@@ -212,9 +210,9 @@ def open_attempt(state: State, admission: Admission, placement: Placement, is_co
 
 
 def first_token(state: State, key: AttemptKey, now: float, *, is_measured: bool = True) -> None:
-    """The prompt is computed: the instance has room for another, and its prefix in its cache.
+    """Records that the attempt's prompt is computed: its instance can take another, and has the prefix in its cache.
 
-    ``is_measured``: it was just now.
+    ``is_measured``: the first token came just now, so that its time can be learned from.
     """
     attempt = state.attempts.computed(key, now)
     if attempt is None:

@@ -1,5 +1,5 @@
-"""Loads that have stopped: nothing arrives any more, or what has arrived is not loaded. While bytes or layers come, a
-load may take any time.
+"""Detection of stalled loads: no bytes arrive any more, or the bytes that arrived are not loaded. A load that makes
+progress may take any time.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions.scaling import LOAD_STALLED
 
-_UNANSWERED_S = 1.0  # after its call ended without an answer, a load that was taken shows in a report within this time
+_UNANSWERED_S = 1.0  # a load whose call ended without an answer, if accepted, appears in a report within this time
 
 
 def stalled(state: State, now: float) -> list[tuple[Instance, Reason]]:
-    """The loading instances to give up, and why."""
+    """Loading instances to give up, with the reason for each."""
     loading = state.instances.loading
     state.load_progress.keep({instance.instance_id for instance in loading})
-    found = []
+    reasons = []
     for instance in loading:
         stopped_s = state.load_progress.observe(instance.instance_id, _mark(state, instance), now)
         if (reason := _reason(state, instance, stopped_s, now)) is not None:
-            found.append((instance, reason))
-    return found
+            reasons.append((instance, reason))
+    return reasons
 
 
 def _mark(state: State, instance: Instance) -> LoadMark:
@@ -44,7 +44,7 @@ def _reason(state: State, instance: Instance, stopped_s: float, now: float) -> R
     if not instance.accepted:
         if instance.unanswered_at and now - instance.unanswered_at > _UNANSWERED_S:
             return Reason(LOAD_STALLED, "the worker did not answer, and does not say that it loads")
-        return None  # a call with a deadline of its own is under way
+        return None  # the Load call is under way and has its own deadline
     copy = store.copies.get(instance.pack_id)
     if copy is not None and copy.complete:
         limit_s = max(config.load_stall_s, 2 * load_s(copy.pack_bytes, Tier.HOST, config))

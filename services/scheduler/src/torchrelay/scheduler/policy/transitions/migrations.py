@@ -1,7 +1,9 @@
-"""Running answers that go on elsewhere: to empty an instance that drains, or because its tokens take too long.
+"""Migration of running answers to another instance: to empty a draining instance, or to relieve one whose tokens take
+too long.
 
-Their gateways ask for another attempt, and let the running one go on until that is placed. Who moves is decided by
-``dispatch/migration_gain.py``. Prompts that wait come first: while any of a version does, none of its answers moves.
+The answer's gateway asks for another attempt and lets the running one continue until the new one is placed.
+``dispatch/migration_gain.py`` decides which answers move. Waiting prompts come first: no answer of a version moves
+while a prompt of the version waits.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import dispatch, rosters
 
 _UNANSWERED_S = 2.0  # a gateway that has not asked for another attempt by then may be told again
-_MAX_COMPARED = 4  # answers of one instance whose tokens take too long
+_MAX_COMPARED = 4  # answers that are compared per instance whose tokens take too long
 _LEAST_STEP_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """An instance that answers may leave. ``limit_s``: the longest time between tokens where they go."""
+    """An instance that answers may leave. ``limit_s``: the longest time between tokens that their target may have."""
 
     instance_id: str
     worker_id: str
@@ -49,27 +51,27 @@ class _Source:
 
 class _Move(NamedTuple):
     placement: Placement
-    pause_s: float  # from its last token here to its next one there
+    pause_s: float  # from the answer's last token on the source to its next token on the target
 
 
 def empty_draining(state: State, now: float) -> None:
-    """Tells gateways which attempts are to leave instances that drain."""
+    """Asks gateways to migrate attempts away from draining instances."""
     for instance in state.instances.draining:
         _empty(state, instance, now)
 
 
 def rebalance(state: State, now: float, version_ids: Iterable[str]) -> None:
-    """Tells gateways which attempts of these versions are to leave instances whose tokens take too long."""
+    """Asks gateways to migrate attempts of these versions away from instances whose tokens take too long."""
     for version_id in sorted(version_ids):
         if (model := state.models.get(version_id)) is not None and not state.queues.num_waiting(version_id):
             _rebalance(state, model, now)
 
 
 def admit(state: State, admission: Admission, now: float) -> None:
-    """A gateway asks for the attempt that is to take over. It is placed at once or not at all: it never waits."""
+    """Places the attempt that continues a running answer, at once or not at all: it never waits."""
     key = admission.key
     state.gateways.confirm(admission.gateway_id, key)
-    if opened := state.attempts.get(key):  # the answer may have been lost with its stream
+    if opened := state.attempts.get(key):  # the reply may have been lost with its stream
         state.effects.answers.append(effects.Placed(admission.gateway_id, opened.placement))
         return
     running, move = state.attempts.get(AttemptKey(key.request_id, admission.migrates)), None
@@ -95,7 +97,7 @@ def _empty(state: State, instance: Instance, now: float) -> None:
     if source is None or not source.work.decodes or state.queues.num_waiting(instance.version_id):
         return
     attempts = source.work.decodes
-    answers = [_answer(state, source, one, now) for one in attempts.values() if not _is_asked(one, now)]
+    answers = [_answer(state, source, attempt, now) for attempt in attempts.values() if not _is_asked(attempt, now)]
     moves: dict[AttemptKey, _Move] = {}
 
     def cost_s(answer: RunningAnswer) -> float:
@@ -107,16 +109,16 @@ def _empty(state: State, instance: Instance, now: float) -> None:
 
     cut_off_s = max(state.config.drain_s - (now - instance.since), 0.0)
     leaving = worth_draining(answers, cost_s, source.work.queue.work_s(), cut_off_s, state.config.migration_gain_s)
-    room = state.config.migrations_at_once - (len(attempts) - len(answers))
-    asked_s: dict[str, float] = {}  # of prompts, by instance: more than a step of them finds no place
+    num_free = state.config.migrations_at_once - (len(attempts) - len(answers))
+    asked_s: dict[str, float] = {}  # prefill time asked of each instance, which is at most one step
     entries = {entry.instance_id: entry for entry in rosters.roster(state, source.model, now)}
-    for answer in leaving[: max(room, 0)]:
+    for answer in leaving[: max(num_free, 0)]:
         placement = moves[answer.key].placement
         entry = entries[placement.prefill.instance_id]
         ahead_s = entry.queued_s(state.attempts.at(entry.instance_id).queue, now) + asked_s.get(entry.instance_id, 0.0)
         if ahead_s < entry.full_step_s:
             asked_s[entry.instance_id] = asked_s.get(entry.instance_id, 0.0) + placement.predicted.prefill_s
-            why = f"{source.worker_id}, which drains, would have it for another {format_duration(answer.left_s)}"
+            why = f"{source.worker_id} is draining and would take another {format_duration(answer.left_s)}"
             _ask(state, attempts[answer.key], why, moves[answer.key], now)
 
 
@@ -124,37 +126,37 @@ def _empty(state: State, instance: Instance, now: float) -> None:
 
 
 def _rebalance(state: State, model: Model, now: float) -> None:
-    """Migrate one answer from each instance whose tokens exceed the target, if that gains most and enough."""
+    """Migrates the answer with the largest gain, if that suffices, from each instance whose tokens miss the target."""
     roster = rosters.roster(state, model, now)
-    decoding = [one.instance_id for one in roster if one.plays_decode and one.phase is InstancePhase.READY]
-    if len(decoding) < 2 or not any(len(state.attempts.at(one).decodes) > 1 for one in decoding):
+    decoding = [entry.instance_id for entry in roster if entry.plays_decode and entry.phase is InstancePhase.READY]
+    if len(decoding) < 2 or not any(len(state.attempts.at(instance_id).decodes) > 1 for instance_id in decoding):
         return
-    instances = [instance for one in decoding if (instance := state.instances.get(one)) is not None]
-    sources = [source for one in instances if (source := _source(state, one, now)) is not None]
-    late = [one for one in sources if one.tbt_s > one.target_s and len(one.work.decodes) > 1]
+    instances = [instance for instance_id in decoding if (instance := state.instances.get(instance_id)) is not None]
+    sources = [source for instance in instances if (source := _source(state, instance, now)) is not None]
+    late = [source for source in sources if source.tbt_s > source.target_s and len(source.work.decodes) > 1]
     if not late or len(late) == len(sources):
         return
-    for source in sorted(late, key=lambda one: (-one.tbt_s, one.instance_id)):
-        if not any(_is_asked(one, now) for one in source.work.decodes.values()):
+    for source in sorted(late, key=lambda source: (-source.tbt_s, source.instance_id)):
+        if not any(_is_asked(attempt, now) for attempt in source.work.decodes.values()):
             _relieve(state, source, now)
 
 
 def _relieve(state: State, source: _Source, now: float) -> None:
     attempts = source.work.decodes
-    answers = [_answer(state, source, one, now) for one in attempts.values()]
-    found: list[tuple[float, AttemptKey, _Move]] = []
-    movable = [one for one in answers if _is_movable(attempts[one.key])]
-    for answer in sorted(movable, key=lambda one: (-one.num_left, one.key))[:_MAX_COMPARED]:
-        others = [one for one in answers if one is not answer]
+    answers = [_answer(state, source, attempt, now) for attempt in attempts.values()]
+    moves: list[tuple[float, AttemptKey, _Move]] = []
+    movable = [answer for answer in answers if _is_movable(attempts[answer.key])]
+    for answer in sorted(movable, key=lambda answer: (-answer.num_left, answer.key))[:_MAX_COMPARED]:
+        others = [other for other in answers if other is not answer]
         share_s = _share_s(source, attempts[answer.key])
         gain_s = lateness_gain_s(answer, others, source.tbt_s, source.target_s, share_s)
         if gain_s > state.config.migration_gain_s:
             move = _move_of(state, source, attempts[answer.key], answer, now)
             if move is not None:
-                found.append((gain_s - move.pause_s, answer.key, move))
-    if not found:
+                moves.append((gain_s - move.pause_s, answer.key, move))
+    if not moves:
         return
-    gain_s, key, move = max(found, key=lambda one: one[:2])
+    gain_s, key, move = max(moves, key=lambda move: move[:2])
     if gain_s > state.config.migration_gain_s:
         there = format_duration(move.placement.predicted.tbt_s)
         why = f"a token takes {format_duration(source.tbt_s)} on {source.worker_id}, {there} there"
@@ -165,13 +167,15 @@ def _relieve(state: State, source: _Source, now: float) -> None:
 
 
 def _source_of(state: State, attempt: OpenAttempt, now: float) -> _Source | None:
-    """Where the attempt decodes, whatever is wrong with it there."""
+    """The instance where the attempt decodes."""
     instance = state.instances.get(attempt.placement.decode.instance_id)
     return None if instance is None else _source(state, instance, now)
 
 
 def _source(state: State, instance: Instance, now: float) -> _Source | None:
-    """Answers may go where the target is met; if it drains, also where tokens take no longer than here."""
+    """The instance as a source of migrations. Answers may move where the target is met; from a draining instance, also
+    where tokens take no longer than here.
+    """
     model, worker = state.models.get(instance.version_id), state.membership.workers.get(instance.worker_id)
     if model is None or worker is None:
         return None
@@ -194,17 +198,19 @@ def _answer(state: State, source: _Source, attempt: OpenAttempt, now: float) -> 
 
 
 def _is_movable(attempt: OpenAttempt) -> bool:
-    """Once per request, from its first token on; of several choices each would have to be prefilled by itself."""
+    """Whether the attempt may migrate: once per request, after its first token, and only with a single choice, because
+    each of several choices would need a prefill of its own.
+    """
     return attempt.is_computed and not attempt.admission.migrates and attempt.admission.num_choices == 1
 
 
 def _is_asked(attempt: OpenAttempt, now: float) -> bool:
-    """Whether its gateway was told, and has not asked for another attempt yet."""
+    """Whether the gateway was asked to migrate the attempt and has not answered yet."""
     return attempt.asked_to_migrate_at is not None and now - attempt.asked_to_migrate_at < _UNANSWERED_S
 
 
 def _move_of(state: State, source: _Source, attempt: OpenAttempt, answer: RunningAnswer, now: float) -> _Move | None:
-    """As its gateway would ask for it."""
+    """The move of a running attempt, as its gateway would ask for it; None if no target suits."""
     if not _is_movable(attempt):
         return None
     moved = structs.replace(attempt.admission, num_forced_tokens=max(round(answer.num_given), 1))
@@ -212,30 +218,31 @@ def _move_of(state: State, source: _Source, attempt: OpenAttempt, answer: Runnin
 
 
 def _move(state: State, source: _Source, admission: Admission, now: float) -> _Move | None:
-    """To another decode instance that is loaded, has room, and is as quick as it must be."""
+    """A move to another decode instance that is loaded, has KV for the answer and meets ``limit_s``; None without one.
+    """
     candidates = [
-        structs.replace(one, entry=replace(one.entry, plays_decode=False))
-        if one.entry.instance_id == source.instance_id
-        else one
-        for one in dispatch.candidates(state, admission, source.model, now)
+        structs.replace(candidate, entry=replace(candidate.entry, plays_decode=False))
+        if candidate.entry.instance_id == source.instance_id
+        else candidate
+        for candidate in dispatch.candidates(state, admission, source.model, now)
     ]
     num_expected = state.answer_lengths.expected(admission.version_id, admission.max_tokens)
-    found = state.strategies.place(
+    placement = state.strategies.place(
         admission, source.model, candidates, state.kv_transfer_times, state.config, now, num_expected
     )
-    if isinstance(found, NoPlacement) or found.cold or found.predicted.tbt_s > source.limit_s:
+    if isinstance(placement, NoPlacement) or placement.cold or placement.predicted.tbt_s > source.limit_s:
         return None
-    pause_s = found.predicted.ttft_s
-    if found.needs_kv_transfer:
+    pause_s = placement.predicted.ttft_s
+    if placement.needs_kv_transfer:
         workers = state.membership.workers
-        prefill, decode = (workers[ref.worker_id].host_id for ref in (found.prefill, found.decode))
+        prefill, decode = (workers[ref.worker_id].host_id for ref in (placement.prefill, placement.decode))
         kv_bytes = admission.num_prefill_tokens * source.model.kv_bytes_per_token
         pause_s += state.kv_transfer_times.predict_s(prefill, decode, kv_bytes, state.config.kv_bytes_per_s)
-    return _Move(found, pause_s)
+    return _Move(placement, pause_s)
 
 
 def _share_s(source: _Source, attempt: OpenAttempt) -> float:
-    """Its own part of a step."""
+    """The attempt's part of a decode step."""
     return source.latency.decode.marginal_s(attempt.admission.num_choices, attempt.num_attended)
 
 

@@ -1,5 +1,5 @@
-"""Prompts that are bound to one instance, have not begun, and would begin much sooner at another: a newcomer, or any
-beside a worker that has become slow. Their gateways end these attempts and ask anew, once per request.
+"""Recalls prompts that are bound to an instance, have not begun, and would begin much sooner at another: because that
+is new, or because their worker has become slow. Their gateways end these attempts and ask again, once per request.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torchrelay.scheduler.policy.transitions import rosters
 
 
 def recall(state: State, now: float, version_ids: Iterable[str]) -> None:
-    """Recall the prompts of each version that gain more than ``recall_gain_s`` and more than their own prefill time,
-    which a prompt that has begun after all would lose.
+    """Recalls the prompts of each version that gain more than ``recall_gain_s`` and more than their own prefill time,
+    which a prompt would lose if it has begun after all.
 
-    gain = (load left + ahead of it) here - (load left + ahead + waiting / instances + what it takes longer) there
+    gain = (load left + ahead) here - (load left + ahead + waiting / instances + difference in prefill time) there
     """
     for version_id in sorted(version_ids):
         if (model := state.models.get(version_id)) is None:
@@ -54,7 +54,7 @@ def _prefill_s(state: State, entry: RosterEntry, attempt: OpenAttempt, now: floa
 
 
 def _not_begun(state: State, source: RosterEntry, now: float) -> list[tuple[OpenAttempt, float]]:
-    """Attempts that may be recalled, with the time until each begins, the last first; prompts ahead of each stay."""
+    """Attempts that may be recalled, with the time until each begins if none ahead of it is recalled; last first."""
     work, is_loading = state.attempts.at(source.instance_id), source.phase is InstancePhase.LOADING
     load_left_s = source.load_left_s(now)
     unbegun = [
@@ -64,7 +64,9 @@ def _not_begun(state: State, source: RosterEntry, now: float) -> list[tuple[Open
 
 
 def _may_be_recalled(attempt: OpenAttempt) -> bool:
-    """Once, and no answer that pauses: it would have to wait in the queue."""
+    """Whether the attempt may be recalled: once per request, and never a migrating answer, whose client would see a
+    pause while it waits in the queue.
+    """
     return not (attempt.is_recalled or attempt.admission.was_recalled or attempt.admission.migrates)
 
 
@@ -87,7 +89,9 @@ def _recall(
 
 
 def recalled(state: State, attempt: OpenAttempt) -> None:
-    """It has left its instances. Its request comes again, with its first time of arrival; its tenant was not served."""
+    """Records that a recalled attempt has left its instances. Its request will be admitted again with its first arrival
+    time, and its tenant is refunded, as the attempt was not served.
+    """
     admission = attempt.admission
     state.queues.refund(admission)
     state.recalled[admission.key.request_id] = admission.admitted_at

@@ -1,4 +1,5 @@
-"""From the state to the planner: edges for packs that are wanted, and new sources for transfers that turned slow."""
+"""Runs the relay planner on the state: edges for packs that are needed, and new sources for transfers that turn slow.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +37,11 @@ def plan_relay(
     reason: Reason = NO_REASON,
     cause: CopyCause | None = None,
 ) -> tuple[TransferEdge, ...]:
-    """Edges that bring the pack to the stores, by what running transfers leave of the links. They count as started.
+    """Plans edges that bring the pack to the stores with the bandwidth that running transfers leave, and records them
+    as started.
 
-    ``deadline``: of the request that they are for; infinite where the replicator ordered the copies, for ``cause``.
-    Transfers that are due later yield where the links cannot carry all.
+    ``deadline``: of the request that waits for the pack; infinite for copies that the replicator ordered, for
+    ``cause``. Where the links cannot carry all transfers, those that are due later yield.
     """
     stores = state.membership.stores
     whole = state.membership.whole_holders(pack_id)
@@ -48,7 +50,7 @@ def plan_relay(
     running = state.transfers.touching((*(store.store_id for store in concerned), REMOTE))
     link_order = LinkOrder(state.links.usual_bytes_per_s, stores)
     due = link_order.due_of(deadline, now, pack_bytes)
-    # Those of the pack itself do not: a new target follows theirs rather than their source.
+    # Transfers of the same pack do not yield: a new target follows their target rather than their source.
     rivals = [transfer for transfer in running if urgent and transfer.pack_id != pack_id]
     yielding = {transfer.key: transfer for transfer in rivals if link_order.leaves(transfer, due)}
     others = [transfer for transfer in running if transfer.key not in yielding]
@@ -73,13 +75,13 @@ def plan_relay(
 
 
 def goes_first(state: State, pack_id: str, store_id: str) -> bool:
-    """Whether the store's relay is to take what it can; else it takes only what others leave of the links."""
+    """Whether the store's relay may take all bandwidth it can get, rather than only what other transfers leave."""
     transfer = state.transfers.get((pack_id, store_id))
     return transfer is None or transfer.goes_first
 
 
 def _hasten(state: State, keys: Iterable[TransferKey], deadline: float) -> None:
-    """Make all transfers that these follow urgent, due by ``deadline``."""
+    """Makes all transfers upstream of these urgent, due by ``deadline``."""
     upstream = [followed for key in keys for followed in _followed(state, key)]
     while upstream:
         key = upstream.pop()
@@ -98,16 +100,16 @@ def _followed(state: State, key: TransferKey) -> list[TransferKey]:
 
 
 def _tell(state: State, transfer: Transfer, *, urgent: bool) -> None:
-    """Tells the store how urgent its transfer is now; it keeps its sources."""
+    """Tells the store the new urgency of its transfer, which keeps its sources."""
     model = state.model_of_pack(transfer.pack_id, transfer.pack_bytes)
     hop = Hop(transfer.target, transfer.holder_ids, (), max(len(transfer.sources), 1))
     state.effects.commands.append(RerouteCommand(model, hop, urgent))
 
 
 def _order_links(state: State, changed: Iterable[Transfer], now: float, told: Collection[TransferKey] = ()) -> None:
-    """Decides anew who yields on the links of these transfers, which have begun, ended or got other sources.
+    """Decides again which transfers yield on the links of these transfers, which began, ended or changed sources.
 
-    The stores learn it by a command, but for those ``told`` otherwise.
+    Sends a command to each store whose transfer changes, except for those in ``told``, which learn it otherwise.
     """
     link_order = LinkOrder(state.links.usual_bytes_per_s, state.membership.stores)
     directions = dict.fromkeys(direction for transfer in changed for direction in link_order.rates(transfer))
@@ -143,7 +145,7 @@ def _ended(events: Iterable[TransferEvent]) -> list[Transfer]:
 
 
 def _with_running_sources(state: State, pack_id: str, edge: TransferEdge) -> TransferEdge:
-    """A store that is told again of a copy on its way keeps the sources it has."""
+    """The edge with the sources of a running transfer first, if the store is told again of a copy on its way."""
     running = state.transfers.get((pack_id, edge.target))
     if not edge.already_there or running is None or not running.sources:
         return edge
@@ -154,7 +156,7 @@ def _with_running_sources(state: State, pack_id: str, edge: TransferEdge) -> Tra
 
 
 def _having(state: State, pack_id: str) -> list[StoreStatus]:
-    """The stores that have a copy of the pack, or are told to get one."""
+    """Stores that have a copy of the pack or were told to fetch one."""
     stores = {store.store_id: store for store in state.membership.holders(pack_id)}
     for transfer in state.transfers.of_pack(pack_id):
         if (store := state.membership.stores.get(transfer.target)) is not None:
@@ -169,7 +171,7 @@ def _receiving(state: State, pack_id: str, whole: Sequence[str]) -> list[str]:
 
 
 def _busy_stores(state: State, store_ids: Sequence[str]) -> frozenset[str]:
-    """Stores on whose hosts requests run: their links are filled last."""
+    """Stores on hosts where requests run; their links are filled last."""
     stores, workers, sizes = state.membership.stores, state.membership.workers, state.membership.sizes
 
     def is_busy(host_id: str) -> bool:
@@ -179,7 +181,9 @@ def _busy_stores(state: State, store_ids: Sequence[str]) -> frozenset[str]:
 
 
 def store_reported(state: State, store: StoreStatus, before: StoreStatus | None, now: float) -> None:
-    """Measures the links, moves transfers on, and gives new sources to slow ones. ``before``: the previous report."""
+    """Updates links and transfers from a store's report, and gives slow transfers new sources. ``before``: the previous
+    report.
+    """
     state.links.observe_store(store, before, now)
     events = state.transfers.observe(store, before, now)
     _record(state, events, now)
@@ -187,7 +191,7 @@ def store_reported(state: State, store: StoreStatus, before: StoreStatus | None,
     for transfer in state.transfers.into(store.store_id):
         copy = store.copies.get(transfer.pack_id)
         if copy is None or not copy.shares or not transfer.planned_bytes_per_s or transfer.yields:
-            continue  # nothing is measured yet, nothing was predicted, or it is slow because others are due sooner
+            continue  # nothing measured yet, nothing predicted, or slow because other transfers are due sooner
         whole = state.membership.whole_holders(transfer.pack_id)
         progress = state.transfers.progress(transfer.pack_id, _having(state, transfer.pack_id))
         transfer = with_slowness(transfer, copy.bytes_per_s, whole, progress, now)
@@ -204,7 +208,7 @@ def store_lost(state: State, store: StoreStatus, cause: str, now: float) -> None
 
 
 def relay_refused(state: State, pack_id: str, store_id: str, cause: str, now: float) -> None:
-    """The store could not be given the relay, or refused it."""
+    """Records that the store could not be reached with the relay, or refused it."""
     events = state.transfers.refused((pack_id, store_id), cause, now)
     _record(state, events, now)
     _order_links(state, _ended(events), now)
@@ -222,7 +226,7 @@ def _reroute(state: State, store: StoreStatus, transfer: Transfer, copy: PackCop
     others = [other for other in state.transfers.with_rates() if other.key != transfer.key]
     having = _having(state, transfer.pack_id)
     nodes = state.links.nodes(having, others, now)
-    if is_first:  # the sources are to blame before the target is
+    if is_first:  # blame the sources before the target
         node = nodes[store.store_id]
         nodes[store.store_id] = replace(node, residual_in=max(node.residual_in, transfer.planned_bytes_per_s))
     receiving = _receiving(state, transfer.pack_id, whole)
@@ -239,7 +243,7 @@ def _reroute(state: State, store: StoreStatus, transfer: Transfer, copy: PackCop
         hop = Hop(edge.target, edge.sources, (), edge.num_striped)
         first = goes_first(state, *transfer.key)
         state.effects.commands.append(RerouteCommand(model, hop, first))
-    if edge is not None or is_first:  # that nothing better is known is reported once
+    if edge is not None or is_first:  # the lack of a better source is reported once
         state.effects.events.append(slow_event(transfer, copy.bytes_per_s, edge, model, now))
 
 
@@ -251,7 +255,7 @@ def _record(state: State, events: Iterable[TransferEvent], now: float) -> None:
 
 
 def _record_lost(state: State, events: Iterable[TransferEvent], now: float) -> None:
-    """The target is gone: no fault of its copies, so where they may go next is not held against it."""
+    """Records transfers to a store that is gone, and clears the failures of its copies, which were not their fault."""
     for event in events:
         _record_history(state, event, now)
         if event.transfer.cause is not None:
@@ -265,7 +269,7 @@ def _record_history(state: State, event: TransferEvent, now: float) -> None:
 
 
 def _record_copy(state: State, transfer: Transfer, now: float) -> None:
-    """A copy that the replicator ordered is there, or has failed."""
+    """Records the success or failure of a copy that the replicator ordered."""
     cause, error, replication_state = transfer.cause, transfer.error, state.replication_state
     if cause is None:
         return

@@ -1,4 +1,4 @@
-"""From the state to the replicator's decision, and from that to commands with their reasons."""
+"""Runs the replicator on the state, and turns its decisions into commands with reasons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrelay.scheduler.policy.transitions import relays
 
 
 def replicate(state: State, now: float) -> None:
-    """Decides on all copies, a few times a second; after a start, not before all stores had time to report."""
+    """Decides on all copies, a few times a second; not before all stores had time to report after a start."""
     config, replication_state = state.config, state.replication_state
     if not config.replicate or now < max(replication_state.due_at, state.started_at + config.refusal_settle_s):
         return
@@ -36,7 +36,7 @@ def replicate(state: State, now: float) -> None:
 
 
 def _model_of(state: State, instance: Instance) -> Model | None:
-    """The model of an instance; if an earlier scheduler loaded it, as far as its host's copy shows it."""
+    """The model of an instance. If an earlier scheduler loaded it, only what the host's copy shows of it is known."""
     if model := state.models.get(instance.version_id):
         return model
     store = state.membership.store_of(instance.host_id)
@@ -88,7 +88,7 @@ def _order_copy(state: State, order: CopyOrder, now: float) -> None:
 
 
 def record_evictions(state: State, store: StoreStatus, now: float) -> None:
-    """Record copies that the store no longer reports: it evicted them to free space, or they were dropped."""
+    """Records copies that the store no longer reports: it evicted them to free space, or they were dropped."""
     replication_state = state.replication_state
     for pack_id in replication_state.evicted(store):
         if pack_id in replication_state.recent_packs:
@@ -99,7 +99,9 @@ def record_evictions(state: State, store: StoreStatus, now: float) -> None:
 
 
 def store_seen(state: State, store: StoreStatus, before: StoreStatus | None, now: float) -> None:
-    """A store reports; ``before``: its previous report. What an earlier scheduler had it retain, was used recently."""
+    """Records a store's report; ``before``: its previous report. Packs that an earlier scheduler made it retain count
+    as recently used.
+    """
     replication_state = state.replication_state
     replication_state.returned(store, before)
     for copy in store.copies.values():

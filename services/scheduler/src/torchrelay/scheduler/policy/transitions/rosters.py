@@ -1,4 +1,4 @@
-"""The instances of a version that take requests, and what is left of their loads."""
+"""The instances of a version that take requests, and the time left of their loads."""
 
 from __future__ import annotations
 
@@ -6,24 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
-from torchrelay.scheduler.policy.core import (
-    Instance,
-    InstancePhase,
-    Model,
-    Role,
-    WorkerRef,
-    WorkerStatus,
-)
+from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Role, WorkerRef, WorkerStatus
 from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry, computes_alike
 from torchrelay.scheduler.policy.estimates.latency import load_left_s
 from torchrelay.scheduler.policy.state import State
 
 
 def note_earlier_prompts(state: State, worker: WorkerStatus, now: float) -> None:
-    """A worker reports for the first time: the prompts that it has were bound by an earlier scheduler.
+    """Notes the prompts in a worker's first report, which an earlier scheduler bound.
 
-    Later reports are not used: what is bound here is known more accurately, and a report may come before the first
-    token of a prompt that it counts.
+    Later reports are not used: prompts that this scheduler bound are known more accurately, and a report may arrive
+    before the first token of a prompt that it counts.
     """
     reported_s = worker.queued_prefill_s
     if not reported_s and worker.num_queued_prefill_tokens:
@@ -66,8 +59,8 @@ def _roster(state: State, model: Model, now: float) -> Iterator[RosterEntry]:
 
 
 def forget_roster(state: State, before: WorkerStatus | None, worker: WorkerStatus, instance: Instance) -> None:
-    """If the worker's report, after the one ``before``, says anything new of what its instance can take. All loads of
-    its version are predicted anew.
+    """Forgets the version's roster if the worker's report differs from the report ``before`` in what the instance can
+    take. If the version has loading instances, their load times are predicted again.
     """
     if before is None or not computes_alike(before, worker):
         state.roster_cache.forget(instance.version_id)

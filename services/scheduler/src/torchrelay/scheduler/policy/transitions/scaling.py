@@ -1,4 +1,4 @@
-"""When the autoscaler decides, and its actions as commands and events."""
+"""Runs the autoscaler on the state, and turns its actions into commands and events."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torchrelay.scheduler.policy.transitions.cluster_view import autoscaler_inpu
 
 LOAD_STALLED, LOAD_REFUSED = "load_stalled", "load_refused"
 _UNLOAD_RETRY_S = 1.0
-_LEAD_FACTOR = 1.5  # so many predicted load times before its begin, a scheduled instance is loaded: some take longer
+_LEAD_FACTOR = 1.5  # a scheduled instance is loaded this many predicted load times early: some loads take longer
 _SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict", "share": "share", "turn": "share"}
 
 
 def scale(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
-    """Turns decisions into commands: on the whole cluster, or on what these versions need."""
+    """Decides for the whole cluster or for these versions, and issues the commands."""
     is_complete = version_ids is None
     decide = state.strategies.decide
     for action in decide(autoscaler_input(state, now, version_ids), state.config, is_complete=is_complete):
@@ -37,8 +37,9 @@ def scale(state: State, now: float, version_ids: Iterable[str] | None = None) ->
 
 
 def may_act_alone(state: State, model: Model, now: float) -> bool:
-    """Whether a decision on this model alone may do anything now: one that plays both roles at most grows, and that is
-    decided with all that requests wait for. These are looked at with each tick.
+    """Whether a decision on this model alone may act now. If the strategy decides in turns and other versions have
+    waiting requests, only a version that lacks a role may: a version that only grows is decided together with the
+    others, on each tick.
     """
     if not state.strategies.decides_in_turns or not state.queues.others_wait(model.version_id):
         return True
@@ -74,7 +75,8 @@ def idle_versions(state: State, now: float) -> list[str]:
     idle = []
     for version_id in state.idle_deadlines.take(now):
         instances = state.instances.of_version(version_id)
-        used_at = max((state.instances.last_active(one.instance_id) for one in instances), default=-math.inf)
+        last_active = (state.instances.last_active(instance.instance_id) for instance in instances)
+        used_at = max(last_active, default=-math.inf)
         if (deadline := used_at + state.longest_idle_s(version_id, now)) > now:
             state.idle_deadlines.note(version_id, deadline)
         elif instances:
@@ -83,7 +85,7 @@ def idle_versions(state: State, now: float) -> list[str]:
 
 
 def set_minimums(state: State, models: Sequence[Model], now: float) -> None:
-    """These models have a minimum of instances, always or at times, and no other has."""
+    """Sets the models that have a minimum of instances, always or at times; no other model has one."""
     for model in models:
         state.note_model(model, now, is_new_call=False)
     state.minimums.set(models)
@@ -91,9 +93,7 @@ def set_minimums(state: State, models: Sequence[Model], now: float) -> None:
 
 
 def model_deleted(state: State, name: str, now: float) -> None:
-    """Where no other model has its version, nobody is expected to ask for that again, and its instances go as soon as
-    no request is open there.
-    """
+    """Forgets the demand for versions that no other model shares; their instances are drained once they are idle."""
     for version_id in state.aliases.deleted(name):
         state.forecasts.pop(version_id, None)
         state.arrivals.forget(version_id)
@@ -101,7 +101,7 @@ def model_deleted(state: State, name: str, now: float) -> None:
 
 
 def evaluate_minimums(state: State, now: float) -> None:
-    """The minimums of this moment; each that is another than before is told."""
+    """Updates the minimums in force now, and records each change."""
 
     def lead_s(model: Model) -> float:
         tier = Tier.PEER if state.membership.is_held(model.pack_id) else Tier.REMOTE
@@ -185,7 +185,7 @@ def _drain(state: State, action: Drain, now: float) -> None:
         since = now - state.config.turn_s
         recent = {tenant: at for tenant, at in state.overdue_slots_at.items() if at > since}
         state.overdue_slots_at = {**recent, action.overdue_tenant: now}
-    if instance.target_roles != BOTH:  # for the next of this role another time is to pass in which it is not needed
+    if instance.target_roles != BOTH:  # the next drain of this role needs another full period without demand
         history = state.arrivals.of(instance.version_id)
         if Role.DECODE in instance.target_roles:
             history.decode_crowded_at = now
@@ -196,7 +196,7 @@ def _drain(state: State, action: Drain, now: float) -> None:
 
 
 def drain(state: State, instance: Instance, reason: Reason, now: float) -> None:
-    """The instance takes no more requests, and leaves its slot."""
+    """Starts to drain the instance: it takes no more requests and leaves its slot when its attempts have ended."""
     retry_at = now + state.config.longest_drain_s
     drained = replace(instance, phase=InstancePhase.DRAINING, since=now, reason=reason, unload_retry_at=retry_at)
     state.instances.put(drained)
@@ -206,21 +206,22 @@ def drain(state: State, instance: Instance, reason: Reason, now: float) -> None:
 
 
 def _unload(state: State, instance: Instance, now: float) -> None:
-    # What waits for weights that do not come is served sooner elsewhere; and a drain that overran has had its time.
+    # Requests that wait for weights that do not come are served sooner elsewhere; a drain that overran gets no more
+    # time.
     has_overrun = now - instance.since >= state.config.longest_drain_s
     drain_s = 0.0 if has_overrun or instance.reason.cause in (LOAD_STALLED, LOAD_REFUSED) else state.config.drain_s
     state.effects.commands.append(UnloadCommand(instance.instance_id, instance.worker_id, drain_s))
 
 
 def unload_failed(state: State, instance_id: str, now: float) -> None:
-    """The worker did not respond; retried for as long as it reports the instance."""
+    """Schedules a retry of an unload that the worker did not answer, as long as the worker reports the instance."""
     instance = state.instances.get(instance_id)
     if instance is not None and instance.phase is InstancePhase.DRAINING:
         state.instances.put(replace(instance, unload_retry_at=now + _UNLOAD_RETRY_S))
 
 
 def retry_unloads(state: State, now: float) -> None:
-    """Retry unloads of workers that did not respond and of workers whose slot should be free by now."""
+    """Retries unloads of workers that did not respond, and of workers whose slot should be free by now."""
     for instance in state.instances.draining:
         if instance.unload_retry_at is not None and instance.unload_retry_at <= now:
             state.instances.put(replace(instance, unload_retry_at=now + state.config.longest_drain_s))
