@@ -40,7 +40,7 @@ from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.scheduler.settings import SchedulerSettings
 
 _COLLECT_EVERY_S = 0.05
-_COLLECT_ALL_EVERY_S = 600.0  # of a large fleet's state, this takes some tenths of a second
+_COLLECT_ALL_EVERY_S = 600.0  # a full collection of a large fleet's state takes some tenths of a second
 _LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unread
 
 
@@ -152,8 +152,8 @@ async def _take_turns_periodically(controller: Controller) -> None:
 
 
 async def _collect_periodically() -> None:
-    """Collects garbage by time, not by counts: these rise only by what is kept, so that the collection that they begin
-    looks at all that a second of requests has made, and holds up the next ones.
+    """Collects garbage by time rather than by allocation counts. Counts rise only with surviving objects, so a
+    collection that they trigger visits all objects of a second of requests and delays the next requests.
     """
     gc.disable()
     try:

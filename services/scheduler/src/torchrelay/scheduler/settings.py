@@ -105,6 +105,6 @@ class SchedulerSettings(ServiceSettings):
 
     @property
     def config(self) -> PolicyConfig:
-        """Every setting that has the name of one of its fields."""
+        """The policy's configuration, from all settings that have the name of one of its fields."""
         names = {field.name for field in fields(PolicyConfig)} & type(self).model_fields.keys()
         return PolicyConfig(**{name: getattr(self, name) for name in names})

@@ -126,5 +126,5 @@ def _evictions(starving: Sequence[Model], autoscaler_input: AutoscalerInput) -> 
 
 
 def free_workers(autoscaler_input: AutoscalerInput) -> dict[str, WorkerStatus]:
-    occupied, free = autoscaler_input.instance_loads.occupied, autoscaler_input.free_workers
+    occupied, free = autoscaler_input.cluster_load.occupied_workers, autoscaler_input.free_workers
     return {worker_id: worker for worker_id, worker in free.items() if worker_id not in occupied}

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.scheduler.policy.autoscaling.listed_cluster import ListedLoad, ListedStores
 from tests.unit.scheduler.policy.paper_cluster import a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     AutoscalerInput,
     Demand,
     Drain,
     InstanceLoad,
-    Loads,
     SetRoles,
     Wake,
     cover_both_roles,
@@ -66,14 +66,16 @@ def a_situation(
         replace(worker, slot=SlotStatus(taken[worker.worker_id].phase)) if worker.worker_id in taken else worker
         for worker in workers
     ]
+    by_host = {store.host_id: store for store in stores}
     return AutoscalerInput(
         now,
         demands,
-        Loads.listed(loads),
+        ListedLoad(loads),
         {w.worker_id: w for w in seated},
-        {s.host_id: s for s in stores},
+        by_host,
         prices_s={},
         free_workers=FreeWorkers(w for w in seated if w.slot.phase is InstancePhase.FREE),
+        holder_index=ListedStores(by_host),
         waited_for=frozenset(demand.model.version_id for demand in demands if demand.num_waiting),
     )
 
@@ -390,5 +392,6 @@ def test_satisfied_model_examines_no_slot() -> None:
     """B8: the free slots of each model were listed, over all stores, before it was known whether it wants any."""
     model, workers = a_model(), [a_worker("w0"), a_worker("w1")]
     load = InstanceLoad(an_instance(model, workers[0]), 1, 0)
-    situation = replace(a_situation([a_demand(model, 0)], [load], workers, []), stores=Unread())
+    situation = a_situation([a_demand(model, 0)], [load], workers, [])
+    situation = replace(situation, stores=Unread(), holder_index=ListedStores(Unread()))
     assert decide(situation, RULES) == ()

@@ -23,7 +23,7 @@ from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand, 
 from torchrelay.scheduler.policy.core import AttemptKey, LatencyTargets, Role, Roles
 from torchrelay.scheduler.policy.inputs import FirstToken, Release
 from torchrelay.scheduler.policy.prediction import Outcome
-from torchrelay.scheduler.policy.transitions import cluster_view
+from torchrelay.scheduler.policy.transitions import cluster_load
 
 MODEL = a_model()
 STORE = a_store("s1", "host-1")
@@ -131,7 +131,7 @@ def test_full_pools_get_decode_instance_only() -> None:
         scene.admit(MODEL, f"r-{number}")
         if scene.placement(f"r-{number}"):
             scene.apply(FirstToken(AttemptKey(f"r-{number}", 1)))
-    demand = next(demand for demand in cluster_view.autoscaler_input(scene.policy.state, scene.now).demands)
+    demand = next(demand for demand in cluster_load.autoscaler_input(scene.policy.state, scene.now).demands)
     assert demand.decode is not None and (demand.decode.num_answers, demand.decode.num_held) == (12, 3)
     # Nine prompts of 1 ms wait; the instance that is being loaded has places for three of them.
     assert demand.backlog_s == pytest.approx(0.003), "what waits for a place to decode is not a queue of prompts"
@@ -143,7 +143,7 @@ def test_full_pools_get_decode_instance_only() -> None:
     scene.check()
 
     scene.policy.state.note_model(replace(MODEL, targets=LatencyTargets(tbt_target_s=0.0415)), scene.now)
-    demand = next(demand for demand in cluster_view.autoscaler_input(scene.policy.state, scene.now).demands)
+    demand = next(demand for demand in cluster_load.autoscaler_input(scene.policy.state, scene.now).demands)
     assert demand.decode is not None and demand.decode.num_held == 2, "the tokens of three are 42 ms apart"
 
 

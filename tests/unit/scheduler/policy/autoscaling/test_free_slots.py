@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
+from tests.unit.scheduler.policy.autoscaling.listed_cluster import ListedLoad, ListedStores
 from tests.unit.scheduler.policy.paper_cluster import MB, a_copy, a_model, a_store, a_worker
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput, Loads
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
@@ -64,7 +65,15 @@ def test_few_slots_give_same_assignment_as_all(is_alike: bool) -> None:
         model, kv_bytes = replace(MODEL, num_devices=random.choice(SIZES)), random.choice([0, 128 * MB])
         of_all = {worker.worker_id: worker for worker in workers}
         situation = AutoscalerInput(
-            100.0, [], Loads.listed([]), of_all, stores, {}, FreeWorkers(workers), suspects=taken
+            100.0,
+            [],
+            ListedLoad(),
+            of_all,
+            stores,
+            {},
+            FreeWorkers(workers),
+            ListedStores(stores),
+            suspects=taken,
         )
         free = FreeSlots(situation, situation.free_workers)
         every = free_slots(
@@ -89,7 +98,7 @@ def test_slots_are_free_until_taken_or_reported() -> None:
     assert list(known.on_host("h0")) == ["w0"] and list(known.on_host("h1")) == ["w1"]
     assert [list(ids) for size in SIZES for _, ids in known.kinds(size)] == [["w0"], ["w1"]]
     stores = {"h0": a_store("s0", "h0")}
-    situation = AutoscalerInput(100.0, [], Loads.listed([]), dict(known), stores, {}, known)
+    situation = AutoscalerInput(100.0, [], ListedLoad(), dict(known), stores, {}, known, ListedStores(stores))
     free = FreeSlots(situation, known)
     assert [slot.worker_id for slot in free.of(MODEL)] == ["w0"]
     free.take("w0")

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.unit.scheduler.policy.autoscaling.listed_cluster import ListedLoad, ListedStores
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_pair, a_store, a_worker
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     AutoscalerInput,
     Demand,
     Drain,
     InstanceLoad,
-    Loads,
     SetRoles,
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide
@@ -42,14 +42,16 @@ def a_full_host(
     workers = {
         instance.worker_id: a_worker(instance.worker_id, instance.host_id, instance.roles) for instance in instances
     }
+    by_host = {store.host_id: store for store in stores}
     return AutoscalerInput(
         NOW,
         demands,
-        Loads.listed([InstanceLoad(instance, int(number < busy), 0, 1.0) for number, instance in enumerate(instances)]),
+        ListedLoad([InstanceLoad(instance, int(number < busy), 0, 1.0) for number, instance in enumerate(instances)]),
         workers,
-        {store.host_id: store for store in stores},
+        by_host,
         prices_s={instance.version_id: 1e6 for instance in instances},
         free_workers=FreeWorkers(),
+        holder_index=ListedStores(by_host),
         waited_for=frozenset(demand.model.version_id for demand in demands),
     )
 
@@ -126,7 +128,7 @@ def test_slot_is_taken_when_gain_reaches_loss() -> None:
         load = InstanceLoad(used, 0, 0, NOW - 1.0, reload_s=4.0, arrivals_per_s=arrivals_per_s)  # 13.5 lost at 2 per s
         demand = replace(waiting("acme/new"), num_waiting=num_waiting)
         situation = a_full_host([used], [demand], [a_store("s", "host-1")])
-        assert drained(replace(situation, instance_loads=Loads.listed([load]))) == evicted
+        assert drained(replace(situation, cluster_load=ListedLoad([load]))) == evicted
 
 
 @pytest.mark.parametrize("arrivals_per_s", [0.7, 1.0, 5.0])
@@ -134,7 +136,7 @@ def test_equal_models_do_not_evict_each_other_constantly(arrivals_per_s: float) 
     used = InstanceLoad(an_instance(0, a_model("acme/used")), 0, 0, NOW, reload_s=1.0, arrivals_per_s=arrivals_per_s)
     demand = replace(waiting("acme/new"), arrivals_per_s=arrivals_per_s, load_s={Tier.HOST: 1.0})
     situation = a_full_host([used.instance], [demand], [a_store("s", "host-1")])
-    assert drained(replace(situation, instance_loads=Loads.listed([used]))) == []
+    assert drained(replace(situation, cluster_load=ListedLoad([used]))) == []
 
 
 def test_loss_is_measured_by_own_target() -> None:
@@ -143,7 +145,7 @@ def test_loss_is_measured_by_own_target() -> None:
     for num_waiting, ended in [(32, []), (34, ["i0"])]:
         batch = Demand(a_model("acme/batch"), num_waiting, 0, 30.0, target_s=600.0)
         situation = a_full_host([busy.instance], [batch], [a_store("s", "host-1")], busy=1)
-        assert drained(replace(situation, instance_loads=Loads.listed([busy]))) == ended
+        assert drained(replace(situation, cluster_load=ListedLoad([busy]))) == ended
 
 
 def test_second_slot_is_kept_for_a_turn_if_loss_is_greater() -> None:
@@ -153,10 +155,10 @@ def test_second_slot_is_kept_for_a_turn_if_loss_is_greater() -> None:
     loads = [InstanceLoad(instance, 8, 0, arrivals_per_s=20.0) for instance in instances]
     for wait_s, shared in [(RULES.share_after_s, []), (RULES.turn_s - 0.1, []), (RULES.turn_s, ["i0"])]:
         situation = a_full_host(instances, [waiting("acme/new", wait_s)], [a_store("s", "host-1")])
-        assert drained(replace(situation, instance_loads=Loads.listed(loads))) == shared
+        assert drained(replace(situation, cluster_load=ListedLoad(loads))) == shared
     few = [load._replace(arrivals_per_s=0.05) for load in loads]
     situation = a_full_host(instances, [waiting("acme/new", RULES.share_after_s)], [a_store("s", "host-1")])
-    assert drained(replace(situation, instance_loads=Loads.listed(few))) == ["i0"]
+    assert drained(replace(situation, cluster_load=ListedLoad(few))) == ["i0"]
 
 
 def test_overdue_model_takes_slot_with_least_loss() -> None:
@@ -176,7 +178,7 @@ def test_overdue_model_takes_slot_with_least_loss() -> None:
             for instance, arrivals_per_s in zip(instances, (20.0, 5.0), strict=True)
         ]
         situation = a_full_host(instances, [waiting("acme/new", wait_s)], [a_store("s", "host-1")])
-        assert drained(replace(situation, instance_loads=Loads.listed(loads))) == ended
+        assert drained(replace(situation, cluster_load=ListedLoad(loads))) == ended
 
 
 @pytest.mark.parametrize("busy", [0, 1], ids=["idle", "busy"])
@@ -188,7 +190,7 @@ def test_longest_wait_takes_slot_regardless_of_loss(target_s: float, longest_s: 
     for wait_s, evicted in [(longest_s - 1.0, []), (longest_s, ["i0"])]:
         demand = replace(waiting("acme/new", wait_s), target_s=target_s)
         situation = a_full_host([used], [demand], [a_store("s", "host-1")], busy)
-        assert drained(replace(situation, instance_loads=Loads.listed([load]))) == evicted
+        assert drained(replace(situation, cluster_load=ListedLoad([load]))) == evicted
 
 
 @pytest.mark.parametrize("busy", [0, 6], ids=["idle", "busy"])
@@ -201,7 +203,7 @@ def test_tenant_takes_one_overdue_slot_per_turn(busy: int) -> None:
     ]
     late = [waiting(f"acme/{number}", RULES.longest_wait_s + number) for number in range(4)]
     situation = a_full_host(instances, [*late, waiting("cedar/new", 100.0)], [a_store("s", "host-1")], busy)
-    situation = replace(situation, instance_loads=Loads.listed(loads))
+    situation = replace(situation, cluster_load=ListedLoad(loads))
 
     def tenants(taken_at: float) -> list[str]:
         decided = decide(replace(situation, overdue_slots_at={"acme": taken_at}), RULES)
@@ -217,7 +219,7 @@ def test_waiting_tenant_of_shared_model_takes_its_turn() -> None:
     shared = replace(waiting("acme/new", 100.0), by_tenant={"acme": (1, 0), "birch": (0, 1), "cedar": (1, 0)})
     situation = a_full_host([used], [shared], [a_store("s", "host-1")], busy=1)
     for taken_at, tenants in [({"acme": NOW}, ["cedar"]), ({"acme": NOW, "cedar": NOW}, [])]:
-        seen = replace(situation, instance_loads=Loads.listed([load]), overdue_slots_at=taken_at)
+        seen = replace(situation, cluster_load=ListedLoad([load]), overdue_slots_at=taken_at)
         assert [action.overdue_tenant for action in decide(seen, RULES) if isinstance(action, Drain)] == tenants
 
 
@@ -249,7 +251,7 @@ def test_idle_model_with_least_loss_is_evicted() -> None:
         InstanceLoad(instances[1], 0, 0, NOW - 10.0, reload_s=3.0, arrivals_per_s=0.1),
     ]
     situation = a_full_host(instances, [waiting("acme/new")], [a_store("s", "host-1")])
-    assert drained(replace(situation, instance_loads=Loads.listed(loads))) == ["i1"]
+    assert drained(replace(situation, cluster_load=ListedLoad(loads))) == ["i1"]
 
 
 def test_late_requests_do_not_end_turn_of_timely_model() -> None:
@@ -258,7 +260,7 @@ def test_late_requests_do_not_end_turn_of_timely_model() -> None:
     for num_waiting, ends in [(24, []), (65, ["i0"])]:
         late = Demand(a_model("acme/late"), num_waiting, 0, 30.0, target_s=1.0, load_s={Tier.HOST: 2.0})
         situation = a_full_host([busy.instance], [late], [a_store("s", "host-1")], busy=1)
-        assert drained(replace(situation, instance_loads=Loads.listed([busy]))) == ends
+        assert drained(replace(situation, cluster_load=ListedLoad([busy]))) == ends
 
 
 def crowded_demand(model: Model, backlog_s: float) -> Demand:
@@ -292,7 +294,7 @@ def test_queue_grows_into_slot_of_unexpected_model(backlog_s: float, arrivals_pe
     idle = InstanceLoad(instances[1], 0, 0, NOW - 60.0, reload_s=3.0, arrivals_per_s=arrivals_per_s)
     loads = [InstanceLoad(instances[0], 9, 0), idle]
     situation = a_full_host(instances, [crowded_demand(crowded, backlog_s)], [a_store("s", "host-1")], busy=1)
-    assert drained(replace(situation, instance_loads=Loads.listed(loads))) == (["i1"] if grows else [])
+    assert drained(replace(situation, cluster_load=ListedLoad(loads))) == (["i1"] if grows else [])
 
 
 def test_expected_model_keeps_one_idle_slot() -> None:
@@ -302,7 +304,7 @@ def test_expected_model_keeps_one_idle_slot() -> None:
     loads += [InstanceLoad(instance, 0, 0, NOW - 60.0, arrivals_per_s=0.1) for instance in instances[1:]]
     demand = crowded_demand(replace(crowded, max_instances=3), 60.0)
     situation = a_full_host(instances, [demand], [a_store("s", "host-1")], busy=1)
-    assert drained(replace(situation, instance_loads=Loads.listed(loads))) == ["i1"]
+    assert drained(replace(situation, cluster_load=ListedLoad(loads))) == ["i1"]
 
 
 @pytest.mark.parametrize(("load", "grows"), [(0.9, True), (1.5, False), (29.0, False), (58.0, False)])
@@ -320,8 +322,7 @@ def test_short_models_do_not_swap_slots(load: float, grows: bool) -> None:
     loads = [load._replace(arrivals_per_s=1000.0, reload_s=0.03) for load in loads]
     situation = replace(
         a_full_host(instances, [first], [a_store("s", "host-1")]),
-        instance_loads=Loads.listed(loads),
-        demand_of={models[0].version_id: first, models[1].version_id: second}.get,
+        cluster_load=ListedLoad(loads, {models[0].version_id: first, models[1].version_id: second}),
     )
     assert drained(situation) == (["i2"] if grows else [])
 
@@ -331,11 +332,9 @@ def test_minimum_takes_both_slots_of_idle_split_model() -> None:
     kept, idle = a_model("acme/kept"), a_model("acme/idle")
     instances = [an_instance(0, idle, PREFILL), an_instance(1, idle, DECODE)]
     demands = {kept.version_id: Demand(kept, 0, 0, 0.0), idle.version_id: Demand(idle, 0, 0, 0.0, load=1.0)}
-    situation = replace(
-        a_full_host(instances, [demands[kept.version_id]], [a_store("s", "host-1")]),
-        minimums={kept.version_id: Minimum(1)},
-        demand_of=demands.get,
-    )
+    full = a_full_host(instances, [demands[kept.version_id]], [a_store("s", "host-1")])
+    load = ListedLoad(full.loads, demands)
+    situation = replace(full, minimums={kept.version_id: Minimum(1)}, cluster_load=load)
     assert drained(situation) == ["i0", "i1"]
 
 
@@ -345,10 +344,9 @@ def test_surplus_instance_of_role_costs_nothing() -> None:
     instances = [an_instance(0, crowded), *(an_instance(n + 1, other, each) for n, each in enumerate(roles))]
     first = Demand(crowded, 0, 0, 0.0, arrivals_per_s=100.0, load=1.5, target_s=2.0)
     second = Demand(other, 0, 0, 0.0, arrivals_per_s=100.0, load=3.0, target_s=2.0)
-    situation = replace(
-        a_full_host(instances, [first], [a_store("s", "host-1")], busy=1),
-        demand_of={crowded.version_id: first, other.version_id: second}.get,
-    )
+    full = a_full_host(instances, [first], [a_store("s", "host-1")], busy=1)
+    demands = {crowded.version_id: first, other.version_id: second}
+    situation = replace(full, cluster_load=ListedLoad(full.loads, demands))
     workers = {f"w{n}": replace(situation.workers[f"w{n}"], playable_roles=BOTH) for n in range(len(instances))}
     assert drained(replace(situation, workers=workers)) == ["i1"]
 
@@ -360,15 +358,15 @@ def test_what_one_model_took_to_grow_the_other_does_not_recall(loads: tuple[floa
         Demand(model, 0, 0, 0.0, arrivals_per_s=1000.0, load=load, target_s=2.0, price_s=3600.0, keep_s=3600.0)
         for model, load in zip(models, loads, strict=True)
     ]
-    demand_of = {demand.model.version_id: demand for demand in demands}.get
+    by_version = {demand.model.version_id: demand for demand in demands}
 
     def taken(owners: list[int], taker: int) -> list[int]:
         instances = [an_instance(number, models[owner]) for number, owner in enumerate(owners)]
-        called = Loads.listed(
-            [InstanceLoad(instance, 0, 0, NOW - 0.1, arrivals_per_s=1000.0) for instance in instances]
+        called = ListedLoad(
+            [InstanceLoad(instance, 0, 0, NOW - 0.1, arrivals_per_s=1000.0) for instance in instances], by_version
         )
         situation = a_full_host(instances, [demands[taker]], [a_store("s", "host-1")])
-        leaving = drained(replace(situation, instance_loads=called, demand_of=demand_of))
+        leaving = drained(replace(situation, cluster_load=called))
         return [int(item.removeprefix("i")) for item in leaving]
 
     owners = [0, 1, 1, 1, 1, 1]
@@ -385,7 +383,8 @@ def test_growth_load_time_is_by_nearest_tier() -> None:
     demand = replace(crowded_demand(crowded, 6.0), load_s={Tier.HOST: 1.0, Tier.PEER: 100.0})
     far = a_full_host(instances, [demand], [a_store("s", "host-1"), a_store("o", "host-2", [a_copy(crowded)])], busy=1)
     assert drained(far) == []
-    assert drained(replace(far, stores={"host-1": a_store("s", "host-1", [a_copy(crowded)])})) == ["i1"]
+    near = {"host-1": a_store("s", "host-1", [a_copy(crowded)])}
+    assert drained(replace(far, stores=near, holder_index=ListedStores(near))) == ["i1"]
 
 
 def test_long_queue_leaves_slots_to_starving_models() -> None:
@@ -416,15 +415,15 @@ def test_eviction_reason_names_figures() -> None:
         return [action.reason.text for action in decide(situation, RULES) if isinstance(action, Drain)]
 
     stores, idle = [a_store("s", "host-1")], an_instance(0, a_model("acme/idle"))
-    load = replace(a_full_host([idle], [waiting("acme/new")], stores), instance_loads=Loads.listed([]))
+    load = replace(a_full_host([idle], [waiting("acme/new")], stores), cluster_load=ListedLoad([]))
     unused = [InstanceLoad(idle, 0, 0, NOW - 12.0, reload_s=4.0, tenants=frozenset(("acme",)))]
-    assert told(replace(load, instance_loads=Loads.listed(unused))) == [
+    assert told(replace(load, cluster_load=ListedLoad(unused))) == [
         "idle for 12 s, and acme/new has waited 100 ms for a slot; to load it again takes 4 s (0.0 late requests)"
     ]
     crowded = crowded_demand(a_model("acme/crowded"), 6.0)
     grows = a_full_host([idle, an_instance(1, crowded.model)], [crowded], stores)
     loads = [*unused, InstanceLoad(an_instance(1, crowded.model), 9, 0)]
-    assert told(replace(grows, instance_loads=Loads.listed(loads))) == [
+    assert told(replace(grows, cluster_load=ListedLoad(loads))) == [
         "idle for 12 s, and acme/crowded saves 438.3 late requests; to load it again takes 4 s (0.0 late requests)"
     ]
     busy = a_model("birch/busy")

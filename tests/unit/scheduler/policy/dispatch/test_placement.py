@@ -29,7 +29,7 @@ from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacemen
 from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
 from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.estimates.kv_transfer_time import KvTransferTimes
-from torchrelay.scheduler.policy.transitions.admissions import with_targets
+from torchrelay.scheduler.policy.transitions.lifecycle import with_targets
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 RULES = PolicyConfig()

@@ -1,4 +1,4 @@
-"""Relay planning, pure: which store follows which others, by what their links have left."""
+"""Relay planning, without side effects: which store follows which others, by the bandwidth left on their links."""
 
 from torchrelay.scheduler.planning.edge import MAX_ALTERNATES, MAX_STRIPED, TransferEdge
 from torchrelay.scheduler.planning.nodes import DEFAULT_BYTES_PER_S, REMOTE, Node, ReceiveProgress

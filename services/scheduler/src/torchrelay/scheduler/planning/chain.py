@@ -11,9 +11,9 @@ from torchrelay.scheduler.planning.nodes import MIN_BYTES_PER_S, REMOTE, Node, R
 from torchrelay.scheduler.planning.rate_allocation import ChainMember, fair_rate
 from torchrelay.scheduler.planning.sender_pool import SenderPool, SourceAllocation
 
-_CHUNKS = 256  # of a pack, by its layout: a host is one chunk behind its source
+_CHUNKS = 256  # chunks of a pack, by its layout: a host is a chunk behind its source
 _SIMILAR_RATES = 1.25  # rates within this factor count as equal
-_NUM_DOWNSTREAM_ALTERNATES = 1  # of MAX_ALTERNATES, those that come later in the chain
+_NUM_DOWNSTREAM_ALTERNATES = 1  # alternates, among MAX_ALTERNATES, that come later in the chain
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Chain:
     pool: SenderPool
     whole: tuple[str, ...]
     num_bytes: float
-    began: list[str] = field(default_factory=list)  # without the whole ones; each before those it may feed
+    began: list[str] = field(default_factory=list)  # receiving stores; each before the stores that it may feed
     _edges: list[TransferEdge] = field(default_factory=list)
 
     def begin(self, receiving: Sequence[str], arriving: Mapping[str, ReceiveProgress]) -> None:
@@ -39,7 +39,7 @@ class Chain:
         return self.num_bytes / max(rate, MIN_BYTES_PER_S)
 
     def feed(self, wave: Sequence[str]) -> None:
-        """Adds the edges of targets that are fed together: the fastest first, of equal ones the better sender."""
+        """Adds the edges of targets that are fed together: the fastest first, and among equals the better sender."""
         if not wave:
             return
         nodes, senders = self.nodes, self.pool.senders
@@ -56,8 +56,8 @@ class Chain:
             self._add_edge(target, allocations or [SourceAllocation(REMOTE, min(nodes[REMOTE].out, needs[target]))])
 
     def _chain_order(self, wave: Sequence[str], needs: Mapping[str, float]) -> list[str]:
-        """The fastest first, of equal ones the better sender. With several leaves, targets of similar rates are grouped
-        by leaf, beginning with a leaf that has the pack.
+        """The targets in chain order: the fastest first, and among equals the better sender. With several leaves,
+        targets of similar rates are grouped by leaf, beginning with a leaf that has the pack.
         """
         nodes = self.nodes
         having = {nodes[store].leaf for store in self.pool.senders}
@@ -71,7 +71,7 @@ class Chain:
         return sorted(wave, key=place)
 
     def fan_out(self, target: str, leader: str) -> None:
-        """A copy inside the host, at memory speed: it is complete when the leader's is."""
+        """Adds the edge of a copy inside the host, at memory speed, which completes together with the leader's copy."""
         sender = self.pool.senders[leader]
         self._add_edge(target, [SourceAllocation(leader, min(sender.cap, self.nodes[target].into))])
 
@@ -90,7 +90,7 @@ class Chain:
         self.began.append(target)
 
     def edges(self, already: Sequence[str]) -> tuple[TransferEdge, ...]:
-        """All edges with their alternates; first those of stores that already have or receive the pack."""
+        """All edges with their alternates, beginning with stores that already have or receive the pack."""
         rank = {store: number for number, store in enumerate(self.began)}
         there = [TransferEdge(target, (), True, whole=target in self.whole) for target in already]
         return tuple(
@@ -99,9 +99,10 @@ class Chain:
         )
 
     def _alternates(self, target: str, striped: Sequence[str], rank: Mapping[str, int]) -> tuple[str, ...]:
-        """Whole holders, then stores before the target, the nearest first, then one after it, last the remote store.
+        """Alternates of a target: whole holders, then stores before the target, nearest first, then a store after it,
+        last the remote store.
 
-        The head of a chain out of the remote store has none: all others get the pack through it.
+        The head of a chain out of the remote store has no alternates, because all others get the pack through it.
         """
         if REMOTE in striped:
             return ()

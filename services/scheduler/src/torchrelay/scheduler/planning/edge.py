@@ -12,16 +12,16 @@ MAX_ALTERNATES = 4  # besides the striped sources and the remote store
 
 @dataclass(frozen=True)
 class TransferEdge:
-    """A store's incoming copy. The first ``num_striped`` of ``sources`` are followed at once, each at the rate it
+    """A store's incoming copy. The first ``num_striped`` of ``sources`` are followed at once, each at the rate that it
     achieves; the others are for repair, best first, the remote store last.
 
-    ``shares``: the part of the pack planned for each striped source; they add up to one. ``bytes_per_s`` and
-    ``ready_s`` (from the start of the plan) are predictions; 0: nothing is predicted.
+    ``shares``: the planned share of the pack from each striped source; they add up to 1. ``bytes_per_s`` and
+    ``ready_s`` (from the start of the plan) are predictions; 0 without a prediction.
     """
 
     target: str
     sources: tuple[str, ...]
-    already_there: bool = False  # or on its way: nothing new is transferred
+    already_there: bool = False  # the copy is present or on its way, and nothing new is transferred
     num_striped: int = 1
     shares: tuple[float, ...] = (1.0,)
     bytes_per_s: float = 0.0
@@ -37,7 +37,7 @@ class TransferEdge:
         return self.sources[: self.num_striped]
 
     def __str__(self) -> str:
-        """For people: ``s3 from s1 60 % and s2 40 % at 480 MB/s, ready in 900 ms``."""
+        """Text such as ``s3 from s1 60 % and s2 40 % at 480 MB/s, ready in 900 ms``."""
         if self.whole:
             return f"{self.target} from its host copy"
         if self.already_there:

@@ -1,4 +1,4 @@
-"""Hosts as the planner knows them. Rates are bytes per second."""
+"""The planner's view of hosts. Rates are bytes per second."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 REMOTE = "remote"  # holder id of the remote store: the last source of every relay
-DEFAULT_BYTES_PER_S = 5e8  # of a direction about which nothing is known
-MIN_BYTES_PER_S = 1.0  # a full direction still carries bytes: a new relay shares it
+DEFAULT_BYTES_PER_S = 5e8  # for a direction without measurements
+MIN_BYTES_PER_S = 1.0  # for a full direction, which a new relay still shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Node:
     residual_out: float = DEFAULT_BYTES_PER_S
     residual_in: float = DEFAULT_BYTES_PER_S
     host: str = ""  # stores of one host share its network copy; empty: alone on its host
-    busy_out: bool = False  # it sends KV or other relays' chunks; used where no free one suffices
+    busy_out: bool = False  # it sends KV or other relays' chunks; used only if no free node suffices
     leaf: str = ""  # the switch of the host; hosts of one leaf reach each other without its uplink
 
     @property
@@ -33,7 +33,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveProgress:
-    """How far an incoming copy is."""
+    """Progress of an incoming copy."""
 
     have: float = 0.0  # part of the pack, 0 to 1
     bytes_per_s: float = DEFAULT_BYTES_PER_S

@@ -22,10 +22,10 @@ def plan(
 ) -> tuple[TransferEdge, ...]:
     """Edges for one pack, in the order in which to start them.
 
-    ``whole``: stores that have all of it. ``receiving``: stores that are receiving it, oldest first; ``arriving``:
-    how far they are. ``targets``: stores that need it, the more wanted first among equals.
-    ``nodes``: what the stores' links have left; a store that is absent is presumed to have as much as any. ``live``
-    targets serve requests and are fed last. ``num_bytes`` of the pack: for the predicted times.
+    ``whole``: stores that have the whole pack. ``receiving``: stores that receive it, oldest first; ``arriving``: their
+    progress. ``targets``: stores that need it, more urgent first among equals. ``nodes``: bandwidth left on the stores'
+    links; a store that is absent has the default. ``live``: targets that serve requests and are fed last.
+    ``num_bytes``: size of the pack, for the predicted times.
 
     Striped sources are whole or come before their target in the order of the edges, so bytes flow one way. One of the
     alternates may come later: a follower learns from its bitmap whether it has what is missing.
@@ -46,8 +46,8 @@ def plan(
 def _one_per_host(
     nodes: Mapping[str, Node], known: Iterable[str], targets: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Gives each host one network copy. Returns the targets that get it, and the other targets with the store of their
-    host that they follow.
+    """Gives each host one network copy. Returns the targets that receive it, and for each other target the store on its
+    host that it follows.
     """
     first: dict[str, str] = {}
     for store in known:

@@ -19,17 +19,17 @@ from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.scheduler.policy.transitions import (
-    admissions,
-    cluster_view,
+    cluster_load,
     dispatch,
-    loads,
+    lifecycle,
     migrations,
     recalls,
-    relays,
+    relay_plans,
     replication,
     reserved_slots,
     rosters,
     scaling,
+    stalled_loads,
 )
 
 _FEW_VERSIONS = 8  # evaluated quickly enough to do so on each turn
@@ -54,7 +54,7 @@ class Policy:
             case inputs.Admit():
                 self._admit(input_, now)
             case inputs.Withdraw(key):
-                admissions.withdraw(state, key, now)
+                lifecycle.withdraw(state, key, now)
             case inputs.FirstToken(key):
                 dispatch.first_token(state, key, now)
             case inputs.Release():
@@ -65,9 +65,9 @@ class Policy:
             case inputs.ModelDeleted(model):
                 scaling.model_deleted(state, model, now)
             case inputs.GatewayConnected(gateway_id):
-                admissions.park(state, state.gateways.connected(gateway_id, now))
+                lifecycle.park(state, state.gateways.connected(gateway_id, now))
             case inputs.GatewayDisconnected(gateway_id):
-                admissions.park(state, state.gateways.disconnected(gateway_id, now))
+                lifecycle.park(state, state.gateways.disconnected(gateway_id, now))
             case inputs.WorkerReported(worker, streamed):
                 self._observe_worker(worker, streamed, now)
             case inputs.WorkerBeat(worker_id, incarnation, progress):
@@ -114,7 +114,7 @@ class Policy:
             case inputs.CopyAccepted(pack_id, store_id):
                 state.transfers.accepted((pack_id, store_id), now)
             case inputs.CopyFailed(pack_id, store_id, cause, deleted):
-                relays.relay_refused(state, pack_id, store_id, cause, now)
+                relay_plans.relay_refused(state, pack_id, store_id, cause, now)
                 if deleted:
                     state.replication_state.forget(pack_id)
             case inputs.RetainFailed(store_id):
@@ -137,16 +137,16 @@ class Policy:
 
     def _admit(self, input_: inputs.Admit, now: float) -> None:
         state, model = self.state, input_.model
-        admission = admissions.with_targets(input_.admission, model, state.config)
+        admission = lifecycle.with_targets(input_.admission, model, state.config)
         state.replication_state.recent_packs.note(model, now)
         if admission.migrates and input_.current is None:
             migrations.admit(state, admission, now)
             return
-        if admissions.admit(state, admission, model, input_.current, input_.is_computed, now):
+        if lifecycle.admit(state, admission, model, input_.current, input_.is_computed, now):
             dispatch.place_waiting(state, now, (model.version_id,))
             opened = state.attempts.get(admission.key)
             if opened is None:
-                admissions.refuse_if_infeasible(state, admission, now)
+                lifecycle.refuse_if_infeasible(state, admission, now)
             is_short = opened is None or opened.placement.cold
             if is_short and scaling.may_act_alone(state, model, now):
                 scaling.scale(state, now, (model.version_id,))
@@ -155,13 +155,13 @@ class Policy:
         """Closes an attempt. Workers that the gateway saw fail are named in the next admission instead, because a
         release may come long after.
         """
-        state, attempt = self.state, admissions.release(self.state, input_.key, now)
+        state, attempt = self.state, lifecycle.release(self.state, input_.key, now)
         if attempt is None:
             return
         if input_.outcome is not None:
-            admissions.observe_outcome(state, attempt, input_.outcome, now)
+            lifecycle.observe_outcome(state, attempt, input_.outcome, now)
             if not input_.is_migrated:
-                admissions.observe_length(state, attempt, input_.outcome)
+                lifecycle.observe_length(state, attempt, input_.outcome)
         if input_.is_recalled:
             recalls.recalled(state, attempt)
         elif not input_.delivered:
@@ -219,7 +219,7 @@ class Policy:
             replication.store_seen(state, store, before, now)
             if streamed:
                 replication.record_evictions(state, store, now)
-            relays.store_reported(state, store, before, now)
+            relay_plans.store_reported(state, store, before, now)
             if before is not None:
                 return
             if state.strategies.decides_in_turns:  # slots of its host can be loaded now for versions without one
@@ -228,7 +228,7 @@ class Policy:
                 self._react(now)
 
     def _remove_store(self, store: StoreStatus, cause: str, now: float) -> None:
-        relays.store_lost(self.state, store, cause, now)
+        relay_plans.store_lost(self.state, store, cause, now)
         self.state.replication_state.left(store, now + self.state.config.loss_grace_s)
 
     # Outcomes of commands
@@ -251,7 +251,7 @@ class Policy:
         if instance.accepted and not waits_for_store:
             return
         if input_.failed_store:
-            relays.relay_refused(state, instance.pack_id, input_.failed_store, cause, now)
+            relay_plans.relay_refused(state, instance.pack_id, input_.failed_store, cause, now)
         figures = {"error": cause} | ({"store": input_.failed_store} if input_.failed_store else {})
         self._give_up_load(instance, Reason(scaling.LOAD_REFUSED, cause, figures), now)
         self._react(now)
@@ -271,18 +271,18 @@ class Policy:
             self._remove_store(store, f"its store was silent for {state.config.stale_s:g} s", now)
             state.effects.commands.append(DisconnectCommand(store.grpc_address))
         for key in state.gateways.overdue(now):
-            admissions.release(state, key, now)
+            lifecycle.release(state, key, now)
         state.queues.forget_debts(now)
         for version_id in state.slot_lost_at.keys() - set(state.queues.versions):
             del state.slot_lost_at[version_id]
         scaling.retry_unloads(state, now)
         state.load_failures.prune(now)
-        for instance, reason in loads.stalled(state, now):
+        for instance, reason in stalled_loads.detect(state, now):
             self._give_up_load(instance, reason, now)
-        admissions.refuse_unserved(state, now)
+        lifecycle.refuse_unserved(state, now)
         is_in_turns, is_whole = state.strategies.decides_in_turns, now >= state.whole_scale_due
         if is_whole:
-            admissions.refuse_infeasible(state, now)
+            lifecycle.refuse_infeasible(state, now)
             state.whole_scale_due = now + state.config.whole_scale_every_s
             scaling.evaluate_minimums(state, now)
             reserved_slots.refuse_without_slot(state, now)
@@ -296,7 +296,7 @@ class Policy:
             if is_in_turns:
                 due = [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
                 if is_whole:  # these may have no instance
-                    due += [*state.minimums.in_force, *cluster_view.expected_versions(state, now)]
+                    due += [*state.minimums.in_force, *cluster_load.expected_versions(state, now)]
             self._evaluate(due, now, also=(*state.queues.versions, *state.instances.loading_versions))
         if is_whole:
             migrations.empty_draining(state, now)
@@ -387,7 +387,7 @@ class Policy:
         ):
             for admission in state.queues.waiting(version_id):
                 if not is_of_store or now - admission.admitted_at > state.config.load_backoff_max_s:
-                    admissions.refuse_if_given_up(state, admission, now)
+                    lifecycle.refuse_if_given_up(state, admission, now)
 
 
 def _ready_reason(instance: Instance, took_s: float) -> Reason:

@@ -48,7 +48,7 @@ class Actuator:
         self._stopped = False
 
     def stop(self) -> None:
-        """Starts no further command: the service shuts down."""
+        """Starts no further commands, because the service shuts down."""
         self._stopped = True
 
     def start(self, command: effects.Command) -> None:
@@ -105,8 +105,8 @@ class Actuator:
     async def _load_beside(
         self, command: effects.WakeCommand, hop: effects.Hop, order: effects.LoadOrder, relay: asyncio.Task[str]
     ) -> None:
-        """Loads although the relay may still be refused. The policy learns of a refusal after the worker's answer, so
-        that it ends a load that the worker has accepted.
+        """Loads while the relay may still be refused. The policy learns of a refusal after the worker's answer, so that
+        it ends a load that the worker has accepted.
         """
         await self._load(command, order)
         if cause := await relay:

@@ -136,7 +136,7 @@ class Controller:
         self.apply(Due())
 
     def stop_timer(self) -> None:
-        """No more ``Due`` inputs, until another input asks for one."""
+        """Stops ``Due`` inputs until another input asks for one."""
         if self._due_timer is not None:
             self._due_timer.cancel()
 
@@ -152,7 +152,7 @@ class Controller:
         self._apply(Admit(admission, model, current, request.is_computed), now)
 
     def _note_version(self, version: types_pb2.ModelVersion) -> Model:
-        """Most requests name a version just as the last one did."""
+        """The model of a version. Most requests name a version exactly as the last request did, so it is cached."""
         known = self._versions.get(version.version_id)
         if known is None or known[0] != version:
             known = version, converters.model_from_proto(version)
@@ -204,8 +204,8 @@ class Controller:
         self._notify_watchers()
 
     def repeated(self, peer: Peer) -> bool:
-        """Takes a repeat of the peer's last report as a sign of life. False if the report must be applied whole: it is
-        not known, a copy is on its way to the store, or an instance of the worker or host is about to change.
+        """Handles a repeat of the peer's last report as a heartbeat. False if the report must be applied whole: because
+        it is not known, a copy is on its way to the store, or an instance of the worker or host is about to change.
         """
         report = self.reports.get(peer)
         if report is None or self.policy.state.transfers.into(peer[1]):
@@ -247,7 +247,7 @@ class Controller:
         self.epoch.keep(membership.workers.keys() | membership.stores.keys())
 
     def version(self, version_id: str) -> types_pb2.ModelVersion:
-        """A version as its last admission named it, or who set its minimum."""
+        """The version as named by its last admission, or by the message that set its minimum."""
         known = self._versions.get(version_id)
         return known[0] if known is not None else self._with_minimum[version_id]
 
@@ -267,7 +267,7 @@ class Controller:
         for placed in effects.opened:
             self._record_placement(placed)
         for event in effects.events:
-            if not event.topic.startswith(transfer_events.EVENT_PREFIX):  # those are for operators only
+            if not event.topic.startswith(transfer_events.EVENT_PREFIX):  # transfer events are for operators only
                 self.explain.note(event)
             self._event_publisher.note(event)
             self._copy_metrics.note(event)
@@ -302,7 +302,7 @@ class Controller:
     # Watchers of the cluster
 
     def watch(self) -> asyncio.Event:
-        """An event that is set at every change, until it is passed to ``unwatch``."""
+        """An event that is set at every change until it is passed to ``unwatch``."""
         event = asyncio.Event()
         self._watchers.add(event)
         return event

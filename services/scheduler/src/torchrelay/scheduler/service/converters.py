@@ -15,8 +15,8 @@ from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
 CallTokens: TypeAlias = tuple[str, str]  # the gateway's, and the other worker's
-# Of an ``AdmitEvent``, of which there are thousands a second: the message that it goes out with is filled with them,
-# but would copy an event.
+# Fields of an ``AdmitEvent``. There are thousands a second: the outgoing message is filled with fields directly, where
+# it would have to copy an event.
 EventFields: TypeAlias = dict[str, Any]
 _ROLES = frozenset(core.Role)
 _SERVICE_CLASSES = {service_class.value: service_class for service_class in core.ServiceClass}
@@ -205,7 +205,7 @@ def _worker_ref_from_proto(ref: types_pb2.WorkerRef) -> core.WorkerRef:
 def placed_to_fields(
     placement: core.Placement, ticket: dict[str, Any] | None, call_tokens: Callable[[str], CallTokens]
 ) -> EventFields:
-    """``ticket``: its fields; ``call_tokens``: those that a worker accepts."""
+    """Fields of a placement. ``ticket``: fields of its ticket; ``call_tokens``: tokens that a worker accepts."""
     placed: dict[str, Any] = {
         "key": {"request_id": placement.key.request_id, "attempt": placement.key.attempt},
         "prefill": _worker_ref_fields(placement.prefill, call_tokens),

@@ -1,10 +1,10 @@
 """Discovers workers and stores from load reports on the broker, then watches each by a stream.
 
-A stream brings every change of a slot or a copy at once, and beats between them. It carries our epoch to the peer, so
-that an older scheduler learns of us and loses its streams, even if neither commands anything. A worker that shuts down
-ends its stream. When a stream breaks, the peer's port shows whether the process is gone. Then the peer is lost at once,
-otherwise after three seconds without a message by the stream or the broker. The stream to a lost peer is opened again
-for a while: a peer that only hung comes back without the broker.
+A stream delivers every change of a slot or a copy at once, and heartbeats between them. It carries our epoch to the
+peer, so that an older scheduler learns of us and loses its streams, even if neither commands anything. A worker that
+shuts down ends its stream. When a stream breaks, the peer's port shows whether the process is gone. Then the peer is
+lost at once, otherwise after three seconds without a message on the stream or the broker. The stream to a lost peer is
+opened again for a while, so that a peer that only hung comes back without the broker.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ async def _fail(error: Exception) -> None:
 
 
 class StreamRetries:
-    """When the stream to a peer is opened again: without end while the peer is present, otherwise for ``_AWAY_S``.
+    """Times at which the stream to a peer is opened again: always while the peer is present, otherwise for ``_AWAY_S``.
 
     The delay grows while the streams end soon, as they do for a scheduler that the peer has fenced out.
     """

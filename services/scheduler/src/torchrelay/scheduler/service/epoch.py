@@ -1,10 +1,10 @@
 """The epoch: workers and stores obey the scheduler with the highest one, so that a replaced scheduler does no harm.
 
 It begins as the start time in milliseconds, normally above that of any earlier scheduler. During start-up it is raised
-above any epoch in the reports. A higher one seen later belongs to a newer scheduler, and this one steps down once more
-than half of the peers obey it: the word of one, which anybody may have taken over, ends no scheduler. Until then those
-that obey the newer one refuse this one's commands. An epoch that no scheduler can have, further in the future than
-clocks differ, counts for nothing.
+above any epoch in the reports. A higher epoch seen later belongs to a newer scheduler, and this scheduler steps down
+once more than half of the peers obey that one: a single peer, which may be compromised, cannot end a scheduler. Until
+then the peers that obey the newer scheduler refuse this scheduler's commands. An epoch further in the future than
+clocks differ, which no scheduler can have, is ignored.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Epoch:
     def __init__(self, started_at: float) -> None:
         self.value = int(started_at * 1000)
         self._startup_until = started_at + STARTUP_S
-        self._ahead: set[str] = set()  # the workers and stores that have seen a higher epoch since the start-up
+        self._ahead: set[str] = set()  # workers and stores that have seen a higher epoch since the start-up
         self._ignored = 0
 
     def check(self, epoch: int, node_id: str, num_peers: int, now: float) -> None:
-        """A worker or store, one of ``num_peers`` present, has seen ``epoch``.
+        """Checks the epoch that a worker or store, one of ``num_peers`` present, has seen.
 
         Raises ``StaleEpoch`` if a newer scheduler is active.
         """
@@ -35,7 +35,7 @@ class Epoch:
             self._ahead.discard(node_id)
             return
         if epoch > now * 1000 + MAX_EPOCH_LEAD_MS:
-            if epoch != self._ignored:  # ten reports a second say the same
+            if epoch != self._ignored:  # log it once, not ten times a second
                 self._ignored = epoch
                 log.warning("epoch_ignored", epoch=epoch, lead_s=round(epoch / 1000 - now), own_epoch=self.value)
             return
@@ -52,5 +52,5 @@ class Epoch:
             )
 
     def keep(self, node_ids: Set[str]) -> None:
-        """Forgets all other peers: they are gone."""
+        """Forgets all other peers, which are gone."""
         self._ahead &= node_ids

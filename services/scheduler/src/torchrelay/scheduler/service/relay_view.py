@@ -1,4 +1,4 @@
-"""Transfers as people see them: the plan, what the reports say of it, and the time left."""
+"""Views of transfers for people: the plan, its progress by the reports, and the time left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STATES = {
 
 
 def relay_views(state: State, now: float) -> list[RelayView]:
-    """Transfers under way, and for some seconds those that have ended."""
+    """Transfers under way and those that ended within the last seconds."""
     shown = state.transfers.shown(now)
     names = {pack_id: state.model_of_pack(pack_id).name for pack_id in {transfer.pack_id for transfer in shown}}
     return [_view(transfer, names[transfer.pack_id], now) for transfer in shown]

@@ -1,4 +1,4 @@
-"""Recognizes reports that repeat the last report of their node: of an idle fleet, nearly all."""
+"""Recognizes reports that repeat the last report of their node, as nearly all reports of an idle fleet do."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torchrelay.common.net.load_reports import MAC_HEADER
 from torchrelay.common.recent import Recent
 
 _MAX_SUBJECTS = 16_384
-WHOLE_EVERY = 40  # every so many repeats a report is applied whole, for what changes by time alone
+WHOLE_EVERY = 40  # every 40th repeat is applied whole, for properties that change by time alone
 
 
 class Repeats:
     """The last checked message of each subject.
 
-    A message that is equal to the last byte of its signature needs no other check. The first repeat does not count as
-    one: it shows that rates have fallen to zero.
+    A message that is equal up to the last byte of its signature needs no other check. The first repeat is still
+    applied, because it shows that rates have fallen to zero.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which reports count: those that their own worker or store has signed."""
+"""Checks that reports are signed by their own worker or store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class ReportCheck:
         self._logged: Recent[tuple[str, str], bool] = Recent(_MAX_NAMED)
 
     def is_signed(self, message: Msg) -> bool:
-        """Whether the node in the message's subject sent it. The broker may serve others; nobody else has its key."""
+        """Whether the node in the message's subject sent it, as only this node has its key. The broker may serve
+        others.
+        """
         mac = (message.headers or {}).get(MAC_HEADER, "")
         if not mac:
             return self._refused(message, "it is not signed")

@@ -1,8 +1,7 @@
-"""Tickets for the data plane, and tokens to call workers: who may read what from whom, and whom a gateway may call.
+"""Tickets for the data plane, which allow a receiver to read from a holder, and tokens to call workers.
 
-Only the scheduler holds the cluster key.
-
-Expiry is by this clock and checked by the holders': lifetimes are long beside any skew.
+Only the scheduler holds the cluster key. It sets expiry by its own clock, and holders check it by theirs, so lifetimes
+are long compared with any clock skew.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class ClusterTickets:
         self._call_tokens: Recent[str, CallTokens] = Recent(_MAX_WORKERS)
 
     def call_tokens(self, worker_id: str) -> CallTokens:
-        """Lets the gateway call the worker, and a prefill worker the decode worker."""
+        """Tokens that let the gateway and other workers call the worker."""
         tokens = self._call_tokens.get(worker_id)
         if tokens is None:
             node_key = derive_node_key(self._cluster_key, worker_id)
@@ -41,7 +40,9 @@ class ClusterTickets:
         return tokens
 
     def kv(self, placement: Placement) -> dict[str, Any] | None:
-        """Fields of a ticket: it lets the decode worker follow the prefill worker's KV buffer. None: they are one."""
+        """Fields of a ticket that lets the decode worker follow the prefill worker's KV buffer; None if it is the same
+        worker.
+        """
         if not placement.needs_kv_transfer:
             return None
         holder, receiver = placement.prefill.worker_id, placement.decode.worker_id

@@ -1,1 +1,1 @@
-"""Requests that wait, and the gateways that they belong to."""
+"""Waiting requests, and the gateways that they belong to."""

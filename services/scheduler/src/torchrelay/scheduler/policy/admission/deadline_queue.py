@@ -1,7 +1,7 @@
 """Requests whose tenants take turns (``common.fair_queue``), charged by prompt tokens.
 
-Of one tenant, the request with the earliest deadline that can still be met is first. Late requests follow in an order
-of their own, and get at least a sixteenth of the tenant's service.
+The tenant's request with the earliest deadline that can still be met is first. Late requests follow in an order of
+their own, and get at least a sixteenth of the tenant's service.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from torchrelay.common.fair_queue import StartTags
 from torchrelay.scheduler.policy.core import Admission, AttemptKey
 
-Entry = tuple[float, int, AttemptKey, int]  # by deadline, or rank of what is late, then by arrival; with its tokens
+Entry = tuple[float, int, AttemptKey, int]  # deadline, or rank if late; order of arrival; key; prompt tokens
 
-_TIMELY_PER_LATE = 15  # prompt tokens of requests in time for one of a late one, while a tenant has both
+_TIMELY_PER_LATE = 15  # prompt tokens of timely requests per token of late requests, while a tenant has both
 
 
 class OrderedRequests:
@@ -42,7 +42,7 @@ class OrderedRequests:
         return entry
 
     def first(self) -> Entry:
-        """The first entry. At least one is needed."""
+        """The first entry; there must be one."""
         return self._ordered[0]
 
     def first_few(self, number: int) -> list[AttemptKey]:
@@ -55,17 +55,17 @@ class OrderedRequests:
 
 @dataclass(slots=True)
 class _TenantRequests:
-    """A tenant's requests; ``late``: those whose deadline cannot be met."""
+    """A tenant's requests; ``late``: requests whose deadline cannot be met."""
 
     timely: OrderedRequests = field(default_factory=OrderedRequests)
     late: OrderedRequests = field(default_factory=OrderedRequests)
-    late_credit: int = 0  # prompt tokens of others that were served since the last late one
+    late_credit: int = 0  # prompt tokens of timely requests that were served since the last late request
 
     def __len__(self) -> int:
         return len(self.timely) + len(self.late)
 
     def first(self) -> Entry:
-        """The tenant's next request. At least one is needed."""
+        """The tenant's next request; there must be one."""
         if not len(self.late):
             return self.timely.first()
         late = self.late.first()
@@ -95,7 +95,7 @@ class _TenantRequests:
 
 
 class DeadlineQueue:
-    """Requests in the order of service. Its owner holds the admissions."""
+    """Requests in the order of service, by their keys; its owner holds the admissions."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, _TenantRequests] = {}  # with requests
@@ -138,11 +138,11 @@ class DeadlineQueue:
 
     @property
     def share(self) -> float:
-        """Each tenant's share of the service, as long as all tenants that have requests now go on to have some."""
+        """Each tenant's share of the service, while all tenants that have requests now continue to have some."""
         return 1 / len(self._tenants)
 
     def refund(self, admission: Admission) -> None:
-        """Takes a charge back: the tenant was not served."""
+        """Undoes the charge for a request, because its tenant was not served."""
         self._tags.refund(admission.tenant, admission.num_prefill_tokens)
 
     def first(self) -> AttemptKey | None:

@@ -1,4 +1,4 @@
-"""When waiting requests may be placed by the passing of time alone."""
+"""Times at which waiting requests may be placed without another input."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _MOST_STALE = 64
 
 
 class DueTimes(dict[str, float]):
-    """Due time of each version. Finding the earliest does not scan the others."""
+    """Due time of each version, with the earliest from a heap."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._heap: list[tuple[float, str]] = []  # with entries that are no longer true
+        self._heap: list[tuple[float, str]] = []  # including stale entries
 
     def __setitem__(self, version_id: str, at: float) -> None:
         super().__setitem__(version_id, at)
@@ -33,7 +33,7 @@ class DueTimes(dict[str, float]):
 
     @property
     def earliest(self) -> float:
-        """The earliest due time; infinite: nothing is due at a known time."""
+        """The earliest due time; infinite without any."""
         heap = self._heap
         while heap and self.get(heap[0][1]) != heap[0][0]:
             heapq.heappop(heap)

@@ -1,7 +1,7 @@
-"""Which admissions belong to which gateway, and what happens to them when its stream breaks.
+"""The admissions of each gateway, and their fate when its stream breaks.
 
-A gateway that reconnects sends every open admission again. Those it has not sent again within a grace time are over:
-withdrawn while it was away, or lost with its process.
+A gateway that reconnects sends every open admission again. Admissions that it has not sent again within a grace time
+are over: withdrawn while it was away, or lost with its process.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torchrelay.scheduler.policy.core import AttemptKey
 @dataclass
 class _Session:
     connected: bool = False
-    confirmed: dict[AttemptKey, None] = field(default_factory=dict)  # in order, which sets lack
+    confirmed: dict[AttemptKey, None] = field(default_factory=dict)  # dicts, because sets have no order
     unconfirmed: dict[AttemptKey, None] = field(default_factory=dict)
-    deadline: float = 0.0  # of the unconfirmed ones
+    deadline: float = 0.0  # for the unconfirmed admissions
 
 
 class GatewaySessions:
-    """Admissions by gateway, confirmed by its current stream or not yet."""
+    """Admissions by gateway, confirmed on its current stream or not yet."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -31,13 +31,13 @@ class GatewaySessions:
         return len(self._of)
 
     def connected(self, gateway_id: str, now: float) -> tuple[AttemptKey, ...]:
-        """Returns the admissions that are unconfirmed from now on: nobody can be told of their placement."""
+        """Starts a stream. Returns the admissions that are unconfirmed from now on, whose placement cannot be sent."""
         session = self._of.setdefault(gateway_id, _Session())
         session.connected = True
         return self._unconfirm(session, now)
 
     def disconnected(self, gateway_id: str, now: float) -> tuple[AttemptKey, ...]:
-        """Returns the admissions that are unconfirmed from now on."""
+        """Ends a stream. Returns the admissions that are unconfirmed from now on."""
         session = self._of.get(gateway_id)
         if session is None:
             return ()
@@ -52,7 +52,7 @@ class GatewaySessions:
         return keys
 
     def confirm(self, gateway_id: str, key: AttemptKey) -> None:
-        """The gateway sent this admission, for the first time or again."""
+        """Records that the gateway sent this admission, for the first time or again."""
         self.forget(key)
         self._owner[key] = gateway_id
         session = self._of.get(gateway_id)

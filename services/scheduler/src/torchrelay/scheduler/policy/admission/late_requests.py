@@ -1,4 +1,4 @@
-"""Which requests are late where not all can be in time, and in what order the late ones are served."""
+"""Choice of the late requests if not all can be in time, and their order of service."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from torchrelay.scheduler.policy.core import Admission, AttemptKey
 
-_PROMPT_PRICE = 150.0  # of a second of a late prompt, in seconds by which it is late
+_PROMPT_PRICE = 150.0  # seconds of lateness that a second of prompt time outweighs in the rank of late requests
 
 
 class TimedPrompt(NamedTuple):
-    """``prompt_s``: of an instance. ``may_be_late``: others may go first for which it is late then."""
+    """A prompt with its time on an instance. ``may_be_late``: it may be chosen as late."""
 
     key: AttemptKey
     deadline: float
@@ -21,9 +21,9 @@ class TimedPrompt(NamedTuple):
 
 
 def fewest_late(prompts: Iterable[TimedPrompt], free_at: Sequence[float], share: float = 1.0) -> list[AttemptKey]:
-    """Fewest prompts without which all others are in time. ``prompts`` are ordered by deadline. Where a deadline would
-    be missed, the longest prompt so far is late (Moore, 1968, by Hodgson's rule, which is exact for one
-    machine). A prompt that may not be late, and is in any case, makes no other late.
+    """The fewest late prompts such that all others are in time. ``prompts`` are ordered by deadline. If a deadline
+    would be missed, the longest prompt so far is late (Moore, 1968, by Hodgson's rule, which is exact for one machine).
+    A prompt that may not be late but misses its deadline in any case makes no other late.
 
     ``free_at``: when each instance is free, in ascending order. The instances spend ``share`` of their time on these
     prompts.
@@ -48,7 +48,7 @@ def fewest_late(prompts: Iterable[TimedPrompt], free_at: Sequence[float], share:
 
 
 def _computed_at(work_s: float, free_at: Sequence[float]) -> float:
-    """When the instances together have done ``work_s`` of work."""
+    """Time at which the instances together have done ``work_s`` of work."""
     sum_at = 0.0
     for number, at in enumerate(free_at, 1):
         sum_at += at
@@ -59,8 +59,8 @@ def _computed_at(work_s: float, free_at: Sequence[float]) -> float:
 
 
 def late_rank(admission: Admission, prompt_s: float) -> float:
-    """The rank by which late requests are served, lowest first: a short prompt goes before a long one unless the long
-    one's deadline is earlier by more than ``_PROMPT_PRICE`` times the difference in prompt seconds. Ranks are fixed, so
-    each request becomes the first of all.
+    """Rank of a late request, served lowest first: a short prompt goes before a long prompt unless the long prompt's
+    deadline is earlier by more than ``_PROMPT_PRICE`` times the difference in prompt seconds. Ranks are fixed, so each
+    request becomes the first eventually.
     """
     return admission.deadline + _PROMPT_PRICE * prompt_s

@@ -1,10 +1,10 @@
 """Requests that wait for a placement, by model version: which is next, and which must leave when a queue is full.
 
-The next request comes from the tenant that got the least, among the tenants with requests whose deadline counts: the
-request with the earliest deadline of those that should be in time, and now and then one that is late. Batch work is
-next where no request with a deadline that counts waits; once its own deadline is near, it counts too. A request that
-cannot be placed now is *parked*: it waits like the others and keeps its position, but is not next. A full queue refuses
-the tenant that has most of it.
+The next request comes from the tenant that was served least, among tenants with requests that are not batch work: its
+timely request with the earliest deadline, and now and then a late request. Batch work is next only if no other request
+waits; once its own deadline is near, it is no longer batch work. A request that cannot be placed now is *parked*: it
+waits like the others and keeps its position, but is not next. A full queue refuses requests of the tenant that has most
+of its places.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torchrelay.scheduler.policy.admission.deadline_queue import DeadlineQueue
 from torchrelay.scheduler.policy.admission.place_rate import PlaceRate
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, Admission, AttemptKey, ServiceClass
 
-_MAX_MOVED = 1024  # taken requests whose fair queue is remembered, in case that they are given back
+_MAX_MOVED = 1024  # taken requests whose fair queue is remembered, in case they are refunded
 
 
 @dataclass(slots=True)
 class _Waiting:
     admission: Admission
     sequence: int
-    fair_queue: DeadlineQueue | None = None  # where it waits for its turn; None: it is parked
+    fair_queue: DeadlineQueue | None = None  # the queue in which it waits for its turn; None: it is parked
 
     def join(self, fair_queue: DeadlineQueue) -> None:
         self.leave()
@@ -41,7 +41,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _VersionQueue:
-    """``waiting``: in order of arrival."""
+    """The queue of one version. ``waiting``: in order of arrival."""
 
     waiting: dict[AttemptKey, _Waiting] = field(default_factory=dict)
     timely: DeadlineQueue = field(default_factory=DeadlineQueue)
@@ -64,21 +64,24 @@ class _VersionQueue:
 
 
 def _crowd(num_of: Mapping[str, int], newcomer: str) -> str | None:
-    """The tenant that has most, if that is at least two more than the newcomer's."""
+    """The tenant with most requests, if it has at least two more than the newcomer's tenant."""
     tenant, most = max(num_of.items(), key=lambda item: (item[1], item[0]))
     return tenant if tenant != newcomer and most > num_of.get(newcomer, 0) + 1 else None
 
 
 class AdmissionQueues:
-    """``limit``: per version; ``limit_total``: of all; ``batch_lead_s``: so long before its deadline, batch work is no
-    longer batch work; ``debt_s``: for so long a version's empty queue remembers which tenants got more than others.
+    """The queues of all versions. ``limit``: per version; ``limit_total``: for all; ``batch_lead_s``: how long before
+    its deadline batch work stops to be batch work; ``debt_s``: how long a version's empty queue remembers which tenants
+    were served more than others.
     """
 
     def __init__(self, limit: int, limit_total: int, batch_lead_s: float = 30.0, debt_s: float = 30.0) -> None:
         self._limit, self._limit_total = limit, limit_total
         self._batch_lead_s, self._debt_s = batch_lead_s, debt_s
-        self._queues: dict[str, _VersionQueue] = {}  # those that are not empty
-        self._emptied: dict[str, tuple[float, _VersionQueue]] = {}  # those with debts, in the order of these times
+        self._queues: dict[str, _VersionQueue] = {}  # queues that are not empty
+        self._emptied: dict[
+            str, tuple[float, _VersionQueue]
+        ] = {}  # empty queues with debts, in the order of these times
         self._version_of: dict[AttemptKey, str] = {}
         self._num_of: Counter[str] = Counter()  # waiting requests, by tenant
         self._moved: Recent[AttemptKey, DeadlineQueue] = Recent(_MAX_MOVED)  # batch work taken after its lead time
@@ -97,7 +100,9 @@ class AdmissionQueues:
                 yield request.admission
 
     def displaced_by(self, admission: Admission) -> Admission | None:
-        """Request to refuse so that this one can wait: None, a request of the tenant with most, or this request."""
+        """The request to refuse so that ``admission`` can wait: None, a request of the tenant with most requests, or
+        ``admission`` itself.
+        """
         version_id, tenant = admission.version_id, admission.tenant
         if self.num_waiting(version_id) >= self._limit:
             queue = self._queues[version_id]
@@ -114,7 +119,7 @@ class AdmissionQueues:
         return next((request for request in evictable if request is not None), admission)
 
     def push(self, admission: Admission) -> None:
-        """Adds a request. The caller has freed its place as ``displaced_by`` says."""
+        """Adds a request. The caller must have removed the request that ``displaced_by`` names."""
         assert admission.key not in self._version_of
         queue = self._queues.get(admission.version_id)
         if queue is None:
@@ -135,7 +140,7 @@ class AdmissionQueues:
         return self._forget(key, now)
 
     def take(self, key: AttemptKey, now: float) -> None:
-        """Removes a request that is placed, and charges its tenant for it. It is not parked."""
+        """Removes a request that is placed and charges its tenant for it. The request must not be parked."""
         queue = self._queues[version_id := self._version_of[key]]
         request = queue.waiting[key]
         assert request.fair_queue is not None
@@ -148,8 +153,8 @@ class AdmissionQueues:
         self._forget(key, now)
 
     def fall_late(self, key: AttemptKey, rank: float) -> bool:
-        """Marks a request, which is not parked, as late: its tenant's requests that should be in time come first, and
-        among the late ones those of lower ``rank``. It is batch work no longer. False if it was marked already.
+        """Marks a request, which must not be parked, as late: its tenant's timely requests come first, and among late
+        requests the lower ``rank``. It is no longer batch work. False if it was marked already.
         """
         queue = self._queues[self._version_of[key]]
         request = queue.waiting[key]
@@ -159,8 +164,8 @@ class AdmissionQueues:
         return request.fair_queue.fall_late(request.admission, rank)
 
     def timely_beside(self, key: AttemptKey, number: int) -> tuple[list[Admission], float]:
-        """Requests of the same tenant and version that should be in time, up to ``number`` with the earliest deadlines,
-        and the tenant's share of the places. The request ``key`` is not parked.
+        """Timely requests of the same tenant and version, up to ``number`` with the earliest deadlines, and the
+        tenant's share of the service. The request ``key`` must not be parked.
         """
         queue = self._queues[self._version_of[key]]
         request = queue.waiting[key]
@@ -170,7 +175,7 @@ class AdmissionQueues:
         return [queue.waiting[key].admission for key in keys], request.fair_queue.share
 
     def refund(self, admission: Admission) -> None:
-        """Undoes the charge for a request that was taken and comes back: its tenant has not been served."""
+        """Undoes the charge for a request that was taken and returns, because its tenant was not served."""
         if (fair_queue := self._moved.pop(admission.key, None)) is not None:
             fair_queue.refund(admission)
             return
@@ -200,13 +205,13 @@ class AdmissionQueues:
         return admission
 
     def park(self, key: AttemptKey) -> None:
-        """Until ``unpark``, the request is not next. Nothing happens if it does not wait, or is parked."""
+        """Makes the request wait without being next until ``unpark``. No effect if it does not wait or is parked."""
         if (version_id := self._version_of.get(key)) is None:
             return
         self._queues[version_id].waiting[key].leave()
 
     def unpark(self, key: AttemptKey) -> None:
-        """The request is where it was. Nothing happens if it does not wait, or is not parked."""
+        """Returns a parked request to its position. No effect if it does not wait or is not parked."""
         if (version_id := self._version_of.get(key)) is None:
             return
         queue = self._queues[version_id]
@@ -222,11 +227,11 @@ class AdmissionQueues:
 
     @property
     def num_remembered(self) -> int:
-        """Empty queues with debts."""
+        """Number of empty queues with debts."""
         return len(self._emptied)
 
     def next(self, version_id: str, now: float) -> Admission | None:
-        """Request to place next."""
+        """The request to place next."""
         queue = self._queues.get(version_id)
         if queue is None:
             return None
@@ -254,7 +259,7 @@ class AdmissionQueues:
         return queue.num_prefill_tokens if queue is not None else 0
 
     def places_per_s(self, version_id: str, now: float) -> float | None:
-        """Rate at which the version's non-empty queue frees places. None: not measured recently."""
+        """Rate at which the version's non-empty queue frees places; None if not measured recently."""
         rate = self._place_rates.get(version_id)
         return rate.per_s(now) if rate is not None else None
 

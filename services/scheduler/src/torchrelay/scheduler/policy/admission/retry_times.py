@@ -1,4 +1,4 @@
-"""Retry times of refused clients: each gets a place of its own, after the clients refused before it."""
+"""Retry times of refused clients, each after those of the clients that were refused before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cachetools import LRUCache
 from torchrelay.scheduler.policy.core import MAX_VERSIONS
 
 MIN_S, MAX_S = 1.0, 60.0
-_STEP_S = 0.1  # retry times within it are counted together, so that memory does not grow with their number
+_STEP_S = 0.1  # retry times within a step are counted together, so that memory does not grow with their number
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class RetryTimes:
         self._of: LRUCache[str, _PendingRetries] = LRUCache(MAX_VERSIONS)
 
     def retry_s(self, version_id: str, places_per_s: float, load_left_s: float, now: float) -> float:
-        """Seconds after which the client refused now may retry. ``load_left_s``: until anything is served."""
+        """Seconds after which the client refused now may retry. ``load_left_s``: until requests are served at all."""
         pending = self._of.setdefault(version_id, _PendingRetries())
         pending.expire(now)
         after_s = min(max(load_left_s + (pending.num + 1) / places_per_s, MIN_S), MAX_S)

@@ -260,7 +260,7 @@ def _trade(
     """If roles are sized apart and no other slot is available: drains an instance of the model's other role, if that
     loses less than half of what the lacking role gains, so that the same demand never reverses the trade.
     """
-    everything = autoscaler_input.instance_loads.of_version(demand.model.version_id)
+    everything = autoscaler_input.cluster_load.of_version(demand.model.version_id)
     if demand.decode is None or len(missing) > 1 or not all(load.instance.staying for load in everything):
         return []
     gaining, losing = sorted(
@@ -291,7 +291,7 @@ def _trade(
 def _nearest(demand: Demand, autoscaler_input: AutoscalerInput) -> Tier:
     """The nearest tier from which the best slot of an idle instance would load the model."""
     pack_id, workers = demand.model.pack_id, autoscaler_input.workers
-    is_held = any(True for _ in autoscaler_input.holders(pack_id))
+    is_held = any(True for _ in autoscaler_input.holder_index.holders(pack_id))
     tiers = []
     for load in autoscaler_input.idle:
         worker, store = workers.get(load.instance.worker_id), autoscaler_input.stores.get(load.instance.host_id)

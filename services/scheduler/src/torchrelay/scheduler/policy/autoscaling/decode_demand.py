@@ -1,4 +1,6 @@
-"""Demand for decode instances, if the roles are played by different instances and each role is sized by its own work."""
+"""Demand for decode instances, if the roles are played by different instances and each role is sized by its own
+work.
+"""
 
 from __future__ import annotations
 

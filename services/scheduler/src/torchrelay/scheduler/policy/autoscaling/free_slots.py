@@ -69,9 +69,9 @@ class FreeSlots:
 
     def _near(self, model: Model) -> Mapping[str, Tier]:
         """Hosts that have the pack in RAM or receive it; if there are none, hosts that have it on disk."""
-        stores, pack_id = self._input.stores, model.pack_id
-        in_ram = [store for store in self._input.holders(pack_id) if not store.copies[pack_id].error]
-        on_disk = [] if in_ram else self._input.disk_holders(pack_id)
+        stores, index, pack_id = self._input.stores, self._input.holder_index, model.pack_id
+        in_ram = [store for store in index.holders(pack_id) if not store.copies[pack_id].error]
+        on_disk = [] if in_ram else index.disk_holders(pack_id)
         return {
             store.host_id: tier_of(pack_id, store, bool(in_ram))
             for store in (*in_ram, *on_disk)
@@ -81,7 +81,7 @@ class FreeSlots:
     def _is_free(self, worker_id: str) -> bool:
         return not (
             worker_id in self._taken
-            or worker_id in self._input.instance_loads.occupied
+            or worker_id in self._input.cluster_load.occupied_workers
             or worker_id in self._input.suspects
         )
 

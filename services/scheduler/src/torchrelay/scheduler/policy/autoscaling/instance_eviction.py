@@ -123,11 +123,11 @@ def evict_to_grow(
     return drains
 
 
-def _away_s(load: InstanceLoad, demand: Demand) -> float:
+def _away_s(load: InstanceLoad, demand: Demand, claims: SlotClaims) -> float:
     """Shortest time that a model is without its slot: until its answers have ended, the other model has loaded, and it
     has loaded again itself.
     """
-    return load.drain_s + demand.load_s.get(Tier.HOST, 0.0) + load.reload_s
+    return claims.drain_s(load) + demand.load_s.get(Tier.HOST, 0.0) + load.reload_s
 
 
 class _Exchange(NamedTuple):
@@ -156,7 +156,7 @@ def _exchange(
     """
     others = claims.others(load)
     number = 1 + len(others) if is_spared or cover_both_roles(other.instance for other in others) else 1
-    lost = num_lost(load.arrivals_per_s / number, _away_s(load, demand) + held_s, load.target_s)
+    lost = num_lost(load.arrivals_per_s / number, _away_s(load, demand, claims) + held_s, load.target_s)
     return _Exchange(lost, demand.num_gained(held_s))
 
 
@@ -172,7 +172,7 @@ def _growth_exchange(
         return exchange if exchange.pays else None
     others = claims.others(load)
     if not cover_both_roles(other.instance for other in others):
-        is_wanted_back = load.arrivals_per_s * (_away_s(load, demand) + gain.held_s) >= 1
+        is_wanted_back = load.arrivals_per_s * (_away_s(load, demand, claims) + gain.held_s) >= 1
     else:
         is_wanted_back = 2 * _num_late_without(load, others, autoscaler_input) > gain.num_saved
     return None if is_wanted_back else exchange
@@ -180,7 +180,7 @@ def _growth_exchange(
 
 def _num_late_without(load: InstanceLoad, others: Sequence[InstanceLoad], autoscaler_input: AutoscalerInput) -> float:
     """Late requests that the instance saves its model, if ``others`` play both roles beside it."""
-    demand = autoscaler_input.demand_of(load.instance.version_id)
+    demand = autoscaler_input.cluster_load.demand_of(load.instance.version_id)
     if demand is None:
         return 0.0
     without = Counter(role for other in others for role in other.instance.target_roles)

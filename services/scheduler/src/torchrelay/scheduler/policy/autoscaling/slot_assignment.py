@@ -1,4 +1,6 @@
-"""Assignment of free slots to a model: a slot that plays both roles, or a pair that is set apart; nearest copy first."""
+"""Assignment of free slots to a model: a slot that plays both roles, or a pair that is set apart; nearest copy
+first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots that are being freed, and which waiting model counts on which of them."""
+"""Claims of waiting models on the slots that are being freed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Rol
 
 
 class SlotClaims:
-    """The ledger of one decision: every slot that is being freed serves one waiting model, in the order in which they
-    claim. A drain that overran its time frees nothing, so nobody waits for it.
+    """The ledger of one decision: each slot that is being freed serves one waiting model, in the order of their claims.
+    A drain that overran its time frees nothing, so that no model waits for it.
     """
 
     def __init__(self, autoscaler_input: AutoscalerInput, config: PolicyConfig, decided: Iterable[Action]) -> None:
@@ -27,11 +27,11 @@ class SlotClaims:
         self._loads = {load.instance.instance_id: load for load in autoscaler_input.loads}
         begun_after = autoscaler_input.now - config.longest_drain_s
         self._unclaimed: dict[str, Instance] = {}
-        self._held = defaultdict[str, dict[str, str]](dict)  # packs of what stays: by host, by instance
-        self._leaving = defaultdict[str, set[str]](set)  # packs of what is idle or leaves, by host
+        self._held = defaultdict[str, dict[str, str]](dict)  # packs of instances that stay: by host, by instance
+        self._leaving = defaultdict[str, set[str]](set)  # packs of instances that are idle or leave, by host
         self._fits: dict[tuple[str, str], bool] = {}  # by pack and host
-        self._drained: set[str] = set()  # instances, in this decision
-        self.overdue_tenants = {  # that got a slot for an overdue model less than a turn ago
+        self._drained: set[str] = set()  # instances that this decision drains
+        self.overdue_tenants = {  # tenants that got a slot for an overdue model less than a turn ago
             tenant
             for tenant, at in autoscaler_input.overdue_slots_at.items()
             if at > autoscaler_input.now - config.turn_s
@@ -47,7 +47,7 @@ class SlotClaims:
                 self._leaving[instance.host_id].add(instance.pack_id)
             else:
                 self._held[instance.host_id][instance_id] = instance.pack_id
-        self.versions: set[str] = set()  # that lose or claim a slot in this decision: nothing more is taken from them
+        self.versions: set[str] = set()  # versions that lose or claim a slot in this decision; they lose no other
         self.add(decided)
 
     def claim(self, demand: Demand, missing: Roles) -> Roles:
@@ -60,7 +60,7 @@ class SlotClaims:
         return missing.difference(*(slots[instance_id] for instance_id in chosen))
 
     def add(self, actions: Iterable[Action]) -> None:
-        """Notes actions that were decided for one model; the slots that they free are reserved for it."""
+        """Records actions that were decided for one model; the slots that they free are reserved for it."""
         for action in actions:
             if isinstance(action, Wake):
                 continue
@@ -75,15 +75,19 @@ class SlotClaims:
                 self._leaving[instance.host_id].add(instance.pack_id)
                 self._fits.clear()
 
+    def drain_s(self, load: InstanceLoad) -> float:
+        """Predicted time until the instance's answers have ended."""
+        return self._input.cluster_load.drain_s(load.instance)
+
     def others(self, load: InstanceLoad) -> list[InstanceLoad]:
-        """The other instances of its version that stay."""
+        """The other instances of the version that stay."""
         left = {load.instance.instance_id, *self._drained}
         staying = self._input.staying_of(load.instance.version_id)
         return [other for other in staying if other.instance.instance_id not in left]
 
     def roles(self, demand: Demand, worker_id: str, without: Sequence[InstanceLoad] = ()) -> Roles:
-        """The roles that the worker could play for the model that waits, once all that is idle or leaves, and
-        ``without``, is out of its slot and its host's arena.
+        """Roles that the worker could play for the waiting model once all idle and leaving instances, and ``without``,
+        have left its slot and its host's arena.
         """
         worker, model = self._input.workers.get(worker_id), demand.model
         if worker is None or worker_id in self._input.suspects or worker.num_devices != model.num_devices:

@@ -29,7 +29,9 @@ class RunningAnswer:
 
 
 def num_tokens_left(num_given: float, num_expected: int, max_tokens: int) -> float:
-    """Tokens left of an answer. An answer that exceeds the expected length is expected to exceed it by as much again."""
+    """Tokens left of an answer. An answer that exceeds the expected length is expected to exceed it by as much
+    again.
+    """
     return max(min(abs(num_expected - num_given), max_tokens - num_given), 0.0)
 
 

@@ -78,7 +78,9 @@ def place(
     now: float,
     num_answer_tokens: int | None = None,
 ) -> core.Placement | NoPlacement:
-    """The best pair of instances, or why there is none. ``num_answer_tokens``: expected per choice; None: the maximum."""
+    """The best pair of instances, or why there is none. ``num_answer_tokens``: expected per choice; None: the
+    maximum.
+    """
     prefills = _prefills(admission, candidates, now)
     if isinstance(prefills, NoPlacement):
         return prefills

@@ -60,7 +60,9 @@ class PrefillQueue:
         return max(pause_s - self._passed_s(now), 0.0) if pause_s > 0.0 else 0.0
 
     def paused_until(self, decode_step_s: float) -> float:
-        """When the pause will be over if all bound prompts are computed as predicted; minus infinity without a pause."""
+        """When the pause will be over if all bound prompts are computed as predicted; minus infinity without a
+        pause.
+        """
         pause_s = self._owed_s - decode_step_s
         return self._pause_begins_at() + pause_s if pause_s > 0.0 else -math.inf
 

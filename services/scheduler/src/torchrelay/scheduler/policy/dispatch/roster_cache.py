@@ -88,7 +88,9 @@ class RosterCache:
                 del self._listed[entry.instance_id]
 
     def forget_loads(self, version_id: str) -> None:
-        """Rebuilds only the entries of loading instances on the next use, because their predicted load times changed."""
+        """Rebuilds only the entries of loading instances on the next use, because their predicted load times
+        changed.
+        """
         if version_id in self._of:
             self._with_old_loads.add(version_id)
 

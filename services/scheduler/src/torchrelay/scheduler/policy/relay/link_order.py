@@ -1,13 +1,13 @@
-"""Which loads go first where a link cannot carry all of them: those that are due sooner.
+"""Order of loads on a link that cannot carry all of them: the sooner a load is due, the earlier it goes.
 
-A load is due at the deadline of the request that it is for, but not before it could be there alone. Of the transfers
-on one direction of a host's link each takes its rate, in the order in which they are due; one for which other packs
-leave too little *yields*: its store follows in the class of idle copies, which takes only what others leave. As soon as
-one of the others has ended it is decided anew.
+A load is due at the deadline of the request that waits for it, but not before it could complete alone. The transfers on
+one direction of a host's link take their rates in the order in which they are due. A transfer for which those of other
+packs leave too little *yields*: its store runs it in the class of idle copies, which takes only the bandwidth that
+others leave. When another transfer ends, the order is decided again.
 
-Of loads that begin together the shortest is due first, so each ends no later than if all shared alike; and no load
-waits for ever, as later loads are due later (compare Friedman and Henderson, "Fairness and efficiency in web server
-protocols", SIGMETRICS 2003, who order by when each would have ended if all shared alike).
+Of loads that begin together the shortest is due first, so each ends no later than with equal shares. No load waits for
+ever, because later loads are due later (compare Friedman and Henderson, "Fairness and efficiency in web server
+protocols", SIGMETRICS 2003, who order by the end times under equal shares).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torchrelay.scheduler.policy.core import REMOTE, StoreStatus
 from torchrelay.scheduler.policy.relay.transfers import Transfer
 
-_ENOUGH_SHARE = 0.95  # of the planned rate counts as all of it: what links carry is not known better
+_ENOUGH_SHARE = 0.95  # this share of the planned rate counts as all of it: capacities are not known more accurately
 
 
 class Direction(NamedTuple):
@@ -32,30 +32,30 @@ class Direction(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkOrder:
-    """The order at this moment. The capacity of links is unknown when the first plans are made, and then changes for
-    all transfers alike.
+    """The order at one moment. Link capacity is unknown at the first plans, and later changes for all transfers
+    alike.
     """
 
-    usual_bytes_per_s: float  # of a link that nobody else uses
+    usual_bytes_per_s: float  # rate of an otherwise unused link
     stores: Mapping[str, StoreStatus]
 
     def due(self, transfer: Transfer) -> float:
         return self.due_of(transfer.deadline, transfer.planned_at, transfer.pack_bytes)
 
     def due_of(self, deadline: float, planned_at: float, pack_bytes: int) -> float:
-        """When a load is wanted."""
+        """Time at which a load is due."""
         return max(deadline, planned_at + pack_bytes / self.usual_bytes_per_s)
 
     def place(self, transfer: Transfer) -> tuple[float, int]:
-        """The lower, the sooner it is due; of those due at once the older."""
+        """Sort key in the order: sooner due first, then older first."""
         return self.due(transfer), transfer.rank
 
     def leaves(self, transfer: Transfer, due: float) -> bool:
-        """Whether it leaves to an urgent one that is due then what that can take."""
+        """Whether the transfer yields to an urgent transfer that is due at ``due``."""
         return not transfer.urgent or (is_ordered(transfer) and self.due(transfer) > due)
 
     def rates(self, transfer: Transfer) -> dict[Direction, float]:
-        """The planned rates, or the measured ones if they are higher. The remote store's link is unknown."""
+        """Rates by direction, the higher of planned and measured. The remote store's link is left out, as unknown."""
         store = self.stores.get(transfer.target)
         copy = store.copies.get(transfer.pack_id) if store is not None else None
         taken = {share.holder_id: share.bytes_per_s for share in copy.shares} if copy is not None else {}
@@ -72,7 +72,9 @@ class LinkOrder:
         on: Callable[[Direction], Iterable[Transfer]],
         free_bytes_per_s: Callable[[Direction], float],
     ) -> bool:
-        """``on``: the transfers of a direction; ``free_bytes_per_s``: its capacity without background traffic."""
+        """Whether transfers that are due sooner leave too little for this transfer. ``on``: transfers of a direction;
+        ``free_bytes_per_s``: its capacity without background traffic.
+        """
         place = self.place(transfer)
         for direction, rate in self.rates(transfer).items():
             taken = sum(
@@ -89,5 +91,5 @@ class LinkOrder:
 
 
 def is_ordered(transfer: Transfer) -> bool:
-    """Whether it has a place in the order: a request waits for it, and its plan predicts a rate."""
+    """Whether the transfer has a place in the order: a request waits for it, and its plan predicts a rate."""
     return transfer.deadline < math.inf and transfer.planned_bytes_per_s > 0

@@ -1,14 +1,14 @@
 """The capacity and the present traffic of each host's link, per direction, learned from reports.
 
 Capacity is the highest rate that any link of the cluster reached, because a slower transfer may be the other end's
-fault. That peak fades with a half-life of minutes in which transfers are measured, so idle links get no slower. A
+fault. That peak fades with a half-life of minutes in which transfers are measured, so idle links do not seem slower. A
 direction that no transfer has used counts twice the peak, so that it is tried. The link speed that the host reports is
-the limit, and so is a setting. Transfers from the remote store say nothing of links: it may be a folder of the host.
-Where a transfer fell short of its plan, the rate it reached is the capacity for a while, and each time for longer that
-this happens again when the link is next tried with more.
+an upper limit, and so is a setting. Transfers from the remote store do not count, because it may be a folder of the
+host. After a transfer fell short of its plan, the rate that it reached is the capacity for a while, and for longer each
+time that this happens again when the link is next tried with more.
 
-Background traffic is the KV that workers report, or all that the host's network counters show beside relays, whichever
-is more.
+Background traffic is the larger of the KV that workers report and the traffic in the host's network counters that is
+not from relays.
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ class LinkDirection:
         return float(self._peak * 0.5 ** ((measured_s - self._peak_at_s) / _HALF_LIFE_S))
 
     def fell_short(self, bytes_per_s: float, now: float) -> None:
-        """A transfer fell short of its plan, and this is all that the direction carried."""
+        """Records that a transfer fell short of its plan while the direction carried ``bytes_per_s``."""
         if now >= self._ceiling_until:  # it was tried again
             is_again = now < self._ceiling_until + _MAX_CEILING_S
             self._ceiling_s = min(max(2 * self._ceiling_s, _CEILING_S), _MAX_CEILING_S) if is_again else _CEILING_S
         self._ceiling, self._ceiling_until = bytes_per_s, now + self._ceiling_s
 
     def capacity(self, best: float, now: float) -> float:
-        """``best``: the peak of the best link in the cluster; 0: none has been measured."""
+        """Capacity of the direction. ``best``: the peak of the best link in the cluster; 0 without a measurement."""
         expected = best if self._peak else best * _UNMEASURED_FACTOR
         capacity = min(expected or math.inf, self.speed or math.inf)
         ceiling = self._ceiling if now < self._ceiling_until else math.inf
@@ -142,11 +142,11 @@ class Links:
 
     @property
     def hosts(self) -> frozenset[str]:
-        """Hosts about whose links something is known."""
+        """Hosts with known links."""
         return frozenset(self._links)
 
     def observe_store(self, store: StoreStatus, before: StoreStatus | None, now: float) -> None:
-        """``before``: the store's previous report, None for its first."""
+        """Learns from a store's report. ``before``: the store's previous report, None for its first."""
         self._host_of[store.store_id] = store.host_id
         link, nic = self._reporting(store.host_id, now), store.nic
         link.out.relayed.observe(store.bytes_sent, now)
@@ -301,19 +301,19 @@ class Links:
 
 
 def _residual_bytes_per_s(capacity: float, background: float, transfers: list[float]) -> float:
-    """For one more transfer: KV comes first, the other transfers share."""
+    """The rate left for one more transfer: KV comes first, and transfers share the rest."""
     free = max(capacity - background, 0.0)
     return max(free - sum(transfers), free / (1 + len(transfers)))
 
 
 def _has_just_ended(copy: PackCopy, before: StoreStatus | None) -> bool:
-    """Whether this report is the first with the end of the copy's relay. The stamp's own age is by another clock."""
+    """Whether this report is the first with the end of the copy's relay; the stamp itself is by another clock."""
     known = before.copies.get(copy.pack_id) if before else None
     return before is not None and copy.relay_end_us not in (0, known.relay_end_us if known else 0)
 
 
 def _mean_bytes_per_s(copy: PackCopy) -> float:
-    """Over the whole relay; 0 if it has not ended, or was too short to tell."""
+    """Mean rate over the whole relay; 0 if it has not ended or was too short."""
     took_s = (copy.relay_end_us - copy.relay_first_us) / 1e6
     is_measured = copy.complete and copy.source and took_s >= _MIN_TRANSFER_S
     return copy.pack_bytes / took_s if is_measured else 0.0

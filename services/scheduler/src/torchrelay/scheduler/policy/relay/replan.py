@@ -1,8 +1,8 @@
-"""When a running transfer falls behind its plan, and which sources it should have instead.
+"""Replans running transfers that fall behind their plans.
 
-On plan -> slow, while it gets less than half of what was planned and of what its sources have -> after ``SLOW_AFTER_S``
-it is planned anew. If the new sources are expected to bring enough more, it switches to them; either way it is left
-alone for ``REPLAN_COOLDOWN_S``.
+A transfer is slow while it gets less than half of its planned rate and of its sources' own rate. After ``SLOW_AFTER_S``
+it is replanned. If the new sources are expected to bring enough more, it switches to them; either way it is left alone
+for ``REPLAN_COOLDOWN_S``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def with_slowness(
 ) -> Transfer:
     """The transfer, marked slow or not by this measurement. ``measured``: bytes per second from all its sources.
 
-    A transfer whose sources are slow themselves is not slow: theirs are to be changed.
+    A transfer whose sources are slow themselves does not count as slow, because their sources are to be changed.
     """
     incoming = [source for source in transfer.holder_ids if source in progress and source not in whole]
     due = transfer.planned_bytes_per_s
@@ -36,7 +36,7 @@ def with_slowness(
 
 
 def is_slow(transfer: Transfer, now: float) -> bool:
-    """Whether it has been slow for long enough to matter, or is slow again, or still, after sources were looked for."""
+    """Whether the transfer has been slow for ``SLOW_AFTER_S``, or is slow again or still after a replan."""
     has_lasted = now - transfer.slow_since >= SLOW_AFTER_S
     return transfer.slow_since > 0 and (transfer.replan_checked_at > 0 or has_lasted)
 
@@ -57,8 +57,8 @@ def replanned_edge(
 ) -> TransferEdge | None:
     """The edge that the transfer should have now; None if nothing better is known.
 
-    ``receiving``: all stores that receive the pack, oldest first; those after the target follow it and are no sources.
-    ``nodes``: without what this transfer takes.
+    ``receiving``: all stores that receive the pack, oldest first; stores after the target follow it and are no sources.
+    ``nodes``: without the bandwidth that this transfer takes.
     """
     before = receiving[: receiving.index(transfer.target)] if transfer.target in receiving else receiving
     whole = [store for store in whole if store != transfer.target]

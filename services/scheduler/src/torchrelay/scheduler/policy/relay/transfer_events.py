@@ -1,6 +1,6 @@
-"""Events of transfers in words, one each, for the history (``relay.event.relay.*``), metrics and the log.
+"""Texts of transfer events for the history (``relay.event.relay.*``), metrics and the log.
 
-Not for Explain, which tenants read: several of them may have uploaded the model whose pack it is.
+Not shown by Explain, which tenants read: several tenants may have uploaded the model of the pack.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def current_sources(transfer: Transfer) -> tuple[str, ...]:
 
 
 def _started_text(transfer: Transfer) -> str:
-    # The plan before the report: what is followed first may be a part of it.
+    # The plan rather than the report, which may first show only some of the sources.
     edge = f"{' + '.join(transfer.holder_ids or current_sources(transfer)) or '?'} -> {transfer.target}"
     text = f"{edge}, {'urgent' if transfer.urgent else 'idle'}, {_millions(transfer.pack_bytes)} MB"
     return f"{text}: {transfer.reason.text}" if transfer.reason.text else text
@@ -97,7 +97,7 @@ def _repaired(transfer: Transfer, copy: PackCopy, before: PackCopy | None) -> tu
 
 
 def _lagging_source(transfer: Transfer, new: tuple[str, ...]) -> str:
-    """The source that another joined for: of those followed before, the one that lags most behind its plan."""
+    """The source that a new source joined for: among those followed before, the furthest behind its plan."""
     planned = dict(transfer.sources)
     asked = [share for share in transfer.shares if share.following and share.holder_id not in new]
     if not asked:

@@ -1,4 +1,4 @@
-"""Transfers of packs into stores, from plan to end: the one record of what is on its way.
+"""Transfers of packs into stores, from plan to end.
 
     PLANNED --accepted--> ACCEPTED
        |                     |
@@ -90,7 +90,7 @@ class Transfer:
     yields: bool = False  # for now it takes only what those that are due sooner leave; see ``link_order``
     reason: Reason = NO_REASON
     cause: CopyCause | None = None  # the replicator's, if it ordered this copy
-    rank: int = 0  # by age: the lower, the older
+    rank: int = 0  # by age; older transfers have lower ranks
     stale_begin_us: int | None = None  # of the record left by an earlier run; None: there was none
     accepted_at: float = 0.0
     begun_at: float = 0.0
@@ -124,7 +124,7 @@ class Transfer:
 
     @property
     def goes_first(self) -> bool:
-        """As its store is told: whether idle transfers, and those that yield, leave it what it can take."""
+        """Whether its store runs it in the urgent class, before idle transfers and those that yield."""
         return self.urgent and not self.yields
 
     def running_s(self, now: float) -> float:
@@ -158,7 +158,7 @@ class TransferEvent:
     kind: TransferEventKind
     transfer: Transfer
     before: PackCopy | None = None  # for REPAIRED: the copy as of the last event
-    in_history: bool = True  # not, if nothing had to flow, or its end is recorded already
+    in_history: bool = True  # False if no bytes had to flow, or if its end is recorded already
 
 
 def _remove(index: dict[str, dict[TransferKey, None]], names: Iterable[str], key: TransferKey) -> None:
@@ -177,7 +177,7 @@ class Transfers:
 
     def __init__(self) -> None:
         self._running: dict[TransferKey, Transfer] = {}
-        self._into: dict[str, dict[TransferKey, None]] = {}  # those that run, by target
+        self._into: dict[str, dict[TransferKey, None]] = {}  # running transfers, by target
         self._out_of: dict[str, dict[TransferKey, None]] = {}  # by planned source
         self._of_pack: dict[str, dict[TransferKey, None]] = {}
         self._ended: deque[Transfer] = deque(maxlen=_MAX_ENDED)
@@ -224,12 +224,12 @@ class Transfers:
                 self._run(planned)
 
     def accepted(self, key: TransferKey, now: float) -> None:
-        """The store has taken the replicator's order."""
+        """Records that the store accepted the replicator's order."""
         if transfer := self._running.get(key):
             self._run(replace(transfer, accepted_at=now))
 
     def refused(self, key: TransferKey, error: str, now: float) -> list[TransferEvent]:
-        """The store could not be reached or did not take the relay. A transfer that has begun goes on."""
+        """Ends a transfer whose store could not be reached or refused the relay; no effect on one that has begun."""
         transfer = self._running.get(key)
         return [self._end(transfer, now, error)] if transfer is not None and not transfer.begun_at else []
 
@@ -275,11 +275,11 @@ class Transfers:
         return events
 
     def lost(self, store_id: str, error: str, now: float) -> list[TransferEvent]:
-        """The target is gone or silent."""
+        """Ends all transfers into a store that is gone or silent."""
         return [self._end(transfer, now, error) for transfer in self.into(store_id)]
 
     def _drop(self, transfer: Transfer, now: float) -> TransferEvent:
-        """A running transfer is absent from a report."""
+        """Ends a running transfer that is absent from a report; a young transfer waits for its return."""
         returns = bool(transfer.sources) and _is_young(transfer, now)
         event = self._end(replace(transfer, cause=None) if returns else transfer, now, "it was dropped")
         if returns:
@@ -353,7 +353,7 @@ class Transfers:
 
     @property
     def num_running(self) -> int:
-        """Planned, accepted and running."""
+        """Number of planned, accepted and running transfers."""
         return sum(not transfer.missing for transfer in self._running.values())
 
     @property
@@ -372,7 +372,7 @@ class Transfers:
         return [self._running[key] for key in self._out_of.get(store_id, ())]
 
     def touching(self, store_ids: Iterable[str]) -> list[Transfer]:
-        """Transfers of our plans on the links of these stores, the oldest first."""
+        """Transfers of our own plans on the links of these stores, oldest first."""
         stores = dict.fromkeys(store_ids)
         transfers = [transfer for store_id in stores for transfer in (*self.into(store_id), *self.out_of(store_id))]
         planned = {transfer.key: transfer for transfer in transfers if transfer.sources}
@@ -382,7 +382,7 @@ class Transfers:
         return [self._running[key] for key in self._of_pack.get(pack_id, ())]
 
     def with_rates(self) -> list[Transfer]:
-        """Transfers of our plans, which have rates. The load of others shows in the links' counters alone."""
+        """Transfers of our own plans, which have rates; other transfers show only in the links' counters."""
         return [transfer for transfer in self._running.values() if transfer.sources]
 
     def receiving(self, pack_id: str, stores: Iterable[StoreStatus]) -> list[str]:
@@ -395,7 +395,7 @@ class Transfers:
         return [*sorted(ranks, key=ranks.__getitem__), *sorted(reported - ranks.keys())]
 
     def progress(self, pack_id: str, stores: Iterable[StoreStatus]) -> dict[str, ReceiveProgress]:
-        """How far incoming copies are: as reported, at the measured rate or otherwise the planned one."""
+        """Progress of incoming copies: as reported, at the measured rate or otherwise the planned rate."""
         progress = {}
         for store in stores:
             copy = store.copies.get(pack_id)

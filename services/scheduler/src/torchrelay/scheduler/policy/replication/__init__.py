@@ -1,1 +1,1 @@
-"""Which copies are kept in RAM, which are made, and where."""
+"""Replication of packs in RAM: the copies to keep and to make, and their hosts."""

@@ -1,4 +1,4 @@
-"""Which kept copy should move to an emptier host: one at a time, when nothing else is to be done."""
+"""Moves kept copies to emptier hosts, one at a time, when nothing else is to be done."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _IMBALANCE = 1.2  # a store this much fuller than the mean gives copies away
 def next_move(
     sizes: Mapping[str, int], copy_index: CopyIndex, copy_placement: CopyPlacement
 ) -> tuple[str, str, str] | None:
-    """The largest pack that can move from the fullest store to the emptiest one, if any, and these stores' ids.
+    """The largest pack that can move from the fullest store to the emptiest, and these stores' ids; None without one.
 
-    The move leaves the source no emptier than the target, so that no move is ever undone, and the pack in as many
-    failure domains as before.
+    After the move the source is no emptier than the target, so that no move is ever reversed, and the pack is in as
+    many failure domains as before.
     """
     live = sorted(copy_index.live, key=lambda store_id: (copy_index.fullness(store_id), store_id))
     if len(live) < 2:

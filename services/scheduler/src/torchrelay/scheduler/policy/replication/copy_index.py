@@ -1,4 +1,4 @@
-"""Where the copies of packs are, and which of them are kept."""
+"""Index of the copies of packs, and the choice of those to keep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CopySet:
     whole: list[CopyLocation] = field(default_factory=list)
     incoming_copies: list[CopyLocation] = field(default_factory=list)
     num_wanted: int = 0  # at most one per store
-    kept: tuple[CopyLocation, ...] = ()  # some of the whole ones; the first is the last to be evicted
+    kept: tuple[CopyLocation, ...] = ()  # some of ``whole``; the first is the last to be evicted
 
     @property
     def holders(self) -> list[CopyLocation]:
@@ -46,7 +46,7 @@ class CopySet:
 
 
 class CopyIndex:
-    """All copies in ``stores`` (by id), including those of the stores that are ``away``.
+    """All copies in ``stores`` (by id), including stores that are ``away``.
 
     ``under_way``: ordered (pack, store), oldest first. ``sizes``: bytes of the packs to decide on.
     """
@@ -62,7 +62,7 @@ class CopyIndex:
         self.live = {store_id: store for store_id, store in stores.items() if store_id not in away}
         self.num_domains = len({store.domain for store in self.live.values()})
         self.incoming: Counter[str] = Counter()  # number of incoming copies, by store
-        self.unseen_bytes: Counter[str] = Counter()  # of ordered copies that no report shows yet, by store
+        self.unseen_bytes: Counter[str] = Counter()  # ordered copies that no report shows yet, by store
         self.kept_bytes: Counter[str] = Counter()  # by store, incoming copies included
         self._of: defaultdict[str, CopySet] = defaultdict(CopySet)
         for store in stores.values():
@@ -91,7 +91,7 @@ class CopyIndex:
         return self._of[pack_id]
 
     def choose(self, goals: Mapping[str, int]) -> None:
-        """Chooses which copies are kept: ``goals`` of each pack. First where there is no choice, then the largest."""
+        """Chooses the copies to keep, up to the goal of each pack: first packs without a choice, then by size."""
         last_bytes: Counter[str] = Counter()
         for pack_id, goal in goals.items():
             self._of[pack_id].num_wanted = min(goal, len(self.stores))
@@ -107,7 +107,9 @@ class CopyIndex:
                 self.kept_bytes[holder.store_id] += self.sizes[pack_id]
 
     def _keepers(self, copies: CopySet) -> list[CopyLocation]:
-        """Copies of live stores in different domains; then pinned ones, which stay anyway; then by emptiest store."""
+        """The copies to keep: of live stores in different domains, then pinned copies, which stay anyway, then by
+        emptiest store.
+        """
         if len(copies.whole) <= copies.num_wanted:
             return copies.whole
         left, kept = list(copies.whole), list[CopyLocation]()
@@ -122,7 +124,7 @@ class CopyIndex:
         return kept
 
     def kept_at(self, store_id: str) -> list[str]:
-        """Packs of which the store has a kept copy that is not pinned."""
+        """Packs whose copy on the store is kept and not pinned."""
         return [
             pack_id
             for pack_id, copies in self._of.items()
@@ -130,5 +132,5 @@ class CopyIndex:
         ]
 
     def fullness(self, store_id: str, more_bytes: int = 0) -> float:
-        """The part of the arena that kept and incoming copies take, plus ``more_bytes``."""
+        """Share of the arena that kept and incoming copies and ``more_bytes`` take."""
         return (self.kept_bytes[store_id] + more_bytes) / max(self.stores[store_id].arena_target_bytes, 1)

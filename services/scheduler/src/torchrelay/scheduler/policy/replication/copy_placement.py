@@ -1,4 +1,4 @@
-"""Where a new copy of a pack can go: to a store that has free space and is not receiving too many already."""
+"""Choice of a store for a new copy: a store with free space that does not receive too many copies already."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrelay.scheduler.policy.replication.copy_index import CopyIndex
 
 
 class CopyPlacement:
-    """The space that is left while a decision is made; a copy counts as soon as it has a place.
+    """The space left on each store during one decision; a copy counts as soon as it is placed.
 
     ``retained``: packs whose kept copies are not evicted for others. ``num_running``: copies ordered earlier.
     """
@@ -26,7 +26,7 @@ class CopyPlacement:
     ) -> None:
         self._copy_index, self._num_running, self._avoid, self._config = copy_index, num_running, avoid, config
         self.copies_wait = False  # there is space, but too many copies are under way
-        # Bytes by store, if all is evicted that is neither pinned, incoming nor retained:
+        # Bytes by store, if all copies are evicted that are neither pinned, incoming nor retained:
         self.space: dict[str, int] = {}
         self.last_space: dict[str, int] = {}  # if retained copies go too, where another copy of the pack is kept
         self.idle_space: dict[str, int] = {}  # within the cache budget, if nothing is evicted
@@ -57,10 +57,10 @@ class CopyPlacement:
     def find(
         self, pack_id: str, space: Mapping[str, int], urgent: bool, domains: Iterable[str] = (), strictly: bool = False
     ) -> StoreStatus | None:
-        """The store whose arena the copy would fill least, outside ``domains`` if possible; always, if ``strictly``.
-        If no RAM has the pack, one that has it on disk.
+        """The store whose arena the copy would fill least, outside ``domains`` if possible, or only there
+        (``strictly``). If no RAM has the pack, preferably a store that has it on disk.
 
-        None if no store has space, or if all that have are receiving as many copies as they may: then copies wait.
+        None if no store has space, or if all stores with space receive as many copies as they may: then copies wait.
         """
         is_full = self._num_running >= _limit(self._config.max_replications, urgent)
         if is_full and (self.copies_wait or not urgent):
@@ -90,12 +90,12 @@ class CopyPlacement:
         return min(ready, key=cost)
 
     def has_space(self, pack_id: str, store_id: str) -> bool:
-        """Whether a copy that nothing urges may go there."""
+        """Whether a copy that is not urgent may go to the store."""
         fits = self.space[store_id] >= self._copy_index.sizes[pack_id]
         return fits and (pack_id, store_id) not in self._avoid and not self._copy_index.incoming[store_id]
 
     def take(self, pack_id: str, store_id: str) -> None:
-        """Counts a copy as placed there."""
+        """Counts a copy as placed on the store."""
         num_bytes = self._copy_index.sizes[pack_id]
         for space in (self.space, self.last_space, self.idle_space):
             space[store_id] -= num_bytes
@@ -104,5 +104,5 @@ class CopyPlacement:
 
 
 def _limit(limit: int, urgent: bool) -> int:
-    """Copies that are not urgent leave half of a limit free, so that no rebuild waits for them."""
+    """The limit for a copy: copies that are not urgent leave half of it free, so that no rebuild waits for them."""
     return limit if urgent else max(limit // 2, 1)

@@ -1,8 +1,8 @@
-"""The worth of a copy of a pack where it is: the price of RAM and disk.
+"""The worth of a pack's copy in RAM or on disk.
 
-Space in an arena or on a disk that nothing needs is free. Once it is short, a copy is worth what the next load
-costs more without it, from farther away: seconds of devices, and late requests at the operator's price. It is worth the
-less, the later that load is expected and the more bytes the copy has: what is worth least goes first.
+Unused space in an arena or on a disk is free. Once space is short, a copy is worth the extra cost of the next load
+without it, from farther away: device seconds, and late requests at the operator's price. The worth falls with the time
+until that load is expected and with the size of the copy. The copy with the least worth is evicted first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PackWorth:
     in_ram: float = 0.0
     on_disk: float = 0.0
     return_s: float = math.inf  # until the next use is expected
-    saved: float = 0.0  # device seconds that a load from RAM costs less than one from what is next
+    saved: float = 0.0  # device seconds that a load from RAM saves, compared with the next nearest tier
 
     def __str__(self) -> str:
         expected, per_hour = format_duration(self.return_s), f"{self.in_ram * 3600:.3g} per GB and hour"
@@ -37,8 +37,8 @@ UNKNOWN: Final = PackWorth()
 
 
 def pack_worth(model: Model, load_costs: Mapping[Tier, float], return_s: float, is_on_disk: bool) -> PackWorth:
-    """``load_costs``: what a load costs from each tier, in seconds of its slot. ``is_on_disk``: of any host. A nearer
-    tier that was measured as the slower one counts as no slower: a copy is never worth less than nothing.
+    """The worth of a copy. ``load_costs``: cost of a load by tier, in seconds of its slot. ``is_on_disk``: any host has
+    the pack on disk. A nearer tier that was measured as slower counts as equally fast, so that no worth is negative.
     """
     from_ram, from_disk, from_remote = (
         model.num_devices * load_costs[tier] for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE)

@@ -1,13 +1,14 @@
-"""Replication: which copies of packs are kept in the hosts' RAM, where new ones are made, and which may go.
+"""Replication: decides which copies of packs to keep in the hosts' RAM, where to make new copies, and which may go.
 
-A pack in demand, used recently or expected to be used soon, keeps ``recent_copies``, in different failure domains where
-possible. Any other pack that lost its last copy with a host keeps one, while there is space to spare. Stores retain the
-kept copies of packs in demand: they evict them last, those first that are worth least there. Further copies are not
-dropped, because they cost nothing until their space is needed. So a pack has O(1) copies that take space from others,
-however many hosts it once ran on.
+A pack in demand, used recently or expected to be used soon, keeps ``recent_copies`` copies, in different failure
+domains if possible. Any other pack that lost its last copy with a host keeps a single copy, while there is space to
+spare. Stores retain the kept copies of packs in demand: they evict them last, the least worth first. Further copies are
+not dropped, because they cost nothing until their space is needed. So a pack has O(1) copies that take space from
+others, however many hosts it once ran on.
 
-A copy lost with a host is rebuilt before any other copy is begun. New copies go where kept ones take the smallest part
-of the arena. With fewer hosts or domains than the goal needs, the decision does what it can and orders nothing else.
+A copy lost with a host is rebuilt before any other copy is begun. New copies go to the store where kept copies take the
+smallest share of the arena. With fewer hosts or domains than the goal needs, the decision does what it can and orders
+nothing else.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from torchrelay.scheduler.policy.replication.pack_worth import UNKNOWN, PackWort
 
 @dataclass(frozen=True)
 class PackDemand:
-    """A pack that was used, for as long as it is remembered."""
+    """A remembered pack and its demand."""
 
     pack_id: str
     num_bytes: int
     last_used: float
-    settled: bool = False  # has had all its copies: a missing one is a loss, not one still to be made
+    settled: bool = False  # it has had all its copies, so a missing copy was lost
     lost: bool = False  # a copy was lost with a host that did not come back
     worth: PackWorth = UNKNOWN
 
 
 @dataclass(frozen=True)
 class ReplicationInput:
-    """Everything known about the copies."""
+    """Input of a replication decision."""
 
     now: float
     stores: Mapping[str, StoreStatus]  # by id
     packs: Sequence[PackDemand]
-    away: frozenset[str] = frozenset()  # stores that went silent a moment ago: their copies may come back
+    away: frozenset[str] = frozenset()  # stores that went silent recently: their copies may come back
     under_way: Sequence[tuple[str, str]] = ()  # (pack, store) ordered and not ended, oldest first
     avoid: frozenset[tuple[str, str]] = frozenset()  # (pack, store) that failed recently
 
@@ -67,12 +68,10 @@ class ReplicationPlan:
     """Copies to order and packs to retain; stores may evict all other packs."""
 
     orders: tuple[CopyOrder, ...] = ()
-    retained_packs: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # by store: packs to keep, in the order of eviction
+    retained_packs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by store, in the order of eviction
     disk_order: tuple[str, ...] = ()  # packs, in the order of eviction from any disk
     in_demand: frozenset[str] = frozenset()
-    settled: frozenset[str] = frozenset()  # of these, those with all the copies they should have
+    settled: frozenset[str] = frozenset()  # packs in demand with all the copies they should have
 
     @property
     def num_short(self) -> int:
@@ -119,7 +118,7 @@ def repair(replication_input: ReplicationInput, config: PolicyConfig) -> Replica
 def _orders(
     recent: Sequence[PackDemand], others: Sequence[PackDemand], copy_index: CopyIndex, copy_placement: CopyPlacement
 ) -> list[CopyOrder]:
-    """Rebuilds first; anything else starts only when all of them have."""
+    """The copies to order, rebuilds first; other copies start only when all rebuilds have."""
     missing = [copy for pack in recent if (copy := _missing_copy(pack, copy_index))]
     for pack in others:
         copies = copy_index.of(pack.pack_id)
@@ -135,8 +134,8 @@ def _orders(
 
 
 def _missing_copy(pack: PackDemand, copy_index: CopyIndex) -> _MissingCopy | None:
-    """The copy that a recent pack lacks, if any. A pack whose copies were all evicted by permit comes back when it is
-    woken.
+    """The copy that a recent pack lacks, if any. A pack whose copies were all evicted with permission is not copied;
+    the next wake loads it again.
     """
     copies = copy_index.of(pack.pack_id)
     if not copies.holders:
@@ -153,7 +152,9 @@ def _missing_copy(pack: PackDemand, copy_index: CopyIndex) -> _MissingCopy | Non
 
 
 def _order(missing: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | None:
-    """A recent pack without any copy may displace retained copies that are not the last of their packs."""
+    """The order for a missing copy, if it has a place. A recent pack without any copy may displace retained copies that
+    are not the last of their packs.
+    """
     pack_id, domains, cause = missing.pack.pack_id, missing.copies.domains, missing.cause
     urgent, evicts = cause is CopyCause.REBUILD, False
     space = copy_placement.idle_space if cause is CopyCause.KEEP else copy_placement.space
@@ -167,8 +168,8 @@ def _order(missing: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | 
 
 
 def _retained_packs(recent: Sequence[PackDemand], copy_index: CopyIndex) -> dict[str, tuple[str, ...]]:
-    """The packs in demand that each store keeps: first those kept elsewhere too, then those with no other kept copy,
-    each those first that are worth least. Wanted copies that are still incoming are named already.
+    """The packs in demand that each store keeps, in the order of eviction: first packs that are kept elsewhere too,
+    then packs with no other kept copy, each group by rising worth. Includes wanted copies that are still incoming.
     """
     spare: dict[str, list[str]] = {store_id: [] for store_id in copy_index.live}
     last: dict[str, list[str]] = {store_id: [] for store_id in copy_index.live}
@@ -181,6 +182,6 @@ def _retained_packs(recent: Sequence[PackDemand], copy_index: CopyIndex) -> dict
 
 
 def _disk_order(packs: Sequence[PackDemand]) -> tuple[str, ...]:
-    """The packs, those first that are worth least on a disk."""
+    """The packs by rising worth on a disk."""
     ordered = sorted(packs, key=lambda pack: (pack.worth.on_disk, pack.last_used, pack.pack_id))
     return tuple(pack.pack_id for pack in ordered)

@@ -1,6 +1,6 @@
-"""The replicator's memory between its decisions: uses, failures, losses, and what stores were told to retain.
+"""The replicator's state between its decisions: uses, failures, losses, and the packs that stores were told to retain.
 
-The copies it has ordered are transfers with a cause; see ``relay.transfers``.
+The copies that it ordered are transfers with a cause; see ``relay.transfers``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchrelay.scheduler.policy.core import MAX_VERSIONS, CopyCause, Model, Sto
 from torchrelay.scheduler.policy.effects import RetainCommand
 from torchrelay.scheduler.policy.replication.pack_worth import PackWorth
 
-_KEEP_TRIES = 5  # failed copies of a lost, unused pack before it is given up: it may have been deleted
+_KEEP_TRIES = 5  # failed copies before a lost, unused pack is given up, which may have been deleted
 _RETAIN_RETRY_S = 2.0  # after a refusal; also the shortest time between leases for changes on disk
 _WORTH_DELAYS_S = tuple(2.0 + number / 4 for number in range(16))
 
@@ -24,17 +24,17 @@ CopyKey = tuple[str, str]  # pack, store
 
 @dataclass(frozen=True)
 class PackUse:
-    """A pack, by the model that used it last."""
+    """The last use of a pack."""
 
     model: Model
     last_used: float
 
 
 class RecentPacks:
-    """The packs used last; those unused for longest are forgotten first."""
+    """The recently used packs; the longest unused are evicted first."""
 
     def __init__(self, max_packs: int = MAX_VERSIONS) -> None:
-        # Setting a key moves it to the end of the queue and reading does not, so the first in is the longest unused.
+        # Setting a key moves it to the end of the queue and reading does not, so the first key is the longest unused.
         self._uses: Recent[str, PackUse] = Recent(max_packs)
 
     def __contains__(self, pack_id: str) -> bool:
@@ -47,7 +47,7 @@ class RecentPacks:
         return self._uses[pack_id]
 
     def note(self, model: Model, now: float) -> None:
-        """The model is used."""
+        """Records a use of the model."""
         self._uses[model.pack_id] = PackUse(model, now)
 
     def forget(self, pack_id: str) -> None:
@@ -56,12 +56,12 @@ class RecentPacks:
 
 
 class PackWorths:
-    """The worth of copies, computed anew every few seconds, at a different moment for each pack, so that no decision
-    waits for all of them.
+    """The worth of copies, recomputed every few seconds, at a different time for each pack, so that no decision has to
+    compute all of them.
     """
 
     def __init__(self, max_packs: int = MAX_VERSIONS) -> None:
-        self._worths: Recent[str, tuple[PackWorth, float]] = Recent(max_packs)  # each until
+        self._worths: Recent[str, tuple[PackWorth, float]] = Recent(max_packs)  # worth, valid until
         self._delays_s = cycle(_WORTH_DELAYS_S)
 
     def of(self, pack_id: str, now: float, work_out: Callable[[], PackWorth]) -> PackWorth:
@@ -90,7 +90,9 @@ class _RetentionLease:
     not_before: float  # for changes on disk only
 
     def is_due(self, packs: Iterable[str], on_disk: frozenset[str] | None, now: float) -> bool:
-        """The worth of packs changes all the time: an order is renewed with the lease."""
+        """Whether the store must be told again: because the packs changed, or the lease is to be renewed. A new order
+        of the same packs waits for the renewal, because the worth of packs changes all the time.
+        """
         if self.packs != frozenset(packs):
             return True
         return now >= (self.renew_at if self.on_disk == on_disk else self.not_before)
@@ -114,7 +116,9 @@ class ReplicationState:
     # Failed copies
 
     def fail(self, key: CopyKey, cause: CopyCause, now: float, config: PolicyConfig) -> None:
-        """A copy failed: the pack is not copied there for a while, and given up if nobody uses it and nothing helps."""
+        """Records a failed copy: the pack is not copied to this store for a while, and an unused pack is given up after
+        several failures.
+        """
         times = self._failed[key].times + 1 if key in self._failed else 1
         pause_s = min(config.copy_backoff_s * 2 ** (times - 1), config.copy_backoff_max_s)
         self._failed[key] = _FailedCopy(times, now + pause_s)
@@ -126,7 +130,7 @@ class ReplicationState:
         self._failed.pop(key, None)
 
     def avoid(self, now: float, config: PolicyConfig) -> frozenset[CopyKey]:
-        """Where packs are not copied now, because it failed recently."""
+        """Packs and stores whose copies failed recently, which are not tried now."""
         forget_before = now - config.copy_backoff_max_s
         self._failed = {key: failed for key, failed in self._failed.items() if failed.not_before > forget_before}
         return frozenset(key for key, failed in self._failed.items() if failed.not_before > now)
@@ -134,19 +138,19 @@ class ReplicationState:
     # Losses
 
     def left(self, store: StoreStatus, until: float) -> None:
-        """The store went silent; its copies count until then."""
+        """Records a silent store, whose copies count until ``until``."""
         self._away[store.store_id] = (store, until)
         self._streamed.pop(store.store_id, None)
 
     def returned(self, store: StoreStatus, before: StoreStatus | None) -> None:
-        """A store reports. What an earlier process of it held and this one does not, is lost."""
+        """Records a report of a store. Copies that its earlier process held and this process does not are lost."""
         away = self._away.pop(store.store_id, None)
         known = before or (away[0] if away else None)
         if known is not None and known.incarnation != store.incarnation:
             self.lost |= {copy.pack_id for copy in known.copies.values() if copy.complete} - store.copies.keys()
 
     def evicted(self, streamed: StoreStatus) -> list[str]:
-        """Packs of which the store had a whole copy in its last report on the same stream, which keeps order."""
+        """Packs that the store no longer has and had a whole copy of in its last report on the same stream."""
         whole = frozenset(copy.pack_id for copy in streamed.copies.values() if copy.complete)
         incarnation, before = self._streamed.get(streamed.store_id, ("", whole))
         self._streamed[streamed.store_id] = streamed.incarnation, whole
@@ -161,11 +165,11 @@ class ReplicationState:
         return {store_id: store for store_id, (store, _) in self._away.items()}
 
     def keep_lost(self, held: Set[str]) -> None:
-        """Forgets losses that have been made good, and those of packs that nobody remembers."""
+        """Forgets losses of packs that are held again or no longer remembered."""
         self.lost = {pack_id for pack_id in self.lost - held if pack_id in self.recent_packs}
 
     def forget(self, pack_id: str) -> None:
-        """The pack no longer exists: it is not copied anywhere until it is used again."""
+        """Forgets a pack that no longer exists, so that it is not copied anywhere until it is used again."""
         self.recent_packs.forget(pack_id)
         self.lost.discard(pack_id)
 
@@ -179,8 +183,8 @@ class ReplicationState:
         now: float,
         config: PolicyConfig,
     ) -> Iterator[RetainCommand]:
-        """Stores to be told now what to retain: the packs in RAM changed, those on disk did a while ago, or the lease
-        is to be renewed.
+        """Commands to stores that are due now: the packs in RAM changed, the packs on disk changed a while ago, or the
+        lease is to be renewed.
         """
         self._leases = {store_id: lease for store_id, lease in self._leases.items() if store_id in stores}
         disk_ranks = {pack_id: rank for rank, pack_id in enumerate(disk_order)}
@@ -204,13 +208,15 @@ class ReplicationState:
                 yield RetainCommand(store_id, packs, config.retention_s, disk_packs)
 
     def retain_failed(self, store_id: str, now: float) -> None:
-        """The store did not take its lease: it is told again soon."""
+        """Schedules a retry for a store that did not accept its lease."""
         if lease := self._leases.get(store_id):
             self._leases[store_id] = replace(lease, renew_at=now + _RETAIN_RETRY_S)
 
 
 def _in_order(store: StoreStatus, ranks: Mapping[str, int]) -> tuple[str, ...]:
-    """The packs on the store's disk and those it may write there next: its copies in RAM."""
+    """The packs on the store's disk and its copies in RAM, which it may write to disk next, in the order of
+    ``ranks``.
+    """
     if store.disk_pack_ids is None:
         return ()
     return tuple(sorted((store.disk_pack_ids | store.copies.keys()) & ranks.keys(), key=ranks.__getitem__))

@@ -120,7 +120,9 @@ def waiting_of(state: State, model: Model, now: float) -> Waiting:
 
 
 def _of_tenants(state: State, version_id: str, cold: Iterable[OpenAttempt]) -> dict[str, tuple[int, int]]:
-    """Numbers of each tenant's requests that wait and that are placed on loading instances; empty for a single tenant."""
+    """Numbers of each tenant's requests that wait and that are placed on loading instances; empty for a single
+    tenant.
+    """
     tenants = tenants_of(state, version_id)
     if not tenants:
         return {}

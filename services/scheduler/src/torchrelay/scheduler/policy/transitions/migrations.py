@@ -218,7 +218,9 @@ def _move_of(state: State, source: _Source, attempt: OpenAttempt, answer: Runnin
 
 
 def _move(state: State, source: _Source, admission: Admission, now: float) -> _Move | None:
-    """A move to another decode instance that is loaded, has KV for the answer and meets ``limit_s``; None without one."""
+    """A move to another decode instance that is loaded, has KV for the answer and meets ``limit_s``; None without
+    one.
+    """
     candidates = [
         structs.replace(candidate, entry=replace(candidate.entry, plays_decode=False))
         if candidate.entry.instance_id == source.instance_id

@@ -13,7 +13,7 @@ from torchrelay.scheduler.policy.replication.pack_worth import PackWorth, pack_w
 from torchrelay.scheduler.policy.replication.repair import CopyOrder, PackDemand, ReplicationInput
 from torchrelay.scheduler.policy.replication.replication_state import PackUse
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import relays
+from torchrelay.scheduler.policy.transitions import relay_plans
 
 
 def replicate(state: State, now: float) -> None:
@@ -77,14 +77,16 @@ def _order_copy(state: State, order: CopyOrder, now: float) -> None:
     use = state.replication_state.recent_packs.use(order.pack_id)
     model, cause, urgent = use.model, order.cause.value, order.urgent
     store_ids, reason = [order.store_id], Reason(cause, order.reason)
-    (edge,) = relays.plan_relay(
+    (edge,) = relay_plans.plan_relay(
         state, model.pack_id, model.pack_bytes, store_ids, now, urgent=urgent, reason=reason, cause=order.cause
     )
     hop = Hop(edge.target, edge.sources, (), edge.num_striped)
-    first = relays.goes_first(state, model.pack_id, order.store_id)
+    first = relay_plans.goes_first(state, model.pack_id, order.store_id)
     state.effects.commands.append(CopyCommand(model, hop, first, not order.may_evict_retained))
     fields = {"cause": cause, "pack_id": order.pack_id, "store_id": order.store_id, "source": edge.upstream}
-    relays.record_copy_event(state, now, cause, model, f"{order.reason}: {edge}; {_worth(state, use, now)}", fields)
+    relay_plans.record_copy_event(
+        state, now, cause, model, f"{order.reason}: {edge}; {_worth(state, use, now)}", fields
+    )
 
 
 def record_evictions(state: State, store: StoreStatus, now: float) -> None:
@@ -95,7 +97,7 @@ def record_evictions(state: State, store: StoreStatus, now: float) -> None:
             use = replication_state.recent_packs.use(pack_id)
             reason = f"no longer in the RAM of {store.store_id}; {_worth(state, use, now)}"
             fields = {"pack_id": pack_id, "store_id": store.store_id}
-            relays.record_copy_event(state, now, "evicted", use.model, reason, fields)
+            relay_plans.record_copy_event(state, now, "evicted", use.model, reason, fields)
 
 
 def store_seen(state: State, store: StoreStatus, before: StoreStatus | None, now: float) -> None:

@@ -16,7 +16,7 @@ from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import BOTH, Admission, Instance, Model, Role, Roles, StoreStatus
 from torchrelay.scheduler.policy.effects import RefusalReason
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import admissions
+from torchrelay.scheduler.policy.transitions import lifecycle
 
 
 def refuse_without_slot(state: State, now: float) -> None:
@@ -26,12 +26,12 @@ def refuse_without_slot(state: State, now: float) -> None:
     state.without_slot_since = {key: state.without_slot_since.get(key, now) for key in without}
     for key, since in state.without_slot_since.items():
         admission = without[key]
-        limit_s = admissions.absence_limit_s(state, admission)
+        limit_s = lifecycle.absence_limit_s(state, admission)
         if now - since >= limit_s and reserved is not None:
             holders = reserved.holders(state.models[admission.version_id])
             message = f"{admission.model} waits for a slot, and all that could serve it are held by the minimum "
             message += f"instances of {_names(holders, admission)}"
-            admissions.refuse(state, admission, RefusalReason.NO_CAPACITY, message, now, limit_s)
+            lifecycle.refuse(state, admission, RefusalReason.NO_CAPACITY, message, now, limit_s)
 
 
 def _names(holders: Iterable[Instance], admission: Admission) -> str:

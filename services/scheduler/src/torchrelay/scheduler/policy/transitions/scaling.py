@@ -13,8 +13,8 @@ from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Mode
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import demands, relays
-from torchrelay.scheduler.policy.transitions.cluster_view import autoscaler_input
+from torchrelay.scheduler.policy.transitions import demands, relay_plans
+from torchrelay.scheduler.policy.transitions.cluster_load import autoscaler_input
 
 LOAD_STALLED, LOAD_REFUSED = "load_stalled", "load_refused"
 _UNLOAD_RETRY_S = 1.0
@@ -147,7 +147,7 @@ def _wake(state: State, action: Wake, now: float) -> None:
     store_ids = [store.store_id for store in stores.values()]
     waiting = state.queues.waiting(model.version_id)
     deadline = min((admission.deadline for admission in waiting), default=now)
-    edges = relays.plan_relay(
+    edges = relay_plans.plan_relay(
         state, model.pack_id, model.pack_bytes, store_ids, now, deadline=deadline, reason=action.reason
     )
     by_store = {stores[host_id].store_id: tuple(loads) for host_id, loads in orders.items()}
@@ -157,7 +157,7 @@ def _wake(state: State, action: Wake, now: float) -> None:
             edge.sources,
             by_store[edge.target],
             edge.num_striped,
-            relays.goes_first(state, model.pack_id, edge.target),
+            relay_plans.goes_first(state, model.pack_id, edge.target),
         )
         for edge in edges
     )

@@ -23,8 +23,8 @@ log = get_logger(__name__)
 
 _RETRY_S = 0.2
 _TIMEOUT_S = 2.0
-_MAX_BATCH = 64  # events of which only the first and the last are acknowledged
-_GATHER_S = 0.02  # so long events wait for others to be published with
+_MAX_BATCH = 64  # events per batch, of which only the first and the last are acknowledged
+_GATHER_S = 0.02  # how long events wait to be published with others
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class EventPublisher:
         self.num_dropped = 0
 
     def note(self, event: SchedulerEvent) -> None:
-        """Queues an event; those without a topic are for Explain only."""
+        """Queues an event; events without a topic are for Explain only."""
         if not event.topic:
             return
         body: dict[str, object] = {"at_unix_us": unix_us(event.at), "model": event.model}
@@ -84,8 +84,9 @@ class EventPublisher:
                     await asyncio.sleep(_RETRY_S)
 
     async def _publish(self, batch: Sequence[_QueuedEvent]) -> None:
-        """An acknowledgement of each costs more than all the rest. The stream numbers what it stores: where the first
-        and the last are as far apart as they should be, it has all that is between them.
+        """Publishes a batch with acknowledgements of the first and the last event only, because acknowledgements cost
+        more than all the rest. The stream numbers its events: if the numbers of these two are as far apart as the
+        batch is long, the stream has all events between them.
         """
         first, *between = batch
         begin = await self._store(first)
@@ -93,11 +94,11 @@ class EventPublisher:
             return
         for event in between[:-1]:
             await self._nats.publish(event.subject, event.payload, headers=event.headers)
-        if await self._store(between[-1]) - begin != len(between):  # others write to it, too: then all once more
+        if await self._store(between[-1]) - begin != len(between):  # others write to the stream: store each event again
             for event in between:
                 await self._store(event)
 
     async def _store(self, event: _QueuedEvent) -> int:
-        """Returns the event's number in the stream; it has one only, however often it is sent."""
+        """Stores an event and returns its number in the stream, which is the same however often it is sent."""
         stored = await self._js.publish(event.subject, event.payload, timeout=_TIMEOUT_S, headers=event.headers)
         return stored.seq

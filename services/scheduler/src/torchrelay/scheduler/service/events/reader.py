@@ -38,7 +38,9 @@ class _ConsumerGone(Exception):
 
 
 class EventReader:
-    """Serves up to ``max_readers`` at once, each by a consumer of its own that the broker removes when it goes away."""
+    """Serves up to ``max_readers`` at once, each with its own consumer, which the broker removes when the reader
+    leaves.
+    """
 
     def __init__(self, js: JetStreamContext, subjects: Subjects, max_readers: int = MAX_READERS) -> None:
         self._js = js
@@ -49,11 +51,11 @@ class EventReader:
     async def events(
         self, kinds: Sequence[str], since_unix_us: int, after_sequence: int, follow: bool
     ) -> AsyncGenerator[Event, None]:
-        """Oldest first, as ``WatchEventsRequest`` says.
+        """Events, oldest first, as defined by ``WatchEventsRequest``.
 
         Raises ``InvalidRequest``, ``Overloaded`` beyond ``max_readers``, or ``Unavailable`` without a broker.
 
-        A batch is requested once the one before is consumed: a slow reader blocks nothing.
+        A batch is requested once the last batch is consumed, so a slow reader blocks nothing.
         """
         if unknown := [kind for kind in kinds if kind not in KINDS]:
             raise InvalidRequest(f"{unknown[0]!r} is not an event kind: use {', '.join(KINDS)}", field="kinds")

@@ -1,4 +1,6 @@
-"""Runs the relay planner on the state: edges for packs that are needed, and new sources for transfers that turn slow."""
+"""Runs the relay planner on the state: edges for packs that are needed, and new sources for transfers that turn
+slow.
+"""
 
 from __future__ import annotations
 

@@ -227,7 +227,9 @@ def refuse_if_given_up(state: State, admission: Admission, now: float) -> bool:
 
 
 def refuse_infeasible(state: State, now: float) -> None:
-    """Refuses waiting requests that no slot can serve any more. Requests that no slot ever could are refused at once."""
+    """Refuses waiting requests that no slot can serve any more. Requests that no slot ever could are refused at
+    once.
+    """
     config = state.config
     since_start_s, absent_s = now - state.started_at, max(config.unserved_s, config.unserved_resumed_s)
     is_settling = since_start_s < config.refusal_settle_s + _SWEEP_S

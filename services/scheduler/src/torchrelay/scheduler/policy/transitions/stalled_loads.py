@@ -15,7 +15,7 @@ from torchrelay.scheduler.policy.transitions.scaling import LOAD_STALLED
 _UNANSWERED_S = 1.0  # a load whose call ended without an answer, if accepted, appears in a report within this time
 
 
-def stalled(state: State, now: float) -> list[tuple[Instance, Reason]]:
+def detect(state: State, now: float) -> list[tuple[Instance, Reason]]:
     """Loading instances to give up, with the reason for each."""
     loading = state.instances.loading
     state.load_progress.keep({instance.instance_id for instance in loading})

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cache, partial
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput, Demand, InstanceLoad, Loads
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput, ClusterLoad, Demand, InstanceLoad
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.core import Instance, InstancePhase, WorkerStatus
-from torchrelay.scheduler.policy.dispatch.open_attempts import BoundWork
+from torchrelay.scheduler.policy.core import Instance, InstancePhase
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import demands
 
@@ -33,18 +31,10 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
     for demand in by_version.values():
         demands.note_demand(state, demand, now)
 
-    @cache
-    def demand_of(version_id: str) -> Demand | None:
-        if version_id in by_version:
-            return by_version[version_id]
-        model = state.models.get(version_id)
-        return None if model is None else demands.demand_of(state, model, state.idle_timeout_s(version_id, now), now)
-
-    loads = _InstanceLoads(state, now)
     return AutoscalerInput(
         now=now,
         demands=tuple(by_version.values()),
-        instance_loads=Loads(loads.of_version, loads.of_all, loads.unused, state.instances.workers),
+        cluster_load=_StateLoad(state, by_version, now),
         workers=membership.workers,
         free_workers=membership.free_workers,
         stores=membership.stores_by_host,
@@ -53,10 +43,8 @@ def autoscaler_input(state: State, now: float, version_ids: Iterable[str] | None
         waited_for=frozenset(state.queues.versions) if settled else frozenset(),
         suspects=membership.suspects,
         minimums=state.minimums.in_force,
-        holders_of=membership.holders,
-        disk_holders_of=membership.disk_holders,
+        holder_index=membership,
         overdue_slots_at=state.overdue_slots_at,
-        demand_of=demand_of,
     )
 
 
@@ -68,13 +56,26 @@ def expected_versions(state: State, now: float) -> list[str]:
     return [version_id for version_id, (begin, _) in state.forecasts.items() if begin <= now]
 
 
-class _InstanceLoads:
-    """The load of each instance during one decision; each version is computed once."""
+class _StateLoad(ClusterLoad):
+    """The load by the state. The loads and the demand of each version are computed once per decision."""
 
-    def __init__(self, state: State, now: float) -> None:
+    def __init__(self, state: State, by_version: dict[str, Demand], now: float) -> None:
         self._state, self._now = state, now
+        self._demands: dict[str, Demand | None] = dict(by_version)
         self._of_version: dict[str, tuple[InstanceLoad, ...]] = {}
         self._versions: dict[str, _Version] = {}
+
+    @property
+    def occupied_workers(self) -> Container[str]:
+        return self._state.instances.workers
+
+    def demand_of(self, version_id: str) -> Demand | None:
+        if version_id not in self._demands:
+            state, now, model = self._state, self._now, self._state.models.get(version_id)
+            price_s = state.idle_timeout_s(version_id, now)
+            demand = None if model is None else demands.demand_of(state, model, price_s, now)
+            self._demands[version_id] = demand
+        return self._demands[version_id]
 
     def of_version(self, version_id: str) -> tuple[InstanceLoad, ...]:
         loads = self._of_version.get(version_id)
@@ -83,7 +84,6 @@ class _InstanceLoads:
         return loads
 
     def of_all(self) -> tuple[InstanceLoad, ...]:
-        """All instances, oldest first."""
         instances = self._state.instances
         by_id = {
             load.instance.instance_id: load for version_id in instances.versions for load in self.of_version(version_id)
@@ -91,9 +91,18 @@ class _InstanceLoads:
         return tuple(by_id[instance.instance_id] for instance in instances)
 
     def unused(self) -> tuple[InstanceLoad, ...]:
-        """Instances without open attempts."""
         bound = self._state.attempts.bound
         return tuple(self._load(instance) for instance in self._state.instances if instance.instance_id not in bound)
+
+    def drain_s(self, instance: Instance) -> float:
+        """The longest running answer is assumed to have twice the mean length left, if that is known."""
+        state, worker = self._state, self._state.membership.workers.get(instance.worker_id)
+        work = state.attempts.at(instance.instance_id)
+        if not work.num_choices or worker is None:
+            return 0.0
+        latency = state.latency_models.of(worker, instance.pack_id, state.config)
+        num_tokens = state.answer_lengths.mean(instance.version_id) or 0.0
+        return min(2 * num_tokens * latency.tbt_s(work.num_choices, work.num_attended), state.config.drain_s)
 
     def _load(self, instance: Instance) -> InstanceLoad:
         state, now = self._state, self._now
@@ -116,7 +125,6 @@ class _InstanceLoads:
             version.tenants or frozenset((tenant_of(instance.model),)),
             version.arrivals_per_s,
             version.target_s,
-            partial(_drain_s, state, instance, worker, work),
         )
 
 
@@ -137,12 +145,3 @@ def _version(state: State, version_id: str, now: float) -> _Version:
         history.expected_per_s(now),
         history.target_s or state.config.standard_ttft_s,
     )
-
-
-def _drain_s(state: State, instance: Instance, worker: WorkerStatus | None, work: BoundWork) -> float:
-    """Time until the running answers of the instance end, assuming that the longest has twice the mean length left."""
-    if not work.num_choices or worker is None:
-        return 0.0
-    tbt_s = state.latency_models.of(worker, instance.pack_id, state.config).tbt_s(work.num_choices, work.num_attended)
-    num_tokens = state.answer_lengths.mean(instance.version_id) or 0.0
-    return min(2 * num_tokens * tbt_s, state.config.drain_s)

@@ -20,7 +20,7 @@ from torchrelay.scheduler.policy.core import REMOTE, Model, NicCounters, SourceS
 from torchrelay.scheduler.policy.effects import RerouteCommand
 from torchrelay.scheduler.policy.inputs import LoadRefused, StoreGone
 from torchrelay.scheduler.policy.reasons import Reason
-from torchrelay.scheduler.policy.transitions import relays
+from torchrelay.scheduler.policy.transitions import relay_plans
 from torchrelay.scheduler.service.relay_view import relay_views
 
 MODEL = a_model()
@@ -50,7 +50,7 @@ def test_edges_follow_what_the_links_have_left() -> None:
         )
     )
     state = scene.policy.state
-    edges = relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3", "store-4"], scene.now)
+    edges = relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3", "store-4"], scene.now)
     assert [(edge.target, edge.upstream) for edge in edges] == [
         ("store-3", "store-1"),
         ("store-4", "store-3"),
@@ -66,15 +66,17 @@ def test_edges_follow_what_the_links_have_left() -> None:
 def test_a_host_with_running_requests_is_filled_last() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(2), a_host(3))
     scene.settle(a_worker("w", "host-2", num_running=3))
-    edges = relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3"], scene.now)
+    edges = relay_plans.plan_relay(
+        scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3"], scene.now
+    )
     assert [edge.target for edge in edges] == ["store-3", "store-2"]
 
 
 def test_a_copy_on_its_way_is_told_the_sources_it_has() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(2), a_host(3))
     state = scene.policy.state
-    first = relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3"], scene.now)
-    again = relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now + 0.1)
+    first = relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3"], scene.now)
+    again = relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now + 0.1)
     assert again[0].already_there and again[0].striped == first[1].striped
     assert again[0].sources[-1] == REMOTE and again[0].sources.count(first[1].upstream) == 1
     assert str(again[0]) == "store-3 by a relay under way already"
@@ -85,7 +87,7 @@ def test_the_clocks_of_stores_decide_nothing() -> None:
         """By a store with a transfer of its own, one that has ended, and one that is slow."""
         nic = NicCounters(0, 0, 1000 * MB)
         scene = a_cluster(a_host(1, NUM_CHUNKS, nic), a_host(2, nic=nic), a_host(3, nic=nic), a_host(4, nic=nic))
-        relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+        relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
         begin_us = int((scene.now + ahead_s) * 1e6)
         slow, stamps = SourceShare("store-1", 1, 5 * MB, True), {"relay_begin_us": begin_us}
         scene.stores["store-2"] = a_host(2, 4, nic, shares=(replace(slow, bytes_per_s=90 * MB),), **stamps)
@@ -97,7 +99,7 @@ def test_the_clocks_of_stores_decide_nothing() -> None:
         scene.stores["store-5"] = a_host(5, nic=nic)
         scene.pass_time(0.1)
         state = scene.policy.state
-        return reroutes(scene), relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-5"], scene.now)
+        return reroutes(scene), relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-5"], scene.now)
 
     assert decide(3600.0) == decide(0.0) == decide(-3600.0)
 
@@ -106,7 +108,7 @@ def slow_relay() -> PaperCluster:
     """store-3 follows store-1, which turns slow; store-2 has the pack as well."""
     nic = NicCounters(0, 0, 100 * MB)
     scene = a_cluster(a_host(1, NUM_CHUNKS, nic), a_host(2, NUM_CHUNKS, nic), a_host(3, 0, nic))
-    (edge,) = relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    (edge,) = relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
     assert edge.upstream == "store-1"
     report(scene, 0.5, SourceShare("store-1", 1, 90 * MB, True))
     assert not reroutes(scene)
@@ -135,7 +137,7 @@ def test_a_relay_that_gets_less_than_half_of_its_plan_gets_another_source() -> N
 
 def test_that_nothing_better_is_known_is_recorded_once() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
-    relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
     report(scene, 20.0, SourceShare("store-1", 1, 1 * MB, True))
     (slow,) = [event for event in scene.events if event.topic == "relay.slow"]
     assert slow.reason == "store-3 gets 1 MB/s instead of the 500 planned from store-1; no better source is known"
@@ -145,7 +147,7 @@ def test_that_nothing_better_is_known_is_recorded_once() -> None:
 def test_relays_are_seen_from_plan_to_end() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
     state = scene.policy.state
-    relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False, reason=WHY)
+    relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False, reason=WHY)
     (planned,) = relay_views(state, scene.now)
     assert planned.state == RelayView.STATE_PLANNED and not planned.urgent and planned.reason == "one is enough"
     assert [source.holder_id for source in planned.sources] == ["store-1"] and planned.model == MODEL.pack_id[:12]
@@ -174,8 +176,8 @@ def test_relays_are_seen_from_plan_to_end() -> None:
 def test_an_idle_relay_becomes_urgent_once_somebody_waits() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
     state = scene.policy.state
-    relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False)
-    relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False)
+    relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
     (running,), (view,) = state.transfers.with_rates(), relay_views(state, scene.now)
     assert running.urgent and view.urgent
 
@@ -196,7 +198,7 @@ def test_it_is_left_alone_for_a_while_and_when_nothing_better_is_known() -> None
     report(scene, 20.0, SourceShare("store-1", 1, 20 * MB, True), SourceShare("store-2", 1, 5 * MB, True))
     assert len(reroutes(scene)) <= 2
     scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
-    relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
     report(scene, 10.0, SourceShare("store-1", 1, 1 * MB, True))
     assert not reroutes(scene)
 
@@ -239,7 +241,7 @@ def two_packs(*more: StoreStatus) -> PaperCluster:
 def plan(scene: PaperCluster, model: Model, store_id: str, deadline_s: float, urgent: bool = True) -> TransferEdge:
     deadline = scene.now + deadline_s
     state, stores = scene.policy.state, [store_id]
-    (edge,) = relays.plan_relay(
+    (edge,) = relay_plans.plan_relay(
         state, model.pack_id, model.pack_bytes, stores, scene.now, urgent=urgent, deadline=deadline
     )
     scene.commands += state.take_effects().commands
@@ -253,12 +255,12 @@ def test_a_load_that_is_due_sooner_goes_first_on_the_link_that_both_need() -> No
     (told,) = reroutes(scene)
     assert (told.hop.store_id, told.hop.sources, told.urgent) == ("store-2", ("store-1",), False)
     state = scene.policy.state
-    assert not relays.goes_first(state, MODEL.pack_id, "store-2")
-    assert relays.goes_first(state, OTHER.pack_id, "store-3")
+    assert not relay_plans.goes_first(state, MODEL.pack_id, "store-2")
+    assert relay_plans.goes_first(state, OTHER.pack_id, "store-3")
     scene.stores["store-3"] = replace(a_store("store-3", "host-3", [a_copy(OTHER)]), nic=NIC)
     scene.report_all()
     assert [(each.hop.store_id, each.urgent) for each in reroutes(scene)[1:]] == [("store-2", True)]
-    assert relays.goes_first(state, MODEL.pack_id, "store-2")
+    assert relay_plans.goes_first(state, MODEL.pack_id, "store-2")
 
 
 def test_of_loads_past_their_deadlines_the_one_goes_first_that_could_be_there_first() -> None:
@@ -267,7 +269,9 @@ def test_of_loads_past_their_deadlines_the_one_goes_first_that_could_be_there_fi
     plan(scene, large, "store-2", -5.0)
     plan(scene, MODEL, "store-3", -1.0)
     state = scene.policy.state
-    assert relays.goes_first(state, MODEL.pack_id, "store-3") and not relays.goes_first(state, OTHER.pack_id, "store-2")
+    assert relay_plans.goes_first(state, MODEL.pack_id, "store-3") and not relay_plans.goes_first(
+        state, OTHER.pack_id, "store-2"
+    )
 
 
 def test_who_has_to_yield_gets_no_other_sources_for_being_slow() -> None:
@@ -294,7 +298,7 @@ def test_where_a_link_carries_both_nobody_yields() -> None:
 def test_what_an_urgent_load_follows_is_as_urgent() -> None:
     """An idle copy, and a load for a request that has time, held up whoever followed them."""
     scene = a_cluster(a_host(1, NUM_CHUNKS, NIC), *(a_host(number, nic=NIC) for number in (2, 3, 4)))
-    relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2"], scene.now, urgent=False)
+    relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2"], scene.now, urgent=False)
     assert plan(scene, MODEL, "store-3", LATER).upstream == "store-2"
     assert [(each.hop.store_id, each.urgent) for each in reroutes(scene)] == [("store-2", True)]
     assert plan(scene, MODEL, "store-4", 1.0).upstream == "store-3"
@@ -304,7 +308,7 @@ def test_what_an_urgent_load_follows_is_as_urgent() -> None:
 
 def test_a_target_follows_an_idle_copy_of_its_pack_rather_than_the_source_of_that() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS, NIC), a_host(2, nic=NIC), a_host(3, nic=NIC), a_host(4, nic=NIC))
-    relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2"], scene.now, urgent=False)
+    relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2"], scene.now, urgent=False)
     scene.stores["store-2"] = a_host(2, 1, NIC, shares=(SourceShare("store-1", 1, 80 * MB, True),))
     fast = replace(a_copy(OTHER, 1), shares=(SourceShare("store-3", 1, 100 * MB, True),))
     scene.stores["store-4"] = replace(a_store("store-4", "host-4", [fast]), nic=NIC)
