@@ -41,11 +41,12 @@ format: .venv/.installed ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-check: .venv/.installed ## Format, lint, strict types and import contracts, nothing changed
+check: .venv/.installed ## Format, lint, strict types, import contracts and plain English, nothing changed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(wildcard $(SOURCES))
 	$(BIN)/lint-imports
+	$(BIN)/python tools/prose.py
 
 test: setup test-servers ## All tests: unit, integration, end to end, lab
 	$(BIN)/pytest -n $(TEST_PROCESSES) --no-loadscope-reorder

@@ -42,9 +42,7 @@ def turns_of(cluster: RunningCluster) -> list[str]:
 @pytest.mark.parametrize(
     ("num_others", "longest_wait_s"), [(12, CONFIG.longest_wait_s), (1, CONFIG.turn_s)], ids=["worth it", "overdue"]
 )
-def test_a_slot_that_is_freed_for_a_model_is_not_taken_by_the_one_whose_turn_has_ended(
-    num_others: int, longest_wait_s: float
-) -> None:
+def test_freed_slot_goes_to_waiting_model(num_others: int, longest_wait_s: float) -> None:
     """Whose oldest request had waited longest got it: the model with the long queue was loaded again at once, for
     nothing, until all of its requests that were older had been served.
     """
@@ -80,7 +78,7 @@ def test_many_models_of_a_tenant_end_one_turn_of_others_per_turn() -> None:
         assert first_token_s < config.longest_wait_s + (number + 1) * config.turn_s
 
 
-def test_models_with_long_queues_get_the_slot_in_the_order_in_which_they_lost_it() -> None:
+def test_queued_models_get_slot_in_order_of_loss() -> None:
     cluster = a_cluster(1)
     models = [a_model(f"acme/m{number}") for number in range(3)]
     for number in range(24):
@@ -90,7 +88,7 @@ def test_models_with_long_queues_get_the_slot_in_the_order_in_which_they_lost_it
     assert all(sorted(turns[first : first + 3]) == sorted(set(turns)) for first in range(0, len(turns) - 4)), turns
 
 
-def test_two_models_that_are_called_in_turns_cost_each_call_no_more_than_two_reloads() -> None:
+def test_alternating_models_wait_at_most_two_reloads() -> None:
     """The hysteresis of a slot: who waits takes it when it gains as much as the other would lose while it is away."""
     cluster = a_cluster(1, replace(CONFIG, map_bytes_per_s=32e6))  # a reload takes about as long as a load
     models = [a_model("acme/one"), a_model("acme/other")]
@@ -103,7 +101,7 @@ def test_two_models_that_are_called_in_turns_cost_each_call_no_more_than_two_rel
     assert "to load it again takes" in told(cluster, models[0])
 
 
-def test_a_model_that_never_loads_is_refused_with_the_cause_after_its_tries() -> None:
+def test_unloadable_model_is_refused_with_cause() -> None:
     cluster = a_cluster(2)
     cluster.faults = {"w0": Fault.NEVER_LOADS, "w1": Fault.NEVER_LOADS}
     model = a_model()
@@ -114,7 +112,7 @@ def test_a_model_that_never_loads_is_refused_with_the_cause_after_its_tries() ->
     assert "drain: nothing of its pack arrived for 4 s" in told(cluster, model)
 
 
-def test_a_model_that_loads_nowhere_takes_no_slot_from_another_for_good() -> None:
+def test_unloadable_model_takes_no_slot_for_good() -> None:
     cluster = a_cluster(1)
     cluster.faults = {"w0": Fault.LOADS_BREAK}
     broken, well = a_model("acme/broken"), a_model("acme/well")
@@ -129,7 +127,7 @@ def test_a_model_that_loads_nowhere_takes_no_slot_from_another_for_good() -> Non
     assert all(call.end == SERVED or "bytes were lost" in call.end for call in ends)
 
 
-def test_a_worker_on_which_nothing_loads_takes_no_half_of_each_model_for_ever() -> None:
+def test_broken_worker_does_not_block_pairs_for_ever() -> None:
     """Prefill was loaded there, and decode beside it: before that was given up, the other model's turn had come, and so
     on. Nobody was ever served, although one slot could play both roles.
     """
@@ -147,7 +145,7 @@ def test_a_worker_on_which_nothing_loads_takes_no_half_of_each_model_for_ever() 
     ("fault", "num_tokens", "num_at_once"),
     [(Fault.SLOW, 200, 1), (Fault.IDLE_LIAR, 200, 1), (Fault.IDLE_LIAR, 10, 4)],
 )
-def test_a_worker_that_lies_is_left_within_twenty_requests(fault: Fault, num_tokens: int, num_at_once: int) -> None:
+def test_lying_worker_is_avoided_within_twenty_requests(fault: Fault, num_tokens: int, num_at_once: int) -> None:
     """One that computes slower than it says, or nothing: short prompts fill no step, and were bound to it by dozens."""
     cluster = a_cluster(4)
     model = a_model()
@@ -174,7 +172,7 @@ def test_a_worker_that_lies_is_left_within_twenty_requests(fault: Fault, num_tok
     assert len(slow) <= 5, slow
 
 
-def test_two_hundred_wakes_in_a_second_share_the_slots_and_each_ends() -> None:
+def test_two_hundred_wakes_share_slots_and_end() -> None:
     config = replace(CONFIG, queue_limit_total=1000, turn_s=10.0)
     cluster = a_cluster(50, config, load_s=0.2)
     models = [a_model(f"acme/m{number:03}") for number in range(200)]
@@ -188,7 +186,7 @@ def test_two_hundred_wakes_in_a_second_share_the_slots_and_each_ends() -> None:
     assert all("waiting" in told(cluster, model) for model in models)
 
 
-def test_where_no_slot_is_free_each_model_gets_its_turn_and_its_wait_is_explained() -> None:
+def test_models_without_free_slot_take_turns_and_explain_wait() -> None:
     cluster = a_cluster(2)
     busy = [a_model("acme/busy0"), a_model("acme/busy1")]
     for number in range(8):

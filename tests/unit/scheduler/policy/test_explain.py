@@ -39,7 +39,7 @@ def an_instance() -> Instance:
     )  # fmt: skip
 
 
-def test_a_cold_request_shows_the_load_of_its_instances() -> None:
+def test_cold_request_shows_load_of_its_instances() -> None:
     explain = ExplainLog()
     copy = PackCopy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", 10_150_000, 10_160_000, 10_300_000, "store-9")
     slot = SlotStatus(InstancePhase.READY, "i1", load_phases=(TimedPhase("map", 10_310_000, 10_320_000, "w"),))
@@ -56,7 +56,7 @@ def test_a_cold_request_shows_the_load_of_its_instances() -> None:
     assert [one.kind for one in decisions] == ["place"] and "250 ms" in decisions[0].reason
 
 
-def test_a_placement_says_what_was_wanted() -> None:
+def test_placement_event_names_targets() -> None:
     explain = ExplainLog()
     wanted = {"service_class": ServiceClass.INTERACTIVE, "ttft_target_s": 0.2, "tbt_target_s": 0.05}
     explain.placed(structs.replace(opened(cold=False), **wanted))
@@ -68,7 +68,7 @@ def test_a_placement_says_what_was_wanted() -> None:
     assert resumed.endswith("in 250 ms; target: 50 ms between tokens")
 
 
-def test_a_copy_that_was_there_before_is_a_relay_of_no_length_and_a_warm_request_shows_no_load() -> None:
+def test_present_copy_is_empty_relay_and_warm_request_has_none() -> None:
     explain = ExplainLog()
     old = PackCopy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", 5_000_000, 5_000_001, 6_000_000, "remote")
     explain.observe(an_instance(), SlotStatus(), "store-1", old)
@@ -81,7 +81,7 @@ def test_a_copy_that_was_there_before_is_a_relay_of_no_length_and_a_warm_request
 
 
 @pytest.mark.parametrize("ahead_s", [-3600, 3600])
-def test_the_clock_of_a_store_says_nothing_of_when_a_load_was_ordered(ahead_s: int) -> None:
+def test_store_clock_does_not_date_load(ahead_s: int) -> None:
     """A relay of a store whose clock is behind was taken for one that had ended before the load was ordered."""
     explain, ahead_us = ExplainLog(), ahead_s * 1_000_000
     stamps = (10_150_000 + ahead_us, 10_160_000 + ahead_us, 10_300_000 + ahead_us)
@@ -138,7 +138,7 @@ def test_every_decision_of_the_policy_has_a_reason() -> None:
     assert all(happening.reason for happening in scene.events)
 
 
-def test_what_was_predicted_stands_beside_what_was_measured() -> None:
+def test_prediction_is_shown_beside_measurement() -> None:
     explain, placed = ExplainLog(), opened(cold=False)
     explain.placed(placed)
     explain.record_accuracy(KEY, placed.placement, Outcome(ttft_s=0.3, tbt_s=0.021, ended_at=1e6), 11.0)

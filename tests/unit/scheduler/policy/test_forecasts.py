@@ -23,7 +23,7 @@ def causes(scene: PaperCluster) -> list[str]:
     return [one.reason for one in scene.events if one.kind == "scale_up"]
 
 
-def test_what_comes_every_minute_is_loaded_just_before() -> None:
+def test_periodic_model_is_loaded_just_before_use() -> None:
     scene = asked_every_minute(14)
     assert causes(scene)[:9] == ["at zero, 1 waiting"] * 9
     assert all(cause.startswith("its next request is expected within") for cause in causes(scene)[10:])
@@ -31,14 +31,14 @@ def test_what_comes_every_minute_is_loaded_just_before() -> None:
     assert idle[0].startswith("idle for 5 s") and idle[-1].startswith("idle for 250 ms (limit 0 ms")  # at the next turn
 
 
-def test_what_does_not_come_is_given_back_and_waited_for_no_more() -> None:
+def test_missed_forecast_ends_and_slot_is_freed() -> None:
     scene = asked_every_minute(12)
     before = len(causes(scene))
     scene.pass_time(300.0, step_s=0.5)
     assert len(causes(scene)) == before and not list(scene.policy.state.instances)
 
 
-def test_a_slot_that_another_model_needs_is_given_to_it() -> None:
+def test_needed_slot_goes_to_waiting_model() -> None:
     scene = asked_every_minute(12)
     assert [one.model for one in scene.policy.state.instances] == [MODEL.name], "expected now"
     scene.admit(a_model("birch/other"), "other")

@@ -31,7 +31,7 @@ def one_slot() -> PaperCluster:
     return PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
 
 
-def test_a_minimum_is_loaded_without_a_request_and_stays_until_it_is_none() -> None:
+def test_minimum_is_loaded_without_request_until_removed() -> None:
     scene = two_workers_one_host()
     set_minimums(scene, KEPT)
     wake = scene.wakes()[0]
@@ -44,7 +44,7 @@ def test_a_minimum_is_loaded_without_a_request_and_stays_until_it_is_none() -> N
     assert loaded(scene) == []
 
 
-def test_what_is_beyond_a_minimum_goes_as_ever() -> None:
+def test_instances_beyond_minimum_scale_down() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), *(a_worker(f"w-{n}") for n in range(4)))
     set_minimums(scene, replace(KEPT, min_instances=3))
     assert len(list(scene.policy.state.instances)) == 3
@@ -53,7 +53,7 @@ def test_what_is_beyond_a_minimum_goes_as_ever() -> None:
     assert len(list(scene.policy.state.instances)) == 1
 
 
-def test_a_minimum_takes_the_slot_of_an_idle_model_and_gives_it_to_none() -> None:
+def test_minimum_takes_idle_slot_and_keeps_it() -> None:
     scene = one_slot()
     scene.admit(OTHER, "r1")
     scene.finish_loads()
@@ -72,7 +72,7 @@ def test_a_minimum_takes_the_slot_of_an_idle_model_and_gives_it_to_none() -> Non
     assert loaded(scene) == [KEPT.name] and scene.placement("r2") is None and scene.refusal("r2") is None
 
 
-def test_a_minimum_whose_worker_is_lost_is_loaded_elsewhere() -> None:
+def test_minimum_of_lost_worker_is_loaded_elsewhere() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b"))
     set_minimums(scene, KEPT)
     (first,) = scene.policy.state.instances
@@ -81,7 +81,7 @@ def test_a_minimum_whose_worker_is_lost_is_loaded_elsewhere() -> None:
     assert second.worker_id != first.worker_id and second.model == KEPT.name
 
 
-def test_of_tenants_with_the_same_files_the_larger_minimum_counts() -> None:
+def test_larger_minimum_of_identical_uploads_counts() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), *(a_worker(f"w-{n}") for n in range(4)))
     set_minimums(scene, replace(KEPT, min_instances=2), replace(KEPT, name="birch/same", min_instances=1))
     scene.pass_time(5.0)
@@ -99,7 +99,7 @@ def reasons(scene: PaperCluster, kind: str) -> list[str]:
     return [one.reason for one in scene.events if one.kind == kind]
 
 
-def test_a_scheduled_minimum_is_loaded_by_its_begin_and_ends_by_itself() -> None:
+def test_scheduled_minimum_is_loaded_by_begin_and_ends() -> None:
     scene = PaperCluster(PolicyConfig(relay_bytes_per_s=1e6))
     scene.settle(a_store("store-1", "host-1"), *(a_worker(f"w-{n}") for n in range(4)))
     begin = scene.now + 100.0
@@ -122,7 +122,7 @@ def test_a_scheduled_minimum_is_loaded_by_its_begin_and_ends_by_itself() -> None
     assert reasons(scene, "minimum")[-1] == "its minimum is 0 per role"
 
 
-def test_of_overlapping_times_and_the_constant_minimum_the_greatest_counts() -> None:
+def test_greatest_of_overlapping_minimums_counts() -> None:
     minimums = Minimums()
     windows = (scheduled(10, 30, 2), scheduled(20, 40, 3), scheduled(0, 50, 1))
     minimums.set([replace(KEPT, min_instances=1, scheduled=windows[:2]), replace(KEPT, scheduled=windows[2:])])
@@ -140,7 +140,7 @@ def test_of_overlapping_times_and_the_constant_minimum_the_greatest_counts() -> 
     assert minimums.next_change(KEPT.version_id, 60) is None
 
 
-def test_a_schedule_that_is_not_in_force_costs_nothing() -> None:
+def test_inactive_schedule_costs_nothing() -> None:
     scene = one_slot()
     set_minimums(scene, replace(KEPT, min_instances=0, scheduled=(scheduled(scene.now + 1e6, scene.now + 2e6),)))
     scene.admit(OTHER, "r1")
@@ -150,7 +150,7 @@ def test_a_schedule_that_is_not_in_force_costs_nothing() -> None:
     assert loaded(scene) == [] and KEPT.version_id not in scene.policy.state.minimums.in_force
 
 
-def test_tenants_with_the_same_files_do_not_see_each_others_schedules() -> None:
+def test_schedule_is_hidden_from_other_tenants() -> None:
     scene = one_slot()
     own = replace(KEPT, min_instances=0, scheduled=(scheduled(scene.now, scene.now + 60),))
     scene.models[KEPT.version_id] = own
@@ -166,7 +166,7 @@ def why_refused(scene: PaperCluster, name: str) -> str:
     return refusal.message if refusal is not None else ""
 
 
-def test_who_needs_a_slot_that_minimums_hold_learns_it_within_ten_seconds() -> None:
+def test_request_without_unreserved_slot_is_refused_in_time() -> None:
     """It waited for ever."""
     scene, same_tenant = one_slot(), a_model("acme/other")
     set_minimums(scene, KEPT)
@@ -186,7 +186,7 @@ def test_who_needs_a_slot_that_minimums_hold_learns_it_within_ten_seconds() -> N
     assert scene.refusal("resumed", attempt=2) is not None
 
 
-def test_who_waits_for_a_slot_that_somebody_may_give_up_is_not_refused() -> None:
+def test_request_with_freeable_slot_is_not_refused() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b"))
     set_minimums(scene, KEPT)
     scene.admit(OTHER, "r1")
@@ -199,7 +199,7 @@ def test_who_waits_for_a_slot_that_somebody_may_give_up_is_not_refused() -> None
     assert scene.placement("r2") is not None
 
 
-def test_a_time_without_any_slot_counts_only_if_it_has_not_ended_meanwhile() -> None:
+def test_interrupted_time_without_slot_starts_over() -> None:
     scene = one_slot()
     set_minimums(scene, KEPT)
     scene.admit(OTHER, "r1")
@@ -212,7 +212,7 @@ def test_a_time_without_any_slot_counts_only_if_it_has_not_ended_meanwhile() -> 
     assert scene.refusal("r1") is None
 
 
-def test_a_request_whose_kv_only_slots_of_minimums_hold_is_refused_alone() -> None:
+def test_request_whose_kv_fits_only_reserved_slots_is_refused() -> None:
     small = a_worker("w-small", kv_pool_bytes=1024 * 200)
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-large"))
     set_minimums(scene, KEPT)
@@ -224,7 +224,7 @@ def test_a_request_whose_kv_only_slots_of_minimums_hold_is_refused_alone() -> No
     assert "held by the minimum instances" in why_refused(scene, "large")
 
 
-def test_a_model_for_which_packs_of_minimums_leave_no_memory_is_refused() -> None:
+def test_model_without_space_beside_minimum_packs_is_refused() -> None:
     kept = replace(KEPT, pack_bytes=900 << 20)
     scene = PaperCluster(PolicyConfig(replicate=False))
     scene.settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b"))
@@ -236,7 +236,7 @@ def test_a_model_for_which_packs_of_minimums_leave_no_memory_is_refused() -> Non
     assert "held by the minimum instances" in why_refused(scene, "r1")
 
 
-def test_who_waits_for_an_instance_of_its_own_model_is_not_refused_however_full_its_host_is() -> None:
+def test_request_for_own_instance_is_not_refused_on_full_host() -> None:
     """Its slot needs no room for the weights a second time; it was refused after 10 s."""
     scene = PaperCluster(PolicyConfig(replicate=False))
     scene.settle(a_store("store-1", "host-1"), a_worker("w-a", kv_pool_bytes=1024 * 200))

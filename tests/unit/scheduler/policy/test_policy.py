@@ -25,7 +25,7 @@ from torchrelay.scheduler.policy.inputs import Turn, Withdraw
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
 
-def test_the_first_request_wakes_prefill_and_decode_apart_with_one_copy() -> None:
+def test_first_request_wakes_separate_roles_with_one_copy() -> None:
     scene = two_workers_one_host()
     scene.obedient = False
     model = a_model()
@@ -43,7 +43,7 @@ def test_the_first_request_wakes_prefill_and_decode_apart_with_one_copy() -> Non
     assert placement is not None and placement.cold and placement.needs_kv_transfer
 
 
-def test_one_slot_that_fits_plays_both_roles() -> None:
+def test_single_fitting_slot_plays_both_roles() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
     scene.admit(a_model(), "r1")
     assert scene.workers["w-a"].slot.roles == BOTH
@@ -51,7 +51,7 @@ def test_one_slot_that_fits_plays_both_roles() -> None:
     assert placement is not None and not placement.needs_kv_transfer
 
 
-def test_a_model_that_no_ram_has_wakes_where_a_disk_has_it() -> None:
+def test_model_outside_ram_wakes_on_host_with_disk_copy() -> None:
     model = a_model()
     scene = hosts(3)
     store = scene.stores["store-2"]
@@ -62,7 +62,7 @@ def test_a_model_that_no_ram_has_wakes_where_a_disk_has_it() -> None:
     assert hop.store_id == "store-2" and hop.sources == (REMOTE,)
 
 
-def test_a_cold_model_waits_for_workers_and_is_not_refused() -> None:
+def test_cold_model_waits_for_workers() -> None:
     scene = PaperCluster().settle()
     scene.admit(a_model(), "r1")
     scene.pass_time(5)
@@ -87,7 +87,7 @@ def test_kv_that_fits_no_pool_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("num_devices", "own_s", "kept_s"), [(1, 0.0, 8.0), (4, 0.0, 2.0), (4, 8.0, 8.0)])
-def test_the_price_is_of_one_device_and_a_models_own_of_its_slot(num_devices: int, own_s: float, kept_s: float) -> None:
+def test_price_is_per_device_and_own_timeout_per_slot(num_devices: int, own_s: float, kept_s: float) -> None:
     workers = a_worker("w-a", num_devices=num_devices), a_worker("w-b", num_devices=num_devices)
     scene = PaperCluster(PolicyConfig(idle_timeout_s=8.0)).settle(a_store("store-1", "host-1"), *workers)
     scene.admit(a_model(idle_timeout_s=own_s, num_devices=num_devices), "r1")
@@ -125,7 +125,7 @@ def test_idle_models_go_back_to_zero_after_their_own_timeout() -> None:
     assert scene.placement("r2") is not None
 
 
-def test_a_wake_nobody_waits_for_any_more_is_cancelled() -> None:
+def test_wake_without_waiting_request_is_cancelled() -> None:
     scene = two_workers_one_host(idle_timeout_s=60.0)
     admission = scene.admit(a_model(), "r1")
     scene.apply(Withdraw(admission.key))
@@ -138,7 +138,7 @@ def test_a_wake_nobody_waits_for_any_more_is_cancelled() -> None:
     assert "cancel" in scene.kinds()
 
 
-def test_an_idle_model_gives_its_slot_to_a_waiting_one() -> None:
+def test_idle_model_gives_slot_to_waiting_model() -> None:
     scene = two_workers_one_host()
     first, second = a_model("acme/first"), a_model("acme/second")
     scene.admit(first, "r1")
@@ -155,7 +155,7 @@ def test_an_idle_model_gives_its_slot_to_a_waiting_one() -> None:
     assert scene.placement("r3") is not None
 
 
-def test_a_busy_model_with_two_slots_gives_one_up_for_a_model_that_waits_long() -> None:
+def test_busy_model_gives_second_slot_to_waiting_model() -> None:
     scene = two_workers_one_host()
     busy, second = a_model("acme/busy"), a_model("acme/second")
     scene.admit(busy, "r1")
@@ -171,7 +171,7 @@ def test_a_busy_model_with_two_slots_gives_one_up_for_a_model_that_waits_long() 
     assert "share" in scene.kinds()
 
 
-def test_a_burst_wakes_three_hosts_by_one_chain() -> None:
+def test_burst_wakes_three_hosts_by_one_chain() -> None:
     scene = hosts(3)
     scene.obedient = False
     model = a_model(max_instances=3)
@@ -187,7 +187,7 @@ def test_a_burst_wakes_three_hosts_by_one_chain() -> None:
     assert {worker.slot.phase for worker in scene.workers.values()} == {InstancePhase.LOADING}
 
 
-def test_growth_follows_the_chain_and_stops_at_the_models_maximum() -> None:
+def test_growth_follows_chain_up_to_maximum() -> None:
     scene = hosts(4)
     model = a_model(max_instances=2)
     scene.stores["store-4"] = a_store("store-4", "host-4", [a_copy(model)])
@@ -214,7 +214,7 @@ def test_long_queues_at_measured_rates_justify_more_instances() -> None:
     assert len(scene.wakes()) == 2
 
 
-def test_a_restarted_scheduler_adopts_what_runs() -> None:
+def test_restarted_scheduler_adopts_instances() -> None:
     old = two_workers_one_host()
     model = a_model()
     old.admit(model, "r1")
@@ -246,7 +246,7 @@ def test_idle_instances_found_at_restart_end_by_default_timeout() -> None:
     assert [type(command) for command in scene.commands] == [UnloadCommand, UnloadCommand]
 
 
-def test_between_ticks_idle_models_go_and_a_few_others_are_looked_at() -> None:
+def test_turns_drain_idle_models_and_evaluate_few_others() -> None:
     """At ticks alone, all that became idle in a tenth of a second was told to go at once."""
     scene = PaperCluster(PolicyConfig(replicate=False, idle_timeout_s=5.0))
     models = [a_model(f"acme/m{number}") for number in range(8)]

@@ -70,7 +70,7 @@ def costs(num_hosts: int) -> dict[str, int]:
     return {name: num_bytecodes(event) for name, event in events.items()}
 
 
-def test_an_event_costs_the_same_in_a_cluster_of_any_size() -> None:
+def test_event_cost_is_independent_of_cluster_size() -> None:
     """Each scanned all instances, all stores or all workers."""
     small, large = costs(2), costs(16)
     assert {name: large[name] / cost for name, cost in small.items()} == pytest.approx(
@@ -93,7 +93,7 @@ def report_of_ready(num_waiting: int) -> int:
     return num_bytecodes(lambda: scene.report(worker_id))
 
 
-def test_an_instance_that_becomes_ready_concerns_its_own_model_alone() -> None:
+def test_ready_instance_evaluates_own_model_only() -> None:
     """Every model that requests waited for was decided anew, though each had its slot."""
     assert report_of_ready(16) == pytest.approx(report_of_ready(2), rel=0.05)
 
@@ -116,14 +116,14 @@ def bytecodes_of_tick(num_slots: int, num_waiting: int) -> int:
     return num_bytecodes(lambda: reserved_slots.refuse_without_slot(state, scene.now))
 
 
-def test_slots_that_minimums_hold_are_looked_at_once_however_many_models_wait() -> None:
+def test_reserved_slots_are_grouped_once_for_all_models() -> None:
     """All workers were looked at for each model that requests waited for."""
     of_slots = bytecodes_of_tick(256, 2) - bytecodes_of_tick(16, 2)
     of_slots_for_many = bytecodes_of_tick(256, 32) - bytecodes_of_tick(16, 32)
     assert of_slots_for_many == pytest.approx(of_slots, rel=0.05)
 
 
-def test_requests_whose_time_has_passed_are_not_looked_for_a_place_one_after_the_other(
+def test_expired_requests_are_not_placed_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever place each would have, it would be late: all were evaluated when one of them could be placed."""
@@ -145,7 +145,7 @@ def test_requests_whose_time_has_passed_are_not_looked_for_a_place_one_after_the
     assert len(placed) >= 1 and num_looks <= 2 * len(placed) + 2
 
 
-def test_a_long_queue_costs_little_while_slots_may_still_appear() -> None:
+def test_long_queue_is_cheap_while_settling() -> None:
     """For seconds after a start each tick looked for the largest slot for each request that waited: a tick's time."""
 
     def tick_cost(num_waiting: int) -> int:

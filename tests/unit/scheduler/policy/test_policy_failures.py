@@ -21,7 +21,7 @@ from torchrelay.scheduler.policy.inputs import LoadRefused, LoadUnanswered, Tick
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
 
-def test_a_lost_decode_worker_gives_its_role_to_the_prefill_instance() -> None:
+def test_lost_decode_role_goes_to_prefill_instance() -> None:
     scene = two_workers_one_host()
     model = a_model()
     scene.admit(model, "r1")
@@ -40,7 +40,7 @@ def test_a_lost_decode_worker_gives_its_role_to_the_prefill_instance() -> None:
     assert len(scene.commands) == commands
 
 
-def test_a_worker_that_says_goodbye_is_stopped_and_its_late_reports_count_no_more() -> None:
+def test_stopped_worker_and_its_late_reports_are_ignored() -> None:
     scene = two_workers_one_host()
     scene.admit(a_model(), "r1")
     scene.finish_loads()
@@ -52,7 +52,7 @@ def test_a_worker_that_says_goodbye_is_stopped_and_its_late_reports_count_no_mor
     assert not [one for one in scene.events if one.topic == "instance.lost"]
 
 
-def test_what_is_lost_says_how() -> None:
+def test_loss_event_names_cause() -> None:
     scene = two_workers_one_host()
     scene.admit(a_model(), "r1")
     scene.finish_loads()
@@ -63,7 +63,7 @@ def test_what_is_lost_says_how() -> None:
     assert lost == ["worker_gone", "worker_silent"]
 
 
-def test_a_lost_prefill_worker_likewise() -> None:
+def test_lost_prefill_role_goes_to_decode_instance() -> None:
     scene = two_workers_one_host()
     model = a_model()
     scene.admit(model, "r1")
@@ -77,7 +77,7 @@ def test_a_lost_prefill_worker_likewise() -> None:
     assert scene.placement("r2") is not None
 
 
-def test_a_lost_decode_worker_is_replaced_by_a_free_slot_if_there_is_one() -> None:
+def test_lost_decode_worker_is_replaced_by_free_slot() -> None:
     scene = two_workers_one_host()
     scene.settle(a_worker("w-c"))
     model = a_model()
@@ -91,7 +91,7 @@ def test_a_lost_decode_worker_is_replaced_by_a_free_slot_if_there_is_one() -> No
     assert resumed.decode.worker_id not in (placement.decode.worker_id, placement.prefill.worker_id)
 
 
-def test_a_worker_a_gateway_saw_fail_is_not_used_before_it_reports_again() -> None:
+def test_failed_worker_is_unused_until_it_reports() -> None:
     scene = two_workers_one_host()
     model = a_model()
     scene.admit(model, "r1")
@@ -106,7 +106,7 @@ def test_a_worker_a_gateway_saw_fail_is_not_used_before_it_reports_again() -> No
     assert scene.placement("r2") is not None
 
 
-def test_a_request_that_comes_again_without_a_token_is_not_sent_to_the_same_place_at_once() -> None:
+def test_repeated_request_without_token_goes_elsewhere() -> None:
     scene = two_workers_one_host()
     model = a_model()
     scene.admit(model, "r1")
@@ -132,7 +132,7 @@ def test_silence_of_three_seconds_is_loss() -> None:
     assert "lost" in scene.kinds()
 
 
-def test_a_broker_that_is_silent_for_everybody_costs_nobody() -> None:
+def test_broker_outage_loses_no_peer() -> None:
     scene = two_workers_one_host()
     scene.admit(a_model(), "r1")
     scene.finish_loads()
@@ -142,7 +142,7 @@ def test_a_broker_that_is_silent_for_everybody_costs_nobody() -> None:
     assert scene.placement("r2") is not None
 
 
-def test_a_worker_that_a_gateway_saw_fail_is_used_again_while_the_broker_is_away() -> None:
+def test_failed_worker_returns_without_broker() -> None:
     """B5: only a whole report ended the suspicion, and a worker whose slot does not change sends none on its stream."""
     scene = two_workers_one_host()
     scene.admit(a_model(), "r1")
@@ -154,7 +154,7 @@ def test_a_worker_that_a_gateway_saw_fail_is_used_again_while_the_broker_is_away
     assert scene.placement("r2") is not None
 
 
-def test_a_worker_that_hangs_while_the_broker_is_away_is_lost_and_disconnected() -> None:
+def test_hung_worker_is_lost_and_disconnected_without_broker() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
     scene.admit(a_model(), "r1")
     scene.finish_loads()
@@ -165,7 +165,7 @@ def test_a_worker_that_hangs_while_the_broker_is_away_is_lost_and_disconnected()
     assert DisconnectCommand("w-a:1") in scene.commands
 
 
-def test_a_worker_that_reports_and_makes_no_step_is_lost_and_its_requests_go_elsewhere() -> None:
+def test_stalled_worker_is_lost_and_requests_go_elsewhere() -> None:
     scene = two_workers_one_host()
     model = a_model()
     scene.admit(model, "r1")
@@ -186,7 +186,7 @@ def test_a_worker_that_reports_and_makes_no_step_is_lost_and_its_requests_go_els
     assert hung in scene.policy.state.membership.workers
 
 
-def test_a_request_is_not_placed_again_where_its_gateway_saw_the_engine_stand_still() -> None:
+def test_request_avoids_worker_with_stalled_engine() -> None:
     scene = two_workers_one_host()
     model = a_model()
     scene.admit(model, "r1")
@@ -202,7 +202,7 @@ def test_a_request_is_not_placed_again_where_its_gateway_saw_the_engine_stand_st
     assert resumed is not None and hung not in (resumed.decode.worker_id, resumed.prefill.worker_id)
 
 
-def test_a_load_whose_store_hangs_is_given_up_and_who_waits_learns_why_in_time() -> None:
+def test_load_with_hung_store_is_refused_with_cause() -> None:
     scene = two_workers_one_host()
     model = a_model()
     scene.admit(model, "r1")
@@ -223,7 +223,7 @@ def test_a_load_whose_store_hangs_is_given_up_and_who_waits_learns_why_in_time()
     assert refusal.message == "acme/tiny cannot be loaded: the param-store of host host-1 does not answer"
 
 
-def test_a_load_whose_store_hangs_before_it_took_the_order_fails() -> None:
+def test_load_fails_if_store_hangs_before_accepting() -> None:
     scene = two_workers_one_host()
     scene.obedient = False
     scene.admit(a_model(), "r1")
@@ -234,7 +234,7 @@ def test_a_load_whose_store_hangs_before_it_took_the_order_fails() -> None:
     assert not list(scene.policy.state.instances)
 
 
-def test_who_was_placed_on_loads_that_failed_for_their_store_waits_until_it_is_back() -> None:
+def test_request_waits_for_return_of_failed_store() -> None:
     scene = two_workers_one_host()
     scene.obedient = False
     model = a_model()
@@ -251,7 +251,7 @@ def test_who_was_placed_on_loads_that_failed_for_their_store_waits_until_it_is_b
     assert scene.placement("r1", attempt=4) is not None
 
 
-def test_a_load_whose_store_refuses_the_relay_ends_though_the_worker_took_it_and_the_store_is_to_blame() -> None:
+def test_refused_relay_ends_accepted_load_and_blames_store() -> None:
     scene = two_workers_one_host()
     model = a_model()
     scene.admit(model, "r1")
@@ -268,7 +268,7 @@ def test_a_load_whose_store_refuses_the_relay_ends_though_the_worker_took_it_and
     assert failures.is_of_store(model.version_id) and not failures.avoid(scene.now)
 
 
-def test_a_load_that_has_layers_needs_no_relay() -> None:
+def test_load_with_layers_survives_refused_relay() -> None:
     scene = two_workers_one_host()
     scene.admit(a_model(), "r1")
     for worker_id in scene.workers:
@@ -279,7 +279,7 @@ def test_a_load_that_has_layers_needs_no_relay() -> None:
     assert not [command for command in scene.commands if isinstance(command, UnloadCommand)]
 
 
-def test_a_store_that_is_replaced_in_time_serves_those_who_wait() -> None:
+def test_store_replaced_in_time_serves_waiting_requests() -> None:
     scene = two_workers_one_host()
     model, store = a_model(), scene.stores.pop("store-1")
     scene.pass_time(4.0)  # lost
@@ -289,7 +289,7 @@ def test_a_store_that_is_replaced_in_time_serves_those_who_wait() -> None:
     assert scene.placement("r1") is not None and scene.refusal("r1") is None
 
 
-def test_a_load_goes_on_as_long_as_bytes_arrive_however_long_that_takes() -> None:
+def test_load_continues_while_bytes_arrive() -> None:
     scene = two_workers_one_host()
     model = a_model()
     scene.admit(model, "r1")
@@ -301,7 +301,7 @@ def test_a_load_goes_on_as_long_as_bytes_arrive_however_long_that_takes() -> Non
     assert "ready" in scene.kinds()
 
 
-def test_a_load_of_which_nothing_arrives_is_given_up_although_its_store_is_alive() -> None:
+def test_load_without_bytes_is_given_up_with_live_store() -> None:
     scene = two_workers_one_host(load_tries=1, load_stall_s=15.0)
     model = a_model()
     scene.admit(model, "r1")
@@ -315,7 +315,7 @@ def test_a_load_of_which_nothing_arrives_is_given_up_although_its_store_is_alive
     assert why == {"nothing of its pack arrived for 15 s"}
 
 
-def test_a_load_that_hangs_behind_a_complete_copy_is_given_up() -> None:
+def test_hung_load_of_complete_copy_is_given_up() -> None:
     """B7: once the host had all of the pack, a load had no deadline."""
     scene = two_workers_one_host(load_tries=1, load_stall_s=15.0)
     model = a_model()
@@ -332,7 +332,7 @@ def test_a_load_that_hangs_behind_a_complete_copy_is_given_up() -> None:
     assert why == {"its host has the pack, and no layer of it was loaded for 15 s"}
 
 
-def test_a_load_that_was_not_answered_is_tried_again_while_the_broker_is_away() -> None:
+def test_unanswered_load_is_retried_without_broker() -> None:
     """B7: only a report ended it; it counted as an instance on which nothing can be placed."""
     scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
     scene.admit(a_model(), "r1")
@@ -341,7 +341,7 @@ def test_a_load_that_was_not_answered_is_tried_again_while_the_broker_is_away() 
     assert len(scene.wakes()) == 2 and "load_failed" in scene.kinds()
 
 
-def test_without_workers_a_request_is_refused_with_the_cause_and_a_resumed_one_later() -> None:
+def test_request_without_workers_is_refused_resumed_one_later() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"))
     model = a_model()
     scene.workers.clear()
@@ -366,14 +366,14 @@ def test_waiting_for_a_turn_is_no_reason_to_refuse() -> None:
     assert scene.refusal("r2") is None and scene.placement("r2") is None
 
 
-def test_nobody_is_lost_while_nobody_listens() -> None:
+def test_silence_before_listening_keeps_workers() -> None:
     scene = two_workers_one_host()
     scene.now += 10
     scene.apply(Tick(listening_since=scene.now))
     assert len(scene.policy.state.membership.workers) == 2
 
 
-def test_a_load_that_fails_is_tried_elsewhere() -> None:
+def test_failed_load_is_retried_elsewhere() -> None:
     scene = hosts(2)
     model = a_model()
     scene.failing_workers = {"p-1", "d-1"}
@@ -383,7 +383,7 @@ def test_a_load_that_fails_is_tried_elsewhere() -> None:
     assert placement is not None and placement.prefill.worker_id in ("p-2", "d-2")
 
 
-def test_after_all_tries_those_who_wait_are_told_the_cause() -> None:
+def test_waiting_requests_learn_cause_after_last_try() -> None:
     model = a_model()
     scene = two_workers_one_host()
     scene.failing_workers = {"w-a", "w-b"}
@@ -400,7 +400,7 @@ def test_after_all_tries_those_who_wait_are_told_the_cause() -> None:
     assert scene.placement("r2") is not None
 
 
-def test_a_load_that_fails_after_it_was_accepted_counts_as_a_try() -> None:
+def test_failure_after_acceptance_counts_as_try() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
     scene.admit(a_model(), "r1")
     assert scene.placement("r1") is not None

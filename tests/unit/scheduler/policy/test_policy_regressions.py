@@ -27,7 +27,7 @@ def unloaded(scene: PaperCluster) -> list[str]:
     return [command.worker_id for command in scene.commands if isinstance(command, UnloadCommand)]
 
 
-def test_a_prefill_instance_is_idle_once_its_prompts_are_computed_though_they_decode_elsewhere() -> None:
+def test_prefill_instance_is_idle_after_its_prompts() -> None:
     """P2: it counted as busy until its requests had ended elsewhere."""
     scene = two_workers_one_host()
     first = scene.admit(MODEL, "r1")
@@ -41,7 +41,7 @@ def test_a_prefill_instance_is_idle_once_its_prompts_are_computed_though_they_de
     scene.check()
 
 
-def test_a_load_that_takes_longer_than_the_idle_timeout_is_no_idleness() -> None:
+def test_load_longer_than_idle_timeout_is_not_idle() -> None:
     """P3: the idle clock began when the instance was created."""
     scene = two_workers_one_host()
     admission = scene.admit(MODEL, "r1")
@@ -56,7 +56,7 @@ def test_a_load_that_takes_longer_than_the_idle_timeout_is_no_idleness() -> None
     assert len(unloaded(scene)) == 2
 
 
-def test_a_request_too_large_for_every_instance_there_is_lets_others_pass() -> None:
+def test_request_too_large_for_instances_lets_others_pass() -> None:
     """P8: it blocked its line for ever, as another pool, of a worker that was away, could have held it."""
     scene = PaperCluster().settle(
         a_store("s1", "host-1"), a_worker("small", kv_pool_bytes=MB), a_worker("large", kv_pool_bytes=64 * MB)
@@ -70,7 +70,7 @@ def test_a_request_too_large_for_every_instance_there_is_lets_others_pass() -> N
     assert scene.placement("small") is not None
 
 
-def test_a_request_too_large_for_those_who_stay_is_refused_and_grows_nothing() -> None:
+def test_request_too_large_for_remaining_slots_is_refused() -> None:
     """B6: the largest pool ever seen counted for ever, and its wait asked for one more instance after the other."""
     scene = PaperCluster().settle(
         a_store("s1", "host-1"),
@@ -95,7 +95,7 @@ def test_a_request_too_large_for_those_who_stay_is_refused_and_grows_nothing() -
     assert scene.refusal("resumed", attempt=2) is not None
 
 
-def test_a_request_goes_to_the_slot_whose_pool_holds_it() -> None:
+def test_request_goes_to_slot_with_large_enough_pool() -> None:
     """P8: a slot was chosen without a look at its pool."""
     scene = PaperCluster().settle(
         a_store("s1", "host-1"), a_worker("a small", kv_pool_bytes=MB), a_worker("b large", kv_pool_bytes=64 * MB)
@@ -109,7 +109,7 @@ def test_a_request_goes_to_the_slot_whose_pool_holds_it() -> None:
     assert placement is not None and placement.decode.worker_id == "b large"
 
 
-def test_an_idle_model_gives_the_only_slot_whose_pool_holds_a_request() -> None:
+def test_idle_model_gives_only_slot_with_large_enough_pool() -> None:
     scene = PaperCluster().settle(
         a_store("s1", "host-1"), a_worker("a small", kv_pool_bytes=MB), a_worker("b large", kv_pool_bytes=64 * MB)
     )
@@ -123,7 +123,7 @@ def test_an_idle_model_gives_the_only_slot_whose_pool_holds_a_request() -> None:
     assert placement is not None and placement.decode.worker_id == "b large"
 
 
-def test_a_model_that_no_slot_has_the_devices_for_is_refused() -> None:
+def test_model_without_slot_of_its_devices_is_refused() -> None:
     scene = two_workers_one_host()
     scene.admit(a_model(num_devices=4), "r1")
     refusal = scene.refusal("r1")
@@ -131,7 +131,7 @@ def test_a_model_that_no_slot_has_the_devices_for_is_refused() -> None:
     assert refusal.message == "acme/tiny needs a slot of 4 devices; no worker has one"
 
 
-def test_a_load_that_was_taken_without_an_answer_is_no_failed_load() -> None:
+def test_unanswered_accepted_load_is_no_failure() -> None:
     """P12: its retry met the load itself as a conflict, and three such refused the model's requests."""
     scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
     scene.admit(MODEL, "r1")
@@ -145,7 +145,7 @@ def test_a_load_that_was_taken_without_an_answer_is_no_failed_load() -> None:
     assert placement is not None and placement.prefill.instance_id == order.instance_id
 
 
-def test_a_load_that_was_not_taken_and_not_answered_is_tried_again() -> None:
+def test_unanswered_unaccepted_load_is_retried() -> None:
     scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
     scene.admit(MODEL, "r1")
     scene.apply(LoadUnanswered(scene.wakes()[0].hops[0].loads[0].instance_id))
@@ -155,7 +155,7 @@ def test_a_load_that_was_not_taken_and_not_answered_is_tried_again() -> None:
     assert len(scene.wakes()) == 2 and "load_failed" in scene.kinds()
 
 
-def test_a_refused_change_of_roles_is_no_failed_load_and_is_not_asked_for_ten_times_a_second() -> None:
+def test_refused_role_change_is_no_failed_load_and_backs_off() -> None:
     """P13: three of them refused the model's requests as LOAD_FAILED."""
     scene = PaperCluster(obedient=False).settle(a_store("s1", "host-1"), a_worker("w"))
     prefill = frozenset((Role.PREFILL,))
@@ -179,7 +179,7 @@ def test_a_refused_change_of_roles_is_no_failed_load_and_is_not_asked_for_ten_ti
     assert refusal is None or refusal.reason is not RefusalReason.LOAD_FAILED
 
 
-def test_roles_that_were_set_are_not_undone_by_the_slot_of_an_earlier_report() -> None:
+def test_earlier_report_does_not_undo_roles() -> None:
     """P15: until its stream said so too, each of the broker's reports was given the slot with the old roles, and the
     roles were ordered anew.
     """
@@ -199,7 +199,7 @@ def test_roles_that_were_set_are_not_undone_by_the_slot_of_an_earlier_report() -
     assert len([command for command in scene.commands if isinstance(command, SetRolesCommand)]) == 1
 
 
-def test_a_worker_that_goes_on_reporting_requests_that_nobody_has_gives_its_slot_back() -> None:
+def test_worker_with_orphaned_requests_frees_its_slot() -> None:
     """P14: it kept its slot for ever."""
     scene = two_workers_one_host()
     admission = scene.admit(MODEL, "r1")
@@ -214,7 +214,7 @@ def test_a_worker_that_goes_on_reporting_requests_that_nobody_has_gives_its_slot
     assert len(unloaded(scene)) == 2
 
 
-def test_a_worker_that_does_not_end_its_drain_is_told_again_to_end_it_at_once() -> None:
+def test_overrun_drain_is_ordered_again_without_grace() -> None:
     """P4: it was told once, and waited for without end."""
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w"))
     scene.admit(MODEL, "r1")
@@ -231,7 +231,7 @@ def test_a_worker_that_does_not_end_its_drain_is_told_again_to_end_it_at_once() 
     assert len(unloaded(scene)) == 3
 
 
-def test_of_a_prompt_that_was_never_computed_nothing_is_cached() -> None:
+def test_uncomputed_prompt_is_not_cached() -> None:
     """P16: prefixes were noted when a prompt was placed, and kept when its attempt failed."""
     scene = hosts(1)
     model = a_model(routing_block_tokens=64)
@@ -247,7 +247,7 @@ def test_of_a_prompt_that_was_never_computed_nothing_is_cached() -> None:
 
 
 @pytest.mark.parametrize("num_layers_ready", [1, 3])
-def test_what_is_left_of_a_load_follows_its_layers(num_layers_ready: int) -> None:
+def test_load_left_follows_layers(num_layers_ready: int) -> None:
     """P1: the scheduler's side; that workers report each layer is tested with them."""
     scene = two_workers_one_host()
     scene.stores["store-1"] = a_store("store-1", "host-1", [a_copy(MODEL)])
@@ -265,7 +265,7 @@ def test_what_is_left_of_a_load_follows_its_layers(num_layers_ready: int) -> Non
     assert placed.predicted.ttft_s > left_s
 
 
-def test_a_layer_that_arrives_is_no_reason_to_decide_about_other_models() -> None:
+def test_arrived_layer_evaluates_no_other_model() -> None:
     """B8: each report of a layer placed and scaled every version there is."""
     scene = hosts(2)
     idle, loading = a_model("acme/idle", idle_timeout_s=5.0), a_model("acme/loading")
@@ -285,7 +285,7 @@ def test_a_layer_that_arrives_is_no_reason_to_decide_about_other_models() -> Non
     assert len(unloaded(scene)) == 2, "time is one"
 
 
-def test_an_idle_model_goes_within_a_tick_of_its_timeout_however_many_there_are() -> None:
+def test_idle_model_is_drained_within_tick_of_timeout() -> None:
     scene = hosts(10)
     models = [a_model(f"acme/m{number}", idle_timeout_s=5.0) for number in range(10)]
     for model in models:

@@ -13,7 +13,7 @@ MS = 1000
 
 
 @pytest.mark.parametrize("skew_us", [0, -3_600_000_000, 50 * MS])
-def test_phases_give_the_outcome_however_far_two_hosts_clocks_are_apart(skew_us: int) -> None:
+def test_outcome_is_independent_of_clock_skew(skew_us: int) -> None:
     phases = [
         TimedPhase("queue", 0, 5 * MS),
         TimedPhase("first_token", 5 * MS, 105 * MS),
@@ -29,7 +29,7 @@ def test_phases_give_the_outcome_however_far_two_hosts_clocks_are_apart(skew_us:
     assert outcome_of(phases, num_output_tokens=22, num_choices=2).tbt_s == pytest.approx(0.02)
 
 
-def test_what_did_not_happen_was_not_measured() -> None:
+def test_missing_phases_give_no_measurement() -> None:
     assert outcome_of([], 0, 1) == Outcome()
     one = [TimedPhase("first_token", 0, MS), TimedPhase("decode", MS, MS)]
     assert outcome_of(one, 1, 1).tbt_s is None
@@ -37,7 +37,7 @@ def test_what_did_not_happen_was_not_measured() -> None:
     assert outcome_of(late_offer, 1, 1).kv_transfer_s == 0.0
 
 
-def test_the_batch_of_a_step_is_counted_in_choices() -> None:
+def test_batch_of_step_is_counted_in_choices() -> None:
     scene, model = two_hosts(), a_model()
     admission = scene.admit(model, "r1", num_choices=5)
     scene.finish_loads()

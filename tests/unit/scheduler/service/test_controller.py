@@ -77,7 +77,7 @@ def a_report(worker_id: str, *, drains: bool = False) -> reports_pb2.WorkerRepor
     )
 
 
-async def test_a_prompt_is_recalled_through_its_gateways_stream() -> None:
+async def test_recall_goes_through_gateway_stream() -> None:
     controller, _ = recorded_controller()
     stream = controller.streams.open()
     controller.streams.connected(stream, "gateway-1")

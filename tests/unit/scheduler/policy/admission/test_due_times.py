@@ -4,7 +4,7 @@ from random import Random
 from torchrelay.scheduler.policy.admission.due_times import DueTimes
 
 
-def test_the_earliest_is_that_of_what_is_left() -> None:
+def test_earliest_due_time_ignores_removed_entries() -> None:
     due, random = DueTimes(), Random(1)
     assert due.earliest == math.inf
     for _ in range(2000):
@@ -16,7 +16,7 @@ def test_the_earliest_is_that_of_what_is_left() -> None:
         assert due.earliest == min(due.values(), default=math.inf)
 
 
-def test_what_has_passed_is_taken_out_in_the_order_of_its_times() -> None:
+def test_passed_versions_are_removed_in_order_of_due_time() -> None:
     due = DueTimes()
     for version_id, at in (("a", 3.0), ("b", 1.0), ("c", 2.0), ("b", 2.5)):
         due[version_id] = at

@@ -29,7 +29,7 @@ def take_next(queues: AdmissionQueues) -> Admission:
     return admission
 
 
-def test_a_tenant_with_one_request_at_a_time_gets_no_more_than_its_share() -> None:
+def test_tenant_with_single_requests_gets_only_its_share() -> None:
     queues = AdmissionQueues(1000, 1000)
     for number in range(500):
         queues.push(of("a", number, 1000))
@@ -43,7 +43,7 @@ def test_a_tenant_with_one_request_at_a_time_gets_no_more_than_its_share() -> No
     assert abs(served["a"] - served["b"]) <= 1000 + 8000, served
 
 
-def test_a_queue_that_is_empty_for_an_instant_forgets_no_debt() -> None:
+def test_briefly_empty_queue_keeps_debts() -> None:
     queues = AdmissionQueues(1000, 1000)
     queues.push(of("b", 0, 8000))
     take_next(queues)
@@ -53,7 +53,7 @@ def test_a_queue_that_is_empty_for_an_instant_forgets_no_debt() -> None:
     assert [take_next(queues).tenant for _ in range(4)] == ["a"] * 4
 
 
-def test_debts_of_a_version_that_nobody_waits_for_are_forgotten_after_a_while() -> None:
+def test_debts_of_empty_queue_expire() -> None:
     queues = AdmissionQueues(1000, 1000, debt_s=30.0)
     queues.push(of("b", 0, 8000))
     take_next(queues)

@@ -29,16 +29,16 @@ def are_in_time(prompts: list[TimedPrompt], begins_at: float) -> bool:
     return True
 
 
-def test_the_longest_prompt_gives_way_though_it_is_due_first() -> None:
+def test_longest_prompt_is_late_even_if_due_first() -> None:
     prompts = prompts_of((6.0, 5.0), (7.0, 2.0), (8.0, 2.0))
     assert fewest_late(prompts, [1.0]) == [AttemptKey("r0", 1)]
 
 
-def test_where_all_can_be_in_time_nobody_gives_way() -> None:
+def test_no_prompt_is_late_if_all_can_be_in_time() -> None:
     assert fewest_late(prompts_of((6.0, 5.0), (8.0, 2.0)), [1.0]) == []
 
 
-def test_who_is_late_in_any_case_gives_way_first() -> None:
+def test_unavoidably_late_prompt_is_chosen_first() -> None:
     assert fewest_late(prompts_of((2.0, 3.0), (5.0, 4.0)), [0.0]) == [AttemptKey("r0", 1)]
 
 
@@ -47,7 +47,7 @@ def test_who_is_late_in_any_case_gives_way_first() -> None:
         st.tuples(st.integers(1, 20), st.integers(1, 8)).map(lambda one: (float(one[0]), float(one[1]))), max_size=7
     )
 )
-def test_no_other_choice_has_fewer_late(pairs: list[tuple[float, float]]) -> None:
+def test_choice_has_fewest_late_prompts(pairs: list[tuple[float, float]]) -> None:
     prompts = prompts_of(*pairs)
     late = fewest_late(prompts, [0.0])
     kept = [one for one in prompts if one.key not in late]
@@ -58,31 +58,31 @@ def test_no_other_choice_has_fewer_late(pairs: list[tuple[float, float]]) -> Non
 
 
 @pytest.mark.parametrize(("free_at", "share"), [([0.0, 0.0], 1.0), ([0.0, 0.0, 0.0, 0.0], 0.5)])
-def test_several_instances_compute_as_much_as_their_share(free_at: list[float], share: float) -> None:
+def test_instances_compute_by_their_share_of_time(free_at: list[float], share: float) -> None:
     prompts = prompts_of(*((2.0, 1.0) for _ in range(5)))
     assert len(fewest_late(prompts, free_at, share)) == 2, (
         "two at a time: two and two are in time, and one begins at 1.5"
     )
 
 
-def test_an_instance_that_is_free_later_helps_from_then_on() -> None:
+def test_busy_instance_counts_from_its_free_time() -> None:
     prompts = prompts_of((2.0, 1.0), (2.0, 1.0), (3.0, 1.0))
     assert fewest_late(prompts, [0.0, 1.0]) == []
     assert len(fewest_late(prompts, [0.0, 9.0])) == 0
     assert len(fewest_late(prompts, [1.0, 9.0])) == 1
 
 
-def test_who_has_begun_never_gives_way_and_counts() -> None:
+def test_started_request_is_never_late_and_counts() -> None:
     first, second = prompts_of((5.0, 5.0), (6.0, 2.0))
     assert fewest_late([first._replace(may_be_late=False), second], [0.0]) == [second.key]
 
 
-def test_who_has_begun_and_is_late_in_any_case_makes_nobody_late_who_is_due_before() -> None:
+def test_late_started_request_makes_no_earlier_request_late() -> None:
     first, second = prompts_of((2.0, 1.0), (3.0, 5.0))
     assert fewest_late([first, second._replace(may_be_late=False)], [0.0]) == []
 
 
-def test_a_late_short_prompt_goes_before_a_long_one_unless_that_is_far_later() -> None:
+def test_late_short_prompt_precedes_long_one_up_to_price() -> None:
     long_, short = (an_admission(a_model(), name) for name in ("long", "short"))
     assert late_rank(short, 0.1) < late_rank(long_, 0.5)
     much_younger = structs.replace(short, admitted_at=long_.admitted_at + 100.0)

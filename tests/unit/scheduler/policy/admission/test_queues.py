@@ -38,12 +38,12 @@ def order_of(queues: AdmissionQueues, now: float = NOW) -> list[str]:
     return found
 
 
-def test_a_tenant_with_many_requests_does_not_delay_another_with_one() -> None:
+def test_tenant_with_many_requests_does_not_delay_other() -> None:
     queues = queues_with(*(of("crowd", f"c{n}") for n in range(5)), of("alone", "a"))
     assert order_of(queues)[:2] == ["c0", "a"]
 
 
-def test_who_comes_late_has_nothing_saved_up() -> None:
+def test_idle_tenant_accumulates_no_credit() -> None:
     queues = queues_with(*(of("early", f"e{n}") for n in range(20)))
     for _ in range(10):
         admission = queues.next(MODEL.version_id, NOW)
@@ -54,7 +54,7 @@ def test_who_comes_late_has_nothing_saved_up() -> None:
     assert Counter(request_id[0] for request_id in order_of(queues)[:10])["l"] in (5, 6)
 
 
-def test_of_one_tenant_the_earliest_deadline_goes_first() -> None:
+def test_earliest_deadline_of_tenant_is_first() -> None:
     queues = queues_with(of("t", "patient", ttft_target_s=10.0), of("t", "urgent", ttft_target_s=0.5))
     assert order_of(queues) == ["urgent", "patient"]
 
@@ -69,13 +69,13 @@ def test_batch_work_yields_until_its_own_deadline_is_near() -> None:
     assert order_of(queues_with(*admissions), now=NOW + 580.0) == ["chat", "batch", "another"]
 
 
-def test_batch_work_near_its_deadline_takes_turns_with_timely_work() -> None:
+def test_batch_work_near_deadline_takes_turns() -> None:
     chats = [of("chats", f"c{n}", ttft_target_s=0.5) for n in range(5)]
     batches = [batch_of("batches", f"b{n}", 20.0) for n in range(5)]
     assert "".join(request_id[0] for request_id in order_of(queues_with(*batches, *chats))) == "cb" * 5
 
 
-def test_batch_work_near_its_deadline_counts_whatever_its_tenant_got() -> None:
+def test_batch_work_near_deadline_counts_for_served_tenant() -> None:
     queues = queues_with(batch_of("late", "first", 600.0), batch_of("late", "second", 700.0))
     assert queues.next(MODEL.version_id, NOW) is not None
     queues.take(AttemptKey("first", 1), NOW)
@@ -84,7 +84,7 @@ def test_batch_work_near_its_deadline_counts_whatever_its_tenant_got() -> None:
     assert order_of(queues, now=NOW + 680.0) == ["chat", "second", "patient"]
 
 
-def test_a_newcomer_does_not_pay_for_what_batch_work_got() -> None:
+def test_new_tenant_is_not_charged_for_batch_work() -> None:
     queues = queues_with(*(of("chats", f"c{n}") for n in range(20)))
     for number in range(20):
         queues.push(batch_of("batches", f"b{number}", 10.0, num_prompt_tokens=100_000))
@@ -96,12 +96,12 @@ def test_a_newcomer_does_not_pay_for_what_batch_work_got() -> None:
     assert "newcomer" in order_of(queues)[:2]
 
 
-def test_what_a_tenant_got_in_time_is_not_charged_to_its_batch_work() -> None:
+def test_timely_service_is_not_charged_to_batch_work() -> None:
     queues = queues_with(of("a", "chat"), batch_of("a", "a", 3600.0), batch_of("b", "b", 3600.0))
     assert order_of(queues) == ["chat", "a", "b"]
 
 
-def test_what_left_or_is_parked_is_not_next() -> None:
+def test_removed_or_parked_request_is_not_next() -> None:
     queues = queues_with(of("t", "a"), of("t", "b"), of("t", "c"))
     queues.remove(AttemptKey("a", 1), NOW)
     queues.park(AttemptKey("b", 1))
@@ -112,7 +112,7 @@ def test_what_left_or_is_parked_is_not_next() -> None:
     assert order_of(queues) == ["b", "c"] and len(queues) == 0 and queues.versions == ()
 
 
-def test_what_is_parked_may_leave() -> None:
+def test_parked_request_can_be_removed() -> None:
     queues = queues_with(of("t", "a"))
     queues.park(AttemptKey("a", 1))
     assert queues.remove(AttemptKey("a", 1), NOW) is not None
@@ -120,7 +120,7 @@ def test_what_is_parked_may_leave() -> None:
     assert len(queues) == 0 and queues.next(MODEL.version_id, NOW) is None
 
 
-def test_requests_that_left_are_not_kept_behind_one_that_stays() -> None:
+def test_removed_requests_free_memory_behind_waiting_one() -> None:
     queues = queues_with(of("t", "stays"))
     for number in range(500):
         left = of("t", f"left-{number}")
@@ -130,7 +130,7 @@ def test_requests_that_left_are_not_kept_behind_one_that_stays() -> None:
         queues.check_integrity()
 
 
-def test_a_request_that_is_parked_again_and_again_is_kept_once() -> None:
+def test_repeatedly_parked_request_is_stored_once() -> None:
     queues = queues_with(of("t", "stays"), of("t", "again"))
     for _ in range(500):
         queues.park(AttemptKey("again", 1))
@@ -139,7 +139,7 @@ def test_a_request_that_is_parked_again_and_again_is_kept_once() -> None:
     assert order_of(queues) == ["stays", "again"]
 
 
-def test_a_full_queue_refuses_the_tenant_that_has_most_of_it() -> None:
+def test_full_queue_refuses_tenant_with_most_requests() -> None:
     queues = queues_with(*(of("crowd", f"c{n}") for n in range(3)), of("other", "o"), limit=4)
     newcomer = of("alone", "a")
     displaced = queues.displaced_by(newcomer)
@@ -149,7 +149,7 @@ def test_a_full_queue_refuses_the_tenant_that_has_most_of_it() -> None:
     assert queues_with(of("crowd", "c0"), limit=4).displaced_by(newcomer) is None
 
 
-def test_a_full_queue_refuses_no_request_that_has_given_tokens() -> None:
+def test_full_queue_keeps_requests_with_tokens() -> None:
     begun = [of("crowd", f"c{n}", num_forced_tokens=5) for n in (1, 2)]
     displaced = queues_with(of("crowd", "c0"), *begun, limit=3).displaced_by(of("alone", "a"))
     assert displaced is not None and displaced.key.request_id == "c0"
@@ -157,7 +157,7 @@ def test_a_full_queue_refuses_no_request_that_has_given_tokens() -> None:
     assert queues_with(*begun, limit=2).displaced_by(newcomer) is newcomer
 
 
-def test_when_all_queues_are_full_the_tenant_that_has_most_of_them_gives_way() -> None:
+def test_total_limit_refuses_tenant_with_most_requests() -> None:
     """P17: a tenant with many models filled the total, and everybody else's newcomers were refused."""
     queues = AdmissionQueues(limit=100, limit_total=9)
     for number in range(8):
@@ -176,7 +176,7 @@ def test_when_all_queues_are_full_the_tenant_that_has_most_of_them_gives_way() -
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5000), st.booleans()), max_size=40))
-def test_everything_comes_once_and_nobody_is_far_behind(found: list[tuple[str, int, bool]]) -> None:
+def test_each_request_is_served_once_and_fairly(found: list[tuple[str, int, bool]]) -> None:
     batch = {"service_class": ServiceClass.BATCH, "ttft_target_s": 3600.0}
     admissions = [
         of(tenant, f"{tenant}{n}", num_prompt_tokens=tokens, **(batch if is_batch else {}))
@@ -198,7 +198,7 @@ def test_everything_comes_once_and_nobody_is_far_behind(found: list[tuple[str, i
     assert sorted(taken) == sorted(each.key for each in admissions) and len(queues) == 0
 
 
-def test_who_can_be_in_time_goes_before_who_cannot_but_those_get_a_sixteenth() -> None:
+def test_timely_requests_precede_late_ones_except_sixteenth() -> None:
     late = [of("a", f"late{n}", ttft_target_s=1.0) for n in range(6)]
     queues = queues_with(*late, *(of("a", f"r{n}", ttft_target_s=5.0) for n in range(64)))
     for number, one in enumerate(late):
@@ -209,7 +209,7 @@ def test_who_can_be_in_time_goes_before_who_cannot_but_those_get_a_sixteenth() -
     assert order[-1] == "late0"
 
 
-def test_who_should_be_in_time_beside_a_request_is_of_its_tenant_and_its_version() -> None:
+def test_timely_requests_are_of_same_tenant_and_version() -> None:
     queues = queues_with(*(of("a", f"a{n}", ttft_target_s=9.0 - n) for n in range(4)), of("b", "b0"))
     queues.fall_late(AttemptKey("a3", 1), rank=0.0)
     found, share = queues.timely_beside(AttemptKey("a0", 1), 2)
@@ -218,7 +218,7 @@ def test_who_should_be_in_time_beside_a_request_is_of_its_tenant_and_its_version
 
 
 @pytest.mark.parametrize("large_leaves", [True, False])
-def test_a_small_late_request_waits_for_fifteen_times_its_own_tokens_whoever_was_late_before(
+def test_late_request_waits_for_fifteen_times_its_own_tokens(
     large_leaves: bool,
 ) -> None:
     large, small = (of("a", name, num_prompt_tokens=num) for name, num in (("large", 100_000), ("small", 100)))
@@ -230,7 +230,7 @@ def test_a_small_late_request_waits_for_fifteen_times_its_own_tokens_whoever_was
     assert order_of(queues)[:4] == ["r0", "r1", "r2", "small"]
 
 
-def test_late_batch_work_that_is_given_back_is_not_charged() -> None:
+def test_refunded_late_batch_work_is_not_charged() -> None:
     batch = of("a", "batch", service_class=ServiceClass.BATCH, num_prompt_tokens=100_000)
     queues = queues_with(batch)
     queues.fall_late(batch.key, rank=NOW)
@@ -242,7 +242,7 @@ def test_late_batch_work_that_is_given_back_is_not_charged() -> None:
     assert order_of(queues)[:2] == ["a0", "b0"]
 
 
-def test_batch_work_that_will_be_late_waits_with_what_is_late() -> None:
+def test_late_batch_work_waits_with_late_requests() -> None:
     batch = of("a", "batch", service_class=ServiceClass.BATCH, ttft_target_s=600.0)
     queues = queues_with(batch, of("a", "late", ttft_target_s=1.0), of("a", "r"))
     queues.fall_late(batch.key, rank=NOW)
@@ -250,7 +250,7 @@ def test_batch_work_that_will_be_late_waits_with_what_is_late() -> None:
     assert order_of(queues) == ["r", "batch", "late"]
 
 
-def test_of_two_tenants_the_one_whose_requests_are_late_has_its_turns() -> None:
+def test_tenant_with_late_requests_keeps_its_turns() -> None:
     late = [of("a", f"a{n}", ttft_target_s=1.0) for n in range(3)]
     queues = queues_with(*late, *(of("b", f"b{n}", ttft_target_s=5.0) for n in range(3)))
     for one in late:

@@ -85,15 +85,15 @@ def whole_queue(queues: AdmissionQueues, now: float) -> float:
 
 
 @pytest.mark.parametrize("overload", [1.2, 1.5, 2.0, 3.0])
-def test_half_of_the_refused_are_told_within_a_factor_of_two(overload: float) -> None:
+def test_median_retry_time_is_within_factor_of_two(overload: float) -> None:
     assert median(retry_factors(overload, promised())) <= 2.0
 
 
-def test_the_time_for_the_whole_queue_is_no_answer_to_all_of_the_refused() -> None:
+def test_whole_queue_time_is_wrong_for_most_refused() -> None:
     assert median(retry_factors(2.0, whole_queue)) > 4.0
 
 
-def test_each_refused_client_is_promised_a_place_of_its_own() -> None:
+def test_each_refused_client_gets_later_retry_time() -> None:
     promises = RetryTimes()
     told = [promises.retry_s(VERSION, 0.5, 4.0, 100.0) for _ in range(3)]
     assert told == [6.0, 8.0, 10.0]
@@ -103,7 +103,7 @@ def test_each_refused_client_is_promised_a_place_of_its_own() -> None:
     assert promises.retry_s(VERSION, 1e-6, 0.0, 109.0) == MAX_S
 
 
-def test_the_rate_of_places_is_of_the_time_in_which_somebody_waits() -> None:
+def test_place_rate_counts_only_waiting_time() -> None:
     queues, numbers = AdmissionQueues(1000, 1000), count()
 
     def push(num: int, now: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchrelay.scheduler.policy.autoscaling.arrivals import MEAN_S, WINDOW_S, ArrivalRate, Arrivals
 
 
-def test_the_rate_is_that_of_the_last_seconds() -> None:
+def test_rate_covers_last_seconds() -> None:
     history = Arrivals().of("v")
     assert history.rate(0.0) == ArrivalRate()
     for number in range(20):

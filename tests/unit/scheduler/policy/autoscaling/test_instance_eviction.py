@@ -352,7 +352,7 @@ def test_surplus_instance_of_role_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize(("loads", "num_left"), [((3.05, 2.2), 3), ((29.0, 28.0), 5), ((5.0, 4.9), 5), ((9.0, 0.5), 1)])
-def test_what_one_model_took_to_grow_the_other_does_not_recall(loads: tuple[float, float], num_left: int) -> None:
+def test_growth_slots_are_not_reclaimed_by_other_model(loads: tuple[float, float], num_left: int) -> None:
     models = [a_model(f"acme/{number}", max_instances=8) for number in range(2)]
     demands = [
         Demand(model, 0, 0, 0.0, arrivals_per_s=1000.0, load=load, target_s=2.0, price_s=3600.0, keep_s=3600.0)

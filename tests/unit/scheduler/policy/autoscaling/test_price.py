@@ -100,7 +100,7 @@ def cost(gap_s: float, kept_s: float, break_even_s: float) -> float:
 
 
 @given(st.lists(st.floats(0.01, 300), min_size=1, max_size=12), st.floats(1, 100))
-def test_no_other_time_would_have_cost_less(gaps: list[float], break_even_s: float) -> None:
+def test_wake_time_would_have_cost_least(gaps: list[float], break_even_s: float) -> None:
     kept_s = least_keep_s(gaps, break_even_s)
     assert kept_s <= break_even_s
     least = sum(cost(gap, kept_s, break_even_s) for gap in gaps)

@@ -18,7 +18,7 @@ def an_instance(worker: WorkerStatus, accepted_at: float = 0.0, confirmed: bool 
     )  # fmt: skip
 
 
-def test_a_free_slot_means_nothing_before_the_load_was_answered_and_failure_after_it_showed() -> None:
+def test_free_slot_means_failure_only_after_load_is_reported() -> None:
     instances, worker = Instances(), a_worker("w")
     instances.put(an_instance(worker))
     assert instances.observe(worker, now=1.1) == []
@@ -30,7 +30,7 @@ def test_a_free_slot_means_nothing_before_the_load_was_answered_and_failure_afte
     assert failed.kind is TransitionKind.FAILED and failed.reason.text == "cut off" and instances.get("i1") is None
 
 
-def test_a_load_that_fails_before_it_ever_showed_is_noticed() -> None:
+def test_load_failing_before_any_report_is_noticed() -> None:
     instances, worker = Instances(), a_worker("w", slot=SlotStatus(error="no room"))
     again = replace(an_instance(worker, accepted_at=1.0), error_before="no room")
     instances.put(again)
@@ -41,7 +41,7 @@ def test_a_load_that_fails_before_it_ever_showed_is_noticed() -> None:
     assert [change.kind for change in instances.observe(broken, now=1.1)] == [TransitionKind.FAILED]
 
 
-def test_a_restarted_worker_lost_its_instance_and_strangers_are_adopted() -> None:
+def test_restart_loses_instance_and_unknown_one_is_adopted() -> None:
     instances, worker = Instances(), a_worker("w")
     instances.put(an_instance(worker, accepted_at=1.0, confirmed=True))
     changes = instances.observe(replace(worker, incarnation="second", slot=replace(LOADING, instance_id="i2")), now=2.0)
@@ -50,7 +50,7 @@ def test_a_restarted_worker_lost_its_instance_and_strangers_are_adopted() -> Non
     assert adopted is not None and adopted.instance_id == "i2" and adopted.placeable
 
 
-def test_a_decided_drain_is_not_undone_by_an_older_report() -> None:
+def test_older_report_does_not_undo_drain() -> None:
     instances, worker = Instances(), a_worker("w", slot=replace(LOADING, phase=InstancePhase.READY))
     draining = replace(an_instance(worker, accepted_at=1.0, confirmed=True), phase=InstancePhase.DRAINING)
     instances.put(draining)

@@ -16,7 +16,7 @@ from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, SlotStat
 LOADING = SlotStatus(InstancePhase.LOADING, "i1", "acme/tiny", "v", "p", BOTH, 1, 4)
 
 
-def test_the_slot_is_taken_from_the_stream_while_it_is_open() -> None:
+def test_open_stream_alone_updates_slot() -> None:
     membership = Membership(fence_s=2.0)
     worker = a_worker("w", seen_at=1.0)
     membership.accept_worker(replace(worker, slot=LOADING), streamed=True)
@@ -27,7 +27,7 @@ def test_the_slot_is_taken_from_the_stream_while_it_is_open() -> None:
     assert now is not None and now.slot.phase is InstancePhase.FREE
 
 
-def test_late_reports_of_a_dead_process_do_not_revive_it() -> None:
+def test_late_report_does_not_revive_dead_process() -> None:
     membership = Membership(fence_s=2.0)
     worker = a_worker("w", seen_at=1.0)
     membership.accept_worker(worker, streamed=True)
@@ -38,7 +38,7 @@ def test_late_reports_of_a_dead_process_do_not_revive_it() -> None:
     assert membership.workers["w"].incarnation == "w second"
 
 
-def test_silence_loses_and_a_report_brings_back() -> None:
+def test_silent_peer_is_lost_until_it_reports() -> None:
     membership = Membership(fence_s=2.0)
     worker, store = a_worker("w", seen_at=1.0), a_store("s", "host-1")
     membership.accept_worker(worker, streamed=False)
@@ -52,7 +52,7 @@ def test_silence_loses_and_a_report_brings_back() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from([0.1, 0.4, 2.0]), st.integers(0, 2), st.booleans(), st.booleans()), max_size=60)
 )
-def test_who_hangs_is_lost_at_the_first_look_after_his_time(
+def test_hung_peer_is_lost_at_first_check_past_limit(
     beats: list[tuple[float, int, bool, bool]],
 ) -> None:
     """Not at every look is everybody looked at."""
@@ -75,7 +75,7 @@ def test_who_hangs_is_lost_at_the_first_look_after_his_time(
         expected = {key: liveness for key, liveness in expected.items() if key not in lost}
 
 
-def test_suspicion_ends_with_a_report_made_after_it() -> None:
+def test_later_report_ends_suspicion() -> None:
     membership = Membership(fence_s=2.0)
     membership.accept_worker(a_worker("w", seen_at=1.0), streamed=False)
     membership.suspect("w", now=1.05)
@@ -85,7 +85,7 @@ def test_suspicion_ends_with_a_report_made_after_it() -> None:
     assert not membership.is_suspect("w")
 
 
-def test_suspicion_ends_with_a_beat_made_after_it_if_the_engine_advances() -> None:
+def test_later_heartbeat_of_advancing_engine_ends_suspicion() -> None:
     membership = Membership(fence_s=2.0)
     busy = EngineProgress(40, True)
     membership.accept_worker(a_worker("w", seen_at=1.0, progress=busy), streamed=False)
@@ -98,7 +98,7 @@ def test_suspicion_ends_with_a_beat_made_after_it_if_the_engine_advances() -> No
     assert not membership.is_suspect("w") and not membership.beat_worker("w", "w first", busy, now=2.3)
 
 
-def test_the_largest_slot_is_the_largest_arena_with_a_worker() -> None:
+def test_largest_slot_is_largest_arena_with_worker() -> None:
     membership = Membership(fence_s=2.0)
     assert membership.sizes.largest_weights_bytes == 0
     membership.accept_store(a_store("s1", "host-1", arena_bytes=100 * MB))
@@ -114,7 +114,7 @@ def test_whole_holders_are_those_with_every_chunk() -> None:
     assert membership.whole_holders(model.pack_id) == ("s1",)
 
 
-def test_holders_are_found_as_by_looking_at_every_store() -> None:
+def test_holder_index_equals_scan_of_all_stores() -> None:
     membership, models, random = Membership(fence_s=0.0), [a_model(f"acme/{number}") for number in range(4)], Random(1)
     for at in range(500):
         name = f"s{random.randrange(6)}"
@@ -134,7 +134,7 @@ def test_holders_are_found_as_by_looking_at_every_store() -> None:
             assert membership.is_held(model.pack_id) == any(copy and not copy.error for copy in copies_of.values())
 
 
-def test_what_is_on_disk_is_known_until_it_is_told_anew() -> None:
+def test_disk_packs_are_known_until_next_disk_report() -> None:
     membership, on_disk = Membership(fence_s=0.0), frozenset({"p", "q"})
     membership.accept_store(replace(a_store("s1", "host-1"), disk_pack_ids=on_disk))
     membership.accept_store(a_store("s2", "host-2"))
@@ -148,7 +148,7 @@ def test_what_is_on_disk_is_known_until_it_is_told_anew() -> None:
     assert not membership.is_on_disk("q")
 
 
-def test_what_is_on_disk_is_known_of_a_process_that_returns_and_of_no_other() -> None:
+def test_disk_packs_survive_return_of_same_process_only() -> None:
     membership, on_disk = Membership(fence_s=0.0), frozenset({"p"})
     store = a_store("s1", "host-1")
     membership.accept_store(replace(store, disk_pack_ids=on_disk))
@@ -160,7 +160,7 @@ def test_what_is_on_disk_is_known_of_a_process_that_returns_and_of_no_other() ->
     assert membership.stores["s1"].disk_pack_ids is None and not membership.is_on_disk("p")
 
 
-def test_beats_on_the_stream_keep_a_peer_present_while_the_broker_is_away() -> None:
+def test_stream_heartbeats_keep_peer_without_broker() -> None:
     membership = Membership(fence_s=2.0)
     membership.accept_worker(a_worker("w", seen_at=0.0, num_running=3), streamed=True)
     membership.accept_store(a_store("s", "host-1"))
@@ -175,7 +175,7 @@ def test_beats_on_the_stream_keep_a_peer_present_while_the_broker_is_away() -> N
     assert [one.why for one in membership.expire(62.6, stale_s=3.0).workers] == ["was silent for 3 s"]
 
 
-def test_beats_of_another_process_keep_nobody() -> None:
+def test_heartbeats_of_other_process_do_not_count() -> None:
     membership = Membership(fence_s=2.0)
     membership.accept_worker(a_worker("w", seen_at=0.0), streamed=True)
     membership.accept_store(a_store("s", "host-1"))
@@ -186,7 +186,7 @@ def test_beats_of_another_process_keep_nobody() -> None:
     assert len(lost.workers) == len(lost.stores) == 1
 
 
-def test_a_worker_whose_engine_stalls_is_lost_and_stays_away_until_it_advances() -> None:
+def test_stalled_worker_is_lost_until_engine_advances() -> None:
     membership = Membership(fence_s=2.0)
     stuck = a_worker("w", progress=EngineProgress(7, True, expected_s=1.0))
     for second in range(5):
@@ -201,7 +201,7 @@ def test_a_worker_whose_engine_stalls_is_lost_and_stays_away_until_it_advances()
     assert membership.accept_worker(advanced, streamed=False) is not None
 
 
-def test_a_stalled_worker_whose_work_was_cancelled_or_that_was_restarted_is_back() -> None:
+def test_idle_or_restarted_stalled_worker_is_present() -> None:
     for back in ({"progress": EngineProgress(7, False)}, {"incarnation": "w second"}):
         membership = Membership(fence_s=2.0)
         stuck = a_worker("w", progress=EngineProgress(7, True))
@@ -222,7 +222,7 @@ def test_suspicion_stays_while_the_engine_does_not_advance() -> None:
     assert not membership.is_suspect("w")
 
 
-def test_nobody_is_lost_for_what_was_said_while_nobody_listened() -> None:
+def test_silence_before_listening_loses_no_peer() -> None:
     membership = Membership(fence_s=2.0)
     membership.accept_worker(a_worker("w", progress=EngineProgress(7, True)), streamed=True)
     membership.accept_store(a_store("s", "host-1"))

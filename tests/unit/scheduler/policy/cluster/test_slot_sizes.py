@@ -11,7 +11,7 @@ from torchrelay.scheduler.policy.core import Role
 SMALL, LARGE = SlotSize(1, 100 * MB, 64 * MB), SlotSize(1, 200 * MB, 64 * MB)
 
 
-def test_a_size_is_there_until_the_last_slot_of_it_is_gone() -> None:
+def test_size_is_present_until_its_last_slot_goes() -> None:
     sizes = SlotSizes()
     sizes.store(a_store("s", "host-1", arena_bytes=100 * MB))
     sizes.worker(a_worker("a"))
@@ -25,7 +25,7 @@ def test_a_size_is_there_until_the_last_slot_of_it_is_gone() -> None:
     assert sizes.since(30.0, 1) == [SMALL]
 
 
-def test_an_arena_counts_for_the_slots_of_its_host() -> None:
+def test_arena_counts_for_slots_of_its_host() -> None:
     sizes = SlotSizes()
     sizes.worker(a_worker("a"))
     sizes.worker(a_worker("elsewhere", "host-2", num_devices=4))
@@ -39,7 +39,7 @@ def test_an_arena_counts_for_the_slots_of_its_host() -> None:
     assert sizes.present(4) == [SlotSize(4, 0, 64 * MB)]
 
 
-def test_a_worker_that_does_not_decode_has_no_pool_to_count() -> None:
+def test_worker_without_decode_has_no_pool() -> None:
     sizes = SlotSizes()
     sizes.worker(a_worker("a", playable_roles=frozenset((Role.PREFILL,))))
     assert sizes.present(1) == [SlotSize(1, 0, 0)]

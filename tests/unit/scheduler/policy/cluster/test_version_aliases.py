@@ -62,7 +62,7 @@ def test_refusals_name_the_model_that_was_called() -> None:
         assert refusal.message.startswith(f"{own.name} could not be loaded")
 
 
-def test_a_shared_instance_that_makes_room_names_nobody() -> None:
+def test_eviction_of_shared_instance_names_no_tenant() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
     scene.admit(ACME, "r1")
     scene.finish_loads()
@@ -78,7 +78,7 @@ def test_a_shared_instance_that_makes_room_names_nobody() -> None:
     ]
 
 
-def test_a_requests_timeline_is_of_the_model_it_named() -> None:
+def test_timeline_uses_model_name_of_request() -> None:
     scene = two_workers_one_host()
     scene.failing_workers = {"w-a", "w-b"}
     scene.admit(ACME, "r1")
@@ -88,7 +88,7 @@ def test_a_requests_timeline_is_of_the_model_it_named() -> None:
     assert {one.key.request_id: one.model for one in scene.opened} == {"r1": ACME.name, "r2": BIRCH.name}
 
 
-def test_each_reads_how_many_of_its_own_requests_wait() -> None:
+def test_tenant_reads_number_of_own_waiting_requests() -> None:
     scene = PaperCluster().settle(a_store("store-1", "host-1"))
     for number in range(3):
         scene.admit(ACME, f"a{number}")
@@ -101,7 +101,7 @@ def test_each_reads_how_many_of_its_own_requests_wait() -> None:
         assert {one.reason for one in explain.model(model.name) if one.kind in ("wake", "scale_up")} == {told}
 
 
-def test_a_full_queue_tells_each_of_its_own_requests() -> None:
+def test_full_queue_message_counts_own_requests() -> None:
     scene = PaperCluster(PolicyConfig(queue_limit=3)).settle()
     for request_id in ("a0", "a1"):
         scene.admit(ACME, request_id)
@@ -120,7 +120,7 @@ def is_at_zero(scene: PaperCluster) -> bool:
     return all(worker.slot.phase is InstancePhase.FREE for worker in scene.workers.values())
 
 
-def test_shared_instances_stay_for_the_longest_idle_timeout_of_those_that_use_them() -> None:
+def test_shared_instances_stay_for_longest_timeout_in_use() -> None:
     scene = two_workers_one_host()
     for model, request_id in ((replace(BIRCH, idle_timeout_s=20.0), "r1"), (replace(ACME, idle_timeout_s=5.0), "r2")):
         scene.admit(model, request_id)
@@ -132,7 +132,7 @@ def test_shared_instances_stay_for_the_longest_idle_timeout_of_those_that_use_th
     assert is_at_zero(scene)
 
 
-def test_who_has_not_called_for_its_own_timeout_keeps_nothing() -> None:
+def test_unused_model_timeout_does_not_count() -> None:
     scene = two_workers_one_host()
     often = replace(ACME, idle_timeout_s=5.0)
     scene.admit(replace(BIRCH, idle_timeout_s=20.0), "once")
@@ -148,7 +148,7 @@ def test_who_has_not_called_for_its_own_timeout_keeps_nothing() -> None:
     assert is_at_zero(scene)
 
 
-def test_nobodys_limit_of_instances_binds_another_tenant_that_uploaded_the_same_files() -> None:
+def test_instance_limit_does_not_bind_other_tenant() -> None:
     """S6: the last to call set it for all."""
     scene = hosts(3)
     scene.admit(replace(ACME, max_instances=3), "a")
@@ -159,7 +159,7 @@ def test_nobodys_limit_of_instances_binds_another_tenant_that_uploaded_the_same_
     assert len({instance.host_id for instance in scene.policy.state.instances}) == 3
 
 
-def test_the_shortest_target_between_tokens_holds_where_several_share_instances() -> None:
+def test_shortest_tbt_target_counts_for_shared_instances() -> None:
     state, quick = hosts(1).policy.state, LatencyTargets(tbt_target_s=0.05)
     state.note_model(replace(ACME, targets=LatencyTargets(tbt_target_s=0.5)), 10.0)
     assert state.tbt_target_s(ACME.version_id, 10.0) == 0.5
@@ -171,7 +171,7 @@ def test_the_shortest_target_between_tokens_holds_where_several_share_instances(
     assert state.tbt_target_s(ACME.version_id, 21.0) == state.tbt_target_s("unknown", 21.0) == 0.1, "the default"
 
 
-def test_a_model_that_is_deleted_is_named_no_more_and_leaves_the_others_and_what_runs() -> None:
+def test_deleted_model_is_unnamed_and_leaves_others_running() -> None:
     scene = two_workers_one_host()
     scene.admit(ACME, "r1")
     scene.finish_loads()
@@ -194,7 +194,7 @@ def test_a_model_that_is_deleted_is_named_no_more_and_leaves_the_others_and_what
     scene.check()
 
 
-def test_the_idle_instances_of_a_deleted_model_go_at_once() -> None:
+def test_idle_instances_of_deleted_model_are_drained() -> None:
     """They stayed for the default timeout, whatever the model's own was."""
     scene = two_workers_one_host()
     scene.admit(replace(ACME, idle_timeout_s=5.0), "r1")
@@ -210,7 +210,7 @@ def test_the_idle_instances_of_a_deleted_model_go_at_once() -> None:
     assert drained and all("its model is deleted" in reason for reason in drained)
 
 
-def test_a_deleted_model_is_not_loaded_for_a_request_that_was_expected() -> None:
+def test_deleted_model_is_not_loaded_by_forecast() -> None:
     """It came every minute."""
 
     def wakes_after_its_last_request(*, is_deleted: bool) -> int:
@@ -231,7 +231,7 @@ def test_a_deleted_model_is_not_loaded_for_a_request_that_was_expected() -> None
     assert wakes_after_its_last_request(is_deleted=True) == 0
 
 
-def test_only_a_new_request_names_a_deleted_model_again() -> None:
+def test_only_new_request_restores_deleted_model() -> None:
     """One that was taken back or resumed did, and minimums that were read before: then it was named for ever."""
     scene = two_workers_one_host()
     names, version_id = scene.policy.state.aliases, ACME.version_id
@@ -258,7 +258,7 @@ def test_only_a_new_request_names_a_deleted_model_again() -> None:
     assert not is_at_zero(scene), "its own timeout counts again"
 
 
-def test_the_settings_of_a_deleted_model_do_not_bind_the_others_of_its_version() -> None:
+def test_settings_of_deleted_model_do_not_bind_others() -> None:
     state = hosts(1).policy.state
     state.note_model(replace(BIRCH, idle_timeout_s=5.0), 10.0)
     state.note_model(replace(ACME, idle_timeout_s=20.0), 10.0)

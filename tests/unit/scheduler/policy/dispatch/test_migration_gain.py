@@ -38,35 +38,35 @@ def leaving(
     ("num_given", "num_expected", "max_tokens", "num_left"),
     [(0, 100, 400, 100), (60, 100, 400, 40), (150, 100, 400, 50), (350, 100, 400, 50), (400, 100, 400, 0)],
 )
-def test_an_answer_that_is_longer_than_expected_goes_on_for_as_long_again(
+def test_overlong_answer_is_expected_as_long_again(
     num_given: float, num_expected: int, max_tokens: int, num_left: float
 ) -> None:
     assert num_tokens_left(num_given, num_expected, max_tokens) == num_left
 
 
-def test_all_leave_where_each_costs_less_than_it_shortens_the_drain() -> None:
+def test_all_answers_leave_if_each_shortens_drain() -> None:
     assert leaving(answers(3.0, 10.0, 6.0), 0.5) == ["r1", "r2", "r0"]
 
 
-def test_only_the_longest_leaves_where_the_others_end_soon_by_themselves() -> None:
+def test_only_longest_answer_leaves_if_others_end_soon() -> None:
     assert leaving(answers(1.0, 10.0, 1.0), 0.6) == ["r1"]
 
 
-def test_nothing_leaves_for_little() -> None:
+def test_answers_stay_for_small_gain() -> None:
     assert leaving(answers(1.0), 0.6) == []
     assert leaving(answers(4.0, 4.0, 4.0, 4.0), 1.0) == [], (
         "each move costs less than a drain of 4 s, all together as much"
     )
 
 
-def test_what_must_stay_for_longer_keeps_the_others_where_they_are() -> None:
+def test_longer_staying_work_keeps_answers() -> None:
     assert leaving(answers(10.0, 9.0), {"r0": math.inf}) == []
     assert leaving(answers(10.0, 9.0, 3.0), {"r1": math.inf}) == ["r0"]
     assert leaving(answers(10.0, 9.0), 0.1, stays_s=9.8) == []
     assert leaving(answers(10.0, 9.0), 0.1, stays_s=5.0) == ["r0", "r1"]
 
 
-def test_what_would_be_cut_off_is_prefilled_again_in_any_case() -> None:
+def test_move_of_cut_off_answer_is_free() -> None:
     assert leaving(answers(40.0, 1.0), 5.0, cut_off_s=4.0) == ["r0"]
     assert leaving(answers(3.9, 1.0), 5.0, cut_off_s=4.0) == []
     assert leaving(answers(40.0), math.inf, cut_off_s=4.0) == []
@@ -74,7 +74,7 @@ def test_what_would_be_cut_off_is_prefilled_again_in_any_case() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 60), st.floats(0, 10)), max_size=12), st.floats(0, 30), st.floats(0, 30))
-def test_what_leaves_gains_more_than_any_other_number_of_the_longest(
+def test_chosen_number_of_answers_gains_most(
     drawn: list[tuple[float, float]], stays_s: float, cut_off_s: float
 ) -> None:
     found = answers(*(left_s for left_s, _ in drawn))
@@ -91,7 +91,7 @@ def test_what_leaves_gains_more_than_any_other_number_of_the_longest(
     assert gain_s(len(chosen)) == pytest.approx(best_s) if chosen else best_s <= 0.5 + 1e-9
 
 
-def test_tokens_are_less_late_without_an_answer_by_its_own_and_by_its_part_of_the_others() -> None:
+def test_lateness_gain_counts_own_tokens_and_share_of_others() -> None:
     first, second, third = (
         RunningAnswer(AttemptKey(name, 1), 0.0, left, 0.15) for name, left in zip("abc", (100, 40, 300), strict=True)
     )

@@ -8,7 +8,7 @@ from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt, Open
 from torchrelay.scheduler.policy.prediction import Prediction
 
 
-def test_an_attempt_that_was_computed_before_binds_nothing_of_its_prefill_instance() -> None:
+def test_computed_attempt_binds_no_prefill_work() -> None:
     attempts = OpenAttempts()
     admission = an_admission(a_model(), "r1")
     prefill, decode = WorkerRef("w-p", "", "prefill"), WorkerRef("w-d", "", "decode")
@@ -19,7 +19,7 @@ def test_an_attempt_that_was_computed_before_binds_nothing_of_its_prefill_instan
     attempts.check_integrity({"prefill": 0, "decode": 0})
 
 
-def test_a_pause_is_owed_to_no_answer_that_comes_after_the_last_has_left() -> None:
+def test_pause_ends_with_last_answer() -> None:
     """It was hidden while there was none, and the next one had it."""
     attempts, both = OpenAttempts(), WorkerRef("w", "", "both")
 

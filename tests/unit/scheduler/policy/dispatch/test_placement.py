@@ -99,18 +99,18 @@ def placed(*candidates: Candidate, **admitted: int) -> tuple[str, str]:
     return placement.prefill.worker_id, placement.decode.worker_id
 
 
-def test_the_shorter_queue_wins() -> None:
+def test_shorter_queue_wins() -> None:
     decode = a_candidate("d", DECODE)
     assert placed(a_candidate("p1", PREFILL, queued=500), a_candidate("p2", PREFILL, queued=100), decode) == ("p2", "d")
 
 
-def test_a_ready_queue_beats_a_long_load_and_a_short_load_beats_a_long_queue() -> None:
+def test_queue_and_load_are_compared_by_time() -> None:
     decode, loading = a_candidate("d", DECODE), a_candidate("p2", PREFILL, load_left_s=2.0)
     assert placed(a_candidate("p1", PREFILL, queued=500), loading, decode) == ("p1", "d")
     assert placed(a_candidate("p1", PREFILL, queued=3000), loading, decode) == ("p2", "d")
 
 
-def test_a_prompt_waits_for_the_instance_that_will_have_it_soonest_until_less_than_a_step_is_ahead_of_it() -> None:
+def test_prompt_waits_for_soonest_instance_below_full_step() -> None:
     decode, loading = a_candidate("d", DECODE), a_candidate("p2", PREFILL, load_left_s=2.0)
     full = a_candidate("p1", PREFILL, queued=1000)
     found = place(an_admission(MODEL, "r1"), MODEL, [full, loading, decode], KvTransferTimes(), RULES, NOW)
@@ -118,7 +118,7 @@ def test_a_prompt_waits_for_the_instance_that_will_have_it_soonest_until_less_th
     assert found.due == pytest.approx(NOW + 1.0 - 0.512)
 
 
-def test_no_prompt_comes_before_the_answers_there_had_their_pause() -> None:
+def test_prompt_waits_for_pause_of_answers() -> None:
     both = a_candidate("b", BOTH, num_decoding=3, seen=800)
     asked = an_admission(MODEL, "r1", num_prompt_tokens=512)
     decode_s = 0.01 * (1 + 3 / 8 + 800 / 8000)
@@ -134,7 +134,7 @@ def test_no_prompt_comes_before_the_answers_there_had_their_pause() -> None:
     assert isinstance(place(asked, MODEL, [both], KvTransferTimes(), RULES, found.due + 1e-6), Placement)
 
 
-def test_prompts_keep_half_of_the_time_also_when_short_ones_follow_long_ones() -> None:
+def test_prompts_get_half_of_time_after_long_prompts() -> None:
     """Of each long prompt a step's pause passed and all others stayed owed: every short one after it waited a step."""
     both, now = a_candidate("b", BOTH, num_decoding=3, seen=800), NOW
     full_step_s, decode_s = both.entry.full_step_s, both.entry.latency.tbt_s(3, 800)
@@ -165,7 +165,7 @@ def test_prompts_keep_half_of_the_time_also_when_short_ones_follow_long_ones() -
     assert 0.0 < waited_s <= computed_s + decode_s
 
 
-def test_the_pause_after_a_prompt_is_that_of_the_strictest_answer_there() -> None:
+def test_pause_follows_strictest_answer() -> None:
     """It was that of the newcomer."""
 
     def pause_s(*targets_s: float, newcomer_s: float = 0.0) -> float:
@@ -184,7 +184,7 @@ def test_the_pause_after_a_prompt_is_that_of_the_strictest_answer_there() -> Non
     assert pause_s(0.001, 0.08, 1.0) == pytest.approx(strictest_s), "a target that no pause meets says nothing"
 
 
-def test_who_waits_for_a_pause_is_due_when_the_prompts_before_it_and_the_pause_are_over() -> None:
+def test_due_time_follows_prompts_and_pause() -> None:
     """While prompts were bound there, it was never due."""
     both = a_candidate("b", BOTH, num_decoding=3, seen=800)
     asked, decode_s = an_admission(MODEL, "r1", num_prompt_tokens=100), 0.01 * (1 + 3 / 8 + 800 / 8000)
@@ -194,7 +194,7 @@ def test_who_waits_for_a_pause_is_due_when_the_prompts_before_it_and_the_pause_a
     assert isinstance(place(asked, MODEL, [both], KvTransferTimes(), RULES, found.due + 1e-6), Placement)
 
 
-def test_an_instance_that_loads_takes_prompts_up_to_a_full_step_when_earlier_ones_are_computed() -> None:
+def test_loading_instance_takes_prompts_up_to_full_step() -> None:
     loading = a_candidate("p", PREFILL, load_left_s=2.0)
     assert loading.entry.bindable_at(loading.work.queue) <= NOW
     earlier = a_candidate("p", PREFILL, load_left_s=2.0, queued=1000)
@@ -217,20 +217,20 @@ def test_decode_goes_where_fewer_run_and_must_have_the_kv() -> None:
     assert placed(prefill, busy, full) == ("p", "d1")
 
 
-def test_one_worker_that_plays_both_is_taken_when_it_is_best() -> None:
+def test_worker_of_both_roles_is_chosen_if_best() -> None:
     both = a_candidate("b", BOTH)
     assert placed(both, a_candidate("d", DECODE)) == ("b", "b")  # no hand-over
     interrupted = a_candidate("b", BOTH, queued=500)
     assert placed(interrupted, a_candidate("p", PREFILL), a_candidate("d", DECODE)) == ("p", "d")
 
 
-def test_the_cached_prefix_draws_a_prompt_until_the_queue_there_is_longer_than_what_it_saves() -> None:
+def test_cached_prefix_wins_until_queue_outweighs_it() -> None:
     decode, cold = a_candidate("d", DECODE), a_candidate("p1", PREFILL)
     assert placed(cold, a_candidate("p2", PREFILL, cached=960, queued=500), decode, num_prompt_tokens=1000)[0] == "p2"
     assert placed(cold, a_candidate("p2", PREFILL, cached=460, queued=500), decode, num_prompt_tokens=1000)[0] == "p1"
 
 
-def test_decode_keeps_the_time_between_tokens_below_its_target_where_that_is_possible() -> None:
+def test_decode_instance_meets_tbt_target_if_possible() -> None:
     prefill, quick = a_candidate("p", PREFILL), a_candidate("d1", DECODE, load_left_s=0.5)
     full = a_candidate("d2", DECODE, num_decoding=60, seen=50_000)  # 0.15 s a step; the target is 0.1 s
     assert placed(prefill, quick, full, max_tokens=200)[1] == "d1", "200 late tokens cost more than the rest of a load"
@@ -249,7 +249,7 @@ def test_long_contexts_in_a_batch_count_as_well_as_their_number() -> None:
     assert placed(a_candidate("p", PREFILL), long, many) == ("p", "d2")
 
 
-def test_a_slow_road_for_kv_is_learned_and_avoided() -> None:
+def test_slow_kv_transfer_is_learned_and_avoided() -> None:
     kv_transfer_times = KvTransferTimes()
     for _ in range(20):
         kv_transfer_times.observe("host-1", "host-1", 100 * MODEL.kv_bytes_per_token, 0.5)
@@ -258,7 +258,7 @@ def test_a_slow_road_for_kv_is_learned_and_avoided() -> None:
     assert placement_of(both, decode, kv_transfer_times=kv_transfer_times).decode.worker_id == "b"
 
 
-def test_what_is_predicted_goes_with_the_placement() -> None:
+def test_placement_contains_prediction() -> None:
     both = a_candidate("b", BOTH, queued=200, num_decoding=1, seen=800, cached=64)
     predicted = placement_of(both, num_prompt_tokens=164, max_tokens=36).predicted
     beside_s = 0.01 / 8 + 0.01 * 800 / 8000
@@ -308,7 +308,7 @@ candidates = st.builds(
 
 
 @given(st.lists(candidates, max_size=6), st.integers(1, 2000), st.integers(1, 4))
-def test_a_place_always_has_the_roles_and_the_kv(found: list[Candidate], tokens: int, choices: int) -> None:
+def test_placement_always_has_roles_and_kv(found: list[Candidate], tokens: int, choices: int) -> None:
     admission = an_admission(MODEL, "r1", num_prompt_tokens=tokens, num_choices=choices)
     placement = place(admission, MODEL, found, KvTransferTimes(), RULES, NOW)
     by_worker = {candidate.entry.worker_ref.worker_id: candidate for candidate in found}

@@ -12,7 +12,7 @@ from torchrelay.scheduler.policy.dispatch.prefill_queue import PrefillQueue
 A, B, C = (AttemptKey(name, 1) for name in "abc")
 
 
-def test_work_shrinks_with_time_and_no_further_than_the_prompt_that_runs() -> None:
+def test_work_shrinks_with_time_of_running_prompt_only() -> None:
     queue = PrefillQueue()
     assert (queue.ahead_s(5.0), queue.less_ahead_at(0.1)) == (0.0, 0.0)
     queue.bind(A, 1.0, now=10.0)
@@ -23,14 +23,14 @@ def test_work_shrinks_with_time_and_no_further_than_the_prompt_that_runs() -> No
     assert math.isinf(queue.less_ahead_at(2.0)), "time alone does not help"
 
 
-def test_a_prompt_that_is_overdue_is_expected_to_take_as_long_again() -> None:
+def test_overdue_prompt_is_expected_as_long_again() -> None:
     queue = PrefillQueue()
     queue.bind(A, 1.0, now=10.0)
     queue.bind(B, 0.5, now=10.0)
     assert [queue.overdue_s(now) for now in (10.5, 11.25, 15.0)] == pytest.approx([0.0, 0.25, 4.0])
 
 
-def test_what_has_not_begun_is_all_but_the_first_and_on_an_instance_that_loads_all() -> None:
+def test_not_begun_excludes_first_unless_loading() -> None:
     queue = PrefillQueue()
     for key, prefill_s in ((A, 1.0), (B, 2.0), (C, 0.5)):
         queue.bind(key, prefill_s, now=10.0)
@@ -39,7 +39,7 @@ def test_what_has_not_begun_is_all_but_the_first_and_on_an_instance_that_loads_a
     assert list(queue.not_begun(14.0, is_loading=True)) == [(A, 0.0), (B, 1.0), (C, 3.0)]
 
 
-def test_a_report_corrects_what_was_predicted() -> None:
+def test_report_corrects_prediction() -> None:
     queue = PrefillQueue()
     queue.bind(A, 1.0, now=10.0)
     queue.bind(B, 2.0, now=10.0)
@@ -52,7 +52,7 @@ def test_a_report_corrects_what_was_predicted() -> None:
     assert queue.ahead_s(20.25) == pytest.approx(0.25), "a new prompt begins at once on an idle instance"
 
 
-def test_a_prompt_that_leaves_behind_the_first_does_not_begin_the_first_anew() -> None:
+def test_leaving_prompt_does_not_restart_first() -> None:
     queue = PrefillQueue()
     queue.bind(A, 1.0, now=0.0)
     queue.bind(B, 0.1, now=0.0)
@@ -69,7 +69,7 @@ def test_on_an_instance_that_loads_nothing_has_begun() -> None:
     assert queue.ahead_s(30.5) == pytest.approx(1.5)
 
 
-def test_pauses_add_up_to_a_decode_step_and_pass_while_no_prompt_is_bound() -> None:
+def test_pauses_accumulate_and_pass_without_prompts() -> None:
     queue = PrefillQueue()
     queue.bind(A, 1.0, now=10.0, pause_s=0.15)
     assert queue.paused_s(0.2, now=10.5) == 0.0, "less than a step"

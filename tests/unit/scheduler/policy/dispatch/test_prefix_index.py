@@ -13,7 +13,7 @@ from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.inputs import FirstToken
 
 
-def test_a_prompt_that_begins_like_one_before_is_thought_cached_where_that_went() -> None:
+def test_common_prefix_counts_as_cached_at_earlier_instance() -> None:
     scene, model = two_hosts(), a_model(routing_block_tokens=64)
     hashes = (b"1", b"2", b"3")
     admission = scene.admit(model, "r1", num_prompt_tokens=200, block_hashes=hashes)
@@ -32,7 +32,7 @@ def test_a_prompt_that_begins_like_one_before_is_thought_cached_where_that_went(
     assert index.num_blocks(instance_id, hashes) == 0
 
 
-def test_of_prefixes_the_longest_unused_blocks_go_first_and_ends_before_beginnings() -> None:
+def test_longest_unused_blocks_are_evicted_from_prompt_end() -> None:
     prefix_index = PrefixIndex()
     prefix_index.note("i", (b"1", b"2", b"3"), 4)
     prefix_index.note("i", (b"1", b"x"), 4)
@@ -44,7 +44,7 @@ def test_of_prefixes_the_longest_unused_blocks_go_first_and_ends_before_beginnin
     assert prefix_index.num_blocks("another", (b"1",)) == 0
 
 
-def test_nothing_is_noted_of_an_instance_that_is_gone() -> None:
+def test_departed_instance_has_no_prefixes() -> None:
     """Its entry would stay for ever: it is forgotten when the instance goes."""
     scene, model = two_hosts(), a_model(routing_block_tokens=64)
     admission = scene.admit(model, "r1", num_prompt_tokens=200, block_hashes=(b"1", b"2"))
@@ -60,7 +60,7 @@ def test_nothing_is_noted_of_an_instance_that_is_gone() -> None:
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 8)), max_size=30))
-def test_the_blocks_of_a_prompt_are_counted_as_one_by_one(notes: list[tuple[list[int], int]]) -> None:
+def test_number_of_blocks_equals_linear_scan(notes: list[tuple[list[int], int]]) -> None:
     """Hashes are chained: each names its block and all before it."""
     prefix_index = PrefixIndex()
     for blocks, max_blocks in notes:

@@ -13,7 +13,7 @@ LOADING = RosterEntry(
 )
 
 
-def test_nothing_is_kept_of_versions_without_instances() -> None:
+def test_version_without_instances_is_not_cached() -> None:
     """Each that was ever asked for had an empty roster for good."""
     rosters = RosterCache()
     for number in range(100):
@@ -25,7 +25,7 @@ def test_nothing_is_kept_of_versions_without_instances() -> None:
     assert rosters.num_known == 0
 
 
-def test_nothing_is_kept_of_a_version_whose_instances_are_gone() -> None:
+def test_version_with_departed_instances_is_not_cached() -> None:
     rosters = RosterCache()
     assert rosters.of("v", lambda: (LOADING,), lambda entry: entry) == (LOADING,)
     assert rosters.prefills("v") == (LOADING,)

@@ -9,11 +9,11 @@ from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions,
 
 
 @pytest.mark.parametrize(("base_s", "expected"), [(0.0, 2), (0.001, 2), (0.010, 6), (0.060, 40)])
-def test_as_many_are_ahead_as_begin_within_the_fixed_time_of_two_steps(base_s: float, expected: int) -> None:
+def test_prompts_ahead_begin_within_two_fixed_step_times(base_s: float, expected: int) -> None:
     assert max_prompts_ahead(LatencyModel(prefill=StepCost(base_s, num_steps=1))) == expected
 
 
-def test_a_version_is_shared_for_two_seconds() -> None:
+def test_version_is_shared_for_two_seconds() -> None:
     versions = SharedVersions()
     versions.note("v", "a", 1.0)
     versions.note("v", "a", 2.0)

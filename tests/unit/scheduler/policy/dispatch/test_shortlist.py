@@ -57,7 +57,7 @@ def rosters(draw: st.DrawFn) -> tuple[list[RosterEntry], dict[str, BoundWork]]:
 
 
 @given(rosters())
-def test_if_it_is_full_no_instance_has_room_for_a_prompt(
+def test_full_shortlist_means_no_instance_takes_prompts(
     roster: tuple[list[RosterEntry], dict[str, BoundWork]],
 ) -> None:
     entries, works = roster
@@ -70,7 +70,7 @@ def test_if_it_is_full_no_instance_has_room_for_a_prompt(
         assert not have_room(entries)
 
 
-def test_who_has_nothing_to_do_is_listed_and_again_when_its_work_has_left() -> None:
+def test_idle_instance_is_listed_after_its_work_left() -> None:
     entries = [an_entry(number) for number in range(64)]
     works = {entry.instance_id: BoundWork(num_choices=1) for entry in entries}
     for entry in entries:
@@ -131,7 +131,7 @@ def a_cluster(num_workers: int) -> tuple[PaperCluster, CountedPlacements]:
     return scene, counted
 
 
-def test_a_placement_looks_at_few_instances_however_many_there_are() -> None:
+def test_placement_scores_few_of_many_instances() -> None:
     for num_workers in (60, 200):
         scene, counted = a_cluster(num_workers)
         for number in range(120):
@@ -152,7 +152,7 @@ def test_requests_spread_over_all_of_a_large_roster() -> None:
     assert len({one.prefill.worker_id for one in found if one is not None}) == 64
 
 
-def test_an_instance_that_has_the_beginning_of_the_prompt_is_looked_at() -> None:
+def test_instance_with_cached_prefix_is_scored() -> None:
     scene, _ = a_cluster(64)
     model = replace(MODEL, routing_block_tokens=64)
     scene.policy.state.models[model.version_id] = model
@@ -164,7 +164,7 @@ def test_an_instance_that_has_the_beginning_of_the_prompt_is_looked_at() -> None
     assert placed.predicted.num_cached_tokens == 128
 
 
-def test_where_the_likely_ones_have_no_room_for_the_answer_all_are_looked_at() -> None:
+def test_all_instances_are_scored_if_likely_ones_lack_kv() -> None:
     scene, counted = a_cluster(64)
     needed = scene.admit(MODEL, "first").kv_bytes(MODEL)
     for worker_id in list(scene.workers)[:-1]:

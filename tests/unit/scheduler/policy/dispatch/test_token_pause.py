@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchrelay.scheduler.policy.dispatch.token_pause import pause_s
 
 
-def test_nothing_is_paused_where_tokens_are_in_time_anyway_or_never() -> None:
+def test_no_pause_if_target_is_met_or_unreachable() -> None:
     assert pause_s(0.08, 0.01, tbt_target_s=0.1) == 0.0
     assert pause_s(0.5, 0.1, tbt_target_s=0.1) == 0.0
 

@@ -14,7 +14,7 @@ MODEL = a_model(kv_bytes_per_token=64)
 LATENCY = LatencyModel(StepCost(0.01, 1e-4, 0, 50), StepCost(0.005, 1e-4, 1e-6, 50))
 
 
-def test_an_answer_is_expected_as_long_as_those_before_and_no_longer_than_it_may_be() -> None:
+def test_expected_length_is_mean_up_to_maximum() -> None:
     lengths = AnswerLengths()
     for _ in range(7):
         lengths.observe("v", 100.0)
@@ -27,7 +27,7 @@ def test_an_answer_is_expected_as_long_as_those_before_and_no_longer_than_it_may
     assert 490 <= lengths.expected("v", 4096) <= 500
 
 
-def test_times_per_token_are_predicted_for_the_answers_that_come_and_kv_is_kept_for_the_longest() -> None:
+def test_tbt_uses_mean_length_and_kv_the_maximum() -> None:
     """P10: every choice was taken to attend to all the positions that it may ever have."""
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
     scene.admit(MODEL, "cold")

@@ -11,11 +11,11 @@ from torchrelay.scheduler.policy.inputs import FirstToken
 from torchrelay.scheduler.policy.transitions.backlogs import prompts_s
 
 
-def test_nothing_is_taken_to_be_cached_where_nothing_is_known() -> None:
+def test_unknown_version_has_no_cached_share() -> None:
     assert CachedPrompts().uncached_share("v") == 1.0
 
 
-def test_the_part_is_of_tokens_not_of_prompts() -> None:
+def test_cached_share_is_by_tokens() -> None:
     cached = CachedPrompts()
     cached.observe("v", 900, 600)
     cached.observe("v", 100, 0)
@@ -23,7 +23,7 @@ def test_the_part_is_of_tokens_not_of_prompts() -> None:
     assert cached.uncached_share("another") == 1.0
 
 
-def test_what_was_observed_last_is_remembered_and_what_is_gone_is_not() -> None:
+def test_latest_versions_are_remembered_until_forgotten() -> None:
     cached = CachedPrompts()
     cached.observe("v", 100, 60)
     for number in range(MAX_VERSIONS):
@@ -35,7 +35,7 @@ def test_what_was_observed_last_is_remembered_and_what_is_gone_is_not() -> None:
     assert cached.uncached_share("v") == 1.0
 
 
-def test_the_prompts_of_late_count() -> None:
+def test_recent_prompts_count_more() -> None:
     cached = CachedPrompts()
     for num_cached in [0] * 1000 + [90] * 300:
         cached.observe("v", 100, num_cached)
@@ -43,7 +43,7 @@ def test_the_prompts_of_late_count() -> None:
 
 
 @pytest.mark.parametrize(("block_hashes", "grows"), [((), True), ((b"1", b"2"), False)], ids=["new", "cached"])
-def test_a_model_grows_by_what_is_left_of_its_prompts(block_hashes: tuple[bytes, ...], grows: bool) -> None:
+def test_growth_counts_uncached_prompt_tokens(block_hashes: tuple[bytes, ...], grows: bool) -> None:
     """Conversations, whose prompts are cached but for the last words, seemed to need several times what they used."""
     model = a_model("acme/chat", max_instances=4, routing_block_tokens=48)
     workers = [a_worker(f"w-{number}", has_prefix_cache=True) for number in range(4)]

@@ -14,7 +14,7 @@ from torchrelay.scheduler.policy.estimates.correction import TBT_WEIGHT, TTFT_WE
 from torchrelay.scheduler.policy.inputs import FirstToken
 
 
-def test_an_instance_that_is_slower_than_predicted_is_corrected_within_bounds() -> None:
+def test_slow_instance_is_corrected_within_bounds() -> None:
     corrections = Corrections(TTFT_WEIGHT)
     assert corrections.of("i", now=0.0) == 1.0
     corrections.observe("i", 1.0, 1.0, 2.0, now=0.0)
@@ -28,7 +28,7 @@ def test_an_instance_that_is_slower_than_predicted_is_corrected_within_bounds() 
 
 @pytest.mark.parametrize("true", [1.0, 1.5])
 @pytest.mark.parametrize("weight", [TTFT_WEIGHT, TBT_WEIGHT])
-def test_what_is_chance_is_not_corrected(true: float, weight: float) -> None:
+def test_noise_is_not_corrected(true: float, weight: float) -> None:
     """Where steps take 40% more or less at random, the mean of the last few is itself off by 11%; that much was added
     to the error of each prediction.
     """
@@ -40,7 +40,7 @@ def test_what_is_chance_is_not_corrected(true: float, weight: float) -> None:
     assert median(abs(math.log(factor / true)) for factor in factors[100:]) < (0.02 if true == 1.0 else 0.1)
 
 
-def test_what_is_measured_late_is_corrected_once() -> None:
+def test_late_measurements_are_corrected_once() -> None:
     """Thirty answers that were predicted at once, before a first one had ended, each added to the correction what all
     had in common: tokens were predicted to take twice as long as they did, some seconds later half as long, and so on.
     """
@@ -56,7 +56,7 @@ def test_what_is_measured_late_is_corrected_once() -> None:
 
 
 @pytest.mark.parametrize("times", [3.0, 20.0])
-def test_a_worker_that_is_much_slower_than_it_says_is_known_after_twenty_prompts(times: float) -> None:
+def test_slower_worker_is_avoided_after_twenty_prompts(times: float) -> None:
     rng, corrections = random.Random(3), Corrections(TTFT_WEIGHT)
     for number in range(220):
         slow = times if number >= 200 else 1.0
@@ -65,7 +65,7 @@ def test_a_worker_that_is_much_slower_than_it_says_is_known_after_twenty_prompts
     assert corrections.of("i", 220.0) > 0.7 * min(times, 8.0)
 
 
-def test_an_instance_that_was_left_is_tried_again_in_a_while() -> None:
+def test_correction_fades_until_instance_is_tried_again() -> None:
     corrections = Corrections(TTFT_WEIGHT)
     for _ in range(200):
         factor = corrections.of("i", now=0.0)
@@ -74,7 +74,7 @@ def test_an_instance_that_was_left_is_tried_again_in_a_while() -> None:
     assert found == pytest.approx([8.0, 8.0**0.5, 8.0**0.25, 1.0], rel=1e-3)
 
 
-def test_a_correction_ends_with_the_instance_it_was_measured_on() -> None:
+def test_correction_ends_with_its_instance() -> None:
     scene = two_hosts()
     scene.admit(a_model(), "cold")
     scene.finish_loads()

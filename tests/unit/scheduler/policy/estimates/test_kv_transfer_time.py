@@ -22,14 +22,14 @@ def test_hand_overs_are_learned_by_pair_of_hosts() -> None:
     assert kv_transfer_times.predict_s("c", "d", 0, 5e8) > 0
 
 
-def test_the_pairs_of_a_model_on_a_hundred_prefill_and_a_hundred_decode_hosts_are_all_remembered() -> None:
+def test_ten_thousand_host_pairs_are_remembered() -> None:
     kv_transfer_times = KvTransferTimes()
     for prefill, decode in product(range(100), range(100)):
         kv_transfer_times.observe(f"p{prefill}", f"d{decode}", 1 << 20, 0.25)
     assert kv_transfer_times.predict_s("p0", "d0", 1 << 20, 5e8) == pytest.approx(0.25)
 
 
-def test_a_release_teaches_the_policy_how_long_the_hand_over_took() -> None:
+def test_release_teaches_kv_transfer_time() -> None:
     scene, model = two_hosts(), a_model()
     admission = scene.admit(model, "r1")
     scene.finish_loads()

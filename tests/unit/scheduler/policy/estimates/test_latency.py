@@ -24,7 +24,7 @@ def worker_with(
     return a_worker(worker_id, slot=slot, device=device, latency=latency)
 
 
-def test_without_any_measurement_rates_and_defaults_stand_in() -> None:
+def test_rates_and_defaults_replace_missing_measurements() -> None:
     guess = LatencyModels().of(worker_with(None), MODEL.pack_id, RULES)
     assert guess.prefill_s(500) == pytest.approx(0.5)
     assert guess.tbt_s(8, 1000) == pytest.approx(0.06)
@@ -32,7 +32,7 @@ def test_without_any_measurement_rates_and_defaults_stand_in() -> None:
     assert LatencyModels().of(measured, MODEL.pack_id, RULES).prefill_s(500) == pytest.approx(0.1)
 
 
-def test_a_worker_new_to_a_pack_is_judged_by_others_of_its_kind() -> None:
+def test_new_worker_uses_model_of_same_device() -> None:
     latency_models = LatencyModels()
     latency_models.observe(worker_with(FAST))
     free = worker_with(None, "w2", slot=SlotStatus())
@@ -41,7 +41,7 @@ def test_a_worker_new_to_a_pack_is_judged_by_others_of_its_kind() -> None:
     assert latency_models.of(free, "another pack", RULES) != FAST
 
 
-def test_its_own_model_counts_once_it_has_seen_enough() -> None:
+def test_own_model_counts_after_enough_steps() -> None:
     latency_models = LatencyModels()
     latency_models.observe(worker_with(FAST))
     slow = LatencyModel(StepCost(0.1, 1e-3, 0, 7), StepCost(0.05, 1e-3, 0, 8))
@@ -52,19 +52,19 @@ def test_its_own_model_counts_once_it_has_seen_enough() -> None:
     assert LatencyModels().of(worker_with(few), MODEL.pack_id, RULES).prefill == few.prefill, "better than a guess"
 
 
-def test_each_kind_of_step_is_remembered_from_whoever_makes_it() -> None:
+def test_each_step_kind_is_learned_from_any_worker() -> None:
     latency_models = LatencyModels()
     latency_models.observe(worker_with(LatencyModel(FAST.prefill, token_budget=256), "prefills"))
     latency_models.observe(worker_with(LatencyModel(decode=FAST.decode), "decodes"))
     assert latency_models.of(worker_with(None, slot=SlotStatus()), MODEL.pack_id, RULES) == FAST
 
 
-def test_a_model_of_what_was_in_the_slot_before_says_nothing_of_this_pack() -> None:
+def test_model_of_earlier_pack_is_ignored() -> None:
     other = worker_with(FAST, slot=replace(SLOT, pack_id="another"))
     assert LatencyModels().of(other, MODEL.pack_id, RULES) != FAST
 
 
-def test_a_load_that_is_overdue_is_expected_ever_later() -> None:
+def test_overdue_load_is_expected_later_and_later() -> None:
     """P4: it said a tenth of the whole time for ever, so requests went on being sent there."""
     loading = Instance("i", "m", "v", "p", "w", "w", "h", BOTH, InstancePhase.LOADING, since=0.0, created_at=100.0)
     left_s = [load_left_s(loading, 10.0, 100.0 + elapsed_s) for elapsed_s in (0.0, 6.0, 10.0, 15.0, 60.0)]

@@ -33,7 +33,7 @@ def test_loads_are_expected_as_those_like_them_were_measured() -> None:
     assert times.predict_s(model, Tier.HOST, config) == pytest.approx(2.0, rel=0.01)
 
 
-def test_a_load_that_failed_says_nothing() -> None:
+def test_failed_load_teaches_nothing() -> None:
     times, config, model = LoadTimes(), PolicyConfig(), a_model()
     times.begin("i", model, Tier.HOST)
     times.end("i")

@@ -9,7 +9,7 @@ import pytest
 from torchrelay.scheduler.policy.estimates.prompt_time import UNKNOWN, PromptTimes
 
 
-def test_the_way_to_a_worker_is_learned_apart_from_the_steps_there() -> None:
+def test_fixed_time_is_learned_apart_from_steps() -> None:
     """As a factor alone it is too much for long prompts, and too little for short ones."""
     rng, prompt_times = random.Random(1), PromptTimes()
     for _ in range(200):
@@ -19,7 +19,7 @@ def test_the_way_to_a_worker_is_learned_apart_from_the_steps_there() -> None:
         assert prompt_times.of("i").alone_s(steps_s) == pytest.approx(0.005 + 0.9 * steps_s, rel=0.08)
 
 
-def test_prompts_that_are_all_alike_do_not_make_a_long_one_seem_free() -> None:
+def test_similar_prompts_do_not_make_long_one_free() -> None:
     """The factor of the steps that says most about them is 0."""
     prompt_times = PromptTimes()
     for number in range(200):
@@ -28,7 +28,7 @@ def test_prompts_that_are_all_alike_do_not_make_a_long_one_seem_free() -> None:
     assert 0.5 <= prompt_times.of("i").alone_s(1.0) <= 1.5
 
 
-def test_a_few_prompts_teach_nothing_and_an_instance_takes_with_it_what_was_learned_there() -> None:
+def test_prompt_time_needs_prompts_and_ends_with_instance() -> None:
     prompt_times = PromptTimes()
     for _ in range(15):
         prompt_times.observe("i", 0.01, 0.05)

@@ -7,13 +7,13 @@ import pytest
 from torchrelay.scheduler.policy.estimates.token_time import TokenTimes
 
 
-def test_nothing_is_corrected_where_nothing_was_placed() -> None:
+def test_instance_without_placement_has_no_correction() -> None:
     times = TokenTimes()
     times.observe("i", 0.01, 1.0, 0.02, now=0.0)
     assert times.of("i", now=0.0).mean_s(0.01) == 0.01
 
 
-def test_a_batch_is_expected_to_become_the_usual_one_unless_that_was_long_ago() -> None:
+def test_usual_batch_counts_less_with_age() -> None:
     times = TokenTimes()
     times.placed("i", 0.01, now=0.0)
     assert times.of("i", now=0.0).mean_s(0.02) == pytest.approx(0.017)
@@ -22,7 +22,7 @@ def test_a_batch_is_expected_to_become_the_usual_one_unless_that_was_long_ago() 
     assert times.of("other", now=0.0).mean_s(0.02) == 0.02
 
 
-def test_a_burst_is_not_what_is_usual() -> None:
+def test_burst_does_not_change_usual_step() -> None:
     """Twenty placements at once were two thirds of it."""
     times = TokenTimes()
     for number in range(400):
@@ -35,7 +35,7 @@ def test_a_burst_is_not_what_is_usual() -> None:
     assert times.of("i", now=140.0).mean_s(0.04) > 0.038
 
 
-def test_a_worker_whose_tokens_take_thrice_as_long_is_known_after_some_answers_until_it_is_gone() -> None:
+def test_slow_tokens_are_learned_until_instance_is_gone() -> None:
     times = TokenTimes()
     for _ in range(40):
         times.placed("i", 0.01, now=0.0)

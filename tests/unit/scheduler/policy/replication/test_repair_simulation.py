@@ -94,7 +94,7 @@ def test_single_losses_leave_every_pack_a_copy() -> None:
     assert figures.double_loss_packs < 0.5
 
 
-def test_losses_with_single_copies_leave_packs_without() -> None:
+def test_single_copies_do_not_survive_losses() -> None:
     simulation = Simulation(7, 60, 10, 600, PolicyConfig(recent_s=300.0, recent_copies=1))
     for _ in range(BUILD_STEPS):
         simulation.step(REQUESTS_PER_S)

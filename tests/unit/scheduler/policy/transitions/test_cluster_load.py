@@ -6,7 +6,7 @@ from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_s
 from torchrelay.scheduler.policy.transitions.cluster_load import autoscaler_input
 
 
-def test_a_decision_on_one_model_can_ask_for_the_demand_of_any() -> None:
+def test_demand_of_any_version_can_be_read() -> None:
     first, second = a_model("acme/first"), a_model("acme/second")
     scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b"))
     scene.admit(first, "r1")

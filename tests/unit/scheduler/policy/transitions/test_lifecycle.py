@@ -40,7 +40,7 @@ from torchrelay.scheduler.policy.prediction import Outcome
 MODEL = a_model()
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+def test_full_queue_refuses_with_retry_time() -> None:
     scene = PaperCluster(PolicyConfig(queue_limit=2)).settle()
     for number in range(3):
         scene.admit(MODEL, f"r{number}")
@@ -54,7 +54,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     assert (queues.num_waiting(MODEL.version_id), queues.num_waiting(other.version_id)) == (2, 1)
 
 
-def test_each_refused_client_is_told_when_its_own_place_will_be_free() -> None:
+def test_each_refused_client_gets_time_of_its_own_place() -> None:
     scene = PaperCluster(PolicyConfig(queue_limit=4)).settle(a_store("s1", "host-1"), a_worker("w", kv_pool_bytes=MB))
     size: dict[str, Any] = {"num_prompt_tokens": 500, "max_tokens": 100}  # one has room at a time
     scene.admit(MODEL, "r0", **size)
@@ -105,7 +105,7 @@ def test_requests_without_a_target_have_that_of_their_class() -> None:
         scene.release(name)
 
 
-def test_the_targets_of_a_model_come_before_those_of_the_scheduler() -> None:
+def test_model_targets_precede_scheduler_targets() -> None:
     scene = PaperCluster().settle(a_worker("w"), a_store("s1", "host-1"))
     model = replace(MODEL, targets=LatencyTargets(interactive_ttft_s=0.3, tbt_target_s=0.05))
     scene.admit(model, "soon", service_class=ServiceClass.INTERACTIVE)
@@ -130,7 +130,7 @@ def test_more_instances_are_wanted_sooner_for_a_shorter_target() -> None:
     assert num_wanted(60.0) == 1 < num_wanted(0.5)
 
 
-def test_the_same_key_again_is_answered_again_and_runs_once() -> None:
+def test_repeated_key_is_answered_again_and_runs_once() -> None:
     scene = two_workers_one_host()
     scene.admit(MODEL, "r1")
     scene.admit(MODEL, "r1")
@@ -143,7 +143,7 @@ def test_the_same_key_again_is_answered_again_and_runs_once() -> None:
     assert len(scene.policy.state.attempts) == 2
 
 
-def test_a_first_token_whose_message_was_lost_counts_when_the_gateway_asks_again() -> None:
+def test_lost_first_token_counts_with_repeated_admission() -> None:
     scene = two_hosts()
     scene.admit(MODEL, "cold")
     scene.finish_loads()
@@ -162,7 +162,7 @@ def test_a_first_token_whose_message_was_lost_counts_when_the_gateway_asks_again
     )
 
 
-def test_a_withdrawn_request_leaves_its_place() -> None:
+def test_withdrawn_request_frees_its_place() -> None:
     scene = PaperCluster().settle()
     first = scene.admit(MODEL, "r1")
     scene.admit(MODEL, "r2")
@@ -171,7 +171,7 @@ def test_a_withdrawn_request_leaves_its_place() -> None:
     assert not scene.answers
 
 
-def test_a_withdrawal_that_crossed_the_placement_frees_its_resources() -> None:
+def test_withdrawal_after_placement_frees_resources() -> None:
     scene = two_workers_one_host()
     admission = scene.admit(MODEL, "r1")
     placement = scene.placement("r1")
@@ -181,7 +181,7 @@ def test_a_withdrawal_that_crossed_the_placement_frees_its_resources() -> None:
     assert scene.policy.state.attempts.at(placement.decode.instance_id).kv_bytes == 0
 
 
-def test_requests_of_an_absent_gateway_keep_their_turn_and_end_with_its_grace() -> None:
+def test_requests_of_absent_gateway_wait_until_grace_ends() -> None:
     scene = PaperCluster().settle()
     scene.admit(MODEL, "r1")
     scene.admit(MODEL, "r2")
@@ -239,7 +239,7 @@ def test_requests_that_cannot_be_placed_cost_others_little(max_tokens: int, is_g
 LATENCY = LatencyModel(StepCost(0.005, 1 / 15000, 0.0, 1000), StepCost(0.01, 1e-4, 0.0, 1000), token_budget=2048)
 
 
-def test_prompts_with_a_cached_beginning_do_not_make_an_instance_look_full() -> None:
+def test_cached_prompts_do_not_fill_instance() -> None:
     """Workers report whole prompts; what is bound here is predicted without the part that is cached."""
     model = a_model(routing_block_tokens=64, idle_timeout_s=600.0)
     worker = a_worker("w", latency=LATENCY, has_prefix_cache=True, kv_pool_bytes=1024 * MB)
@@ -262,7 +262,7 @@ def test_prompts_with_a_cached_beginning_do_not_make_an_instance_look_full() -> 
     assert scene.policy.next_due() == pytest.approx(due)
 
 
-def test_a_scheduler_started_anew_counts_the_prompts_that_workers_report() -> None:
+def test_restarted_scheduler_counts_reported_prompts() -> None:
     old = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
     old.admit(MODEL, "first")
     old.finish_loads()
@@ -271,7 +271,7 @@ def test_a_scheduler_started_anew_counts_the_prompts_that_workers_report() -> No
     assert scene.placement("second") is None and scene.policy.next_due() > scene.now + 20.0
 
 
-def test_prompts_bound_here_do_not_count_again_because_a_report_came_before_their_first_token() -> None:
+def test_early_report_does_not_count_bound_prompts_again() -> None:
     """In the first minute after a start, each report made some time of queue of what was computed since."""
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
     scene.admit(MODEL, "cold")
@@ -288,7 +288,7 @@ def test_prompts_bound_here_do_not_count_again_because_a_report_came_before_thei
     assert placement.predicted.ttft_s == placement.predicted.prefill_s
 
 
-def test_a_model_that_was_just_asked_for_is_known_though_all_others_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_model_is_known_if_all_others_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "MAX_VERSIONS", 2)
     scene = PaperCluster().settle()
     for number in range(3):
@@ -299,7 +299,7 @@ def test_a_model_that_was_just_asked_for_is_known_though_all_others_are_in_use(m
     assert a_model("acme/m1").version_id not in scene.policy.state.models
 
 
-def test_of_ten_thousand_models_in_use_none_is_forgotten() -> None:
+def test_ten_thousand_models_in_use_are_remembered() -> None:
     """As many had a slot in a large cluster, and the last 4,096 were known."""
     scene = PaperCluster().settle()
     state = scene.policy.state
@@ -316,7 +316,7 @@ def test_of_ten_thousand_models_in_use_none_is_forgotten() -> None:
     assert state.shared_versions.is_shared(first.version_id, scene.now)
 
 
-def test_the_queue_of_two_tenants_is_not_counted_for_each_decision() -> None:
+def test_shared_queue_is_not_counted_per_decision() -> None:
     def calls_of_an_admission(num_waiting: int) -> int:
         scene = PaperCluster(PolicyConfig(queue_limit=1024)).settle()
         for number in range(num_waiting):
@@ -326,7 +326,7 @@ def test_the_queue_of_two_tenants_is_not_counted_for_each_decision() -> None:
     assert calls_of_an_admission(200) <= 1.5 * calls_of_an_admission(20)
 
 
-def test_a_withdrawal_looks_at_its_own_version_only() -> None:
+def test_withdrawal_evaluates_own_version_only() -> None:
     def calls_of_a_withdrawal(num_others: int) -> int:
         scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w"))
         for number in range(num_others):
@@ -337,7 +337,7 @@ def test_a_withdrawal_looks_at_its_own_version_only() -> None:
     assert calls_of_a_withdrawal(40) <= 1.5 * calls_of_a_withdrawal(10)
 
 
-def test_gateways_remember_only_what_is_open() -> None:
+def test_gateways_remember_open_admissions_only() -> None:
     gateways = GatewaySessions(grace_s=10.0)
     key = AttemptKey("r1", 1)
     gateways.connected("g", now=0.0)
@@ -350,7 +350,7 @@ def test_gateways_remember_only_what_is_open() -> None:
 
 
 @pytest.mark.parametrize("other", ["", "birch/tiny"])
-def test_beside_another_tenant_few_prompts_are_bound_ahead_however_short(other: str) -> None:
+def test_few_prompts_are_bound_ahead_of_other_tenant(other: str) -> None:
     model = a_model(idle_timeout_s=600.0)
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))
     scene.admit(model, "first")
@@ -369,7 +369,7 @@ def test_beside_another_tenant_few_prompts_are_bound_ahead_however_short(other: 
 
 
 @pytest.mark.parametrize("had_tokens", [True, False])
-def test_who_had_a_place_is_next_by_its_deadline_though_that_has_passed(had_tokens: bool) -> None:
+def test_recalled_request_is_next_by_passed_deadline(had_tokens: bool) -> None:
     """It went behind all newcomers that could be in time yet."""
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
     scene.admit(MODEL, "cold")
@@ -390,7 +390,7 @@ def test_who_had_a_place_is_next_by_its_deadline_though_that_has_passed(had_toke
 
 
 @pytest.mark.parametrize("num_short", [1, 3])
-def test_a_long_prompt_gives_way_to_short_ones_only_if_not_all_can_be_in_time(num_short: int) -> None:
+def test_long_prompt_yields_only_if_not_all_are_in_time(num_short: int) -> None:
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY, kv_pool_bytes=1024 * MB))
     scene.admit(MODEL, "cold")
     scene.finish_loads()
@@ -410,7 +410,7 @@ def test_a_long_prompt_gives_way_to_short_ones_only_if_not_all_can_be_in_time(nu
     assert (scene.placement("short0") is not None) == (num_short > 1)
 
 
-def test_of_many_answers_in_flight_each_is_corrected_by_what_its_own_prediction_lacked() -> None:
+def test_answers_in_flight_are_corrected_by_own_prediction() -> None:
     """The factor that had been learned since its placement was counted as part of its prediction."""
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", latency=LATENCY))
     scene.admit(MODEL, "cold")

@@ -69,7 +69,7 @@ def go_on(scene: PaperCluster, key: AttemptKey, **changes: object) -> Placement 
     return placement
 
 
-def test_answers_leave_an_instance_that_drains_for_another_one_once() -> None:
+def test_answers_leave_draining_instance_once() -> None:
     scene = a_cluster("w1", "w2", "w3")
     where = {name: begin(scene, name).decode.worker_id for name in ("r1", "r2", "r3")}
     assert sorted(where.values()) == ["w1", "w2", "w3"]
@@ -90,7 +90,7 @@ def test_answers_leave_an_instance_that_drains_for_another_one_once() -> None:
     scene.check()
 
 
-def test_nobody_is_told_again_while_the_gateway_may_still_answer() -> None:
+def test_gateway_is_not_asked_again_before_timeout() -> None:
     scene = a_cluster("w1", "w2")
     key = begin(scene, "r1").key
     drain(scene, "w1")
@@ -104,7 +104,7 @@ def test_nobody_is_told_again_while_the_gateway_may_still_answer() -> None:
     "why",
     ["no gain", "it ends soon", "not begun", "several choices", "no other", "no room", "slower there", "prompts wait"],
 )
-def test_an_answer_stays_where_nothing_is_gained_or_nothing_is_free(why: str) -> None:
+def test_answer_stays_without_gain_or_free_instance(why: str) -> None:
     scene = a_cluster("w1", "w2", migration_gain_s=math.inf if why == "no gain" else 0.5)
     if why == "slower there":
         slow = replace(LATENCY, decode=StepCost(0.2, 0.01, 0.0, 100))
@@ -135,7 +135,7 @@ def test_an_answer_stays_where_nothing_is_gained_or_nothing_is_free(why: str) ->
     assert told(scene) == []
 
 
-def test_a_move_for_which_no_place_is_left_is_refused_and_the_answer_goes_on() -> None:
+def test_move_without_place_is_refused_and_answer_continues() -> None:
     scene = a_cluster("w1", "w2")
     key = begin(scene, "r1").key
     drain(scene, "w1")
@@ -155,14 +155,14 @@ def test_a_move_for_which_no_place_is_left_is_refused_and_the_answer_goes_on() -
     scene.check()
 
 
-def test_a_move_whose_attempt_has_ended_is_refused() -> None:
+def test_move_of_ended_attempt_is_refused() -> None:
     scene = a_cluster("w1", "w2")
     key = begin(scene, "r1").key
     scene.release("r1")
     assert go_on(scene, key) is None and scene.refusal("r1", attempt=2) is not None
 
 
-def test_a_placement_that_was_lost_with_its_stream_is_sent_again() -> None:
+def test_placement_lost_with_stream_is_sent_again() -> None:
     scene = a_cluster("w1", "w2")
     key = begin(scene, "r1").key
     drain(scene, "w1")
@@ -179,7 +179,7 @@ def test_a_placement_that_was_lost_with_its_stream_is_sent_again() -> None:
     scene.check()
 
 
-def test_a_new_scheduler_learns_of_both_attempts_and_places_the_second() -> None:
+def test_new_scheduler_adopts_attempt_and_places_its_successor() -> None:
     before = a_cluster("w1", "w2")
     running = begin(before, "r1")
     scene = a_cluster("w1", "w2")
@@ -189,7 +189,7 @@ def test_a_new_scheduler_learns_of_both_attempts_and_places_the_second() -> None
     assert second is not None and second.decode.worker_id != running.decode.worker_id
 
 
-def test_an_answer_leaves_for_an_instance_that_meets_the_target() -> None:
+def test_answer_moves_to_instance_that_meets_target() -> None:
     """Of fourteen at one each token takes 160 ms; a second one comes that is empty."""
     scene = a_cluster("w1")
     keys = [begin(scene, f"r{number}").key for number in range(14)]
@@ -209,7 +209,7 @@ def test_an_answer_leaves_for_an_instance_that_meets_the_target() -> None:
     scene.check()
 
 
-def test_the_target_between_tokens_is_the_models() -> None:
+def test_migration_uses_tbt_target_of_model() -> None:
     """Of seven at one each token takes 90 ms."""
 
     def moves(target_s: float) -> bool:
@@ -225,7 +225,7 @@ def test_the_target_between_tokens_is_the_models() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [5, 1000])
-def test_an_answer_that_ends_soon_stays_though_its_tokens_take_too_long(max_tokens: int) -> None:
+def test_answer_that_ends_soon_stays(max_tokens: int) -> None:
     scene = a_cluster("w1")
     for number in range(10):
         begin(scene, f"r{number}", max_tokens=max_tokens)
@@ -235,7 +235,7 @@ def test_an_answer_that_ends_soon_stays_though_its_tokens_take_too_long(max_toke
     assert bool(told(scene)) == (max_tokens == 1000)
 
 
-def test_nothing_moves_between_instances_that_all_are_too_slow() -> None:
+def test_answers_stay_if_all_instances_are_slow() -> None:
     scene = a_cluster("w1", "w2")
     for number in range(22):
         begin(scene, f"r{number}")
@@ -243,7 +243,7 @@ def test_nothing_moves_between_instances_that_all_are_too_slow() -> None:
     assert told(scene) == []
 
 
-def test_the_length_of_an_answer_that_moved_is_learned_whole_and_once() -> None:
+def test_length_of_migrated_answer_is_learned_once() -> None:
     scene = a_cluster("w1", "w2", "w3")
     for number in range(8):
         key = begin(scene, f"r{number}").key
@@ -253,7 +253,7 @@ def test_the_length_of_an_answer_that_moved_is_learned_whole_and_once() -> None:
     assert scene.policy.state.answer_lengths.expected(MODEL.version_id, 1000) == 100
 
 
-def test_the_prompt_of_an_answer_that_moves_is_not_recalled() -> None:
+def test_prompt_of_migrating_answer_is_not_recalled() -> None:
     """Its client waits for the next token: it would have to wait in the queue."""
     scene = a_cluster("w1", "w2")
     key = begin(scene, "r1").key
@@ -267,7 +267,7 @@ def test_the_prompt_of_an_answer_that_moves_is_not_recalled() -> None:
     assert AttemptKey("r1", 2) not in back and scene.policy.state.attempts.get(ahead) is not None
 
 
-def test_a_decode_instance_that_drains_is_emptied_through_the_prefill_instance() -> None:
+def test_draining_decode_instance_is_emptied_by_prefill() -> None:
     scene = PaperCluster(PolicyConfig()).settle(a_store("s1", "host-1"))
     for name, role in (("p", Role.PREFILL), ("d1", Role.DECODE), ("d2", Role.DECODE)):
         worker = ready(name)
@@ -281,7 +281,7 @@ def test_a_decode_instance_that_drains_is_emptied_through_the_prefill_instance()
     assert {placement.decode.worker_id, running.decode.worker_id} == {"d1", "d2"}
 
 
-def test_answers_that_have_moved_do_not_keep_others_from_it() -> None:
+def test_migrated_answers_do_not_block_others() -> None:
     scene = a_cluster("w1")
     for number in range(6):
         begin(scene, f"moved {number}", 2, current=None, num_forced_tokens=1)
@@ -293,7 +293,7 @@ def test_answers_that_have_moved_do_not_keep_others_from_it() -> None:
     assert [key.request_id[0] for key in told(scene)[:1]] == ["r"]
 
 
-def test_no_more_are_told_than_begin_within_a_step() -> None:
+def test_migrations_are_limited_to_one_step_of_prompts() -> None:
     """Their prompts take 150 ms each, a full step 205 ms."""
     scene = a_cluster("w1")
     for number in range(6):

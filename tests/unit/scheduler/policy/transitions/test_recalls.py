@@ -45,7 +45,7 @@ def ask_again(scene: PaperCluster, keys: list[AttemptKey]) -> None:
         scene.admit(MODEL, key.request_id, attempt=key.attempt + 1)
 
 
-def test_prompts_on_an_instance_that_loads_go_to_a_newcomer_that_is_ready() -> None:
+def test_prompts_on_loading_instance_go_to_ready_one() -> None:
     scene = a_loading_instance()
     a_newcomer_is_ready(scene)
     keys = recalled(scene)
@@ -58,7 +58,7 @@ def test_prompts_on_an_instance_that_loads_go_to_a_newcomer_that_is_ready() -> N
     scene.check()
 
 
-def test_nothing_is_recalled_twice_or_for_little() -> None:
+def test_recall_happens_once_and_for_enough_gain() -> None:
     scene = a_loading_instance()
     a_newcomer_is_ready(scene)
     keys = recalled(scene)
@@ -71,7 +71,7 @@ def test_nothing_is_recalled_twice_or_for_little() -> None:
     assert recalled(scene) == []
 
 
-def test_a_tick_looks_once_at_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tick_evaluates_each_version_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first look asks back, a second one still sees where it was. It has a minimum, and its turn."""
     looked_at: list[list[str]] = []
     monkeypatch.setattr(recalls, "recall", lambda _state, _now, version_ids: looked_at.append([*version_ids]))
@@ -85,7 +85,7 @@ def test_a_tick_looks_once_at_each_version(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(len(set(one)) == len(one) for one in looked_at)
 
 
-def test_a_prompt_that_begins_meanwhile_stays() -> None:
+def test_prompt_that_begins_meanwhile_stays() -> None:
     scene = a_loading_instance()
     a_newcomer_is_ready(scene)
     keys = recalled(scene)
@@ -96,7 +96,7 @@ def test_a_prompt_that_begins_meanwhile_stays() -> None:
     assert attempt is not None and attempt.is_computed
 
 
-def test_prompts_behind_one_that_is_long_overdue_go_to_another_instance() -> None:
+def test_prompts_behind_overdue_one_go_elsewhere() -> None:
     """Whatever its worker says of itself."""
     scene = PaperCluster(PolicyConfig(max_instances=2)).settle(
         a_store("s1", "host-1"),
@@ -110,7 +110,7 @@ def test_prompts_behind_one_that_is_long_overdue_go_to_another_instance() -> Non
     assert sorted(recalled(scene)) == [AttemptKey("r1", 1), AttemptKey("r2", 1)], "the first has begun"
 
 
-def test_who_was_recalled_keeps_its_time_of_arrival_and_is_refused_by_no_full_queue() -> None:
+def test_recalled_request_keeps_arrival_and_is_not_refused() -> None:
     scene = a_loading_instance(queue_limit=1)
     a_newcomer_is_ready(scene)
     first = recalled(scene)[0]
@@ -133,7 +133,7 @@ def test_who_was_recalled_keeps_its_time_of_arrival_and_is_refused_by_no_full_qu
 
 
 @pytest.mark.parametrize("is_recalled", [True, False])
-def test_what_was_recalled_is_charged_to_its_tenant_once(is_recalled: bool) -> None:
+def test_recalled_request_is_charged_once(is_recalled: bool) -> None:
     scene = a_loading_instance()
     queues = scene.policy.state.queues
     other = a_model("birch/tiny", version_id=MODEL.version_id, pack_id=MODEL.pack_id)

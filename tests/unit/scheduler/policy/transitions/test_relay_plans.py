@@ -41,7 +41,7 @@ def reroutes(scene: PaperCluster) -> list[RerouteCommand]:
     return [command for command in scene.commands if isinstance(command, RerouteCommand)]
 
 
-def test_edges_follow_what_the_links_have_left() -> None:
+def test_edges_follow_bandwidth_left() -> None:
     speeds = {1: 1000 * MB, 2: 100 * MB, 3: 1000 * MB, 4: 500 * MB}
     scene = a_cluster(
         *(
@@ -63,7 +63,7 @@ def test_edges_follow_what_the_links_have_left() -> None:
     ]
 
 
-def test_a_host_with_running_requests_is_filled_last() -> None:
+def test_host_with_running_requests_is_filled_last() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(2), a_host(3))
     scene.settle(a_worker("w", "host-2", num_running=3))
     edges = relay_plans.plan_relay(
@@ -72,7 +72,7 @@ def test_a_host_with_running_requests_is_filled_last() -> None:
     assert [edge.target for edge in edges] == ["store-3", "store-2"]
 
 
-def test_a_copy_on_its_way_is_told_the_sources_it_has() -> None:
+def test_running_copy_keeps_its_sources() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(2), a_host(3))
     state = scene.policy.state
     first = relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3"], scene.now)
@@ -82,7 +82,7 @@ def test_a_copy_on_its_way_is_told_the_sources_it_has() -> None:
     assert str(again[0]) == "store-3 by a relay under way already"
 
 
-def test_the_clocks_of_stores_decide_nothing() -> None:
+def test_store_clocks_do_not_affect_decisions() -> None:
     def decide(ahead_s: float) -> tuple[list[RerouteCommand], tuple[TransferEdge, ...]]:
         """By a store with a transfer of its own, one that has ended, and one that is slow."""
         nic = NicCounters(0, 0, 1000 * MB)
@@ -120,7 +120,7 @@ def report(scene: PaperCluster, seconds: float, *shares: SourceShare) -> None:
     scene.pass_time(seconds)
 
 
-def test_a_relay_that_gets_less_than_half_of_its_plan_gets_another_source() -> None:
+def test_relay_below_half_of_plan_gets_other_source() -> None:
     scene = slow_relay()
     report(scene, 0.5, SourceShare("store-1", 1, 20 * MB, True))
     assert not reroutes(scene)  # it may be over in a moment
@@ -135,7 +135,7 @@ def test_a_relay_that_gets_less_than_half_of_its_plan_gets_another_source() -> N
     assert transfer.holder_ids[0] == "store-2"
 
 
-def test_that_nothing_better_is_known_is_recorded_once() -> None:
+def test_lack_of_better_source_is_recorded_once() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
     relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
     report(scene, 20.0, SourceShare("store-1", 1, 1 * MB, True))
@@ -173,7 +173,7 @@ def test_relays_are_seen_from_plan_to_end() -> None:
     assert events == ["relay.started", "relay.slow", "relay.finished"]
 
 
-def test_an_idle_relay_becomes_urgent_once_somebody_waits() -> None:
+def test_idle_relay_becomes_urgent_for_waiting_request() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
     state = scene.policy.state
     relay_plans.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False)
@@ -182,7 +182,7 @@ def test_an_idle_relay_becomes_urgent_once_somebody_waits() -> None:
     assert running.urgent and view.urgent
 
 
-def test_a_relay_that_its_store_refuses_has_failed() -> None:
+def test_refused_relay_has_failed() -> None:
     scene = hosts(1, replicate=False)
     scene.obedient = False
     scene.admit(MODEL, "r1")
@@ -193,7 +193,7 @@ def test_a_relay_that_its_store_refuses_has_failed() -> None:
     assert failed.reason.endswith("ended: the arena is full") and failed.fields["error"] == "the arena is full"
 
 
-def test_it_is_left_alone_for_a_while_and_when_nothing_better_is_known() -> None:
+def test_slow_relay_is_not_replanned_again_soon() -> None:
     scene = slow_relay()
     report(scene, 20.0, SourceShare("store-1", 1, 20 * MB, True), SourceShare("store-2", 1, 5 * MB, True))
     assert len(reroutes(scene)) <= 2
@@ -203,14 +203,14 @@ def test_it_is_left_alone_for_a_while_and_when_nothing_better_is_known() -> None
     assert not reroutes(scene)
 
 
-def test_the_plan_of_a_wake_names_its_predictions() -> None:
+def test_wake_plan_names_predictions() -> None:
     scene = hosts(2, replicate=False)
     scene.admit(MODEL, "r1")
     (plan,) = [event for event in scene.events if event.kind == "plan"]
     assert "from remote at 500 MB/s, ready in 67.4 ms" in plan.reason
 
 
-def test_a_wake_on_a_host_that_has_the_pack_names_no_relay() -> None:
+def test_wake_on_host_with_pack_names_no_relay() -> None:
     scene = hosts(1, replicate=False)
     scene.hold("store-1", MODEL)
     scene.report_all()
@@ -221,7 +221,7 @@ def test_a_wake_on_a_host_that_has_the_pack_names_no_relay() -> None:
     assert not [event for event in scene.events if event.topic.startswith("relay.")]
 
 
-def test_a_store_that_is_lost_takes_its_relays_along() -> None:
+def test_lost_store_ends_its_relays() -> None:
     scene = slow_relay()
     scene.apply(StoreGone("store-3"))
     assert not scene.policy.state.transfers.with_rates()
@@ -248,7 +248,7 @@ def plan(scene: PaperCluster, model: Model, store_id: str, deadline_s: float, ur
     return edge
 
 
-def test_a_load_that_is_due_sooner_goes_first_on_the_link_that_both_need() -> None:
+def test_load_due_sooner_goes_first_on_shared_link() -> None:
     scene = two_packs()
     assert plan(scene, MODEL, "store-2", LATER).bytes_per_s == 100 * MB
     assert plan(scene, OTHER, "store-3", 1.0).bytes_per_s == 100 * MB, "as if it were alone"
@@ -263,7 +263,7 @@ def test_a_load_that_is_due_sooner_goes_first_on_the_link_that_both_need() -> No
     assert relay_plans.goes_first(state, MODEL.pack_id, "store-2")
 
 
-def test_of_loads_past_their_deadlines_the_one_goes_first_that_could_be_there_first() -> None:
+def test_overdue_loads_are_ordered_by_earliest_completion() -> None:
     scene = two_packs()
     large = replace(OTHER, pack_bytes=10 * MODEL.pack_bytes)
     plan(scene, large, "store-2", -5.0)
@@ -274,7 +274,7 @@ def test_of_loads_past_their_deadlines_the_one_goes_first_that_could_be_there_fi
     )
 
 
-def test_who_has_to_yield_gets_no_other_sources_for_being_slow() -> None:
+def test_yielding_relay_is_not_replanned() -> None:
     scene = two_packs(replace(a_store("store-4", "host-4", [a_copy(MODEL)]), nic=NicCounters(0, 0, 80 * MB)))
     plan(scene, MODEL, "store-2", LATER)
     plan(scene, OTHER, "store-3", 1.0)
@@ -286,7 +286,7 @@ def test_who_has_to_yield_gets_no_other_sources_for_being_slow() -> None:
     assert len(reroutes(scene)) == num_told
 
 
-def test_where_a_link_carries_both_nobody_yields() -> None:
+def test_no_load_yields_if_link_carries_both() -> None:
     scene = two_packs()
     scene.stores["store-1"] = replace(scene.stores["store-1"], nic=NicCounters(0, 0, 200 * MB))
     scene.report_all()
@@ -295,7 +295,7 @@ def test_where_a_link_carries_both_nobody_yields() -> None:
     assert not reroutes(scene)
 
 
-def test_what_an_urgent_load_follows_is_as_urgent() -> None:
+def test_upstream_of_urgent_load_is_urgent() -> None:
     """An idle copy, and a load for a request that has time, held up whoever followed them."""
     scene = a_cluster(a_host(1, NUM_CHUNKS, NIC), *(a_host(number, nic=NIC) for number in (2, 3, 4)))
     relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2"], scene.now, urgent=False)
@@ -306,7 +306,7 @@ def test_what_an_urgent_load_follows_is_as_urgent() -> None:
     assert {one.deadline for one in transfers.with_rates()} == {scene.now + 1.0}
 
 
-def test_a_target_follows_an_idle_copy_of_its_pack_rather_than_the_source_of_that() -> None:
+def test_target_follows_idle_copy_of_its_pack() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS, NIC), a_host(2, nic=NIC), a_host(3, nic=NIC), a_host(4, nic=NIC))
     relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2"], scene.now, urgent=False)
     scene.stores["store-2"] = a_host(2, 1, NIC, shares=(SourceShare("store-1", 1, 80 * MB, True),))

@@ -38,7 +38,7 @@ def of_kind(scene: PaperCluster, kind: str) -> list[SchedulerEvent]:
     return [event for event in scene.events if event.kind == kind]
 
 
-def test_a_used_model_gets_a_second_copy_in_another_rack_and_both_are_retained() -> None:
+def test_used_model_gets_retained_copies_in_two_racks() -> None:
     scene = racks()
     scene.pass_time(2.0)
     (command,) = copies(scene)
@@ -52,13 +52,13 @@ def test_a_used_model_gets_a_second_copy_in_another_rack_and_both_are_retained()
     assert not scene.policy.state.transfers.with_rates() and scene.policy.state.replication_state.num_short == 0
 
 
-def test_a_model_nobody_asked_for_is_left_alone() -> None:
+def test_unused_model_is_not_replicated() -> None:
     scene = PaperCluster().settle(in_rack(1, "r1", MODEL), in_rack(2, "r2"))
     scene.pass_time(5.0)
     assert not scene.commands
 
 
-def test_nothing_is_begun_before_all_stores_had_time_to_report() -> None:
+def test_no_copy_is_ordered_before_stores_report() -> None:
     scene = PaperCluster()
     scene.stores["store-1"] = in_rack(1, "r1", MODEL)
     scene.stores["store-2"] = in_rack(2, "r2")
@@ -69,7 +69,7 @@ def test_nothing_is_begun_before_all_stores_had_time_to_report() -> None:
     assert len(copies(scene)) == 1
 
 
-def test_a_lost_copy_is_rebuilt_urgently_after_a_moment_in_which_the_store_might_return() -> None:
+def test_lost_copy_is_rebuilt_urgently_after_grace() -> None:
     scene = racks()
     scene.pass_time(2.0)
     del scene.stores["store-3"]
@@ -82,7 +82,7 @@ def test_a_lost_copy_is_rebuilt_urgently_after_a_moment_in_which_the_store_might
     assert "a copy was lost" in of_kind(scene, "rebuild")[0].reason
 
 
-def test_a_store_that_returns_with_its_arena_costs_nothing_and_gets_its_lease_again() -> None:
+def test_returned_store_keeps_copies_and_gets_lease() -> None:
     scene = racks()
     scene.pass_time(2.0)
     back = replace(scene.stores.pop("store-3"), incarnation="store-3 again")
@@ -95,7 +95,7 @@ def test_a_store_that_returns_with_its_arena_costs_nothing_and_gets_its_lease_ag
     assert [command.store_id for command in retained_packs(scene)[num_retains:]] == ["store-3"]
 
 
-def test_a_pack_whose_every_copy_was_lost_comes_back_from_the_remote_store() -> None:
+def test_pack_without_copies_returns_from_remote_store() -> None:
     scene = racks()
     scene.pass_time(2.0)
     for store_id in ("store-1", "store-3"):
@@ -107,7 +107,7 @@ def test_a_pack_whose_every_copy_was_lost_comes_back_from_the_remote_store() -> 
     assert "last copy was lost" in of_kind(scene, "rebuild")[0].reason
 
 
-def test_a_restarted_store_without_its_arena_counts_as_a_loss() -> None:
+def test_restarted_store_without_arena_is_loss() -> None:
     scene = PaperCluster().settle(in_rack(1, "r1", MODEL))
     scene.admit(MODEL, "r1")
     scene.pass_time(1.0)
@@ -116,7 +116,7 @@ def test_a_restarted_store_without_its_arena_counts_as_a_loss() -> None:
     assert [command.hop.store_id for command in copies(scene)] == ["store-1"]
 
 
-def test_a_pack_that_was_dropped_by_hand_does_not_come_back_by_itself() -> None:
+def test_dropped_pack_does_not_return() -> None:
     scene = PaperCluster().settle(in_rack(1, "r1", MODEL))
     scene.admit(MODEL, "r1")
     scene.pass_time(1.0)
@@ -125,7 +125,7 @@ def test_a_pack_that_was_dropped_by_hand_does_not_come_back_by_itself() -> None:
     assert not copies(scene)
 
 
-def test_a_copy_that_fails_is_tried_elsewhere_and_there_again_later() -> None:
+def test_failed_copy_is_tried_elsewhere_then_again() -> None:
     scene = racks(obedient=False)
     scene.pass_time(1.0)
     assert len(copies(scene)) == 1
@@ -140,7 +140,7 @@ def test_a_copy_that_fails_is_tried_elsewhere_and_there_again_later() -> None:
     assert copies(scene)[-1].hop.store_id == "store-3" and len(of_kind(scene, "copy_failed")) == 2
 
 
-def test_a_pack_that_was_deleted_is_forgotten_at_the_first_refusal() -> None:
+def test_deleted_pack_is_forgotten_at_first_refusal() -> None:
     scene = racks(obedient=False)
     del scene.stores["store-1"]
     scene.apply(StoreGone("store-1"))
@@ -154,7 +154,7 @@ def test_a_pack_that_was_deleted_is_forgotten_at_the_first_refusal() -> None:
     assert MODEL.pack_id not in replication_state.recent_packs and MODEL.pack_id not in replication_state.lost
 
 
-def test_losses_of_packs_that_nobody_remembers_are_not_kept() -> None:
+def test_losses_of_forgotten_packs_are_dropped() -> None:
     scene = PaperCluster().settle(in_rack(1, "r1"), in_rack(2, "r2"))
     for number in range(50):
         scene.hold("store-1", a_model(f"old-{number}"))
@@ -165,7 +165,7 @@ def test_losses_of_packs_that_nobody_remembers_are_not_kept() -> None:
     assert scene.policy.state.replication_state.lost == set()
 
 
-def test_an_old_error_in_the_reports_does_not_end_a_new_try() -> None:
+def test_old_reported_error_does_not_end_new_try() -> None:
     scene = racks(obedient=False)
     scene.hold("store-3", MODEL, num_chunks_verified=3, error="of an earlier try")
     scene.pass_time(3.0)
@@ -173,7 +173,7 @@ def test_an_old_error_in_the_reports_does_not_end_a_new_try() -> None:
     assert not of_kind(scene, "copy_failed")
 
 
-def test_what_a_store_never_reports_is_given_up() -> None:
+def test_unreported_copy_is_given_up() -> None:
     scene = racks(obedient=False)
     scene.pass_time(1.0)
     scene.apply(CopyAccepted(MODEL.pack_id, "store-3"))
@@ -181,7 +181,7 @@ def test_what_a_store_never_reports_is_given_up() -> None:
     assert "does not report it" in of_kind(scene, "copy_failed")[0].reason
 
 
-def test_an_order_whose_store_is_lost_ends_without_a_failed_copy() -> None:
+def test_order_of_lost_store_is_no_failed_copy() -> None:
     scene = racks(obedient=False)
     scene.pass_time(1.0)
     scene.apply(CopyFailed(MODEL.pack_id, "store-3", "the arena is full"))
@@ -192,7 +192,7 @@ def test_an_order_whose_store_is_lost_ends_without_a_failed_copy() -> None:
     assert "the store's process is gone" in of_kind(scene, "relay_failed")[-1].reason
 
 
-def test_an_order_for_a_copy_that_a_wake_has_begun_is_done_when_that_is() -> None:
+def test_order_for_copy_of_wake_ends_with_it() -> None:
     scene = PaperCluster(obedient=False).settle(in_rack(1, "r1", MODEL), in_rack(2, "r2"), a_worker("w", "host-2"))
     scene.admit(MODEL, "r1")
     scene.pass_time(1.0)
@@ -206,7 +206,7 @@ def test_an_order_for_a_copy_that_a_wake_has_begun_is_done_when_that_is() -> Non
     assert not scene.policy.state.transfers.num_running
 
 
-def test_leases_are_renewed_in_time_and_sent_again_to_a_store_that_did_not_take_them() -> None:
+def test_leases_are_renewed_and_retried_after_refusal() -> None:
     scene = racks(retention_s=9.0)
     scene.pass_time(2.0)
     begin = len(retained_packs(scene))
@@ -219,7 +219,7 @@ def test_leases_are_renewed_in_time_and_sent_again_to_a_store_that_did_not_take_
     assert "store-3" in [command.store_id for command in retained_packs(scene)[begin:]]
 
 
-def test_when_demand_ends_so_does_the_retention() -> None:
+def test_retention_ends_with_demand() -> None:
     scene = racks(recent_s=5.0)
     scene.release("r1")
     scene.pass_time(8.0)
@@ -229,7 +229,7 @@ def test_when_demand_ends_so_does_the_retention() -> None:
     assert not retained_packs(scene)[begin:]
 
 
-def test_an_instance_is_use_and_its_working_copy_is_a_copy() -> None:
+def test_instance_counts_as_use_and_its_pack_as_copy() -> None:
     scene = PaperCluster(PolicyConfig(recent_s=3.0)).settle(
         in_rack(1, "r1", MODEL), in_rack(2, "r2"), a_worker("w-a", "host-1")
     )
@@ -241,7 +241,7 @@ def test_an_instance_is_use_and_its_working_copy_is_a_copy() -> None:
     assert scene.retained_packs["store-1"] == (MODEL.pack_id,)
 
 
-def test_a_store_is_told_what_to_keep_on_its_disk_and_the_order_anew_with_every_lease() -> None:
+def test_disk_order_is_sent_with_every_lease() -> None:
     other = a_model("acme/other")
     both = frozenset({MODEL.pack_id, other.pack_id, "of nobody"})
     scene = PaperCluster().settle(replace(in_rack(1, "r1", MODEL), disk_pack_ids=both), a_worker("w-a", "host-1"))
@@ -259,7 +259,7 @@ def test_a_store_is_told_what_to_keep_on_its_disk_and_the_order_anew_with_every_
     assert retained_packs(scene)[-1].disk_pack_ids == (other.pack_id, MODEL.pack_id)
 
 
-def test_what_a_disk_gets_is_ordered_before_the_lease_is_renewed_and_who_tells_of_no_disk_is_told_of_none() -> None:
+def test_disk_change_is_ordered_before_renewal() -> None:
     store = replace(in_rack(1, "r1", MODEL), disk_pack_ids=frozenset())
     scene = PaperCluster().settle(store, in_rack(2, "r2", MODEL), a_worker("w-a", "host-1"))
     scene.admit(MODEL, "r")
@@ -273,7 +273,7 @@ def test_what_a_disk_gets_is_ordered_before_the_lease_is_renewed_and_who_tells_o
     assert [one.store_id for one in retained_packs(scene)[2:]] == ["store-1"]
 
 
-def test_a_report_that_was_overtaken_is_no_eviction() -> None:
+def test_overtaken_report_is_no_eviction() -> None:
     scene = racks()
     scene.pass_time(2.0)
     store = scene.stores["store-1"]
@@ -282,7 +282,7 @@ def test_a_report_that_was_overtaken_is_no_eviction() -> None:
     assert not of_kind(scene, "evicted")
 
 
-def test_what_a_store_evicts_is_told_with_its_worth() -> None:
+def test_eviction_is_recorded_with_worth() -> None:
     scene = racks()
     scene.pass_time(2.0)
     scene.stores["store-1"] = replace(scene.stores["store-1"], copies={})
@@ -292,7 +292,7 @@ def test_what_a_store_evicts_is_told_with_its_worth() -> None:
     assert event.reason.startswith("no longer in the RAM of store-1; its next use is expected in ")
 
 
-def test_a_new_scheduler_takes_over_what_the_one_before_retained() -> None:
+def test_new_scheduler_adopts_retained_packs() -> None:
     scene = PaperCluster()
     retained = replace(a_copy(MODEL), retained=True)
     first = replace(in_rack(1, "r1"), copies={MODEL.pack_id: retained})
@@ -305,13 +305,13 @@ def test_a_new_scheduler_takes_over_what_the_one_before_retained() -> None:
     assert scene.retained_packs["store-1"] == ()
 
 
-def test_switched_off_it_does_nothing() -> None:
+def test_disabled_replication_orders_nothing() -> None:
     scene = racks(replicate=False)
     scene.pass_time(5.0)
     assert not scene.commands
 
 
-def test_a_recent_pack_that_no_store_can_take_counts_as_short() -> None:
+def test_recent_pack_without_space_counts_as_short() -> None:
     scene = PaperCluster()
     small = a_store("store-2", "host-2", arena_bytes=16 * MB)
     scene.settle(in_rack(1, "r1", MODEL), small)
@@ -320,7 +320,7 @@ def test_a_recent_pack_that_no_store_can_take_counts_as_short() -> None:
     assert not copies(scene) and scene.policy.state.replication_state.num_short == 1
 
 
-def test_a_lost_pack_that_the_remote_store_has_no_more_is_given_up_once_nobody_asks_for_it() -> None:
+def test_unused_lost_pack_without_remote_copy_is_given_up() -> None:
     scene = racks(obedient=False, recent_s=5.0, copy_backoff_max_s=4.0)
     del scene.stores["store-1"]
     scene.apply(StoreGone("store-1"))
