@@ -12,6 +12,7 @@ from typing import Final
 
 from torchrelay.common.errors import Overloaded, Unavailable
 from torchrelay.common.latency.latency_model import NO_WORK, StepWork
+from torchrelay.common.sampling import SharedSampling
 
 
 class KvPoolFull(Overloaded):
@@ -31,15 +32,9 @@ MIN_TEMPERATURE: Final = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(SharedSampling):
     """How the next token is chosen and when a choice ends; greedy when ``temperature`` is (nearly) 0."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0  # 1: off
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0  # 0: off
-    presence_penalty: float = 0.0  # subtracted from the logit of every token in the output so far
-    frequency_penalty: float = 0.0  # the same, per occurrence
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
     top_logprobs: int | None = None  # number of top tokens to report beside the chosen token; None: no logprobs
     seed: int = 0

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torchrelay.common.clock import now_unix_us
+from torchrelay.common.sampling import shared_sampling
 from torchrelay.common.tokens.stop_strings import StopChecker
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
@@ -67,12 +68,7 @@ class Attempt:
             prompt=tuple(self.start.prompt),
             num_prompt_tokens=self.start.num_prompt_tokens,
             sampling=SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                presence_penalty=sampling.presence_penalty,
-                frequency_penalty=sampling.frequency_penalty,
+                **shared_sampling(sampling),
                 logit_bias=tuple(sorted(sampling.logit_bias.items())),
                 top_logprobs=sampling.top_logprobs if sampling.HasField("top_logprobs") else None,
                 seed=sampling.seed,

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.sampling import SHARED_NAMES
 from torchrelay.gateway.inference.core import GenerateParams, LogprobDelta, TokenDelta, Usage
 from torchrelay.gateway.inference.parameter_ranges import (
-    RANGES,
     check_biases,
     check_num_messages,
     check_ranges,
@@ -22,7 +22,7 @@ from torchrelay.gateway.inference.pipeline import RequestSession
 from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 from torchrelay.inference.v1 import inference_pb2 as pb
 
-_OPTIONAL: Final[tuple[Any, ...]] = (*RANGES, "max_tokens", "top_k", "top_logprobs", "seed")
+_OPTIONAL: Final[tuple[Any, ...]] = (*SHARED_NAMES, "max_tokens", "top_logprobs", "seed")
 
 
 def params_of_request(request: pb.GenerateRequest) -> GenerateParams:
@@ -48,7 +48,7 @@ def params_of_request(request: pb.GenerateRequest) -> GenerateParams:
     ):
         if not is_valid:
             raise InvalidRequest(f"{name} is out of range", field=name)
-    check_ranges({name: fields.get(name) for name in RANGES})
+    check_ranges(fields)
     check_top_logprobs(fields.get("top_logprobs", 0))
     return GenerateParams(
         model=request.model,

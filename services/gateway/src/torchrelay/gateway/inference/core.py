@@ -8,6 +8,7 @@ from typing import TypeAlias
 import msgspec
 
 from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.sampling import SharedSampling
 from torchrelay.control.v1 import generation_pb2, scheduler_pb2
 from torchrelay.gateway.core import FinishCause, Principal, PublishedModel, ServiceClass
 
@@ -15,7 +16,7 @@ ChatMessage: TypeAlias = dict[str, str]  # "role", "content" and optionally "nam
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateParams:
+class GenerateParams(SharedSampling):
     """A caller's parameters, from REST or gRPC. Exactly one of ``messages``, ``text`` and ``token_ids`` is set."""
 
     model: str
@@ -24,12 +25,6 @@ class GenerateParams:
     token_ids: tuple[int, ...] | None = None
     max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0  # 0: off
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, addend to its logit)
     top_logprobs: int | None = None  # alternatives to report beside the chosen token; None: no logprobs
     seed: int | None = None

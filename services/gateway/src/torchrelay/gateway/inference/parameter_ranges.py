@@ -6,9 +6,10 @@ Every check raises ``InvalidRequest`` naming the field and its range. NaN is in 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.sampling import RANGES
 from torchrelay.gateway.core import ServiceClass
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
@@ -19,13 +20,6 @@ MAX_STOP_TOKENS: Final = 64
 MAX_BIASES: Final = 1024
 MAX_TOP_LOGPROBS: Final = 20
 MAX_COMPLETION_LOGPROBS: Final = 5
-RANGES: Final = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-}
 _BIAS: Final = (-100.0, 100.0)
 _SERVICE_CLASSES: Final = {
     "auto": None,
@@ -49,10 +43,10 @@ def check_role(role: str, index: int) -> None:
         raise InvalidRequest(message, field="messages")
 
 
-def check_ranges(values: Mapping[str, float | None]) -> None:
-    """Checks the parameters of the distribution, by name; None: not given."""
-    for name, value in values.items():
-        low, high = RANGES[name]
+def check_ranges(values: Mapping[str, Any]) -> None:
+    """Checks those of a request's parameters that have a range in the table of sampling parameters."""
+    for name, (low, high) in RANGES.items():
+        value = values.get(name)
         if value is None or (low <= value <= high and (value > 0 or name != "top_p")):
             continue
         allowed = f"above 0 and at most {high:g}" if name == "top_p" else f"between {low:g} and {high:g}"

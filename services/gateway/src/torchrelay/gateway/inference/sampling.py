@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from torchrelay.common.errors import ContextLengthExceeded, InvalidRequest
+from torchrelay.common.sampling import shared_sampling
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.inference.core import GenerateParams
@@ -35,12 +36,7 @@ def sampling_of(
     check_vocabulary(params.stop_token_ids, vocab_size, "stop_token_ids")
     eos_token_ids = () if params.ignore_eos else model.version.eos_token_ids
     return pb.Sampling(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
+        **shared_sampling(params),
         logit_bias=dict(params.logit_bias),
         top_logprobs=params.top_logprobs,
         seed=random.getrandbits(64) if params.seed is None else params.seed,

@@ -12,10 +12,10 @@ import msgspec
 from msgspec import Meta
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.sampling import shared_sampling
 from torchrelay.gateway.inference.core import ChatMessage, GenerateParams
 from torchrelay.gateway.inference.parameter_ranges import (
     MAX_COMPLETION_LOGPROBS,
-    RANGES,
     bias_tokens,
     check_biases,
     check_num_messages,
@@ -155,15 +155,11 @@ def params_of_completion(body: CompletionBody) -> GenerateParams:
 def _params(body: BaseBody, **fields: Any) -> GenerateParams:
     if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
         raise InvalidRequest("seed must fit into 64 bits", field="seed")
-    check_ranges({name: getattr(body, name) for name in RANGES})
+    sampling = shared_sampling(body)
+    check_ranges(sampling)
     return GenerateParams(
         model=body.model,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=max(body.top_k or 0, 0),
-        min_p=body.min_p or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
+        **{**sampling, "top_k": max(body.top_k or 0, 0)},  # -1: off, as in vLLM
         logit_bias=check_biases(bias_tokens(body.logit_bias or {})),
         seed=None if body.seed is None else body.seed % (1 << 64),
         num_choices=body.n or 1,
