@@ -17,7 +17,11 @@ from tests.support.brokers import nats_server, redis_server
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # How long an example takes says something about the machine, and nothing about the code.
-hypothesis.settings.register_profile("torchrelay", deadline=None)
+hypothesis.settings.register_profile(
+    "torchrelay",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # which measures wall time
+)
 hypothesis.settings.load_profile("torchrelay")
 # Read when Triton is imported: its kernels run in an interpreter, on any machine. With 0 the same tests use the GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,4 +1,4 @@
-"""Tasks that run alongside a block, and those that end together."""
+"""Tasks that run alongside a block or end together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from torchrelay.gateway.background import all_ended
 
 
-async def test_who_fails_does_not_leave_the_others_behind() -> None:
+async def test_all_ended_waits_for_the_rest_after_a_failure() -> None:
     ended: list[str] = []
 
     async def fail(name: str) -> None:
@@ -26,7 +26,7 @@ async def test_who_fails_does_not_leave_the_others_behind() -> None:
     assert [str(error) for error in caught.value.exceptions] == ["first", "last"]
 
 
-async def test_nothing_is_raised_when_all_end_well() -> None:
+async def test_all_ended_raises_nothing_on_success() -> None:
     ended: list[str] = []
 
     async def end(name: str) -> None:

@@ -29,7 +29,7 @@ uvloop.run(main())
 """
 
 
-def test_children_of_the_event_loop_are_left_alone_by_grpc() -> None:
+def test_grpc_leaves_children_of_the_event_loop_alone() -> None:
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "fork() handlers" not in done.stderr

@@ -86,7 +86,7 @@ def home(tmp_path: Path) -> Path:
     return made
 
 
-def test_keys_outlive_kill_9_and_sigterm_ends_in_order(home: Path, nats_url: str, redis_url: str) -> None:
+def test_keys_survive_sigkill_and_sigterm_ends_cleanly(home: Path, nats_url: str, redis_url: str) -> None:
     with gateway(home, nats_url, redis_url) as (process, addresses):
         first_id = addresses["gateway_id"]
         await_beat(home, first_id, 3)
@@ -118,8 +118,8 @@ def test_keys_outlive_kill_9_and_sigterm_ends_in_order(home: Path, nats_url: str
     assert errors == []
 
 
-def test_idle_strangers_do_not_keep_a_tenant_out(home: Path, nats_url: str, redis_url: str) -> None:
-    """More connections than the process may have open files, at both doors. Whoever has shown a key stays connected."""
+def test_idle_keyless_connections_do_not_block_a_tenant(home: Path, nats_url: str, redis_url: str) -> None:
+    """Both ports get more connections than the process may have open files. Connections with a key stay open."""
     with gateway(home, nats_url, redis_url, num_descriptors=512) as (process, addresses), ExitStack() as stack:
         admin = {"authorization": f"Bearer {ADMIN_KEY}"}
         with httpx.Client(base_url=addresses["http"], headers=admin, trust_env=False) as client:
@@ -128,11 +128,11 @@ def test_idle_strangers_do_not_keep_a_tenant_out(home: Path, nats_url: str, redi
         early = stack.enter_context(http2_client(addresses["grpc"]))
         early.greet()
         assert lists_models(early, 1, key)
-        doors = [urlsplit(addresses["http"]).netloc, addresses["grpc"]]
+        ports = [urlsplit(addresses["http"]).netloc, addresses["grpc"]]
         for number in range(900):
-            host, _, port = doors[number % 2].partition(":")
+            host, _, port = ports[number % 2].partition(":")
             stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
-        for _ in range(40):  # each over a connection of its own
+        for _ in range(40):  # each over a new connection
             assert httpx.get(f"{addresses['http']}/v1/tenants", headers=admin).status_code == 200
             with http2_client(addresses["grpc"]) as late:
                 late.greet()
@@ -142,7 +142,7 @@ def test_idle_strangers_do_not_keep_a_tenant_out(home: Path, nats_url: str, redi
 
 
 def lists_models(client: Http2Client, stream: int, key: str) -> bool:
-    """Whether the call is answered, with an empty list; else the connection has been closed."""
+    """Whether the call is answered with an empty list; otherwise the connection has been closed."""
     try:
         client.open_call(stream, "/torchrelay.inference.v1.Inference/ListModels", ("authorization", f"Bearer {key}"))
         client.send_message(stream, b"")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,36 +12,30 @@ import pytest
 
 from tests.support.brokers import broker_program, free_port, listening, nats_server
 from tests.support.silent_proxy import SilentProxy
+from tests.support.wait import eventually
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.gateway.background import background
 from torchrelay.gateway.nats_events import NatsEvents
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 10) -> None:
-    """Polls for an event of the other side, which has no handle to await."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-async def test_a_hint_reaches_the_other_gateways(nats_url: str) -> None:
+async def test_hint_reaches_other_gateways(nats_url: str) -> None:
     prefix = f"t{secrets.token_hex(4)}"
-    heard = asyncio.Event()
+    received = asyncio.Event()
     here = NatsEvents(nats_url, prefix, "gw-1", lambda: None)
-    there = NatsEvents(nats_url, prefix, "gw-2", heard.set)
+    there = NatsEvents(nats_url, prefix, "gw-2", received.set)
     async with background(here.run(), there.run()):
-        await until(lambda: here.registers() and there.registers())
-        assert not heard.is_set()
+        await eventually(lambda: here.registers() and there.registers())
+        assert not received.is_set()
         await here.key_revoked()
-        await asyncio.wait_for(heard.wait(), 5)
-        assert heard.is_set()
+        await asyncio.wait_for(received.wait(), 5)
+        assert received.is_set()
 
 
-async def test_a_published_model_is_in_the_history(nats_url: str) -> None:
+async def test_model_change_is_in_the_history(nats_url: str) -> None:
     prefix = f"t{secrets.token_hex(4)}"
     signals = NatsEvents(nats_url, prefix, "gw-1", lambda: None)
     async with background(signals.run()):
-        await until(signals.registers)
+        await eventually(signals.registers)
         await signals.model_changed("deleted", "acme/glossary", None)
         client = await nats.connect(nats_url)
         subjects = Subjects(prefix)
@@ -51,7 +45,7 @@ async def test_a_published_model_is_in_the_history(nats_url: str) -> None:
     assert json.loads(kept.data or b"")["model"] == "acme/glossary"
 
 
-async def test_nats_may_come_late_and_nothing_waits_for_it(tmp_path: Path) -> None:
+async def test_late_nats_is_connected_and_delays_nothing(tmp_path: Path) -> None:
     port = free_port()
     signals = NatsEvents(f"nats://127.0.0.1:{port}", f"t{secrets.token_hex(4)}", "gw-1", lambda: None)
     async with background(signals.run(retry_s=0.05)):
@@ -59,16 +53,16 @@ async def test_nats_may_come_late_and_nothing_waits_for_it(tmp_path: Path) -> No
         await signals.key_revoked()  # dropped without an error
         assert signals.registers() is None
         with nats_server(tmp_path, port):
-            await until(signals.registers)
+            await eventually(signals.registers)
 
 
-async def test_a_hung_broker_makes_no_request_wait(nats_url: str) -> None:
+async def test_hung_broker_delays_no_request(nats_url: str) -> None:
     async with SilentProxy(nats_url).serving() as proxy:
         signals = NatsEvents(proxy.url, f"t{secrets.token_hex(4)}", "gw-1", lambda: None)
         async with background(signals.run()):
-            await until(signals.registers)
+            await eventually(signals.registers)
             proxy.fall_silent()
-            async with asyncio.timeout(1):  # a durable event alone would wait this long for its acknowledgement
+            async with asyncio.timeout(1):  # a durable event waits this long for its acknowledgement
                 for _ in range(5000):
                     await signals.key_revoked()
                     await signals.model_changed("deleted", "acme/glossary", None)
@@ -77,36 +71,36 @@ async def test_a_hung_broker_makes_no_request_wait(nats_url: str) -> None:
 
 @pytest.fixture
 def plain_nats_url(tmp_path: Path) -> Iterator[str]:
-    """A server without JetStream: streams cannot be made."""
+    """A server without JetStream, which cannot create streams."""
     command = [broker_program("nats-server"), "-a", "127.0.0.1"]
     with listening(lambda port: [*command, "-p", str(port)], tmp_path / "nats.log", "127.0.0.1") as port:
         yield f"nats://127.0.0.1:{port}"
 
 
-async def test_a_hint_needs_no_streams(plain_nats_url: str) -> None:
-    heard = asyncio.Event()
+async def test_hint_works_without_jetstream(plain_nats_url: str) -> None:
+    received = asyncio.Event()
     here = NatsEvents(plain_nats_url, "", "gw-1", lambda: None)
-    there = NatsEvents(plain_nats_url, "", "gw-2", heard.set)
+    there = NatsEvents(plain_nats_url, "", "gw-2", received.set)
     async with background(here.run(retry_s=0.1), there.run(retry_s=0.1)):
         async with asyncio.timeout(10):
             while await here.ask() or await there.ask():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await here.key_revoked()
-        await asyncio.wait_for(heard.wait(), 5)
+        await asyncio.wait_for(received.wait(), 5)
         assert here.registers() is None
 
 
-async def test_what_is_dropped_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_dropped_event_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with nats_server(tmp_path) as url:
         signals = NatsEvents(url, f"t{secrets.token_hex(4)}", "gw-1", lambda: None)
         running = asyncio.create_task(signals.run())
-        await until(signals.registers)
+        await eventually(signals.registers)
     is_away = False
     while not is_away:
-        with suppress(TimeoutError):  # the client waits 10 s for an answer if it asked before it saw its connection end
+        with suppress(TimeoutError):  # a request sent before the client noticed the loss waits 10 s
             async with asyncio.timeout(0.1):
                 is_away = bool(await signals.ask())
     await signals.model_changed("deleted", "acme/glossary", None)
-    await until(lambda: "event_not_published" in capsys.readouterr().out)
+    await eventually(lambda: "event_not_published" in capsys.readouterr().out)
     running.cancel()
     await asyncio.wait({running})

@@ -8,7 +8,7 @@ from torchrelay.gateway.resource_names import check_name
 
 
 @given(st.text(max_size=70))
-def test_a_name_has_no_slash_no_space_and_no_surprise(name: str) -> None:
+def test_resource_names_are_checked(name: str) -> None:
     try:
         check_name(name, "model")
     except InvalidRequest as error:

@@ -19,19 +19,19 @@ from torchrelay.gateway.settings import GatewaySettings
         ({"http_port": 99999}, "http_port (TORCHRELAY_HTTP_PORT): Input should be less than or equal to 65535"),
     ],
 )
-def test_a_wrong_setting_is_named(wrong: dict[str, object], said: str) -> None:
+def test_invalid_setting_is_named(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(ValidationError) as caught:
         GatewaySettings(**wrong)  # type: ignore[arg-type]
     shown = setting_errors(caught.value)[0]
     assert said in shown and "hunter" not in shown
 
 
-def test_an_admin_key_of_a_home_or_none_is_right() -> None:
+def test_valid_admin_keys_are_accepted() -> None:
     assert GatewaySettings(admin_key=f"tra-{'0' * 32}").admin_key
     assert GatewaySettings(admin_key="").admin_key == ""
 
 
-def test_the_ports_of_a_hand_started_platform_fit() -> None:
+def test_default_addresses_match_the_other_services() -> None:
     settings = GatewaySettings()
     assert (settings.store_address, settings.scheduler_address) == ("127.0.0.1:7103", "127.0.0.1:7101")
     for url in ("sqlite:///ledger.db", "postgresql://a:b@host/name", "postgresql+asyncpg://host/name"):

@@ -17,7 +17,7 @@ from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.gateway.token_path import open_token_path
 
 
-async def test_a_fault_in_the_stream_to_the_scheduler_ends_the_gateway() -> None:
+async def test_fault_in_the_scheduler_stream_ends_the_gateway() -> None:
     settings, ports, there = GatewaySettings(), InMemoryPorts([]), EchoScheduler([])
     there.refusals.append(scheduler_pb2.Refusal())
     is_ended = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -65,13 +64,6 @@ class TokenPathRig:
     def text(self, token_ids: list[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Polls for the effect of another process or task."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 -- the other side has no event for us
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture(scope="session")

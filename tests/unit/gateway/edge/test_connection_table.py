@@ -14,7 +14,7 @@ def table(limits: ConnectionLimits = LIMITS) -> ConnectionTable[str]:
     return ConnectionTable(limits)
 
 
-def test_address_with_most_keyless_connections_loses_its_oldest() -> None:
+def test_busiest_keyless_address_loses_its_oldest() -> None:
     connections = table()
     for name in ("other", "a1", "a2", "a3"):
         assert connections.add(name, name[0]) is None
@@ -25,7 +25,7 @@ def test_address_with_most_keyless_connections_loses_its_oldest() -> None:
     assert len(connections) == connections.num_keyless == 4
 
 
-def test_connections_of_a_tenant_beyond_its_limit_count_as_keyless() -> None:
+def test_tenants_excess_connections_count_as_keyless() -> None:
     connections = table(ConnectionLimits(total=6, keyless=2, per_tenant=1))
     for name in ("t1", "t2", "t3"):
         connections.add(name, "x")
@@ -47,7 +47,7 @@ def test_connection_with_a_key_survives_keyless_connections() -> None:
     assert connections.has_key("t1") and len(connections) == 6
 
 
-def test_tenant_with_most_idle_connections_loses_the_longest_idle() -> None:
+def test_tenant_with_most_idle_loses_its_longest_idle() -> None:
     connections = table(ConnectionLimits(total=4, keyless=2))
     for name, tenant in (("z1", "zoo"), ("a1", "acme"), ("a2", "acme"), ("a3", "acme")):
         connections.add(name, "x")
@@ -107,7 +107,7 @@ def test_table_never_exceeds_its_limits(steps: list[tuple[str, int]]) -> None:
         assert numbers.num_keyless <= 4
 
 
-def test_new_connection_is_closed_where_tenants_fill_their_halves() -> None:
+def test_new_connection_is_closed_when_tenants_fill_their_halves() -> None:
     connections = table(GRPC_LIMITS)
     for name, tenant in (("a0", "acme"), ("a1", "acme"), ("z0", "zoo"), ("z1", "zoo")):
         assert connections.add(name, "x") is None
@@ -153,7 +153,7 @@ def test_busy_connection_with_a_key_is_never_closed(steps: list[tuple[str, int, 
 
 
 @pytest.mark.parametrize("num_descriptors", [256, 1024, 4096, 1 << 20])
-def test_limits_leave_descriptors_for_the_gateway_itself(num_descriptors: int) -> None:
+def test_limits_leave_descriptors_for_the_gateway(num_descriptors: int) -> None:
     rest, num_grpc = divide_descriptors(num_descriptors, ConnectionLimits(), 1024)
     assert rest.total + 3 * num_grpc <= num_descriptors - min(256, num_descriptors // 2)
     assert rest.keyless <= rest.total // 2

@@ -1,4 +1,4 @@
-"""The frames of a client: floods and bytes without end are found, however they are split; ordinary traffic passes."""
+"""Floods and endless frames of a client are faulty, however their bytes are split; ordinary traffic is not."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ LIMITS = FrameLimits(header_block_bytes=1000, allowance=80, allowance_per_s=20.0
 
 
 def fault(*parts: bytes, now: float = 0.0, limits: FrameLimits = LIMITS) -> str | None:
-    """What the first faulty part passes."""
+    """The fault of the first faulty part."""
     counter = FrameCounter(0.0, limits)
-    return next((found for part in parts if (found := counter.receive(part, now))), None)
+    return next((fault for part in parts if (fault := counter.receive(part, now))), None)
 
 
 FAULTS = {
@@ -81,19 +81,18 @@ PASSING = {
 
 
 @pytest.mark.parametrize("case", FAULTS)
-def test_what_passes_a_limit_is_found(case: str) -> None:
-    data, told = FAULTS[case]
-    found = fault(data)
-    assert found and told in found
+def test_bytes_above_a_limit_are_faulty(case: str) -> None:
+    data, cause = FAULTS[case]
+    assert cause in (fault(data) or "")
 
 
 @pytest.mark.parametrize("case", PASSING)
-def test_what_passes_none_is_let_through(case: str) -> None:
+def test_bytes_within_the_limits_are_not_faulty(case: str) -> None:
     assert fault(PASSING[case]) is None
 
 
 @given(data=st.data(), case=st.sampled_from([*FAULTS, *(f"passing {case}" for case in PASSING)]))
-def test_the_verdict_is_the_same_however_the_bytes_are_split(data: st.DataObject, case: str) -> None:
+def test_verdict_does_not_depend_on_cuts(data: st.DataObject, case: str) -> None:
     sent = FAULTS[case][0] if case in FAULTS else PASSING[case.removeprefix("passing ")]
     cuts = sorted(data.draw(st.lists(st.integers(0, min(len(sent), 2000)), max_size=30)))
     assert fault(*(sent[begin:end] for begin, end in pairwise([0, *cuts, len(sent)]))) == fault(sent)
@@ -103,22 +102,20 @@ def test_the_verdict_is_the_same_however_the_bytes_are_split(data: st.DataObject
     frames=st.lists(st.tuples(st.integers(0, 10), st.integers(0, 255), st.binary(max_size=100)), max_size=60),
     size=st.integers(1, 50),
 )
-def test_the_verdict_on_any_frames_is_the_same_in_pieces_of_any_size(
-    frames: list[tuple[int, int, bytes]], size: int
-) -> None:
+def test_verdict_on_any_frames_does_not_depend_on_piece_size(frames: list[tuple[int, int, bytes]], size: int) -> None:
     sent = GREETING + b"".join(frame(kind, flags, 1, payload) for kind, flags, payload in frames)
     assert fault(*(sent[begin : begin + size] for begin in range(0, len(sent), size))) == fault(sent)
 
 
-def test_small_frames_are_allowed_again_with_time() -> None:
+def test_allowance_for_small_frames_returns_with_time() -> None:
     counter = FrameCounter(0.0, LIMITS)
     assert counter.receive(GREETING + frame(PING, payload=bytes(8)) * 19, 0.0) is None
     assert counter.receive(frame(PING, payload=bytes(8)) * 5, 1.0) is None
     assert counter.receive(frame(PING, payload=bytes(8)), 1.0)
 
 
-def test_small_frames_are_allowed_for_what_the_server_sends() -> None:
-    """A client that is sent a stream of tokens, and answers each of 80 bytes with a ping and a window."""
+def test_sent_bytes_earn_allowance_for_small_frames() -> None:
+    """A client may answer each message of 80 bytes in a stream of tokens with a ping and a window update."""
     counter = FrameCounter(0.0, LIMITS)
     assert counter.receive(GREETING, 0.0) is None
     for _ in range(10_000):
@@ -126,7 +123,7 @@ def test_small_frames_are_allowed_for_what_the_server_sends() -> None:
         assert counter.receive(frame(PING, payload=bytes(8)) + frame(WINDOW_UPDATE, payload=bytes(4)), 0.0) is None
 
 
-def test_the_answers_to_pings_do_not_pay_for_pings() -> None:
+def test_ping_answers_earn_no_allowance() -> None:
     counter, pings = FrameCounter(0.0, LIMITS), 0
     counter.receive(GREETING, 0.0)
     while counter.receive(frame(PING, payload=bytes(8)), 0.0) is None:
@@ -135,8 +132,8 @@ def test_the_answers_to_pings_do_not_pay_for_pings() -> None:
         assert pings < 100
 
 
-def test_calls_are_allowed_for_their_answers() -> None:
-    """A call of grpcio's client, message, end and window included, and the shortest answer to one."""
+def test_answers_earn_allowance_for_calls() -> None:
+    """The shortest answer allows the next call of grpcio's client: headers, message, end and window update."""
     counter = FrameCounter(0.0, LIMITS)
     assert counter.receive(GREETING, 0.0) is None
     opened, message = frame(HEADERS, END_HEADERS, 1, bytes(20)), frame(DATA, END_STREAM, 1, bytes(5))
@@ -146,8 +143,8 @@ def test_calls_are_allowed_for_their_answers() -> None:
         counter.answer(answer)
 
 
-def test_resets_do_not_pay_for_the_calls_that_they_refuse() -> None:
-    """grpcio resets a stream whose headers say nothing, and one beyond its number of streams."""
+def test_resets_earn_no_allowance() -> None:
+    """grpcio resets streams with empty headers and streams above their maximum number."""
     counter, calls = FrameCounter(0.0, LIMITS), 0
     counter.receive(GREETING, 0.0)
     while counter.receive(frame(HEADERS, END_HEADERS, 1), 0.0) is None:
@@ -156,7 +153,7 @@ def test_resets_do_not_pay_for_the_calls_that_they_refuse() -> None:
         assert calls < 1000
 
 
-def test_what_was_saved_up_is_bounded() -> None:
+def test_accumulated_allowance_is_bounded() -> None:
     counter = FrameCounter(0.0, LIMITS)
     counter.receive(GREETING, 0.0)
     counter.answer(1 << 30)

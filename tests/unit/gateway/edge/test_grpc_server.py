@@ -1,4 +1,4 @@
-"""A gRPC server that strangers reach: connections, calls and messages are bounded in number, size and time."""
+"""The public gRPC server: connections, calls and messages are bounded in number, size and time."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ async def closed(server: PublicGrpcServer, *, greet: bool) -> bool:
 
 
 @pytest.mark.parametrize("greet", [False, True])
-async def test_a_silent_or_idle_connection_is_closed(server: PublicGrpcServer, greet: bool) -> None:
+async def test_silent_or_idle_connection_is_closed(server: PublicGrpcServer, greet: bool) -> None:
     assert await closed(server, greet=greet)
 
 
-async def test_a_client_may_send_little_before_it_is_asked_for(server: PublicGrpcServer) -> None:
-    """The options of every server came first in the list, where grpcio takes the first value of a key."""
+async def test_initial_window_and_message_size_are_small(server: PublicGrpcServer) -> None:
+    """grpcio takes the first value of a repeated option, so the limits come before the options of every server."""
 
     def settings() -> dict[int, int]:
         with http2_client(f"127.0.0.1:{server.port}") as client:
@@ -68,14 +68,14 @@ async def test_a_client_may_send_little_before_it_is_asked_for(server: PublicGrp
             first = next(payload for kind, flags, _, payload in client.frames() if kind == SETTINGS and not flags & ACK)
             return dict(struct.iter_unpack(">HI", first))
 
-    initial_window, told = 4, await asyncio.to_thread(settings)
-    assert told.get(initial_window, 65_535) <= 65_536
+    initial_window, announced = 4, await asyncio.to_thread(settings)
+    assert announced.get(initial_window, 65_535) <= 65_536
     options = LIMITS.options
     assert len(dict(options)) == len(options)
     assert dict(options)["grpc.max_receive_message_length"] == LIMITS.message_bytes
 
 
-async def test_a_health_check_is_answered_without_its_message(server: PublicGrpcServer) -> None:
+async def test_health_check_is_answered_without_a_message(server: PublicGrpcServer) -> None:
     def attack() -> bytes:
         with http2_client(f"127.0.0.1:{server.port}") as client:
             client.greet()
@@ -83,11 +83,11 @@ async def test_a_health_check_is_answered_without_its_message(server: PublicGrpc
             return client.end_of(1)
 
     serving = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING).SerializeToString()
-    told = await asyncio.to_thread(attack)
-    assert serving in told and b"did not arrive" not in told
+    answer = await asyncio.to_thread(attack)
+    assert serving in answer and b"did not arrive" not in answer
 
 
-async def test_watching_health_is_not_offered_to_strangers(server: PublicGrpcServer) -> None:
+async def test_health_watch_is_unimplemented(server: PublicGrpcServer) -> None:
     async with open_channel(f"127.0.0.1:{server.port}") as channel:
         stub = cast(Any, health_pb2_grpc.HealthStub(channel))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -97,7 +97,7 @@ async def test_watching_health_is_not_offered_to_strangers(server: PublicGrpcSer
     assert await check(server) == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_the_oldest_connections_beyond_the_limit_make_room() -> None:
+async def test_oldest_keyless_connections_above_the_limit_are_closed() -> None:
     def attack(address: str) -> None:
         with ExitStack() as stack:
             clients = [stack.enter_context(http2_client(address)) for _ in range(6)]
@@ -113,32 +113,32 @@ async def test_the_oldest_connections_beyond_the_limit_make_room() -> None:
     await server.stop(0)
 
 
-async def test_who_has_shown_a_key_makes_no_room_for_strangers() -> None:
-    """Strangers who ask and are refused, and those who say nothing; all are from one address."""
+async def test_connection_with_a_key_survives_keyless_clients() -> None:
+    """Keyless clients call and are refused, or stay silent; all have the same address."""
 
     async def answer(message: bytes, _context: object) -> bytes:
-        if message == b"stranger":
-            raise Unauthenticated("who is it?")
+        if message == b"keyless":
+            raise Unauthenticated("no key")
         show_key("acme")
         return message
 
     server = PublicGrpcServer("127.0.0.1", 0, PATIENT)
     handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(answer)
-    server.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Door", {"Knock": handler}),))
+    server.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", {"Unary": handler}),))
     await server.start()
     address = f"127.0.0.1:{server.port}"
     local = [("grpc.use_local_subchannel_pool", 1)]
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.stop, 0)
-        tenant, *strangers = [
+        tenant, *keyless = [
             await stack.enter_async_context(grpc.aio.insecure_channel(address, options=local)) for _ in range(5)
         ]
-        call: Any = tenant.unary_unary("/test.Door/Knock")
+        call: Any = tenant.unary_unary("/test.Echo/Unary")
         assert await call(b"tenant", timeout=20) == b"tenant"
-        for stranger in strangers:
+        for channel in keyless:
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await cast(Any, stranger.unary_unary("/test.Door/Knock"))(b"stranger", timeout=20)
+                await cast(Any, channel.unary_unary("/test.Echo/Unary"))(b"keyless", timeout=20)
             assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
         assert tenant.get_state() == grpc.ChannelConnectivity.READY
         assert await call(b"tenant", timeout=20, wait_for_ready=False) == b"tenant"
@@ -162,11 +162,11 @@ async def test_taken_port_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         PublicGrpcServer("127.0.0.1", port, LIMITS)
     assert open_descriptors(str(tmp_path)) == set()
     assert os.listdir(tmp_path) == []
-    with socket.create_server(("127.0.0.1", port)):  # nobody listens there any more
+    with socket.create_server(("127.0.0.1", port)):  # the port is free again
         pass
 
 
-def test_uncreatable_home_has_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_uncreatable_socket_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     monkeypatch.setattr(tempfile, "tempdir", str(absent))
     before = open_descriptors("socket:")

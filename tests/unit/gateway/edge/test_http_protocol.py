@@ -26,7 +26,7 @@ QUICK = ReadLimits(head_s=0.5, silence_s=0.5, min_bytes_per_s=1 << 20)
 
 @dataclass
 class BodyApp:
-    """Answers with the number of bytes of the body, once it may read and has read it."""
+    """Reads the body once ``may_read`` is set, and answers with its number of bytes."""
 
     may_read: asyncio.Event = field(default_factory=asyncio.Event)
     num_begun: int = 0
@@ -50,10 +50,10 @@ class BodyApp:
                 return
             self.num_bytes += len(message["body"])
             has_more = message["more_body"]
-        told = str(self.num_bytes).encode()
-        length = (b"content-length", str(len(told)).encode())
+        answer = str(self.num_bytes).encode()
+        length = (b"content-length", str(len(answer)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [length]})
-        await send({"type": "http.response.body", "body": told})
+        await send({"type": "http.response.body", "body": answer})
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def connected(app: BodyApp) -> Connected:
     ],
     ids=lambda value: value[:30].decode("latin-1") if isinstance(value, bytes) else None,
 )
-async def test_a_head_is_bounded(connected: Connected, sent: bytes, status: int, said: str) -> None:
+async def test_head_above_a_limit_is_refused(connected: Connected, sent: bytes, status: int, said: str) -> None:
     async with connected() as raw:
         await raw.send(sent)
         answer = await raw.answer()
@@ -105,7 +105,7 @@ async def test_a_head_is_bounded(connected: Connected, sent: bytes, status: int,
         await raw.wait_closed()
 
 
-async def test_a_head_just_within_its_limits_is_answered(connected: Connected) -> None:
+async def test_head_at_its_limits_is_answered(connected: Connected) -> None:
     async with connected() as raw:
         await raw.send(b"GET /" + b"a" * 511 + b" HTTP/1.1\r\n" + b"a: b\r\n" * 20 + b"\r\n")
         assert (await raw.answer()).status == 200
@@ -113,7 +113,7 @@ async def test_a_head_just_within_its_limits_is_answered(connected: Connected) -
         assert (await raw.answer()).status == 200
 
 
-async def test_a_head_in_pieces_counts_as_a_whole(connected: Connected) -> None:
+async def test_head_in_pieces_counts_as_a_whole(connected: Connected) -> None:
     async with connected() as raw:
         await raw.send(head("POST", content_length=3) + b"ab")
         for piece in (b"cPOST / HT", b"TP/1.1\r\nconte", b"nt-length: 2\r\n", b"\r\n", b"d", b"e"):
@@ -138,27 +138,27 @@ async def test_requests_sent_ahead_are_bounded(connected: Connected, app: BodyAp
 
 
 @pytest.mark.parametrize("rest", [b"1;" + b"x" * 50_000, b"0\r\n" + b"x: y\r\n" * 5000, b"0\r\nx: " + b"y" * 50_000])
-async def test_a_chunked_body_without_content_is_bounded(connected: Connected, rest: bytes) -> None:
+async def test_chunked_framing_without_content_is_bounded(connected: Connected, rest: bytes) -> None:
     async with connected() as raw:
         await raw.send(head("POST", transfer_encoding="chunked"))
         await raw.send(rest)
         assert (await raw.answer()).status in (400, 431)
 
 
-async def test_a_body_is_not_read_before_it_is_asked_for(connected: Connected, app: BodyApp) -> None:
+async def test_body_stays_unread_until_the_application_reads(connected: Connected, app: BodyApp) -> None:
     app.may_read.clear()
     size = 64 << 20
     async with connected() as raw:
         await raw.send(head("POST", content_length=size))
         sending = asyncio.ensure_future(raw.send(bytes(size)))
         done, _ = await asyncio.wait({sending}, timeout=1)
-        assert not done, "64 MiB went somewhere"
+        assert not done, "64 MiB were read early"
         app.may_read.set()
         await sending
         assert (await raw.answer(60)).body == str(size).encode()
 
 
-async def test_an_answer_before_the_body_reaches_a_client_that_is_still_sending(connected: Connected) -> None:
+async def test_early_answer_reaches_a_client_that_still_sends(connected: Connected) -> None:
     async with connected() as raw:
         await raw.send(head("POST", "/refused", content_length=1 << 30))
         assert (await raw.answer()).status == 401
@@ -167,18 +167,18 @@ async def test_an_answer_before_the_body_reaches_a_client_that_is_still_sending(
                 await raw.send(bytes(1 << 20))
 
 
-async def test_a_silent_connection_is_closed(connected: Connected) -> None:
+async def test_silent_connection_is_closed_after_its_time(connected: Connected) -> None:
     clock = asyncio.get_running_loop().time
     for sent in (b"", b"\r\n"):
         async with connected(QUICK) as raw:
             begin_s = clock()
             await raw.send(sent)
             await raw.wait_closed()
-            assert clock() - begin_s > QUICK.head_s / 2  # it had its time
+            assert clock() - begin_s > QUICK.head_s / 2  # not at once
 
 
 @pytest.mark.parametrize("begun", [b"G", b"GET / HTTP/1.1\r\nhost", head()[:-1]])
-async def test_a_head_that_does_not_end_is_refused(connected: Connected, begun: bytes) -> None:
+async def test_endless_head_is_refused(connected: Connected, begun: bytes) -> None:
     async with connected(QUICK) as raw:
         await raw.send(begun)
         answer = await raw.answer()
@@ -186,7 +186,7 @@ async def test_a_head_that_does_not_end_is_refused(connected: Connected, begun: 
         await raw.wait_closed()
 
 
-async def test_a_second_head_has_its_own_time(connected: Connected) -> None:
+async def test_second_head_has_its_own_time_limit(connected: Connected) -> None:
     async with connected(QUICK) as raw:
         await raw.send(head())
         assert (await raw.answer()).status == 200
@@ -195,7 +195,7 @@ async def test_a_second_head_has_its_own_time(connected: Connected) -> None:
 
 
 @pytest.mark.parametrize("sent", [head("POST", content_length=9), head("POST", content_length=9) + b"abc"])
-async def test_a_silent_body_is_given_up(connected: Connected, app: BodyApp, sent: bytes) -> None:
+async def test_silent_body_is_refused(connected: Connected, app: BodyApp, sent: bytes) -> None:
     async with connected(QUICK) as raw:
         await raw.send(sent)
         answer = await raw.answer()
@@ -207,22 +207,22 @@ async def test_a_silent_body_is_given_up(connected: Connected, app: BodyApp, sen
     assert app.is_disconnected
 
 
-async def test_a_body_that_dribbles_is_given_up(connected: Connected) -> None:
+async def test_body_below_the_minimum_rate_is_refused(connected: Connected) -> None:
     async with connected(QUICK) as raw:
         await raw.send(head("POST", content_length=1 << 20))
 
-        async def dribble() -> None:
+        async def send_slowly() -> None:
             while True:
                 await raw.send(b"x")
                 await asyncio.sleep(0.02)
 
-        dribbling = asyncio.ensure_future(dribble())
+        sending_slowly = asyncio.ensure_future(send_slowly())
         answer = await raw.answer()
-        dribbling.cancel()
+        sending_slowly.cancel()
         assert answer.status == 408 and "min_body_bytes_per_s" in answer.message
 
 
-async def test_a_body_that_nobody_reads_yet_is_not_late(connected: Connected, app: BodyApp) -> None:
+async def test_body_not_yet_read_is_not_late(connected: Connected, app: BodyApp) -> None:
     app.may_read.clear()
     async with connected(QUICK) as raw:
         await raw.send(head("POST", content_length=3))
@@ -255,8 +255,8 @@ async def test_oldest_keyless_connection_is_closed_for_a_new_one(app: BodyApp) -
                 assert (await used.answer()).status == 200
 
 
-async def test_known_key_does_not_wait_for_a_crowd_without_keys() -> None:
-    """Sixty keyless requests that each occupy the event loop for a while, then a request with a key."""
+async def test_known_key_is_served_before_waiting_keyless_requests() -> None:
+    """Sixty keyless requests that each occupy the event loop, then a request with a key."""
     begun: list[str] = []
     known_may_come = asyncio.Event()
 
@@ -291,7 +291,7 @@ async def test_known_key_does_not_wait_for_a_crowd_without_keys() -> None:
             assert (await client.answer()).status == 200
 
 
-async def test_first_request_of_a_known_key_does_not_wait_for_keyless_ones() -> None:
+async def test_first_request_of_a_known_key_precedes_keyless_ones() -> None:
     begun: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -304,11 +304,11 @@ async def test_first_request_of_a_known_key_does_not_wait_for_keyless_ones() -> 
 
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, 1, group_of_key=group_of_key))
-        everybody = [await stack.enter_async_context(raw_connection(server.port)) for _ in range(201)]
-        for number, client in enumerate(everybody):
+        clients = [await stack.enter_async_context(raw_connection(server.port)) for _ in range(201)]
+        for number, client in enumerate(clients):
             known = {"authorization": "Bearer tr-acme"} if number == 100 else {}
             await client.send(head(path="/known" if known else "/keyless", **known))
-        for client in everybody:
+        for client in clients:
             assert (await client.answer()).status == 200
     assert begun.index("/known") < 40
 

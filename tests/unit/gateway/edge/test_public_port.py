@@ -1,4 +1,4 @@
-"""Real clients and servers of gRPC with the public port between them; and its sockets, one side slow."""
+"""The public port between real gRPC clients and servers, and between raw sockets of which a side is slow."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.http2_client import GOAWAY, PING, PREFACE, SETTINGS, frame, http2_client
+from tests.support.wait import eventually
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.gateway.edge.frame_limits import MAX_FRAME_BYTES
 from torchrelay.gateway.edge.grpc_limits import GrpcLimits
@@ -33,7 +34,7 @@ MAX_FRAME_SIZE = 5  # a setting of HTTP/2
 
 
 class Echo:
-    """``Unary`` gives the message back, ``Stream`` as many of 80 bytes as the message says, 0: without end."""
+    """``Unary`` returns the message; ``Stream`` sends as many messages of 80 bytes as it says, endless for 0."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -87,26 +88,20 @@ async def channel(server: PublicGrpcServer) -> AsyncIterator[Any]:
         yield channel
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 -- the other side has no event for us
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.parametrize("size", [0, 1, MAX_FRAME_BYTES, 7 * MB])
 async def test_messages_of_any_size_come_back(channel: Any, size: int) -> None:
     assert await channel.unary_unary("/test.Echo/Unary")(b"x" * size, timeout=20) == b"x" * size
 
 
-async def test_thousands_of_small_calls_on_one_connection(channel: Any) -> None:
+async def test_thousands_of_calls_share_a_connection(channel: Any) -> None:
     call = channel.unary_unary("/test.Echo/Unary")
     for _ in range(20):
-        told = await asyncio.gather(*(call(b"%d" % number, timeout=60) for number in range(LIMITS.streams)))
-        assert told == [b"%d" % number for number in range(LIMITS.streams)]
+        replies = await asyncio.gather(*(call(b"%d" % number, timeout=60) for number in range(LIMITS.streams)))
+        assert replies == [b"%d" % number for number in range(LIMITS.streams)]
 
 
-async def test_long_streams_side_by_side(channel: Any) -> None:
-    """The client's pings and windows, as many as it sends for small messages, are no flood."""
+async def test_parallel_long_streams_are_no_flood(channel: Any) -> None:
+    """The client sends many pings and window updates for small messages."""
 
     async def read() -> int:
         return len([message async for message in channel.unary_stream("/test.Echo/Stream")(b"5000")])
@@ -114,8 +109,10 @@ async def test_long_streams_side_by_side(channel: Any) -> None:
     assert await asyncio.gather(*(read() for _ in range(4))) == [5000] * 4
 
 
-async def test_what_a_tenant_sends_is_read_at_a_pace(server: PublicGrpcServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On all of its connections; another tenant's are read."""
+async def test_bytes_of_a_tenant_are_read_at_a_limited_rate(
+    server: PublicGrpcServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rate is shared by all connections of a tenant; other tenants are not slowed."""
     monkeypatch.setattr(f"{PublicPort.__module__}._BYTES_PER_S", 1.0)
     options = (("grpc.use_local_subchannel_pool", 1),)  # a connection for each channel
     async with AsyncExitStack() as stack:
@@ -125,7 +122,7 @@ async def test_what_a_tenant_sends_is_read_at_a_pace(server: PublicGrpcServer, m
             call: Callable[[bytes], Any] = partial(
                 channel.unary_unary("/test.Echo/Keyed"), metadata=(("tenant", tenant),)
             )
-            assert await call(b"key") == b"key"  # whose connection it is, is known from now on
+            assert await call(b"key") == b"key"  # from now on the connection counts as the tenant's
             return call
 
         first, second, other = await keyed("a"), await keyed("a"), await keyed("b")
@@ -156,18 +153,18 @@ async def test_hundreds_of_calls_are_cancelled_at_once(channel: Any, echo: Echo)
         calls = await asyncio.gather(*(open_call() for _ in range(200)))
         for call in calls:
             call.cancel()
-        await until(lambda: echo.num_open == 0)
+        await eventually(lambda: echo.num_open == 0)
     assert not steady.done()  # on the same connection
     steady.cancel()
 
 
-async def test_errors_reach_the_client_by_name(channel: Any) -> None:
+async def test_status_of_an_oversized_message_reaches_the_client(channel: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await channel.unary_unary("/test.Echo/Unary")(bytes(8 * MB - 20), metadata=(("x", "a" * 20_000),), timeout=20)
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_a_running_stream_may_end_in_the_grace_of_a_stop(server: PublicGrpcServer, channel: Any) -> None:
+async def test_stop_lets_streams_end_within_its_grace(server: PublicGrpcServer, channel: Any) -> None:
     call = channel.unary_stream("/test.Echo/Stream")(b"3000")
     await call.read()
     stopping, last = asyncio.create_task(server.stop(30)), b""
@@ -179,7 +176,7 @@ async def test_a_running_stream_may_end_in_the_grace_of_a_stop(server: PublicGrp
         socket.create_connection(("127.0.0.1", server.port))
 
 
-async def test_a_stop_ends_what_outlasts_its_grace(server: PublicGrpcServer, channel: Any) -> None:
+async def test_stop_cancels_streams_after_its_grace(server: PublicGrpcServer, channel: Any) -> None:
     call = channel.unary_stream("/test.Echo/Wait")(b"x")
     await call.read()
     await asyncio.wait_for(server.stop(0.1), 20)
@@ -187,32 +184,34 @@ async def test_a_stop_ends_what_outlasts_its_grace(server: PublicGrpcServer, cha
         await call.read()
 
 
-async def test_a_flood_ends_its_connection_with_the_cause(server: PublicGrpcServer, channel: Any) -> None:
+async def test_flood_ends_its_connection_with_the_cause(server: PublicGrpcServer, channel: Any) -> None:
     call = channel.unary_stream("/test.Echo/Wait")(b"x")
     await call.read()
 
     def attack() -> bytes:
         with http2_client(f"127.0.0.1:{server.port}") as client:
             client.greet()
-            client.sock.sendall(frame(PING, payload=bytes(8)) * 900)  # read at once, so that nothing resets the answer
-            told = next(payload for kind, _, _, payload in client.frames() if kind == GOAWAY)
+            client.sock.sendall(
+                frame(PING, payload=bytes(8)) * 900
+            )  # read in one piece, so that no reset destroys the answer
+            payload = next(payload for kind, _, _, payload in client.frames() if kind == GOAWAY)
             assert client.is_closed(20)
-            return told
+            return payload
 
     assert b"too many frames that carry nothing" in await asyncio.to_thread(attack)
     assert not call.done()
     call.cancel()
 
 
-async def test_grpcio_asks_for_no_longer_frames_than_are_let_through(server: PublicGrpcServer) -> None:
+async def test_grpcio_announces_the_frame_limit(server: PublicGrpcServer) -> None:
     def settings() -> bytes:
         with http2_client(f"127.0.0.1:{server.port}") as client:
             client.greet()
             return next(payload for kind, flags, _, payload in client.frames() if kind == SETTINGS and not flags)
 
     payload = await asyncio.to_thread(settings)
-    told = dict(struct.iter_unpack(">HI", payload))
-    assert told.get(MAX_FRAME_SIZE, MAX_FRAME_BYTES) == MAX_FRAME_BYTES
+    announced = dict(struct.iter_unpack(">HI", payload))
+    assert announced.get(MAX_FRAME_SIZE, MAX_FRAME_BYTES) == MAX_FRAME_BYTES
 
 
 @asynccontextmanager
@@ -236,17 +235,17 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
 
 
 async def listen(port: PublicPort, handler: Handler) -> asyncio.Server:
-    """In place of grpcio."""
+    """A server at the inner address, in place of grpcio's."""
     server = await asyncio.start_unix_server(handler, port.address.removeprefix("unix:"))
     port.hide_address()
     return server
 
 
-SENT_BYTES, HELD_BYTES = 64 * MB, 24 * MB  # the most that the kernel keeps for two connections is far less than sent
+SENT_BYTES, HELD_BYTES = 64 * MB, 24 * MB  # kernel buffers of two connections hold far less than what is sent
 
 
 @pytest.mark.parametrize("is_client_slow", [True, False])
-async def test_who_does_not_read_is_sent_no_more_and_loses_nothing(port: PublicPort, is_client_slow: bool) -> None:
+async def test_slow_reader_stops_the_sender_and_loses_nothing(port: PublicPort, is_client_slow: bool) -> None:
     num_sent, num_read, may_read = 0, 0, asyncio.Event()
 
     async def send(writer: asyncio.StreamWriter, piece: bytes) -> None:
@@ -279,7 +278,7 @@ async def test_who_does_not_read_is_sent_no_more_and_loses_nothing(port: PublicP
             await asyncio.sleep(0.5)
         assert num_sent < HELD_BYTES
         may_read.set()
-        await until(lambda: num_read >= num_sent >= SENT_BYTES)
+        await eventually(lambda: num_read >= num_sent >= SENT_BYTES)
         writer.close()
 
 
@@ -299,14 +298,14 @@ async def test_both_sides_end_together(port: PublicPort) -> None:
         assert await reader.readexactly(5) == b"hello"
         writer.write(frame(SETTINGS))
         writer.close()
-        await asyncio.wait_for(ended.wait(), 20)  # the client left
+        await asyncio.wait_for(ended.wait(), 20)  # the client closed
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
         writer.write(PREFACE + frame(SETTINGS))
-        assert await asyncio.wait_for(reader.read(), 20) == b"hello"  # the server left, after all was sent
+        assert await asyncio.wait_for(reader.read(), 20) == b"hello"  # the server closed after sending everything
         writer.close()
 
 
-async def test_a_client_that_says_nothing_never_reaches_grpcio_and_is_closed() -> None:
+async def test_silent_client_is_closed_before_grpcio() -> None:
     reached: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -315,13 +314,13 @@ async def test_a_client_that_says_nothing_never_reaches_grpcio_and_is_closed() -
 
     async with public_port(replace(LIMITS, head_s=0.1)) as port, await listen(port, serve):
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
-        await until(lambda: port.num_connections == 1)
+        await eventually(lambda: port.num_connections == 1)
         assert await asyncio.wait_for(reader.read(), 20) == b""
         writer.close()
         assert port.num_connections == 0 and not reached
 
 
-async def test_while_there_is_no_descriptor_clients_end_and_the_port_goes_on(
+async def test_port_survives_a_lack_of_descriptors(
     port: PublicPort,
 ) -> None:
     async def serve(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -330,10 +329,10 @@ async def test_while_there_is_no_descriptor_clients_end_and_the_port_goes_on(
 
     async with await listen(port, serve):
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
-        await until(lambda: port.num_connections == 1)
+        await eventually(lambda: port.num_connections == 1)
         before, spare = resource.getrlimit(resource.RLIMIT_NOFILE), os.dup(0)
         os.close(spare)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, before[1]))  # none above is free
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, before[1]))  # no descriptor is free
         try:
             writer.write(PREFACE)
             with suppress(ConnectionResetError):
@@ -347,7 +346,7 @@ async def test_while_there_is_no_descriptor_clients_end_and_the_port_goes_on(
         writer.close()
 
 
-async def test_a_client_is_closed_while_grpcio_does_not_listen(port: PublicPort) -> None:
+async def test_client_is_closed_while_grpcio_does_not_listen(port: PublicPort) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
     writer.write(PREFACE)
     assert await asyncio.wait_for(reader.read(), 20) == b""
@@ -361,19 +360,19 @@ async def send_without_end(_reader: asyncio.StreamReader, writer: asyncio.Stream
             await writer.drain()
 
 
-async def test_a_client_that_takes_nothing_is_closed() -> None:
-    """grpcio, which is read no more by then, could not say that it has given the client up."""
+async def test_client_that_reads_nothing_is_closed() -> None:
+    """The port, which no longer reads from grpcio, must notice this itself."""
     async with public_port(replace(LIMITS, silence_s=0.1)) as port, await listen(port, send_without_end):
         with socket.create_connection(("127.0.0.1", port.port)) as client:
             client.sendall(PREFACE)
-            await until(lambda: port.num_connections == 1)
-            await until(lambda: port.num_connections == 0)
+            await eventually(lambda: port.num_connections == 1)
+            await eventually(lambda: port.num_connections == 0)
             client.settimeout(20)
-            while client.recv(MB):  # of what the kernel has taken
+            while client.recv(MB):  # the rest of the kernel's buffers
                 pass
 
 
-async def test_a_client_that_reads_on_in_time_may_stay() -> None:
+async def test_client_that_reads_on_in_time_stays() -> None:
     num_pieces, num_sent, silence_s = 512, 0, 1.0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -401,19 +400,19 @@ async def test_a_client_that_reads_on_in_time_may_stay() -> None:
         writer.close()
 
 
-async def test_no_other_user_reaches_the_inner_address(port: PublicPort) -> None:
+async def test_inner_address_is_hidden_from_other_users(port: PublicPort) -> None:
     folder = Path(port.address.removeprefix("unix:")).parent.resolve()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     async with await listen(port, send_without_end):
-        assert not folder.exists()  # so that nothing is left behind by a killed process
+        assert not folder.exists()  # a killed process leaves nothing behind
         reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
         writer.write(PREFACE)
         assert await reader.readexactly(MAX_FRAME_BYTES)
         writer.close()
 
 
-async def test_the_name_of_a_client_tells_nothing_of_the_next(port: PublicPort) -> None:
-    """All of this machine can read it, and nobody may take the next name before it is needed."""
+async def test_client_socket_names_are_unpredictable(port: PublicPort) -> None:
+    """Every process can list them, and none may bind the next name in advance."""
     names: list[bytes] = []
 
     async def note_name(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -431,8 +430,8 @@ async def test_the_name_of_a_client_tells_nothing_of_the_next(port: PublicPort) 
     assert names[0][:16] != names[1][:16]
 
 
-async def test_a_long_path_of_temporary_files_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The address of a Unix socket has 107 bytes at most."""
+async def test_long_temporary_folder_path_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Unix socket's address has at most 107 bytes."""
     folder = tmp_path / ("x" * 200)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -448,14 +447,14 @@ async def test_a_long_path_of_temporary_files_is_no_obstacle(tmp_path: Path, mon
     assert list(folder.iterdir()) == []
 
 
-async def test_whoever_runs_the_port_learns_that_it_accepts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fault_in_accepting_reaches_the_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(_port: PublicPort, sock: socket.socket, _address: str) -> None:
         sock.close()
-        raise ValueError("a fault that nobody expects")
+        raise ValueError("an unexpected fault")
 
     monkeypatch.setattr(PublicPort, "_connect", fail)
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.timeout(20), public_port(LIMITS) as port:
             with socket.create_connection(("127.0.0.1", port.port)):
                 await asyncio.Event().wait()
-    assert caught.group_contains(ValueError, match="nobody expects")
+    assert caught.group_contains(ValueError, match="unexpected fault")

@@ -11,7 +11,7 @@ LIMITS = ReadLimits(silence_s=30, min_bytes_per_s=1000)
     ("bytes_per_s", "ends_at_s"),
     [(0, 30), (1, 31), (100, 34), (900, 300), (1000, None), (1_000_000, None)],
 )
-def test_a_slow_body_ends(bytes_per_s: int, ends_at_s: int | None) -> None:
+def test_body_below_the_minimum_rate_ends(bytes_per_s: int, ends_at_s: int | None) -> None:
     progress = BodyProgress()
     for second in range(1, 2000):
         progress = progress.after(1.0, bytes_per_s * second)
@@ -22,7 +22,7 @@ def test_a_slow_body_ends(bytes_per_s: int, ends_at_s: int | None) -> None:
     assert ends_at_s is None
 
 
-def test_what_arrived_early_buys_time_but_no_silence() -> None:
+def test_early_bytes_allow_slowness_but_no_silence() -> None:
     progress = BodyProgress().after(1.0, 1_000_000)
     for _ in range(29):
         progress = progress.after(1.0, 1_000_000)

@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.gateway_ports import KEY, PRINCIPAL
 from tests.support.http2_client import http2_client
-from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig, until
+from tests.support.wait import eventually
+from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig
 from torchrelay.common.errors import (
     InvalidRequest,
     NotFound,
@@ -60,7 +61,7 @@ async def test_tokens_text_and_usage_stream(rig: TokenPathRig, stub: Any) -> Non
     assert events[0].request_id in rig.ports.settled
 
 
-async def test_chat_and_text_are_the_same_as_over_rest(rig: TokenPathRig, stub: Any) -> None:
+async def test_chat_text_equals_that_over_rest(rig: TokenPathRig, stub: Any) -> None:
     chat = pb.Messages(messages=[pb.Message(role="user", content="hello")])
     made = pb.GenerateRequest(model="acme/echo", chat=chat, max_tokens=9, seed=3, temperature=0, stop=["zzz"])
     text = "".join([delta.text async for event in stub.Generate(made, metadata=METADATA) for delta in event.choices])
@@ -82,7 +83,7 @@ async def test_chat_and_text_are_the_same_as_over_rest(rig: TokenPathRig, stub: 
         ("flex", ServiceClass.INTERACTIVE, ServiceClass.BATCH),
     ],
 )
-async def test_the_scheduler_is_told_the_class_over_both_doors(
+async def test_scheduler_gets_the_service_class_over_both_apis(
     rig: TokenPathRig, stub: Any, tier: str, callers: ServiceClass, service_class: ServiceClass
 ) -> None:
     rig.ports.principals[KEY] = replace(PRINCIPAL, service_class=callers)
@@ -119,7 +120,7 @@ async def test_errors_keep_class_and_field(rig: TokenPathRig, stub: Any) -> None
         assert error.field == field
 
 
-async def test_refusals_of_the_scheduler_say_when_to_come_back(rig: TokenPathRig, stub: Any) -> None:
+async def test_scheduler_refusals_carry_retry_after(rig: TokenPathRig, stub: Any) -> None:
     for reason, kind in (
         (scheduler_pb2.Refusal.REASON_QUEUE_FULL, QueueFull),
         (scheduler_pb2.Refusal.REASON_LOAD_FAILED, Unavailable),
@@ -131,14 +132,14 @@ async def test_refusals_of_the_scheduler_say_when_to_come_back(rig: TokenPathRig
         assert isinstance(error, kind) and error.retry_after_s == 4.2
 
 
-async def test_a_client_that_cancels_frees_the_worker(rig: TokenPathRig, stub: Any) -> None:
+async def test_cancelled_call_frees_the_worker(rig: TokenPathRig, stub: Any) -> None:
     rig.workers[0].pause_at = 5
     call = stub.Generate(request(max_tokens=50), metadata=METADATA)
     await anext(aiter(call))
-    await until(lambda: rig.workers[0].num_running == 1)
+    await eventually(lambda: rig.workers[0].num_running == 1)
     call.cancel()
-    await until(lambda: rig.workers[0].num_running == 0)
-    await until(lambda: not rig.ports.reserved)
+    await eventually(lambda: rig.workers[0].num_running == 0)
+    await eventually(lambda: not rig.ports.reserved)
     assert next(iter(rig.ports.settled.values()))[0].cause == FinishCause.CANCELLED
 
 
@@ -156,7 +157,7 @@ GENERATE, LIST = "/torchrelay.inference.v1.Inference/Generate", "/torchrelay.inf
 
 
 async def end_of_call_without_message(rig: TokenPathRig, method: str, *metadata: tuple[str, str]) -> bytes:
-    """What the server tells a client that sends the metadata of a call, and then nothing."""
+    """The bytes that end the call of a client that sends metadata and then nothing."""
 
     def attack() -> bytes:
         with http2_client(rig.grpc_address) as client:
@@ -169,30 +170,30 @@ async def end_of_call_without_message(rig: TokenPathRig, method: str, *metadata:
 
 @pytest.mark.parametrize("method", [GENERATE, LIST])
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer tr-nobody"),)])
-async def test_a_key_is_looked_at_before_the_message(
+async def test_key_is_checked_before_the_message_arrives(
     rig: TokenPathRig, method: str, metadata: tuple[tuple[str, str], ...]
 ) -> None:
     assert b"invalid_api_key" in await end_of_call_without_message(rig, method, *metadata)
 
 
 @pytest.mark.parametrize("method", [GENERATE, LIST])
-async def test_a_message_that_does_not_come_ends_its_call(make_rig: MakeRig, method: str) -> None:
+async def test_call_without_a_message_ends_after_the_limit(make_rig: MakeRig, method: str) -> None:
     rig = await make_rig(body_silence_s=0.5)
-    told = await end_of_call_without_message(rig, method, *METADATA)
-    assert b"the message did not arrive within 0.5 s" in told
+    end = await end_of_call_without_message(rig, method, *METADATA)
+    assert b"the message did not arrive within 0.5 s" in end
     assert rig.shares.requests.num_held == 0
 
 
-async def test_a_call_waits_for_other_messages_of_its_tenant_no_longer_than_four_may_take(make_rig: MakeRig) -> None:
-    """Silent ones, one after the other, would hold it for as long as there are any."""
+async def test_wait_for_a_tenants_other_messages_is_bounded(make_rig: MakeRig) -> None:
+    """Silent calls of the tenant, one after the other, would otherwise delay it without end."""
     rig = await make_rig(body_silence_s=0.1)
     async with rig.shares.messages.turn(PRINCIPAL.tenant_id), rig.shares.messages.turn(PRINCIPAL.tenant_id):
-        told = await end_of_call_without_message(rig, GENERATE, *METADATA)
-    assert b"the message did not arrive within 0.1 s" in told
+        end = await end_of_call_without_message(rig, GENERATE, *METADATA)
+    assert b"the message did not arrive within 0.1 s" in end
 
 
-async def test_an_answer_that_is_not_taken_ends_its_request(make_rig: MakeRig) -> None:
-    """The cause is told once the client reads; until then the call counts in its tenant's share of requests."""
+async def test_unread_answer_ends_its_request(make_rig: MakeRig) -> None:
+    """The client gets the cause once it reads; until then the call counts in its tenant's share of requests."""
     rig = await make_rig(answer_silence_s=0.5)
     rig.workers[0].pause_at = rig.workers[1].pause_at = 5  # the request does not end by itself
     with http2_client(rig.grpc_address) as client:
@@ -203,23 +204,23 @@ async def test_an_answer_that_is_not_taken_ends_its_request(make_rig: MakeRig) -
             client.send_message(1, request(max_tokens=50).SerializeToString())
 
         await asyncio.to_thread(ask)
-        await until(lambda: rig.workers[0].num_running + rig.workers[1].num_running == 1)
-        await until(lambda: rig.workers[0].num_running + rig.workers[1].num_running == 0)
-        await until(lambda: bool(rig.ports.settled) and not rig.ports.reserved)
+        await eventually(lambda: rig.workers[0].num_running + rig.workers[1].num_running == 1)
+        await eventually(lambda: rig.workers[0].num_running + rig.workers[1].num_running == 0)
+        await eventually(lambda: bool(rig.ports.settled) and not rig.ports.reserved)
         assert next(iter(rig.ports.settled.values()))[0].cause == FinishCause.CANCELLED
         assert rig.shares.requests.num_held == 1
         client.widen(1, 100_000)
         assert b"nothing of the answer was taken for 0.5 s" in await asyncio.to_thread(client.end_of, 1)
-    await until(lambda: rig.shares.requests.num_held == 0)
+    await eventually(lambda: rig.shares.requests.num_held == 0)
 
 
-async def test_open_requests_of_a_tenant_are_bounded_over_both_doors(make_rig: MakeRig) -> None:
+async def test_open_requests_per_tenant_are_bounded_over_both_apis(make_rig: MakeRig) -> None:
     rig = await make_rig(max_open_requests_per_tenant=2)
     rig.scheduler.open_gate.clear()
     async with open_channel(rig.grpc_address) as channel:
         waiting = InferenceStub(channel).Generate(request(), metadata=METADATA)
         asking = asyncio.ensure_future(rig.http.post("/v1/completions", json={"model": "echo", "prompt": "hi"}))
-        await until(lambda: len(rig.scheduler.admits) == 2)
+        await eventually(lambda: len(rig.scheduler.admits) == 2)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(InferenceStub(channel).Generate(request(), metadata=METADATA)))
         refused = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": "hi"})
@@ -229,10 +230,10 @@ async def test_open_requests_of_a_tenant_are_bounded_over_both_doors(make_rig: M
     error = error_from_rpc(caught.value)
     assert type(error) is Overloaded and "max_open_requests_per_tenant" in error.message
     assert (refused.status_code, refused.json()["error"]["message"]) == (429, error.message)
-    await until(lambda: rig.shares.requests.num_held == rig.shares.body_bytes.num_held == 0)
+    await eventually(lambda: rig.shares.requests.num_held == rig.shares.body_bytes.num_held == 0)
 
 
-async def test_a_message_counts_until_it_is_encoded(make_rig: MakeRig) -> None:
+async def test_message_bytes_count_until_the_prompt_is_encoded(make_rig: MakeRig) -> None:
     rig = await make_rig(max_buffered_body_bytes_per_tenant=100)
     async with open_channel(rig.grpc_address) as channel:
         made = pb.GenerateRequest(model="echo", prompt="x" * 101)
@@ -243,15 +244,15 @@ async def test_a_message_counts_until_it_is_encoded(make_rig: MakeRig) -> None:
             assert [event async for event in InferenceStub(channel).Generate(request(), metadata=METADATA)]
 
 
-@pytest.mark.parametrize("door", ["grpc", "rest"])
-async def test_nothing_of_a_refused_request_is_kept(rig: TokenPathRig, door: str) -> None:
-    """Not even until the next collection of garbage, which may come only after hundreds of megabytes."""
+@pytest.mark.parametrize("api", ["grpc", "rest"])
+async def test_refused_request_is_freed_without_garbage_collection(rig: TokenPathRig, api: str) -> None:
+    """The next collection may come only after hundreds of megabytes."""
     gc.collect()
     gc.disable()
     try:
         async with open_channel(rig.grpc_address) as channel:
             for _ in range(3):
-                if door == "rest":
+                if api == "rest":
                     body = {"model": "nobody/none", "prompt": "x" * 10_000}
                     assert (await rig.http.post("/v1/completions", json=body)).status_code == 404
                     continue
@@ -264,6 +265,6 @@ async def test_nothing_of_a_refused_request_is_kept(rig: TokenPathRig, door: str
             kinds = (GenerateParams, pb.GenerateRequest)
             return any(type(each) in kinds and each.model == "nobody/none" for each in gc.get_objects())
 
-        await until(lambda: not is_kept(), 20)
+        await eventually(lambda: not is_kept())
     finally:
         gc.enable()

@@ -19,7 +19,7 @@ def fault(reply: httpx.Response) -> dict[str, Any]:
     return error
 
 
-async def test_health_needs_no_key_and_is_503_without_the_database(rig: RestRig) -> None:
+async def test_health_is_keyless_and_reports_a_lost_database(rig: RestRig) -> None:
     async with httpx.AsyncClient(base_url=rig.url, trust_env=False) as nobody:
         reply = await nobody.get("/health")
         assert (reply.status_code, reply.json()) == (200, {"status": "ok", "unavailable": [], "degraded": []})
@@ -31,7 +31,7 @@ async def test_health_needs_no_key_and_is_503_without_the_database(rig: RestRig)
         assert reply.json() == {"status": "unavailable", "unavailable": ["database"], "degraded": []}
 
 
-async def test_the_token_path_goes_to_its_own_handler(rig: RestRig) -> None:
+async def test_token_paths_go_to_their_application(rig: RestRig) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):
         assert (await rig.acme.post(path, json={})).content == b"tokens"
 
@@ -56,7 +56,7 @@ async def test_the_token_path_goes_to_its_own_handler(rig: RestRig) -> None:
         ("GET", "/v1/usage?tenant=other", None, 403, "tenant", "permission_denied"),
     ],
 )
-async def test_every_refusal_has_openais_shape(
+async def test_refusals_have_openais_shape(
     rig: RestRig, method: str, path: str, body: Any, status: int, param: str | None, code: str | None
 ) -> None:
     reply = await rig.acme.request(method, path, json=body)
@@ -66,13 +66,13 @@ async def test_every_refusal_has_openais_shape(
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
-async def test_a_path_without_its_version_is_answered_with_the_one_that_is_meant(rig: RestRig, path: str) -> None:
+async def test_path_without_version_names_the_right_path(rig: RestRig, path: str) -> None:
     reply = await rig.acme.post(path, json={})
     assert (reply.status_code, fault(reply)["message"]) == (404, f"{path} not found; did you mean /v1{path}?")
     assert fault(await rig.acme.get("/nothing"))["message"] == "/nothing not found"
 
 
-async def test_a_body_that_is_no_json_is_400(rig: RestRig) -> None:
+async def test_invalid_json_is_refused(rig: RestRig) -> None:
     reply = await rig.acme.post("/v1/keys", content=b"{", headers={"content-type": "application/json"})
     assert (reply.status_code, fault(reply)["message"]) == (400, "the body is not valid JSON")
 
@@ -81,16 +81,14 @@ async def test_a_body_that_is_no_json_is_400(rig: RestRig) -> None:
     ("headers", "given"),
     [({}, "which is missing"), ({"content-type": "text/plain"}, "not 'text/plain'")],
 )
-async def test_a_body_that_is_not_declared_as_json_is_told_the_header(
-    rig: RestRig, headers: dict[str, str], given: str
-) -> None:
+async def test_undeclared_json_names_the_header(rig: RestRig, headers: dict[str, str], given: str) -> None:
     reply = await rig.acme.post("/v1/uploads", content=b'{"model": "m", "files": []}', headers=headers)
     error = fault(reply)
     assert (reply.status_code, error["param"]) == (400, None)
     assert error["message"] == f"send the body with the header `content-type: application/json`, {given}"
 
 
-async def test_a_missing_or_wrong_key_is_401(rig: RestRig) -> None:
+async def test_missing_or_wrong_key_is_unauthenticated(rig: RestRig) -> None:
     async with httpx.AsyncClient(base_url=rig.url, trust_env=False) as nobody:
         for headers in ({}, {"authorization": "Bearer tr-abc"}):
             reply = await nobody.get("/v1/models", headers=headers)
@@ -98,7 +96,7 @@ async def test_a_missing_or_wrong_key_is_401(rig: RestRig) -> None:
             assert reply.headers["www-authenticate"] == "Bearer"
 
 
-async def test_a_body_too_large_is_refused_declared_or_not(rig: RestRig) -> None:
+async def test_oversized_body_is_refused_with_or_without_a_length(rig: RestRig) -> None:
     large = b'{"name":"' + b"x" * (65 << 10) + b'"}'
 
     async def undeclared() -> Any:
@@ -116,7 +114,7 @@ async def test_a_body_too_large_is_refused_declared_or_not(rig: RestRig) -> None
         }
 
 
-async def test_the_database_away_is_503(rig: RestRig) -> None:
+async def test_unreachable_database_is_unavailable(rig: RestRig) -> None:
     rig.parts.database.interrupt()
     rig.parts.table_versions.invalidate()
     reply = await rig.acme.get("/v1/models")

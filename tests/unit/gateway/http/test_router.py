@@ -1,4 +1,4 @@
-"""What the router looks at before a body: the key, the tenant's share, the declared length."""
+"""The router checks the key, the tenant's share and the declared length before it reads a body."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.support.raw_http import head, raw_connection
+from tests.support.wait import eventually
 from tests.unit.gateway.http.conftest import RestRig
-from tests.unit.gateway.token_path_rig import until
 from torchrelay.common.errors import UploadRefused
 from torchrelay.gateway.edge.turns import ClientGroup
 
@@ -34,7 +34,7 @@ HUGE = 100 << 20
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 @pytest.mark.parametrize("key", ["", "Bearer tr-nobody", "Basic abc"])
-async def test_without_a_key_nothing_of_the_body_is_waited_for(rig: RestRig, method: str, path: str, key: str) -> None:
+async def test_missing_key_is_refused_before_the_body(rig: RestRig, method: str, path: str, key: str) -> None:
     authorization = {"authorization": key} if key else {}
     for framing in ({"content_length": HUGE}, {"transfer_encoding": "chunked"}):
         async with raw_connection(rig.port) as raw:
@@ -46,7 +46,7 @@ async def test_without_a_key_nothing_of_the_body_is_waited_for(rig: RestRig, met
 
 
 @pytest.mark.parametrize(("method", "path"), [each for each in ROUTES if "/files/" not in each[1]])
-async def test_a_declared_length_above_the_limit_is_refused_at_once(rig: RestRig, method: str, path: str) -> None:
+async def test_declared_length_above_the_limit_is_refused_at_once(rig: RestRig, method: str, path: str) -> None:
     async with raw_connection(rig.port) as raw:
         await raw.send(head(method, path, authorization=rig.acme.headers["authorization"], content_length=HUGE))
         answer = await raw.answer(5)
@@ -54,14 +54,14 @@ async def test_a_declared_length_above_the_limit_is_refused_at_once(rig: RestRig
         assert answer.message == "the body is larger than 65,536 bytes (the gateway's max_body_bytes setting)"
 
 
-async def test_a_client_that_expects_to_go_on_is_told_before_it_sends(rig: RestRig) -> None:
+async def test_expect_continue_is_refused_before_the_body(rig: RestRig) -> None:
     async with raw_connection(rig.port) as raw:
         await raw.send(head("POST", "/v1/keys", content_length=20, expect="100-continue"))
         assert (await raw.answer(5)).status == 401
 
 
 @pytest.mark.parametrize("path", ["/health", "/openapi.json"])
-async def test_what_needs_no_key_reads_no_body_and_names_no_tenant(rig: RestRig, path: str) -> None:
+async def test_public_pages_read_no_body_and_name_no_tenant(rig: RestRig, path: str) -> None:
     async with raw_connection(rig.port) as raw:
         await raw.send(head("GET", path, content_length=HUGE))
         answer = await raw.answer(5)
@@ -70,20 +70,20 @@ async def test_what_needs_no_key_reads_no_body_and_names_no_tenant(rig: RestRig,
         await raw.wait_closed()
 
 
-async def test_the_schema_says_how_to_show_a_key(rig: RestRig) -> None:
+async def test_openapi_schema_declares_bearer_keys(rig: RestRig) -> None:
     schema = (await rig.acme.get("/openapi.json")).json()
     assert schema["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"
     assert schema["paths"]["/v1/models"]["get"]["security"] == [{"HTTPBearer": []}]
 
 
-async def test_bodies_under_way_are_bounded_for_a_tenant(rig: RestRig) -> None:
+async def test_buffered_body_bytes_per_tenant_are_bounded(rig: RestRig) -> None:
     key = rig.acme.headers["authorization"]
     share = rig.settings.max_buffered_body_bytes_per_tenant
     half = head("POST", "/v1/keys", authorization=key, content_length=share // 2) + bytes(share // 2 - 1)
     async with raw_connection(rig.port) as first, raw_connection(rig.port) as second:
         for raw in (first, second):
             await raw.send(half)
-        await until(lambda: rig.shares.body_bytes.num_held == share - 2, 20)
+        await eventually(lambda: rig.shares.body_bytes.num_held == share - 2)
         refused = await rig.acme.post("/v1/keys", json={"name": "x"})
         assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         assert "max_buffered_body_bytes_per_tenant" in refused.json()["error"]["message"]
@@ -96,7 +96,7 @@ async def test_bodies_under_way_are_bounded_for_a_tenant(rig: RestRig) -> None:
     assert (await rig.acme.post("/v1/keys", json={"name": "x"})).status_code == 201
 
 
-async def test_bodies_under_way_are_bounded_in_all(rig: RestRig) -> None:
+async def test_buffered_body_bytes_in_total_are_bounded(rig: RestRig) -> None:
     limits = rig.settings
     rig.shares.body_bytes.take("others-1", limits.max_buffered_body_bytes_per_tenant)
     rig.shares.body_bytes.take("others-2", limits.max_buffered_body_bytes - limits.max_buffered_body_bytes_per_tenant)
@@ -105,7 +105,7 @@ async def test_bodies_under_way_are_bounded_in_all(rig: RestRig) -> None:
     assert (refused.json()["error"]["code"], "max_buffered_body_bytes)" in refused.text) == ("at_capacity", True)
 
 
-async def test_open_requests_of_a_tenant_are_bounded(rig: RestRig) -> None:
+async def test_open_rest_requests_per_tenant_are_bounded(rig: RestRig) -> None:
     limit = rig.settings.max_open_requests_per_tenant
     key = rig.acme.headers["authorization"]
     async with AsyncExitStack() as stack:
@@ -113,17 +113,17 @@ async def test_open_requests_of_a_tenant_are_bounded(rig: RestRig) -> None:
         connections = [await stack.enter_async_context(raw_connection(rig.port)) for _ in range(limit)]
         for raw in connections:
             await raw.send(head("POST", "/v1/keys", authorization=key, content_length=9))
-        await until(lambda: rig.shares.requests.num_held == limit, 20)
+        await eventually(lambda: rig.shares.requests.num_held == limit)
         refused = await rig.acme.get("/v1/models")
         assert refused.status_code == 429
         assert "max_open_requests_per_tenant" in refused.json()["error"]["message"]
         assert (await zoo.get("/v1/models")).status_code == 200
         connections[0].close()
-        await until(lambda: rig.shares.requests.num_held < limit, 20)
+        await eventually(lambda: rig.shares.requests.num_held < limit)
         assert (await rig.acme.get("/v1/models")).status_code == 200
 
 
-async def test_files_under_way_of_a_tenant_are_bounded(rig: RestRig) -> None:
+async def test_uploads_under_way_per_tenant_are_bounded(rig: RestRig) -> None:
     files = [{"path": f"f{number}", "size": 9, "sha256": "0" * 64} for number in range(3)]
     upload = (await rig.acme.post("/v1/uploads", json={"model": "m", "files": files})).json()["id"]
     key = rig.acme.headers["authorization"]
@@ -131,17 +131,17 @@ async def test_files_under_way_of_a_tenant_are_bounded(rig: RestRig) -> None:
         for number, raw in enumerate((first, second)):
             path = f"/v1/uploads/{upload}/files/f{number}"
             await raw.send(head("PUT", path, authorization=key, content_length=9))
-        await until(lambda: rig.shares.uploads.num_held == 2, 20)
+        await eventually(lambda: rig.shares.uploads.num_held == 2)
         for method, path in (("PUT", "files/f2"), ("POST", "commit")):
             refused = await rig.acme.request(method, f"/v1/uploads/{upload}/{path}", content=b"123456789")
             assert (refused.status_code, "max_uploads_per_tenant" in refused.text) == (429, True)
         await first.send(b"123456789")
         assert (await first.answer()).status == 200
-    await until(lambda: rig.shares.uploads.num_held == 0, 20)
+    await eventually(lambda: rig.shares.uploads.num_held == 0)
     assert (await rig.acme.put(f"/v1/uploads/{upload}/files/f2", content=b"123456789")).status_code == 200
 
 
-async def test_an_early_refusal_of_a_file_ends_the_connection_and_is_read(rig: RestRig) -> None:
+async def test_early_refusal_of_a_file_closes_the_connection(rig: RestRig) -> None:
     async def body() -> Any:
         for _ in range(64):
             yield bytes(1 << 16)
@@ -150,13 +150,13 @@ async def test_an_early_refusal_of_a_file_ends_the_connection_and_is_read(rig: R
     assert (reply.status_code, reply.headers["connection"]) == (404, "close")
 
 
-async def test_queries_of_one_tenant_wait_for_one_another_and_for_nobody_else(rig: RestRig) -> None:
-    lane = rig.services.queries
-    async with await rig.client_of("zoo") as zoo, lane.turn(rig.parts.acme.tenant_id):
+async def test_queries_wait_only_for_those_of_their_tenant(rig: RestRig) -> None:
+    queries = rig.services.queries
+    async with await rig.client_of("zoo") as zoo, queries.turn(rig.parts.acme.tenant_id):
         slow = [asyncio.ensure_future(rig.acme.get("/v1/usage")) for _ in range(6)]
         quick = await zoo.post("/v1/keys", json={"name": "y"})
         assert quick.status_code == 201
-        assert (await rig.acme.get("/v1/models/absent")).status_code == 404, "what reads one row does not wait"
+        assert (await rig.acme.get("/v1/models/absent")).status_code == 404, "reading a row needs no turn"
         too_many = [asyncio.ensure_future(rig.acme.get("/v1/keys")) for _ in range(6)]
         refused, _ = await asyncio.wait(too_many, timeout=20, return_when=asyncio.FIRST_COMPLETED)
         reply: httpx.Response = refused.pop().result()
@@ -167,7 +167,7 @@ async def test_queries_of_one_tenant_wait_for_one_another_and_for_nobody_else(ri
     assert {each.status_code for each in replies[6:]} == {200, 429}
 
 
-async def test_a_name_that_is_not_ascii_is_refused_in_its_own_letters(rig: RestRig) -> None:
+async def test_refusal_keeps_non_ascii_names(rig: RestRig) -> None:
     rig.store.refusal = UploadRefused("模型.safetensors: the header is longer than the file", field="模型.safetensors")
     files = [{"path": "模型.safetensors", "size": 0, "sha256": "0" * 64}]
     upload = (await rig.acme.post("/v1/uploads", json={"model": "m", "files": files})).json()["id"]
@@ -175,7 +175,7 @@ async def test_a_name_that_is_not_ascii_is_refused_in_its_own_letters(rig: RestR
     assert (reply.status_code, json.loads(reply.text)["error"]["param"]) == (422, "模型.safetensors")
 
 
-async def test_a_known_caller_needs_no_turn_on_the_token_path_and_takes_its_tenants_elsewhere(rig: RestRig) -> None:
+async def test_known_caller_takes_turns_outside_the_token_path(rig: RestRig) -> None:
     acme = await rig.parts.keys.authenticate(rig.acme.headers["authorization"])
 
     def group(path: str, authorization: str) -> ClientGroup | None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from torchrelay.gateway.limits.circuit import Circuit
 
 
-def test_after_a_silence_one_at_a_time_asks_and_an_answer_lets_everybody_ask() -> None:
+def test_open_circuit_admits_a_probe_at_a_time() -> None:
     circuit = Circuit(open_s=1.0)
     assert circuit.is_closed and all(circuit.may_ask(0.0) for _ in range(3))
     circuit.silent(10.0)
@@ -16,7 +16,7 @@ def test_after_a_silence_one_at_a_time_asks_and_an_answer_lets_everybody_ask() -
     assert circuit.is_closed and all(circuit.may_ask(12.6) for _ in range(3))
 
 
-def test_one_that_asked_and_never_came_back_is_not_waited_for() -> None:
+def test_lost_probe_is_followed_by_another() -> None:
     circuit = Circuit(open_s=1.0)
     circuit.silent(0.0)
     assert circuit.may_ask(1.0)

@@ -50,7 +50,7 @@ def clock() -> Clock:
 async def limits(
     parts: AccountingRig, redis_url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Limiter]:
-    """Waits long for its Redis: on a busy machine half a second can pass."""
+    """A limiter that waits long for Redis: on a busy machine half a second can pass."""
     monkeypatch.setattr(script_runner, "RedisScriptRunner", partial(RedisScriptRunner, answer_limit_s=60))
     made = Limiter(redis_url, parts.database, lease_s=60, clock=clock)
     yield made
@@ -62,7 +62,7 @@ async def set_spent(parts: AccountingRig, spent_nano: int) -> None:
         await connection.execute(update(balances).values(spent_nano=spent_nano))
 
 
-async def test_without_limits_nothing_is_asked(parts: AccountingRig, principal: Principal) -> None:
+async def test_principal_without_limits_needs_no_redis(parts: AccountingRig, principal: Principal) -> None:
     connections: list[object] = []
     redis = await asyncio.start_server(lambda _reader, writer: connections.append(writer), "127.0.0.1", 0)
     async with redis:
@@ -74,7 +74,7 @@ async def test_without_limits_nothing_is_asked(parts: AccountingRig, principal: 
     assert not connections
 
 
-async def test_a_key_makes_so_many_requests_a_minute(limits: Limiter, clock: Clock, principal: Principal) -> None:
+async def test_requests_per_minute_of_a_key_are_limited(limits: Limiter, clock: Clock, principal: Principal) -> None:
     limited = replace(principal, requests_per_minute=30)
     results: list[Any] = await asyncio.gather(
         *(limits.admit(limited, MODEL, 1, 1) for _ in range(40)), return_exceptions=True
@@ -90,7 +90,7 @@ async def test_a_key_makes_so_many_requests_a_minute(limits: Limiter, clock: Clo
     await limits.admit(other_key, MODEL, 1, 1)
 
 
-async def test_a_budget_is_reserved_at_the_largest_cost_and_given_back(
+async def test_largest_cost_is_reserved_until_the_release(
     parts: AccountingRig, limits: Limiter, principal: Principal
 ) -> None:
     await set_spent(parts, 400)
@@ -128,12 +128,12 @@ async def test_releasing_twice_counts_its_cost_once(
 ) -> None:
     budgeted = replace(principal, budget_nano=1500)
     first = await limits.admit(budgeted, MODEL, 10, 100)
-    for _ in range(3):  # as if answers had been lost
+    for _ in range(3):  # as after lost answers
         assert await limits.release(first, 200)
     await limits.admit(budgeted, MODEL, 10, 100)
 
 
-async def test_a_release_that_redis_does_not_answer_is_told_and_can_be_repeated(
+async def test_release_without_an_answer_is_repeatable(
     parts: AccountingRig, principal: Principal, redis_url: str
 ) -> None:
     budgeted = replace(principal, budget_nano=1010)
@@ -151,7 +151,7 @@ async def test_a_release_that_redis_does_not_answer_is_told_and_can_be_repeated(
         await limits.close()
 
 
-async def test_a_reservation_nobody_released_ends_with_its_lease(
+async def test_unreleased_reservation_ends_with_its_lease(
     parts: AccountingRig, limits: Limiter, clock: Clock, principal: Principal
 ) -> None:
     budgeted = replace(principal, budget_nano=1010)
@@ -163,7 +163,7 @@ async def test_a_reservation_nobody_released_ends_with_its_lease(
     await limits.admit(budgeted, MODEL, 10, 100)
 
 
-async def test_many_at_once_never_reserve_more_than_the_budget(
+async def test_concurrent_reservations_stay_within_the_budget(
     parts: AccountingRig, limits: Limiter, principal: Principal
 ) -> None:
     budgeted = replace(principal, budget_nano=5 * 1010)
@@ -171,7 +171,7 @@ async def test_many_at_once_never_reserve_more_than_the_budget(
     assert sum(not isinstance(result, BaseException) for result in results) == 5
 
 
-async def test_redis_that_lost_everything_is_filled_from_sql(
+async def test_emptied_redis_is_filled_from_sql(
     parts: AccountingRig, limits: Limiter, principal: Principal, redis_url: str
 ) -> None:
     budgeted = replace(principal, budget_nano=3000)

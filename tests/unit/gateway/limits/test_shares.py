@@ -10,7 +10,7 @@ from torchrelay.gateway.limits.shares import ShareLimits, Shares
 LIMITS = ShareLimits("open requests", 5, "max_open_requests", 3, "max_open_requests_per_tenant")
 
 
-def test_a_tenant_is_refused_beyond_its_share_and_all_beyond_the_total() -> None:
+def test_takes_above_share_or_total_are_refused() -> None:
     shares = Shares(LIMITS)
     shares.take("acme", 3)
     with pytest.raises(Overloaded, match=r"has 3 open requests .* share is 3 .*max_open_requests_per_tenant") as own:
@@ -24,7 +24,7 @@ def test_a_tenant_is_refused_beyond_its_share_and_all_beyond_the_total() -> None
     shares.take("zoo")
 
 
-def test_a_block_and_an_account_give_back_what_they_took() -> None:
+def test_blocks_and_accounts_release_their_amounts() -> None:
     shares = Shares(LIMITS)
     with pytest.raises(ZeroDivisionError), shares.held("acme"), shares.account("acme") as account:
         account.take(2)
@@ -37,7 +37,7 @@ def test_a_block_and_an_account_give_back_what_they_took() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4))))
-def test_nothing_is_lost_or_exceeded(takes: list[tuple[str, int]]) -> None:
+def test_shares_are_exact_and_never_exceeded(takes: list[tuple[str, int]]) -> None:
     shares = Shares(LIMITS)
     held: list[tuple[str, int]] = []
     for tenant, amount in takes:

@@ -9,16 +9,16 @@ from torchrelay.gateway.limits.shares import ShareLimits, Shares
 from torchrelay.gateway.limits.tenant_semaphore import TenantSemaphore
 
 
-def lanes(*, per_tenant: int = 8, at_once: int = 1, total_at_once: int = 1) -> TenantSemaphore:
+def semaphore_of(*, per_tenant: int = 8, at_once: int = 1, total_at_once: int = 1) -> TenantSemaphore:
     limits = ShareLimits("queries", 100, "max_queries", per_tenant, "max_queries_per_tenant")
     return TenantSemaphore(Shares(limits), at_once=at_once, total_at_once=total_at_once)
 
 
-async def test_tenants_take_turns_whoever_came_first() -> None:
-    line, order = lanes(), list[str]()
+async def test_tenants_alternate_regardless_of_arrival() -> None:
+    semaphore, order = semaphore_of(), list[str]()
 
     async def query(tenant_id: str) -> None:
-        async with line.turn(tenant_id):
+        async with semaphore.turn(tenant_id):
             order.append(tenant_id)
             await asyncio.sleep(0)
 
@@ -29,11 +29,11 @@ async def test_tenants_take_turns_whoever_came_first() -> None:
     assert order.count("a") == 6
 
 
-async def test_the_line_of_a_tenant_is_bounded() -> None:
-    line, go_on = lanes(per_tenant=2), asyncio.Event()
+async def test_waiting_queries_per_tenant_are_bounded() -> None:
+    semaphore, go_on = semaphore_of(per_tenant=2), asyncio.Event()
 
     async def query() -> None:
-        async with line.turn("a"):
+        async with semaphore.turn("a"):
             await go_on.wait()
 
     waiting = [asyncio.ensure_future(query()) for _ in range(2)]
@@ -47,8 +47,8 @@ async def test_the_line_of_a_tenant_is_bounded() -> None:
     await asyncio.gather(*waiting)
 
 
-async def test_nothing_is_kept_of_a_tenant_without_a_turn() -> None:
-    line = TenantSemaphore(None, at_once=1, total_at_once=1)
-    async with line.turn("a"):
-        assert list(line._semaphores) == ["a"]
-    assert not line._semaphores
+async def test_tenant_without_a_turn_leaves_no_semaphore() -> None:
+    semaphore = TenantSemaphore(None, at_once=1, total_at_once=1)
+    async with semaphore.turn("a"):
+        assert list(semaphore._semaphores) == ["a"]
+    assert not semaphore._semaphores

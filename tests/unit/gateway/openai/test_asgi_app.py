@@ -12,7 +12,8 @@ import pytest
 from starlette.types import Message
 
 from tests.support.gateway_ports import ADMIN_KEY, KEY
-from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig, until
+from tests.support.wait import eventually
+from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
 from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.gateway.core import FinishCause, PublishedModel
@@ -25,7 +26,7 @@ def events_of(body: str) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-async def test_the_official_client_gets_a_whole_chat(rig: TokenPathRig) -> None:
+async def test_openai_client_gets_a_chat(rig: TokenPathRig) -> None:
     reply = await rig.client.chat.completions.create(
         model="acme/echo", messages=[{"role": "user", "content": "hello"}], max_tokens=12, temperature=0
     )
@@ -41,7 +42,7 @@ async def test_the_official_client_gets_a_whole_chat(rig: TokenPathRig) -> None:
     assert reply.usage.total_tokens == len(prompt) + 12
 
 
-async def test_the_official_client_gets_the_same_chat_as_a_stream(rig: TokenPathRig) -> None:
+async def test_openai_client_gets_the_same_chat_streamed(rig: TokenPathRig) -> None:
     messages: Any = [{"role": "user", "content": [{"type": "text", "text": "größer "}, {"type": "text", "text": "🔥"}]}]
     whole = await rig.client.chat.completions.create(model="echo", messages=messages, max_tokens=30)
     stream = await rig.client.chat.completions.create(
@@ -50,17 +51,18 @@ async def test_the_official_client_gets_the_same_chat_as_a_stream(rig: TokenPath
     chunks = [chunk async for chunk in stream]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert (
-        "".join(one.choices[0].delta.content or "" for one in chunks if one.choices) == whole.choices[0].message.content
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        == whole.choices[0].message.content
     )
     assert chunks[-2].choices[0].finish_reason == "length"
     assert chunks[-1].choices == []
     assert chunks[-1].usage == whole.usage
     assert len(chunks) == 1 + 30 + 1 + 1  # role, tokens, end, usage
-    assert all(one.object == "chat.completion.chunk" and one.model == "acme/echo" for one in chunks)
+    assert all(chunk.object == "chat.completion.chunk" and chunk.model == "acme/echo" for chunk in chunks)
 
 
 async def written(rig: TokenPathRig, num_tokens: int) -> list[bytes]:
-    """The writes of one stream, without an HTTP server in between."""
+    """The writes of a stream without an HTTP server in between."""
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": num_tokens, "stream": True}
     asked = [{"type": "http.request", "body": json.dumps(body).encode()}]
     writes: list[bytes] = []
@@ -83,14 +85,14 @@ async def test_tokens_of_a_fast_stream_are_written_together(rig: TokenPathRig) -
     assert len(writes) < 50
 
 
-async def test_the_end_of_a_fast_stream_waits_for_no_gap(make_rig: MakeRig) -> None:
+async def test_end_of_a_fast_stream_is_written_at_once(make_rig: MakeRig) -> None:
     rig = await make_rig(write_gap_s=60.0)
     async with asyncio.timeout(20):
         writes = await written(rig, 100)
     assert len(events_of(b"".join(writes).decode())) == 100 + 1
 
 
-async def test_one_event_per_token_with_its_id(rig: TokenPathRig) -> None:
+async def test_streamed_event_carries_one_token_with_its_id(rig: TokenPathRig) -> None:
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 20, "stream": True, "return_token_ids": True}
     response = await rig.http.post("/v1/completions", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -104,23 +106,25 @@ async def test_one_event_per_token_with_its_id(rig: TokenPathRig) -> None:
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_several_choices_each_have_their_own_stream(rig: TokenPathRig) -> None:
+async def test_choices_have_their_own_tokens(rig: TokenPathRig) -> None:
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 5, "n": 3, "stream": True, "return_token_ids": True}
     events = events_of((await rig.http.post("/v1/completions", json=body)).text)
     for choice in range(3):
         listed = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice]
-        assert [token for one in listed for token in one["token_ids"]] == rig.echoed(PROMPT, 5, choice)
+        assert [token for event_choice in listed for token in event_choice["token_ids"]] == rig.echoed(
+            PROMPT, 5, choice
+        )
     whole = await rig.client.completions.create(model="echo", prompt=PROMPT, max_tokens=5, n=3)
-    assert [one.text for one in whole.choices] == [rig.text(rig.echoed(PROMPT, 5, choice)) for choice in range(3)]
+    assert [each.text for each in whole.choices] == [rig.text(rig.echoed(PROMPT, 5, choice)) for choice in range(3)]
     assert whole.usage is not None and whole.usage.completion_tokens == 15
     settled = rig.ports.settled[whole.id]
-    assert [(one.choice, one.num_output_tokens, one.cause) for one in settled] == [
+    assert [(usage.choice, usage.num_output_tokens, usage.cause) for usage in settled] == [
         (choice, 5, FinishCause.LENGTH) for choice in range(3)
     ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_across_tokens_ends_and_cuts_the_text(rig: TokenPathRig, stream: bool) -> None:
+async def test_stop_string_across_tokens_cuts_the_text(rig: TokenPathRig, stream: bool) -> None:
     prompt = [token for word in ("one two ", "ST", "OP", " three") for token in rig.tokenizer.encode(word).ids]
     assert not any("STOP" in rig.text([token]) for token in prompt)
     body = {"model": "echo", "prompt": prompt, "max_tokens": 50, "stop": [" STOP", "never"], "stream": stream}
@@ -132,7 +136,7 @@ async def test_a_stop_string_across_tokens_ends_and_cuts_the_text(rig: TokenPath
     assert "STOP" in rig.text(prompt[:num_tokens]) and "STOP" not in rig.text(prompt[: num_tokens - 1])
 
 
-async def test_the_end_of_sequence_ends_unless_ignored(rig: TokenPathRig) -> None:
+async def test_end_of_sequence_ends_unless_ignored(rig: TokenPathRig) -> None:
     eos = rig.ports.published["acme/echo"].version.eos_token_ids[0]
     body = {"model": "echo", "prompt": [*PROMPT[:3], eos], "max_tokens": 9, "return_token_ids": True}
     choice = (await rig.http.post("/v1/completions", json=body)).json()["choices"][0]
@@ -142,7 +146,7 @@ async def test_the_end_of_sequence_ends_unless_ignored(rig: TokenPathRig) -> Non
     assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 9)
 
 
-async def test_a_users_own_stop_token_ends_with_and_without_ignore_eos(rig: TokenPathRig) -> None:
+async def test_own_stop_tokens_apply_with_ignore_eos(rig: TokenPathRig) -> None:
     for ignore_eos in (False, True):
         body = {"model": "echo", "prompt": PROMPT, "max_tokens": 9, "return_token_ids": True, "ignore_eos": ignore_eos}
         response = await rig.http.post("/v1/completions", json={**body, "stop_token_ids": [PROMPT[4], 3]})
@@ -150,14 +154,14 @@ async def test_a_users_own_stop_token_ends_with_and_without_ignore_eos(rig: Toke
         assert (choice["finish_reason"], choice["token_ids"]) == ("stop", PROMPT[:5])
 
 
-async def test_a_stop_string_never_found_ends_by_length_with_all_the_text(rig: TokenPathRig) -> None:
+async def test_absent_stop_string_leaves_the_whole_text(rig: TokenPathRig) -> None:
     for stop in ("zzz", rig.text(PROMPT[:1]) + "never", ["a" * 512, "\u00e9"]):
         body = {"model": "echo", "prompt": PROMPT, "max_tokens": 20, "stop": stop}
         choice = (await rig.http.post("/v1/completions", json=body)).json()["choices"][0]
         assert (choice["finish_reason"], choice["text"]) == ("length", rig.text(rig.echoed(PROMPT, 20)))
 
 
-async def test_a_text_with_a_token_that_the_model_lacks_is_refused(rig: TokenPathRig) -> None:
+async def test_text_with_a_token_beyond_the_vocabulary_is_refused(rig: TokenPathRig) -> None:
     rig.ports.published["acme/echo"] = replace_vocab_size(rig.ports.published["acme/echo"], 40)
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": "torch"})
     error = response.json()["error"]
@@ -170,7 +174,7 @@ def replace_vocab_size(model: PublishedModel, vocab_size: int) -> PublishedModel
     return replace(model, version=version)
 
 
-async def test_a_seed_is_drawn_once_or_taken(rig: TokenPathRig) -> None:
+async def test_seed_is_used_or_drawn_per_request(rig: TokenPathRig) -> None:
     rig.model.answer = lambda prompt, seed, choice, position: (seed >> position % 8) % 300
     create = rig.client.completions.create
     given = [await create(model="echo", prompt=PROMPT, max_tokens=8, seed=7) for _ in range(2)]
@@ -221,13 +225,13 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
-async def test_bad_fields_are_named(rig: TokenPathRig) -> None:
+async def test_invalid_fields_are_named(rig: TokenPathRig) -> None:
     for path, change, param, code in BAD_FIELDS:
         body = {"model": "acme/echo", "prompt": "hi", "messages": [{"role": "user", "content": "hi"}], **change}
         response = await rig.http.post(f"/v1/{path}", json=body)
         error = response.json()["error"]
-        found = (response.status_code, error["param"], error["code"], error["type"])
-        assert found == (400, param, code, "invalid_request_error"), (path, change, error)
+        refusal = (response.status_code, error["param"], error["code"], error["type"])
+        assert refusal == (400, param, code, "invalid_request_error"), (path, change, error)
         assert response.headers["x-request-id"]
     assert not rig.ports.opened and not rig.ports.reserved
 
@@ -237,7 +241,7 @@ async def test_other_refusals_have_their_status(rig: TokenPathRig) -> None:
     good = {"model": "echo", "prompt": "hi"}
     assert (await post("/v1/completions", content=b"{nonsense")).status_code == 400
     assert (await post("/v1/completions", json=good, headers={"authorization": "Bearer no"})).status_code == 401
-    for model in ("echo", "acme/echo"):  # 403, not a 404 about an existing model
+    for model in ("echo", "acme/echo"):  # not 404 for an existing model
         refused = await post(
             "/v1/completions", json={**good, "model": model}, headers={"authorization": f"Bearer {ADMIN_KEY}"}
         )
@@ -246,9 +250,9 @@ async def test_other_refusals_have_their_status(rig: TokenPathRig) -> None:
     assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
     got = await rig.http.get("/v1/completions")
     assert (got.status_code, got.json()["error"]["code"], got.headers["allow"]) == (405, "method_not_allowed", "POST")
-    for method in ("GET", "PUT", "DELETE"):  # which methods there are is said to tenants
-        stranger = await rig.http.request(method, "/v1/completions", headers={"authorization": ""})
-        assert (stranger.status_code, stranger.headers["www-authenticate"]) == (401, "Bearer")
+    for method in ("GET", "PUT", "DELETE"):  # only tenants learn the allowed methods
+        keyless = await rig.http.request(method, "/v1/completions", headers={"authorization": ""})
+        assert (keyless.status_code, keyless.headers["www-authenticate"]) == (401, "Bearer")
     assert (await post("/v1/nothing", json=good)).status_code == 404
     large = await post("/v1/completions", content=b" " * (rig.settings.max_body_bytes + 1))
     error = large.json()["error"]
@@ -262,22 +266,22 @@ async def test_other_refusals_have_their_status(rig: TokenPathRig) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_model_that_could_not_be_loaded_is_503_with_retry_after(rig: TokenPathRig, stream: bool) -> None:
+async def test_failed_load_is_unavailable_with_retry_after(rig: TokenPathRig, stream: bool) -> None:
     reason = scheduler_pb2.Refusal.REASON_LOAD_FAILED
     rig.scheduler.refusals.append(scheduler_pb2.Refusal(reason=reason, message="no load", retry_after_s=4.2))
     body = {"model": "echo", "prompt": "hi", "stream": stream}
     reply = await rig.http.post("/v1/completions", json=body)
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
     assert reply.json()["error"]["code"] == "unavailable"
-    await until(lambda: not rig.ports.reserved)
+    await eventually(lambda: not rig.ports.reserved)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_full_queue_is_429_with_retry_after(rig: TokenPathRig, stream: bool) -> None:
+async def test_full_queue_is_too_many_requests_with_retry_after(rig: TokenPathRig, stream: bool) -> None:
     reason = scheduler_pb2.Refusal.REASON_QUEUE_FULL
     rig.scheduler.refusals.append(scheduler_pb2.Refusal(reason=reason, message="50 wait already", retry_after_s=3))
     with pytest.raises(openai.RateLimitError) as caught:
         await rig.client.completions.create(model="echo", prompt="hi", stream=stream)
     assert caught.value.response.headers["retry-after"] == "3"
     assert caught.value.code == "queue_full"
-    await until(lambda: not rig.ports.reserved)
+    await eventually(lambda: not rig.ports.reserved)

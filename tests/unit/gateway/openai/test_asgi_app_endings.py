@@ -9,12 +9,13 @@ import openai
 import pytest
 
 from tests.support.sample_tokenizers import PANIC, panicking_tokenizer
-from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig, until
+from tests.support.wait import eventually
+from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
 from torchrelay.common.errors import Unavailable
 from torchrelay.gateway.core import FinishCause
 
 
-async def test_a_cold_stream_gets_headers_and_comments_then_tokens(make_rig: MakeRig) -> None:
+async def test_waiting_stream_gets_headers_and_comments_first(make_rig: MakeRig) -> None:
     rig = await make_rig(keep_alive_s=0.05)
     rig.scheduler.open_gate.clear()
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 4, "stream": True}
@@ -29,7 +30,7 @@ async def test_a_cold_stream_gets_headers_and_comments_then_tokens(make_rig: Mak
     assert len(rest) == 4 + 1 + 1
 
 
-async def test_an_error_after_the_headers_is_an_event(make_rig: MakeRig) -> None:
+async def test_error_after_the_headers_is_an_event(make_rig: MakeRig) -> None:
     rig = await make_rig(keep_alive_s=0.05)
     rig.scheduler.open_gate.clear()
     stream = await rig.client.completions.create(model="echo", prompt=PROMPT, max_tokens=4, stream=True)
@@ -38,15 +39,15 @@ async def test_an_error_after_the_headers_is_an_event(make_rig: MakeRig) -> None
         with pytest.raises(openai.APIError, match="shutting down"):
             async for _ in stream:
                 pass
-    await until(lambda: len(rig.scheduler.withdrawals) == 1)
+    await eventually(lambda: len(rig.scheduler.withdrawals) == 1)
     assert not rig.ports.reserved
 
 
-async def test_a_drain_waits_for_who_ends_and_tells_who_does_not(rig: TokenPathRig) -> None:
+async def test_drain_waits_then_ends_the_rest_with_an_error(rig: TokenPathRig) -> None:
     rig.workers[0].pause_at = 2
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 4, "stream": True}
     asking = asyncio.ensure_future(rig.http.post("/v1/completions", json=body))
-    await until(lambda: rig.num_accepted() == [2])
+    await eventually(lambda: rig.num_accepted() == [2])
     draining = asyncio.ensure_future(rig.token_path.pipeline.drain(5, 5))
     await asyncio.sleep(0)
     rig.workers[0].resume()
@@ -54,39 +55,35 @@ async def test_a_drain_waits_for_who_ends_and_tells_who_does_not(rig: TokenPathR
     assert (await asking).text.endswith("data: [DONE]\n\n")
     rig.scheduler.open_gate.clear()
     asking = asyncio.ensure_future(rig.http.post("/v1/completions", json=body))
-    await until(lambda: len(rig.token_path.pipeline.requests) == 1)
+    await eventually(lambda: len(rig.token_path.pipeline.requests) == 1)
     await rig.token_path.pipeline.drain(0.5, 5)
     assert "shutting down" in (await asking).text and len(rig.token_path.pipeline.requests) == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_workers_and_is_billed_for_what_was_accepted(
-    rig: TokenPathRig, stream: bool
-) -> None:
+async def test_client_that_leaves_is_billed_for_accepted_tokens(rig: TokenPathRig, stream: bool) -> None:
     for worker in rig.workers:
         worker.pause_at = 5
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 100, "stream": stream}
     asking = asyncio.ensure_future(rig.http.post("/v1/completions", json=body))
-    await until(lambda: rig.workers[0].num_running == 1)
-    await until(lambda: bool(rig.ports.opened))
+    await eventually(lambda: rig.workers[0].num_running == 1)
+    await eventually(lambda: bool(rig.ports.opened))
     request_id = rig.ports.opened[0].request_id
-    await until(lambda: rig.num_accepted() == [5])
+    await eventually(lambda: rig.num_accepted() == [5])
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    await until(lambda: rig.workers[0].num_running == 0)
+    await eventually(lambda: rig.workers[0].num_running == 0)
     assert ("decode", (request_id, 1)) in rig.workers[0].cancelled
-    await until(lambda: request_id in rig.ports.settled and not rig.ports.reserved)
+    await eventually(lambda: request_id in rig.ports.settled and not rig.ports.reserved)
     usage = rig.ports.settled[request_id][0]
     assert (usage.num_output_tokens, usage.cause) == (5, FinishCause.CANCELLED)
-    await until(lambda: len(rig.scheduler.releases) == 1)
+    await eventually(lambda: len(rig.scheduler.releases) == 1)
     assert rig.token_path.admissions.num_open == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_token_that_the_tokenizer_panics_at_ends_the_request_with_the_cause(
-    make_rig: MakeRig, stream: bool
-) -> None:
-    """The panic is no ``Exception``. What was accepted is billed, the workers are freed, the next request runs."""
+async def test_tokenizer_panic_ends_the_stream_with_the_cause(make_rig: MakeRig, stream: bool) -> None:
+    """The panic is no ``Exception``. Accepted tokens are billed, workers are freed, and the next request runs."""
     rig = await make_rig(tokenizer=panicking_tokenizer())
     panic = rig.tokenizer.token_to_id(PANIC)
     assert panic is not None
@@ -99,66 +96,67 @@ async def test_a_token_that_the_tokenizer_panics_at_ends_the_request_with_the_ca
         assert json.loads(response.text.split("data: ")[-1])["error"]["message"] == cause
     else:
         assert (response.status_code, response.json()["error"]["message"]) == (500, cause)
-    await until(lambda: len(rig.ports.settled) == 1 and not rig.ports.reserved)
+    await eventually(lambda: len(rig.ports.settled) == 1 and not rig.ports.reserved)
     usage = next(iter(rig.ports.settled.values()))[0]
     assert (usage.num_output_tokens, usage.cause) == (5, FinishCause.ERROR)
-    await until(lambda: not any(worker.num_running for worker in rig.workers))
-    await until(lambda: len(rig.scheduler.releases) == 1)
+    await eventually(lambda: not any(worker.num_running for worker in rig.workers))
+    await eventually(lambda: len(rig.scheduler.releases) == 1)
     reply = await rig.client.completions.create(model="echo", prompt=PROMPT, max_tokens=3)
     assert reply.choices[0].text == rig.text(PROMPT[:3])
 
 
-async def test_a_client_that_leaves_while_waiting_is_withdrawn(rig: TokenPathRig) -> None:
+async def test_waiting_client_that_leaves_is_withdrawn(rig: TokenPathRig) -> None:
     rig.scheduler.open_gate.clear()
     asking = asyncio.ensure_future(rig.http.post("/v1/completions", json={"model": "echo", "prompt": "hi"}))
-    await until(lambda: len(rig.scheduler.admits) == 1)
+    await eventually(lambda: len(rig.scheduler.admits) == 1)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    await until(lambda: len(rig.scheduler.withdrawals) == 1)
-    await until(lambda: not rig.ports.reserved)
+    await eventually(lambda: len(rig.scheduler.withdrawals) == 1)
+    await eventually(lambda: not rig.ports.reserved)
     assert next(iter(rig.ports.settled.values()))[0].num_output_tokens == 0
 
 
-async def test_no_token_is_delivered_before_the_row_is_committed(rig: TokenPathRig) -> None:
+async def test_tokens_wait_for_the_commit_of_the_row(rig: TokenPathRig) -> None:
     rig.ports.may_open.clear()
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 3, "stream": True}
     async with rig.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.aiter_lines()
-        await until(lambda: len(rig.scheduler.releases) == 1)  # all tokens are there
+        await eventually(lambda: len(rig.scheduler.releases) == 1)  # all tokens have arrived
         assert not rig.ports.opened
         rig.ports.may_open.set()
         assert [line async for line in lines if line.startswith("data: ")][-1] == "data: [DONE]"
     assert rig.ports.opened
 
 
-async def test_a_request_whose_row_cannot_be_written_fails_and_costs_nothing(rig: TokenPathRig) -> None:
+async def test_request_without_a_row_fails_and_costs_nothing(rig: TokenPathRig) -> None:
     rig.ports.open_error = Unavailable("the database is away")
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT, "max_tokens": 3})
     assert (response.status_code, response.json()["error"]["message"]) == (503, "the database is away")
-    await until(lambda: not rig.ports.reserved)
+    await eventually(lambda: not rig.ports.reserved)
     assert not rig.ports.settled
     assert list(rig.ports.released.values()) == [0]
 
 
-async def test_a_row_whose_answer_got_lost_is_settled_with_nothing(rig: TokenPathRig) -> None:
+async def test_row_of_an_unanswered_commit_is_settled_empty(rig: TokenPathRig) -> None:
     """Otherwise the sweep would later bill what the client never received."""
     rig.ports.open_error, rig.ports.is_open_error_late = Unavailable("the connection broke at the commit"), True
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT, "max_tokens": 3})
     assert response.status_code == 503
-    await until(lambda: not rig.ports.reserved)
+    await eventually(lambda: not rig.ports.reserved)
     assert list(rig.ports.settled.values()) == [[]]
     assert list(rig.ports.released.values()) == [0]
 
 
-async def test_a_ledger_that_fails_in_an_unknown_way_ends_the_request(rig: TokenPathRig) -> None:
+async def test_unknown_ledger_error_ends_the_request(rig: TokenPathRig) -> None:
     rig.ports.open_error = RuntimeError("deadlock detected")
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT, "max_tokens": 3})
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
-    await until(lambda: not rig.ports.reserved)
+    await eventually(lambda: not rig.ports.reserved)
 
 
-async def test_a_settlement_is_tried_until_it_succeeds(rig: TokenPathRig) -> None:
+async def test_settlement_is_retried_until_it_succeeds(rig: TokenPathRig) -> None:
     rig.ports.settle_errors = [Unavailable("locked"), RuntimeError("deadlock detected"), Unavailable("locked")]
     reply = await rig.client.completions.create(model="echo", prompt=PROMPT, max_tokens=3)
+    await eventually(lambda: rig.ports.released)
     assert rig.ports.settled[reply.id][0].num_output_tokens == 3
     assert list(rig.ports.released.values()) == [3]

@@ -26,11 +26,11 @@ from torchrelay.gateway.openai.errors import error_body, error_headers
         (TorchrelayError("no", field="n"), "api_error", "internal"),
     ],
 )
-def test_every_error_has_openais_shape(error: TorchrelayError, kind: str, code: str) -> None:
+def test_errors_have_openais_shape(error: TorchrelayError, kind: str, code: str) -> None:
     assert error_body(error) == {"error": {"message": "no", "type": kind, "param": "n", "code": code}}
 
 
-def test_headers_say_when_and_how() -> None:
+def test_errors_have_retry_and_authenticate_headers() -> None:
     assert error_headers(QueueFull("no", retry_after_s=1.2)) == {"retry-after": "2"}
     assert error_headers(QueueFull("no", retry_after_s=0)) == {"retry-after": "1"}
     assert error_headers(Unavailable("no", retry_after_s=9.5)) == {"retry-after": "10"}

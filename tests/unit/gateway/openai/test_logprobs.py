@@ -21,7 +21,7 @@ from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
 MESSAGES: Any = [{"role": "user", "content": "größer 🚀🚀"}]
 
 
-async def test_the_official_client_reads_a_chats_logprobs(rig: TokenPathRig) -> None:
+async def test_openai_client_reads_chat_logprobs(rig: TokenPathRig) -> None:
     reply = await rig.client.chat.completions.create(
         model="echo", messages=MESSAGES, max_tokens=25, logprobs=True, top_logprobs=3, n=2, seed=1
     )
@@ -30,15 +30,15 @@ async def test_the_official_client_reads_a_chats_logprobs(rig: TokenPathRig) -> 
     for choice in reply.choices:
         assert choice.logprobs is not None and choice.logprobs.content is not None
         ids = rig.echoed(prompt, 25, choice.index)
-        assert [bytes(one.bytes or []) for one in choice.logprobs.content] == [tokens.of(token) for token in ids]
-        assert [one.logprob for one in choice.logprobs.content] == [-position - 0.5 for position in range(25)]
-        whole = b"".join(bytes(one.bytes or []) for one in choice.logprobs.content)
+        assert [bytes(entry.bytes or []) for entry in choice.logprobs.content] == [tokens.of(token) for token in ids]
+        assert [entry.logprob for entry in choice.logprobs.content] == [-position - 0.5 for position in range(25)]
+        whole = b"".join(bytes(entry.bytes or []) for entry in choice.logprobs.content)
         assert whole.decode(errors="replace") == choice.message.content
-        for one in choice.logprobs.content:
-            assert [(bytes(top.bytes or []), top.logprob) for top in one.top_logprobs] == [
+        for entry in choice.logprobs.content:
+            assert [(bytes(top.bytes or []), top.logprob) for top in entry.top_logprobs] == [
                 (tokens.of(2 + place), -0.25 * (place + 1)) for place in range(3)
             ]
-    shown = [one.token for choice in reply.choices for one in (choice.logprobs and choice.logprobs.content) or []]
+    shown = [entry.token for choice in reply.choices for entry in (choice.logprobs and choice.logprobs.content) or []]
     assert any(text.startswith("\\x") for text in shown)  # the emoji is several tokens
     assert " größer" in shown
 
@@ -49,54 +49,54 @@ async def test_streamed_logprobs_are_those_of_the_whole_reply(rig: TokenPathRig)
     stream = await rig.client.chat.completions.create(messages=MESSAGES, stream=True, **wishes)
     chunks = [chunk.choices[0] async for chunk in stream]
     assert whole.choices[0].logprobs is not None
-    streamed = [one for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content or []]
+    streamed = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content or []]
     assert streamed == whole.choices[0].logprobs.content
     assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.choices[0].message.content
     assert all(len(chunk.logprobs.content or []) == 1 for chunk in chunks if chunk.logprobs)
 
 
 @pytest.mark.parametrize("num_top", [0, 3])
-async def test_completions_have_their_own_older_shape(rig: TokenPathRig, num_top: int) -> None:
+async def test_completion_logprobs_have_the_older_shape(rig: TokenPathRig, num_top: int) -> None:
     reply = await rig.client.completions.create(model="echo", prompt=PROMPT, max_tokens=15, logprobs=num_top)
-    found = reply.choices[0].logprobs
-    assert found is not None and found.tokens is not None and found.text_offset is not None
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens is not None and logprobs.text_offset is not None
     ids, tokens = rig.echoed(PROMPT, 15), TokenBytes(decoder_of(rig.tokenizer))
-    assert found.tokens == [tokens.of(token).decode(errors="backslashreplace") for token in ids]
-    assert found.token_logprobs == [-position - 0.5 for position in range(15)]
-    assert found.top_logprobs is not None
-    for token, value, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+    assert logprobs.tokens == [tokens.of(token).decode(errors="backslashreplace") for token in ids]
+    assert logprobs.token_logprobs == [-position - 0.5 for position in range(15)]
+    assert logprobs.top_logprobs is not None
+    for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert top.get(token) == value or token in list(top)[:num_top]
         assert len(top) in (num_top, num_top + 1)
         assert list(top.values())[:num_top] == [-0.25 * (place + 1) for place in range(num_top)]
-    for token, offset in zip(found.tokens, found.text_offset, strict=True):
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert token.startswith("\\x") or reply.choices[0].text[offset:].startswith(token)
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 15, "logprobs": num_top, "stream": True}
     events = events_of((await rig.http.post("/v1/completions", json=body)).text)
     parts = [event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]]
-    assert [part["text_offset"][0] for part in parts] == found.text_offset
-    assert [part["tokens"][0] for part in parts] == found.tokens
+    assert [part["text_offset"][0] for part in parts] == logprobs.text_offset
+    assert [part["tokens"][0] for part in parts] == logprobs.tokens
 
 
 async def test_offsets_count_characters_not_bytes_or_tokens(rig: TokenPathRig) -> None:
     prompt = rig.tokenizer.encode("é🚀 größer", add_special_tokens=False).ids
     reply = await rig.client.completions.create(model="echo", prompt=prompt, max_tokens=len(prompt), logprobs=0)
-    found = reply.choices[0].logprobs
-    assert found is not None and found.text_offset is not None
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None and logprobs.text_offset is not None
     stream, shown, expected = TextStream(decoder_of(rig.tokenizer)), "", []
     for token in prompt:
         expected.append(len(shown))
         shown += stream.step(token)
-    assert found.text_offset == expected
-    assert len(set(expected)) < len(expected)  # tokens of one emoji share an offset
+    assert logprobs.text_offset == expected
+    assert len(set(expected)) < len(expected)  # tokens of the same emoji share an offset
 
 
-async def test_a_request_without_them_gets_null_and_its_workers_are_not_asked(rig: TokenPathRig) -> None:
+async def test_logprobs_not_requested_are_null(rig: TokenPathRig) -> None:
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT, "max_tokens": 2})
     assert response.json()["choices"][0]["logprobs"] is None
     assert not any(start.sampling.HasField("top_logprobs") for _, start in rig.workers[0].starts)
 
 
-async def test_what_cannot_be_is_told_by_a_number(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_infinite_logprobs_are_sent_as_a_number(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
     def hopeless(token: int, position: int, num_top: int) -> Any:
         made = token_logprobs(token, position, num_top)
         made.chosen = float("-inf")
@@ -105,12 +105,12 @@ async def test_what_cannot_be_is_told_by_a_number(rig: TokenPathRig, monkeypatch
 
     monkeypatch.setattr("tests.support.echo_worker.token_logprobs", hopeless)
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 2, "logprobs": 2}
-    found = json.loads((await rig.http.post("/v1/completions", json=body)).content)["choices"][0]["logprobs"]
-    assert found["token_logprobs"] == [-9999.0, -9999.0]
-    assert -9999.0 in found["top_logprobs"][0].values()
+    logprobs = json.loads((await rig.http.post("/v1/completions", json=body)).content)["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [-9999.0, -9999.0]
+    assert -9999.0 in logprobs["top_logprobs"][0].values()
 
 
-async def test_a_worker_that_leaves_them_out_is_told_on(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_logprobs_of_a_worker_are_an_error(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.echo_worker._Choice.step", _without_logprobs)
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 2, "logprobs": 2}
     response = await rig.http.post("/v1/completions", json=body)
@@ -124,7 +124,7 @@ def _without_logprobs(choice: Any, model: Any, prompt: Any) -> Any:
     return generation_pb2.ChoiceOutput(key=choice.start.key, choice=choice.choice, token_ids=[prompt[0]])
 
 
-async def test_grpc_tells_them_too(rig: TokenPathRig) -> None:
+async def test_grpc_sends_logprobs_and_passes_sampling(rig: TokenPathRig) -> None:
     request = pb.GenerateRequest(
         model="echo",
         prompt_token_ids=pb.TokenIds(ids=PROMPT),
@@ -142,12 +142,12 @@ async def test_grpc_tells_them_too(rig: TokenPathRig) -> None:
     call: Any = InferenceStub(channel).Generate(request, metadata=(("authorization", f"Bearer {KEY}"),))
     deltas = [delta async for event in call for delta in event.choices]
     await channel.close()
-    found = [one for delta in deltas for one in delta.logprobs]
+    logprobs = [entry for delta in deltas for entry in delta.logprobs]
     tokens = TokenBytes(decoder_of(rig.tokenizer))
-    assert [one.token_id for one in found] == rig.echoed(PROMPT, 6)
-    assert [one.token for one in found] == [tokens.of(one.token_id) for one in found]
-    assert [one.logprob for one in found] == [-position - 0.5 for position in range(6)]
-    assert [(top.token_id, top.token) for top in found[0].top] == [(2, tokens.of(2)), (3, tokens.of(3))]
+    assert [entry.token_id for entry in logprobs] == rig.echoed(PROMPT, 6)
+    assert [entry.token for entry in logprobs] == [tokens.of(entry.token_id) for entry in logprobs]
+    assert [entry.logprob for entry in logprobs] == [-position - 0.5 for position in range(6)]
+    assert [(top.token_id, top.token) for top in logprobs[0].top] == [(2, tokens.of(2)), (3, tokens.of(3))]
     sampling = rig.workers[0].starts[0][1].sampling
     assert (sampling.min_p, sampling.top_k, sampling.top_logprobs) == (0.1, 5, 2)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1)

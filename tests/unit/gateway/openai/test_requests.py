@@ -23,7 +23,7 @@ def chat(**fields: Any) -> bytes:
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": "c"}], **fields}).encode()
 
 
-def test_unknown_fields_and_empty_wishes_are_ignored() -> None:
+def test_unknown_and_empty_fields_are_ignored() -> None:
     text = completion(user="u", metadata={}, presence_penalty=0, logit_bias={}, best_of=1, echo=False, min_tokens=0)
     assert params_of_completion(decode_completion(text)) == params_of_completion(decode_completion(completion()))
     talk = chat(
@@ -43,13 +43,13 @@ def test_unknown_fields_and_empty_wishes_are_ignored() -> None:
         ("flex", ServiceClass.BATCH),
     ],
 )
-def test_a_service_tier_names_the_class(tier: str | None, service_class: ServiceClass | None) -> None:
+def test_service_tier_names_the_class(tier: str | None, service_class: ServiceClass | None) -> None:
     assert params_of_chat(decode_chat(chat(service_tier=tier))).service_class is service_class
     assert params_of_completion(decode_completion(completion(service_tier=tier))).service_class is service_class
 
 
 @pytest.mark.parametrize("tier", ["fast", "", "Priority"])
-def test_an_unknown_service_tier_is_refused(tier: str) -> None:
+def test_unknown_service_tier_is_refused(tier: str) -> None:
     with pytest.raises(InvalidRequest, match=f"must be one of .*flex.* not '{tier}'") as caught:
         params_of_chat(decode_chat(chat(service_tier=tier)))
     assert caught.value.field == "service_tier"
@@ -59,12 +59,12 @@ def test_an_unknown_service_tier_is_refused(tier: str) -> None:
     ("prompt", "text", "token_ids"),
     [("p", "p", None), (["p"], "p", None), ([1, 2], None, (1, 2)), ([[1, 2]], None, (1, 2)), ([], None, ())],
 )
-def test_forms_of_a_prompt(prompt: object, text: str | None, token_ids: tuple[int, ...] | None) -> None:
+def test_prompt_forms_are_decoded(prompt: object, text: str | None, token_ids: tuple[int, ...] | None) -> None:
     params = params_of_completion(decode_completion(completion(prompt=prompt)))
     assert (params.text, params.token_ids) == (text, token_ids)
 
 
-def test_forms_of_messages() -> None:
+def test_message_forms_are_decoded() -> None:
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "n"},
         {"role": "assistant", "content": None},
@@ -74,7 +74,7 @@ def test_forms_of_messages() -> None:
     assert (params.max_tokens, params.max_tokens_field) == (4, "max_completion_tokens")
 
 
-def test_sampling_as_given_and_as_by_default() -> None:
+def test_sampling_is_as_given_or_default() -> None:
     plain = params_of_completion(decode_completion(completion()))
     assert (plain.temperature, plain.top_p, plain.top_k, plain.num_choices, plain.stop) == (1.0, 1.0, 0, 1, ())
     given_ = completion(temperature=0, top_p=0.5, top_k=-1, n=2, stop="x", seed=-1, ignore_eos=True)
@@ -83,7 +83,7 @@ def test_sampling_as_given_and_as_by_default() -> None:
     assert (params.stop, params.seed, params.ignore_eos) == (("x",), (1 << 64) - 1, True)
 
 
-def test_everything_that_shapes_the_distribution_is_passed_on() -> None:
+def test_distribution_parameters_are_passed_on() -> None:
     wishes: dict[str, Any] = {
         "min_p": 0.1,
         "presence_penalty": -2,
@@ -114,7 +114,9 @@ RANGES = [
 
 
 @pytest.mark.parametrize(("name", "good", "bad", "said"), RANGES, ids=[each[0] for each in RANGES])
-def test_numbers_have_their_ranges(name: str, good: tuple[float, ...], bad: tuple[float, ...], said: str) -> None:
+def test_numbers_out_of_range_are_refused(
+    name: str, good: tuple[float, ...], bad: tuple[float, ...], said: str
+) -> None:
     for value in good:
         assert getattr(params_of_chat(decode_chat(chat(**{name: value}))), name) == value
     for value in bad:
@@ -125,7 +127,7 @@ def test_numbers_have_their_ranges(name: str, good: tuple[float, ...], bad: tupl
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "logit_bias", "seed", "n"])
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
-def test_numbers_that_are_none_are_refused_by_name(name: str, number: str) -> None:
+def test_nan_and_infinity_are_refused_by_name(name: str, number: str) -> None:
     value = f'{{"5": {number}}}' if name == "logit_bias" else number
     for body, decode in ((completion(), decode_completion), (chat(), decode_chat)):
         with pytest.raises(InvalidRequest) as caught:
@@ -159,7 +161,7 @@ def test_numbers_that_are_none_are_refused_by_name(name: str, number: str) -> No
         (chat(min_tokens=3), "min_tokens", "not supported yet"),
     ],
 )
-def test_slips_in_a_chat_name_their_field(body: bytes, field: str, said: str) -> None:
+def test_faults_in_a_chat_name_their_field(body: bytes, field: str, said: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         params_of_chat(decode_chat(body))
     assert caught.value.field == field
@@ -193,14 +195,14 @@ def test_slips_in_a_chat_name_their_field(body: bytes, field: str, said: str) ->
         (b"\xff", None),
     ],
 )
-def test_faults_name_their_field(body: bytes, field: str | None) -> None:
+def test_faults_in_a_completion_name_their_field(body: bytes, field: str | None) -> None:
     with pytest.raises(InvalidRequest) as caught:
         params_of_completion(decode_completion(body))
     assert caught.value.field == field
 
 
-def test_bodies_of_megabytes_are_refused_as_quickly_as_read() -> None:
-    """Every other request of the gateway waits while one is decoded."""
+def test_large_bodies_are_refused_as_quickly_as_read() -> None:
+    """Decoding occupies the event loop, so all other requests wait for it."""
     zeros = b",".join([b"0"] * 1_000_000)
     wrong = [
         b'{"model": "m", "prompt": [%s], "temperature": NaN}' % zeros,
@@ -229,7 +231,7 @@ names = st.sampled_from(NAMES.split())
 
 
 @given(st.dictionaries(names, json_values))
-def test_no_body_does_worse_than_a_refusal(fields: dict[str, Any]) -> None:
+def test_any_body_is_decoded_or_refused(fields: dict[str, Any]) -> None:
     for body in (json.dumps({"model": "m", **fields}).encode(), completion(**fields), chat(**fields)):
         try:
             params_of_completion(decode_completion(body))
@@ -256,7 +258,7 @@ def test_no_body_does_worse_than_a_refusal(fields: dict[str, Any]) -> None:
         (b"[]", "the body must be an object, not a list"),
     ],
 )
-def test_a_wrong_type_is_told_in_plain_words(body: bytes, sentence: str) -> None:
+def test_wrong_types_are_explained(body: bytes, sentence: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         decode_chat(body)
     assert caught.value.message == sentence

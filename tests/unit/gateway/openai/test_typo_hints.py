@@ -12,7 +12,7 @@ KNOWN = ("model", "messages", "max_tokens", "n", "stop", "top_p")
 
 
 @pytest.mark.parametrize("name", ["max_token", "max_tokenss", "max_tokems", "max_tokesn", "ax_tokens", "mx_tokens"])
-def test_a_slip_of_the_pen_is_seen(name: str) -> None:
+def test_name_one_edit_away_is_hinted(name: str) -> None:
     assert typo_hint(["model", name], KNOWN) == (name, "max_tokens")
 
 
@@ -26,16 +26,16 @@ def test_a_slip_of_the_pen_is_seen(name: str) -> None:
         [],
     ],
 )
-def test_everything_else_is_let_through(given_: list[str]) -> None:
+def test_other_names_are_not_hinted(given_: list[str]) -> None:
     assert typo_hint(given_, KNOWN) is None
 
 
-def test_a_body_of_a_million_names_costs_no_more_than_a_few() -> None:
+def test_number_of_examined_names_is_bounded() -> None:
     assert typo_hint([*(f"name-{number}" for number in range(1000)), "max_token"], KNOWN) is None
 
 
 @given(st.text(string.ascii_lowercase, max_size=8), st.integers(0, 8), st.sampled_from(string.ascii_lowercase))
-def test_one_edit_is_one_edit_both_ways(name: str, place: int, letter: str) -> None:
+def test_edit_distance_is_symmetric(name: str, place: int, letter: str) -> None:
     place = min(place, len(name))
     longer = name[:place] + letter + name[place:]
     assert is_one_edit_away(name, longer) and is_one_edit_away(longer, name)

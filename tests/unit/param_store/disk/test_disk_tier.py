@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +54,7 @@ class Scene:
     async def fill_and_keep(self) -> None:
         async with self.store() as store:
             await self.fill(store)
-            await until(self.kept.exists)
+            await eventually(self.kept.exists)
         self.proxy.asked.clear()
 
 
@@ -66,10 +65,6 @@ def scene(tmp_path: Path, s3_version: tuple[str, str], proxy: FaultyProxy, crede
     proxy.asked.clear()
     settings: dict[str, Any] = {"remote_url": url, "remote_endpoint": proxy.endpoint, "remote_give_up_s": 0.5}
     return Scene(tmp_path, proxy, pack_id, data, settings)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    await eventually(condition)
 
 
 async def test_cached_pack_fills_arena_without_remote(scene: Scene) -> None:
@@ -93,7 +88,7 @@ async def test_damaged_copy_replaced_by_remote(scene: Scene, how: str) -> None:
     async with scene.store() as store:
         await scene.fill(store)
         assert 1 <= scene.num_reads <= 28 - 20 + 4  # with four readers, some are ahead of the damage
-        await until(lambda: scene.kept.exists() and scene.kept.read_bytes() == scene.data)
+        await eventually(lambda: scene.kept.exists() and scene.kept.read_bytes() == scene.data)
 
 
 async def test_damaged_copy_never_served_without_remote(scene: Scene) -> None:
@@ -134,14 +129,14 @@ async def test_full_disk_fails_no_download(scene: Scene) -> None:
         await store.until(lambda report: report.copies[0].num_pins == 0)
         assert await drop(store, scene.pack_id)
         await scene.fill(store)
-        await until(scene.kept.exists)
+        await eventually(scene.kept.exists)
 
 
 async def test_deleted_version_removed_from_disk(scene: Scene, bucket_url: str) -> None:
     async with scene.store(remote_url=bucket_url) as store:
         version = await publish(store, write_folder(scene.folder / "model", LARGER))
         await scene.fill(store)
-        await until(scene.kept.exists)
+        await eventually(scene.kept.exists)
         await store.stub.DeleteVersion(pb.DeleteVersionRequest(version_id=version.version_id))
         assert not scene.kept.exists()
 
@@ -155,4 +150,4 @@ async def test_folder_remote_has_disk_tier_only_by_setting(scene: Scene) -> None
     assert not scene.kept.parent.exists()
     async with scene.store(remote_url=remote_url, disk_cache_bytes=1 << 30) as store:
         await scene.fill(store)
-        await until(scene.kept.exists)
+        await eventually(scene.kept.exists)

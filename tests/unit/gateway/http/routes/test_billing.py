@@ -19,7 +19,7 @@ async def billed(rig: RestRig) -> RestRig:
 COST = 6 * 100 + 4 * 25 + 30_000 * 400
 
 
-async def test_usage_with_its_cost(billed: RestRig) -> None:
+async def test_usage_is_summed_with_its_cost(billed: RestRig) -> None:
     expected = {
         "prompt_tokens": 10,
         "cached_tokens": 4,
@@ -41,14 +41,14 @@ async def test_usage_with_its_cost(billed: RestRig) -> None:
         assert (await zoo.get("/v1/usage")).json()["total"]["requests"] == 0
 
 
-async def test_a_model_of_no_tenant_is_refused_not_found_empty(billed: RestRig) -> None:
+async def test_usage_by_admin_requires_a_models_tenant(billed: RestRig) -> None:
     refused = await billed.admin.get("/v1/usage?model=glossary")
     error = refused.json()["error"]
     assert (refused.status_code, error["param"], error["code"]) == (400, "model", "invalid_request")
     assert "TENANT/NAME" in error["message"]
 
 
-async def test_a_bill_of_this_month(billed: RestRig) -> None:
+async def test_bill_of_this_month_has_its_lines(billed: RestRig) -> None:
     period = datetime.now(UTC).strftime("%Y-%m")
     bill = (await billed.acme.get(f"/v1/bill?period={period}")).json()
     assert (bill["tenant"], bill["cost_nano"], bill["amount"], bill["currency"]) == ("acme", COST, "0.01", "USD")
@@ -64,13 +64,13 @@ async def test_prices_are_added_and_listed_with_their_intervals(rig: RestRig) ->
     first = (await rig.admin.put("/v1/prices", json=row)).json()
     second = (await rig.admin.put("/v1/prices", json=row | {"valid_from": "2999-01-01"})).json()
     listed = (await rig.admin.get("/v1/prices")).json()["data"]
-    assert [(one["id"], one["model"], one["valid_to"]) for one in listed] == [
+    assert [(price["id"], price["model"], price["valid_to"]) for price in listed] == [
         ("price-default", None, None),
         (first["id"], "acme/glossary", "2999-01-01T00:00:00+00:00"),
         (second["id"], "acme/glossary", None),
     ]
     await rig.admin.put("/v1/prices", json=row | {"model": "zoo/secret"})
-    of_acme = (await rig.acme.get("/v1/prices")).json()  # its own models' and the default only
+    of_acme = (await rig.acme.get("/v1/prices")).json()  # only its own models' prices and the default
     assert (of_acme["data"], of_acme["currency"]) == (listed, "USD")
     assert (await rig.acme.put("/v1/prices", json=row)).status_code == 403
     wrong = await rig.admin.put("/v1/prices", json=row | {"valid_from": "2020-01-01"})
@@ -78,7 +78,7 @@ async def test_prices_are_added_and_listed_with_their_intervals(rig: RestRig) ->
     assert (await rig.admin.put("/v1/prices", json=row | {"model": "glossary"})).status_code == 400
 
 
-async def test_the_books_are_right(billed: RestRig) -> None:
+async def test_reconciliation_finds_no_faults(billed: RestRig) -> None:
     assert (await billed.admin.get("/v1/reconcile")).json() == {
         "num_opened": 1,
         "num_settled": 1,

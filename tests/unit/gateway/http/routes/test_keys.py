@@ -3,7 +3,7 @@ from __future__ import annotations
 from tests.unit.gateway.http.conftest import RestRig, client
 
 
-async def test_the_admin_makes_a_tenant_and_a_key_and_the_tenant_makes_more(rig: RestRig) -> None:
+async def test_admin_creates_tenant_and_key_and_tenant_more_keys(rig: RestRig) -> None:
     made = await rig.admin.post("/v1/tenants", json={"name": "zoo", "storage_quota_bytes": 10, "budget_nano": 5})
     assert made.status_code == 201
     assert {name: made.json()[name] for name in ("name", "storage_quota_bytes", "budget_nano")} == {
@@ -18,21 +18,21 @@ async def test_the_admin_makes_a_tenant_and_a_key_and_the_tenant_makes_more(rig:
         second = (await zoo.post("/v1/keys", json={"requests_per_minute": 5})).json()
         assert (second["tenant"], second["requests_per_minute"]) == ("zoo", 5)
         listed = (await zoo.get("/v1/keys")).json()["data"]
-        assert [one["id"] for one in listed] == [key["id"], second["id"]]
-        assert all("key" not in one and "mac" not in one for one in listed)
+        assert [shown["id"] for shown in listed] == [key["id"], second["id"]]
+        assert all("key" not in shown and "mac" not in shown for shown in listed)
         assert (await zoo.delete(f"/v1/keys/{second['id']}")).status_code == 204
         async with client(rig.url, second["key"]) as revoked:
             assert (await revoked.get("/v1/models")).status_code == 401
 
 
-async def test_a_tenants_name_is_taken_once_and_must_be_a_name(rig: RestRig) -> None:
+async def test_duplicate_or_invalid_tenant_names_are_refused(rig: RestRig) -> None:
     assert (await rig.admin.post("/v1/tenants", json={"name": "acme"})).status_code == 409
     for name in ("", "A", "a/b", "../x", "x" * 65, "-a"):
         reply = await rig.admin.post("/v1/tenants", json={"name": name})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "name")
 
 
-async def test_no_tenant_reaches_another(rig: RestRig) -> None:
+async def test_keys_of_another_tenant_are_out_of_reach(rig: RestRig) -> None:
     async with await rig.client_of("zoo") as zoo:
         own = (await zoo.get("/v1/keys")).json()["data"][0]["id"]
         assert (await rig.acme.delete(f"/v1/keys/{own}")).status_code == 404
@@ -42,13 +42,13 @@ async def test_no_tenant_reaches_another(rig: RestRig) -> None:
         assert (await zoo.get("/v1/keys")).status_code == 200
 
 
-async def test_the_admin_must_say_which_tenant(rig: RestRig) -> None:
+async def test_admin_must_name_the_tenant_of_a_key(rig: RestRig) -> None:
     reply = await rig.admin.post("/v1/keys", json={})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tenant")
     assert (await rig.admin.post("/v1/keys", json={"tenant": "absent"})).status_code == 404
 
 
-async def test_limits_of_a_tenant_are_changed_one_by_one(rig: RestRig) -> None:
+async def test_tenant_limits_change_separately(rig: RestRig) -> None:
     await rig.admin.post("/v1/tenants", json={"name": "zoo", "storage_quota_bytes": 10, "budget_nano": 5})
     raised = (await rig.admin.patch("/v1/tenants/zoo", json={"budget_nano": 9})).json()
     assert (raised["budget_nano"], raised["storage_quota_bytes"]) == (9, 10)
@@ -64,7 +64,7 @@ async def test_limits_of_a_tenant_are_changed_one_by_one(rig: RestRig) -> None:
     assert (await rig.acme.patch("/v1/tenants/acme", json={"budget_nano": 9})).status_code == 403
 
 
-async def test_the_class_of_a_tenant_and_of_a_key_is_kept_and_shown(rig: RestRig) -> None:
+async def test_service_classes_are_stored_and_listed(rig: RestRig) -> None:
     made = (await rig.admin.post("/v1/tenants", json={"name": "zoo", "service_class": "batch"})).json()
     assert made["service_class"] == "batch"
     assert (await rig.admin.patch("/v1/tenants/zoo", json={"budget_nano": 9})).json()["service_class"] == "batch"

@@ -8,7 +8,7 @@ from tests.unit.gateway.http.routes.test_uploads import published
 TARGET = "a target is from 0.001 s to 86,400 s, or 0 for the scheduler's default;"
 
 
-async def test_a_model_is_found_by_both_names_changed_and_deleted(rig: RestRig) -> None:
+async def test_model_is_read_changed_and_deleted_by_both_names(rig: RestRig) -> None:
     model = await published(rig.acme)
     assert (await rig.acme.get("/v1/models/acme/glossary")).json() == model
     assert (await rig.acme.get("/v1/models/glossary")).json() == model
@@ -23,7 +23,7 @@ async def test_a_model_is_found_by_both_names_changed_and_deleted(rig: RestRig) 
     assert rig.events[-1] == ("deleted", "acme/glossary")
 
 
-async def test_another_tenants_model_is_exactly_like_an_absent_one(rig: RestRig) -> None:
+async def test_another_tenants_model_looks_absent(rig: RestRig) -> None:
     await published(rig.acme)
     async with await rig.client_of("zoo") as zoo:
         present, absent = await zoo.get("/v1/models/acme/glossary"), await zoo.get("/v1/models/acme/nothing1")
@@ -31,10 +31,10 @@ async def test_another_tenants_model_is_exactly_like_an_absent_one(rig: RestRig)
         assert present.text.replace("glossary", "nothing1") == absent.text
         assert (await zoo.delete("/v1/models/acme/glossary")).status_code == 404
         assert (await zoo.get("/v1/models")).json()["data"] == []
-    assert [one["id"] for one in (await rig.admin.get("/v1/models")).json()["data"]] == ["acme/glossary"]
+    assert [model["id"] for model in (await rig.admin.get("/v1/models")).json()["data"]] == ["acme/glossary"]
 
 
-async def test_a_minimum_of_instances_is_the_admins_to_set(rig: RestRig) -> None:
+async def test_minimum_of_instances_requires_the_admin_key(rig: RestRig) -> None:
     model = await published(rig.acme)
     refused = await rig.acme.patch("/v1/models/glossary", json={"min_instances": 1})
     assert refused.status_code == 403 and "admin" in refused.json()["error"]["message"]
@@ -43,7 +43,7 @@ async def test_a_minimum_of_instances_is_the_admins_to_set(rig: RestRig) -> None
     assert set_.json() == model | {"min_instances": 1}
 
 
-async def test_a_schedule_is_the_admins_to_set_is_shown_as_understood_and_cleared(rig: RestRig) -> None:
+async def test_schedule_requires_the_admin_key_and_is_normalized(rig: RestRig) -> None:
     model = await published(rig.acme)
     assert model["schedule"] == []
     entries = ["MON-fri 8:00-18:00 europe/berlin=2", "sat 22:00-02:00 UTC = 1"]
@@ -57,7 +57,7 @@ async def test_a_schedule_is_the_admins_to_set_is_shown_as_understood_and_cleare
     assert (await rig.admin.patch("/v1/models/acme/glossary", json={"schedule": []})).json()["schedule"] == []
 
 
-async def test_targets_are_the_admins_to_set_each_by_itself_and_0_takes_the_default_again(rig: RestRig) -> None:
+async def test_targets_require_the_admin_key_and_0_restores_defaults(rig: RestRig) -> None:
     model = await published(rig.acme)
     targets = {"interactive_ttft_s": 0.2, "standard_ttft_s": 0.5, "batch_ttft_s": 60, "tbt_target_s": 0.05}
     assert model == model | dict.fromkeys(targets, 0.0)
@@ -83,7 +83,7 @@ async def test_targets_are_the_admins_to_set_each_by_itself_and_0_takes_the_defa
         (True, "tbt_target_s must be a number, not true"),
     ],
 )
-async def test_a_target_out_of_range_is_refused_by_name(rig: RestRig, value: object, message: str) -> None:
+async def test_target_out_of_range_is_named(rig: RestRig, value: object, message: str) -> None:
     model = await published(rig.acme)
     refused = await rig.admin.patch("/v1/models/acme/glossary", json={"tbt_target_s": value})
     error = refused.json()["error"]
@@ -91,7 +91,7 @@ async def test_a_target_out_of_range_is_refused_by_name(rig: RestRig, value: obj
     assert (await rig.acme.get("/v1/models/glossary")).json() == model
 
 
-async def test_a_setting_of_another_kind_is_refused(rig: RestRig) -> None:
+async def test_setting_of_the_wrong_type_is_refused(rig: RestRig) -> None:
     model = await published(rig.acme)
     for setting in ({"idle_timeout_s": True}, {"max_instances": "2"}, {"min_instances": True}):
         refused = await rig.admin.patch("/v1/models/acme/glossary", json=setting)
@@ -99,7 +99,7 @@ async def test_a_setting_of_another_kind_is_refused(rig: RestRig) -> None:
     assert (await rig.acme.get("/v1/models/glossary")).json() == model
 
 
-async def test_with_the_admin_key_a_name_without_its_tenant_is_told_so(rig: RestRig) -> None:
+async def test_admin_must_name_a_models_tenant(rig: RestRig) -> None:
     await published(rig.acme)
     why = "the model 'glossary' does not exist; with the admin key, its name must include the tenant: TENANT/MODEL"
     for method in ("GET", "PATCH", "DELETE"):
@@ -110,7 +110,7 @@ async def test_with_the_admin_key_a_name_without_its_tenant_is_told_so(rig: Rest
     assert absent == "the model 'acme/absent' does not exist"
 
 
-async def test_a_schedule_that_cannot_be_read_is_refused_and_changes_nothing(rig: RestRig) -> None:
+async def test_invalid_schedule_is_refused_and_changes_nothing(rig: RestRig) -> None:
     model = await published(rig.acme)
     entries = ["mon 08:00-18:00 UTC = 1", "mon 08:00-18:00 Berlin = 2"]
     refused = await rig.admin.patch("/v1/models/acme/glossary", json={"schedule": entries})

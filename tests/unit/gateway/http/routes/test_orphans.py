@@ -4,7 +4,7 @@ from tests.unit.gateway.http.conftest import RestRig
 from tests.unit.gateway.http.routes.test_uploads import begun, published
 
 
-async def test_the_admin_lists_and_frees_what_the_catalog_does_not_know(rig: RestRig) -> None:
+async def test_admin_lists_and_frees_orphans(rig: RestRig) -> None:
     await published(rig.acme)
     upload = await begun(rig.acme, "another")
     rig.store.publish("v-of-an-open-upload", upload["id"])
@@ -19,7 +19,7 @@ async def test_the_admin_lists_and_frees_what_the_catalog_does_not_know(rig: Res
     assert (await rig.admin.get("/v1/models")).json()["data"]
 
 
-async def test_what_was_published_a_moment_ago_is_no_orphan(rig: RestRig) -> None:
+async def test_recently_published_version_is_no_orphan(rig: RestRig) -> None:
     rig.store.publish("v-young")
     rig.store.published["v-young"] = 4_000_000_000_000_000  # by the store's clock
     assert (await rig.admin.get("/v1/orphans")).json()["data"] == []

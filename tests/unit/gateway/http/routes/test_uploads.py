@@ -26,8 +26,8 @@ def declared(files: Files) -> list[dict[str, Any]]:
 async def begun(client: httpx.AsyncClient, model: str = "glossary", files: Files | None = None) -> dict[str, Any]:
     reply = await client.post("/v1/uploads", json={"model": model, "files": declared(files or {"w": WEIGHTS})})
     assert reply.status_code == 201, reply.text
-    found: dict[str, Any] = reply.json()
-    return found
+    described: dict[str, Any] = reply.json()
+    return described
 
 
 async def published(client: httpx.AsyncClient, model: str = "glossary", **settings: float) -> dict[str, Any]:
@@ -35,11 +35,11 @@ async def published(client: httpx.AsyncClient, model: str = "glossary", **settin
     await client.put(f"/v1/uploads/{upload['id']}/files/w", content=WEIGHTS)
     reply = await client.post(f"/v1/uploads/{upload['id']}/commit", json=settings)
     assert reply.status_code == 200, reply.text
-    found: dict[str, Any] = reply.json()
-    return found
+    described: dict[str, Any] = reply.json()
+    return described
 
 
-async def test_files_travel_in_slices_and_a_commit_publishes(rig: RestRig) -> None:
+async def test_files_are_sent_in_slices_and_published_by_commit(rig: RestRig) -> None:
     upload = await begun(rig.acme, files={"w": WEIGHTS, "config.json": b"{}"})
     assert upload["model"] == "acme/glossary"
     put = await rig.acme.put(f"/v1/uploads/{upload['id']}/files/w", content=WEIGHTS)
@@ -57,7 +57,7 @@ async def test_files_travel_in_slices_and_a_commit_publishes(rig: RestRig) -> No
     assert (await rig.acme.get(f"/v1/uploads/{upload['id']}")).status_code == 404
 
 
-async def test_an_upload_goes_on_where_it_was_interrupted(rig: RestRig) -> None:
+async def test_interrupted_upload_is_resumed(rig: RestRig) -> None:
     upload = await begun(rig.acme)
     url = f"/v1/uploads/{upload['id']}/files/w"
 
@@ -68,7 +68,7 @@ async def test_an_upload_goes_on_where_it_was_interrupted(rig: RestRig) -> None:
     with pytest.raises(ConnectionResetError):
         await rig.acme.put(url, content=interrupted())
     received = 0
-    while received < 1 << 20:  # the server notices the disconnect a moment later, and stores slice by slice
+    while received < 1 << 20:  # the server notices the disconnect later and stores slice by slice
         received = (await rig.acme.get(f"/v1/uploads/{upload['id']}")).json()["files"][0]["received"]
     assert received == 1 << 20
     conflict = await rig.acme.put(url, content=WEIGHTS, headers={"upload-offset": "0"})
@@ -81,7 +81,7 @@ async def test_an_upload_goes_on_where_it_was_interrupted(rig: RestRig) -> None:
 
 @pytest.mark.parametrize("is_declared", [True, False])
 @pytest.mark.parametrize("sent_before", [b"", WEIGHTS[:1000], WEIGHTS], ids=["nothing", "a part", "all"])
-async def test_no_more_than_declared_reaches_the_store(rig: RestRig, sent_before: bytes, is_declared: bool) -> None:
+async def test_bytes_beyond_the_declared_size_are_refused(rig: RestRig, sent_before: bytes, is_declared: bool) -> None:
     upload = await begun(rig.acme)
     url = f"/v1/uploads/{upload['id']}/files/w"
     await rig.acme.put(url, content=sent_before)
@@ -104,7 +104,7 @@ async def test_no_more_than_declared_reaches_the_store(rig: RestRig, sent_before
     assert rest.json()["complete"] is True
 
 
-async def test_a_complete_file_may_be_sent_again_and_stays(rig: RestRig) -> None:
+async def test_complete_file_sent_again_is_kept(rig: RestRig) -> None:
     upload = await begun(rig.acme)
     for content in (WEIGHTS, WEIGHTS, b"x"):
         reply = await rig.acme.put(f"/v1/uploads/{upload['id']}/files/w", content=content)
@@ -112,7 +112,7 @@ async def test_a_complete_file_may_be_sent_again_and_stays(rig: RestRig) -> None
     assert (await rig.acme.post(f"/v1/uploads/{upload['id']}/commit")).status_code == 200
 
 
-async def test_a_commits_steps_come_as_lines(rig: RestRig) -> None:
+async def test_commit_streams_its_steps_as_lines(rig: RestRig) -> None:
     upload = await begun(rig.acme)
     headers = {"accept": "application/x-ndjson"}
     reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", headers=headers)
@@ -125,7 +125,7 @@ async def test_a_commits_steps_come_as_lines(rig: RestRig) -> None:
 
 
 @pytest.mark.parametrize("as_lines", [False, True])
-async def test_a_refused_upload_publishes_nothing_and_has_ended(rig: RestRig, as_lines: bool) -> None:
+async def test_refused_commit_ends_the_upload(rig: RestRig, as_lines: bool) -> None:
     rig.store.refusal = UploadRefused("the header is longer than the file", field="model.safetensors")
     upload = await begun(rig.acme)
     headers = {"accept": "application/x-ndjson"} if as_lines else {}
@@ -140,7 +140,7 @@ async def test_a_refused_upload_publishes_nothing_and_has_ended(rig: RestRig, as
     assert (await rig.acme.get("/v1/uploads")).json()["data"] == []
 
 
-async def test_a_commit_that_the_store_cannot_run_may_be_repeated(rig: RestRig) -> None:
+async def test_failed_commit_is_repeatable(rig: RestRig) -> None:
     rig.store.refusal = Unavailable("the disk is full")
     upload = await begun(rig.acme)
     assert (await rig.acme.post(f"/v1/uploads/{upload['id']}/commit")).status_code == 503
@@ -148,7 +148,7 @@ async def test_a_commit_that_the_store_cannot_run_may_be_repeated(rig: RestRig) 
     assert (await rig.acme.post(f"/v1/uploads/{upload['id']}/commit")).status_code == 200
 
 
-async def test_open_uploads_are_listed_and_aborted_by_their_tenant_alone(rig: RestRig) -> None:
+async def test_open_uploads_are_listed_and_aborted_by_their_tenant(rig: RestRig) -> None:
     first, second = await begun(rig.acme, "one"), await begun(rig.acme, "two", {"w": b"abc"})
     async with await rig.client_of("zoo") as zoo:
         other = await begun(zoo, "three")
@@ -165,7 +165,7 @@ async def test_open_uploads_are_listed_and_aborted_by_their_tenant_alone(rig: Re
     assert [upload["id"] for upload in (await rig.acme.get("/v1/uploads")).json()["data"]] == [second["id"]]
 
 
-async def test_a_tenants_open_uploads_are_bounded_in_number_and_bytes(rig: RestRig) -> None:
+async def test_open_uploads_are_bounded_in_number_and_bytes(rig: RestRig) -> None:
     limits = rig.services.uploads.limits
     opened = [await begun(rig.acme, f"m{index}", {"w": b"x"}) for index in range(limits.max_open)]
     reply = await rig.acme.post("/v1/uploads", json={"model": "more", "files": declared({"w": b"x"})})
@@ -181,7 +181,7 @@ async def test_a_tenants_open_uploads_are_bounded_in_number_and_bytes(rig: RestR
     assert await begun(rig.acme, "more")
 
 
-async def test_deleted_models_count_in_the_quota_until_they_are_freed(rig: RestRig) -> None:
+async def test_quota_counts_deleted_models_until_they_are_freed(rig: RestRig) -> None:
     size = len(WEIGHTS)
     async with await rig.client_of("small", storage_quota_bytes=2 * size) as small:
         rig.store.stored_bytes = 2 * size
@@ -194,7 +194,7 @@ async def test_deleted_models_count_in_the_quota_until_they_are_freed(rig: RestR
         await begun(small, "two")
 
 
-async def test_a_model_deleted_while_its_upload_is_open_is_published_anew(rig: RestRig) -> None:
+async def test_model_deleted_during_its_upload_is_published_anew(rig: RestRig) -> None:
     model = await published(rig.acme)
     upload = await begun(rig.acme)
     assert (await rig.acme.delete(f"/v1/models/{model['id']}")).status_code == 200
@@ -203,7 +203,7 @@ async def test_a_model_deleted_while_its_upload_is_open_is_published_anew(rig: R
     assert await free_retired_versions(rig.parts.database, rig.services.store, retired_for_s=0) == 0
 
 
-async def test_a_commit_that_crashes_says_so_in_its_last_line(rig: RestRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_crashed_commit_ends_with_an_error_line(rig: RestRig, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: object) -> None:
         raise RuntimeError("out of luck")
 
@@ -214,7 +214,7 @@ async def test_a_commit_that_crashes_says_so_in_its_last_line(rig: RestRig, monk
     assert json.loads(reply.text.splitlines()[-1])["error"]["code"] == "internal"
 
 
-async def test_the_quota_counts_models_and_open_uploads(rig: RestRig) -> None:
+async def test_quota_counts_models_and_open_uploads(rig: RestRig) -> None:
     size = len(WEIGHTS)
     async with await rig.client_of("small", storage_quota_bytes=2 * size) as small:
         rig.store.stored_bytes = size
@@ -226,7 +226,7 @@ async def test_the_quota_counts_models_and_open_uploads(rig: RestRig) -> None:
         await begun(small, "three", {"w": b"x"})
 
 
-async def test_a_version_larger_than_declared_does_not_slip_past_the_quota(rig: RestRig) -> None:
+async def test_quota_counts_the_packed_size(rig: RestRig) -> None:
     async with await rig.client_of("small", storage_quota_bytes=3 << 20) as small:
         upload = await begun(small)
         rig.store.stored_bytes = 4 << 20
@@ -239,7 +239,7 @@ async def test_a_version_larger_than_declared_does_not_slip_past_the_quota(rig: 
         assert (await connection.execute(select(models))).all() == []
 
 
-async def test_nobody_reaches_another_tenants_upload(rig: RestRig) -> None:
+async def test_another_tenants_upload_is_out_of_reach(rig: RestRig) -> None:
     upload = await begun(rig.acme)
     async with await rig.client_of("zoo") as zoo:
         for method, path in (("GET", ""), ("DELETE", ""), ("PUT", "/files/w"), ("POST", "/commit")):
@@ -249,13 +249,13 @@ async def test_nobody_reaches_another_tenants_upload(rig: RestRig) -> None:
             assert reply.status_code == 403
 
 
-async def test_the_admin_uploads_for_a_tenant(rig: RestRig) -> None:
+async def test_admin_uploads_for_a_named_tenant(rig: RestRig) -> None:
     assert (await begun(rig.admin, "acme/glossary"))["model"] == "acme/glossary"
     reply = await rig.admin.post("/v1/uploads", json={"model": "glossary", "files": declared({"w": b"x"})})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tenant")
 
 
 @pytest.mark.parametrize("name", ["", "a/b/c", "../m", "M", "a b"])
-async def test_a_model_must_have_a_name(rig: RestRig, name: str) -> None:
+async def test_invalid_model_names_are_refused(rig: RestRig, name: str) -> None:
     reply = await rig.acme.post("/v1/uploads", json={"model": name, "files": declared({"w": b"x"})})
     assert reply.status_code in (400, 403)

@@ -110,7 +110,7 @@ def test_waiting_items_and_bytes_per_tenant_are_bounded() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.001, 3.0)), min_size=1, max_size=60))
-def test_every_item_is_served_once_in_tenant_order(items: list[tuple[str, float]]) -> None:
+def test_items_are_served_once_in_tenant_order(items: list[tuple[str, float]]) -> None:
     waiting: BoundedQueue[int] = BoundedQueue(2, 1000, 1 << 30)
     for number, (tenant, _) in enumerate(items):
         waiting.add(tenant, number, 1)

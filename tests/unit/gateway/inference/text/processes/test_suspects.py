@@ -13,7 +13,7 @@ def test_only_the_pair_is_confined_for_its_time() -> None:
     assert not suspects.is_suspect("acme", "loop", 60)
 
 
-def test_each_kill_restarts_the_confinement() -> None:
+def test_kill_restarts_the_confinement() -> None:
     suspects = Suspects()
     suspects.note("acme", "loop", 0)
     suspects.note("acme", "loop", 50)
