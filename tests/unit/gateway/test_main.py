@@ -10,7 +10,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -23,8 +22,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.http2_client import Http2Client, http2_client
+from tests.support.wait import wait_until
 
-START_S = 30
 ADMIN_KEY = f"tra-{'0' * 32}"
 
 
@@ -59,11 +58,8 @@ def gateway(
             stdout=log,
         )
     try:
-        deadline = time.monotonic() + START_S
-        while not ready.exists():
-            assert process.poll() is None, (home / "gateway.log").read_text()[-2000:]
-            assert time.monotonic() < deadline, "not ready in time"
-            time.sleep(0.05)
+        wait_until(lambda: ready.exists() or process.poll() is not None, "ready.json")
+        assert process.poll() is None, (home / "gateway.log").read_text()[-2000:]
         yield process, json.loads(ready.read_text())
     finally:
         process.kill()
@@ -71,12 +67,10 @@ def gateway(
 
 
 def await_beat(home: Path, gateway_id: str, number: int) -> None:
-    """Until the gateway has beaten so often, which nothing else that it does may delay."""
-    deadline = time.monotonic() + START_S
+    """Waits until the gateway has beaten ``number`` times, which nothing else that it does may delay."""
+    query = "SELECT beat FROM gateways WHERE gateway_id = ?"
     with closing(sqlite3.connect(home / "ledger.db")) as ledger:
-        while ledger.execute("SELECT beat FROM gateways WHERE gateway_id = ?", (gateway_id,)).fetchone() < (number,):
-            assert time.monotonic() < deadline, "the gateway does not beat"
-            time.sleep(0.05)
+        wait_until(lambda: ledger.execute(query, (gateway_id,)).fetchone() >= (number,), "the heartbeat")
 
 
 @pytest.fixture

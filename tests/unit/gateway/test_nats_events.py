@@ -82,9 +82,11 @@ async def test_hint_works_without_jetstream(plain_nats_url: str) -> None:
     here = NatsEvents(plain_nats_url, "", "gw-1", lambda: None)
     there = NatsEvents(plain_nats_url, "", "gw-2", received.set)
     async with background(here.run(retry_s=0.1), there.run(retry_s=0.1)):
-        async with asyncio.timeout(10):
-            while await here.ask() or await there.ask():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+
+        async def are_connected() -> bool:
+            return not (await here.ask() or await there.ask())
+
+        await eventually(are_connected)
         await here.key_revoked()
         await asyncio.wait_for(received.wait(), 5)
         assert here.registers() is None

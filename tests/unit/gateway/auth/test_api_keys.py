@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import asyncpg
 import pytest
 
 from tests.support.silent_proxy import SilentProxy
+from tests.support.wait import eventually
 from tests.unit.gateway.conftest import PEPPER, AccountingRig
 from torchrelay.common.errors import NotFound, Unauthenticated, Unavailable
 from torchrelay.gateway.auth.api_keys import ApiKeys, load_pepper
@@ -229,14 +230,13 @@ async def locked(url: str, table: str) -> AsyncIterator[None]:
 
 
 async def until_authenticated(keys: ApiKeys, token: str) -> None:
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                await keys.authenticate(f"Bearer {token}")
-            except Unavailable:
-                await asyncio.sleep(0.05)
-            else:
-                return
+    async def is_authenticated() -> bool:
+        with suppress(Unavailable):
+            await keys.authenticate(f"Bearer {token}")
+            return True
+        return False
+
+    await eventually(is_authenticated)
 
 
 async def assert_refused(keys: ApiKeys, token: str) -> None:

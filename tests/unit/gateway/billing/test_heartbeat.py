@@ -7,6 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.wait import eventually
 from tests.unit.gateway.conftest import AccountingRig
 from torchrelay.common.errors import Unavailable
 from torchrelay.gateway.background import background
@@ -53,9 +54,10 @@ async def test_beats_count_up_and_leave_deletes_the_row(parts: AccountingRig) ->
 
 
 async def until_beaten(heartbeat: Heartbeat, gateway_id: str, times: int) -> None:
-    async with asyncio.timeout(30):
-        while (await heartbeat.beats()).get(gateway_id, 0) < times:  # noqa: ASYNC110 -- a count in SQL has no event
-            await asyncio.sleep(0.01)
+    async def is_beaten() -> bool:
+        return (await heartbeat.beats()).get(gateway_id, 0) >= times
+
+    await eventually(is_beaten)
 
 
 async def test_deleted_gateway_registers_again_and_counts_the_loss(parts: AccountingRig) -> None:

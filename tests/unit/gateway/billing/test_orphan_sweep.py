@@ -10,6 +10,7 @@ import pytest
 from nats.aio.client import Client
 from sqlalchemy import select
 
+from tests.support.wait import eventually
 from tests.unit.gateway.conftest import AccountingRig
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.nats_client import Subjects, ensure_streams
@@ -243,15 +244,20 @@ async def test_gateway_beats_during_a_long_sweep(parts: AccountingRig) -> None:
     await heartbeat.beat()
     async with asyncio.timeout(60), background(heartbeat.run(0.02, timeout_s=10), sweep.run()):
         await slow.reading.wait()
-        for _ in range(3):  # while the sweep waits for the registers
-            before = (await heartbeat.beats())["gw-sweeping"]
-            while (await heartbeat.beats())["gw-sweeping"] == before:  # noqa: ASYNC110 -- a count in SQL has no event
-                await asyncio.sleep(0.01)
+        beats = (await heartbeat.beats())["gw-sweeping"]
+
+        async def beats_thrice() -> bool:
+            return (await heartbeat.beats())["gw-sweeping"] >= beats + 3
+
+        await eventually(beats_thrice)  # while the sweep waits for the registers
         assert not slow.is_broken_off, "the sweep held the database until its time limit"
         await watching.observe()
         slow.released.set()
-        while (await reconcile(parts.database)).num_settled < 1500:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+
+        async def is_settled() -> bool:
+            return (await reconcile(parts.database)).num_settled >= 1500
+
+        await eventually(is_settled)
     books = await reconcile(parts.database)
     assert (books.num_settled, books.faults) == (1500, ())  # gw-sweeping's own request is left to it
 
@@ -350,7 +356,6 @@ async def test_failed_round_is_followed_by_another(parts: AccountingRig) -> None
     await parts.ledger.open(parts.request("req-1", gateway_id="gw-left"))
     heartbeat, source = Heartbeat(parts.database, "gw-live"), Faulty()
     sweep = OrphanSweep(parts.database, parts.ledger, heartbeat, lambda: source, every_s=0.5, after_s=0.1)
-    async with asyncio.timeout(30), background(sweep.run()):
-        while not await outputs(parts):  # noqa: ASYNC110 -- a row in SQL has no event
-            await asyncio.sleep(0.01)
+    async with background(sweep.run()):
+        await eventually(lambda: outputs(parts))
     assert source.faults == []

@@ -21,6 +21,7 @@ from tests.support.descriptors import open_descriptors
 from tests.support.http2_client import ACK, SETTINGS, http2_client
 from torchrelay.common.errors import Conflict, Unauthenticated, Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.gateway.edge.frame_limits import MAX_FRAME_BYTES
 from torchrelay.gateway.edge.grpc_limits import GrpcLimits
 from torchrelay.gateway.edge.grpc_server import PublicGrpcServer, show_key
 
@@ -59,7 +60,7 @@ async def test_silent_or_idle_connection_is_closed(server: PublicGrpcServer, gre
     assert await closed(server, greet=greet)
 
 
-async def test_initial_window_and_message_size_are_small(server: PublicGrpcServer) -> None:
+async def test_grpcio_has_the_limits_of_the_port(server: PublicGrpcServer) -> None:
     """grpcio takes the first value of a repeated option, so the limits come before the options of every server."""
 
     def settings() -> dict[int, int]:
@@ -68,8 +69,9 @@ async def test_initial_window_and_message_size_are_small(server: PublicGrpcServe
             first = next(payload for kind, flags, _, payload in client.frames() if kind == SETTINGS and not flags & ACK)
             return dict(struct.iter_unpack(">HI", first))
 
-    initial_window, announced = 4, await asyncio.to_thread(settings)
+    initial_window, max_frame_size, announced = 4, 5, await asyncio.to_thread(settings)
     assert announced.get(initial_window, 65_535) <= 65_536
+    assert announced.get(max_frame_size, MAX_FRAME_BYTES) == MAX_FRAME_BYTES
     options = LIMITS.options
     assert len(dict(options)) == len(options)
     assert dict(options)["grpc.max_receive_message_length"] == LIMITS.message_bytes

@@ -56,11 +56,11 @@ async def test_client_that_reads_nothing_is_disconnected() -> None:
         ended.set()
 
     async with http_server(endless, "127.0.0.1", 0, drain_s=1, limits=HttpLimits(stall_s=0.5)) as server:
-        (listening,) = server.servers[0].sockets  # connections inherit its options
-        assert listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 500
         reader = socket.create_connection(("127.0.0.1", server.port))
         reader.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         await asyncio.wait_for(ended.wait(), HANG_S)
+        (listening,) = server.servers[0].sockets  # connections inherit its options
+        assert listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 500
         reader.close()
 
 

@@ -7,7 +7,6 @@ import os
 import resource
 import socket
 import stat
-import struct
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -30,7 +29,6 @@ from torchrelay.gateway.edge.public_port import PublicPort
 
 MB = 1 << 20
 LIMITS = GrpcLimits(connections=100, streams=256, message_bytes=8 * MB, head_s=10.0, idle_s=60.0, silence_s=60.0)
-MAX_FRAME_SIZE = 5  # a setting of HTTP/2
 
 
 class Echo:
@@ -95,7 +93,7 @@ async def test_messages_of_any_size_come_back(channel: Any, size: int) -> None:
 
 async def test_thousands_of_calls_share_a_connection(channel: Any) -> None:
     call = channel.unary_unary("/test.Echo/Unary")
-    for _ in range(20):
+    for _ in range(8):
         replies = await asyncio.gather(*(call(b"%d" % number, timeout=60) for number in range(LIMITS.streams)))
         assert replies == [b"%d" % number for number in range(LIMITS.streams)]
 
@@ -149,7 +147,7 @@ async def test_hundreds_of_calls_are_cancelled_at_once(channel: Any, echo: Echo)
 
     steady = channel.unary_stream("/test.Echo/Wait")(b"x")
     await steady.read()
-    for _ in range(3):
+    for _ in range(2):
         calls = await asyncio.gather(*(open_call() for _ in range(200)))
         for call in calls:
             call.cancel()
@@ -201,17 +199,6 @@ async def test_flood_ends_its_connection_with_the_cause(server: PublicGrpcServer
     assert b"too many frames that carry nothing" in await asyncio.to_thread(attack)
     assert not call.done()
     call.cancel()
-
-
-async def test_grpcio_announces_the_frame_limit(server: PublicGrpcServer) -> None:
-    def settings() -> bytes:
-        with http2_client(f"127.0.0.1:{server.port}") as client:
-            client.greet()
-            return next(payload for kind, flags, _, payload in client.frames() if kind == SETTINGS and not flags)
-
-    payload = await asyncio.to_thread(settings)
-    announced = dict(struct.iter_unpack(">HI", payload))
-    assert announced.get(MAX_FRAME_SIZE, MAX_FRAME_BYTES) == MAX_FRAME_BYTES
 
 
 @asynccontextmanager
@@ -275,7 +262,7 @@ async def test_slow_reader_stops_the_sender_and_loses_nothing(port: PublicPort, 
         before = -1
         while num_sent == 0 or num_sent > before:  # until nothing more is taken
             before = num_sent
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.2)
         assert num_sent < HELD_BYTES
         may_read.set()
         await eventually(lambda: num_read >= num_sent >= SENT_BYTES)

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.support.wait import eventually
 from tests.unit.gateway.http.conftest import RestRig
 
 
@@ -24,9 +24,12 @@ async def test_health_is_keyless_and_reports_a_lost_database(rig: RestRig) -> No
         reply = await nobody.get("/health")
         assert (reply.status_code, reply.json()) == (200, {"status": "ok", "unavailable": [], "degraded": []})
         rig.parts.database.interrupt()
-        async with asyncio.timeout(20):
-            while (reply := await nobody.get("/health")).status_code == 200:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+
+        async def is_reported() -> bool:
+            return (await nobody.get("/health")).status_code != 200
+
+        await eventually(is_reported)
+        reply = await nobody.get("/health")
         assert reply.status_code == 503
         assert reply.json() == {"status": "unavailable", "unavailable": ["database"], "degraded": []}
 
@@ -86,14 +89,6 @@ async def test_undeclared_json_names_the_header(rig: RestRig, headers: dict[str,
     error = fault(reply)
     assert (reply.status_code, error["param"]) == (400, None)
     assert error["message"] == f"send the body with the header `content-type: application/json`, {given}"
-
-
-async def test_missing_or_wrong_key_is_unauthenticated(rig: RestRig) -> None:
-    async with httpx.AsyncClient(base_url=rig.url, trust_env=False) as nobody:
-        for headers in ({}, {"authorization": "Bearer tr-abc"}):
-            reply = await nobody.get("/v1/models", headers=headers)
-            assert (reply.status_code, fault(reply)["code"]) == (401, "invalid_api_key")
-            assert reply.headers["www-authenticate"] == "Bearer"
 
 
 async def test_oversized_body_is_refused_with_or_without_a_length(rig: RestRig) -> None:

@@ -42,6 +42,7 @@ async def test_missing_key_is_refused_before_the_body(rig: RestRig, method: str,
             answer = await raw.answer(5)
             assert (answer.status, answer.headers["connection"]) == (401, "close")
             assert answer.headers["www-authenticate"] == "Bearer"
+            assert json.loads(answer.body)["error"]["code"] == "invalid_api_key"
             await raw.wait_closed()
 
 

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from sqlalchemy.exc import IntegrityError, ProgrammingError
 
 from tests.support.silent_proxy import SilentProxy
 from tests.support.small_disk import small_disk
-from tests.support.wait import HANG_S
+from tests.support.wait import HANG_S, eventually
 from torchrelay.common.errors import DiskFull, Unavailable
 from torchrelay.gateway.sql.database import Database, driver_url
 from torchrelay.gateway.sql.tables import balances, table_versions
@@ -141,12 +142,14 @@ async def outcome(work: Coroutine[Any, Any, None]) -> BaseException | None:
 
 
 async def until_it_answers(database: Database) -> int:
-    async with asyncio.timeout(HANG_S):
-        while True:
-            try:
-                return await read_version(database)
-            except Unavailable:
-                await asyncio.sleep(0.05)
+    async def answers() -> bool:
+        with suppress(Unavailable):
+            await read_version(database)
+            return True
+        return False
+
+    await eventually(answers)
+    return await read_version(database)
 
 
 async def test_silence_within_a_transaction_commits_nothing(postgres_url: str) -> None:

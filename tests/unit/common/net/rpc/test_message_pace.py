@@ -1,4 +1,4 @@
-"""How soon messages follow each other."""
+"""The pace of a stream's messages."""
 
 from __future__ import annotations
 
@@ -18,23 +18,28 @@ async def is_at_once(pace: MessagePace) -> bool:
     return True
 
 
+def times_of_messages(pace: MessagePace, count: int, now_s: float) -> list[float]:
+    """The times at which messages go that are all ready at ``now_s``."""
+    times = []
+    for _ in range(count):
+        now_s += max(0.0, pace.left_s(now_s))
+        pace.note_sent(now_s)
+        times.append(now_s)
+    return times
+
+
 @pytest.mark.parametrize("at_once", [1, 4])
-async def test_the_first_few_go_at_once(at_once: int) -> None:
+async def test_first_messages_go_at_once(at_once: int) -> None:
     pace = MessagePace(every_s=60.0, at_once=at_once)
     assert [await is_at_once(pace) for _ in range(at_once + 2)] == [True] * at_once + [False] * 2
 
 
-async def test_over_time_each_waits_for_its_turn() -> None:
-    pace, clock = MessagePace(every_s=0.01), asyncio.get_running_loop().time
-    begin = clock()
-    for _ in range(10):
-        await pace.wait()
-    assert clock() - begin > 0.05  # four at once, six after them
+def test_further_messages_go_at_an_even_pace() -> None:
+    times = times_of_messages(MessagePace(every_s=0.5), 10, now_s=100.0)
+    assert times == [100.0] * 4 + [100.5, 101.0, 101.5, 102.0, 102.5, 103.0]
 
 
-async def test_after_a_long_silence_no_more_than_a_few_go_at_once() -> None:
-    pace = MessagePace(every_s=0.02, at_once=2)
-    for _ in range(3):
-        await pace.wait()
-    await asyncio.sleep(0.1)  # five turns pass unused
-    assert [await is_at_once(pace) for _ in range(3)] == [True, True, False]
+def test_silence_allows_no_more_than_the_first_messages_at_once() -> None:
+    pace = MessagePace(every_s=0.5, at_once=2)
+    assert times_of_messages(pace, 3, now_s=100.0) == [100.0, 100.0, 100.5]
+    assert times_of_messages(pace, 3, now_s=103.0) == [103.0, 103.0, 103.5]  # five turns passed unused

@@ -20,8 +20,16 @@ class MessagePace:
         self._next_at = 0.0  # at an even pace
 
     async def wait(self) -> None:
-        """Until the next message may be sent, which the caller then does."""
+        """Waits until the next message may be sent, which the caller then does."""
         clock = asyncio.get_running_loop().time
-        if (left_s := self._next_at - self._ahead_s - clock()) > 0:
+        if (left_s := self.left_s(clock())) > 0:
             await asyncio.sleep(left_s)
-        self._next_at = max(self._next_at, clock()) + self._every_s
+        self.note_sent(clock())
+
+    def left_s(self, now_s: float) -> float:
+        """The seconds until the next message may be sent; not above 0 if it may be sent at once."""
+        return self._next_at - self._ahead_s - now_s
+
+    def note_sent(self, now_s: float) -> None:
+        """Counts a message."""
+        self._next_at = max(self._next_at, now_s) + self._every_s
