@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from torchrelay.common.errors import Conflict, NotFound, TorchrelayError
+from torchrelay.common.errors import Conflict, NotFound, TorchrelayError, UploadRefused
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.control.v1 import param_store_pb2, scheduler_pb2, types_pb2
@@ -43,12 +43,22 @@ class ScriptedStore(ParamStoreServicer):
         opening = (await anext(aiter(request_iterator))).open
         declared, received = self._upload(opening.upload_id).get(opening.path, (None, bytearray()))
         if declared is None:
-            raise NotFound(f"{opening.path} was not declared", field=opening.path)
-        if opening.offset != len(received):
-            raise Conflict(f"{opening.path} goes on at offset {len(received)}", field="Upload-Offset")
+            raise NotFound(f"{opening.path} is not a declared file", field=opening.path)
+        is_complete = len(received) == declared.num_bytes
+        if opening.offset != len(received) and (opening.offset or not is_complete):
+            raise Conflict(f"{opening.path} continues at offset {len(received)}", field="Upload-Offset")
+        num_left = declared.num_bytes - opening.offset
+        too_long = UploadRefused(
+            f"{opening.path}: more bytes were sent than the {declared.num_bytes:,} declared", field=opening.path
+        )
+        if opening.num_bytes > num_left:
+            raise too_long
         async for part in request_iterator:
             self.largest_slice = max(self.largest_slice, len(part.data))
-            received += part.data
+            num_left -= len(part.data)
+            if num_left < 0:
+                raise too_long
+            received += b"" if is_complete else part.data
         return self._file(opening.upload_id, opening.path)
 
     async def Commit(self, request: Any, context: Any) -> AsyncIterator[param_store_pb2.CommitProgress]:

@@ -107,7 +107,7 @@ async def test_interrupted_file_resumes_after_restart(tmp_path: Path, folder: Pa
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await put(store, "u1", "model.safetensors", data)
         assert isinstance(refusal(caught), Conflict)
-        assert "the offset must be 100000, not 0" in refusal(caught).message
+        assert "model.safetensors continues at offset 100000, not 0" in refusal(caught).message
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await commit(store, "u1")
         assert "chat_template.jinja: the file is not complete: 0 of 14 bytes" in refusal(caught).message
@@ -118,6 +118,10 @@ async def test_interrupted_file_resumes_after_restart(tmp_path: Path, folder: Pa
         state_of = await put(store, "u1", "model.safetensors", data[100_000:], 100_000)
         assert (state_of.num_bytes_received, state_of.complete) == (len(data), True)
         assert (await put(store, "u1", "model.safetensors", b"", len(data))).complete
+        assert (await put(store, "u1", "model.safetensors", data)).complete  # sent again, as plain clients do
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await put(store, "u1", "model.safetensors", data + b"x")
+        assert "more bytes were sent" in refusal(caught).message
         assert (await store.stub.DescribeUpload(pb.DescribeUploadRequest(upload_id="u1"))).files == (
             await begin(store, folder, "u1")
         ).files
@@ -138,11 +142,11 @@ async def test_broken_connection_keeps_received_bytes(tmp_path: Path, folder: Pa
         await until_accepted(store, "u1", data, received)
 
 
-async def received_bytes(store: RunningStore, upload_id: str, wanted: int) -> int:
+async def received_bytes(store: RunningStore, upload_id: str, wanted: int, path: str = "model.safetensors") -> int:
     async with asyncio.timeout(HANG_S):
         while True:
             state = await store.stub.DescribeUpload(pb.DescribeUploadRequest(upload_id=upload_id))
-            received = {file.path: file.num_bytes_received for file in state.files}["model.safetensors"]
+            received = {file.path: file.num_bytes_received for file in state.files}[path]
             if received >= wanted:
                 return received
 
@@ -177,6 +181,11 @@ async def test_more_bytes_than_declared_and_wrong_messages_are_refused(tmp_path:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await put(store, "u1", "tokenizer.json", good + b"x")
         assert "more bytes were sent" in refusal(caught).message
+        opening = pb.PutFileRequest.Open(upload_id="u1", path="config.json", num_bytes=1 << 20)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:  # announced, so that no byte is stored
+            await store.stub.PutFile(aiter_of(pb.PutFileRequest(open=opening), pb.PutFileRequest(data=b"{")))
+        assert isinstance(refusal(caught), UploadRefused) and refusal(caught).field == "config.json"
+        assert await received_bytes(store, "u1", 0, "config.json") == 0
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await put(store, "u1", "vocab.json", b"")
         assert isinstance(refusal(caught), NotFound)

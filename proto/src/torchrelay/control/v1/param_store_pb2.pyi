@@ -191,20 +191,24 @@ class PutFileRequest(_message.Message):
         UPLOAD_ID_FIELD_NUMBER: _builtins.int
         PATH_FIELD_NUMBER: _builtins.int
         OFFSET_FIELD_NUMBER: _builtins.int
+        NUM_BYTES_FIELD_NUMBER: _builtins.int
         upload_id: _builtins.str
         path: _builtins.str
         offset: _builtins.int
-        """must equal num_bytes_received"""
+        """must equal num_bytes_received; 0 for a complete file sent again, which is kept"""
+        num_bytes: _builtins.int
+        """of the data that follows; 0: not known"""
         def __init__(
             self,
             *,
             upload_id: _builtins.str = ...,
             path: _builtins.str = ...,
             offset: _builtins.int = ...,
+            num_bytes: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "path", b"path", "upload_id", b"upload_id"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "offset", b"offset", "path", b"path", "upload_id", b"upload_id"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,11 +17,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Row, Select, delete, func, insert, select
+from sqlalchemy import Select, delete, func, insert, select
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import (
-    Conflict,
     DataCorrupted,
     NotFound,
     Overloaded,
@@ -35,8 +34,7 @@ from torchrelay.common.quantities import format_bytes
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.auth.tenants import Tenant
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
-from torchrelay.gateway.clients.param_store import CommitProgress, DeclaredFile, StoreClient
-from torchrelay.gateway.clients.rechunk import ByteStream
+from torchrelay.gateway.clients.param_store import StoreClient, version_of
 from torchrelay.gateway.core import Principal, Version
 from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.tables import models, retired_versions, tenants, uploads, versions
@@ -80,7 +78,9 @@ class Uploads:
         self._store = store
         self.limits = limits or UploadLimits()
 
-    async def begin(self, tenant: Tenant, model: str, files: Sequence[DeclaredFile]) -> tuple[Upload, Files]:
+    async def begin(
+        self, tenant: Tenant, model: str, files: Sequence[param_store_pb2.DeclaredFile]
+    ) -> tuple[Upload, Files]:
         """Opens an upload. Raises ``QuotaExceeded`` if the declared sizes do not fit, ``Overloaded`` if the tenant has
         too much open, and the store's errors.
         """
@@ -123,57 +123,29 @@ class Uploads:
 
     async def find(self, principal: Principal, upload_id: str) -> Upload:
         """An open upload of the principal's tenant (of any tenant for the admin). Raises ``NotFound``."""
-        query = _visible_to(principal).where(uploads.c.upload_id == upload_id)
-        async with self._database.read() as connection:
-            row = (await connection.execute(query)).one_or_none()
-        if row is None:
+        selected = await self._selected(_visible_to(principal).where(uploads.c.upload_id == upload_id))
+        if not selected:
             raise NotFound(f"open upload {upload_id!r} not found", field="upload_id")
-        return _upload_of(row)
+        return selected[0]
 
     async def list(self, principal: Principal) -> Sequence[Upload]:
         """The open uploads of the principal's tenant (of all tenants for the admin), oldest first."""
-        async with self._database.read() as connection:
-            rows = await connection.execute(_visible_to(principal).order_by(uploads.c.created_unix_us))
-            return [_upload_of(row) for row in rows]
+        return await self._selected(_visible_to(principal).order_by(uploads.c.created_unix_us))
 
     async def begun_before(self, unix_us: int) -> Sequence[Upload]:
-        query = _all_uploads().where(uploads.c.created_unix_us <= unix_us)
+        return await self._selected(_all_uploads().where(uploads.c.created_unix_us <= unix_us))
+
+    async def _selected(self, query: Select[Any]) -> Sequence[Upload]:
         async with self._database.read() as connection:
-            return [_upload_of(row) for row in await connection.execute(query)]
-
-    async def files(self, upload: Upload) -> Files:
-        return (await self._store.describe(upload.upload_id)).files
-
-    async def put(
-        self, upload: Upload, path: str, offset: int, body: ByteStream, body_bytes: int = 0
-    ) -> param_store_pb2.FileState:
-        """Appends to a file at ``offset``; a complete file sent again stays as it is.
-
-        ``body_bytes``: the length that the body declares, 0 if it declares none.
-        Raises ``Conflict`` if the store expects another offset, and ``UploadRefused`` for more bytes than declared.
-        """
-        # Checked before any byte is sent: the client may not see an error in the middle of its stream.
-        states = {state.path: state for state in await self.files(upload)}
-        if path not in states:
-            raise NotFound(f"{path} is not a declared file", field=path)
-        state = states[path]
-        is_sent_again = state.complete and not offset  # kept from an earlier upload: a plain client sends it again
-        if not is_sent_again and state.num_bytes_received != offset:
-            raise Conflict(
-                f"{path} continues at offset {state.num_bytes_received}, not {offset}", field="Upload-Offset"
-            )
-        if body_bytes > state.num_bytes - offset:
-            raise _too_long(state)
-        bounded = _bounded(body, state, offset)
-        if is_sent_again:
-            async for _ in bounded:
-                pass
-            return state
-        return await self._store.put_file(upload.upload_id, path, offset, bounded)
+            rows = await connection.execute(query)
+        return [
+            Upload(row.upload_id, row.tenant_id, row.tenant, row.model, row.declared_bytes, row.created_unix_us)
+            for row in rows
+        ]
 
     async def commit(
         self, upload: Upload, scaling: ScalingSettings, largest_slot_bytes: int
-    ) -> AsyncGenerator[CommitProgress]:
+    ) -> AsyncGenerator[param_store_pb2.CommitProgress]:
         """Validates, packs and publishes; yields each step. The model is published before the last step is yielded.
 
         Raises ``UploadRefused`` if the model cannot be published; that ends the upload.
@@ -182,8 +154,8 @@ class Uploads:
         try:
             async with aclosing(self._store.commit(upload.upload_id, largest_slot_bytes)) as steps:
                 async for progress in steps:
-                    if progress.version is not None:
-                        version = progress.version
+                    if progress.HasField("version"):
+                        version = version_of(progress.version)
                         # Shielded: a client that disconnects now must not leave an unreferenced version behind.
                         await asyncio.shield(self._publish(upload, version, scaling))
                     yield progress
@@ -244,20 +216,6 @@ class Uploads:
             await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
 
 
-async def _bounded(body: ByteStream, file: param_store_pb2.FileState, offset: int) -> AsyncGenerator[bytes]:
-    """The body, which continues the file at ``offset``. Raises ``UploadRefused`` if it exceeds the declared size."""
-    num_left = file.num_bytes - offset
-    async for piece in body:
-        num_left -= len(piece)
-        if num_left < 0:
-            raise _too_long(file)
-        yield piece
-
-
-def _too_long(file: param_store_pb2.FileState) -> UploadRefused:
-    return UploadRefused(f"{file.path}: more bytes were sent than the {file.num_bytes:,} declared", field=file.path)
-
-
 def _all_uploads() -> Select[Any]:
     return select(uploads, tenants.c.name.label("tenant")).join_from(uploads, tenants)
 
@@ -265,10 +223,6 @@ def _all_uploads() -> Select[Any]:
 def _visible_to(principal: Principal) -> Select[Any]:
     query = _all_uploads()
     return query if principal.is_admin else query.where(uploads.c.tenant_id == principal.tenant_id)
-
-
-def _upload_of(row: Row[Any]) -> Upload:
-    return Upload(row.upload_id, row.tenant_id, row.tenant, row.model, row.declared_bytes, row.created_unix_us)
 
 
 async def _locked_quota(connection: SqlConnection, tenant_id: str) -> int | None:

@@ -51,19 +51,23 @@ class UploadRpcs:
         first = await anext(request_iterator, None)
         if first is None or first.WhichOneof("part") != "open":
             raise InvalidRequest("the first message of PutFile must be open", field="open")
-        upload = self.store.uploads.get(first.open.upload_id)
+        opening, upload = first.open, self.store.uploads.get(first.open.upload_id)
         writer = await acquire_on_thread(
-            lambda: upload.open_file(first.open.path, first.open.offset),
+            lambda: upload.open_file(opening.path, opening.offset),
             lambda opened: None if opened is None else opened.close(),
         )
-        if writer is not None:
+        data = _data(request_iterator, opening, upload.declared(opening.path))
+        if writer is None:
+            async for _ in data:
+                pass
+        else:
             try:
-                await self._receive(writer, request_iterator)
+                await self._receive(writer, data)
             except OSError as error:
-                raise write_error(error, f"{first.open.path}: cannot be written", upload.folder) from error
+                raise write_error(error, f"{opening.path}: cannot be written", upload.folder) from error
             finally:
                 await asyncio.to_thread(writer.close)
-        return file_state(upload.file_progress(first.open.path))
+        return file_state(upload.file_progress(opening.path))
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> AsyncIterator[pb.CommitProgress]:
         upload = self.store.uploads.get(request.upload_id)
@@ -148,16 +152,32 @@ class UploadRpcs:
         log.info("version_published", pack_id=version.pack_id, pack_bytes=version.manifest.num_bytes, **attributes)
         return version
 
-    async def _receive(self, writer: FileWriter, parts: AsyncIterator[pb.PutFileRequest]) -> None:
+    async def _receive(self, writer: FileWriter, data: AsyncIterator[bytes]) -> None:
         if writer.must_resume:
             await asyncio.get_running_loop().run_in_executor(self.store.digest_thread, writer.resume)
-        async for part in parts:
-            if part.WhichOneof("part") != "data" or len(part.data) > MAX_PART_BYTES:
-                raise InvalidRequest(
-                    f"messages after the first must carry 1 to {MAX_PART_BYTES} bytes of data", field="data"
-                )
-            await asyncio.to_thread(writer.write, part.data)
+        async for piece in data:
+            await asyncio.to_thread(writer.write, piece)
         await asyncio.to_thread(writer.finish)
+
+
+async def _data(
+    parts: AsyncIterator[pb.PutFileRequest], opening: pb.PutFileRequest.Open, file: DeclaredFile
+) -> AsyncIterator[bytes]:
+    """The data of a file's messages. Raises ``UploadRefused`` for more bytes than the declared size has left, before
+    any data if they are announced.
+    """
+    num_left = file.num_bytes - opening.offset
+    too_long = UploadRefused(f"{file.path}: more bytes were sent than the {file.num_bytes:,} declared", field=file.path)
+    if opening.num_bytes > num_left:
+        raise too_long
+    async for part in parts:
+        if part.WhichOneof("part") != "data" or len(part.data) > MAX_PART_BYTES:
+            message = f"messages after the first must carry 1 to {MAX_PART_BYTES} bytes of data"
+            raise InvalidRequest(message, field="data")
+        num_left -= len(part.data)
+        if num_left < 0:
+            raise too_long
+        yield part.data
 
 
 def _progress(line: PackProgress) -> pb.CommitProgress:

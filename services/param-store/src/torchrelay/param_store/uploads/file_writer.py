@@ -71,15 +71,10 @@ class FileWriter:
                 self._digest.update(buffer[:count])
 
     def write(self, data: bytes) -> None:
-        """Raises ``UploadRefused`` for more bytes than declared, ``Conflict`` after ``close``."""
+        """Appends ``data``, which the declared size must have left. Raises ``Conflict`` after ``close``."""
         with self._lock:
             if self._closed:
                 raise Conflict(f"{self._declared.path}: the upload has ended", field="upload_id")
-            if self._num_bytes + len(data) > self._declared.num_bytes:
-                raise UploadRefused(
-                    f"{self._declared.path}: more bytes were sent than the {self._declared.num_bytes:,} declared",
-                    field=self._declared.path,
-                )
             write_all(self._file.fileno(), data)
             self._digest.update(data)
             self._num_bytes += len(data)

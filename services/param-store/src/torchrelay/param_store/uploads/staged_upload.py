@@ -118,14 +118,17 @@ class StagedUpload:
         for file in self.record.files:
             if file.path == path:
                 return file
-        raise NotFound(f"the upload does not declare a file {path!r}", field="path")
+        raise NotFound(f"{path} is not a declared file", field=path)
 
     def last_touched_unix_s(self) -> float:
         paths = [self.folder / "state.json", *(self.files / file.path for file in self.record.files)]
         return max(_size_and_mtime(path)[1] for path in paths)
 
     def open_file(self, path: str, offset: int) -> FileWriter | None:
-        """A writer that continues at ``offset``, the number of bytes received so far; None: the file is complete."""
+        """A writer that continues at ``offset``, the number of bytes received so far; None: the file is complete.
+
+        A complete file may also be sent again from its beginning, as plain clients do.
+        """
         with self._lock:
             progress = self.file_progress(path)
             if self._aborted or self.committing or not self.is_open:
@@ -134,9 +137,9 @@ class StagedUpload:
                 )
             if path in self._writers:
                 raise Conflict(f"{path}: another call is sending this file", field="path")
-            if offset != progress.num_bytes_received:
-                right = progress.num_bytes_received
-                raise Conflict(f"{path}: the offset must be {right}, not {offset}", field="offset")
+            if offset != progress.num_bytes_received and (offset or not progress.complete):
+                message = f"{path} continues at offset {progress.num_bytes_received}, not {offset}"
+                raise Conflict(message, field="Upload-Offset")
             if progress.complete:
                 return None
             digest = self._digests.get(path)

@@ -16,7 +16,6 @@ from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.catalog.uploads import MAX_FILES, Files, Upload
-from torchrelay.gateway.clients.param_store import CommitProgress, DeclaredFile
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf, tenant_of
 from torchrelay.gateway.http.routes.models import ScalingSettingsBody, shown
@@ -46,7 +45,10 @@ async def begin(services: ServicesOf, caller: Caller, body: NewUpload) -> dict[s
     named, slash, model = body.model.rpartition("/")
     tenant = await tenant_of(services, caller, named if slash else None)
     check_name(model, "model")
-    files = [DeclaredFile(file.path, file.size, file.sha256.lower()) for file in body.files]
+    files = [
+        param_store_pb2.DeclaredFile(path=file.path, num_bytes=file.size, sha256=file.sha256.lower())
+        for file in body.files
+    ]
     return _shown(*await services.uploads.begin(tenant, model, files))
 
 
@@ -71,7 +73,7 @@ async def open_uploads(services: ServicesOf, caller: Caller) -> dict[str, Any]:
 @router.get("/{upload_id}")
 async def state(services: ServicesOf, caller: Caller, upload_id: str) -> dict[str, Any]:
     upload = await services.uploads.find(caller, upload_id)
-    return _shown(upload, await services.uploads.files(upload))
+    return _shown(upload, (await services.store.describe(upload_id)).files)
 
 
 @router.put("/{upload_id}/files/{path:path}")
@@ -81,11 +83,13 @@ async def put_file(
     request: Request,
     upload_id: str,
     path: str,
-    upload_offset: Annotated[int, Header()] = 0,
+    upload_offset: Annotated[int, Header(ge=0, lt=1 << 63)] = 0,
     content_length: Annotated[int, Header()] = 0,
 ) -> dict[str, Any]:
-    upload = await services.uploads.find(caller, upload_id)
-    return _file(await services.uploads.put(upload, path, upload_offset, _body_of(request), content_length))
+    """Appends to a file at ``upload_offset``; a complete file sent again stays as it is."""
+    await services.uploads.find(caller, upload_id)
+    state = await services.store.put_file(upload_id, path, upload_offset, _body_of(request), content_length)
+    return _file(state)
 
 
 @router.delete("/{upload_id}", status_code=204)
@@ -114,7 +118,7 @@ async def commit(
 
 
 async def _lines(
-    services: Services, caller: Caller, upload: Upload, steps: AsyncGenerator[CommitProgress]
+    services: Services, caller: Caller, upload: Upload, steps: AsyncGenerator[param_store_pb2.CommitProgress]
 ) -> AsyncIterator[bytes]:
     try:
         async with aclosing(steps):
