@@ -50,7 +50,7 @@ async def test_published_model_is_resolved_with_all_fields(parts: AccountingRig,
     await publish(parts, "glossary", version(), ScalingSettings(idle_timeout_s=4))
     model = await parts.catalog.resolve(caller, "glossary")
     assert (model.name, model.tenant_id, model.version) == ("acme/glossary", parts.acme.tenant_id, version())
-    assert (model.idle_timeout_s, model.max_instances, model.price_id) == (4, 0, "price-default")
+    assert (model.idle_timeout_s, model.max_instances, model.price.price_id) == (4, 0, "price-default")
     assert await parts.catalog.resolve(caller, "acme/glossary") is model  # cached
     assert await parts.catalog.models(caller) == [model] == await parts.catalog.models(ADMIN)
 
@@ -138,7 +138,7 @@ async def test_later_price_applies_without_a_catalog_change(parts: AccountingRig
     catalog = Catalog(parts.database, parts.table_versions, prices)
     await publish(parts, "glossary", version())
     later = await prices.add("", 7, 8, 9, now + 10**9)
-    assert (await catalog.resolve(caller, "glossary")).price_id == "price-default"
+    assert (await catalog.resolve(caller, "glossary")).price.price_id == "price-default"
     now += 10**9 + 1
     assert (await catalog.resolve(caller, "glossary")).price == later
 

@@ -15,6 +15,7 @@ from tests.unit.gateway.scripted_services import ScriptedStore, serving_store
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import param_store_pb2
+from torchrelay.control.v1.param_store_pb2 import DeclaredFile
 from torchrelay.gateway.background import background
 from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.garbage_collection import (
@@ -24,7 +25,7 @@ from torchrelay.gateway.catalog.garbage_collection import (
     orphaned_versions,
 )
 from torchrelay.gateway.catalog.uploads import Upload, Uploads
-from torchrelay.gateway.clients.param_store import DeclaredFile, StoreClient
+from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.sql.tables import retired_versions, uploads, versions
 
@@ -61,7 +62,9 @@ class GarbageRig:
         return Principal(self.parts.acme.tenant_id, "acme", "k")
 
     async def begin(self) -> Upload:
-        upload, _ = await self.uploads.begin(self.parts.acme, "glossary", [DeclaredFile("w", 0, "0" * 64)])
+        upload, _ = await self.uploads.begin(
+            self.parts.acme, "glossary", [DeclaredFile(path="w", num_bytes=0, sha256="0" * 64)]
+        )
         return upload
 
     async def free(self, retired_for_s: float = 0) -> int:
@@ -204,7 +207,7 @@ async def test_version_of_a_dead_gateway_is_freed(rig: GarbageRig) -> None:
 async def test_repeated_commit_adopts_a_dead_gateways_version(rig: GarbageRig) -> None:
     upload = await published_without_sql(rig)
     steps = rig.uploads.commit(upload, ScalingSettings(), 0)
-    assert [step.version.version_id async for step in steps if step.version] == ["version-one"]
+    assert [step.version.version_id async for step in steps if step.HasField("version")] == ["version-one"]
     assert (await rig.parts.catalog.resolve(rig.principal, "glossary")).version
     assert rig.store.claims == {}  # confirmed
     assert await rig.ids(uploads.c.upload_id) == set()

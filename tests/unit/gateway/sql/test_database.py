@@ -30,16 +30,6 @@ async def test_write_is_atomic(database: Database) -> None:
         assert set((await connection.execute(select(table_versions.c.version))).scalars()) == {1}
 
 
-async def test_concurrent_writes_lose_nothing(database: Database) -> None:
-    async def raise_it() -> None:
-        async with database.write() as connection:
-            await connection.execute(update(table_versions).values(version=table_versions.c.version + 1))
-
-    await asyncio.gather(*(raise_it() for _ in range(40)))
-    async with database.read() as connection:
-        assert set((await connection.execute(select(table_versions.c.version))).scalars()) == {41}
-
-
 async def test_transact_is_atomic(database: Database) -> None:
     def raise_version(connection: Connection) -> int:
         return connection.execute(update(table_versions).values(version=7)).rowcount

@@ -1,11 +1,16 @@
-"""Tasks that run alongside a block and end with it, or that are awaited together."""
+"""Tasks that run alongside a block and end with it, that are awaited together, or that repeat."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
+
+from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.process.telemetry import get_logger
+
+log = get_logger(__name__)
 
 
 @asynccontextmanager
@@ -25,3 +30,18 @@ async def all_ended(*jobs: Coroutine[Any, Any, None]) -> None:
     results = await asyncio.gather(*jobs, return_exceptions=True)
     if errors := [result for result in results if result is not None]:
         raise BaseExceptionGroup("jobs failed", errors)
+
+
+async def repeat(name: str, work: Callable[[], Awaitable[object]], every_s: float) -> None:
+    """Calls ``work`` until cancelled, with pauses of ``every_s``.
+
+    A call that fails is logged and followed by another: it must not end the gateway and its streams.
+    """
+    while True:
+        try:
+            await work()
+        except TorchrelayError as error:
+            log.warning(f"{name}_failed", error=error.message)
+        except Exception:
+            log.exception(f"{name}_crashed")
+        await asyncio.sleep(every_s)

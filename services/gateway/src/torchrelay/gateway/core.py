@@ -109,10 +109,6 @@ class PublishedModel:
     schedule: tuple[str, ...] = ()  # at times more of them: see ``catalog.schedules``
     targets: LatencyTargets = LatencyTargets()
 
-    @property
-    def price_id(self) -> str:
-        return self.price.price_id
-
 
 class FinishCause(StrEnum):
     """Why a choice ended; stored in the ledger."""

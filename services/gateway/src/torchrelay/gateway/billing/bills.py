@@ -16,7 +16,7 @@ _PERIOD = re.compile(r"([12]\d{3})-(0[1-9]|1[0-2])")
 
 @dataclass(frozen=True, slots=True)
 class BilledSum:
-    """The usage of one model at one price."""
+    """A line of a bill: the usage of one model at one price."""
 
     model: str
     prompt_nano: int
@@ -28,32 +28,15 @@ class BilledSum:
     requests: int
     cost_nano: int
 
-
-@dataclass(frozen=True, slots=True)
-class BillLine:
-    billed: BilledSum
-    amount: Decimal  # dollars and cents
-
-
-@dataclass(frozen=True, slots=True)
-class Bill:
-    """``amount`` is the sum of the rounded lines, so that the bill adds up."""
-
-    period: str
-    lines: tuple[BillLine, ...]
-    cost_nano: int
-    amount: Decimal
+    @property
+    def amount(self) -> Decimal:
+        """Dollars and cents."""
+        return amount_of(self.cost_nano)
 
 
-def bill_of(period: str, sums: Sequence[BilledSum]) -> Bill:
-    """The bill for a period's sums."""
-    lines = tuple(BillLine(billed, amount_of(billed.cost_nano)) for billed in sums)
-    return Bill(
-        period=period,
-        lines=lines,
-        cost_nano=sum(billed.cost_nano for billed in sums),
-        amount=sum((line.amount for line in lines), Decimal("0.00")),
-    )
+def bill_amount(lines: Sequence[BilledSum]) -> Decimal:
+    """The sum of the rounded lines, so that the bill adds up."""
+    return sum((line.amount for line in lines), Decimal("0.00"))
 
 
 def month_bounds(period: str) -> tuple[int, int]:

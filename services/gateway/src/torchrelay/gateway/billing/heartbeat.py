@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from sqlalchemy import delete, select
 
-from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.errors import Unavailable
 from torchrelay.common.process.telemetry import get_logger
+from torchrelay.gateway.background import repeat
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import gateways
 
@@ -59,15 +60,15 @@ class Heartbeat:
 
     async def run(self, every_s: float, timeout_s: float) -> None:
         """Beats until cancelled. A beat that is not committed within ``timeout_s`` is repeated."""
-        while True:
+
+        async def beat_in_time() -> None:
             try:
                 async with asyncio.timeout(timeout_s):
                     await self.beat()
-            except (TorchrelayError, TimeoutError) as error:
-                log.warning("beat_failed", error=str(error) or f"SQL did not answer within {timeout_s:g} s")
-            except Exception:  # task boundary: one failed beat must not end the gateway and its streams
-                log.exception("beat_crashed")
-            await asyncio.sleep(every_s)
+            except TimeoutError:
+                raise Unavailable(f"SQL did not answer within {timeout_s:g} s") from None
+
+        await repeat("beat", beat_in_time, every_s)
 
     async def beat(self) -> None:
         """Increments the counter; the first beat creates the row and must precede the first opened request."""

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
-from typing import Any, Protocol
+from collections.abc import Callable, Collection
+from typing import Protocol
 
 from sqlalchemy import select
 
-from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
+from torchrelay.gateway.background import repeat
 from torchrelay.gateway.billing.heartbeat import (
     NO_ROW,
     BeatObservation,
@@ -73,18 +73,8 @@ class OrphanSweep:
     async def run(self) -> None:
         """Observes and settles until cancelled. A failed round is logged and the next one tries again."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._repeat(self.observe), name="sweep-observe")
-            group.create_task(self._repeat(self.settle), name="sweep-settle")
-
-    async def _repeat(self, one_round: Callable[[], Awaitable[Any]]) -> None:
-        while True:
-            try:
-                await one_round()
-            except TorchrelayError as error:
-                log.warning("sweep_failed", error=error.message)
-            except Exception:  # task boundary: one failed round must not end the gateway and its streams
-                log.exception("sweep_crashed")
-            await asyncio.sleep(self._every_s)
+            group.create_task(repeat("sweep", self.observe, self._every_s), name="sweep-observe")
+            group.create_task(repeat("sweep", self.settle, self._every_s), name="sweep-settle")
 
     async def observe(self) -> None:
         """Notes the gateways whose count stands still. Raises ``Unavailable`` without SQL."""

@@ -20,10 +20,12 @@ from collections.abc import Collection
 from sqlalchemy import delete, exists, select
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import Conflict, TorchrelayError
+from torchrelay.common.errors import Conflict
 from torchrelay.common.process.telemetry import get_logger
+from torchrelay.control.v1.param_store_pb2 import StoredVersion
+from torchrelay.gateway.background import repeat
 from torchrelay.gateway.catalog.uploads import Uploads
-from torchrelay.gateway.clients.param_store import StoreClient, StoredVersion
+from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import models, retired_versions, uploads, versions
 
@@ -118,15 +120,14 @@ async def collect_garbage(
     """Collects every ``every_s`` until cancelled; any number of gateways may do so. A failed round is logged."""
     clock = asyncio.get_running_loop().time
     unnamed_due_s = clock() + every_s
-    while True:
-        await asyncio.sleep(every_s)
-        try:
-            await drop_expired_uploads(uploads_, lease_s)
-            await free_retired_versions(database, store, retired_s)
-            if clock() >= unnamed_due_s:  # it lists the whole remote store
-                unnamed_due_s = clock() + max(UNNAMED_AGE_S / 24, every_s)
-                await store.delete_unnamed(UNNAMED_AGE_S)
-        except TorchrelayError as error:
-            log.warning("housekeeping_failed", error=error.message)
-        except Exception:  # task boundary: one failed round must not end the gateway and its streams
-            log.exception("housekeeping_crashed")
+
+    async def collect() -> None:
+        nonlocal unnamed_due_s
+        await drop_expired_uploads(uploads_, lease_s)
+        await free_retired_versions(database, store, retired_s)
+        if clock() >= unnamed_due_s:  # it lists the whole remote store
+            unnamed_due_s = clock() + max(UNNAMED_AGE_S / 24, every_s)
+            await store.delete_unnamed(UNNAMED_AGE_S)
+
+    await asyncio.sleep(every_s)
+    await repeat("housekeeping", collect, every_s)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 
 from torchrelay.common.errors import TorchrelayError, Unavailable
 from torchrelay.common.net.rpc.errors import error_from_rpc
 
+T = TypeVar("T")
 _SERVICE_ERROR_KEY = "torchrelay-code"  # trailing metadata of an error raised by the peer itself
 _UNREACHABLE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
@@ -36,6 +39,14 @@ class ServiceEndpoint:
             yield
         except grpc.aio.AioRpcError as error:
             raise self.error(error) from error
+
+    async def answered(self, step: Awaitable[T], limit_s: float) -> T:
+        """The result of a step of a call. Raises ``Unavailable`` if it takes longer: the service hangs."""
+        try:
+            async with asyncio.timeout(limit_s):
+                return await step
+        except TimeoutError:
+            raise self.silent() from None
 
     def unreachable(self) -> Unavailable:
         return Unavailable(f"the {self.name} at {self.address} ({self.setting}) cannot be reached")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 from blake3 import blake3
 
 from torchrelay.common.errors import DataCorrupted
@@ -36,30 +36,18 @@ class StoreFileReader:
                 num_bytes += file.write(part)
         return num_bytes
 
-    async def _in_time(self, call: Any) -> AsyncIterator[pb.FileBytes]:
-        """The messages of a call. Raises ``Unavailable`` when the store hangs."""
-        parts = aiter(call)
-        try:
-            while True:
-                async with asyncio.timeout(self._part_timeout_s):
-                    part = await anext(parts, None)
-                if part is None:
-                    return
-                yield part
-        except TimeoutError:
-            raise self._endpoint.silent() from None
-        finally:
-            call.cancel()
-
     async def _parts(self, digest: str, name: str, max_bytes: int) -> AsyncIterator[bytes]:
         hasher, num_bytes = blake3(), 0
-        with self._endpoint.mapped_errors():
-            call: Any = self._store.ReadFile(pb.ReadFileRequest(digest=digest))
-            async for part in self._in_time(call):
-                hasher.update(part.data)
-                num_bytes += len(part.data)
-                if num_bytes > max_bytes:
-                    raise DataCorrupted(f"the model's {name} is larger than {max_bytes} bytes", field=name)
-                yield part.data
+        call: Any = self._store.ReadFile(pb.ReadFileRequest(digest=digest))
+        try:
+            with self._endpoint.mapped_errors():
+                while (part := await self._endpoint.answered(call.read(), self._part_timeout_s)) is not grpc.aio.EOF:
+                    hasher.update(part.data)
+                    num_bytes += len(part.data)
+                    if num_bytes > max_bytes:
+                        raise DataCorrupted(f"the model's {name} is larger than {max_bytes} bytes", field=name)
+                    yield part.data
+        finally:
+            call.cancel()
         if hasher.hexdigest() != digest:
             raise DataCorrupted(f"the model's {name} does not match its digest", field=name)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import msgspec
@@ -19,37 +17,10 @@ from torchrelay.gateway.clients.endpoint import is_from_peer, param_store_endpoi
 from torchrelay.gateway.clients.rechunk import ByteStream, rechunk
 from torchrelay.gateway.core import ModelShape, Version
 
-T = TypeVar("T")
 _LOOKUP_TIMEOUT_S = 10.0  # for calls that move no model bytes
 _LIST_TIMEOUT_S = 60.0
 _SILENCE_S = 30.0  # in an upload or a commit; the store tells a long stage again every few seconds
 _DIGEST_BYTES_PER_S = 64 << 20  # a store that was restarted reads what it has; all of a file must reach its disk
-
-
-@dataclass(frozen=True, slots=True)
-class DeclaredFile:
-    path: str
-    num_bytes: int
-    sha256: str  # hex
-
-
-@dataclass(frozen=True, slots=True)
-class CommitProgress:
-    """A step of a commit; the last one has the ``version``."""
-
-    stage: str
-    num_bytes_done: int
-    num_bytes_total: int
-    version: Version | None
-
-
-@dataclass(frozen=True, slots=True)
-class StoredVersion:
-    """A version in the remote store."""
-
-    version_id: str
-    published_unix_us: int  # the last time, by the remote store's clock
-    upload_ids: tuple[str, ...]  # uploads that published it and are not confirmed
 
 
 class StoreClient:
@@ -61,13 +32,10 @@ class StoreClient:
         self._endpoint = param_store_endpoint(address)
 
     async def begin(
-        self, upload_id: str, tenant_id: str, files: Sequence[DeclaredFile], quota_bytes: int
+        self, upload_id: str, tenant_id: str, files: Sequence[param_store_pb2.DeclaredFile], quota_bytes: int
     ) -> list[param_store_pb2.FileState]:
-        declared = [
-            param_store_pb2.DeclaredFile(path=file.path, num_bytes=file.num_bytes, sha256=file.sha256) for file in files
-        ]
         request = param_store_pb2.BeginUploadRequest(
-            upload_id=upload_id, tenant_id=tenant_id, files=declared, quota_bytes=quota_bytes
+            upload_id=upload_id, tenant_id=tenant_id, files=files, quota_bytes=quota_bytes
         )
         with self._endpoint.mapped_errors():
             return list((await self._stub.BeginUpload(request, timeout=_LOOKUP_TIMEOUT_S)).files)
@@ -77,16 +45,22 @@ class StoreClient:
         with self._endpoint.mapped_errors():
             return await self._stub.DescribeUpload(request, timeout=_LOOKUP_TIMEOUT_S)
 
-    async def put_file(self, upload_id: str, path: str, offset: int, body: ByteStream) -> param_store_pb2.FileState:
+    async def put_file(
+        self, upload_id: str, path: str, offset: int, body: ByteStream, body_bytes: int = 0
+    ) -> param_store_pb2.FileState:
         """Streams ``body`` into the file, holding one slice in memory; flow control reaches back to the client.
 
-        Raises ``Unavailable`` also if the store stops reading.
+        ``body_bytes``: the length that the body declares, 0 if it declares none. Raises ``Conflict`` if the file
+        continues at another offset, ``UploadRefused`` for more bytes than the file declares, ``Unavailable`` also if
+        the store stops reading.
         """
         call = self._stub.PutFile()
-        opening = param_store_pb2.PutFileRequest.Open(upload_id=upload_id, path=path, offset=offset)
+        opening = param_store_pb2.PutFileRequest.Open(
+            upload_id=upload_id, path=path, offset=offset, num_bytes=body_bytes
+        )
         try:
             limit_s = await write_while_open(call, self._write_file(call, opening, body))
-            return await self._answered(call, limit_s or self._silence_s)
+            return await self._endpoint.answered(call, limit_s or self._silence_s)
         except grpc.aio.AioRpcError as error:
             raise self._transfer_error(error, path) from error
         finally:
@@ -103,15 +77,15 @@ class StoreClient:
     async def _write_file(self, call: Any, opening: param_store_pb2.PutFileRequest.Open, body: ByteStream) -> float:
         """Returns how long the store may then take to answer, in seconds."""
         limit_s = self._silence_s + opening.offset / _DIGEST_BYTES_PER_S
-        await self._answered(call.write(param_store_pb2.PutFileRequest(open=opening)), limit_s)
+        await self._endpoint.answered(call.write(param_store_pb2.PutFileRequest(open=opening)), limit_s)
         async for data in rechunk(body):
             limit_s += len(data) / _DIGEST_BYTES_PER_S
-            await self._answered(call.write(param_store_pb2.PutFileRequest(data=data)), limit_s)
+            await self._endpoint.answered(call.write(param_store_pb2.PutFileRequest(data=data)), limit_s)
         await call.done_writing()
         return limit_s
 
-    async def commit(self, upload_id: str, largest_slot_bytes: int) -> AsyncGenerator[CommitProgress]:
-        """The steps of a commit as they happen; closing the iterator cancels the commit.
+    async def commit(self, upload_id: str, largest_slot_bytes: int) -> AsyncGenerator[param_store_pb2.CommitProgress]:
+        """The steps of a commit as they happen, the last one with its version; closing the iterator cancels the commit.
 
         Raises ``Unavailable`` also if the store falls silent.
         """
@@ -119,18 +93,10 @@ class StoreClient:
         call: Any = self._stub.Commit(request)
         try:
             with self._endpoint.mapped_errors():
-                while (step := await self._answered(call.read(), self._silence_s)) is not grpc.aio.EOF:
-                    version = version_of(step.version) if step.HasField("version") else None
-                    yield CommitProgress(step.stage, step.num_bytes_done, step.num_bytes_total, version)
+                while (step := await self._endpoint.answered(call.read(), self._silence_s)) is not grpc.aio.EOF:
+                    yield step
         finally:
             call.cancel()
-
-    async def _answered(self, step: Awaitable[T], limit_s: float) -> T:
-        try:
-            async with asyncio.timeout(limit_s):
-                return await step
-        except TimeoutError:
-            raise self._endpoint.silent() from None
 
     async def abort(self, upload_id: str) -> None:
         """Deletes the received bytes, or confirms the publication. An upload unknown to the store is not an error."""
@@ -145,13 +111,13 @@ class StoreClient:
             return version_of((await self._stub.Describe(request, timeout=_LOOKUP_TIMEOUT_S)).version)
         return None
 
-    async def versions(self) -> list[StoredVersion]:
+    async def versions(self) -> list[param_store_pb2.StoredVersion]:
         """All versions in the remote store."""
         with self._endpoint.mapped_errors():
             call = self._stub.ListVersions(param_store_pb2.ListVersionsRequest(), timeout=_LIST_TIMEOUT_S)
-            return [StoredVersion(v.version_id, v.published_unix_us, tuple(v.upload_ids)) async for v in call]
+            return [version async for version in call]
 
-    async def delete_version(self, version: StoredVersion) -> bool:
+    async def delete_version(self, version: param_store_pb2.StoredVersion) -> bool:
         """Frees a version's bytes; returns False if it was published again since it was listed."""
         request = param_store_pb2.DeleteVersionRequest(
             version_id=version.version_id, published_unix_us=version.published_unix_us

@@ -33,10 +33,6 @@ class RequestSession:
     texts: tuple[ChoiceDetokenizer, ...]
     tokens: TokenBytes | None = None  # if logprobs were requested
 
-    @property
-    def resolved(self) -> ResolvedRequest:
-        return self.request.resolved
-
 
 def earlier_deadline(arrived_unix_us: int, callers_s: float | None, operators_s: float) -> tuple[int, bool]:
     """The earlier deadline in Unix microseconds, and whether it is the caller's; 0: neither sets one.

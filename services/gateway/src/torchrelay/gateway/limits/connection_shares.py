@@ -27,27 +27,6 @@ def messages_at_once(max_bytes: int, max_body_bytes: int) -> int:
 
 def connection_shares(settings: GatewaySettings, queries_at_once: int = 1) -> ConnectionShares:
     """``queries_at_once``: connections that the database's pool can spare for queries."""
-    requests = ShareLimits(
-        "open requests",
-        settings.max_open_requests,
-        "max_open_requests",
-        settings.max_open_requests_per_tenant,
-        "max_open_requests_per_tenant",
-    )
-    body_bytes = ShareLimits(
-        "bytes of request bodies in memory",
-        settings.max_buffered_body_bytes,
-        "max_buffered_body_bytes",
-        settings.max_buffered_body_bytes_per_tenant,
-        "max_buffered_body_bytes_per_tenant",
-    )
-    uploads = ShareLimits(
-        "uploads of files under way",
-        settings.max_uploads,
-        "max_uploads",
-        settings.max_uploads_per_tenant,
-        "max_uploads_per_tenant",
-    )
     queries = ShareLimits(
         "queries under way",
         settings.max_queries_per_tenant * _LINES,
@@ -56,9 +35,9 @@ def connection_shares(settings: GatewaySettings, queries_at_once: int = 1) -> Co
         "max_queries_per_tenant",
     )
     return ConnectionShares(
-        Shares(requests),
-        Shares(body_bytes),
-        Shares(uploads),
+        _shares(settings, "open requests", "max_open_requests"),
+        _shares(settings, "bytes of request bodies in memory", "max_buffered_body_bytes"),
+        _shares(settings, "uploads of files under way", "max_uploads"),
         TenantSemaphore(Shares(queries), at_once=1, total_at_once=queries_at_once),
         TenantSemaphore(
             None,  # whoever sends one holds a share of the requests
@@ -66,3 +45,9 @@ def connection_shares(settings: GatewaySettings, queries_at_once: int = 1) -> Co
             total_at_once=messages_at_once(settings.max_buffered_body_bytes, settings.max_body_bytes),
         ),
     )
+
+
+def _shares(settings: GatewaySettings, noun: str, setting: str) -> Shares:
+    """Shares with the limits of ``setting``, and of the setting of the same name for each tenant."""
+    of_tenant = f"{setting}_per_tenant"
+    return Shares(ShareLimits(noun, getattr(settings, setting), setting, getattr(settings, of_tenant), of_tenant))

@@ -62,11 +62,9 @@ class Shares:
     @contextmanager
     def held(self, tenant_id: str) -> Iterator[None]:
         """Takes a unit of the resource for the block. Raises as ``take`` does."""
-        self.take(tenant_id)
-        try:
+        with self.account(tenant_id) as account:
+            account.take(1)
             yield
-        finally:
-            self.give_back(tenant_id)
 
     @contextmanager
     def account(self, tenant_id: str) -> Iterator[ShareAccount]:

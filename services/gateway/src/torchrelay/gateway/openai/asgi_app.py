@@ -168,7 +168,7 @@ class HttpExchange:
                     choice.text.append(text.flush())
                     choice.finish = delta.finish
         await request.settled(SETTLE_TIMEOUT_S)
-        reply = replies.whole_reply(session.resolved, reply_format, choices, request.usage, logprobs)
+        reply = replies.whole_reply(session.request.resolved, reply_format, choices, request.usage, logprobs)
         await self._begin(200, [_JSON, (b"content-length", str(len(reply)).encode())])
         await self._send({"type": "http.response.body", "body": reply})
 
@@ -194,7 +194,7 @@ class SseEncoder:
     """Encodes token deltas as server-sent events."""
 
     def __init__(self, session: RequestSession, reply_format: ReplyFormat) -> None:
-        self.reply = StreamReply(session.resolved, reply_format)
+        self.reply = StreamReply(session.request.resolved, reply_format)
         self._logprobs = _logprob_formatter(session, reply_format)
         self._texts = session.texts
         self._unstarted = set(range(len(session.texts)))  # choices without a first event

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.gateway.billing.bills import BillLine, bill_of, month_bounds
+from torchrelay.gateway.billing.bills import BilledSum, bill_amount, month_bounds
 from torchrelay.gateway.billing.money import CURRENCY, exact_amount
 from torchrelay.gateway.billing.price_list import valid_until
 from torchrelay.gateway.billing.reconciliation import reconcile
@@ -74,15 +74,15 @@ async def bill(
     begin, end = month_bounds(period)
     filter_ = UsageFilter(tenant_id=billed.tenant_id, from_unix_us=begin, to_unix_us=end)
     async with services.queries.turn(caller.tenant_id):
-        result = bill_of(period, await billed_sums(services.database, filter_))
+        lines = await billed_sums(services.database, filter_)
     return {
         "object": "bill",
         "tenant": billed.name,
         "period": period,
         "currency": CURRENCY,
-        "lines": [_bill_line(line) for line in result.lines],
-        "cost_nano": result.cost_nano,
-        "amount": str(result.amount),
+        "lines": [_bill_line(line) for line in lines],
+        "cost_nano": sum(line.cost_nano for line in lines),
+        "amount": str(bill_amount(lines)),
     }
 
 
@@ -122,8 +122,8 @@ def _sum(usage_sum: UsageSum, group_by: GroupBy | None) -> dict[str, Any]:
     return ({} if group_by is None else {group_by: group}) | totals | {"cost": exact_amount(usage_sum.cost_nano)}
 
 
-def _bill_line(line: BillLine) -> dict[str, Any]:
-    return asdict(line.billed) | {"amount": str(line.amount), "currency": CURRENCY}
+def _bill_line(line: BilledSum) -> dict[str, Any]:
+    return asdict(line) | {"amount": str(line.amount), "currency": CURRENCY}
 
 
 def _price(price: Price, until_unix_us: int | None) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class RunningRequest:
                 key_id=resolved.principal.key_id,
                 model=resolved.model.name,
                 version_id=resolved.model.version.version_id,
-                price_id=resolved.model.price_id,
+                price_id=resolved.model.price.price_id,
                 num_prompt_tokens=len(resolved.prompt),
                 max_tokens=resolved.sampling.max_tokens,
                 num_choices=resolved.num_choices,
