@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 from torchrelay.common.sampling import RANGES, SHARED_NAMES, SharedSampling, shared_sampling
 from torchrelay.control.v1 import generation_pb2
 from torchrelay.engine.core import SamplingParams
@@ -18,7 +20,7 @@ def test_shared_parameters_exist_in_both_apis_and_the_workers_message() -> None:
 
 
 def test_shared_parameters_survive_every_step() -> None:
-    given = {name: 0.5 if name in RANGES else 3 for name in SHARED_NAMES}
+    given: dict[str, Any] = {name: 0.5 if name in RANGES else 3 for name in SHARED_NAMES}
     params = GenerateParams("m", text="x", **given)
     message = generation_pb2.Sampling(**shared_sampling(params))
     assert shared_sampling(SamplingParams(**shared_sampling(message))) == given
