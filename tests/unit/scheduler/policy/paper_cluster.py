@@ -136,13 +136,15 @@ class PaperCluster:
         self.apply(GatewayConnected("gateway-1"))
 
     def settle(self, *peers: WorkerStatus | StoreStatus) -> PaperCluster:
-        """Everyone reports, and the start is over."""
+        """Adds the peers, and passes the time after a start in which slots may appear."""
         for peer in peers:
             if isinstance(peer, WorkerStatus):
                 self.workers[peer.worker_id] = peer
             else:
                 self.stores[peer.store_id] = peer
-        self.pass_time(self.config.refusal_settle_s)
+        self.pass_time(0.1)
+        self.pass_time(self.config.refusal_settle_s - 0.5, step_s=0.5)
+        self.pass_time(0.4)
         return self
 
     def pass_time_with_beats(self, seconds: float, step_s: float = 0.5) -> None:

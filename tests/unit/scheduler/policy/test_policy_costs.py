@@ -118,8 +118,8 @@ def bytecodes_of_tick(num_slots: int, num_waiting: int) -> int:
 
 def test_reserved_slots_are_grouped_once_for_all_models() -> None:
     """All workers were looked at for each model that requests waited for."""
-    of_slots = bytecodes_of_tick(256, 2) - bytecodes_of_tick(16, 2)
-    of_slots_for_many = bytecodes_of_tick(256, 32) - bytecodes_of_tick(16, 32)
+    of_slots = bytecodes_of_tick(64, 2) - bytecodes_of_tick(16, 2)
+    of_slots_for_many = bytecodes_of_tick(64, 32) - bytecodes_of_tick(16, 32)
     assert of_slots_for_many == pytest.approx(of_slots, rel=0.05)
 
 

@@ -12,7 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Model, Role, ServiceClass
+from torchrelay.scheduler.policy.core import (
+    AttemptKey,
+    InstancePhase,
+    Model,
+    Role,
+    ServiceClass,
+    StoreStatus,
+    WorkerStatus,
+)
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, WakeCommand
 from torchrelay.scheduler.policy.inputs import Admit, GatewayConnected, GatewayDisconnected, Tick, Withdraw
 
@@ -32,17 +40,19 @@ class Policing(RuleBasedStateMachine):
         self.num_admitted = 0
         self.num_seen = 0
         self.num_commands_seen = 0
+        peers: list[WorkerStatus | StoreStatus] = []
         for number in range(num_hosts):
             host_id = f"host-{number}"
             pool = {"kv_pool_bytes": POOL_BYTES}
             apart = (frozenset((Role.PREFILL,)), frozenset((Role.DECODE,)))
             both = (frozenset(Role), frozenset(Role))
             prefill, decode = apart if roles_apart else both
-            self.scene.settle(
+            peers += [
                 a_store(f"store-{number}", host_id),
                 a_worker(f"p-{number}", host_id, prefill, **pool),
                 a_worker(f"d-{number}", host_id, decode, **pool),
-            )
+            ]
+        self.scene.settle(*peers)
         self.all_workers = dict(self.scene.workers)
 
     @rule(

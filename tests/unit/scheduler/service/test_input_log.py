@@ -58,8 +58,8 @@ from torchrelay.scheduler.policy.inputs import (
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.service.input_log import encode_effects, replay
 
-NUM_STEPS = 220
-HASH_SEEDS = ("1", "2", "3")
+NUM_STEPS = 140
+HASH_SEEDS = ("1", "2")
 MODELS = [a_model(f"acme/m{number}", idle_timeout_s=4.0, routing_block_tokens=16) for number in range(7)]
 # Another tenant has uploaded the files of the first model.
 MODELS.append(replace(MODELS[0], name="beta/m0"))
@@ -288,12 +288,11 @@ def test_replay_gives_recorded_effects(life: tuple[Path, PaperCluster]) -> None:
 def test_replay_is_independent_of_hash_seed(life: tuple[Path, PaperCluster]) -> None:
     code = "from torchrelay.scheduler.main import main; main()"
     command = [sys.executable, "-c", code, "--replay", str(life[0])]
-    printed = set()
+    recorded = [encode_effects(effects) for effects in life[1].effects]
     for seed in HASH_SEEDS:
         environment = os.environ | {"PYTHONHASHSEED": seed}
-        printed.add(subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=120, check=True).stdout)
-    assert len(printed) == 1
-    assert printed.pop().count(b"\n") == len(life[1].effects)
+        printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=120, check=True).stdout
+        assert printed.splitlines() == recorded
 
 
 def test_replay_of_other_file_fails_with_message(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class _ReservedSlots:
         """Waiting requests that no slot could serve except the reserved ones."""
         for version_id in self._state.queues.versions:
             model = self._state.models[version_id]
-            if not self.holders(model):
+            if not self._has_holder(model):
                 continue
             lacks: dict[int, bool] = {}  # by KV: a version's requests need a few different amounts
             for admission in self._state.queues.waiting(version_id):
@@ -78,6 +78,10 @@ class _ReservedSlots:
         """Minimum instances of other models whose slots have the size that the model needs."""
         instances = self._holders.get(model.num_devices, ())
         return [instance for instance in instances if instance.version_id != model.version_id]
+
+    def _has_holder(self, model: Model) -> bool:
+        instances = self._holders.get(model.num_devices, ())
+        return any(instance.version_id != model.version_id for instance in instances)
 
     def _lacks_slot(self, model: Model, kv_bytes: int) -> bool:
         """Whether requests with ``kv_bytes`` of KV could be served, but only with reserved slots."""
