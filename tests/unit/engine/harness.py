@@ -50,15 +50,15 @@ class Model:
         return self._expected[key]
 
     @torch.no_grad()
-    def logits(self, prompt: Sequence[int]) -> torch.Tensor:
-        """transformers' logits after the prompt, fp32 [vocab]."""
-        logits: torch.Tensor = self.reference(torch.tensor([prompt])).logits[0, -1].float()
+    def logits(self, *prompts: Sequence[int]) -> torch.Tensor:
+        """transformers' logits after prompts of the same length, fp32 [prompt, vocab]."""
+        logits: torch.Tensor = self.reference(torch.tensor(prompts)).logits[:, -1].float()
         return logits
 
     @torch.no_grad()
-    def true_logits(self, prompt: Sequence[int]) -> torch.Tensor:
+    def true_logits(self, *prompts: Sequence[int]) -> torch.Tensor:
         """The logits computed in fp32 with the same weights."""
-        logits: torch.Tensor = self._wide(torch.tensor([prompt])).logits[0, -1]
+        logits: torch.Tensor = self._wide(torch.tensor(prompts)).logits[:, -1]
         return logits
 
     @cached_property

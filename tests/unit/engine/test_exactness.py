@@ -27,6 +27,7 @@ from torchrelay.engine.core import GroupSpec, SamplingParams
 NUM_ROUNDINGS = 2 + 3 * 16
 OTHER_EXPERT = 0.1  # relative shift of the logits if another expert is chosen for some tokens
 LENGTHS = (1, 15, 16, 17, 70)
+TIED_LENGTHS = (17, 16)  # only the head differs
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -34,7 +35,7 @@ LENGTHS = (1, 15, 16, 17, 70)
 def test_single_prompt_equals_transformers(model_of: ModelOf, family: str, tied: bool) -> None:
     model = model_of(family, tied)
     instance = model.instance()
-    for length in LENGTHS:
+    for length in TIED_LENGTHS if tied else LENGTHS:
         prompt = prompt_of(length)
         instance.prefill(group_of(prompt))
         assert outputs(run(instance)) == {("r/0", 0): model.expected(prompt)}
@@ -48,7 +49,7 @@ def test_batched_chunks_equal_transformers(model_of: ModelOf, family: str, tied:
     model = model_of(family, tied)
     instance = model.instance(token_budget=20, page_tokens=8)
     expected = {}
-    for number, length in enumerate(LENGTHS):
+    for number, length in enumerate(TIED_LENGTHS if tied else LENGTHS):
         prompt = prompt_of(length)
         expected[f"{number}/0", 0] = model.expected(prompt)
         instance.prefill(group_of(prompt, f"{number}/0"))
@@ -58,8 +59,7 @@ def test_batched_chunks_equal_transformers(model_of: ModelOf, family: str, tied:
     assert_idle(instance)
 
 
-@pytest.mark.parametrize("order", [1, -1], ids=["in order", "backwards"])
-@pytest.mark.parametrize("budget", [512, 23])
+@pytest.mark.parametrize(("budget", "order"), [(512, 1), (23, -1)], ids=["in order", "backwards"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_handed_over_kv_equals_transformers(model_of: ModelOf, family: str, budget: int, order: int) -> None:
     """Chunks cross blocks, and the page sizes of the two sides differ."""
@@ -143,7 +143,7 @@ def test_fp32_logits_equal_transformers(model_of: ModelOf, family: str) -> None:
     """Compares the logits of a prefill, which range over about +-10 in these models."""
     model = model_of(family)
     instance, prompt = model.instance(), prompt_of(40)
-    assert float((last_logits(instance, prompt) - model.logits(prompt)).abs().max()) < 1e-4
+    assert float((last_logits(instance, prompt) - model.logits(prompt)[0]).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -163,9 +163,10 @@ def test_16_bit_logits_are_as_accurate_as_transformers(
         most_off += OTHER_EXPERT
         tolerance *= 2
     apart, errors, their_errors = [], [], []
-    for salt in range(15):
-        prompt = prompt_of(40, salt)
-        actual, theirs, true = last_logits(instance, prompt), model.logits(prompt), model.true_logits(prompt)
+    prompts = [prompt_of(40, salt) for salt in range(15)]
+    references = zip(model.logits(*prompts), model.true_logits(*prompts), strict=True)
+    for salt, (theirs, true) in enumerate(references):
+        actual = last_logits(instance, prompts[salt])
         apart.append(float((actual - theirs).abs().max()))
         errors.append(float((actual - true).square().mean().sqrt()))
         their_errors.append(float((theirs - true).square().mean().sqrt()))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.decoders import DecodeStream
@@ -101,6 +101,7 @@ class LibraryStream:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_decoder_matches_tokenizer(name: str, data: st.DataObject) -> None:
     whole, decoder = LOADED[name]
@@ -210,6 +211,9 @@ def test_id_beyond_library_range_is_refused(token_id: int) -> None:
         load_decoder(json.dumps(fields).encode())
 
 
+NUM_TOKENS = MAX_VOCABULARY_ENTRIES // 8
+
+
 def with_far_ids(num_tokens: int) -> bytes:
     """In an order that is not theirs."""
     vocab = {f"{index:x}": (1 << 20) + index * 1_000_003 % (1 << 30) for index in range(num_tokens)}
@@ -223,7 +227,7 @@ def with_empty_tokens(num_tokens: int) -> bytes:
 
 def with_many_added_tokens() -> bytes:
     """The allowed number of added tokens, of the longest spelling that fits."""
-    fields = json.loads(large_tokenizer())
+    fields = json.loads(large_tokenizer(NUM_TOKENS))
     size, num_chars = len(fields["model"]["vocab"]), MAX_ADDED_TOKENS_CHARS // MAX_ADDED_TOKENS
     fields["added_tokens"] = [
         {"id": size + index, "content": f"<{index:>{num_chars - 2}}>", "special": index % 2 == 0}
@@ -234,8 +238,8 @@ def with_many_added_tokens() -> bytes:
 
 ARENA_KB = 1024  # the interpreter gives memory back only in pieces of this size
 HOSTILE = {
-    "far ids": lambda: with_far_ids(MAX_VOCABULARY_ENTRIES),
-    "empty tokens": lambda: with_empty_tokens(MAX_VOCABULARY_ENTRIES),
+    "far ids": lambda: with_far_ids(NUM_TOKENS),
+    "empty tokens": lambda: with_empty_tokens(MAX_VOCABULARY_ENTRIES),  # of the fewest bytes
     "added tokens": with_many_added_tokens,
 }
 
@@ -277,7 +281,7 @@ def test_loading_works_in_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(tokenizer_document, "decode_json", decode)
     monkeypatch.setattr(tokenizer, "_tokenizer", make)
     monkeypatch.setattr(token_decoder, "sorted", sort, raising=False)
-    load_decoder(HOSTILE.get(name, large_tokenizer)())
+    load_decoder(HOSTILE[name]() if name in HOSTILE else large_tokenizer(NUM_TOKENS))
     assert 0 < max(num_members) <= 1024
     assert num_added and max(num_added) <= tokenizer.ADDED_TOKENS_PER_SLICE
     assert num_unsorted and max(num_unsorted) <= 1 << 13

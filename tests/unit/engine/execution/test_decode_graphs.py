@@ -65,11 +65,11 @@ def test_padding_at_most_doubles_batch() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_replayed_output_is_exact(model_of: ModelOf, family: str) -> None:
-    """Batches shrink as sequences end: each of several sizes is recorded once, most with padding rows."""
+    """Batches shrink as sequences end: each of three sizes is recorded once, one with a padding row."""
     model, capturer = model_of(family), Counting()
     instance = model.instance(backends=recording(capturer), page_tokens=8, device=str(DEVICE))
     expected = {}
-    for number, length in enumerate((3, 9, 22, 30, 41)):
+    for number, length in enumerate((3, 9, 24)):
         prompt, sampling = prompt_of(length), SamplingParams(temperature=0, max_tokens=2 + number)
         expected[f"{number}/0", 0] = model.expected(prompt, sampling.max_tokens)
         instance.prefill(group_of(prompt, f"{number}/0", sampling))

@@ -10,6 +10,7 @@ from torchrelay.engine.kernels.attention import Scoring, Span
 from torchrelay.engine.kernels.backends import ATTENTION_BACKENDS, attention_backend
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
+PLAIN, CAPPED = Scoring(DIM**-0.5), Scoring(0.2, cap=1.5)
 
 
 def reference(
@@ -30,8 +31,11 @@ def reference(
 
 
 @pytest.mark.parametrize("name", ATTENTION_BACKENDS)
-@pytest.mark.parametrize("scoring", [Scoring(DIM**-0.5), Scoring(0.2, cap=1.5)], ids=["plain", "capped"])
-@pytest.mark.parametrize("window", [None, 1, 6, 40])
+@pytest.mark.parametrize(
+    ("window", "scoring"),
+    [(None, PLAIN), (1, PLAIN), (40, PLAIN), (None, CAPPED), (6, CAPPED)],
+    ids=["plain", "1-plain", "40-plain", "capped", "6-capped"],
+)
 @pytest.mark.parametrize(
     "shapes",
     [

@@ -136,7 +136,7 @@ def test_resume_rebuilds_penalty_counts(model_of: ModelOf, temperature: float) -
 def test_logprobs_are_unmodified_model_logprobs(model_of: ModelOf) -> None:
     model = model_of()
     prompt = prompt_of(20)
-    expected = model.logits(prompt).log_softmax(0)
+    expected = model.logits(prompt)[0].log_softmax(0)
     for top, sampling in ((3, SamplingParams(temperature=0.7, seed=2, logit_bias=((3, 50.0),))), (0, SamplingParams())):
         instance = model.instance()
         instance.prefill(group_of(prompt, sampling=replace(sampling, top_logprobs=top, max_tokens=3)))

@@ -20,7 +20,7 @@ from torchrelay.engine.kernels.triton.attention import TritonAttention, num_spli
 
 DEVICE = torch.device("cuda" if os.environ["TRITON_INTERPRET"] == "0" else "cpu")
 PAGE = 4
-SAMPLING = SamplingParams(temperature=0, max_tokens=6)
+SAMPLING = SamplingParams(temperature=0, max_tokens=4)
 
 
 def assert_alike(
@@ -57,14 +57,14 @@ def assert_alike(
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (3, 3), (8, 2), (5, 1), (40, 2)], ids=str)
-@pytest.mark.parametrize("head_dim", [8, 24, 64])
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [((1, 1), 24), ((3, 3), 8), ((8, 2), 64), ((5, 1), 24), ((40, 2), 8)], ids=str
+)
 def test_head_counts_and_sizes(heads: tuple[int, int], head_dim: int) -> None:
     assert_alike([(1, 7), (1, 90), (9, 20)], heads=heads, head_dim=head_dim)
 
 
-@pytest.mark.parametrize("cap", [None, 0.7])
-@pytest.mark.parametrize("window", [None, 1, 5, 33, 1000])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (None, 0.7), (1, None), (5, 0.7), (33, 0.7), (1000, None)])
 def test_windows_and_caps(window: int | None, cap: float | None) -> None:
     assert_alike([(1, 1), (1, 6), (1, 70), (5, 5), (33, 80), (1, 2)], window, cap)
 
@@ -85,7 +85,7 @@ def test_16_bit_dtypes(dtype: torch.dtype) -> None:
     assert_alike([(1, 1), (1, 90), (40, 60)], cap=5.0, dtype=dtype, tolerance=0.02)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     shapes=st.lists(
         st.tuples(st.integers(1, 40), st.integers(0, 60)).map(lambda pair: (pair[0], pair[0] + pair[1])),
@@ -115,10 +115,10 @@ def test_decoder_with_triton_attention_is_exact(model_of: ModelOf, family: str) 
     """Greedy output equals transformers', with prompts in chunks beside decodes: windows, caps, odd head sizes."""
     model = model_of(family)
     instance = model.instance(
-        token_budget=40, page_tokens=8, backends=backends_for(DEVICE, "triton"), device=str(DEVICE)
+        token_budget=20, page_tokens=8, backends=backends_for(DEVICE, "triton"), device=str(DEVICE)
     )
     expected = {}
-    for number, length in enumerate((1, 17, 70)):
+    for number, length in enumerate((1, 9, 31)):
         prompt = prompt_of(length)
         expected[f"{number}/0", 0] = model.expected(prompt, SAMPLING.max_tokens)
         instance.prefill(group_of(prompt, f"{number}/0", SAMPLING))

@@ -61,7 +61,7 @@ for dtype, product, head_dim, cap in [
     (torch.bfloat16, tl.bfloat16, 128, None),
     (torch.bfloat16, tl.bfloat16, 256, 50.0),
     (torch.float16, tl.float16, 96, None),
-    (torch.float32, tl.float32, 64, None),
+    (torch.float32, tl.float32, 32, None),
 ]:
     attention._product_dtype = lambda kv: product
     backend = attention.TritonAttention(16)
