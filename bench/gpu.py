@@ -60,7 +60,7 @@ def sizes_of(quick: bool, rehearsal: bool) -> Sizes:
     if rehearsal:
         tiny = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
         tiny |= {"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 512}
-        return Sizes(LLAMA_8B | tiny, ("llama",), (1, 17), (1, 2), 3, 1, 4, 64, 1 << 20, (1,), num_prefills=1)
+        return Sizes(LLAMA_8B | tiny, ("llama",), (1, 5), (1, 2), 3, 1, 4, 64, 1 << 20, (1,), num_prefills=1)
     if quick:
         config = LLAMA_8B | {"num_hidden_layers": 8}
         return Sizes(config, ("llama", "gemma2"), (1, 17, 150), (1, 32), 128, 32, 4096, 8192, 2 * GB, (1,))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from opentelemetry import metrics
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -23,6 +24,8 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],  # which measures wall time
 )
 hypothesis.settings.load_profile("torchrelay")
+# Without a provider, the API keeps all instruments for a later one, and with them whole stores and their arenas.
+metrics.set_meter_provider(metrics.NoOpMeterProvider())
 # Read when Triton is imported: its kernels run in an interpreter, on any machine. With 0 the same tests use the GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
