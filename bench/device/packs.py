@@ -6,8 +6,6 @@ import json
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
-from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,9 +15,9 @@ from torch import Tensor
 
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES, tensors_by_segment
-from torchrelay.transfer.manifest import PAGE_BYTES, Manifest, Segment, TensorEntry
+from torchrelay.transfer.manifest import Manifest, TensorEntry
+from torchrelay.transfer.pack_layout import PackLayout
 
-_ALIGN_BYTES: Final = 64
 _TORCH_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16}
 LLAMA_8B: Final[dict[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
@@ -76,34 +74,11 @@ def random_pack(config: dict[str, Any], dtype: str, device: torch.device) -> Pac
 
 
 def _pack(config: dict[str, Any], dtype: str, tensor_of: Callable[[TensorEntry], Tensor]) -> Pack:
-    manifest = _manifest(config, dtype)
+    layout = PackLayout.of(tensors_by_segment(read_config(config)), dtype, DTYPE_BYTES[dtype])
+    manifest = layout.manifest(config)
     memory = mmap.mmap(-1, manifest.num_bytes)
     arena = torch.frombuffer(memory, dtype=torch.uint8)
     for entry in manifest.tensors:
         made = tensor_of(entry).contiguous().reshape(-1).view(torch.uint8)
         arena[entry.offset : entry.offset + entry.num_bytes].copy_(made)
     return Pack(manifest, memory)
-
-
-def _manifest(config: dict[str, Any], dtype: str) -> Manifest:
-    end = 0
-    tensors, segments = [], []
-    for slots in tensors_by_segment(read_config(config)):
-        begin = end = -(-end // PAGE_BYTES) * PAGE_BYTES
-        for _, group in groupby(slots, key=lambda slot: slot.group):
-            end = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
-            for slot in group:
-                num_bytes = prod(slot.shape) * DTYPE_BYTES[dtype]
-                tensors.append(TensorEntry(slot.name, slot.shape, dtype, end, num_bytes))
-                end += num_bytes
-        segments.append(Segment(begin, end))
-    return Manifest(
-        architecture=config["architectures"][0],
-        dtype=dtype,
-        config=config,
-        tensors=tuple(tensors),
-        segments=tuple(segments),
-        num_bytes=end,
-        chunk_bytes=end,
-        chunk_digests=(bytes(32),),  # unused
-    )

@@ -58,7 +58,10 @@ REFUSED: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
         document(model={"type": "Unigram", "vocab": [["x" * 1025, 0.0]], "unk_id": 0}),
         "model.vocab: it has 1,025 characters",
     ),
-    "many entries": (lambda: model(words((1 << 19) + 1)), "model.vocab: it has 524,289 entries; at most 524,288 are allowed"),
+    "many entries": (
+        lambda: model(words((1 << 19) + 1)),
+        "model.vocab: it has 524,289 entries; at most 524,288 are allowed",
+    ),
     "many bytes": (
         lambda: model(words(10_000, width=900)),
         "bytes in all its tokens; at most 8,388,608 are allowed",

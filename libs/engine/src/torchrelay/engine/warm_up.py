@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from itertools import groupby
 from typing import Any, Final
 
 import torch
@@ -13,7 +11,8 @@ from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES, tensors_by_segment
-from torchrelay.transfer.manifest import PAGE_BYTES, Manifest, Segment, TensorEntry
+from torchrelay.transfer.manifest import Manifest
+from torchrelay.transfer.pack_layout import PackLayout
 
 _CONFIG: Final[dict[str, Any]] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -64,24 +63,4 @@ def warm_up(pool: KvPool) -> None:
 
 
 def zeros_manifest(dtype: str) -> Manifest:
-    end = 0
-    tensors, segments = [], []
-    for slots in tensors_by_segment(read_config(_CONFIG)):
-        begin = end = -(-end // PAGE_BYTES) * PAGE_BYTES
-        for _, group in groupby(slots, key=lambda slot: slot.group):
-            end = -(-end // 64) * 64
-            for slot in group:
-                num_bytes = math.prod(slot.shape, start=DTYPE_BYTES[dtype])
-                tensors.append(TensorEntry(slot.name, slot.shape, dtype, end, num_bytes))
-                end += num_bytes
-        segments.append(Segment(begin, end))
-    return Manifest(
-        architecture=_CONFIG["architectures"][0],
-        dtype=dtype,
-        config=_CONFIG,
-        tensors=tuple(tensors),
-        segments=tuple(segments),
-        num_bytes=end,
-        chunk_bytes=end,
-        chunk_digests=(bytes(32),),
-    )
+    return PackLayout.of(tensors_by_segment(read_config(_CONFIG)), dtype, DTYPE_BYTES[dtype]).manifest(_CONFIG)

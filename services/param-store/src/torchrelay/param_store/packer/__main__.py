@@ -22,7 +22,7 @@ from torchrelay.param_store.packer.core import PackRefused
 from torchrelay.param_store.packer.documents import check_eos, check_other_documents, check_tokenizer, read_model_config
 from torchrelay.param_store.packer.pack_plan import plan_pack
 from torchrelay.param_store.packer.pack_writer import write_pack
-from torchrelay.transfer.manifest import Manifest, pack_id_of
+from torchrelay.transfer.manifest import pack_id_of
 
 _PROGRESS_BYTES = 16 << 20
 
@@ -40,30 +40,22 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
     check_tokenizer(folder, config.vocab_size)
     tensors = read_checkpoint(folder)
     plan = plan_pack(config, tensors, weight_files(sorted(path.name for path in folder.iterdir()))[0])
-    if largest_slot_bytes and plan.num_bytes > largest_slot_bytes:
-        detail = f"the weights need {plan.num_bytes:,} bytes and the largest slot has {largest_slot_bytes:,} available"
+    num_bytes = plan.layout.num_bytes
+    if largest_slot_bytes and num_bytes > largest_slot_bytes:
+        detail = f"the weights need {num_bytes:,} bytes and the largest slot has {largest_slot_bytes:,} available"
         raise PackRefused(plan.sources[0].file, detail)
-    emit(stage="validate", done=plan.num_bytes, total=plan.num_bytes)
+    emit(stage="validate", done=num_bytes, total=num_bytes)
 
     num_reported = 0
 
     def on_progress(done: int) -> None:
         nonlocal num_reported
-        if done - num_reported >= _PROGRESS_BYTES or done == plan.num_bytes:
+        if done - num_reported >= _PROGRESS_BYTES or done == num_bytes:
             num_reported = done
-            emit(stage="pack", done=done, total=plan.num_bytes)
+            emit(stage="pack", done=done, total=num_bytes)
 
     chunk_bytes, digests = write_pack(plan, folder, pack_path, on_progress)
-    encoded = Manifest(
-        architecture=config.architecture.name,
-        dtype=plan.dtype,
-        config=document,
-        tensors=plan.entries,
-        segments=plan.segments,
-        num_bytes=plan.num_bytes,
-        chunk_bytes=chunk_bytes,
-        chunk_digests=digests,
-    ).encode()
+    encoded = plan.layout.manifest(document, chunk_bytes, digests).encode()
     pack_path.with_suffix(".manifest").write_bytes(encoded)
     return {"pack_id": pack_id_of(encoded)}
 

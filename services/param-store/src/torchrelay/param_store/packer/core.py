@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrelay.transfer.manifest import Segment, TensorEntry
+from torchrelay.transfer.pack_layout import PackLayout
 
 _MAX_DETAIL = 500  # characters; details quote the tenant's files
 
@@ -33,13 +33,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackPlan:
-    """The layout of a pack: ``entries[i]`` of the pack is copied from ``sources[i]`` of the upload."""
+    """A pack to be written: ``layout.tensors[i]`` is copied from ``sources[i]`` of the upload."""
 
-    dtype: str
-    entries: tuple[TensorEntry, ...]
+    layout: PackLayout
     sources: tuple[StoredTensor, ...]
-    segments: tuple[Segment, ...]
-    num_bytes: int
 
 
 def quoted(name: object) -> str:

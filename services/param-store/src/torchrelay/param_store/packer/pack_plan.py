@@ -1,44 +1,27 @@
-"""The layout of a checkpoint's tensors in execution order."""
+"""The upload's tensors, checked against the config and laid out in execution order."""
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import chain
 
 from torchrelay.modelspec.config import ModelConfig
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES, TensorSpec, tensors_by_segment
 from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTensor, quoted
-from torchrelay.transfer.manifest import PAGE_BYTES, Segment, TensorEntry
-
-GROUP_ALIGN_BYTES = 64
+from torchrelay.transfer.pack_layout import PackLayout
 
 
 def plan_pack(config: ModelConfig, tensors: dict[str, StoredTensor], weights_file: str) -> PackPlan:
-    """Plans the offset of each tensor. Segments and the pack's end are page aligned, groups aligned to 64 bytes.
+    """Plans the pack. ``weights_file`` is named in the refusal of a missing tensor.
 
-    ``weights_file`` is named in the refusal of a missing tensor. Raises ``PackRefused`` for a tensor that is missing,
-    has another shape or dtype than the config requires, or is unknown to the architecture.
+    Raises ``PackRefused`` for a tensor that is missing, has another shape or dtype than the config requires, or is
+    unknown to the architecture.
     """
-    entries: list[TensorEntry] = []
     sources: list[StoredTensor] = []
-    segments: list[Segment] = []
-    position = 0
-    for slots in tensors_by_segment(config):
-        position = begin = _aligned(position, PAGE_BYTES)
-        for _, group in groupby(slots, key=lambda slot: slot.group):
-            position = _aligned(position, GROUP_ALIGN_BYTES)
-            for slot in group:
-                source = _matching(slot, tensors, sources, weights_file)
-                entries.append(TensorEntry(slot.name, slot.shape, source.dtype, position, source.num_bytes))
-                sources.append(source)
-                position += source.num_bytes
-        segments.append(Segment(begin, position))
-    _refuse_surplus(config, tensors, {entry.name for entry in entries})
-    num_bytes = _aligned(position, PAGE_BYTES)
-    return PackPlan(sources[0].dtype, tuple(entries), tuple(sources), tuple(segments), num_bytes)
-
-
-def _aligned(position: int, alignment: int) -> int:
-    return -(-position // alignment) * alignment
+    for slot in chain.from_iterable(tensors_by_segment(config)):
+        sources.append(_matching(slot, tensors, sources, weights_file))
+    _refuse_surplus(config, tensors, {source.name for source in sources})
+    dtype = sources[0].dtype
+    return PackPlan(PackLayout.of(tensors_by_segment(config), dtype, DTYPE_BYTES[dtype]), tuple(sources))
 
 
 def _matching(

@@ -36,7 +36,7 @@ def write_pack(
 
     Raises ``PackRefused`` at the first weight that is not finite.
     """
-    chunk_bytes = chunk_bytes_for(plan.num_bytes)
+    chunk_bytes = chunk_bytes_for(plan.layout.num_bytes)
     buffer = memoryview(bytearray(chunk_bytes))
     digests: list[bytes] = []
     num_synced = 0
@@ -63,12 +63,12 @@ def write_pack(
 
 def _chunks(plan: PackPlan, chunk_bytes: int) -> Iterator[tuple[int, int, list[_Piece]]]:
     """Each chunk's range of the pack and its pieces, relative to the chunk's start."""
-    tensor = 0
-    for begin in range(0, plan.num_bytes, chunk_bytes):
-        end = min(begin + chunk_bytes, plan.num_bytes)
+    tensor, entries, num_bytes = 0, plan.layout.tensors, plan.layout.num_bytes
+    for begin in range(0, num_bytes, chunk_bytes):
+        end = min(begin + chunk_bytes, num_bytes)
         pieces: list[_Piece] = []
-        while tensor < len(plan.entries) and plan.entries[tensor].offset < end:
-            entry, source = plan.entries[tensor], plan.sources[tensor]
+        while tensor < len(entries) and entries[tensor].offset < end:
+            entry, source = entries[tensor], plan.sources[tensor]
             first, last = max(entry.offset, begin), min(entry.offset + entry.num_bytes, end)
             if first < last:
                 pieces.append(_Piece(first - begin, last - begin, source, first - entry.offset))

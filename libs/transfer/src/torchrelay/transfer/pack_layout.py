@@ -1,0 +1,68 @@
+"""The offset of each tensor in a pack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final, Protocol
+
+from torchrelay.transfer.manifest import PAGE_BYTES, Manifest, Segment, TensorEntry
+
+GROUP_ALIGN_BYTES: Final = 64
+
+
+class PackTensor(Protocol):
+    """A tensor that the architecture needs. The tensors of one ``group`` are contiguous."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def group(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackLayout:
+    """Tensors and segments by offset; ``num_bytes`` includes the padding at the end."""
+
+    dtype: str
+    tensors: tuple[TensorEntry, ...]
+    segments: tuple[Segment, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, segments: Iterable[Iterable[PackTensor]], dtype: str, item_bytes: int) -> PackLayout:
+        """Lays out weights of one dtype: segments and the pack's end aligned to pages, groups to 64 bytes."""
+        entries, spans, position = list[TensorEntry](), list[Segment](), 0
+        for tensors in segments:
+            position = begin = _aligned(position, PAGE_BYTES)
+            for _, group in groupby(tensors, key=lambda tensor: tensor.group):
+                position = _aligned(position, GROUP_ALIGN_BYTES)
+                for tensor in group:
+                    num_bytes = math.prod(tensor.shape, start=item_bytes)
+                    entries.append(TensorEntry(tensor.name, tensor.shape, dtype, position, num_bytes))
+                    position += num_bytes
+            spans.append(Segment(begin, position))
+        return cls(dtype, tuple(entries), tuple(spans), _aligned(position, PAGE_BYTES))
+
+    def manifest(
+        self, config: dict[str, Any], chunk_bytes: int = 0, chunk_digests: tuple[bytes, ...] = (bytes(32),)
+    ) -> Manifest:
+        """The manifest of a pack; without digests that of one that stays in this process, as one chunk."""
+        return Manifest(
+            architecture=config["architectures"][0],
+            dtype=self.dtype,
+            config=config,
+            tensors=self.tensors,
+            segments=self.segments,
+            num_bytes=self.num_bytes,
+            chunk_bytes=chunk_bytes or self.num_bytes,
+            chunk_digests=chunk_digests,
+        )
+
+
+def _aligned(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment
