@@ -25,12 +25,20 @@ def keep_heap_small() -> None:
         mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES)
 
 
+def trim_heap() -> bool:
+    """Returns free memory to the system at once; False without glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None  # absent from musl
+    if trim is not None:
+        trim(0)
+    return trim is not None
+
+
 async def return_free_memory(every_s: float = 2.0) -> None:
     """Returns free memory between blocks in use, which glibc keeps: after a burst this may be most of the burst.
 
-    Runs until it is cancelled; ends at once without glibc. It takes 50 us when there is little, 10 ms for 100 MB.
+    Runs until it is cancelled; ends without glibc. It takes 50 us when there is little, 10 ms for 100 MB.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent from musl
-    while trim is not None:
+    can_trim = True
+    while can_trim:
         await asyncio.sleep(every_s)
-        trim(0)
+        can_trim = trim_heap()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,6 +15,7 @@ from tokenizers.decoders import Decoder
 from tokenizers.models import BPE, Model
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.process.heap import trim_heap
 from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer_document import (
     TokenizerDocument,
@@ -70,7 +69,7 @@ def _load(source: bytes | Path, load: Callable[[Callable[[], TokenizerDocument]]
         loaded = load(lambda: read_tokenizer(source.read_bytes() if isinstance(source, Path) else source))
     except TokenizerRefused as refused:
         raise InvalidRequest(f"tokenizer.json: {refused}", field="tokenizer.json") from refused
-    _return_freed_memory()
+    trim_heap()
     return loaded
 
 
@@ -264,10 +263,3 @@ def _lines(pairs: list[tuple[str, str]]) -> bytes:
     if text.count("\n") != len(pairs) or text.count(" ") != len(pairs) or "\r" in text or "#version" in text:
         raise _UnsupportedTokenizer
     return text.encode()
-
-
-def _return_freed_memory() -> None:
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent from musl
-        if trim is not None:
-            trim(0)

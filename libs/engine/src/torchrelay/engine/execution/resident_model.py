@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torchrelay.common.process.heap import trim_heap
 from torchrelay.engine import profile
 from torchrelay.engine.batching.sequences import BatchPlan
 from torchrelay.engine.execution.decode_graphs import DecodeGraphs, ScratchSlot
@@ -18,7 +19,7 @@ from torchrelay.engine.model.decoder import Decoder
 from torchrelay.engine.profile import Activity
 from torchrelay.engine.weights.device_link import DeviceLink
 from torchrelay.engine.weights.pack_weights import PackWeights
-from torchrelay.engine.weights.reorderer import Reorderer, trim_heap
+from torchrelay.engine.weights.reorderer import Reorderer
 from torchrelay.modelspec.config import ModelConfig
 from torchrelay.transfer.manifest import Manifest
 

@@ -6,7 +6,6 @@ kernels need blocks. On other CPUs, and in fp32, no kernel read a copy more quic
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import sys
@@ -124,14 +123,6 @@ class Reorderer:
                 return
             self._weights.replace_layer(layer, reordered_layer(self._weights.layer(layer), self._gains))
         self._weights.replace_head(reordered(self._weights.head(), self._gains))
-
-
-def trim_heap() -> None:
-    """Returns freed memory to the system; otherwise the allocator of a free slot would keep as much as the weights
-    took.
-    """
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)  # glibc only
 
 
 def _lower_priority() -> None:
