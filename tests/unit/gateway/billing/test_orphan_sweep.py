@@ -355,7 +355,7 @@ async def test_failed_round_is_followed_by_another(parts: AccountingRig) -> None
 
     await parts.ledger.open(parts.request("req-1", gateway_id="gw-left"))
     heartbeat, source = Heartbeat(parts.database, "gw-live"), Faulty()
-    sweep = OrphanSweep(parts.database, parts.ledger, heartbeat, lambda: source, every_s=0.5, after_s=0.1)
+    sweep = OrphanSweep(parts.database, parts.ledger, heartbeat, lambda: source, every_s=0.2, after_s=0.1)
     async with background(sweep.run()):
         await eventually(lambda: outputs(parts))
     assert source.faults == []

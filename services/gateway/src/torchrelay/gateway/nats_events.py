@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import stamina
 from nats.aio.client import Client
@@ -28,11 +28,7 @@ PUBLISH_TIMEOUT_S = 1.0
 MAX_QUEUED = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
-    subject: str
-    payload: bytes
-    is_durable: bool
+_Messages: TypeAlias = asyncio.Queue[tuple[str, bytes]]  # subject and payload
 
 
 class NatsEvents:
@@ -47,8 +43,8 @@ class NatsEvents:
         self._on_key_hint = on_key_hint
         self._client: Client | None = None
         self._streams_made = False
-        self._hints: asyncio.Queue[_Message] = asyncio.Queue(MAX_QUEUED)
-        self._events: asyncio.Queue[_Message] = asyncio.Queue(MAX_QUEUED)
+        self._hints: _Messages = asyncio.Queue(MAX_QUEUED)
+        self._events: _Messages = asyncio.Queue(MAX_QUEUED)
 
     def registers(self) -> UsageRegisterReader | None:
         """The reader of usage registers; ``None`` until the streams are known to exist."""
@@ -81,9 +77,9 @@ class NatsEvents:
         await ensure_streams(self._client.jetstream(), self._subjects, self._num_replicas)
         self._streams_made = True
 
-    async def _publish_all(self, queued: asyncio.Queue[_Message]) -> None:
+    async def _publish_all(self, queued: _Messages) -> None:
         while True:
-            await self._publish(await queued.get())
+            await self._publish(*await queued.get(), is_durable=queued is self._events)
             raise_if_cancelled()
 
     async def ask(self) -> str:
@@ -101,7 +97,7 @@ class NatsEvents:
 
     async def key_revoked(self) -> None:
         """Notifies the other gateways, best effort: without the hint they notice within half a second."""
-        self._queue(_Message(self._subjects.key_hint, b"{}", is_durable=False))
+        self._queue(self._hints, self._subjects.key_hint, b"{}")
 
     async def model_changed(self, kind: str, name: str, model: PublishedModel | None) -> None:
         """Publishes a history event; ``kind`` is "published" or "deleted"."""
@@ -109,24 +105,22 @@ class NatsEvents:
         if model is not None:
             event |= {"version_id": model.version.version_id, "pack_id": model.version.pack_id}
             event |= {"pack_bytes": model.version.pack_bytes}
-        self._queue(_Message(self._subjects.event(f"model.{kind}"), json.dumps(event).encode(), is_durable=True))
+        self._queue(self._events, self._subjects.event(f"model.{kind}"), json.dumps(event).encode())
 
-    def _queue(self, message: _Message) -> None:
-        queue = self._events if message.is_durable else self._hints
+    def _queue(self, queue: _Messages, subject: str, payload: bytes) -> None:
         if self._client is None or queue.full():
-            log.warning("event_not_published", subject=message.subject, error="NATS is away")
-            return
-        queue.put_nowait(message)
+            log.warning("event_not_published", subject=subject, error="NATS is away")
+        else:
+            queue.put_nowait((subject, payload))
 
-    async def _publish(self, message: _Message) -> None:
+    async def _publish(self, subject: str, payload: bytes, *, is_durable: bool) -> None:
         client = self._client
-        if client is None or not client.is_connected:
-            log.warning("event_not_published", subject=message.subject, error="NATS is away")
-            return
         try:
-            if message.is_durable:
-                await client.jetstream().publish(message.subject, message.payload, timeout=PUBLISH_TIMEOUT_S)
+            if client is None or not client.is_connected:
+                log.warning("event_not_published", subject=subject, error="NATS is away")
+            elif is_durable:
+                await client.jetstream().publish(subject, payload, timeout=PUBLISH_TIMEOUT_S)
             else:
-                await client.publish(message.subject, message.payload)
+                await client.publish(subject, payload)
         except (NatsError, OSError) as error:
-            log.warning("event_not_published", subject=message.subject, error=repr(error)[:200])
+            log.warning("event_not_published", subject=subject, error=repr(error)[:200])

@@ -24,6 +24,7 @@ from torchrelay.gateway.inference.sampling import GenerationBounds
 from torchrelay.gateway.inference.text.decoder_cache import DecoderCache
 from torchrelay.gateway.inference.text.model_files import ModelFiles
 from torchrelay.gateway.inference.text.processes.frames import TextLimits
+from torchrelay.gateway.inference.text.processes.text_pool import PoolSettings
 from torchrelay.gateway.inference.text.processes.text_processes import TextProcesses, default_num_processes
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
@@ -96,10 +97,6 @@ async def _open_prompts(
     files = await stack.enter_async_context(ModelFiles(reader))
     decoders = DecoderCache(settings.tokenizer_cache_bytes)
     stack.callback(decoders.close)
-    processes = TextProcesses(
-        limits,
-        num_processes=settings.text_processes or default_num_processes(),
-        max_cached_bytes=settings.tokenizer_cache_bytes,
-        meter=meter,
-    )
+    pool = PoolSettings(settings.text_processes or default_num_processes(), settings.tokenizer_cache_bytes)
+    processes = TextProcesses(limits, pool, meter)
     return PromptEncoder(files, decoders, await stack.enter_async_context(processes), limits)

@@ -25,6 +25,7 @@ from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.gateway.inference.text.decoder_cache import DecoderCache
 from torchrelay.gateway.inference.text.model_files import ModelFiles
 from torchrelay.gateway.inference.text.processes.frames import TextLimits
+from torchrelay.gateway.inference.text.processes.text_pool import PoolSettings
 from torchrelay.gateway.inference.text.processes.text_processes import TextProcesses
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 
@@ -75,8 +76,7 @@ async def rig() -> AsyncIterator[EncoderRig]:
         files = await stack.enter_async_context(ModelFiles(StoreFileReader(ParamStoreStub(channel), store.address)))
         decoders = DecoderCache(1 << 30)
         stack.callback(decoders.close)
-        processes = TextProcesses(limits, num_processes=2, max_cached_bytes=1 << 30)
-        await stack.enter_async_context(processes)
+        processes = await stack.enter_async_context(TextProcesses(limits, PoolSettings(2, 1 << 30)))
         yield EncoderRig(PromptEncoder(files, decoders, processes, limits), store)
 
 

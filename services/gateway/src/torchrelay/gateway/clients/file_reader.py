@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +29,18 @@ class StoreFileReader:
 
         Raises ``DataCorrupted`` naming the file, ``NotFound`` or ``Unavailable``.
         """
-        num_bytes = 0
-        with path.open("wb") as file:
-            async for part in self._parts(digest, name, max_bytes):
-                num_bytes += file.write(part)
-        return num_bytes
-
-    async def _parts(self, digest: str, name: str, max_bytes: int) -> AsyncIterator[bytes]:
         hasher, num_bytes = blake3(), 0
         call: Any = self._store.ReadFile(pb.ReadFileRequest(digest=digest))
         try:
-            with self._endpoint.mapped_errors():
+            with self._endpoint.mapped_errors(), path.open("wb") as file:
                 while (part := await self._endpoint.answered(call.read(), self._part_timeout_s)) is not grpc.aio.EOF:
                     hasher.update(part.data)
                     num_bytes += len(part.data)
                     if num_bytes > max_bytes:
                         raise DataCorrupted(f"the model's {name} is larger than {max_bytes} bytes", field=name)
-                    yield part.data
+                    file.write(part.data)
         finally:
             call.cancel()
         if hasher.hexdigest() != digest:
             raise DataCorrupted(f"the model's {name} does not match its digest", field=name)
+        return num_bytes

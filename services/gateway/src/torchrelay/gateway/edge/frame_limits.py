@@ -19,7 +19,7 @@ _HEADER_BYTES = 9
 
 
 def go_away(cause: str) -> bytes:
-    """The frame that tells a client why its connection ends; no call of it is said to be safe to repeat."""
+    """The frame that names the cause to a client whose connection ends; it marks no call as safe to repeat."""
     payload = struct.pack(">II", _LAST_STREAM, _ENHANCE_YOUR_CALM) + cause.encode()
     return struct.pack(">HBBBI", len(payload) >> 8, len(payload) & 255, _GO_AWAY, 0, 0) + payload
 
@@ -32,14 +32,14 @@ class FrameLimits:
     header_block_bytes: int = 32 << 10
     small_data_bytes: int = 64
     allowance_per_s: float = 100.0
-    answer_bytes: int = 8  # earn one
+    answer_bytes: int = 8  # earn an allowance of 1
     price: int = 1  # of a small frame
     headers_price: int = 2  # of a frame of headers; above what is earned by the 13 bytes of a reset
     answered_price: int = 4  # of a ping or settings; above what is earned by the 17 bytes that the server answers with
 
 
 class FrameCounter:
-    """Follows what one client sends. It is of no use any more once it has found a fault."""
+    """Counts the frames of a client, until it reports a fault."""
 
     def __init__(self, now: float, limits: FrameLimits) -> None:
         self._limits = limits
@@ -51,11 +51,11 @@ class FrameCounter:
         self._answered_bytes = 0  # since then
 
     def answer(self, num_bytes: int) -> None:
-        """The server has sent ``num_bytes``."""
+        """Notes that the server has sent ``num_bytes``."""
         self._answered_bytes += num_bytes
 
     def receive(self, data: bytes, now: float) -> str | None:
-        """The client has sent ``data``. Returns which limit that passes, if any."""
+        """Checks ``data``, which the client has sent. Returns the exceeded limit as text, if any."""
         offset = 0
         while offset < len(data):
             if self._payload_bytes:

@@ -28,10 +28,10 @@ def show_key(tenant_id: str) -> None:
 
 
 class PublicGrpcServer:
-    """A gRPC server that serves everybody within ``limits``, without TLS.
+    """A gRPC server for any client, within ``limits`` and without TLS.
 
-    ``fault`` is asked at each health check: why the service cannot serve, empty if it can. Health checks cannot be
-    watched, which would need no key and never end.
+    ``fault`` is called at each health check; it returns why the service cannot serve, empty if it can. Health cannot be
+    watched: such a call would need no key and never end.
     """
 
     def __init__(self, host: str, port: int, limits: GrpcLimits, fault: Faults = no_fault) -> None:
@@ -70,7 +70,7 @@ class PublicGrpcServer:
 
 
 def _health_handler(servicer: HealthServicer) -> grpc.GenericRpcHandler:
-    """Health checks that do not wait for their message: there is only this service to ask about."""
+    """Health checks that do not wait for their message, since there is only this service to check."""
 
     async def check(_messages: AsyncIterator[bytes], context: _Context) -> Any:
         return await servicer.Check(health_pb2.HealthCheckRequest(), context)

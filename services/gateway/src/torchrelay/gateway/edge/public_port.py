@@ -44,7 +44,7 @@ Begin = Callable[["_Client"], None]
 
 
 class _Hold(Enum):
-    """Why a connection is not read."""
+    """Reasons not to read a connection."""
 
     UNSENT = auto()  # the other side has much to take
     NOT_CONNECTED = auto()  # there is no other side yet
@@ -52,7 +52,7 @@ class _Hold(Enum):
 
 
 class _Side(asyncio.BufferedProtocol):
-    """A socket of a connection's two; the other socket sends the bytes that it receives."""
+    """A socket of a connection's two; the other socket sends the bytes that this socket receives."""
 
     transport: asyncio.Transport
     other: _Side | None = None
@@ -101,7 +101,7 @@ class _Side(asyncio.BufferedProtocol):
 
 
 class _Client(_Side):
-    """``begin`` is called with its first bytes; ``meet`` answers it."""
+    """A client's socket. ``begin`` is called at its first bytes, ``meet`` once the socket to grpcio is connected."""
 
     def __init__(self, limits: GrpcLimits, frames: FrameLimits, begin: Begin, forget: Callable[[], None]) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class _Client(_Side):
         self._set_timer(self._limits.head_s)
 
     def meet(self, upstream: _Upstream) -> None:
-        """grpcio's side is made: forwards the first bytes, and what comes after them."""
+        """Forwards the first bytes, and all later ones, to ``upstream``."""
         self.other = upstream
         upstream.send(self._first)
         self._first = b""
@@ -128,7 +128,7 @@ class _Client(_Side):
             upstream.end()
 
     def pause_writing(self) -> None:
-        """From now on grpcio is not read, nor seen to close."""
+        """Stops reading grpcio, whose end would then go unnoticed: a timer ends the client instead."""
         super().pause_writing()
         self._set_timer(self._limits.silence_s)
 
@@ -171,7 +171,7 @@ class _Client(_Side):
 
 
 class _Upstream(_Side):
-    """The side of grpcio."""
+    """The socket to grpcio."""
 
     def __init__(self, client: _Client) -> None:
         super().__init__()
@@ -183,9 +183,9 @@ class _Upstream(_Side):
 
 
 def _make_folder(stack: ExitStack) -> str:
-    """Lasts as long as ``stack``. Its path is a short one, wherever it lies: the address of a socket has 107 bytes."""
+    """A folder that lasts as long as ``stack``, by a path short enough for a socket's address, which has 107 bytes."""
     try:
-        # Of mode 0700: nobody passes by the port.
+        # With mode 0700, so that other users cannot bypass the port.
         path = stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrelay-grpc-"))
         descriptor = os.open(path, os.O_PATH)
     except OSError as error:
@@ -220,13 +220,13 @@ class PublicPort:
         self._owned = AsyncExitStack()  # the descriptor, and the task that accepts
 
     def hide_address(self) -> None:
-        """Takes the name of grpcio's socket away, so that a killed process leaves nothing behind."""
+        """Removes the name of grpcio's socket, so that a killed process leaves nothing behind."""
         self._inner = os.open(self._path, os.O_PATH)
         self._owned.callback(os.close, self._inner)
         self._folder.close()
 
     def dispose(self) -> None:
-        """In place of ``start``."""
+        """Removes the folder of a port that is not started."""
         self._folder.close()
 
     @property
@@ -278,7 +278,7 @@ class PublicPort:
         loop = asyncio.get_running_loop()
         with ExitStack() as undo:
             undo.callback(sock.close)
-            # All of this machine can read it while it is in use: nobody may guess, and take, another one from it.
+            # Every process can list the names in use, so a name must not reveal the next one.
             name = f"torchrelay-{secrets.token_hex(16)}"
             peer = f"unix-abstract:{name}"
             if (victim := self._connections.add(peer, address)) is not None:
@@ -304,7 +304,7 @@ class PublicPort:
                 await self._connect_upstream(name, client)
 
     async def _connect_upstream(self, name: str, client: _Client) -> None:
-        # No descriptor is left, grpcio's queue is full, or it has ended: this client has to come again.
+        # Without a descriptor, or when grpcio's queue is full or grpcio has ended, the client must reconnect.
         with suppress(OSError), ExitStack() as undo:
             undo.callback(client.transport.abort)
             inner = undo.enter_context(socket.socket(socket.AF_UNIX))

@@ -9,13 +9,9 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.sampling import SHARED_NAMES
 from torchrelay.gateway.inference.core import GenerateParams, LogprobDelta, TokenDelta, Usage
 from torchrelay.gateway.inference.parameter_ranges import (
-    check_biases,
     check_num_messages,
-    check_ranges,
     check_role,
-    check_service_tier,
-    check_stop_tokens,
-    check_stops,
+    check_sampling,
     check_top_logprobs,
 )
 from torchrelay.gateway.inference.pipeline import RequestSession
@@ -48,16 +44,14 @@ def params_of_request(request: pb.GenerateRequest) -> GenerateParams:
     ):
         if not is_valid:
             raise InvalidRequest(f"{name} is out of range", field=name)
-    check_ranges(fields)
+    fields |= check_sampling(
+        fields, request.logit_bias, request.stop, request.stop_token_ids, request.service_tier or "auto"
+    )
     check_top_logprobs(fields.get("top_logprobs", 0))
     return GenerateParams(
         model=request.model,
         num_choices=request.n if request.HasField("n") else 1,
-        logit_bias=check_biases(request.logit_bias),
-        stop=check_stops(request.stop),
-        stop_token_ids=check_stop_tokens(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
-        service_class=check_service_tier(request.service_tier or "auto"),
         **fields,
     )
 

@@ -1,7 +1,7 @@
 """``inference.v1.Inference``: the same requests as over REST, with the key in the call's metadata.
 
 Both methods are registered as if their request were a stream: grpcio then calls them when the metadata has arrived, and
-the message is received only after the key has been looked at, and in the tenant's turn.
+the message is received only after the key has been checked, and in the tenant's turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.inference.v1 import inference_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
-_MESSAGES_AWAITED = 4  # that take as long as one may, before a call's own; else silent ones would hold the others
+_MESSAGES_AWAITED = 4  # that take the whole time limit, before a call's own; else silent calls delay it forever
 
 
 class GatewayServicer:
@@ -91,9 +91,9 @@ class GatewayServicer:
             params, request_id = params_of_request(request), new_id("req")
             wants_ids = request.return_token_ids
             entering = self._pipeline.session(principal, params, request_id, arrived_unix_us, timeout_s)
-            del request, params  # else kept until the end of the answer
+            del request, params  # otherwise kept until the end of the answer
             async with entering as session:
-                body_bytes.release()  # what the message asks for is encoded
+                body_bytes.release()  # the prompt is encoded
                 await context.send_initial_metadata(())  # else abort would send it again, beside a write that waits
                 while not session.request.is_finished:
                     if new_tokens := await session.request.next():
@@ -128,10 +128,10 @@ class GatewayServicer:
         )
 
     async def _receive(self, context: Context, principal: Principal) -> Any:
-        """The request. gRPC keeps 64 KiB of it until then; a longer one arrives in the tenant's turn."""
+        """The request. gRPC buffers 64 KiB of it; a longer message arrives in the tenant's turn."""
         limit_s = self._message_timeout_s
         try:
-            # Each of a tenant that sends much waits for the others; then it has its own time.
+            # A message first waits for the tenant's other messages, then has a time limit of its own.
             async with (
                 asyncio.timeout(_MESSAGES_AWAITED * limit_s),
                 self._shares.messages.turn(principal.tenant_id),
@@ -140,7 +140,7 @@ class GatewayServicer:
                 # By the iterator, grpcio would keep it to the end of the call, and beyond.
                 message = await context.read()
         except TimeoutError:
-            # Also if it waited for the tenant's other messages all the time.
+            # Also when it waited for the tenant's other messages all that time.
             raise DeadlineExceeded(f"the message did not arrive within {self._message_timeout_s:g} s") from None
         if message is grpc.aio.EOF:
             raise InvalidRequest("the call has no message")

@@ -43,7 +43,24 @@ def check_role(role: str, index: int) -> None:
         raise InvalidRequest(message, field="messages")
 
 
-def check_ranges(values: Mapping[str, Any]) -> None:
+def check_sampling(
+    sampling: Mapping[str, Any],
+    biases: Mapping[int, float],
+    stops: Collection[str],
+    stop_tokens: Collection[int],
+    service_tier: str,
+) -> dict[str, Any]:
+    """Checks the parameters that both APIs share. Returns all except ``sampling``, as ``GenerateParams`` has them."""
+    _check_ranges(sampling)
+    return {
+        "logit_bias": _check_biases(biases),
+        "stop": _check_stops(stops),
+        "stop_token_ids": _check_stop_tokens(stop_tokens),
+        "service_class": _class_of(service_tier),
+    }
+
+
+def _check_ranges(values: Mapping[str, Any]) -> None:
     """Checks those of a request's parameters that have a range in the table of sampling parameters."""
     for name, (low, high) in RANGES.items():
         value = values.get(name)
@@ -53,7 +70,7 @@ def check_ranges(values: Mapping[str, Any]) -> None:
         raise InvalidRequest(f"{name} must be {allowed}, not {value:g}", field=name)
 
 
-def check_biases(biases: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+def _check_biases(biases: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
     """The biases, sorted by token."""
     _check_num_biases(len(biases))
     low, high = _BIAS
@@ -84,7 +101,7 @@ def check_top_logprobs(count: int, most: int = MAX_TOP_LOGPROBS, field: str = "t
     return count
 
 
-def check_stops(stops: Collection[str]) -> tuple[str, ...]:
+def _check_stops(stops: Collection[str]) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
         raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed", field="stop")
     if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
@@ -92,14 +109,14 @@ def check_stops(stops: Collection[str]) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def check_stop_tokens(tokens: Collection[int]) -> tuple[int, ...]:
+def _check_stop_tokens(tokens: Collection[int]) -> tuple[int, ...]:
     if len(tokens) > MAX_STOP_TOKENS:
         message = f"stop_token_ids has {len(tokens)} tokens; at most {MAX_STOP_TOKENS} are allowed"
         raise InvalidRequest(message, field="stop_token_ids")
     return tuple(dict.fromkeys(tokens))
 
 
-def check_service_tier(tier: str) -> ServiceClass | None:
+def _class_of(tier: str) -> ServiceClass | None:
     """The class that OpenAI's ``service_tier`` names; ``None`` for "auto": that of the caller."""
     if tier not in _SERVICE_CLASSES:
         message = f"service_tier must be one of {', '.join(_SERVICE_CLASSES)}, not {tier[:40]!r}"

@@ -1,4 +1,4 @@
-"""When to ask a server that has not answered: not at once again, and then with one request at a time.
+"""A circuit breaker: a server that did not answer is asked again after a pause, at first by a single request.
 
 closed: all ask --no answer--> open: nobody asks --after open_s--> one asks
   ^                             ^                                  |    |

@@ -13,15 +13,15 @@ _LINES = 32  # tenants that can have a full line of queries at once
 
 @dataclass(frozen=True, slots=True)
 class ConnectionShares:
-    requests: Shares  # from the key to the last byte of the answer
-    body_bytes: Shares  # of bodies in memory, until what they ask for is encoded
+    requests: Shares  # from the check of the key to the last byte of the answer
+    body_bytes: Shares  # of bodies in memory, until their prompts are encoded
     uploads: Shares  # files that are being sent, and commits
     queries: TenantSemaphore  # lists and sums over tables
     messages: TenantSemaphore  # of gRPC, while they arrive
 
 
 def messages_at_once(max_bytes: int, max_body_bytes: int) -> int:
-    """How many gRPC messages may arrive at once: gRPC tells the length of none before it has all of it."""
+    """The number of gRPC messages that may arrive at once; a message's length is unknown until it has arrived."""
     return max(1, max_bytes // max_body_bytes)
 
 
@@ -40,7 +40,7 @@ def connection_shares(settings: GatewaySettings, queries_at_once: int = 1) -> Co
         _shares(settings, "uploads of files under way", "max_uploads"),
         TenantSemaphore(Shares(queries), at_once=1, total_at_once=queries_at_once),
         TenantSemaphore(
-            None,  # whoever sends one holds a share of the requests
+            None,  # each message belongs to a request, whose share is held
             at_once=messages_at_once(settings.max_buffered_body_bytes_per_tenant, settings.max_body_bytes),
             total_at_once=messages_at_once(settings.max_buffered_body_bytes, settings.max_body_bytes),
         ),

@@ -1,6 +1,6 @@
-"""How much of one of the gateway's resources is in use, in all and by each tenant; bounded, and pure.
+"""The bounded use of a resource of the gateway, in total and per tenant. Pure.
 
-A tenant is refused beyond its own share (429), whatever the others use. Beyond the total every tenant is (503).
+A tenant is refused beyond its own share (429), whatever others use. Beyond the total, every tenant is refused (503).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ShareLimits:
 
 
 class Shares:
-    """Counts what tenants hold of one resource."""
+    """The amounts of a resource that tenants hold."""
 
     def __init__(self, limits: ShareLimits) -> None:
         self._limits = limits

@@ -37,7 +37,7 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 
 class CompletionsApp:
-    """The ASGI application."""
+    """The ASGI application, for the requests that the router sends it: HTTP, and a path of ``PATHS``."""
 
     def __init__(
         self,
@@ -54,16 +54,7 @@ class CompletionsApp:
         self._write_gap_s = write_gap_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise RuntimeError(f"unsupported ASGI scope {scope['type']}")
         exchange = HttpExchange(HttpRequest(scope, receive), send, new_id("req"), self._write_gap_s)
-        is_chat = PATHS.get(scope["path"])
-        if is_chat is None:
-            await exchange.refuse(404, errors.body(404, f"{scope['path']} not found", code="not_found"))
-        else:
-            await self._serve(exchange, is_chat, scope)
-
-    async def _serve(self, exchange: HttpExchange, is_chat: bool, scope: Scope) -> None:
         arrived_unix_us = now_unix_us()
         try:
             principal = await exchange.request.authenticate(self._keys)
@@ -73,7 +64,7 @@ class CompletionsApp:
                 await exchange.refuse(405, body, [(b"allow", b"POST")])
                 return
             with self._shares.requests.held(principal.tenant_id):
-                await self._complete(exchange, is_chat, principal, arrived_unix_us)
+                await self._complete(exchange, PATHS[scope["path"]], principal, arrived_unix_us)
         except ClientDisconnected:
             return
         except TorchrelayError as error:
@@ -89,9 +80,9 @@ class CompletionsApp:
             encoded = await exchange.request.read(self._max_body_bytes, body_bytes)
             params, reply_format, is_stream = _decode_request(encoded, is_chat)
             entering = self._pipeline.session(principal, params, exchange.request_id, arrived_unix_us)
-            del encoded, params  # else kept until the end of the answer
+            del encoded, params  # otherwise kept until the end of the answer
             async with entering as session:
-                body_bytes.release()  # what the body asks for is encoded
+                body_bytes.release()  # the prompt is encoded
                 await exchange.answer(session, reply_format, is_stream)
 
 

@@ -1,4 +1,4 @@
-"""A request's head as both HTTP applications look at it, and its body, read within limits only after that."""
+"""An HTTP request of either application: its head, and its body, which is read later and within limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HttpRequest:
         self.authorization: str | None = None
         self._declared_bytes = 0
         self.has_unread_body = False
-        self._has_key = True  # until it turns out that it has none
+        self._has_key = True  # until ``authenticate`` fails
         for name, value in scope["headers"]:
             if name == b"authorization":
                 self.authorization = value.decode("latin-1")
@@ -41,7 +41,7 @@ class HttpRequest:
 
     @property
     def must_close(self) -> bool:
-        """Whether an answer now ends the connection: nobody reads the rest of the body, or knows the client."""
+        """Whether an answer now ends the connection, since the body stays unread or the client has no key."""
         return self.has_unread_body or not self._has_key
 
     async def authenticate(self, keys: Authenticator) -> Principal:

@@ -17,13 +17,9 @@ from torchrelay.gateway.inference.core import ChatMessage, GenerateParams
 from torchrelay.gateway.inference.parameter_ranges import (
     MAX_COMPLETION_LOGPROBS,
     bias_tokens,
-    check_biases,
     check_num_messages,
-    check_ranges,
     check_role,
-    check_service_tier,
-    check_stop_tokens,
-    check_stops,
+    check_sampling,
     check_top_logprobs,
 )
 from torchrelay.gateway.openai.body_decoder import decode
@@ -156,17 +152,19 @@ def _params(body: BaseBody, **fields: Any) -> GenerateParams:
     if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
         raise InvalidRequest("seed must fit into 64 bits", field="seed")
     sampling = shared_sampling(body)
-    check_ranges(sampling)
+    fields |= check_sampling(
+        sampling,
+        bias_tokens(body.logit_bias or {}),
+        [body.stop] if isinstance(body.stop, str) else body.stop or [],
+        body.stop_token_ids or [],
+        "auto" if body.service_tier is None else body.service_tier,
+    )
     return GenerateParams(
         model=body.model,
         **{**sampling, "top_k": max(body.top_k or 0, 0)},  # -1: off, as in vLLM
-        logit_bias=check_biases(bias_tokens(body.logit_bias or {})),
         seed=None if body.seed is None else body.seed % (1 << 64),
         num_choices=body.n or 1,
-        stop=check_stops([body.stop] if isinstance(body.stop, str) else body.stop or []),
-        stop_token_ids=check_stop_tokens(body.stop_token_ids or []),
         ignore_eos=bool(body.ignore_eos),
-        service_class=check_service_tier("auto" if body.service_tier is None else body.service_tier),
         **fields,
     )
 

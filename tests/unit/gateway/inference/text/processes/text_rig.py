@@ -23,6 +23,7 @@ from torchrelay.gateway.inference.text.processes.frames import (
     TokenIds,
 )
 from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
+from torchrelay.gateway.inference.text.processes.text_pool import PoolSettings
 from torchrelay.gateway.inference.text.processes.text_processes import TextProcesses
 
 TINY = tiny_tokenizer()
@@ -99,13 +100,7 @@ async def text_rig(
     idle_s: float = 60.0,
     hung_s: float = 30.0,
 ) -> AsyncIterator[TextRig]:
-    processes = TextProcesses(
-        TextLimits(prompt_cpu_s, load_cpu_s, max_memory_bytes),
-        num_processes=num_processes,
-        max_cached_bytes=max_cached_bytes,
-        max_wait_s=max_wait_s,
-        idle_s=idle_s,
-        hung_s=hung_s,
-    )
-    async with processes:
+    limits = TextLimits(prompt_cpu_s, load_cpu_s, max_memory_bytes)
+    pool = PoolSettings(num_processes, max_cached_bytes, max_wait_s=max_wait_s, idle_s=idle_s, hung_s=hung_s)
+    async with TextProcesses(limits, pool) as processes:
         yield TextRig(processes, folder)

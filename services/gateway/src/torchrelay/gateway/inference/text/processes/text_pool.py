@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -92,17 +92,6 @@ class _Run:
     error: TorchrelayError | None = None  # why the gateway itself ends the process
 
 
-@dataclass(slots=True)
-class _Processes:
-    """Processes that take commands, and how many are starting."""
-
-    ready: dict[ProcessState, TextProcess] = field(default_factory=dict)
-    num_starting: int = 0
-
-    def __len__(self) -> int:
-        return len(self.ready) + self.num_starting
-
-
 class TextPool:
     """Runs prompts in its processes, fairly between tenants. Processes start when they are needed.
 
@@ -117,7 +106,8 @@ class TextPool:
         self._metrics = metrics
         self._killed = killed
         self._queue: BoundedQueue[_Job] = BoundedQueue(settings.max_running, MAX_WAITING, MAX_WAITING_BYTES)
-        self._processes = _Processes()
+        self._ready: dict[ProcessState, TextProcess] = {}  # the processes that take commands
+        self._num_starting = 0
         self._runs: set[_Run] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
@@ -125,7 +115,11 @@ class TextPool:
     @property
     def pids(self) -> tuple[int, ...]:
         """The processes that take commands."""
-        return tuple(process.pid for process in self._processes.ready.values())
+        return tuple(process.pid for process in self._ready.values())
+
+    @property
+    def _num_processes(self) -> int:
+        return len(self._ready) + self._num_starting
 
     async def run(self, tenant: str, model: str, frame: bytes, files: Sequence[LocalFile]) -> Answer:
         """The answer to a ``Prompt``. Raises ``PromptKilled``, ``FileRefused``, ``QueueFull`` or ``Unavailable``."""
@@ -153,12 +147,12 @@ class TextPool:
             self._charge(run)
             self._fail(run.job, Unavailable(CLOSED))
         self._refuse_waiting(CLOSED)
-        await asyncio.gather(*(process.end() for process in self._processes.ready.values()))
+        await asyncio.gather(*(process.end() for process in self._ready.values()))
 
     # From the queue into a process:
 
     def _dispatch(self) -> None:
-        states = self._processes.ready.keys()
+        states = self._ready.keys()
         while any(not state.is_busy for state in states):
             taken = self._queue.next(lambda job: choose(states, job.tokenizer))
             if taken is None:
@@ -169,7 +163,7 @@ class TextPool:
 
     def _begin(self, job: _Job, state: ProcessState) -> None:
         loop = asyncio.get_running_loop()
-        run = _Run(job, state, self._processes.ready[state])
+        run = _Run(job, state, self._ready[state])
         self._runs.add(run)
         state.is_busy, state.since_s = True, loop.time()
         self._metrics.waited(state.since_s - job.asked_s)
@@ -265,7 +259,7 @@ class TextPool:
         self._died(run, await run.process.end())
 
     def _died(self, run: _Run, status: int) -> None:
-        del self._processes.ready[run.state]
+        del self._ready[run.state]
         self._charge(run)
         log.warning("text_process_killed", status=status, tenant=run.job.tenant, model=run.job.model)
         self._metrics.killed(status)
@@ -296,16 +290,16 @@ class TextPool:
 
     def _grow_if_slow(self) -> None:
         """Starts a process unless another will be free in a moment."""
-        if not self._processes.num_starting and all(state.is_slow for state in self._processes.ready):
+        if not self._num_starting and all(state.is_slow for state in self._ready):
             self._grow()
 
     def _keep_one(self) -> None:
-        if len(self._processes) < self._settings.num_kept:
+        if self._num_processes < self._settings.num_kept:
             self._grow()
 
     def _grow(self) -> None:
-        if len(self._processes) < self._settings.max_processes and not self._is_closed:
-            self._processes.num_starting += 1
+        if self._num_processes < self._settings.max_processes and not self._is_closed:
+            self._num_starting += 1
             self._own(self._start())
 
     async def _start(self) -> None:
@@ -314,34 +308,30 @@ class TextPool:
             process = await TextProcess.start(self._limits, self._settings.niceness)
         except (ProcessEnded, OSError, TimeoutError) as error:
             log.error("text_process_not_started", error=str(error) or type(error).__name__)
-            if not self._processes.ready:
+            if not self._ready:
                 self._refuse_waiting("the gateway cannot start a process to tokenize prompts")
             return
         finally:
-            self._processes.num_starting -= 1
+            self._num_starting -= 1
         state = ProcessState(TenantLru(self._settings.max_cached_bytes), loop.time())
-        self._processes.ready[state] = process
+        self._ready[state] = process
         process.lost.add_done_callback(lambda _: self._note_lost(state))
         loop.call_later(self._settings.idle_s, self._end_if_idle, state)
         self._dispatch()
 
     def _note_lost(self, state: ProcessState) -> None:
         """Removes a process that ended while idle; a busy one is removed with its prompt."""
-        if (
-            not self._is_closed
-            and not state.is_busy
-            and (process := self._processes.ready.pop(state, None)) is not None
-        ):
+        if not self._is_closed and not state.is_busy and (process := self._ready.pop(state, None)) is not None:
             self._own(process.end())
 
     def _end_if_idle(self, state: ProcessState) -> None:
-        process = self._processes.ready.get(state)
+        process = self._ready.get(state)
         if process is None:
             return
         loop = asyncio.get_running_loop()
         is_idle = not state.is_busy and loop.time() - state.since_s >= self._settings.idle_s
-        if is_idle and len(self._processes) > self._settings.num_kept:
-            del self._processes.ready[state]
+        if is_idle and self._num_processes > self._settings.num_kept:
+            del self._ready[state]
             self._own(process.end())
         else:
             loop.call_later(self._settings.idle_s, self._end_if_idle, state)

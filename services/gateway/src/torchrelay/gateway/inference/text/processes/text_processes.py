@@ -35,25 +35,12 @@ class TextProcesses:
     def __init__(
         self,
         limits: TextLimits,
-        *,
-        num_processes: int,
-        max_cached_bytes: int,
-        max_wait_s: float = 10.0,
-        idle_s: float = 60.0,
-        hung_s: float = 10.0,
+        settings: PoolSettings,
         meter: Meter | None = None,
     ) -> None:
         metrics = TextMetrics(lambda: len(self.pids), meter)
         self._suspects = Suspects()
-        shared = PoolSettings(
-            num_processes,
-            max_cached_bytes,
-            max_running=max(1, num_processes - 1),
-            num_kept=1,
-            max_wait_s=max_wait_s,
-            idle_s=idle_s,
-            hung_s=hung_s,
-        )
+        shared = replace(settings, max_running=max(1, settings.max_processes - 1), num_kept=1)
         confined = replace(shared, max_processes=1, max_running=1, num_kept=0, niceness=SUSPECTS_NICENESS)
         self._pool = TextPool(shared, limits, metrics, self._suspect)
         self._suspects_pool = TextPool(confined, limits, metrics, self._suspect)
