@@ -262,8 +262,9 @@ class PaperCluster:
 
     def placement(self, request_id: str, attempt: int = 1) -> Placement | None:
         key = AttemptKey(request_id, attempt)
-        found = [a.placement for a in self.answers if isinstance(a, Placed) and a.placement.key == key]
-        return found[-1] if found else None
+        placed = [answer.placement for answer in self.answers if isinstance(answer, Placed)]
+        placements = [placement for placement in placed if placement.key == key]
+        return placements[-1] if placements else None
 
     def refusal(self, request_id: str, attempt: int = 1) -> AdmissionRefused | None:
         key = AttemptKey(request_id, attempt)
@@ -278,23 +279,23 @@ class PaperCluster:
     def check(self) -> None:
         state = self.policy.state
         pools = {
-            one.instance_id: self.workers[one.worker_id].kv_pool_bytes
-            for one in state.instances
-            if one.worker_id in self.workers
+            instance.instance_id: self.workers[instance.worker_id].kv_pool_bytes
+            for instance in state.instances
+            if instance.worker_id in self.workers
         }
         state.attempts.check_integrity(pools)
         state.queues.check_integrity()
         for version_id in state.queues.versions:
             if state.roster_cache.is_blocked(version_id, self.now):
-                self._check_nobody_has_a_place(version_id)
+                self._check_is_blocked(version_id)
 
-    def _check_nobody_has_a_place(self, version_id: str) -> None:
-        """Whoever waits for the version, and wherever they look."""
+    def _check_is_blocked(self, version_id: str) -> None:
+        """Checks that no waiting request of the version can be placed on any instance."""
         state, model = self.policy.state, self.policy.state.models[version_id]
         for admission in state.queues.waiting(version_id):
-            among = dispatch.candidates(state, admission, model, self.now)
-            found = place(admission, model, among, state.kv_transfer_times, state.config, self.now)
-            assert isinstance(found, NoPlacement)
+            candidates = dispatch.candidates(state, admission, model, self.now)
+            placement = place(admission, model, candidates, state.kv_transfer_times, state.config, self.now)
+            assert isinstance(placement, NoPlacement)
 
 
 def two_workers_one_host(**config: object) -> PaperCluster:
@@ -317,7 +318,7 @@ def hosts(num_hosts: int, **config: object) -> PaperCluster:
 
 
 def two_hosts() -> PaperCluster:
-    """One prefills, the other decodes."""
+    """A host whose worker prefills, and a host whose worker decodes."""
     scene = PaperCluster(PolicyConfig())
     prefill, decode = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
     return scene.settle(

@@ -66,7 +66,7 @@ CONFIG = PolicyConfig(
 
 
 class Fault(enum.Enum):
-    """What is wrong with a worker, until it is healed or restarted."""
+    """Fault of a worker, until it is healed or restarted."""
 
     NEVER_LOADS = "it takes loads, and no layer arrives"
     REFUSES_LOADS = "it refuses loads"
@@ -152,9 +152,9 @@ class RunningCluster(PaperCluster):
 
     def call(self, name: str, model: Model, num_tokens: int = 100, decode_s: float = 0.5, **changes: object) -> Call:
         self.models[model.version_id] = model
-        one = self.calls[name] = Call(name, model, num_tokens, decode_s, self.now, changes)
-        self._ask(one)
-        return one
+        call = self.calls[name] = Call(name, model, num_tokens, decode_s, self.now, changes)
+        self._ask(call)
+        return call
 
     def leave(self, call: Call) -> None:
         """The client hangs up."""

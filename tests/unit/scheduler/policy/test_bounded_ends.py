@@ -30,7 +30,7 @@ def pass_until_all_have_ended(cluster: RunningCluster, within_s: float) -> None:
 
 
 def told(cluster: RunningCluster, model: Model) -> str:
-    """What ``torchrelay explain MODEL`` has to say."""
+    """The output of ``torchrelay explain MODEL``."""
     return "\n".join(f"{event.kind}: {event.reason}" for event in cluster.explain.model(model.name))
 
 
@@ -43,8 +43,8 @@ def turns_of(cluster: RunningCluster) -> list[str]:
     ("num_others", "longest_wait_s"), [(12, CONFIG.longest_wait_s), (1, CONFIG.turn_s)], ids=["worth it", "overdue"]
 )
 def test_freed_slot_goes_to_waiting_model(num_others: int, longest_wait_s: float) -> None:
-    """Whose oldest request had waited longest got it: the model with the long queue was loaded again at once, for
-    nothing, until all of its requests that were older had been served.
+    """The model with the oldest request got it: the model with the long queue was loaded again at once, for nothing,
+    until all of its older requests had been served.
     """
     cluster = a_cluster(1, replace(CONFIG, longest_wait_s=longest_wait_s))
     crowded, other = a_model("acme/crowded"), a_model("acme/other")
@@ -53,8 +53,8 @@ def test_freed_slot_goes_to_waiting_model(num_others: int, longest_wait_s: float
     others = [cluster.call(f"o{number}", other) for number in range(num_others)]
     pass_until_all_have_ended(cluster, 40.0)
     assert turns_of(cluster)[:3] == [crowded.name, other.name, crowded.name]
-    assert all(one.end == SERVED for one in others)
-    assert all(one.ended_at - one.arrived_at < 2 * (CONFIG.turn_s + CONFIG.drain_s) for one in others)
+    assert all(call.end == SERVED for call in others)
+    assert all(call.ended_at - call.arrived_at < 2 * (CONFIG.turn_s + CONFIG.drain_s) for call in others)
     assert "acme/other has waited" in told(cluster, crowded)
 
 
@@ -121,9 +121,9 @@ def test_unloadable_model_takes_no_slot_for_good() -> None:
         ends.append(cluster.call(f"b{number}", broken))
         cluster.pass_time(1.0)
     cluster.faults.clear()
-    one = cluster.call("one", well)
+    call = cluster.call("one", well)
     pass_until_all_have_ended(cluster, 20.0)
-    assert one.end == SERVED
+    assert call.end == SERVED
     assert all(call.end == SERVED or "bytes were lost" in call.end for call in ends)
 
 
@@ -146,14 +146,14 @@ def test_broken_worker_does_not_block_pairs_for_ever() -> None:
     [(Fault.SLOW, 200, 1), (Fault.IDLE_LIAR, 200, 1), (Fault.IDLE_LIAR, 10, 4)],
 )
 def test_lying_worker_is_avoided_within_twenty_requests(fault: Fault, num_tokens: int, num_at_once: int) -> None:
-    """One that computes slower than it says, or nothing: short prompts fill no step, and were bound to it by dozens."""
+    """Dozens of short prompts, which fill no step, were bound to a worker that computes too slowly or nothing."""
     cluster = a_cluster(4)
     model = a_model()
     for number in range(12):
         cluster.call(f"warm{number}", model, num_tokens=1000)
     cluster.pass_time(7.0)
-    ready = [one for one in cluster.workers.values() if one.slot.phase is InstancePhase.READY]
-    prefills = [one.worker_id for one in ready if 1 in one.slot.roles]
+    ready = [worker for worker in cluster.workers.values() if worker.slot.phase is InstancePhase.READY]
+    prefills = [worker.worker_id for worker in ready if 1 in worker.slot.roles]
     assert len(prefills) == 2
     liar = prefills[0]
     cluster.faults[liar] = fault

@@ -48,12 +48,12 @@ def test_cold_request_shows_load_of_its_instances() -> None:
     explain.observe(an_instance(), slot, "store-1", copy)
     phases = [TimedPhase("queue", 10_000_000, 10_600_000), TimedPhase("first_token", 10_600_000, 10_700_000)]
     explain.released(KEY, phases, 10.8)
-    found = explain.request("r1")
-    assert found is not None
-    phases, decisions = found
+    explained = explain.request("r1")
+    assert explained is not None
+    phases, decisions = explained
     assert [phase.name for phase in phases] == ["queue", "plan", "relay", "map", "first_token"]
     assert phases[2].where == "store-1" and phases[2].detail == "1 kB from store-9, first chunk after 10.0 ms"
-    assert [one.kind for one in decisions] == ["place"] and "250 ms" in decisions[0].reason
+    assert [event.kind for event in decisions] == ["place"] and "250 ms" in decisions[0].reason
 
 
 def test_placement_event_names_targets() -> None:
@@ -61,9 +61,9 @@ def test_placement_event_names_targets() -> None:
     wanted = {"service_class": ServiceClass.INTERACTIVE, "ttft_target_s": 0.2, "tbt_target_s": 0.05}
     explain.placed(structs.replace(opened(cold=False), **wanted))
     explain.placed(structs.replace(opened(cold=False, key=AttemptKey("r1", 2)), **wanted | {"ttft_target_s": 0.0}))
-    found = explain.request("r1")
-    assert found is not None
-    first, resumed = (one.reason for one in found[1])
+    explained = explain.request("r1")
+    assert explained is not None
+    first, resumed = (event.reason for event in explained[1])
     assert first.endswith("in 250 ms; targets (interactive): the first 200 ms after it came, 50 ms between tokens")
     assert resumed.endswith("in 250 ms; target: 50 ms between tokens")
 
@@ -89,9 +89,9 @@ def test_store_clock_does_not_date_load(ahead_s: int) -> None:
     explain.placed(opened(cold=True))
     explain.observe(an_instance(), SlotStatus(), "store-1", None)
     explain.observe(an_instance(), SlotStatus(), "store-1", copy)
-    found = explain.request("r1")
-    assert found is not None
-    (relay,) = (phase for phase in found[0] if phase.name == "relay")
+    explained = explain.request("r1")
+    assert explained is not None
+    (relay,) = (phase for phase in explained[0] if phase.name == "relay")
     assert relay.detail.startswith("1 kB from store-9") and relay.duration_s == pytest.approx(0.15)
 
 
@@ -103,9 +103,9 @@ def test_decisions_after_the_end_of_a_request_are_none_of_its() -> None:
     explain.note(SchedulerEvent(11.5, "idle", "acme/tiny", "i2", "idle for 1 s"))
 
     def kinds() -> list[str]:
-        found = explain.request("r1")
-        assert found is not None
-        return [one.kind for one in found[1]]
+        explained = explain.request("r1")
+        assert explained is not None
+        return [event.kind for event in explained[1]]
 
     assert kinds() == ["place", "wake", "idle"], "it still runs"
     explain.released(KEY, [TimedPhase("decode", 99_000_000, 99_500_000)], 11.0)
@@ -120,8 +120,8 @@ def test_rings_are_bounded() -> None:
         explain.placed(opened(cold=False, key=AttemptKey(f"r{number}", 1)))
     assert explain.request("r6") is None and explain.request("r9") is not None
     explain.released(AttemptKey("r9", 1), [TimedPhase("x", 1, 2)] * 1000, 10.8)
-    found = explain.request("r9")
-    assert found is not None and len(found[0]) <= 64
+    explained = explain.request("r9")
+    assert explained is not None and len(explained[0]) <= 64
     for number in range(1000):
         explain.note(SchedulerEvent(float(number), "wake", "acme/tiny", "i", "because"))
     assert len(explain.model("acme/tiny")) == 100
@@ -142,12 +142,12 @@ def test_prediction_is_shown_beside_measurement() -> None:
     explain, placed = ExplainLog(), opened(cold=False)
     explain.placed(placed)
     explain.record_accuracy(KEY, placed.placement, Outcome(ttft_s=0.3, tbt_s=0.021, ended_at=1e6), 11.0)
-    found = explain.request("r1")
-    assert found is not None
-    told = found[1][-1]
+    explained = explain.request("r1")
+    assert explained is not None
+    told = explained[1][-1]
     assert (told.kind, told.at) == ("predict", 11.0)
     assert "first token predicted 250 ms, measured 300 ms" in told.reason
     assert "between tokens predicted 20.0 ms, measured 21.0 ms" in told.reason
     explain.record_accuracy(KEY, placed.placement, Outcome(), 12.0)  # it ended without a token: nothing to compare
     again = explain.request("r1")
-    assert again is not None and len(again[1]) == len(found[1])
+    assert again is not None and len(again[1]) == len(explained[1])

@@ -20,14 +20,14 @@ def asked_every_minute(num_times: int) -> PaperCluster:
 
 
 def causes(scene: PaperCluster) -> list[str]:
-    return [one.reason for one in scene.events if one.kind == "scale_up"]
+    return [event.reason for event in scene.events if event.kind == "scale_up"]
 
 
 def test_periodic_model_is_loaded_just_before_use() -> None:
     scene = asked_every_minute(14)
     assert causes(scene)[:9] == ["at zero, 1 waiting"] * 9
     assert all(cause.startswith("its next request is expected within") for cause in causes(scene)[10:])
-    idle = [one.reason for one in scene.events if one.kind == "idle"]
+    idle = [event.reason for event in scene.events if event.kind == "idle"]
     assert idle[0].startswith("idle for 5 s") and idle[-1].startswith("idle for 250 ms (limit 0 ms")  # at the next turn
 
 
@@ -40,7 +40,7 @@ def test_missed_forecast_ends_and_slot_is_freed() -> None:
 
 def test_needed_slot_goes_to_waiting_model() -> None:
     scene = asked_every_minute(12)
-    assert [one.model for one in scene.policy.state.instances] == [MODEL.name], "expected now"
+    assert [instance.model for instance in scene.policy.state.instances] == [MODEL.name], "expected now"
     scene.admit(a_model("birch/other"), "other")
     scene.pass_time(1.0)
-    assert [one.model for one in scene.policy.state.instances] == ["birch/other"]
+    assert [instance.model for instance in scene.policy.state.instances] == ["birch/other"]

@@ -36,7 +36,7 @@ def test_minimum_is_loaded_without_request_until_removed() -> None:
     set_minimums(scene, KEPT)
     wake = scene.wakes()[0]
     assert [order.worker_id for hop in wake.hops for order in hop.loads] == ["w-a", "w-b"]
-    assert {one.reason for one in scene.events if one.kind == "scale_up"} == {"its minimum is 1 per role"}
+    assert {event.reason for event in scene.events if event.kind == "scale_up"} == {"its minimum is 1 per role"}
     scene.pass_time(20.0)
     assert loaded(scene) == [KEPT.name] and len(scene.wakes()) == 1
     set_minimums(scene)
@@ -64,7 +64,7 @@ def test_minimum_takes_idle_slot_and_keeps_it() -> None:
     scene.pass_time(0.9)
     scene.finish_loads()
     assert loaded(scene) == [KEPT.name]
-    evicted = next(one for one in scene.events if one.kind == "evict")
+    evicted = next(event for event in scene.events if event.kind == "evict")
     assert "a model of another tenant lacks instances of its minimum, 1 per role" in evicted.reason
     assert all(math.isfinite(value) for value in evicted.fields.values() if isinstance(value, float)), evicted.fields
     scene.admit(OTHER, "r2")
@@ -96,7 +96,7 @@ def scheduled(begin: float, end: float, number: int = 1) -> ScheduledMinimum:
 
 
 def reasons(scene: PaperCluster, kind: str) -> list[str]:
-    return [one.reason for one in scene.events if one.kind == kind]
+    return [event.reason for event in scene.events if event.kind == kind]
 
 
 def test_scheduled_minimum_is_loaded_by_begin_and_ends() -> None:
@@ -155,9 +155,9 @@ def test_schedule_is_hidden_from_other_tenants() -> None:
     own = replace(KEPT, min_instances=0, scheduled=(scheduled(scene.now, scene.now + 60),))
     scene.models[KEPT.version_id] = own
     scene.apply(MinimumsSet((own, replace(KEPT, name="birch/same", min_instances=0))))
-    told = [one for one in scene.events if one.kind in ("minimum", "scale_up")]
+    told = [event for event in scene.events if event.kind in ("minimum", "scale_up")]
     assert len(told) == 2
-    assert {said for one in told for said in one.by_tenant.values()} == {"its minimum is 1 per role"}
+    assert {said for event in told for said in event.by_tenant.values()} == {"its minimum is 1 per role"}
 
 
 def why_refused(scene: PaperCluster, name: str) -> str:
@@ -237,7 +237,7 @@ def test_model_without_space_beside_minimum_packs_is_refused() -> None:
 
 
 def test_request_for_own_instance_is_not_refused_on_full_host() -> None:
-    """Its slot needs no room for the weights a second time; it was refused after 10 s."""
+    """Its slot needs no space for a second copy of the weights; it was refused after 10 s."""
     scene = PaperCluster(PolicyConfig(replicate=False))
     scene.settle(a_store("store-1", "host-1"), a_worker("w-a", kv_pool_bytes=1024 * 200))
     scene.admit(OTHER, "r1")

@@ -115,7 +115,7 @@ def test_idle_models_go_back_to_zero_after_their_own_timeout() -> None:
     events = [happening.topic for happening in scene.events]
     for event in ("scale.up", "instance.loading", "instance.ready", "instance.draining", "instance.released"):
         assert event in events
-    told = {one.topic: one for one in scene.events}
+    told = {event.topic: event for event in scene.events}
     assert told["instance.ready"].reason.startswith("all 4 layers loaded in ")
     assert told["instance.ready"].fields["num_layers"] == 4
     assert (told["scale.up"].fields["cause"], told["scale.up"].fields["num_waiting"]) == ("at_zero", 1)
@@ -264,6 +264,6 @@ def test_turns_drain_idle_models_and_evaluate_few_others() -> None:
     while len(drained) < 40:
         scene.now += 0.01
         scene.apply(Turn())
-        drained.append(sum(isinstance(one, UnloadCommand) for one in scene.commands[begin:]))
+        drained.append(sum(isinstance(command, UnloadCommand) for command in scene.commands[begin:]))
     assert drained[-1] == len(models)
     assert max(after - before for before, after in pairwise(drained)) == 1

@@ -1,4 +1,4 @@
-"""Whatever clients, workers and loads do, each request ends within a bound: served, or refused with a cause."""
+"""Each request ends, whatever clients, workers and loads do, within a bound: served, or refused with a cause."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
 
 class Running(RuleBasedStateMachine):
-    """One worker that plays both roles stays well; anything may happen to the others."""
+    """A cluster in which a single worker of both roles stays well, and anything may happen to the others."""
 
     @initialize(num_others=st.integers(0, 4), roles_apart=st.booleans())
     def start(self, num_others: int, roles_apart: bool) -> None:
@@ -111,7 +111,7 @@ class Running(RuleBasedStateMachine):
             assert len(work.decodes) <= CONFIG.max_open_per_instance
 
     def teardown(self) -> None:
-        """One worker is well, the others stay as they are: everybody is served, or told why not."""
+        """With a single well worker and the others as they are, each request is served or refused with a cause."""
         if not hasattr(self, "scene"):
             return
         scene = self.scene

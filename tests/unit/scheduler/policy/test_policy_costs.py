@@ -1,4 +1,4 @@
-"""What an event costs does not grow with the cluster. Counted in bytecodes: the machine's load changes nothing."""
+"""The cost of an event does not grow with the cluster. Counted in bytecodes, independent of the machine's load."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_event_cost_is_independent_of_cluster_size() -> None:
 
 
 def report_of_ready(num_waiting: int) -> int:
-    """What the report of an instance that became ready costs while so many others load, for requests that wait."""
+    """Cost of the report of a ready instance while ``num_waiting`` others load for waiting requests."""
     scene = PaperCluster(PolicyConfig(replicate=False))
     models = [a_model(f"acme/m{number}") for number in range(num_waiting + 1)]
     for number, model in enumerate(models):
@@ -88,7 +88,9 @@ def report_of_ready(num_waiting: int) -> int:
         for each in range(64):
             scene.admit(model, f"{each} of {number}")
     assert len(scene.policy.state.queues.versions) == num_waiting + 1, "each has more than it can begin"
-    worker_id = next(worker_id for worker_id, one in scene.workers.items() if one.slot.version_id == MODEL.version_id)
+    worker_id = next(
+        worker_id for worker_id, worker in scene.workers.items() if worker.slot.version_id == MODEL.version_id
+    )
     scene.set_slot(worker_id, phase=InstancePhase.READY, num_layers_ready=4)
     return num_bytecodes(lambda: scene.report(worker_id))
 
@@ -99,7 +101,7 @@ def test_ready_instance_evaluates_own_model_only() -> None:
 
 
 def bytecodes_of_tick(num_slots: int, num_waiting: int) -> int:
-    """Of one that looks for requests without a slot, where minimums hold all but one of the slots."""
+    """Cost of a search for requests without a slot, if minimums hold all slots but the last."""
     kept = a_model("acme/kept", min_instances=num_slots - 1)
     scene = PaperCluster(PolicyConfig(replicate=False))
     scene.settle(
@@ -126,7 +128,7 @@ def test_reserved_slots_are_grouped_once_for_all_models() -> None:
 def test_expired_requests_are_not_placed_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever place each would have, it would be late: all were evaluated when one of them could be placed."""
+    """All of them would be late at any place, and all were evaluated whenever a single request could be placed."""
     scene = PaperCluster(PolicyConfig(replicate=False)).settle(a_store("s1", "h1"), a_worker("w1", "h1"))
     for number in range(100):
         scene.admit(MODEL, f"r{number}", num_prompt_tokens=1000, ttft_target_s=0.5)

@@ -46,10 +46,10 @@ def test_stopped_worker_and_its_late_reports_are_ignored() -> None:
     scene.finish_loads()
     scene.apply(WorkerStopped("w-a"))
     scene.report("w-a")  # was on its way
-    assert [one.worker_id for one in scene.policy.state.instances] == ["w-b"]
-    (stopped,) = (one for one in scene.events if one.topic == "instance.stopped")
+    assert [instance.worker_id for instance in scene.policy.state.instances] == ["w-b"]
+    (stopped,) = (event for event in scene.events if event.topic == "instance.stopped")
     assert (stopped.fields["cause"], stopped.fields["worker_id"]) == ("worker_stopped", "w-a")
-    assert not [one for one in scene.events if one.topic == "instance.lost"]
+    assert not [event for event in scene.events if event.topic == "instance.lost"]
 
 
 def test_loss_event_names_cause() -> None:
@@ -59,7 +59,7 @@ def test_loss_event_names_cause() -> None:
     scene.kill("w-a")
     del scene.workers["w-b"]  # silent from here on
     scene.pass_time(4.0)
-    lost = [one.fields["cause"] for one in scene.events if one.topic == "instance.lost"]
+    lost = [event.fields["cause"] for event in scene.events if event.topic == "instance.lost"]
     assert lost == ["worker_gone", "worker_silent"]
 
 
@@ -160,7 +160,7 @@ def test_hung_worker_is_lost_and_disconnected_without_broker() -> None:
     scene.finish_loads()
     del scene.workers["w-a"]  # the only one
     scene.pass_time_with_beats(4.0)
-    (lost,) = (one for one in scene.events if one.topic == "instance.lost")
+    (lost,) = (event for event in scene.events if event.topic == "instance.lost")
     assert lost.fields["cause"] == "worker_silent"
     assert DisconnectCommand("w-a:1") in scene.commands
 
@@ -175,7 +175,7 @@ def test_stalled_worker_is_lost_and_requests_go_elsewhere() -> None:
     hung, other = placement.decode.worker_id, placement.prefill.worker_id
     scene.workers[hung] = replace(scene.workers[hung], progress=EngineProgress(40, True, expected_s=0.05))
     scene.pass_time(3.5)
-    (lost,) = (one for one in scene.events if one.topic == "instance.lost")
+    (lost,) = (event for event in scene.events if event.topic == "instance.lost")
     assert (lost.fields["cause"], lost.fields["worker_id"]) == ("worker_stalled", hung)
     scene.admit(model, "r1", attempt=2, num_forced_tokens=7, lost_workers=(hung,))
     scene.pass_time(60.0)  # however often it reports, nothing is placed there
@@ -212,8 +212,8 @@ def test_load_with_hung_store_is_refused_with_cause() -> None:
     scene.pass_time(5.5)
     unloads = [command for command in scene.commands if isinstance(command, UnloadCommand)]
     assert len(unloads) == 2 and not any(command.drain_s for command in unloads)
-    draining = [one for one in scene.events if one.topic == "instance.draining"]
-    assert {one.fields["cause"] for one in draining} == {"load_stalled"}
+    draining = [event for event in scene.events if event.topic == "instance.draining"]
+    assert {event.fields["cause"] for event in draining} == {"load_stalled"}
     scene.admit(model, "r1", attempt=2)
     while scene.refusal("r1", attempt=2) is None and scene.now < began + 60:
         scene.pass_time(0.5)
@@ -229,8 +229,8 @@ def test_load_fails_if_store_hangs_before_accepting() -> None:
     scene.admit(a_model(), "r1")
     del scene.stores["store-1"]
     scene.pass_time(5.5)
-    failed = [one for one in scene.events if one.topic == "instance.failed"]
-    assert {one.fields["cause"] for one in failed} == {"load_stalled"}
+    failed = [event for event in scene.events if event.topic == "instance.failed"]
+    assert {event.fields["cause"] for event in failed} == {"load_stalled"}
     assert not list(scene.policy.state.instances)
 
 
@@ -260,10 +260,10 @@ def test_refused_relay_ends_accepted_load_and_blames_store() -> None:
     for instance in loading:
         scene.apply(LoadRefused(instance.instance_id, "its relays are too many", "store-1"))
     unloads = [command for command in scene.commands if isinstance(command, UnloadCommand)]
-    assert {one.instance_id for one in unloads} == {one.instance_id for one in loading}
+    assert {command.instance_id for command in unloads} == {instance.instance_id for instance in loading}
     assert not any(command.drain_s for command in unloads)
-    draining = [one for one in scene.events if one.topic == "instance.draining"]
-    assert {one.fields["cause"] for one in draining} == {"load_refused"}
+    draining = [event for event in scene.events if event.topic == "instance.draining"]
+    assert {event.fields["cause"] for event in draining} == {"load_refused"}
     failures = scene.policy.state.load_failures
     assert failures.is_of_store(model.version_id) and not failures.avoid(scene.now)
 
@@ -311,7 +311,7 @@ def test_load_without_bytes_is_given_up_with_live_store() -> None:
     scene.pass_time(2.0)
     unloads = [command for command in scene.commands if isinstance(command, UnloadCommand)]
     assert len(unloads) == 2
-    why = {one.reason for one in scene.events if one.topic == "instance.draining"}
+    why = {event.reason for event in scene.events if event.topic == "instance.draining"}
     assert why == {"nothing of its pack arrived for 15 s"}
 
 
@@ -328,7 +328,7 @@ def test_hung_load_of_complete_copy_is_given_up() -> None:
     assert not [command for command in scene.commands if isinstance(command, UnloadCommand)], "a layer is progress"
     scene.pass_time(2.0)
     assert len([command for command in scene.commands if isinstance(command, UnloadCommand)]) == 2
-    why = {one.reason for one in scene.events if one.topic == "instance.draining"}
+    why = {event.reason for event in scene.events if event.topic == "instance.draining"}
     assert why == {"its host has the pack, and no layer of it was loaded for 15 s"}
 
 

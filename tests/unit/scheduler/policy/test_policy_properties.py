@@ -1,4 +1,4 @@
-"""Any inputs in any order: no request is lost, no KV is promised twice, no cold model is refused."""
+"""Any inputs in any order: no request is lost, no KV is reserved twice, no cold model is refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Policing(RuleBasedStateMachine):
             key = data.draw(st.sampled_from(sorted(self.open)))
             state = self.scene.policy.state
             attempt = state.attempts.get(key)
-            waiting = next((one for one in state.queues if one.key == key), None)
+            waiting = next((admission for admission in state.queues if admission.key == key), None)
             admission = attempt.admission if attempt else waiting
             assert admission is not None
             self.scene.apply(Tick())  # what is due happens, asked again or not
@@ -150,7 +150,7 @@ class Policing(RuleBasedStateMachine):
             scene.apply(Admit(admission, scene.models[admission.version_id], current))
 
     @invariant()
-    def nothing_is_lost_or_promised_twice(self) -> None:
+    def requests_are_neither_lost_nor_placed_twice(self) -> None:
         scene = self.scene
         scene.check()
         state = scene.policy.state

@@ -169,8 +169,8 @@ def test_refused_role_change_is_no_failed_load_and_backs_off() -> None:
     num_seen = 0
     for _ in range(50):
         scene.pass_time(0.1)
-        num_seen, found = len(scene.commands), scene.commands[num_seen:]
-        for command in found:
+        num_seen, commands = len(scene.commands), scene.commands[num_seen:]
+        for command in commands:
             if isinstance(command, SetRolesCommand):
                 scene.apply(RolesFailed(command.instance_id, "it does not answer"))
     asked = [command for command in scene.commands if isinstance(command, SetRolesCommand)]

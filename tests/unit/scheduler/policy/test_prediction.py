@@ -1,4 +1,4 @@
-"""What was measured of an attempt, from the phases of its release; and the batches that predictions assume."""
+"""The measurements of an attempt, from the phases of its release; and the batches that predictions assume."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_outcome_is_independent_of_clock_skew(skew_us: int) -> None:
 
 def test_missing_phases_give_no_measurement() -> None:
     assert outcome_of([], 0, 1) == Outcome()
-    one = [TimedPhase("first_token", 0, MS), TimedPhase("decode", MS, MS)]
-    assert outcome_of(one, 1, 1).tbt_s is None
+    phases = [TimedPhase("first_token", 0, MS), TimedPhase("decode", MS, MS)]
+    assert outcome_of(phases, 1, 1).tbt_s is None
     late_offer = [TimedPhase("prefill", 0, 9 * MS), TimedPhase("kv", 1 * MS, 9 * MS)]
     assert outcome_of(late_offer, 1, 1).kv_transfer_s == 0.0
 

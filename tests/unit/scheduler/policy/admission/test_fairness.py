@@ -134,9 +134,9 @@ class Serving(RuleBasedStateMachine):
 
     @invariant()
     def nobody_who_waits_is_far_behind(self) -> None:
-        for one, other in self.ahead:
-            bound = self.largest[one] + self.largest[other]
-            assert self.most[one, other] - self.least[one, other] <= bound + 1e-6, (one, other)
+        for first, second in self.ahead:
+            bound = self.largest[first] + self.largest[second]
+            assert self.most[first, second] - self.least[first, second] <= bound + 1e-6, (first, second)
 
     @invariant()
     def everybody_who_waits_is_there(self) -> None:

@@ -15,16 +15,16 @@ from torchrelay.scheduler.policy.core import AttemptKey
 
 
 def prompts_of(*pairs: tuple[float, float]) -> list[TimedPrompt]:
-    """Of deadlines and times to compute, in the order of the deadlines."""
+    """Prompts with these deadlines and computation times, in the order of their deadlines."""
     ordered = sorted(pairs)
     return [TimedPrompt(AttemptKey(f"r{n}", 1), deadline, prompt_s) for n, (deadline, prompt_s) in enumerate(ordered)]
 
 
 def are_in_time(prompts: list[TimedPrompt], begins_at: float) -> bool:
-    """One after the other."""
-    for one in prompts:
-        begins_at += one.prompt_s
-        if begins_at > one.deadline:
+    """Whether all prompts are in time if an instance computes them in this order."""
+    for prompt in prompts:
+        begins_at += prompt.prompt_s
+        if begins_at > prompt.deadline:
             return False
     return True
 
@@ -44,13 +44,13 @@ def test_unavoidably_late_prompt_is_chosen_first() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, 20), st.integers(1, 8)).map(lambda one: (float(one[0]), float(one[1]))), max_size=7
+        st.tuples(st.integers(1, 20), st.integers(1, 8)).map(lambda pair: (float(pair[0]), float(pair[1]))), max_size=7
     )
 )
 def test_choice_has_fewest_late_prompts(pairs: list[tuple[float, float]]) -> None:
     prompts = prompts_of(*pairs)
     late = fewest_late(prompts, [0.0])
-    kept = [one for one in prompts if one.key not in late]
+    kept = [prompt for prompt in prompts if prompt.key not in late]
     assert len(late) + len(kept) == len(prompts)
     assert are_in_time(kept, 0.0)
     more = combinations(prompts, len(kept) + 1)

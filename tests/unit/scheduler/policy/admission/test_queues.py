@@ -1,4 +1,4 @@
-"""Who is next, and who must leave a full queue."""
+"""The next request of a queue, and the request that must leave a full queue."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def queues_with(*admissions: Admission, limit: int = 100) -> AdmissionQueues:
 
 
 def order_of(queues: AdmissionQueues, now: float = NOW) -> list[str]:
-    """Takes everything."""
-    found = []
+    """Takes all requests, and returns their ids in this order."""
+    request_ids = []
     while (admission := queues.next(MODEL.version_id, now)) is not None:
         queues.take(admission.key, NOW)
-        found.append(admission.key.request_id)
-    return found
+        request_ids.append(admission.key.request_id)
+    return request_ids
 
 
 def test_tenant_with_many_requests_does_not_delay_other() -> None:
@@ -144,8 +144,8 @@ def test_full_queue_refuses_tenant_with_most_requests() -> None:
     newcomer = of("alone", "a")
     displaced = queues.displaced_by(newcomer)
     assert displaced is not None and displaced.key.request_id == "c2", "its last one"
-    another = of("crowd", "c3")
-    assert queues.displaced_by(another) is another
+    own = of("crowd", "c3")
+    assert queues.displaced_by(own) is own
     assert queues_with(of("crowd", "c0"), limit=4).displaced_by(newcomer) is None
 
 
@@ -165,8 +165,8 @@ def test_total_limit_refuses_tenant_with_most_requests() -> None:
     queues.push(of("other", "o"))
     displaced = queues.displaced_by(of("alone", "a", version_id="new"))
     assert displaced is not None and displaced.key.request_id == "c7", "the last of its longest queue"
-    another = of("crowd", "c8", version_id="new")
-    assert queues.displaced_by(another) is another
+    own = of("crowd", "c8", version_id="new")
+    assert queues.displaced_by(own) is own
     for number in range(3, 8):
         queues.remove(AttemptKey(f"c{number}", 1), NOW)
         queues.push(of("crowd", f"begun {number}", version_id="long", num_forced_tokens=5))
@@ -176,11 +176,11 @@ def test_total_limit_refuses_tenant_with_most_requests() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5000), st.booleans()), max_size=40))
-def test_each_request_is_served_once_and_fairly(found: list[tuple[str, int, bool]]) -> None:
+def test_each_request_is_served_once_and_fairly(requests: list[tuple[str, int, bool]]) -> None:
     batch = {"service_class": ServiceClass.BATCH, "ttft_target_s": 3600.0}
     admissions = [
         of(tenant, f"{tenant}{n}", num_prompt_tokens=tokens, **(batch if is_batch else {}))
-        for n, (tenant, tokens, is_batch) in enumerate(found)
+        for n, (tenant, tokens, is_batch) in enumerate(requests)
     ]
     queues = queues_with(*admissions)
     assert queues.num_prefill_tokens(MODEL.version_id) == sum(each.num_prefill_tokens for each in admissions)
@@ -201,8 +201,8 @@ def test_each_request_is_served_once_and_fairly(found: list[tuple[str, int, bool
 def test_timely_requests_precede_late_ones_except_sixteenth() -> None:
     late = [of("a", f"late{n}", ttft_target_s=1.0) for n in range(6)]
     queues = queues_with(*late, *(of("a", f"r{n}", ttft_target_s=5.0) for n in range(64)))
-    for number, one in enumerate(late):
-        assert queues.fall_late(one.key, rank=6.0 - number)
+    for number, admission in enumerate(late):
+        assert queues.fall_late(admission.key, rank=6.0 - number)
     assert not queues.fall_late(late[0].key, rank=0.0), "it is known"
     order = order_of(queues)
     assert [order.index(f"late{5 - n}") // 16 for n in range(5)] == list(range(5)), "as they are due, one in sixteen"
@@ -212,8 +212,8 @@ def test_timely_requests_precede_late_ones_except_sixteenth() -> None:
 def test_timely_requests_are_of_same_tenant_and_version() -> None:
     queues = queues_with(*(of("a", f"a{n}", ttft_target_s=9.0 - n) for n in range(4)), of("b", "b0"))
     queues.fall_late(AttemptKey("a3", 1), rank=0.0)
-    found, share = queues.timely_beside(AttemptKey("a0", 1), 2)
-    assert [one.key.request_id for one in found] == ["a2", "a1"]
+    timely, share = queues.timely_beside(AttemptKey("a0", 1), 2)
+    assert [admission.key.request_id for admission in timely] == ["a2", "a1"]
     assert share == 0.5
 
 
@@ -253,6 +253,6 @@ def test_late_batch_work_waits_with_late_requests() -> None:
 def test_tenant_with_late_requests_keeps_its_turns() -> None:
     late = [of("a", f"a{n}", ttft_target_s=1.0) for n in range(3)]
     queues = queues_with(*late, *(of("b", f"b{n}", ttft_target_s=5.0) for n in range(3)))
-    for one in late:
-        queues.fall_late(one.key, one.deadline)
+    for admission in late:
+        queues.fall_late(admission.key, admission.deadline)
     assert order_of(queues) == ["a0", "b0", "a1", "b1", "a2", "b2"]

@@ -74,19 +74,21 @@ def retry_factors(overload: float, retry_after_s: RetryAfter) -> list[float]:
     return factors
 
 
-def promised() -> RetryAfter:
-    promises = RetryTimes()
-    return lambda queues, now: promises.retry_s(VERSION, queues.places_per_s(VERSION, now) or PREDICTED_PER_S, 0.0, now)
+def own_place() -> RetryAfter:
+    retry_times = RetryTimes()
+    return lambda queues, now: retry_times.retry_s(
+        VERSION, queues.places_per_s(VERSION, now) or PREDICTED_PER_S, 0.0, now
+    )
 
 
 def whole_queue(queues: AdmissionQueues, now: float) -> float:
-    """What a newcomer would wait, if the queue took it; with the true rate."""
+    """Time that a newcomer would wait if the queue took it, at the true rate."""
     return min(max(queues.num_waiting(VERSION) / PLACES_PER_S, MIN_S), MAX_S)
 
 
 @pytest.mark.parametrize("overload", [1.2, 1.5, 2.0, 3.0])
 def test_median_retry_time_is_within_factor_of_two(overload: float) -> None:
-    assert median(retry_factors(overload, promised())) <= 2.0
+    assert median(retry_factors(overload, own_place())) <= 2.0
 
 
 def test_whole_queue_time_is_wrong_for_most_refused() -> None:
@@ -94,13 +96,13 @@ def test_whole_queue_time_is_wrong_for_most_refused() -> None:
 
 
 def test_each_refused_client_gets_later_retry_time() -> None:
-    promises = RetryTimes()
-    told = [promises.retry_s(VERSION, 0.5, 4.0, 100.0) for _ in range(3)]
+    retry_times = RetryTimes()
+    told = [retry_times.retry_s(VERSION, 0.5, 4.0, 100.0) for _ in range(3)]
     assert told == [6.0, 8.0, 10.0]
-    assert promises.retry_s("another", 0.5, 0.0, 100.0) == 2.0
-    assert promises.retry_s(VERSION, 0.5, 0.0, 109.0) == 4.0  # two were due to come back, at 106 and 108
-    assert promises.retry_s(VERSION, 1e6, 0.0, 109.0) == MIN_S
-    assert promises.retry_s(VERSION, 1e-6, 0.0, 109.0) == MAX_S
+    assert retry_times.retry_s("another", 0.5, 0.0, 100.0) == 2.0
+    assert retry_times.retry_s(VERSION, 0.5, 0.0, 109.0) == 4.0  # two were due to come back, at 106 and 108
+    assert retry_times.retry_s(VERSION, 1e6, 0.0, 109.0) == MIN_S
+    assert retry_times.retry_s(VERSION, 1e-6, 0.0, 109.0) == MAX_S
 
 
 def test_place_rate_counts_only_waiting_time() -> None:

@@ -31,8 +31,8 @@ def test_free_slot_means_failure_only_after_load_is_reported() -> None:
 
 
 def test_load_failing_before_any_report_is_noticed() -> None:
-    instances, worker = Instances(), a_worker("w", slot=SlotStatus(error="no room"))
-    again = replace(an_instance(worker, accepted_at=1.0), error_before="no room")
+    instances, worker = Instances(), a_worker("w", slot=SlotStatus(error="no space"))
+    again = replace(an_instance(worker, accepted_at=1.0), error_before="no space")
     instances.put(again)
     assert instances.observe(worker, now=1.4) == []  # may be the word of the load before
     assert [change.kind for change in instances.observe(worker, now=1.6)] == [TransitionKind.FAILED]

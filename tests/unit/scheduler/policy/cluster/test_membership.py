@@ -45,7 +45,7 @@ def test_silent_peer_is_lost_until_it_reports() -> None:
     membership.accept_store(replace(store, seen_at=3.0))
     assert membership.expire(now=3.9, stale_s=3.0).workers == ()
     lost = membership.expire(now=4.1, stale_s=3.0)
-    assert [one.worker.worker_id for one in lost.workers] == ["w"] and lost.stores == ()
+    assert [lost_worker.worker.worker_id for lost_worker in lost.workers] == ["w"] and lost.stores == ()
     assert membership.accept_worker(replace(worker, seen_at=4.2), streamed=False) is not None
 
 
@@ -70,7 +70,7 @@ def test_hung_peer_is_lost_at_first_check_past_limit(
         elif membership.accept_worker(a_worker(name, seen_at=now, progress=progress), streamed=False) is not None:
             expected[name] = Liveness(now)
             expected[name].observe(progress, now)
-        lost = {one.worker.worker_id for one in membership.expire(now, stale_s=3.0).workers}
+        lost = {lost_worker.worker.worker_id for lost_worker in membership.expire(now, stale_s=3.0).workers}
         assert lost == {key for key, liveness in expected.items() if liveness.fault(now, 3.0)}
         expected = {key: liveness for key, liveness in expected.items() if key not in lost}
 
@@ -127,8 +127,8 @@ def test_holder_index_equals_scan_of_all_stores() -> None:
             store = a_store(name, f"host of {name}", random.sample(copies, random.randrange(4)))
             membership.accept_store(replace(store, incarnation=f"{name} {at}", seen_at=float(at)))
         for model in models:
-            copies_of = {key: one.copies.get(model.pack_id) for key, one in membership.stores.items()}
-            assert [one.store_id for one in membership.holders(model.pack_id)] == [
+            copies_of = {key: store.copies.get(model.pack_id) for key, store in membership.stores.items()}
+            assert [store.store_id for store in membership.holders(model.pack_id)] == [
                 key for key, copy in copies_of.items() if copy is not None
             ]
             assert membership.is_held(model.pack_id) == any(copy and not copy.error for copy in copies_of.values())
@@ -172,7 +172,7 @@ def test_stream_heartbeats_keep_peer_without_broker() -> None:
         assert not lost.workers and not lost.stores
     # They say nothing of the load: that is as old as the last report.
     assert (membership.workers["w"].seen_at, membership.workers["w"].num_running) == (0.0, 3)
-    assert [one.why for one in membership.expire(62.6, stale_s=3.0).workers] == ["was silent for 3 s"]
+    assert [lost_worker.why for lost_worker in membership.expire(62.6, stale_s=3.0).workers] == ["was silent for 3 s"]
 
 
 def test_heartbeats_of_other_process_do_not_count() -> None:

@@ -42,11 +42,11 @@ def test_both_read_of_their_own_model_and_of_no_other() -> None:
     explain = explained(scene.events)
     for model in (ACME, BIRCH):
         decisions = explain.model(model.name)
-        assert {"drain", "idle", "released"} <= {one.kind for one in decisions}
-        told = "".join(one.model + one.subject + one.reason for one in decisions)
+        assert {"drain", "idle", "released"} <= {event.kind for event in decisions}
+        told = "".join(event.model + event.subject + event.reason for event in decisions)
         other = BIRCH if model is ACME else ACME
         assert other.name not in told
-    assert [one.topic for one in scene.events].count("instance.released") == 2  # once each for the operator
+    assert [event.topic for event in scene.events].count("instance.released") == 2  # once each for the operator
 
 
 def test_refusals_name_the_model_that_was_called() -> None:
@@ -71,7 +71,7 @@ def test_eviction_of_shared_instance_names_no_tenant() -> None:
         scene.release(request_id)
     scene.admit(a_model("acme/other"), "r3")
     scene.pass_time(0.5)
-    evicted = [one.reason for one in scene.events if one.kind == "evict"]
+    evicted = [event.reason for event in scene.events if event.kind == "evict"]
     assert evicted == [
         "idle for 0 ms, and a model of another tenant has waited 0 ms for a slot; to load it again takes 0 ms "
         "(0.0 late requests)"
@@ -85,7 +85,7 @@ def test_timeline_uses_model_name_of_request() -> None:
     scene.admit(BIRCH, "r2")  # named last, while both wait
     scene.failing_workers = set()
     scene.pass_time(10.0)
-    assert {one.key.request_id: one.model for one in scene.opened} == {"r1": ACME.name, "r2": BIRCH.name}
+    assert {placed.key.request_id: placed.model for placed in scene.opened} == {"r1": ACME.name, "r2": BIRCH.name}
 
 
 def test_tenant_reads_number_of_own_waiting_requests() -> None:
@@ -94,11 +94,11 @@ def test_tenant_reads_number_of_own_waiting_requests() -> None:
         scene.admit(ACME, f"a{number}")
     scene.admit(BIRCH, "b0")
     scene.settle(a_worker("w-a"))
-    woken = next(one for one in scene.events if one.topic == "scale.up")
+    woken = next(event for event in scene.events if event.topic == "scale.up")
     assert (woken.reason, woken.fields["num_waiting"]) == ("at zero, 4 waiting", 4)  # for the operator
     explain = explained(scene.events)
     for model, told in ((ACME, "at zero, 3 waiting"), (BIRCH, "at zero, 1 waiting")):
-        assert {one.reason for one in explain.model(model.name) if one.kind in ("wake", "scale_up")} == {told}
+        assert {event.reason for event in explain.model(model.name) if event.kind in ("wake", "scale_up")} == {told}
 
 
 def test_full_queue_message_counts_own_requests() -> None:
@@ -206,7 +206,7 @@ def test_idle_instances_of_deleted_model_are_drained() -> None:
     assert scene.policy.state.idle_timeout_s(ACME.version_id, scene.now) == 5.0
     scene.pass_time(0.3)
     assert is_at_zero(scene)
-    drained = [one.reason for one in scene.events if one.kind == "idle"]
+    drained = [event.reason for event in scene.events if event.kind == "idle"]
     assert drained and all("its model is deleted" in reason for reason in drained)
 
 
@@ -232,7 +232,7 @@ def test_deleted_model_is_not_loaded_by_forecast() -> None:
 
 
 def test_only_new_request_restores_deleted_model() -> None:
-    """One that was taken back or resumed did, and minimums that were read before: then it was named for ever."""
+    """A recalled or resumed request restored it, and so did minimums that were read before: it was named for ever."""
     scene = two_workers_one_host()
     names, version_id = scene.policy.state.aliases, ACME.version_id
     for request_id in ("r1", "r2"):

@@ -1,4 +1,4 @@
-"""What moves, and what it gains."""
+"""The answers that migrate, and their gain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def answers(*lefts_s: float) -> list[RunningAnswer]:
 
 
 def leaving(
-    found: list[RunningAnswer],
+    running: list[RunningAnswer],
     costs_s: float | dict[str, float],
     stays_s: float = 0.0,
     cut_off_s: float = math.inf,
@@ -31,7 +31,7 @@ def leaving(
     def cost_s(answer: RunningAnswer) -> float:
         return costs_s.get(answer.key.request_id, 0.1) if isinstance(costs_s, dict) else costs_s
 
-    return [one.key.request_id for one in worth_draining(found, cost_s, stays_s, cut_off_s, least_gain_s)]
+    return [answer.key.request_id for answer in worth_draining(running, cost_s, stays_s, cut_off_s, least_gain_s)]
 
 
 @pytest.mark.parametrize(
@@ -77,17 +77,17 @@ def test_move_of_cut_off_answer_is_free() -> None:
 def test_chosen_number_of_answers_gains_most(
     drawn: list[tuple[float, float]], stays_s: float, cut_off_s: float
 ) -> None:
-    found = answers(*(left_s for left_s, _ in drawn))
-    costs_s = {one.key.request_id: cost_s for one, (_, cost_s) in zip(found, drawn, strict=True)}
+    running = answers(*(left_s for left_s, _ in drawn))
+    costs_s = {answer.key.request_id: cost_s for answer, (_, cost_s) in zip(running, drawn, strict=True)}
 
     def gain_s(number: int) -> float:
-        ordered = sorted(found, key=lambda one: (-one.left_s, one.key))
-        ends_s = [min(one.left_s, cut_off_s) for one in ordered]
-        moved_s = sum(costs_s[one.key.request_id] for one in ordered[:number] if one.left_s < cut_off_s)
+        ordered = sorted(running, key=lambda answer: (-answer.left_s, answer.key))
+        ends_s = [min(answer.left_s, cut_off_s) for answer in ordered]
+        moved_s = sum(costs_s[answer.key.request_id] for answer in ordered[:number] if answer.left_s < cut_off_s)
         return max([*ends_s, min(stays_s, cut_off_s)]) - max([*ends_s[number:], min(stays_s, cut_off_s)]) - moved_s
 
-    chosen = leaving(found, costs_s, stays_s, cut_off_s)
-    best_s = max(gain_s(number) for number in range(len(found) + 1))
+    chosen = leaving(running, costs_s, stays_s, cut_off_s)
+    best_s = max(gain_s(number) for number in range(len(running) + 1))
     assert gain_s(len(chosen)) == pytest.approx(best_s) if chosen else best_s <= 0.5 + 1e-9
 
 

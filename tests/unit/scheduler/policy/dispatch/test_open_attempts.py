@@ -1,4 +1,4 @@
-"""What open attempts have bound of their instances."""
+"""The work that open attempts have bound to their instances."""
 
 from __future__ import annotations
 

@@ -113,9 +113,9 @@ def test_queue_and_load_are_compared_by_time() -> None:
 def test_prompt_waits_for_soonest_instance_below_full_step() -> None:
     decode, loading = a_candidate("d", DECODE), a_candidate("p2", PREFILL, load_left_s=2.0)
     full = a_candidate("p1", PREFILL, queued=1000)
-    found = place(an_admission(MODEL, "r1"), MODEL, [full, loading, decode], KvTransferTimes(), RULES, NOW)
-    assert isinstance(found, NoPlacement) and not found.is_own
-    assert found.due == pytest.approx(NOW + 1.0 - 0.512)
+    placement = place(an_admission(MODEL, "r1"), MODEL, [full, loading, decode], KvTransferTimes(), RULES, NOW)
+    assert isinstance(placement, NoPlacement) and not placement.is_own
+    assert placement.due == pytest.approx(NOW + 1.0 - 0.512)
 
 
 def test_prompt_waits_for_pause_of_answers() -> None:
@@ -129,13 +129,13 @@ def test_prompt_waits_for_pause_of_answers() -> None:
     assert first.predicted.pause_s == pytest.approx(pause_s)
     both.work.queue.bind(asked.key, first.predicted.prefill_s, NOW - 0.6, pause_s)
     both.work.queue.leave(asked.key, NOW)
-    found = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
-    assert isinstance(found, NoPlacement) and found.due == pytest.approx(NOW + pause_s - decode_s)
-    assert isinstance(place(asked, MODEL, [both], KvTransferTimes(), RULES, found.due + 1e-6), Placement)
+    placement = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
+    assert isinstance(placement, NoPlacement) and placement.due == pytest.approx(NOW + pause_s - decode_s)
+    assert isinstance(place(asked, MODEL, [both], KvTransferTimes(), RULES, placement.due + 1e-6), Placement)
 
 
 def test_prompts_get_half_of_time_after_long_prompts() -> None:
-    """Of each long prompt a step's pause passed and all others stayed owed: every short one after it waited a step."""
+    """One step's pause of each long prompt passed, and the rest stayed owed: each later short prompt waited a step."""
     both, now = a_candidate("b", BOTH, num_decoding=3, seen=800), NOW
     full_step_s, decode_s = both.entry.full_step_s, both.entry.latency.tbt_s(3, 800)
 
@@ -145,14 +145,14 @@ def test_prompts_get_half_of_time_after_long_prompts() -> None:
         waited_s = computed_s = 0.0
         for _ in range(number):
             asked = an_admission(MODEL, f"r{now}", num_prompt_tokens=num_prompt_tokens, tbt_target_s=0.0165)
-            found = place(asked, MODEL, [both], KvTransferTimes(), RULES, now)
-            if isinstance(found, NoPlacement):
-                waited_s += found.due - now
-                now = found.due + 1e-6
-                found = place(asked, MODEL, [both], KvTransferTimes(), RULES, now)
-            assert isinstance(found, Placement)
-            prefill_s = found.predicted.prefill_s
-            both.work.queue.bind(asked.key, prefill_s, now, found.predicted.pause_s)
+            placement = place(asked, MODEL, [both], KvTransferTimes(), RULES, now)
+            if isinstance(placement, NoPlacement):
+                waited_s += placement.due - now
+                now = placement.due + 1e-6
+                placement = place(asked, MODEL, [both], KvTransferTimes(), RULES, now)
+            assert isinstance(placement, Placement)
+            prefill_s = placement.predicted.prefill_s
+            both.work.queue.bind(asked.key, prefill_s, now, placement.predicted.pause_s)
             now, computed_s = now + prefill_s, computed_s + prefill_s
             both.work.queue.leave(asked.key, now)
         return waited_s, computed_s
@@ -173,9 +173,9 @@ def test_pause_follows_strictest_answer() -> None:
         for attempt, target_s in zip(both.work.decodes.values(), targets_s, strict=True):
             attempt.admission = structs.replace(attempt.admission, tbt_target_s=target_s)
         asked = an_admission(MODEL, "r1", num_prompt_tokens=512, tbt_target_s=newcomer_s)
-        found = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
-        assert isinstance(found, Placement)
-        return found.predicted.pause_s
+        placement = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
+        assert isinstance(placement, Placement)
+        return placement.predicted.pause_s
 
     strictest_s = pause_s(0.08, 0.08, 0.08, newcomer_s=0.08)
     assert strictest_s > pause_s(0.0, 0.0, 0.0) > pause_s(1.0, 1.0, 1.0, newcomer_s=1.0) == 0.0
@@ -189,9 +189,9 @@ def test_due_time_follows_prompts_and_pause() -> None:
     both = a_candidate("b", BOTH, num_decoding=3, seen=800)
     asked, decode_s = an_admission(MODEL, "r1", num_prompt_tokens=100), 0.01 * (1 + 3 / 8 + 800 / 8000)
     both.work.queue.bind(AttemptKey("other", 1), 0.2, NOW, pause_s=0.1)
-    found = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
-    assert isinstance(found, NoPlacement) and found.due == pytest.approx(NOW + 0.2 + 0.1 - decode_s)
-    assert isinstance(place(asked, MODEL, [both], KvTransferTimes(), RULES, found.due + 1e-6), Placement)
+    placement = place(asked, MODEL, [both], KvTransferTimes(), RULES, NOW)
+    assert isinstance(placement, NoPlacement) and placement.due == pytest.approx(NOW + 0.2 + 0.1 - decode_s)
+    assert isinstance(place(asked, MODEL, [both], KvTransferTimes(), RULES, placement.due + 1e-6), Placement)
 
 
 def test_loading_instance_takes_prompts_up_to_full_step() -> None:
@@ -308,15 +308,19 @@ candidates = st.builds(
 
 
 @given(st.lists(candidates, max_size=6), st.integers(1, 2000), st.integers(1, 4))
-def test_placement_always_has_roles_and_kv(found: list[Candidate], tokens: int, choices: int) -> None:
+def test_placement_always_has_roles_and_kv(candidates: list[Candidate], tokens: int, choices: int) -> None:
     admission = an_admission(MODEL, "r1", num_prompt_tokens=tokens, num_choices=choices)
-    placement = place(admission, MODEL, found, KvTransferTimes(), RULES, NOW)
-    by_worker = {candidate.entry.worker_ref.worker_id: candidate for candidate in found}
-    fits = [one for one in found if one.kv_unreserved_bytes >= admission.kv_bytes(MODEL) and len(one.work.decodes) < 64]
-    prefills = [one.entry for one in found if one.entry.plays_prefill]
+    placement = place(admission, MODEL, candidates, KvTransferTimes(), RULES, NOW)
+    by_worker = {candidate.entry.worker_ref.worker_id: candidate for candidate in candidates}
+    fits = [
+        candidate
+        for candidate in candidates
+        if candidate.kv_unreserved_bytes >= admission.kv_bytes(MODEL) and len(candidate.work.decodes) < 64
+    ]
+    prefills = [candidate.entry for candidate in candidates if candidate.entry.plays_prefill]
     if isinstance(placement, NoPlacement):
         is_full = any(entry.ahead_s(PrefillQueue(), NOW) >= entry.full_step_s for entry in prefills)
-        assert is_full or not prefills or not any(one.entry.plays_decode for one in fits)
+        assert is_full or not prefills or not any(candidate.entry.plays_decode for candidate in fits)
         assert not is_full or placement.due > NOW
         return
     prefill, decode = by_worker[placement.prefill.worker_id], by_worker[placement.decode.worker_id]

@@ -63,11 +63,11 @@ def test_full_shortlist_means_no_instance_takes_prompts(
     entries, works = roster
     shortlist = Shortlist(entries, works.__getitem__)
 
-    def have_room(among: Sequence[RosterEntry]) -> bool:
+    def can_take(among: Sequence[RosterEntry]) -> bool:
         return any(entry.queued_s(works[entry.instance_id].queue, NOW) < entry.full_step_s for entry in among)
 
-    if shortlist.is_full(NOW) and not have_room(shortlist.entries()):
-        assert not have_room(entries)
+    if shortlist.is_full(NOW) and not can_take(shortlist.entries()):
+        assert not can_take(entries)
 
 
 def test_idle_instance_is_listed_after_its_work_left() -> None:
@@ -148,8 +148,8 @@ def test_requests_spread_over_all_of_a_large_roster() -> None:
     scene, _ = a_cluster(64)
     for number in range(64):
         scene.admit(MODEL, f"r{number}")
-    found = [scene.placement(f"r{number}") for number in range(64)]
-    assert len({one.prefill.worker_id for one in found if one is not None}) == 64
+    placements = [scene.placement(f"r{number}") for number in range(64)]
+    assert len({placement.prefill.worker_id for placement in placements if placement is not None}) == 64
 
 
 def test_instance_with_cached_prefix_is_scored() -> None:

@@ -45,7 +45,7 @@ def test_tbt_uses_mean_length_and_kv_the_maximum() -> None:
         scene.apply(Release(admission.key, True, Outcome(num_output_tokens=40)))
         return placement.predicted.step_s
 
-    found = [predicted_step_s(f"r{number}") for number in range(9)]
-    assert found[:8] == pytest.approx([LATENCY.tbt_s(2, 2 * (100 + 50_000))] * 8)
-    assert found[8] == pytest.approx(LATENCY.tbt_s(2, 2 * (100 + 10)))
+    steps_s = [predicted_step_s(f"r{number}") for number in range(9)]
+    assert steps_s[:8] == pytest.approx([LATENCY.tbt_s(2, 2 * (100 + 50_000))] * 8)
+    assert steps_s[8] == pytest.approx(LATENCY.tbt_s(2, 2 * (100 + 10)))
     scene.check()

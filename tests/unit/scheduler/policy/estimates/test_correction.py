@@ -1,4 +1,4 @@
-"""What predicted times are multiplied by."""
+"""The factor of predicted times."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_correction_fades_until_instance_is_tried_again() -> None:
     for _ in range(200):
         factor = corrections.of("i", now=0.0)
         corrections.observe("i", factor, factor, 100.0, now=0.0)
-    found = [corrections.of("i", now) for now in (0.0, 120.0, 240.0, 3600.0)]
-    assert found == pytest.approx([8.0, 8.0**0.5, 8.0**0.25, 1.0], rel=1e-3)
+    factors = [corrections.of("i", now) for now in (0.0, 120.0, 240.0, 3600.0)]
+    assert factors == pytest.approx([8.0, 8.0**0.5, 8.0**0.25, 1.0], rel=1e-3)
 
 
 def test_correction_ends_with_its_instance() -> None:

@@ -45,9 +45,9 @@ def test_own_model_counts_after_enough_steps() -> None:
     latency_models = LatencyModels()
     latency_models.observe(worker_with(FAST))
     slow = LatencyModel(StepCost(0.1, 1e-3, 0, 7), StepCost(0.05, 1e-3, 0, 8))
-    found = latency_models.of(worker_with(slow, "w2"), MODEL.pack_id, RULES)
-    assert found.prefill == FAST.prefill, "seven steps may all have been the first ones"
-    assert found.decode == slow.decode
+    latency = latency_models.of(worker_with(slow, "w2"), MODEL.pack_id, RULES)
+    assert latency.prefill == FAST.prefill, "seven steps may all have been the first ones"
+    assert latency.decode == slow.decode
     few = LatencyModel(StepCost(0.1, 1e-3, 0, 1))
     assert LatencyModels().of(worker_with(few), MODEL.pack_id, RULES).prefill == few.prefill, "better than a guess"
 

@@ -1,4 +1,4 @@
-"""What a prompt takes beside its steps."""
+"""The time of a prompt beside its steps."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def test_slow_tokens_are_learned_until_instance_is_gone() -> None:
     times = TokenTimes()
     for _ in range(40):
         times.placed("i", 0.01, now=0.0)
-        found = times.of("i", now=0.0)
-        times.observe("i", found.mean_s(0.01), found.correction, 0.03, now=0.0)
+        token_time = times.of("i", now=0.0)
+        times.observe("i", token_time.mean_s(0.01), token_time.correction, 0.03, now=0.0)
     assert times.of("i", now=0.0).mean_s(0.01) == pytest.approx(0.03, rel=0.2)
     assert times.of("i", now=3600.0).mean_s(0.01) == pytest.approx(0.01, rel=0.01)
     times.forget("i")

@@ -56,7 +56,7 @@ def test_full_queue_refuses_with_retry_time() -> None:
 
 def test_each_refused_client_gets_time_of_its_own_place() -> None:
     scene = PaperCluster(PolicyConfig(queue_limit=4)).settle(a_store("s1", "host-1"), a_worker("w", kv_pool_bytes=MB))
-    size: dict[str, Any] = {"num_prompt_tokens": 500, "max_tokens": 100}  # one has room at a time
+    size: dict[str, Any] = {"num_prompt_tokens": 500, "max_tokens": 100}  # the pool holds a single request
     scene.admit(MODEL, "r0", **size)
     scene.finish_loads()
     for number in range(1, 5):
@@ -112,9 +112,12 @@ def test_model_targets_precede_scheduler_targets() -> None:
     scene.admit(model, "plain")
     scene.admit(MODEL, "changed back", service_class=ServiceClass.INTERACTIVE)
     scene.finish_loads()
-    found = {placed.key.request_id: (placed.ttft_target_s, placed.tbt_target_s) for placed in scene.opened}
-    assert found == {"soon": (0.3, 0.05), "plain": (2.0, 0.05), "changed back": (0.5, 0.1)}
-    deadlines = {one.admission.key.request_id: one.admission.deadline for one in scene.policy.state.attempts.attempts()}
+    targets = {placed.key.request_id: (placed.ttft_target_s, placed.tbt_target_s) for placed in scene.opened}
+    assert targets == {"soon": (0.3, 0.05), "plain": (2.0, 0.05), "changed back": (0.5, 0.1)}
+    deadlines = {
+        attempt.admission.key.request_id: attempt.admission.deadline
+        for attempt in scene.policy.state.attempts.attempts()
+    }
     assert deadlines["soon"] - deadlines["plain"] == pytest.approx(0.3 - 2.0)
 
 
@@ -214,7 +217,7 @@ def num_calls(act: Callable[[], object]) -> int:
 
 
 def calls_of_an_admission(num_waiting: int, max_tokens: int, *, is_gateway_away: bool) -> int:
-    """Of another request for the model, which is placed, though all others cannot be."""
+    """Cost of another request for the model, which is placed although all others cannot be."""
     no_store = a_worker("large", "host-2", kv_pool_bytes=1024 * MB)  # so nothing is loaded there
     scene = PaperCluster(PolicyConfig(queue_limit=1024)).settle(no_store)
     scene.apply(GatewayConnected("gateway-2"))
@@ -300,7 +303,7 @@ def test_new_model_is_known_if_all_others_are_in_use(monkeypatch: pytest.MonkeyP
 
 
 def test_ten_thousand_models_in_use_are_remembered() -> None:
-    """As many had a slot in a large cluster, and the last 4,096 were known."""
+    """Only the last 4,096 were known, although more had a slot in a large cluster."""
     scene = PaperCluster().settle()
     state = scene.policy.state
     for number in range(10_000):

@@ -85,7 +85,7 @@ def test_answers_leave_draining_instance_once() -> None:
     scene.apply(FirstToken(placement.key))
     drain(scene, placement.decode.worker_id)
     scene.pass_time(3.0)
-    others = [one.request_id for one in told(scene)[1:]]
+    others = [key.request_id for key in told(scene)[1:]]
     assert key.request_id not in others, "it has moved before"
     scene.check()
 
@@ -102,7 +102,7 @@ def test_gateway_is_not_asked_again_before_timeout() -> None:
 
 @pytest.mark.parametrize(
     "why",
-    ["no gain", "it ends soon", "not begun", "several choices", "no other", "no room", "slower there", "prompts wait"],
+    ["no gain", "it ends soon", "not begun", "several choices", "no other", "no KV", "slower there", "prompts wait"],
 )
 def test_answer_stays_without_gain_or_free_instance(why: str) -> None:
     scene = a_cluster("w1", "w2", migration_gain_s=math.inf if why == "no gain" else 0.5)
@@ -123,7 +123,7 @@ def test_answer_stays_without_gain_or_free_instance(why: str) -> None:
     assert first is not None and first.decode.worker_id == "w1"
     if why == "no other":
         scene.kill("w2")
-    elif why == "no room":
+    elif why == "no KV":
         scene.workers["w2"] = replace(scene.workers["w2"], kv_pool_bytes=MB)
         scene.report("w2")
     elif why == "prompts wait":
@@ -190,7 +190,7 @@ def test_new_scheduler_adopts_attempt_and_places_its_successor() -> None:
 
 
 def test_answer_moves_to_instance_that_meets_target() -> None:
-    """Of fourteen at one each token takes 160 ms; a second one comes that is empty."""
+    """With fourteen answers on an instance each token takes 160 ms; then an empty second instance comes."""
     scene = a_cluster("w1")
     keys = [begin(scene, f"r{number}").key for number in range(14)]
     scene.pass_time(1.0)
@@ -205,12 +205,12 @@ def test_answer_moves_to_instance_that_meets_target() -> None:
         scene.pass_time(1.1)
     assert 7 <= len(keys) <= 11, "from then on the target is met"
     reasons = [event.reason for event in scene.events if event.kind == "migrate"]
-    assert all(" on w1, " in one and one.endswith(" there") for one in reasons)
+    assert all(" on w1, " in reason and reason.endswith(" there") for reason in reasons)
     scene.check()
 
 
 def test_migration_uses_tbt_target_of_model() -> None:
-    """Of seven at one each token takes 90 ms."""
+    """With seven answers on an instance each token takes 90 ms."""
 
     def moves(target_s: float) -> bool:
         scene = a_cluster("w1")
@@ -229,7 +229,7 @@ def test_answer_that_ends_soon_stays(max_tokens: int) -> None:
     scene = a_cluster("w1")
     for number in range(10):
         begin(scene, f"r{number}", max_tokens=max_tokens)
-    assert max(one.placement.predicted.tbt_s for one in scene.opened) > scene.config.tbt_target_s
+    assert max(placed.placement.predicted.tbt_s for placed in scene.opened) > scene.config.tbt_target_s
     scene.settle(ready("w2"))
     scene.pass_time(1.0)
     assert bool(told(scene)) == (max_tokens == 1000)

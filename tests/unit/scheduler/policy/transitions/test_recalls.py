@@ -52,9 +52,9 @@ def test_prompts_on_loading_instance_go_to_ready_one() -> None:
     assert sorted(keys) == [AttemptKey(f"r{number}", 1) for number in range(3)]
     ask_again(scene, keys)
     placements = [scene.placement(f"r{number}", attempt=2) for number in range(3)]
-    assert [one and one.prefill.worker_id for one in placements] == ["w2"] * 3
+    assert [placement and placement.prefill.worker_id for placement in placements] == ["w2"] * 3
     told = [event.reason for event in scene.events if event.kind == "recall"]
-    assert len(told) == 3 and all("would begin in" in one and one.endswith("on w2") for one in told)
+    assert len(told) == 3 and all("would begin in" in reason and reason.endswith("on w2") for reason in told)
     scene.check()
 
 
@@ -72,7 +72,7 @@ def test_recall_happens_once_and_for_enough_gain() -> None:
 
 
 def test_tick_evaluates_each_version_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first look asks back, a second one still sees where it was. It has a minimum, and its turn."""
+    """A second evaluation would recall the same prompts again. The version is due for its minimum and for its turn."""
     looked_at: list[list[str]] = []
     monkeypatch.setattr(recalls, "recall", lambda _state, _now, version_ids: looked_at.append([*version_ids]))
     scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w1", "host-1"))
@@ -82,7 +82,7 @@ def test_tick_evaluates_each_version_once(monkeypatch: pytest.MonkeyPatch) -> No
     scene.finish_loads()
     scene.pass_time_with_beats(2.0)
     assert [MODEL.version_id] in looked_at
-    assert all(len(set(one)) == len(one) for one in looked_at)
+    assert all(len(set(version_ids)) == len(version_ids) for version_ids in looked_at)
 
 
 def test_prompt_that_begins_meanwhile_stays() -> None:
@@ -97,7 +97,7 @@ def test_prompt_that_begins_meanwhile_stays() -> None:
 
 
 def test_prompts_behind_overdue_one_go_elsewhere() -> None:
-    """Whatever its worker says of itself."""
+    """The worker's own reports do not matter."""
     scene = PaperCluster(PolicyConfig(max_instances=2)).settle(
         a_store("s1", "host-1"),
         a_worker("w1", "host-1", slot=ready("w1", "host-1")),
@@ -125,7 +125,7 @@ def test_recalled_request_keeps_arrival_and_is_not_refused() -> None:
     scene.apply(Release(first, delivered=False, is_recalled=True))
     scene.admit(MODEL, first.request_id, attempt=2)
     assert scene.refusal(first.request_id, attempt=2) is None
-    again = next(one for one in scene.policy.state.queues if one.key.request_id == first.request_id)
+    again = next(admission for admission in scene.policy.state.queues if admission.key.request_id == first.request_id)
     assert again.admitted_at == arrived_at.admission.admitted_at and again.was_recalled
     scene.admit(MODEL, "newcomer")
     assert scene.refusal("newcomer") is not None and scene.refusal(first.request_id, attempt=2) is None
@@ -140,7 +140,11 @@ def test_recalled_request_is_charged_once(is_recalled: bool) -> None:
     for number in range(30):
         scene.admit(MODEL, f"acme {number}")
         scene.admit(other, f"birch {number}")
-    key = next(one.admission.key for one in scene.policy.state.attempts.attempts() if one.admission.tenant == "acme")
+    key = next(
+        attempt.admission.key
+        for attempt in scene.policy.state.attempts.attempts()
+        if attempt.admission.tenant == "acme"
+    )
     before = queues.next(MODEL.version_id, scene.now)
     assert before is not None
     scene.policy.state.attempts.get(key)

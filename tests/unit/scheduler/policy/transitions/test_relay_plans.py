@@ -84,7 +84,7 @@ def test_running_copy_keeps_its_sources() -> None:
 
 def test_store_clocks_do_not_affect_decisions() -> None:
     def decide(ahead_s: float) -> tuple[list[RerouteCommand], tuple[TransferEdge, ...]]:
-        """By a store with a transfer of its own, one that has ended, and one that is slow."""
+        """Reports a store with a transfer of its own, a transfer that has ended, and a slow transfer."""
         nic = NicCounters(0, 0, 1000 * MB)
         scene = a_cluster(a_host(1, NUM_CHUNKS, nic), a_host(2, nic=nic), a_host(3, nic=nic), a_host(4, nic=nic))
         relay_plans.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
@@ -303,7 +303,7 @@ def test_upstream_of_urgent_load_is_urgent() -> None:
     assert [(each.hop.store_id, each.urgent) for each in reroutes(scene)] == [("store-2", True)]
     assert plan(scene, MODEL, "store-4", 1.0).upstream == "store-3"
     transfers = scene.policy.state.transfers
-    assert {one.deadline for one in transfers.with_rates()} == {scene.now + 1.0}
+    assert {transfer.deadline for transfer in transfers.with_rates()} == {scene.now + 1.0}
 
 
 def test_target_follows_idle_copy_of_its_pack() -> None:

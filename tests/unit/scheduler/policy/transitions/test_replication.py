@@ -264,13 +264,13 @@ def test_disk_change_is_ordered_before_renewal() -> None:
     scene = PaperCluster().settle(store, in_rack(2, "r2", MODEL), a_worker("w-a", "host-1"))
     scene.admit(MODEL, "r")
     scene.pass_time(2.0)
-    assert [(one.store_id, one.disk_pack_ids) for one in retained_packs(scene)] == [
+    assert [(command.store_id, command.disk_pack_ids) for command in retained_packs(scene)] == [
         ("store-1", (MODEL.pack_id,)),  # it may be written to disk next
         ("store-2", ()),
     ]
     scene.stores["store-1"] = replace(store, disk_pack_ids=frozenset({MODEL.pack_id}))
     scene.pass_time(3.0)
-    assert [one.store_id for one in retained_packs(scene)[2:]] == ["store-1"]
+    assert [command.store_id for command in retained_packs(scene)[2:]] == ["store-1"]
 
 
 def test_overtaken_report_is_no_eviction() -> None:
