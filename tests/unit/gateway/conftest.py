@@ -77,6 +77,15 @@ def postgres_url(postgres_template: str) -> Iterator[str]:
     asyncio.run(_execute(postgres_template, f"DROP DATABASE {name} WITH (FORCE)"))
 
 
+class Clock:
+    """A clock that the test moves."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class InterruptibleDatabase(Database):
     """A database whose reads fail once it is ``away``, as those of a lost server do."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.silent_proxy import SilentProxy
 from tests.support.wait import eventually
-from tests.unit.gateway.conftest import PEPPER, AccountingRig
+from tests.unit.gateway.conftest import PEPPER, AccountingRig, Clock
 from torchrelay.common.errors import NotFound, Unauthenticated, Unavailable
 from torchrelay.gateway.auth.api_keys import ApiKeys, load_pepper
 from torchrelay.gateway.auth.tenants import Tenants
@@ -19,14 +19,6 @@ from torchrelay.gateway.sql.database import ANSWER_LIMIT_S, Database
 from torchrelay.gateway.sql.table_versions import TableVersions
 
 T = TypeVar("T")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 async def test_key_authenticates_its_tenant(parts: AccountingRig) -> None:

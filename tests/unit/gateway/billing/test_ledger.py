@@ -81,12 +81,12 @@ async def test_faulty_write_fails_alone(parts: AccountingRig) -> None:
 
 
 async def test_concurrent_writes_share_commits_and_add_up(parts: AccountingRig) -> None:
-    async def one(index: int) -> None:
+    async def open_and_settle(index: int) -> None:
         request = parts.request(f"req-{index}", num_choices=2)
         await parts.ledger.open(request)
         await parts.ledger.settle(request.request_id, [usage(request.request_id, choice) for choice in (0, 1)])
 
-    await asyncio.gather(*(one(index) for index in range(400)))
+    await asyncio.gather(*(open_and_settle(index) for index in range(400)))
     books = await reconcile(parts.database)
     assert (books.num_settled, books.num_ledger_rows, books.faults) == (400, 800, ())
     assert await spent(parts) == 400 * (COST + 3 * 400)

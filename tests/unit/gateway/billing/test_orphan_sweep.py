@@ -11,7 +11,7 @@ from nats.aio.client import Client
 from sqlalchemy import select
 
 from tests.support.wait import eventually
-from tests.unit.gateway.conftest import AccountingRig
+from tests.unit.gateway.conftest import AccountingRig, Clock
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.nats_client import Subjects, ensure_streams
 from torchrelay.control.v1 import generation_pb2
@@ -27,22 +27,19 @@ from torchrelay.gateway.core import ChoiceUsage, FinishCause
 from torchrelay.gateway.sql.tables import ledger
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Away:
     async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
         raise Unavailable("JetStream is away")
 
 
-class Nobody:
+class Registers:
+    """The same registers at each read."""
+
+    def __init__(self, registers: RegistersByRequest | None = None) -> None:
+        self._registers = registers or {}
+
     async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
-        return {}
+        return self._registers
 
 
 @pytest.fixture
@@ -198,20 +195,16 @@ async def test_stalled_gateway_supplements_the_swept_rows(
 
 async def test_prompt_unknown_to_the_sweep_is_supplemented(parts: AccountingRig) -> None:
     await parts.ledger.open(parts.request("req-1", gateway_id="gw-stalled", num_choices=2))
-    assert await sweep_twice(parts, Nobody()) == 1
+    assert await sweep_twice(parts, Registers()) == 1
     accepted = [ChoiceUsage("req-1", choice, 10, 4, 2 + choice, FinishCause.STOP) for choice in range(2)]
     assert await parts.ledger.settle("req-1", accepted) == 6 * 100 + 4 * 25 + 5 * 400
     assert (await reconcile(parts.database)).faults == ()
 
 
 async def test_dead_gateway_bills_the_computed_prompt(parts: AccountingRig) -> None:
-    class Computing:
-        async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
-            return {"req-1": {0: UsageRegister(7, 4, 0)}}
-
     await parts.ledger.open(parts.request("req-1", gateway_id="gw-left"))
     await parts.ledger.open(parts.request("req-2", gateway_id="gw-left"))  # it waited for a cold model
-    assert await sweep_twice(parts, Computing()) == 2
+    assert await sweep_twice(parts, Registers({"req-1": {0: UsageRegister(7, 4, 0)}})) == 2
     assert await outputs(parts) == {("req-1", 0): (7, 0, "gateway_lost"), ("req-2", 0): (0, 0, "gateway_lost")}
     books = await reconcile(parts.database)
     assert (books.cost_nano, books.faults) == (3 * 100 + 4 * 25, ())
@@ -240,7 +233,7 @@ async def test_gateway_beats_during_a_long_sweep(parts: AccountingRig) -> None:
     await parts.ledger.open(parts.request("req-live", gateway_id="gw-sweeping"))
     heartbeat, slow = Heartbeat(parts.database, "gw-sweeping"), SlowSource()
     sweep = OrphanSweep(parts.database, parts.ledger, heartbeat, lambda: slow, every_s=0.5, after_s=0.1)
-    watching = sweep_of(parts, Nobody(), Clock(), heartbeat=Heartbeat(parts.database, "gw-watching"))
+    watching = sweep_of(parts, Registers(), Clock(), heartbeat=Heartbeat(parts.database, "gw-watching"))
     await heartbeat.beat()
     async with asyncio.timeout(60), background(heartbeat.run(0.02, timeout_s=10), sweep.run()):
         await slow.reading.wait()
@@ -317,7 +310,7 @@ async def test_missed_observations_restart_the_wait(parts: AccountingRig) -> Non
     await Heartbeat(parts.database, "gw-slow").beat()
     await parts.ledger.open(parts.request("req-1", gateway_id="gw-slow"))
     clock = Clock()
-    sweep = sweep_of(parts, Nobody(), clock, every_s=2)
+    sweep = sweep_of(parts, Registers(), clock, every_s=2)
     assert await round_of(sweep) == 0
     clock.now = 60.0
     assert await round_of(sweep) == 0

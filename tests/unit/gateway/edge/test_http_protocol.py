@@ -36,8 +36,7 @@ class BodyApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.num_begun += 1
         if scope["path"] == "/refused":
-            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
-            await send({"type": "http.response.body", "body": b""})
+            await answer_empty(send, 401)
             return
         if scope["path"] == "/known":
             scope["state"]["show_key"]("acme")
@@ -255,26 +254,33 @@ async def test_oldest_keyless_connection_is_closed_for_a_new_one(app: BodyApp) -
                 assert (await used.answer()).status == 200
 
 
+async def answer_empty(send: Send, status: int = 200) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def work() -> None:
+    """Occupies the event loop."""
+    time.sleep(0.005)
+
+
+def group_of_key(authorization: str) -> ClientGroup | None:
+    return ClientGroup("ten-acme", is_authenticated=True) if authorization == "Bearer tr-acme" else None
+
+
 async def test_known_key_is_served_before_waiting_keyless_requests() -> None:
     """Sixty keyless requests that each occupy the event loop, then a request with a key."""
     begun: list[str] = []
     known_may_come = asyncio.Event()
 
-    def work() -> None:
-        time.sleep(0.005)
-
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         begun.append(scope["path"])
         known_may_come.set()
         work()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body", "body": b""})
+        await answer_empty(send)
 
     def group_of(scope: Mapping[str, Any]) -> ClientGroup | None:
         return None if scope["path"] == "/known" else ClientGroup("127.0.0.1", is_authenticated=False)
-
-    def group_of_key(authorization: str) -> ClientGroup | None:
-        return ClientGroup("ten-acme", is_authenticated=True) if authorization == "Bearer tr-acme" else None
 
     async with AsyncExitStack() as stack:
         serving = http_server(app, "127.0.0.1", 0, 1, group_of=group_of, group_of_key=group_of_key)
@@ -296,11 +302,7 @@ async def test_first_request_of_a_known_key_precedes_keyless_ones() -> None:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         begun.append(scope["path"])
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body", "body": b""})
-
-    def group_of_key(authorization: str) -> ClientGroup | None:
-        return ClientGroup("ten-acme", is_authenticated=True) if authorization == "Bearer tr-acme" else None
+        await answer_empty(send)
 
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, 1, group_of_key=group_of_key))
@@ -316,14 +318,10 @@ async def test_first_request_of_a_known_key_precedes_keyless_ones() -> None:
 async def test_requests_waiting_for_a_turn_are_answered_at_shutdown() -> None:
     begun = asyncio.Event()
 
-    def work() -> None:
-        time.sleep(0.005)
-
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         begun.set()
         work()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body", "body": b""})
+        await answer_empty(send)
 
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, 5))

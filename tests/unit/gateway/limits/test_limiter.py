@@ -15,7 +15,7 @@ from sqlalchemy import update
 from tests.support.brokers import free_port
 from tests.support.silent_proxy import SilentProxy
 from tests.support.wait import HANG_S, eventually
-from tests.unit.gateway.conftest import AccountingRig
+from tests.unit.gateway.conftest import AccountingRig, Clock
 from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.gateway.core import ModelShape, Price, Principal, PublishedModel, Version
 from torchrelay.gateway.limits import script_runner
@@ -32,13 +32,6 @@ MODEL = PublishedModel("acme/m", "t", VERSION, PRICE, 0, 0, 0)
 @pytest.fixture
 def principal(parts: AccountingRig) -> Principal:
     return Principal(parts.acme.tenant_id, "acme", f"key-{secrets.token_hex(4)}")
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

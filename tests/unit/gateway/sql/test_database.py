@@ -76,13 +76,13 @@ async def test_cancelled_transact_keeps_the_write_lock(tmp_path: Path) -> None:
 
     writing = asyncio.ensure_future(database.transact(work))
     assert await asyncio.to_thread(begun.wait, HANG_S)
-    next_one = asyncio.ensure_future(database.transact(lambda _: ended.is_set()))
+    following = asyncio.ensure_future(database.transact(lambda _: ended.is_set()))
     for _ in range(2):
         writing.cancel()
         await asyncio.sleep(0.05)
-    assert not next_one.done()
+    assert not following.done()
     may_end.set()
-    assert await next_one
+    assert await following
     await asyncio.wait({writing})
     assert writing.cancelled()
     gc.collect()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import grpc
 import uvloop
 
-from torchrelay.common.errors import DiskFull, Unavailable
+from torchrelay.common.errors import DiskFull
 from torchrelay.common.health import Ask, Health
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.ids import new_id
@@ -77,7 +77,7 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
         except DiskFull as error:
             # Requests are refused, with this cause, until there is space; the sweep's first beat soon follows that.
             log.warning("started_with_a_full_disk", error=error.message)
-        stack.push_async_callback(_leave, heartbeat)
+        stack.push_async_callback(heartbeat.leave)
         components = await _make_components(settings, gateway_id, database, stack)
         await stack.enter_async_context(_jobs(settings, database, heartbeat, components))
         token_path = await stack.enter_async_context(
@@ -174,7 +174,6 @@ class _Components:
     limits: Limiter
     shares: ConnectionShares
     nats_events: NatsEvents
-    store: StoreClient
     scheduler_channel: grpc.aio.Channel
     store_channel: grpc.aio.Channel
 
@@ -238,7 +237,7 @@ async def _make_components(
     ledger = await stack.enter_async_context(Ledger(database))
     limits = Limiter(settings.redis_url, database, settings.reservation_lease_s)
     stack.push_async_callback(limits.close)
-    return _Components(services, ledger, limits, shares, nats_events, store, scheduler_channel, store_channel)
+    return _Components(services, ledger, limits, shares, nats_events, scheduler_channel, store_channel)
 
 
 def _jobs(
@@ -254,7 +253,7 @@ def _jobs(
     )
     collecting = collect_garbage(
         database,
-        components.store,
+        components.services.store,
         components.services.uploads,
         every_s=settings.housekeeping_s,
         lease_s=settings.upload_lease_s,
@@ -262,13 +261,6 @@ def _jobs(
     )
     beating = heartbeat.run(settings.heartbeat_s, timeout_s=settings.sweep_after_s / 2)
     return background(components.nats_events.run(), beating, sweep.run(), collecting, return_free_memory())
-
-
-async def _leave(heartbeat: Heartbeat) -> None:
-    try:
-        await heartbeat.leave()
-    except Unavailable as error:
-        log.warning("heartbeat_left_behind", error=error.message)  # the other gateways will notice that it has stopped
 
 
 def main() -> None:

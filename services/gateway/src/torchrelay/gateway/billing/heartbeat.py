@@ -82,9 +82,12 @@ class Heartbeat:
         self._has_row = True
 
     async def leave(self) -> None:
-        """Deletes the row: an orderly shutdown."""
-        async with self._database.write() as connection:
-            await connection.execute(delete(gateways).where(gateways.c.gateway_id == self.gateway_id))
+        """Deletes the row: an orderly shutdown. Without SQL the other gateways will notice the stop by themselves."""
+        try:
+            async with self._database.write() as connection:
+                await connection.execute(delete(gateways).where(gateways.c.gateway_id == self.gateway_id))
+        except Unavailable as error:
+            log.warning("heartbeat_left_behind", error=error.message)
 
     async def beats(self) -> dict[str, int]:
         """The counter of every gateway."""
