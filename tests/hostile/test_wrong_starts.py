@@ -6,15 +6,17 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from pydantic_settings import BaseSettings
 
 from tests.support.wait import HANG_S, wait_until
+from torchrelay.cli.main import main
 from torchrelay.common.process.settings import misspelt
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.param_store.settings import StoreSettings
@@ -27,7 +29,7 @@ KEYED = ("--node-key", KEY)
 SERVICES: list[type[BaseSettings]] = [GatewaySettings, SchedulerSettings, StoreSettings, WorkerSettings]
 
 
-def ended(program: str, *args: str, cwd: Path, env: dict[str, str] | None = None) -> tuple[int, str]:
+def ended(program: str, *args: str, cwd: Path, env: Mapping[str, str] = MappingProxyType({})) -> tuple[int, str]:
     """Exit status and standard error of a program that is expected to end by itself."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCHRELAY_")}
     ran = subprocess.run(
@@ -36,9 +38,30 @@ def ended(program: str, *args: str, cwd: Path, env: dict[str, str] | None = None
         text=True,
         timeout=120,
         cwd=cwd,
-        env={**clean, **(env or {})},
+        env={**clean, **env},
     )
     return ran.returncode, ran.stderr
+
+
+Up = Callable[..., tuple[object, str]]
+
+
+@pytest.fixture
+def up(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Up:
+    """``ended`` for ``torchrelay up`` in ``tmp_path``, without the CPU of another process."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("TORCHRELAY_")]:
+        monkeypatch.delenv(name)
+
+    def ended_up(*args: str, env: Mapping[str, str] = MappingProxyType({})) -> tuple[object, str]:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as ending:
+            patch.setattr(sys, "argv", ["torchrelay", "up", *args])
+            for name, value in env.items():
+                patch.setenv(name, value)
+            main()
+        return ending.value.code, capsys.readouterr().err
+
+    return ended_up
 
 
 @contextmanager
@@ -63,10 +86,10 @@ def hung_server() -> Iterator[str]:
     ],
 )
 def test_up_names_options_that_the_machine_cannot_meet(
-    tmp_path: Path, options: tuple[str, ...], message: str, hint: str
+    up: Up, tmp_path: Path, options: tuple[str, ...], message: str, hint: str
 ) -> None:
     (tmp_path / "file").write_text("")
-    status, said = ended("torchrelay", "up", *options, cwd=tmp_path)
+    status, said = up(*options)
     lines = said.splitlines()
     assert status == 1, said
     assert lines[0].startswith("torchrelay: ") and message in " ".join(said.split())
@@ -74,7 +97,7 @@ def test_up_names_options_that_the_machine_cannot_meet(
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "no home is left behind"
 
 
-def test_up_names_a_taken_port_and_its_setting(tmp_path: Path) -> None:
+def test_up_names_a_taken_port_and_its_setting(up: Up, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for args, env, setting in (
@@ -82,7 +105,7 @@ def test_up_names_a_taken_port_and_its_setting(tmp_path: Path) -> None:
             (("--grpc-port", port), {}, "--grpc-port"),
             ((), {"TORCHRELAY_METRICS_PORT": port}, "TORCHRELAY_METRICS_PORT"),
         ):
-            status, said = ended("torchrelay", "up", *args, cwd=tmp_path, env=env)
+            status, said = up(*args, env=env)
             assert status == 1 and f"port {port} on 127.0.0.1 is taken" in said and setting in said
     assert list(tmp_path.iterdir()) == []
 
@@ -99,9 +122,9 @@ def test_up_names_a_taken_port_and_its_setting(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_up_names_an_unusable_file(tmp_path: Path, env: dict[str, str], message: str) -> None:
+def test_up_names_an_unusable_file(up: Up, tmp_path: Path, env: dict[str, str], message: str) -> None:
     (tmp_path / "wrong.toml").write_text("log_level = ")
-    status, said = ended("torchrelay", "up", cwd=tmp_path, env=env)
+    status, said = up(env=env)
     assert status == 1 and message in said and "Traceback" not in said
 
 
