@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.conftest import Tenant
 from tests.support.completions import complete, headers
+from tests.support.http import http
 from tests.support.platform import Platform
 from tests.support.wait import wait_until
 from torchrelay.cli.api.client import GatewayClient
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.e2e
 
 
 def post(platform: Platform, key: str, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
-    return httpx.post(f"{platform.http}{path}", json=body, headers=headers(key), timeout=60)
+    return http.post(f"{platform.http}{path}", json=body, headers=headers(key), timeout=60)
 
 
 def error(response: httpx.Response) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def test_prompt_longer_than_the_context_is_refused(platform: Platform, tenant: T
 
 def test_body_without_json_is_refused(platform: Platform, tenant: Tenant) -> None:
     url = f"{platform.http}/v1/chat/completions"
-    response = httpx.post(url, content=b"{nonsense", headers=headers(tenant.key))
+    response = http.post(url, content=b"{nonsense", headers=headers(tenant.key))
     assert response.status_code == 400 and error(response)["message"]
 
 
@@ -204,10 +205,10 @@ def test_bad_model_is_refused_with_its_file_and_not_published(
         for path in folder.iterdir():
             client.call("PUT", f"/v1/uploads/{upload['id']}/files/{path.name}", content=path.read_bytes())
     url = f"{platform.http}/v1/uploads/{upload['id']}/commit"
-    refused = httpx.post(url, json={}, headers=headers(tenant.key), timeout=60)
+    refused = http.post(url, json={}, headers=headers(tenant.key), timeout=60)
     assert refused.status_code == 422, refused.text
     assert field is None or error(refused)["param"] == field
-    listed = httpx.get(f"{platform.http}/v1/models", headers=headers(tenant.key)).json()["data"]
+    listed = http.get(f"{platform.http}/v1/models", headers=headers(tenant.key)).json()["data"]
     assert "acme/refused" not in [model["id"] for model in listed]
 
 
@@ -225,6 +226,6 @@ def change_config(folder: Path, **changes: Any) -> None:
 def test_pickle_is_refused_by_its_name(platform: Platform, tenant: Tenant) -> None:
     files = [{"path": "pytorch_model.bin", "size": 10, "sha256": "0" * 64}]
     url = f"{platform.http}/v1/uploads"
-    refused = httpx.post(url, json={"model": "pickled", "files": files}, headers=headers(tenant.key))
+    refused = http.post(url, json={"model": "pickled", "files": files}, headers=headers(tenant.key))
     assert refused.status_code == 422
     assert "safetensors" in error(refused)["message"]

@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.conftest import SMALL, Tenant
 from tests.support.completions import complete, headers, stream
+from tests.support.http import http
 from tests.support.platform import Platform, running_platform
 from tests.support.wait import wait_until
 from torchrelay.cli.up.plan import STORE_ID
@@ -36,7 +37,7 @@ def shaken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenant]:
 
 
 def usage(tenant: Tenant) -> dict[str, Any]:
-    response = httpx.get(f"{tenant.platform.http}/v1/usage", headers=headers(tenant.key))
+    response = http.get(f"{tenant.platform.http}/v1/usage", headers=headers(tenant.key))
     total: dict[str, Any] = response.json()["total"]
     return total
 
@@ -111,7 +112,7 @@ def test_request_succeeds_after_an_idle_service_restarts(shaken: Tenant, service
     platform.await_restart(service, platform.kill(service))
     answer = complete(platform, shaken.key, model, PROMPT, **options)
     assert answer["choices"][0]["token_ids"] == expected
-    listed = httpx.get(f"{platform.http}/v1/models", headers=headers(shaken.key)).json()["data"]
+    listed = http.get(f"{platform.http}/v1/models", headers=headers(shaken.key)).json()["data"]
     assert sorted(entry["id"] for entry in listed) == shaken.published
     assert usage(shaken)["completion_tokens"] == before["completion_tokens"] + 8
 
@@ -168,7 +169,7 @@ def test_damaged_parameters_are_never_served(shaken: Tenant) -> None:
         file.seek(5000)
         file.write(bytes([byte[0] ^ 1]))
     body = {"model": model, "prompt": PROMPT, "max_tokens": 4}
-    refused = httpx.post(f"{platform.http}/v1/completions", json=body, headers=headers(shaken.key), timeout=60)
+    refused = http.post(f"{platform.http}/v1/completions", json=body, headers=headers(shaken.key), timeout=60)
     assert refused.status_code == 503, refused.text
     assert "damaged" in refused.json()["error"]["message"]
     with pack.open("r+b") as file:
@@ -182,8 +183,8 @@ def test_two_installs_share_a_machine_and_leave_nothing(tmp_path: Path) -> None:
         assert first.http != second.http
         keys = [platform.tenant("acme") for platform in (first, second)]
         for platform, key in zip((first, second), keys, strict=True):
-            assert httpx.get(f"{platform.http}/v1/models", headers=headers(key)).status_code == 200
-        assert httpx.get(f"{second.http}/v1/models", headers=headers(keys[0])).status_code == 401
+            assert http.get(f"{platform.http}/v1/models", headers=headers(key)).status_code == 200
+        assert http.get(f"{second.http}/v1/models", headers=headers(keys[0])).status_code == 401
         homes = [str(platform.home.path) for platform in (first, second)]
         maps = Path(f"/proc/{first.pid('param-store')}/maps").read_text()
         arena = next(line.split()[-1] for line in maps.splitlines() if "/dev/shm/torchrelay" in line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 from tokenizers import Tokenizer
 
@@ -10,6 +9,7 @@ from examples.glossary.decoder import load_decoder
 from examples.glossary.evaluate import LEAST_RIGHT, answer_question
 from examples.glossary.terms import FOLDER, load_glossary, load_held_out
 from tests.support.completions import headers
+from tests.support.http import http
 from tests.support.platform import Platform
 
 pytestmark = pytest.mark.e2e
@@ -25,7 +25,7 @@ def test_held_out_answers_equal_local_answers(platform: Platform) -> None:
     answers = []
     for asked in held_out:
         body = {"model": model, "messages": [{"role": "user", "content": asked.question}], "temperature": 0}
-        response = httpx.post(f"{platform.http}/v1/chat/completions", json=body, headers=headers(key), timeout=60)
+        response = http.post(f"{platform.http}/v1/chat/completions", json=body, headers=headers(key), timeout=60)
         assert response.status_code == 200, response.text
         choice = response.json()["choices"][0]
         assert choice["finish_reason"] == "stop", asked.question

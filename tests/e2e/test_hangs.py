@@ -20,13 +20,14 @@ from tests.e2e.conftest import SMALL, Tenant
 from tests.e2e.test_faults import num_decoded, usage
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete, headers, stream
+from tests.support.http import http
 from tests.support.platform import Platform, running_platform
 from tests.support.wait import HANG_S, wait_until
 from torchrelay.common.liveness import SILENT_S
 
 pytestmark = pytest.mark.e2e
 PROMPT = list(range(30, 60))
-NUM_TOKENS = 2000  # enough that the stream still runs when a process is stopped
+NUM_TOKENS = 1000  # enough that the stream still runs when a process is stopped
 SAMPLED = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 1.0, "seed": 5}
 # bench/hangs.py measures how soon streams resume and requests are answered; here a limit stands against hanging only.
 ANSWER_S = 120.0
@@ -45,6 +46,13 @@ def model(shaken: Tenant) -> str:
     """A model that streams."""
     folder = make_checkpoint(shaken.folder / "long", "llama", max_position_embeddings=4096)
     return shaken.platform.upload(shaken.key, folder, "long")
+
+
+@pytest.fixture(scope="module")
+def expected(shaken: Tenant, model: str) -> list[int]:
+    """The tokens of a stream beside which nothing hangs."""
+    token_ids: list[int] = complete(shaken.platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"]
+    return token_ids
 
 
 @contextmanager
@@ -77,9 +85,7 @@ def call(tenant: Tenant, model: str) -> httpx.Response:
     """A short request. Raises ``httpx.TimeoutException`` if it hangs."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
     body["temperature"] = 0
-    return httpx.post(
-        f"{tenant.platform.http}/v1/completions", json=body, headers=headers(tenant.key), timeout=ANSWER_S
-    )
+    return http.post(f"{tenant.platform.http}/v1/completions", json=body, headers=headers(tenant.key), timeout=ANSWER_S)
 
 
 def assert_answered_or_refused(response: httpx.Response, *causes: str) -> None:
@@ -120,9 +126,10 @@ def recovered(shaken: Tenant) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("child", ["decode-0", "prefill-0"])
-def test_stream_survives_a_hung_worker_and_is_billed_once(shaken: Tenant, model: str, child: str) -> None:
+def test_stream_survives_a_hung_worker_and_is_billed_once(
+    shaken: Tenant, model: str, expected: list[int], child: str
+) -> None:
     platform = shaken.platform
-    expected = complete(platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"]
     before, num_decoded_before = usage(shaken), num_decoded(platform, "prefill-0")
     assert tokens_while_hung(shaken, model, child) == expected
     if child == "decode-0":
@@ -132,10 +139,9 @@ def test_stream_survives_a_hung_worker_and_is_billed_once(shaken: Tenant, model:
     assert after["prompt_tokens"] - before["prompt_tokens"] == len(PROMPT)
 
 
-def test_stopped_worker_that_resumes_repeats_no_token(shaken: Tenant, model: str) -> None:
+def test_stopped_worker_that_resumes_repeats_no_token(shaken: Tenant, model: str, expected: list[int]) -> None:
     """Both workers hang: nobody can take over before one of them goes on, or is replaced."""
     platform = shaken.platform
-    expected = complete(platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"]
     before = usage(shaken)["completion_tokens"]
     with ThreadPoolExecutor(1) as pool:
         states = stream(platform, shaken.key, model, PROMPT, **SAMPLED)
@@ -162,9 +168,8 @@ def test_prompts_leave_a_hung_prefill_worker(shaken: Tenant, model: str) -> None
             assert response.json()["choices"][0]["token_ids"] == expected
 
 
-def test_hung_scheduler_leaves_streams_and_answers_or_refuses(shaken: Tenant, model: str) -> None:
+def test_hung_scheduler_leaves_streams_and_answers_or_refuses(shaken: Tenant, model: str, expected: list[int]) -> None:
     platform = shaken.platform
-    expected = complete(platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"]
     short = await_call(shaken, model)
     with ThreadPoolExecutor(1) as pool:
         states = stream(platform, shaken.key, model, PROMPT, **SAMPLED)
@@ -178,9 +183,8 @@ def test_hung_scheduler_leaves_streams_and_answers_or_refuses(shaken: Tenant, mo
     assert await_call(shaken, model) == short
 
 
-def test_hung_store_leaves_streams_and_answers_or_refuses(shaken: Tenant, model: str) -> None:
+def test_hung_store_leaves_streams_and_answers_or_refuses(shaken: Tenant, model: str, expected: list[int]) -> None:
     platform, cold = shaken.platform, shaken.model("mistral")
-    expected = complete(platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"]
     with ThreadPoolExecutor(1) as pool:
         states = stream(platform, shaken.key, model, PROMPT, **SAMPLED)
         state = next(states)
@@ -209,9 +213,10 @@ def test_store_hung_during_a_load_answers_or_refuses(shaken: Tenant) -> None:
     assert len(await_call(shaken, cold)) == 8
 
 
-def test_hung_broker_loses_no_peer_and_cold_requests_are_answered(shaken: Tenant, model: str) -> None:
+def test_hung_broker_loses_no_peer_and_cold_requests_are_answered(
+    shaken: Tenant, model: str, expected: list[int]
+) -> None:
     platform, cold = shaken.platform, shaken.model("gemma2")
-    expected = complete(platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"]
     workers = {name: platform.pid(name) for name in ("prefill-0", "decode-0", "param-store", "scheduler")}
     with stopped(platform.pid("nats")):
         ends = time.monotonic() + SILENT_S + 2.0  # workers' reports come by the broker

@@ -6,12 +6,12 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.e2e.conftest import SMALL
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete, headers, stream
+from tests.support.http import http
 from tests.support.platform import Platform, running_platform
 from tests.support.wait import HANG_S
 from torchrelay.control.v1.scheduler_pb2 import ClusterView, InstanceView
@@ -25,7 +25,7 @@ LONG = {"max_tokens": 600, "ignore_eos": True, "temperature": 1.0, "seed": 5}
 
 
 def usage(platform: Platform, key: str) -> dict[str, Decimal]:
-    total: dict[str, Any] = httpx.get(f"{platform.http}/v1/usage", headers=headers(key)).json()["total"]
+    total: dict[str, Any] = http.get(f"{platform.http}/v1/usage", headers=headers(key)).json()["total"]
     return {name: Decimal(value) for name, value in total.items()}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import torch
@@ -13,6 +12,7 @@ import torch
 from tests.e2e.conftest import Tenant
 from tests.support.checkpoints import reference_model
 from tests.support.completions import complete, headers
+from tests.support.http import http
 from tests.support.platform import Platform
 
 pytestmark = pytest.mark.e2e
@@ -114,7 +114,7 @@ def test_prompts_at_the_limits_of_the_context_are_served(
 ) -> None:
     prompt = [(7 * i) % 251 for i in range(num_prompt_tokens)]
     body = {"model": tenant.model("llama"), "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
-    response = httpx.post(f"{platform.http}/v1/completions", json=body, headers=headers(tenant.key), timeout=60)
+    response = http.post(f"{platform.http}/v1/completions", json=body, headers=headers(tenant.key), timeout=60)
     if param is None:
         assert response.json()["usage"]["completion_tokens"] == max_tokens
     else:
@@ -124,5 +124,5 @@ def test_prompts_at_the_limits_of_the_context_are_served(
 @pytest.mark.parametrize("body", ['{"temperature": NaN}', '{"presence_penalty": 1e999}', '{"min_p": -0.1}'])
 def test_numbers_out_of_range_are_refused_by_field(platform: Platform, tenant: Tenant, body: str) -> None:
     content = f'{{"model": "{tenant.model("llama")}", "prompt": "x", {body[1:]}'
-    response = httpx.post(f"{platform.http}/v1/completions", content=content, headers=headers(tenant.key), timeout=60)
+    response = http.post(f"{platform.http}/v1/completions", content=content, headers=headers(tenant.key), timeout=60)
     assert (response.status_code, response.json()["error"]["param"]) == (400, body.split('"')[1])

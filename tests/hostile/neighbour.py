@@ -1,10 +1,10 @@
 """A tenant that has nothing to do with an attack: its chats, from a process that shares nothing with the attacker's.
 
-    python -m tests.hostile.neighbour PORT KEY MODEL
+    python -m tests.hostile.neighbour PORT KEY MODEL PAUSE_S
 
-Each line of stdin asks for a round: at least so many chats, one after the other, each over a new connection, until the
-next line of stdin ends it. Then a line of stdout is a JSON list of the seconds of each. A chat that fails, takes longer
-than ``HANG_S``, or is answered differently from the first chat ends the process.
+Each line of stdin asks for a round: at least so many chats, one after the other with a pause between, each over a new
+connection, until the next line of stdin ends it. Then a line of stdout is a JSON list of the seconds of each. A chat
+that fails, takes longer than ``HANG_S``, or is answered differently from the first chat ends the process.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Neighbour:
 
 
 @contextmanager
-def neighbour_process(port: int, key: str, model: str) -> Iterator[Neighbour]:
-    command = [sys.executable, "-m", "tests.hostile.neighbour", str(port), key, model]
+def neighbour_process(port: int, key: str, model: str, pause_s: float) -> Iterator[Neighbour]:
+    command = [sys.executable, "-m", "tests.hostile.neighbour", str(port), key, model, str(pause_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Neighbour(process)
 
@@ -71,12 +71,12 @@ def ask(port: int, key: str, model: str) -> str:
     return answer
 
 
-def main(port: int, key: str, model: str) -> None:
+def main(port: int, key: str, model: str, pause_s: float) -> None:
     expected = ask(port, key, model)
     with open(0, "rb", buffering=0) as commands:  # what a buffer holds, select does not see
         while at_least := commands.readline():
             chats_s: list[float] = []
-            while len(chats_s) < int(at_least) or not select.select([commands], [], [], 0)[0]:
+            while len(chats_s) < int(at_least) or not select.select([commands], [], [], pause_s)[0]:
                 begin = time.monotonic()
                 answer = ask(port, key, model)
                 chats_s.append(time.monotonic() - begin)
@@ -86,4 +86,4 @@ def main(port: int, key: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4]))

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import headers, stream
+from tests.support.http import http
 from tests.support.platform import SCRIPTS, Platform, running_platform
 from tests.support.small_disk import SmallDisk, small_disk
 from tests.support.wait import HANG_S, wait_until
@@ -64,10 +65,10 @@ class SmallHome:
         body = {"model": self.model, "prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True}
         body["return_token_ids"] = True
         url = f"{self.platform.http}/v1/completions"
-        return httpx.post(url, json=body, headers=headers(self.key), timeout=HANG_S)
+        return http.post(url, json=body, headers=headers(self.key), timeout=HANG_S)
 
     def num_billed(self) -> int:
-        reply = httpx.get(f"{self.platform.http}/v1/usage", headers=headers(self.key), timeout=HANG_S).json()
+        reply = http.get(f"{self.platform.http}/v1/usage", headers=headers(self.key), timeout=HANG_S).json()
         return int(reply["total"]["completion_tokens"])
 
     @contextmanager
@@ -176,7 +177,7 @@ def test_upload_stopped_by_a_full_disk_resumes(home: SmallHome) -> None:
         published = client.post(f"{url}/commit")
         assert published.status_code == 200 and published.json()["id"] == "acme/stopped", published.text
     answers = [
-        httpx.post(
+        http.post(
             f"{home.platform.http}/v1/completions",
             json={"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0},
             headers=headers(home.key),
@@ -236,4 +237,4 @@ def begin_upload(home: SmallHome) -> httpx.Response:
         for name in ("config.json", "tokenizer.json", "model.safetensors")
     ]
     url = f"{home.platform.http}/v1/uploads"
-    return httpx.post(url, json={"model": "more", "files": files}, headers=headers(home.key), timeout=HANG_S)
+    return http.post(url, json={"model": "more", "files": files}, headers=headers(home.key), timeout=HANG_S)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.lab]
-NUM_STARTS = int(os.environ.get("TORCHRELAY_TEST_STARTS", "5"))
+NUM_STARTS = int(os.environ.get("TORCHRELAY_TEST_STARTS", "3"))
 
 
 @pytest.mark.timeout(120 * (NUM_STARTS + 1))

@@ -16,6 +16,7 @@ import pytest
 
 from tests.hostile.conftest import Watch
 from tests.support.completions import headers
+from tests.support.http import http
 from tests.support.platform import Platform
 from tests.unit.param_store.model_folders import write_folder
 
@@ -74,7 +75,7 @@ TEMPLATES = {
 
 def chat(platform: Platform, key: str, model: str, body: dict[str, Any]) -> httpx.Response:
     asked = {"model": model, "messages": HELLO, "max_tokens": 2, **body}
-    return httpx.post(f"{platform.http}/v1/chat/completions", json=asked, headers=headers(key), timeout=120)
+    return http.post(f"{platform.http}/v1/chat/completions", json=asked, headers=headers(key), timeout=120)
 
 
 def chats(
@@ -94,30 +95,30 @@ def check_refused(answers: list[httpx.Response], *statuses: int) -> None:
             assert "Traceback" not in error["message"]
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
 def test_hostile_tokenizer_costs_its_own_prompts_only(
-    watch: Watch, platform: Platform, mallory: str, tmp_path: Path, name: str
+    watch: Watch, platform: Platform, mallory: str, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    folder = write_folder(tmp_path / "model")
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, **TOKENIZERS[name]}))
-    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    model = platform.upload(mallory, folder, "pattern")
-    check_refused(
-        chats(platform, mallory, model, {"messages": [{"role": "user", "content": LINE * 40}]}), 400, 429, 503
-    )
+    body = {"messages": [{"role": "user", "content": LINE * 40}]}
+    for number, (name, change) in enumerate(TOKENIZERS.items()):
+        with subtests.test(name):
+            folder = write_folder(tmp_path / str(number))
+            tokenizer = json.loads((folder / "tokenizer.json").read_text())
+            (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, **change}))
+            (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+            model = platform.upload(mallory, folder, "pattern")
+            check_refused(chats(platform, mallory, model, body), 400, 429, 503)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
 def test_hostile_template_costs_its_own_prompts_only(
-    watch: Watch, platform: Platform, mallory: str, tmp_path: Path, name: str
+    watch: Watch, platform: Platform, mallory: str, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    folder = write_folder(tmp_path / "model")
-    (folder / "chat_template.jinja").write_text(TEMPLATES[name])
-    model = platform.upload(mallory, folder, "template")
-    answers = chats(platform, mallory, model)
-    check_refused(answers, 200, 400, 429, 503)
-    assert not [answer for answer in answers if "root:" in answer.text or "TORCHRELAY_" in answer.text]
+    for number, (name, template) in enumerate(TEMPLATES.items()):
+        with subtests.test(name):
+            folder = write_folder(tmp_path / str(number))
+            (folder / "chat_template.jinja").write_text(template)
+            answers = chats(platform, mallory, platform.upload(mallory, folder, "template"))
+            check_refused(answers, 200, 400, 429, 503)
+            assert not [answer for answer in answers if "root:" in answer.text or "TORCHRELAY_" in answer.text]
 
 
 BODIES: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
@@ -150,12 +151,14 @@ def nested(depth: int) -> Any:
     return value
 
 
-@pytest.mark.parametrize("name", BODIES)
-def test_oversized_body_is_refused(watch: Watch, platform: Platform, mallory: str, glossary: str, name: str) -> None:
-    make, status = BODIES[name]
-    for answer in chats(platform, mallory, glossary, make(), 3):
-        assert answer.status_code in (status, 400, 429), answer.text[:500]
-        assert answer.json()["error"]["message"] and len(answer.content) < 10_000
+def test_oversized_body_is_refused(
+    watch: Watch, platform: Platform, mallory: str, glossary: str, subtests: pytest.Subtests
+) -> None:
+    for name, (make, status) in BODIES.items():
+        with subtests.test(name):
+            for answer in chats(platform, mallory, glossary, make(), 3):
+                assert answer.status_code in (status, 400, 429), answer.text[:500]
+                assert answer.json()["error"]["message"] and len(answer.content) < 10_000
 
 
 def test_most_choices_at_once_are_served(watch: Watch, platform: Platform, mallory: str, glossary: str) -> None:

@@ -15,16 +15,20 @@ import pytest
 
 from tests.hostile.conftest import Watch
 from tests.support.completions import headers
+from tests.support.http import http
 from tests.support.platform import Platform
-from tests.unit.param_store.faulty_folders import FAULTS, SHARD_FAULTS
+from tests.unit.param_store.faulty_folders import FAULTS, SHARD_FAULTS, Fault
 from tests.unit.param_store.model_folders import write_folder, write_shards
 
 pytestmark = pytest.mark.e2e
 
 JSON = {"content-type": "application/json"}
 CONFIG = b"{}"
-FOLDERS = {name: (write_folder, change, file, detail) for name, change, file, detail in FAULTS}
-SHARDS = {f"shards: {name}": (write_shards, change, file, detail) for name, change, file, detail in SHARD_FAULTS}
+# A fault of each file; the store's unit tests have them all.
+FOLDERS: list[tuple[Callable[[Path], Path], Fault]] = [
+    *((write_folder, fault) for fault in {fault[2]: fault for fault in FAULTS}.values()),
+    *((write_shards, fault) for fault in {fault[2]: fault for fault in SHARD_FAULTS}.values()),
+]
 
 
 def declared(path: str, data: bytes = b"", **changes: Any) -> dict[str, Any]:
@@ -36,7 +40,7 @@ SOUND = [declared("config.json", CONFIG), declared("tokenizer.json", CONFIG), de
 
 def declare(platform: Platform, key: str, files: list[dict[str, Any]], model: Any = "hostile") -> httpx.Response:
     body = json.dumps({"model": model, "files": files})
-    return httpx.post(f"{platform.http}/v1/uploads", content=body, headers={**headers(key), **JSON}, timeout=60)
+    return http.post(f"{platform.http}/v1/uploads", content=body, headers={**headers(key), **JSON}, timeout=60)
 
 
 class Upload:
@@ -55,13 +59,13 @@ class Upload:
 
     def put(self, data: bytes, path: str = "config.json", key: str = "", **more: str) -> httpx.Response:
         sent = {**headers(key or self.key), **{name.replace("_", "-"): value for name, value in more.items()}}
-        return httpx.put(f"{self.url}/files/{path}", content=data, headers=sent, timeout=60)
+        return http.put(f"{self.url}/files/{path}", content=data, headers=sent, timeout=60)
 
     def commit(self, key: str = "") -> httpx.Response:
-        return httpx.post(f"{self.url}/commit", headers=headers(key or self.key), timeout=60)
+        return http.post(f"{self.url}/commit", headers=headers(key or self.key), timeout=60)
 
     def abort(self, key: str = "") -> httpx.Response:
-        return httpx.delete(self.url, headers=headers(key or self.key), timeout=60)
+        return http.delete(self.url, headers=headers(key or self.key), timeout=60)
 
 
 def send(platform: Platform, key: str, folder: Path) -> httpx.Response:
@@ -79,18 +83,18 @@ def send(platform: Platform, key: str, folder: Path) -> httpx.Response:
     return upload.commit()
 
 
-@pytest.mark.parametrize("name", [*FOLDERS, *SHARDS])
 def test_faulty_folder_is_refused_by_file_and_cause(
-    watch: Watch, platform: Platform, mallory: str, tmp_path: Path, name: str
+    watch: Watch, platform: Platform, mallory: str, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    make, change, file, detail = FOLDERS.get(name) or SHARDS[name]
-    folder = make(tmp_path / "model")
-    change(folder)
-    refused = send(platform, mallory, folder)
-    assert refused.status_code == 422, refused.text
-    error = refused.json()["error"]
-    assert (error["code"], error["param"]) == ("upload_refused", file)
-    assert detail in error["message"]
+    for number, (make, (name, change, file, detail)) in enumerate(FOLDERS):
+        with subtests.test(name):
+            folder = make(tmp_path / str(number))
+            change(folder)
+            refused = send(platform, mallory, folder)
+            assert refused.status_code == 422, refused.text
+            error = refused.json()["error"]
+            assert (error["code"], error["param"]) == ("upload_refused", file)
+            assert detail in error["message"]
 
 
 def test_link_in_the_folder_is_sent_as_its_target(
@@ -149,19 +153,23 @@ DECLARATIONS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", DECLARATIONS)
 def test_faulty_declaration_is_refused_before_any_byte(
-    watch: Watch, platform: Platform, mallory: str, name: str
+    watch: Watch, platform: Platform, mallory: str, subtests: pytest.Subtests
 ) -> None:
-    refused = declare(platform, mallory, DECLARATIONS[name])
-    assert refused.status_code in (400, 413, 422, 507), refused.text
-    assert refused.json()["error"]["message"]
+    for name, files in DECLARATIONS.items():
+        with subtests.test(name):
+            refused = declare(platform, mallory, files)
+            assert refused.status_code in (400, 413, 422, 507), refused.text
+            assert refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("model", ["", "../x", "a/b/c", "neighbour/glossary", "x" * 300, "Ünïcode", None, 5])
-def test_model_name_is_plain_and_of_its_own_tenant(watch: Watch, platform: Platform, mallory: str, model: Any) -> None:
-    refused = declare(platform, mallory, SOUND, model)
-    assert refused.status_code in (400, 403, 404, 422), refused.text
+def test_model_name_is_plain_and_of_its_own_tenant(
+    watch: Watch, platform: Platform, mallory: str, subtests: pytest.Subtests
+) -> None:
+    for model in ("", "../x", "a/b/c", "neighbour/glossary", "x" * 300, "Ünïcode", None, 5):
+        with subtests.test(repr(model)):
+            refused = declare(platform, mallory, SOUND, model)
+            assert refused.status_code in (400, 403, 404, 422), refused.text
 
 
 PUTS: dict[str, tuple[Callable[[Upload], httpx.Response], tuple[int, ...]]] = {
@@ -179,16 +187,16 @@ PUTS: dict[str, tuple[Callable[[Upload], httpx.Response], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PUTS)
-def test_undeclared_file_is_refused(watch: Watch, platform: Platform, mallory: str, name: str) -> None:
-    call, statuses = PUTS[name]
-    upload = Upload.begin(platform, mallory)
-    try:
-        refused = call(upload)
-        assert refused.status_code in statuses, refused.text
-        assert refused.json()["error"]["message"]
-    finally:
-        upload.abort()
+def test_undeclared_file_is_refused(watch: Watch, platform: Platform, mallory: str, subtests: pytest.Subtests) -> None:
+    for name, (call, statuses) in PUTS.items():
+        with subtests.test(name):
+            upload = Upload.begin(platform, mallory)
+            try:
+                refused = call(upload)
+                assert refused.status_code in statuses, refused.text
+                assert refused.json()["error"]["message"]
+            finally:
+                upload.abort()
 
 
 @pytest.mark.parametrize("call", [Upload.commit, Upload.abort, lambda upload, key: upload.put(upload.data, key=key)])
@@ -206,5 +214,5 @@ def test_uploads_are_bounded_in_number(watch: Watch, platform: Platform) -> None
     assert {answer.status_code for answer in begun} == {201, 429}
     for answer in begun:
         if answer.status_code == 201:
-            upload = httpx.delete(f"{platform.http}/v1/uploads/{answer.json()['id']}", headers=headers(key), timeout=60)
+            upload = http.delete(f"{platform.http}/v1/uploads/{answer.json()['id']}", headers=headers(key), timeout=60)
             assert upload.status_code == 204

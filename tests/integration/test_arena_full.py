@@ -7,11 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete, headers, stream
+from tests.support.http import http
 from tests.support.platform import Platform, running_platform
 
 pytestmark = pytest.mark.e2e
@@ -57,5 +57,5 @@ def test_model_larger_than_every_arena_is_refused(platform: Platform, key: str, 
     checkpoint = make_checkpoint(tmp_path / "large", "llama", num_hidden_layers=8, **WIDE)
     with pytest.raises(Exception, match="largest slot"):
         platform.upload(key, checkpoint, "large")
-    answer = httpx.get(f"{platform.http}/v1/models", headers=headers(key)).json()
+    answer = http.get(f"{platform.http}/v1/models", headers=headers(key)).json()
     assert all("large" not in entry["id"] for entry in answer["data"])

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc
-import httpx
 
 from tests.lab.cluster import TARGETS, Cluster
 from tests.support.callers import every_token
+from tests.support.http import http
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.common.identity.callers import SCHEDULER_NODE
@@ -64,7 +64,7 @@ class Operator:
         body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
         options = {"return_token_ids": True, "ignore_eos": True}
         with self._cluster.control.inside():
-            response = httpx.post(
+            response = http.post(
                 f"{self._cluster.http}/v1/completions",
                 json={**body, **options},
                 headers={"Authorization": f"Bearer {self.key}"},

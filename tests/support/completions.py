@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from tests.support.http import http
 from tests.support.platform import Platform
 
 
@@ -19,7 +20,7 @@ def headers(key: str) -> dict[str, str]:
 def complete(platform: Platform, key: str, model: str, prompt: list[int] | str, **options: Any) -> dict[str, Any]:
     """A greedy completion with token ids; asserts that it succeeds."""
     body = {"model": model, "prompt": prompt, "temperature": 0, "return_token_ids": True, **options}
-    response = httpx.post(f"{platform.http}/v1/completions", json=body, headers=headers(key), timeout=60)
+    response = http.post(f"{platform.http}/v1/completions", json=body, headers=headers(key), timeout=60)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -58,7 +59,7 @@ def stream(
     state = Streamed()
     url = f"{platform.http}/v1/completions"
     usage = {"stream_options": {"include_usage": True}}
-    with httpx.stream(
+    with http.stream(
         "POST", url, json={**body, **usage, **options}, headers=headers(key), timeout=timeout_s
     ) as response:
         assert response.status_code == 200, response.read()

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 
 HANG_S = 60.0
-_INTERVAL_S = 0.005
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
 
 
 async def eventually(condition: Callable[[], object], what: str = "the condition", limit_s: float = HANG_S) -> None:
@@ -20,11 +20,11 @@ async def eventually(condition: Callable[[], object], what: str = "the condition
     """
     try:
         async with asyncio.timeout(limit_s) as limit:
-            while True:
+            for pause_s in _pauses_s():
                 value = condition()
                 if await value if isinstance(value, Coroutine) else value:
                     return
-                await asyncio.sleep(_INTERVAL_S)
+                await asyncio.sleep(pause_s)
     except TimeoutError:
         assert not limit.expired(), f"{what} did not come true within {limit_s:g} s"
         raise
@@ -33,6 +33,15 @@ async def eventually(condition: Callable[[], object], what: str = "the condition
 def wait_until(condition: Callable[[], object], what: str = "the condition", limit_s: float = HANG_S) -> None:
     """``eventually`` for a thread without an event loop."""
     deadline = time.monotonic() + limit_s
-    while not condition():
+    for pause_s in _pauses_s():
+        if condition():
+            return
         assert time.monotonic() < deadline, f"{what} did not come true within {limit_s:g} s"
-        time.sleep(_INTERVAL_S)
+        time.sleep(pause_s)
+
+
+def _pauses_s() -> Iterator[float]:
+    """Pauses between looks, a tenth of the wait so far: a long wait must not take CPU from the awaited."""
+    began = time.monotonic()
+    while True:
+        yield min(max(_SHORTEST_PAUSE_S, (time.monotonic() - began) / 10), _LONGEST_PAUSE_S)

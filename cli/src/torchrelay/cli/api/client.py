@@ -33,7 +33,11 @@ class GatewayClient:
         self._key = key
         self.url, self._is_supervised, self._restart_timeout_s = url, is_supervised, restart_timeout_s
         try:
-            self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(TIMEOUT_S, connect=5.0))
+            timeout = httpx.Timeout(TIMEOUT_S, connect=5.0)
+            # Plain HTTP needs no CA certificates; to read them takes 35 ms of CPU.
+            self._http = httpx.Client(
+                base_url=url, headers=headers, timeout=timeout, verify=not url.startswith("http:")
+            )
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
             raise CliError(f"{url!r} or its key is malformed", "check --url and --key") from error
 
