@@ -122,6 +122,8 @@ def await_workers(platform: Platform, num_workers: int) -> None:
 def recovered(shaken: Tenant) -> Iterator[None]:
     """Each test begins with all processes well."""
     await_workers(shaken.platform, 2)
+    for child in ("prefill-0", "decode-0"):
+        shaken.platform.await_restart(child, 0)
     yield
 
 
