@@ -75,6 +75,7 @@ LONG_MODULES: dict[str, float] = {
     "tests/integration/test_hung_engine.py": 15,
     "tests/unit/engine/test_cancels.py": 15,
 }
+PLATFORM_PACKAGES = ("tests/hostile/", "tests/e2e/")
 
 
 class _Schedule(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
@@ -89,8 +90,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Schedu
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts by module, the longest first; the order within a module stays."""
-    items.sort(key=lambda item: -LONG_MODULES.get(item.nodeid.partition("::")[0], 0))
+    """Sorts by module, the longest first; the order within a module stays.
+
+    The packages whose modules share a platform come first, one after the other: an idle platform takes 8% of a core,
+    and ends with its package.
+    """
+
+    def place(item: pytest.Item) -> tuple[float, ...]:
+        module = item.nodeid.partition("::")[0]
+        later = (not module.startswith(package) for package in PLATFORM_PACKAGES)
+        return *later, -LONG_MODULES.get(module, 0)
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(wrapper=True)

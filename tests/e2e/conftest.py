@@ -47,13 +47,13 @@ def one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     """A prefill and a decode worker; models go to zero after 3 idle seconds."""
     with running_platform(tmp_path_factory.mktemp("platform"), (*SMALL, "--idle-timeout-s", "3")) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tenant(platform: Platform, tmp_path_factory: pytest.TempPathFactory) -> Tenant:
     return Tenant(platform, "acme", platform.tenant("acme"), tmp_path_factory.mktemp("checkpoints"))

@@ -50,13 +50,13 @@ class Chats:
 RECORDED: dict[str, Chats] = {}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     with running_platform(tmp_path_factory.mktemp("platform"), OPTIONS, LIMITS) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def victim(platform: Platform) -> str:
     """The key of the neighbour, whose model is ``neighbour/glossary``."""
     key = platform.tenant("neighbour")
@@ -64,19 +64,19 @@ def victim(platform: Platform) -> str:
     return key
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def neighbour(rest: Address, victim: str) -> Iterator[Neighbour]:
     with neighbour_process(rest.port, victim, "neighbour/glossary", CHAT_PAUSE_S) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def mallory(platform: Platform) -> str:
     """The key of a tenant that attacks."""
     return platform.tenant("mallory")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def glossary(platform: Platform, mallory: str) -> str:
     """The attacker's model; its parameters are the neighbour's, so both share an instance."""
     return platform.upload(mallory, MODEL, "glossary")
@@ -88,7 +88,7 @@ class Address:
     port: int
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def rest(platform: Platform) -> Address:
     parts = urlsplit(platform.http)
     assert parts.hostname and parts.port

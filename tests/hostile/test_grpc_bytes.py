@@ -47,7 +47,7 @@ def call(stream: int, method: str = GENERATE, *more: tuple[str, str]) -> bytes:
     return frame(HEADERS, END_HEADERS, stream, header_block(call_headers(method, *more)))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def endpoint(platform: Platform) -> Address:
     host, _, port = platform.endpoints["grpc"].rpartition(":")
     return Address(host, int(port))

@@ -280,7 +280,11 @@ class FluidNetwork:
         streams = [stream for transfer in transfers for stream in transfer.streams]
         caps = dict.fromkeys(streams, math.inf)
         leaders = [(transfer, leader) for transfer in transfers if (leader := transfer.leader) is not None]
-        following = [(stream, source) for stream in streams if (source := stream.upstream) and stream.is_following]
+        following = [
+            (stream, source)
+            for stream in streams
+            if (source := stream.upstream) and not source.is_complete and stream.is_following
+        ]
         for _ in range(len(transfers) + 1):
             rates = class_rates(streams, [caps[stream] for stream in streams], self.capacity)
             for stream, rate in zip(streams, rates, strict=True):
