@@ -23,3 +23,10 @@ def test_passed_versions_are_removed_in_order_of_due_time() -> None:
     assert due.passed(2.5) == ["c", "b"]
     assert due == {"a": 3.0} and due.earliest == 3.0
     assert due.passed(2.5) == []
+
+
+def test_note_keeps_earlier_due_time() -> None:
+    due = DueTimes()
+    for at, expected in ((2.0, 2.0), (3.0, 2.0), (1.0, 1.0)):
+        due.note("a", at)
+        assert due == {"a": expected} and due.earliest == expected

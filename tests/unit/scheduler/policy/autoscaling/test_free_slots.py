@@ -101,5 +101,5 @@ def test_slots_are_free_until_taken_or_reported() -> None:
     situation = AutoscalerInput(100.0, [], ListedLoad(), dict(known), stores, {}, known, ListedStores(stores))
     free = FreeSlots(situation, known)
     assert [slot.worker_id for slot in free.of(MODEL)] == ["w0"]
-    free.take("w0")
+    free.take(free.of(MODEL))
     assert not free.of(MODEL)

@@ -11,7 +11,6 @@ from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessio
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
 from torchrelay.scheduler.policy.admission.retry_times import RetryTimes
 from torchrelay.scheduler.policy.autoscaling.arrivals import Arrivals
-from torchrelay.scheduler.policy.autoscaling.idle_deadlines import IdleDeadlines
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
@@ -58,7 +57,7 @@ class State:
     membership: Membership
     scale_turns: VersionTurns  # of models without a change
     strategies: Strategies = field(default_factory=Strategies)
-    idle_deadlines: IdleDeadlines = field(default_factory=IdleDeadlines)
+    idle_deadlines: DueTimes = field(default_factory=DueTimes)  # when versions may have been idle for their timeouts
     arrivals: Arrivals = field(default_factory=Arrivals)
     load_times: LoadTimes = field(default_factory=LoadTimes)
     retry_times: RetryTimes = field(default_factory=RetryTimes)

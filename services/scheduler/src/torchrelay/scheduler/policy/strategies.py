@@ -5,9 +5,9 @@ Each is a pure function from an input and the parameters to a decision.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torchrelay.scheduler.planning import Node, ReceiveProgress, TransferEdge, plan
 from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt, fewest_late, late_rank
@@ -61,12 +61,6 @@ class Plan(Protocol):
     ) -> tuple[TransferEdge, ...]: ...
 
 
-class Repair(Protocol):
-    """Decides which copies are kept and made; see ``replication/repair.py``."""
-
-    def __call__(self, replication_input: ReplicationInput, config: PolicyConfig) -> ReplicationPlan: ...
-
-
 class ChooseLate(Protocol):
     """Chooses which requests are late if not all can be in time; see ``admission/late_requests.py``."""
 
@@ -75,10 +69,10 @@ class ChooseLate(Protocol):
     ) -> Sequence[AttemptKey]: ...
 
 
-class LateRank(Protocol):
-    """Rank of a late request in their order of service; see ``admission/late_requests.py``."""
-
-    def __call__(self, admission: Admission, prompt_s: float) -> float: ...
+# Decides which copies are kept and made; see ``replication/repair.py``.
+Repair: TypeAlias = Callable[[ReplicationInput, PolicyConfig], ReplicationPlan]
+# Rank of a late request, with its prompt time, in their order of service; see ``admission/late_requests.py``.
+LateRank: TypeAlias = Callable[[Admission, float], float]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Times at which waiting requests may be placed without another input."""
+"""Times at which versions are due without another input: for waiting requests to be placed, or for idle instances to be
+drained.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,11 @@ class DueTimes(dict[str, float]):
         if len(self._heap) > 2 * len(self) + _MOST_STALE:
             self._heap = [(at, version_id) for version_id, at in self.items()]
             heapq.heapify(self._heap)
+
+    def note(self, version_id: str, at: float) -> None:
+        """Sets the due time unless the version has an earlier one."""
+        if at < self.get(version_id, math.inf):
+            self[version_id] = at
 
     def passed(self, now: float) -> list[str]:
         """Removes and returns the versions that are due."""

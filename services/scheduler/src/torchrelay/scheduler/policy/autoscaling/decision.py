@@ -84,8 +84,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
     for demand in starving:
         actions += evict(demand, autoscaler_input, claims(), config)
     for demand in starving:
-        for slot in free.of(demand.model, kv_bytes=demand.most_kv_bytes):
-            free.take(slot.worker_id)
+        free.take(free.of(demand.model, kv_bytes=demand.most_kv_bytes))
     for demand in demands if autoscaler_input.has_all_waiting else ():
         growth = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, config)
         if growth is None:
@@ -111,9 +110,9 @@ def _mark_taken(actions: Sequence[Action], free: FreeSlots, granted: dict[str, l
     """Removes the slots of wakes from ``free`` and adds their roles to ``granted``."""
     for action in actions:
         if isinstance(action, Wake):
-            for assignment in action.assignments:
-                free.take(assignment.worker_id)
-                granted.setdefault(action.model.version_id, []).append(assignment.roles)
+            free.take(action.assignments)
+            roles = [assignment.roles for assignment in action.assignments]
+            granted.setdefault(action.model.version_id, []).extend(roles)
 
 
 def _scale_from_zero(demand: Demand, autoscaler_input: AutoscalerInput, free: FreeSlots) -> list[Action]:
@@ -156,8 +155,7 @@ def _fill_minimum(
         figures = {"num_wanted": minimum.number}
         reason = Reason("minimum", minimum.text(autoscaler_input.now), figures, plain)
         actions.append(Wake(demand.model, assignments, reason))
-        for assignment in assignments:
-            free.take(assignment.worker_id)
+        free.take(assignments)
         missing -= Counter(role for assignment in assignments for role in assignment.roles)
     if missing:
         gain = Gain(math.inf, 0.0, f"lacks instances of its minimum, {minimum.number} per role")
@@ -175,8 +173,7 @@ def _expect(
     assignments = assign(free.for_roles(demand.model, demand.avoid, 0, 1, 1), 1, 1)
     if not assignments:
         return []
-    for assignment in assignments:
-        free.take(assignment.worker_id)
+    free.take(assignments)
     left_s = demand.forecast[1] - now
     text = f"its next request is expected within {format_duration(left_s)}, by when it came of late"
     return [Wake(demand.model, assignments, Reason("forecast", text, {"left_s": left_s}))]

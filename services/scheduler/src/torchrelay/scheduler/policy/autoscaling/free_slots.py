@@ -4,10 +4,10 @@ gets as many candidates as it can use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import AutoscalerInput
-from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, SlotAssignment
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers, SlotKind
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.core import BOTH, Model
@@ -18,9 +18,9 @@ class FreeSlots:
         self._input, self._free = autoscaler_input, workers
         self._taken: set[str] = set()
 
-    def take(self, worker_id: str) -> None:
-        """Marks the worker's slot as no longer free."""
-        self._taken.add(worker_id)
+    def take(self, slots: Iterable[FreeSlot | SlotAssignment]) -> None:
+        """Marks these slots as no longer free."""
+        self._taken.update(slot.worker_id for slot in slots)
 
     def for_roles(
         self, model: Model, avoid: frozenset[str], kv_bytes: int, num_prefill: int, num_decode: int

@@ -73,7 +73,7 @@ def _lacks_role(state: State, model: Model, now: float) -> bool:
 def idle_versions(state: State, now: float) -> list[str]:
     """Versions that may have become idle just now."""
     idle = []
-    for version_id in state.idle_deadlines.take(now):
+    for version_id in state.idle_deadlines.passed(now):
         instances = state.instances.of_version(version_id)
         last_active = (state.instances.last_active(instance.instance_id) for instance in instances)
         used_at = max(last_active, default=-math.inf)
