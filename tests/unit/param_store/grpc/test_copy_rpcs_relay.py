@@ -24,12 +24,20 @@ from torchrelay.transfer.manifest import decode_manifest
 
 
 async def test_concurrent_remote_relays_download_once(
-    tmp_path: Path, published: tuple[Path, pb.VersionDescription]
+    tmp_path: Path, published: tuple[Path, pb.VersionDescription], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack, version = published
+    accept, answered = Slab.accept, threading.Event()
+
+    def late(slab: Slab, index: int) -> None:
+        assert answered.wait(HANG_S)
+        accept(slab, index)
+
+    monkeypatch.setattr(Slab, "accept", late)
     async with running_store(tmp_path) as store:
         answers = await asyncio.gather(*(store.relay(version.pack_id, REMOTE) for _ in range(4)))
         assert answers == [False] * 4
+        answered.set()
         await store.until_complete(version.pack_id)
         ended = await store.until(lambda report: report.copies[0].relay_end_unix_us > 0)  # soon after the last chunk
         (copy,) = ended.copies
