@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import runpy
+import shlex
 import tomllib
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,7 +22,6 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError
 
 from tests.support.brokers import free_port, listening, nats_server
-from tests.support.dockerfiles import Stage, read_stages
 from tests.support.nats_wire import publication, refusal
 from torchrelay.common.net.nats_permissions import authorization
 from torchrelay.common.process.settings import ServiceSettings
@@ -77,10 +79,31 @@ def recipe_of(name: str) -> Path:
     return path
 
 
-def installs(build: Stage, ours: bool = True) -> list[list[str]]:
-    """The commands by which pip installs packages of this repository, or those of others."""
-    commands = [command for command in build.commands if "install" in command and command[0].endswith("/pip")]
-    return [command for command in commands if any(word.startswith("./") for word in command) is ours]
+def stages_of(name: str) -> list[dict[str, list[str]]]:
+    """The values of each stage's instructions, by instruction, their lines joined."""
+    stages: list[dict[str, list[str]]] = []
+    for line in re.sub(r"\\\n|^#.*$", "", recipe_of(name).read_text(), flags=re.MULTILINE).splitlines():
+        instruction, _, value = line.partition(" ")
+        if instruction == "FROM":
+            stages.append(defaultdict(list))
+        if instruction:
+            stages[-1][instruction].append(value)
+    return stages
+
+
+def environment_of(image: Mapping[str, list[str]]) -> dict[str, str]:
+    return dict(word.split("=", 1) for value in image["ENV"] for word in shlex.split(value))
+
+
+def health_check_of(image: Mapping[str, list[str]]) -> list[str]:
+    command: list[str] = json.loads(image["HEALTHCHECK"][0].partition(" CMD ")[2])
+    return command
+
+
+def pip_installs(name: str) -> list[list[str]]:
+    """The words of each command that installs packages, the last of which installs those of this repository."""
+    commands = stages_of(name)[0]["RUN"][-1].split("&&")
+    return [words for words in map(shlex.split, commands) if "install" in words]
 
 
 SETTINGS: dict[str, type[ServiceSettings]] = {
@@ -128,10 +151,9 @@ def test_health_check_uses_services_port(name: str) -> None:
     command = ["torchrelay-health", f"127.0.0.1:{environment[variable]}"]
     check = SERVICES[name]["healthcheck"]
     assert check["test"] == ["CMD", *command]
-    image = read_stages(recipe_of(name))[-1]
-    assert image.health_check_options == {key: check[key] for key in ("interval", "timeout", "start_period")}
-    assert image.health_check == command
-    assert image.env[variable] == environment[variable]
+    image = stages_of(name)[-1]
+    assert health_check_of(image) == command
+    assert environment_of(image)[variable] == environment[variable]
 
 
 def test_recipes_match_built_services() -> None:
@@ -148,65 +170,59 @@ def test_image_tag_is_service_version(name: str) -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_image_installs_exactly_needed_packages(name: str) -> None:
-    build = read_stages(recipe_of(name))[0]
-    (folders,) = ([word for word in command if word.startswith("./")] for command in installs(build))
+    build = stages_of(name)[0]
+    copied = dict(reversed(value.split()) for value in build["COPY"])
+    folders = [word for word in pip_installs(name)[-1] if word.startswith("./")]
     installed = {}
     for folder in folders:
         path, _, extra = folder.removesuffix("]").partition("[")
-        assert build.copied[path] == path.removeprefix("./"), f"{folder} is installed, and not copied"
-        distribution = distribution_in(REPO / path)
-        installed[distribution.name] = {extra} - {""}
-    assert {target for target in build.copied if target != "./"} == {folder.partition("[")[0] for folder in folders}
+        assert copied[path] == path.removeprefix("./"), f"{folder} is installed, and not copied"
+        installed[distribution_in(REPO / path).name] = {extra} - {""}
+    assert copied.keys() - {"./"} == {folder.partition("[")[0] for folder in folders}
     assert installed == needed(f"torchrelay-{name}")
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_recipe_pins_match_constraints(name: str) -> None:
-    build, image = read_stages(recipe_of(name))
-    assert build.base == image.base and re.fullmatch(r"python:3\.11\.\d+-[\w-]+", build.base)
-    pins = dict(line.split("==") for line in (REPO / "constraints.txt").read_text().split() if "==" in line)
-    assert build.copied["./"] == "constraints.txt"
-    for command in installs(build, ours=False):
-        named = [word for word in command[command.index("install") + 1 :] if re.match(r"[a-z]", word)]
-        constrained = "-c" in command and command[command.index("-c") + 1] == "constraints.txt"
-        for requirement in set(named) - {"constraints.txt"}:
-            distribution, _, version = requirement.partition("==")
-            assert distribution in pins and (constrained or version == pins[distribution]), requirement
-    for command in installs(build):
-        assert command[command.index("-c") + 1] == "constraints.txt"
+    build, image = stages_of(name)
+    (base,) = image["FROM"]
+    assert build["FROM"] == [f"{base} AS build"] and re.fullmatch(r"python:3\.11\.\d+-[\w-]+", base)
+    pins = set((REPO / "constraints.txt").read_text().split())
+    for command in pip_installs(name):
+        pinned = {word for word in command if "==" in word}
+        assert pinned <= pins and (pinned or command[command.index("-c") + 1] == "constraints.txt"), command
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_image_runs_services_program_unprivileged(name: str) -> None:
-    build, image = read_stages(recipe_of(name))
+    image = stages_of(name)[-1]
     programs: dict[str, str] = {}
     for distribution in needed(f"torchrelay-{name}"):
         programs |= DISTRIBUTIONS[distribution].programs
-    (program,) = image.entrypoint
-    for command in (program, image.health_check[0]):
+    (program,) = json.loads(image["ENTRYPOINT"][0])
+    for command in (program, health_check_of(image)[0]):
         module, _, function = programs[command].partition(":")
         assert callable(getattr(import_module(module), function)), command
     own = DISTRIBUTIONS[f"torchrelay-{name}"].programs
     assert not own or program in own, "another service's program"
     assert own or programs[program] == "torchrelay.worker.main:main"
-    (venv,) = (command[-1] for command in build.commands if command[1:3] == ["-m", "venv"])
-    assert image.copied_from == {venv: (build.name, venv)}
-    assert image.env["PATH"].split(":")[0] == f"{venv}/bin"
-    user = image.only("USER").value
-    assert image.instructions.index(image.only("USER")) < image.instructions.index(image.only("ENTRYPOINT"))
-    assert any(command[0] == "useradd" and command[-1] == user != "root" for command in image.commands)
+    (venv,) = {word for value in image["COPY"] for word in value.split()} - {"--from=build"}
+    assert environment_of(image)["PATH"].split(":")[0] == f"{venv}/bin"
+    (user,) = image["USER"]
+    assert any(command.startswith("useradd ") and user in command.split() for command in image["RUN"])
+    assert user != "root" and list(image).index("USER") < list(image).index("ENTRYPOINT")
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_image_environment_and_ports_match_compose(name: str) -> None:
-    image = read_stages(recipe_of(name))[-1]
-    ours = {variable: value for variable, value in image.env.items() if variable.startswith("TORCHRELAY_")}
+    image = stages_of(name)[-1]
+    ours = {variable: value for variable, value in environment_of(image).items() if variable.startswith("TORCHRELAY_")}
     fields = SETTINGS[name].model_fields
     assert set(ours) <= {f"TORCHRELAY_{field.upper()}" for field in fields}
     environment = SERVICES[name]["environment"]
     assert {variable: environment[variable] for variable in ours} == ours
     servers = {field for field in ("port", "grpc_port", "http_port") if field in fields}
-    assert image.ports == {environment[f"TORCHRELAY_{field.upper()}"] for field in servers}
+    assert set(" ".join(image["EXPOSE"]).split()) == {environment[f"TORCHRELAY_{field.upper()}"] for field in servers}
 
 
 def test_images_have_fixed_versions() -> None:
@@ -417,14 +433,15 @@ def test_paths_lie_on_declared_volumes() -> None:
 def test_volumes_belong_to_image_user() -> None:
     # Docker makes a named volume root's, unless the image has the folder: the service could not write into it.
     for name in SETTINGS:
-        commands = read_stages(recipe_of(name))[-1].commands
+        image = stages_of(name)[-1]
+        commands = shlex.split(" ".join(image["RUN"]))
         for mount in SERVICES[name].get("volumes", []):
             volume, folder, *_ = mount.split(":")
             options = (COMPOSE["volumes"][volume] or {}).get("driver_opts", {})
             if "uid=10001" not in options.get("o", ""):
-                (user,) = (command for command in commands if command[0] == "useradd")
-                assert user[user.index("--uid") + 1] == "10001"
-                assert ["install", "-d", "-o", user[-1], folder] in commands, f"{name} {folder}"
+                assert commands[commands.index("--uid") + 1] == "10001"
+                made = commands[commands.index("install") :]
+                assert made[:4] == ["install", "-d", "-o", *image["USER"]] and folder in made, f"{name} {folder}"
 
 
 def test_workers_map_arena_read_only() -> None:
