@@ -88,7 +88,7 @@ def test_absence_neither_saves_turns_nor_clears_debt() -> None:
     assert [next(order)[0] for _ in range(4)] == ["b"] * 4  # leaving for a moment does not help
 
 
-def test_tags_are_forgotten_when_the_queue_is_empty() -> None:
+def test_empty_queue_forgets_tags() -> None:
     queue: FairQueue[int] = FairQueue()
     for item in range(1000):
         queue.push(f"tenant {item}", item)
@@ -109,7 +109,7 @@ def test_tags_that_time_has_passed_are_dropped() -> None:
     assert len(tags) <= 65 and tags["debtor"] == 1e6 and tags.has_debts
 
 
-def test_refund_restores_a_tag_and_creates_no_credit() -> None:
+def test_refund_restores_tag_without_credit() -> None:
     tags = StartTags()
     tags.join("a")
     tags.serve("a", 8.0)

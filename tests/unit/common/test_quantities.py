@@ -14,7 +14,7 @@ def test_count_uses_singular_for_one() -> None:
     ]
 
 
-def test_sizes_have_three_digits_and_the_next_unit_in_time() -> None:
+def test_sizes_have_three_digits() -> None:
     sizes = [0, 999, 1000, 1536, 999_600, 549_000, 4.29e9, 2.5e13]
     assert [format_bytes(size) for size in sizes] == [
         "0 B",
@@ -28,7 +28,7 @@ def test_sizes_have_three_digits_and_the_next_unit_in_time() -> None:
     ]
 
 
-def test_durations_have_three_digits_and_the_next_unit_in_time() -> None:
+def test_durations_have_three_digits() -> None:
     durations = [0, 0.0054, 0.34, 0.9996, 9.94, 99.46, 180, 1234.4, 259_200]
     assert [format_duration(seconds) for seconds in durations] == [
         "0 ms",

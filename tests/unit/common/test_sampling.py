@@ -10,7 +10,7 @@ from torchrelay.gateway.openai.requests import BaseBody
 from torchrelay.inference.v1 import inference_pb2
 
 
-def test_shared_parameters_exist_in_both_apis_and_the_workers_message() -> None:
+def test_shared_parameters_exist_in_all_messages() -> None:
     fields = [
         BaseBody.__struct_fields__,
         inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name,

@@ -44,7 +44,7 @@ class Nowhere:
         ("", "shm:/local", "", "10.0.0.1:7"),  # an unnamed host is not the same host
     ],
 )
-def test_local_address_is_used_on_the_same_host_only(
+def test_local_address_is_used_on_same_host_only(
     offered_host: str, offered_local: str, own_host: str, address: str
 ) -> None:
     ticket = TicketIssuer(KEY).issue("req-1/1", "pre-1", "dec-1", 1 << 50)

@@ -311,7 +311,7 @@ async def test_nats_serves_only_its_users(passwords: dict[str, str], tmp_path: P
         assert "Authorization Violation" in await refusal(url, publication("relay.hint.key"))
 
 
-async def test_redis_serves_the_gateway_and_nobody_else(passwords: dict[str, str], tmp_path: Path) -> None:
+async def test_redis_serves_gateway_only(passwords: dict[str, str], tmp_path: Path) -> None:
     shell, option, script = SERVICES["redis"]["command"]
     place = f"redis-server - --bind 127.0.0.1 --dir {tmp_path} --port"
 
@@ -411,7 +411,7 @@ def test_taken_worker_id_is_refused(env: Path, worker_id: str) -> None:
         runpy.run_path(str(DEPLOY / "make_env.py"))["print_worker"](worker_id, env)
 
 
-def test_published_ports_are_the_gateways() -> None:
+def test_published_ports_belong_to_gateway() -> None:
     environment = SERVICES["gateway"]["environment"]
     assert set(SERVICES["gateway"]["ports"]) == {
         f"{port}:{port}" for port in (environment["TORCHRELAY_HTTP_PORT"], environment["TORCHRELAY_GRPC_PORT"])

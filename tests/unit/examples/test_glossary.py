@@ -113,7 +113,7 @@ def test_explanations_have_20_to_70_tokens(glossary: Glossary, tokenizer: Tokeni
     assert len({term.explanation for term in glossary.terms}) == len(glossary.terms) >= 40
 
 
-def test_spellings_belong_to_one_term(glossary: Glossary) -> None:
+def test_spellings_belong_to_single_term(glossary: Glossary) -> None:
     owners: dict[str, str] = {}
     for term in glossary.terms:
         for spelling in {bare(spelling) for spelling in (term.name, *term.aliases)}:

@@ -52,7 +52,7 @@ LLAMA3: dict[str, Any] = {
         ),
     ],
 )
-def test_windows_follow_the_rules_of_each_family(name: str, config: dict[str, Any], windows: list[int | None]) -> None:
+def test_windows_follow_rules_of_each_family(name: str, config: dict[str, Any], windows: list[int | None]) -> None:
     parsed = read_config(LLAMA | {"architectures": [name], "num_hidden_layers": 4} | config)
     assert list(parsed.windows) == windows
 

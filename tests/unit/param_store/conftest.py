@@ -1,4 +1,4 @@
-"""What several tests of the store begin with."""
+"""Fixtures of the store's tests: published versions and S3 servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be wrong with an upload: changes of a sound folder, with the file and the words of the refusal."""
+"""Faults of uploads: changes of a valid folder, with the file and the words of the refusal."""
 
 from __future__ import annotations
 

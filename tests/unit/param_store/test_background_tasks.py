@@ -1,4 +1,4 @@
-"""What a store does by itself."""
+"""The background tasks of a store."""
 
 from __future__ import annotations
 

@@ -39,11 +39,11 @@ async def test_reports_published_on_nats(tmp_path: Path, nats_url: str) -> None:
     prefix = new_id("t")
     client = await connect(nats_url, "test")
     try:
-        heard = await client.subscribe(Subjects(prefix).store_load())
+        reports = await client.subscribe(Subjects(prefix).store_load())
         settings = {"nats_url": nats_url, "nats_prefix": prefix, "host_id": "host-1", "store_id": "sto-1"}
         async with running_store(tmp_path, (publish_reports,), **settings) as store:
-            first = reports_pb2.StoreReport.FromString((await heard.next_msg(10)).data)
-            second = reports_pb2.StoreReport.FromString((await heard.next_msg(10)).data)
+            first = reports_pb2.StoreReport.FromString((await reports.next_msg(10)).data)
+            second = reports_pb2.StoreReport.FromString((await reports.next_msg(10)).data)
             assert first.store_id == second.store_id == "sto-1"
             assert first.host_id == "host-1"
             assert first.incarnation == second.incarnation != ""

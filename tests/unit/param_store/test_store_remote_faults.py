@@ -21,7 +21,7 @@ from torchrelay.param_store.remote.remote_store import RemoteOptions, open_remot
 
 @pytest.fixture
 def settings(s3_version: tuple[str, str], proxy: FaultyProxy, credentials: None) -> dict[str, Any]:
-    """Of stores that lose their patience soon."""
+    """Settings of stores with short time limits for the remote store."""
     return {
         "remote_url": s3_version[0],
         "remote_endpoint": proxy.endpoint,

@@ -1,4 +1,4 @@
-"""What is full or cut short on one host: the arena with everything pinned, disks that take no more, truncated files."""
+"""Exhausted resources of a host: an arena with everything pinned, full disks, truncated files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores of one cluster relay to each other within TLS; one that speaks plainly gets nothing."""
+"""Stores of a cluster relay to each other within TLS; a store without TLS gets nothing."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from torchrelay.control.v1 import param_store_pb2 as pb
 async def test_relay_between_tls_stores(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
     pack, version = published
     authority, nowhere = Authority(tmp_path / "authority"), f"file://{tmp_path / 'empty'}"
-    one: dict[str, Any] = dict(authority.node("one", *Caller).as_settings())
+    first: dict[str, Any] = dict(authority.node("one", *Caller).as_settings())
     other: dict[str, Any] = dict(authority.node("other", *Caller).as_settings())
     async with (
-        running_store(tmp_path, **one) as source,
+        running_store(tmp_path, **first) as source,
         running_store(tmp_path / "2", remote_url=nowhere, **other) as target,
         running_store(tmp_path / "3", remote_url=nowhere) as plain,
     ):

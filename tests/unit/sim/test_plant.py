@@ -55,7 +55,7 @@ def assert_nothing_left(policy: object) -> None:
     policy.state.attempts.check_integrity({})
 
 
-def test_every_request_ends_and_frees_its_place() -> None:
+def test_every_request_ends_and_frees_its_slot() -> None:
     both = requests("t/small", 200, 0.05) + requests("t/large", 40, 0.3)
     plant, outcomes = run(both)
     assert len(outcomes) == len(both)

@@ -26,7 +26,7 @@ from torchrelay.transfer.manifest import (
 
 
 @given(num_bytes=st.integers(0, 50_000), chunk_bytes=st.sampled_from([512, 4096, 16384]))
-def test_chunks_cover_the_pack_exactly(num_bytes: int, chunk_bytes: int) -> None:
+def test_chunks_cover_pack_exactly(num_bytes: int, chunk_bytes: int) -> None:
     _, manifest = make_pack(num_bytes, chunk_bytes)
     end = 0
     for index in range(manifest.num_chunks):
@@ -55,7 +55,7 @@ def test_segment_needs_only_overlapping_chunks(num_bytes: int, cuts: list[int]) 
 
 
 @given(pack_bytes=st.integers(1, 1 << 40))
-def test_chunk_size_is_whole_pages_within_its_bounds(pack_bytes: int) -> None:
+def test_chunk_size_is_whole_pages_within_bounds(pack_bytes: int) -> None:
     size = chunk_bytes_for(pack_bytes)
     assert size % PAGE_BYTES == 0
     assert MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES
@@ -63,10 +63,10 @@ def test_chunk_size_is_whole_pages_within_its_bounds(pack_bytes: int) -> None:
 
 def test_pack_id_independent_of_config_order() -> None:
     _, manifest = make_pack(10_000)
-    one = replace(manifest, config={"a": 1, "b": [1, {"x": 0.5, "y": None}]})
+    sorted_keys = replace(manifest, config={"a": 1, "b": [1, {"x": 0.5, "y": None}]})
     other = replace(manifest, config={"b": [1, {"y": None, "x": 0.5}], "a": 1})
-    assert one.encode() == other.encode()
-    assert pack_id_of(one.encode()) == pack_id_of(other.encode()) != pack_id_of(manifest.encode())
+    assert sorted_keys.encode() == other.encode()
+    assert pack_id_of(sorted_keys.encode()) == pack_id_of(other.encode()) != pack_id_of(manifest.encode())
 
 
 @given(num_bytes=st.integers(0, 30_000), seed=st.integers(0, 5))

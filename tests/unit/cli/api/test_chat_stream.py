@@ -29,7 +29,7 @@ def test_interrupted_answer_is_error(gateway: FakeGateway) -> None:
         list(stream_chat(client, "acme/tiny", [], {}))
 
 
-def test_closing_the_events_ends_the_call(gateway: FakeGateway) -> None:
+def test_closing_events_ends_call(gateway: FakeGateway) -> None:
     gateway.hang_after_pieces = True
     with GatewayClient(gateway.url, TENANT_KEY) as client, closing(stream_chat(client, "acme/tiny", [], {})) as events:
         assert next(event.text for event in events if event.text) == "Hel"

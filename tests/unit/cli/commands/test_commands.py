@@ -75,7 +75,7 @@ def test_local_keys_are_not_sent_to_another_gateway(run: Run, home: Home, gatewa
     assert run("models", "--url", gateway.url + "/v1/").exit_code == 0  # the local one by its address
 
 
-def test_models_as_a_table_and_as_json(run: Run, home: Home) -> None:
+def test_models_are_listed_as_table_and_json(run: Run, home: Home) -> None:
     shown = run("models").stdout
     assert "acme/tiny" in shown
     assert "1.5 MB" in shown
@@ -228,7 +228,7 @@ def test_unchanged_upload_is_reported(run: Run, home: Home, gateway: FakeGateway
     assert "unchanged acme/tiny" in run("upload", str(model_folder)).stdout
 
 
-def test_usage_with_its_cost(run: Run, home: Home, gateway: FakeGateway) -> None:
+def test_usage_shows_cost(run: Run, home: Home, gateway: FakeGateway) -> None:
     shown = run("usage", "--from", "2026-11-01", "--tenant", "acme").stdout
     assert "1,200" in shown
     assert "$0.000015000" in shown
@@ -245,9 +245,7 @@ def test_open_uploads_are_listed_and_aborted(run: Run, home: Home, gateway: Fake
     assert run("uploads", "--json", "abort", "upl-1").exit_code == 2
 
 
-def test_upload_names_the_model_after_its_folder(
-    run: Run, home: Home, gateway: FakeGateway, model_folder: Path
-) -> None:
+def test_model_is_named_after_folder(run: Run, home: Home, gateway: FakeGateway, model_folder: Path) -> None:
     hint = run("upload", str(model_folder)).exception
     assert isinstance(hint, CliError)
     assert "key create" in hint.hint
@@ -271,7 +269,9 @@ def test_question_streams_to_standard_output(run: Run, home: Home) -> None:
     assert "req-1" in shown.stderr
 
 
-def test_a_piped_question(run: Run, home: Home, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piped_question_is_answered(
+    run: Run, home: Home, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHRELAY_API_KEY", TENANT_KEY)
     assert run("chat", "tiny", said="what is\na pack?\n").exit_code == 0
     assert gateway.asked[-1][2]["messages"] == [{"role": "user", "content": "what is\na pack?"}]
@@ -280,7 +280,7 @@ def test_a_piped_question(run: Run, home: Home, gateway: FakeGateway, monkeypatc
     assert isinstance(run("chat", "tiny", "\udcff").exception, CliError)  # an argument that is no UTF-8
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
+def test_ctrl_c_stops_answer_and_keeps_its_text(
     home: Home, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gateway.hang_after_pieces = True
@@ -304,7 +304,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
     assert said == ["hi", "".join(gateway.pieces), "go on"]
 
 
-def test_ctrl_c_ends_a_single_question_with_one_message(run: Run, home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_single_question_with_one_message(run: Run, home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(text: str) -> None:
         raise KeyboardInterrupt
 

@@ -50,7 +50,7 @@ def test_environment_key_overrides_saved_key(home: Home, run: Run, monkeypatch: 
     assert "unset TORCHRELAY_API_KEY" in run("key", "create", "--tenant", "acme").stderr
 
 
-def test_a_key_may_have_a_service_class(run: Run, home: Home, gateway: FakeGateway) -> None:
+def test_key_has_service_class(run: Run, home: Home, gateway: FakeGateway) -> None:
     assert run("key", "create", "--tenant", "acme", "--service-class", "batch").exit_code == 0
     assert gateway.asked[-1] == ("POST", "/v1/keys", {"tenant": "acme", "service_class": "batch"})
     assert run("key", "create", "--tenant", "acme", "--service-class", "flex").exit_code == 2

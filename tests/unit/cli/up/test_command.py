@@ -47,9 +47,7 @@ VARIABLES = {
 }
 
 
-def test_variables_count_and_an_option_overrides_its_variable(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_option_overrides_variable(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[UpOptions] = []
 
     async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:

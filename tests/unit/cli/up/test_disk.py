@@ -51,7 +51,7 @@ def test_logs_fit_on_small_disk() -> None:
     assert log_limit_bytes(1 << 40) == 32 * MIB
 
 
-def test_messages_name_the_folder() -> None:
+def test_messages_name_folder() -> None:
     for state in DiskState:
         assert "/srv/home has 1.05 MB free" in disk_message(state, Path("/srv/home"), MIB)
 

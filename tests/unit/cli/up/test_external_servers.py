@@ -41,7 +41,7 @@ def test_invalid_address_is_named(variable: str, url: str) -> None:
         (DATABASE, "mysql://ann:hunt@er2@host/name", "'mysql://ann:***@host/name'"),
     ],
 )
-def test_a_password_is_not_shown(variable: str, url: str, told: str) -> None:
+def test_password_is_not_shown(variable: str, url: str, told: str) -> None:
     with pytest.raises(CliError) as caught:
         external_servers({variable: url})
     assert told in caught.value.message

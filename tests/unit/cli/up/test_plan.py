@@ -152,7 +152,7 @@ def test_secrets_are_hidden_from_other_users(home: Home, ports: Ports) -> None:
         assert settings.stat().st_mode & 0o077 == 0 and any(secret in settings.read_text() for secret in secrets)
 
 
-def test_workers_divide_the_cores(home: Home, ports: Ports) -> None:
+def test_workers_divide_cores(home: Home, ports: Ports) -> None:
     """All by the same file."""
     environments = envs(StackPlan(home, UpOptions(num_both_workers=1), ports).stack())
     told = [env["TORCHRELAY_CORES_FILE"] for env in environments.values() if "TORCHRELAY_ROLES" in env]

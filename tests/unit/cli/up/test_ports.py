@@ -25,7 +25,7 @@ def ports() -> Iterator[Ports]:
 
 
 @linux_only
-def test_a_reserved_port_cannot_be_bound_and_refuses_connections(ports: Ports) -> None:
+def test_reserved_port_refuses_binds_and_connections(ports: Ports) -> None:
     port = ports.free()
     with socket.socket() as outsider, pytest.raises(OSError, match="in use"):
         outsider.bind(("127.0.0.1", port))

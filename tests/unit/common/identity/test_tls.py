@@ -51,7 +51,7 @@ async def assert_refused(address: str, tls: Tls | None) -> None:
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_peers_of_one_cluster_meet_at_any_address(address: str, cluster: Authority) -> None:
+async def test_peers_of_same_cluster_connect_at_any_address(address: str, cluster: Authority) -> None:
     assert await status_at(address, Tls(cluster.node("client"))) == health_pb2.HealthCheckResponse.SERVING
 
 

@@ -46,7 +46,7 @@ async def test_foreign_users_receive_replies(tmp_path: Path, user: str) -> None:
             await client.close()
 
 
-async def test_closing_does_not_wait_for_a_broker_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_close_does_not_wait_for_stalled_broker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nats_client, "CLOSE_TIMEOUT_S", 0.1)
     async with stalled_client() as client, asyncio.timeout(60):
         await client.close()

@@ -91,7 +91,7 @@ async def test_absent_server_fails(probe_type: type[RedisProbe | NatsProbe | Htt
     await probe.close()
 
 
-async def test_redis_with_a_password(tmp_path: Path) -> None:
+async def test_redis_password_is_required(tmp_path: Path) -> None:
     with redis_server(tmp_path) as url:
         port = url.rpartition(":")[2].partition("/")[0]
         redis_cli(port, "CONFIG", "SET", "requirepass", "a b@c")

@@ -27,7 +27,7 @@ from torchrelay.common.net.urls import NatsServers, nats_servers, with_credentia
         ("", ""),
     ],
 )
-def test_a_password_is_not_shown(url: str, shown: str) -> None:
+def test_password_is_not_shown(url: str, shown: str) -> None:
     assert without_password(url) == shown
 
 

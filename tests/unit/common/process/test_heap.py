@@ -21,7 +21,7 @@ print(resident_bytes() - before)
 """
 
 
-def test_large_blocks_return_to_the_system() -> None:
+def test_large_blocks_return_to_system() -> None:
     said = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
     assert int(said) < 1 << 20
 
@@ -56,5 +56,5 @@ asyncio.run(main())
 """
 
 
-def test_memory_between_blocks_in_use_returns_to_the_system() -> None:
+def test_memory_between_used_blocks_returns_to_system() -> None:
     subprocess.run([sys.executable, "-c", FRAGMENTS], check=True)

@@ -30,7 +30,7 @@ def complaint(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_tls_is_off_unless_its_files_are_named(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tls_is_off_without_files(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_settings(ServiceSettings, "torchrelay-x", []).tls is None
     files = authority.node("node")
     for name, path in files.as_settings().items():
@@ -87,5 +87,5 @@ def test_unknown_flag_prints_single_line(args: list[str], said: str, capsys: pyt
     assert complaint(args, capsys) == f"torchrelay-x: {said} (torchrelay-x --help lists all)\n"
 
 
-def test_only_nodes_have_a_node_key() -> None:
+def test_only_nodes_have_node_key() -> None:
     assert "node_key" not in ServiceSettings.model_fields and "node_key" in WorkerSettings.model_fields

@@ -117,7 +117,7 @@ def test_decoder_matches_tokenizer(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_tokens_have_the_same_names_and_bytes(name: str) -> None:
+def test_tokens_have_same_names_and_bytes(name: str) -> None:
     whole, decoder = LOADED[name]
     added = whole.get_added_tokens_decoder()
     expected, actual = TokenBytes(decoder_of(whole)), TokenBytes(decoder)

@@ -38,7 +38,7 @@ def streamed(decoder: TokenDecoder, token_ids: list[int]) -> str:
 
 
 @given(st.text(max_size=40))
-def test_streamed_text_is_the_whole_text(text: str) -> None:
+def test_streamed_text_is_whole_text(text: str) -> None:
     ids = TOKENIZER.encode(text).ids
     assert streamed(TOKENS, ids) == decoded(TOKENIZER, ids)
 

@@ -47,7 +47,7 @@ def with_model(json_bytes: bytes, **changes: Any) -> bytes:
     ],
     ids=["pairs", "lines", "indented", "ignore_merges", "byte_fallback"],
 )
-def test_loading_in_parts_gives_the_same_tokenizer(encoded: bytes, tmp_path: Path) -> None:
+def test_loading_in_parts_gives_same_tokenizer(encoded: bytes, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(encoded)
     whole = Tokenizer.from_str(encoded.decode())
@@ -80,13 +80,13 @@ def test_invalid_tokenizer_is_refused(encoded: bytes) -> None:
     assert caught.value.field == "tokenizer.json"
 
 
-def test_merges_of_a_wrong_form_are_refused() -> None:
+def test_malformed_merges_are_refused() -> None:
     for merges in ([["a", "b", "c"]], [["a"]], ["ab"], [3]):
         with pytest.raises(InvalidRequest):
             load_tokenizer(with_model(TINY, merges=merges))
 
 
-def test_added_tokens_by_the_thousand_keep_their_ids() -> None:
+def test_thousands_of_added_tokens_keep_their_ids() -> None:
     """Special and other tokens in turn: added one by one, they would take minutes."""
     fields = json.loads(TINY)
     size = len(fields["model"]["vocab"])

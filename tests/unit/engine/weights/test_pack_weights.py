@@ -28,7 +28,7 @@ def mapped(model_of: ModelOf, tmp_path: Path) -> Iterator[tuple[Manifest, mmap.m
         yield pack.manifest, mapping
 
 
-def test_weights_are_views_of_the_mapping(mapped: tuple[Manifest, mmap.mmap], model_of: ModelOf) -> None:
+def test_weights_are_views_of_mapping(mapped: tuple[Manifest, mmap.mmap], model_of: ModelOf) -> None:
     manifest, mapping = mapped
     config = read_config(manifest.config)
     weights = PackWeights(manifest, config, memoryview(mapping), link=None)

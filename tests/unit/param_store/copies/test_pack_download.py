@@ -142,7 +142,7 @@ def test_running_relay_takes_latest_urgency(tmp_path: Path, arena: Arena, monkey
 
 @pytest.mark.parametrize("num_held", [32, 8])
 def test_peers_added_during_remote_read_take_over(tmp_path: Path, arena: Arena, num_held: int) -> None:
-    """What they lack comes from the remote store after all."""
+    """Chunks that the peers lack still come from the remote store."""
     pack = SamplePack(1 << 20, chunk_bytes=32768)
     pack_id, remote = pack.pack_id, FolderStore(tmp_path / "remote")
     remote.put_bytes(f"packs/{pack_id}", pack.data)

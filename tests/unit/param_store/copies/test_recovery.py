@@ -1,4 +1,4 @@
-"""What a crashed store left stays where it is for as long as some process looks into it."""
+"""Packs of a crashed store stay in place while a process maps them."""
 
 from __future__ import annotations
 

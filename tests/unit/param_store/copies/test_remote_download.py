@@ -17,7 +17,7 @@ DATA = bytes(range(256)) * 4
 
 
 class Bytes(RangeReader):
-    """What ``again`` has is read when the first bytes were not good."""
+    """Reads from ``again`` after damaged bytes."""
 
     def __init__(self, data: bytes, again: bytes | None = None) -> None:
         self.data, self.again = data, again
@@ -107,5 +107,5 @@ def test_store_error_ends_download() -> None:
         fill(DATA[:500], list(range(11)))
 
 
-def test_a_stop_ends_it_early() -> None:
+def test_stop_ends_download_early() -> None:
     assert len(fill(DATA, list(range(11)), stop_after=1).published()) <= 3

@@ -71,7 +71,7 @@ def test_dropped_pack_not_cached(tmp_path: Path, arena: Arena, slab: Slab) -> No
     assert files_in(tmp_path / "packs") == []
 
 
-def test_a_stop_ends_it(tmp_path: Path, slab: Slab) -> None:
+def test_stop_ends_cache_write(tmp_path: Path, slab: Slab) -> None:
     stop = threading.Event()
     stop.set()
     assert not write_to_cache(DiskCache(tmp_path / "packs", 1 << 30), slab, stop)

@@ -27,13 +27,13 @@ def faulty(*_: object) -> None:
 
 
 def kept(cache: DiskCache, name: str, data: bytes, used: float) -> str:
-    found = pack_id(name)
+    cached = pack_id(name)
     draft, manifest = cache.drafts / "d", cache.drafts / "m"
     draft.write_bytes(data)
     manifest.write_bytes(name.encode())
     os.utime(draft, (used, used))
-    cache.publish(found, draft, manifest)
-    return found
+    cache.publish(cached, draft, manifest)
+    return cached
 
 
 @given(
@@ -125,41 +125,41 @@ def test_most_recent_packs_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_unreadable_pack_still_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = DiskCache(tmp_path / "packs", MANY)
-    found = kept(cache, "a", b"a", used=1000)
+    cached = kept(cache, "a", b"a", used=1000)
     with monkeypatch.context() as context:
         context.setattr(disk_cache, "FileReader", faulty)
-        assert cache.open(found) is None
-    assert cache.pack_ids() == {found}
+        assert cache.open(cached) is None
+    assert cache.pack_ids() == {cached}
 
 
 def test_pack_ids_do_not_wait_for_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = DiskCache(tmp_path / "packs", MANY)
-    found = kept(cache, "a", b"a", used=1000)
+    cached = kept(cache, "a", b"a", used=1000)
     asked = list[frozenset[str]]()
 
     def unlink(path: Path, missing_ok: bool) -> None:
         asked.append(cache.pack_ids())
 
     monkeypatch.setattr(Path, "unlink", unlink)
-    cache.discard(found)
+    cache.discard(cached)
     assert asked == [frozenset()] * 2
 
 
 def test_cached_manifest_verified(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "packs", MANY)
-    found = kept(cache, "manifest", b"data", used=1000)
-    assert cache.manifest(found) == b"manifest"
-    (tmp_path / "packs" / f"{found}.manifest").write_bytes(b"manifesT")
-    assert cache.manifest(found) is None
+    cached = kept(cache, "manifest", b"data", used=1000)
+    assert cache.manifest(cached) == b"manifest"
+    (tmp_path / "packs" / f"{cached}.manifest").write_bytes(b"manifesT")
+    assert cache.manifest(cached) is None
     assert cache.manifest(pack_id("other")) is None
 
 
 def test_pack_that_never_fits_evicts_nothing(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "packs", 250)
-    found = kept(cache, "a", b"a" * 100, used=1000)
+    cached = kept(cache, "a", b"a" * 100, used=1000)
     with pytest.raises(OSError, match="the disk cache has no space for 251 bytes"):
         cache.free_space(251)
-    assert cache.has(found)
+    assert cache.has(cached)
 
 
 def test_default_limit_is_half_of_free_space(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Packs of an object store, kept on the host's disk: read from there, mended from the remote store, in nobody's way."""
+"""Packs of an object store cached on the host's disk: read from it and repaired from the remote store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cancelled call was about to take does not stay taken."""
+"""A cancelled call leaves nothing acquired."""
 
 from __future__ import annotations
 

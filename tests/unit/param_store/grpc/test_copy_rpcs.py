@@ -72,9 +72,7 @@ async def test_failed_relay_reported_to_holders_and_retried(
         assert await bytes_in(store, pack.name) == pack.read_bytes()
 
 
-async def test_commands_of_an_old_epoch_are_refused(
-    tmp_path: Path, published: tuple[Path, pb.VersionDescription]
-) -> None:
+async def test_commands_of_old_epoch_are_refused(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
     pack, _ = published
     async with running_store(tmp_path) as store:
         await store.relay(pack.name, REMOTE, epoch=7)
@@ -87,7 +85,7 @@ async def test_commands_of_an_old_epoch_are_refused(
         assert (await store.report()).epoch == 7
 
 
-async def test_dropping_a_download_stops_it(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
+async def test_dropped_download_stops(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
     pack, _ = published
     async with running_store(tmp_path) as store:
         with slow_holder(pack) as source:

@@ -261,7 +261,7 @@ async def test_damage_in_remote_store_repaired_by_peer(
         assert sum(brought.values()) == version.pack_bytes
 
 
-async def test_damage_in_a_peers_arena_is_never_accepted(
+async def test_damage_in_peer_arena_is_never_accepted(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription]
 ) -> None:
     pack, version = published

@@ -334,7 +334,7 @@ def test_received_bytes_digested_again_after_restart(tmp_path: Path) -> None:
     assert upload.file_progress("model.safetensors").complete
 
 
-async def test_digesting_again_leaves_other_calls_their_threads(
+async def test_rehashing_leaves_threads_to_other_calls(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, names = (folder / "model.safetensors").read_bytes(), ("u1", "u2", "u3")
@@ -368,7 +368,7 @@ async def test_digesting_again_leaves_other_calls_their_threads(
         assert all([(await ended).complete for ended in rest])
 
 
-async def test_committing_again_answers_the_same_version(tmp_path: Path) -> None:
+async def test_repeated_commit_returns_same_version(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "model")
     async with running_store(tmp_path) as store:
         await send(store, folder, "u1")
@@ -497,7 +497,7 @@ async def test_file_released_when_call_ends_during_open(
         await call.write(pb.PutFileRequest(open=pb.PutFileRequest.Open(upload_id="u1", path="model.safetensors")))
         assert await asyncio.to_thread(opening.wait, HANG_S)
         call.cancel()
-        await store.report()  # a call's way: the store has heard of the cancellation
+        await store.report()  # by now the store has received the cancellation
         going_on.set()
         monkeypatch.undo()
         await until_accepted(store, "u1", (folder / "model.safetensors").read_bytes(), 0)

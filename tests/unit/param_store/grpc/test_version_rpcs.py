@@ -64,7 +64,7 @@ async def test_version_description_survives_restart(tmp_path: Path) -> None:
     assert data == tensors_of(config, "BF16").by_name["model.embed_tokens.weight"][2]
 
 
-async def test_publishing_is_content_addressed_and_deletion_counts_references(tmp_path: Path) -> None:
+async def test_deletion_counts_references_of_shared_objects(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     async with running_store(tmp_path) as store:
         first = await publish(store, folder)

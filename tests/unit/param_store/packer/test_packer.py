@@ -36,7 +36,7 @@ def packed(folder: Path, out: Path, largest_slot_bytes: int = 0) -> tuple[Manife
     ("architecture", "tied", "dtype"),
     [("LlamaForCausalLM", False, "F32"), ("Qwen2ForCausalLM", True, "BF16"), ("Qwen3ForCausalLM", False, "F16")],
 )
-def test_pack_holds_the_checkpoints_bytes_in_execution_order(
+def test_pack_has_checkpoint_bytes_in_execution_order(
     tmp_path: Path, architecture: str, tied: bool, dtype: str
 ) -> None:
     config = config_of(architecture, tie_word_embeddings=tied, hidden_size=128, intermediate_size=512)
@@ -63,9 +63,9 @@ def test_pack_holds_the_checkpoints_bytes_in_execution_order(
     assert manifest.config == config
 
 
-def test_shards_give_the_same_pack_as_one_file(tmp_path: Path) -> None:
-    one = packed(write_folder(tmp_path / "one"), tmp_path)
-    assert packed(write_shards(tmp_path / "three"), tmp_path) == one
+def test_shards_give_same_pack_as_single_file(tmp_path: Path) -> None:
+    single = packed(write_folder(tmp_path / "one"), tmp_path)
+    assert packed(write_shards(tmp_path / "three"), tmp_path) == single
 
 
 def test_harmless_surplus_is_left_out(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_harmless_surplus_is_left_out(tmp_path: Path) -> None:
     assert packed(tmp_path / "old", tmp_path) == plain
 
 
-def test_a_model_of_just_the_slots_size_is_taken(tmp_path: Path) -> None:
+def test_model_of_exact_slot_size_is_accepted(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     manifest, _ = packed(folder, tmp_path)
     packed(folder, tmp_path, manifest.num_bytes)

@@ -1,4 +1,4 @@
-"""Whatever is wrong with an upload is refused, with the file and the fault."""
+"""Faulty uploads are refused, with the file and the fault."""
 
 from __future__ import annotations
 

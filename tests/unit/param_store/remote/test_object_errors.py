@@ -1,4 +1,4 @@
-"""What obstore says becomes the platform's words, without what a server wrote and what a URL may keep secret."""
+"""Errors of obstore become the platform's, without a server's text and a URL's secrets."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ async def test_closed_iterator_kills_packer(tmp_path: Path) -> None:
 
 
 async def test_packer_environment_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads what strangers upload."""
+    """The packer reads untrusted uploads."""
     for name in ("TORCHRELAY_NODE_KEY", "TORCHRELAY_NATS_URL", "AWS_SECRET_ACCESS_KEY", "SOME_TOKEN"):
         monkeypatch.setenv(name, "hunter2")
     before = set(children())

@@ -104,6 +104,6 @@ def test_relay_plans_of_rivals() -> None:
     assert {edge.upstream for edge in from_disk(["s0"], [], ["s1", "s2"])} == {REMOTE}
 
 
-def test_one_copy_of_each_that_fits() -> None:
+def test_each_fitting_pack_has_one_copy() -> None:
     assert one_copy_each(FLEET, [FIRST, SECOND]) == {0: ["t/first"], 1: ["t/second"]}
     assert one_copy_each(Fleet(1, (1,), 1.0, 1.0, 1.0, FIRST.pack_bytes), [FIRST, SECOND]) == {0: ["t/first"]}

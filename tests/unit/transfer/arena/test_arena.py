@@ -54,7 +54,7 @@ def test_reserve_grows_when_it_must(arena: Arena) -> None:
     assert arena.slabs() == [slab]
 
 
-def test_data_begins_on_a_page_and_is_filled_in_place(arena: Arena, path: Path) -> None:
+def test_data_begins_on_page_and_is_filled_in_place(arena: Arena, path: Path) -> None:
     data, manifest = make_pack(10_000)
     slab = fill(arena.reserve(manifest.encode()), data)
     assert slab.complete
@@ -77,7 +77,7 @@ def test_least_recently_used_pack_evicted_and_range_reused(arena: Arena) -> None
         second.accept(0)
 
 
-def test_pins_keep_a_pack_whoever_has_them(arena: Arena) -> None:
+def test_pins_of_any_owner_keep_pack(arena: Arena) -> None:
     slab = reserve(arena, 40, seed=1, owner="filler")
     arena.pin(slab.pack_id, "worker-1")
     arena.pin(slab.pack_id, "worker-1")
@@ -99,7 +99,7 @@ def test_pack_larger_than_arena_refused(arena: Arena) -> None:
     assert reserve(arena, 64, seed=2).num_slab_bytes == 64 * PAGE
 
 
-def test_dropping_frees_the_place_and_refuses_its_readers(arena: Arena) -> None:
+def test_drop_frees_range_and_refuses_readers(arena: Arena) -> None:
     slab = reserve(arena, 4, seed=1)
     assert arena.drop(slab.pack_id)
     assert not arena.drop(slab.pack_id)
@@ -132,7 +132,7 @@ def test_pack_being_read_not_evicted(arena: Arena) -> None:
     other.close(unlink=True)
 
 
-def test_the_table_is_bounded(tmp_path: Path) -> None:
+def test_slab_table_is_bounded(tmp_path: Path) -> None:
     arena = Arena.create(tmp_path / "wide", TABLE_BYTES + (MAX_SLABS + 2) * PAGE)
     arena.grow(1 << 40)
     for seed in range(MAX_SLABS):
@@ -205,21 +205,21 @@ def test_growing_stops_after_a_slice(path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_integrity_notices_overlaps_and_foreign_writes(arena: Arena) -> None:
-    one, two = reserve(arena, 5, seed=1), reserve(arena, 5, seed=2)
+    first, second = reserve(arena, 5, seed=1), reserve(arena, 5, seed=2)
     with arena.path.open("r+b") as file:
         memory = memoryview(mmap.mmap(file.fileno(), 0))
     table = SlabTable(memory)
-    (entry,) = (entry for entry in table.entries() if entry.pack_id == two.pack_id)
+    (entry,) = (entry for entry in table.entries() if entry.pack_id == second.pack_id)
     table.remove(entry)
     with pytest.raises(ArenaCorrupted, match="differs"):
         arena.check_integrity()
-    arena._entries[two.pack_id] = table.add(two.pack_id, one.offset, entry.num_bytes, 9)
+    arena._entries[second.pack_id] = table.add(second.pack_id, first.offset, entry.num_bytes, 9)
     with pytest.raises(ArenaCorrupted, match="overlaps"):
         arena.check_integrity()
-    table.remove(arena._entries[two.pack_id])
-    arena._entries[two.pack_id] = table.add(two.pack_id, entry.begin, entry.num_bytes, 9)
+    table.remove(arena._entries[second.pack_id])
+    arena._entries[second.pack_id] = table.add(second.pack_id, entry.begin, entry.num_bytes, 9)
     arena.check_integrity()
-    memory[two.offset] ^= 1
+    memory[second.offset] ^= 1
     with pytest.raises(ArenaCorrupted, match="does not describe"):
         arena.check_integrity()
-    memory[two.offset] ^= 1
+    memory[second.offset] ^= 1

@@ -124,7 +124,7 @@ class ArenaLife(RuleBasedStateMachine):
         self.let_leave()
 
     @invariant()
-    def keeps_its_promises(self) -> None:
+    def invariants_hold(self) -> None:
         self.arena.check_integrity()
         slabs = self.arena.slabs()
         assert {slab.pack_id for slab in slabs} == {IDS[number] for number in self.filled}

@@ -1,4 +1,4 @@
-"""What outlives the process that owned the arena, and who may own it next."""
+"""Packs outlive the process that owned the arena, which another process may then own."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_recovered_slabs_not_evicted_until_released(path: Path) -> None:
     arena.close(unlink=True)
 
 
-def test_the_order_of_use_survives(path: Path) -> None:
+def test_order_of_use_survives_restart(path: Path) -> None:
     old = Arena.create(path, CAPACITY)
     slabs = [reserve(old, 32, seed=seed) for seed in (1, 2)]
     old.get(slabs[0].pack_id)
@@ -81,10 +81,10 @@ def test_damage_between_two_processes_is_found_at_first_use(path: Path) -> None:
         file.seek(place)
         file.write(bytes([data[3 * PAGE + 17] ^ 1]))
     arena = Arena.create(path, CAPACITY)
-    (found,) = arena.slabs()
-    assert found.wait_any([3], 0.0) == []
-    assert found.recheck() == found.num_chunks - 1
-    assert found.missing() == [3]
+    (slab,) = arena.slabs()
+    assert slab.wait_any([3], 0.0) == []
+    assert slab.recheck() == slab.num_chunks - 1
+    assert slab.missing() == [3]
     arena.close(unlink=True)
 
 
@@ -101,7 +101,7 @@ def test_slab_with_damaged_manifest_dropped(path: Path) -> None:
     arena.close(unlink=True)
 
 
-def test_one_process_owns_the_arena(path: Path) -> None:
+def test_single_process_owns_arena(path: Path) -> None:
     arena = Arena.create(path, CAPACITY)
     with pytest.raises(Conflict, match="belongs to another running process"):
         Arena.create(path, CAPACITY)

@@ -12,7 +12,7 @@ def used(begin: int, end: int, last_used: int = 0, pinned: bool = False) -> Used
     return UsedRange(f"pack-{begin}", begin, end, last_used, pinned)
 
 
-def test_first_fit_takes_the_lowest_hole_that_is_large_enough() -> None:
+def test_first_fit_takes_lowest_sufficient_hole() -> None:
     taken = [used(50, 60), used(0, 10), used(14, 20)]
     assert first_fit(taken, 0, 100, 4) == 10
     assert first_fit(taken, 0, 100, 5) == 20
@@ -49,13 +49,13 @@ def test_allocations_overlap_nothing_that_stays(
     for size, gap, last_used, pinned in sizes:
         taken.append(used(end + gap, end + gap + size, last_used, pinned))
         end += gap + size
-    taken = [one for one in taken if one.end <= 64]
-    room = find_space(taken, 0, faulted_end, 64, num_bytes)
-    if room is None:
-        assert first_fit([one for one in taken if one.pinned], 0, 64, num_bytes) is None
+    taken = [entry for entry in taken if entry.end <= 64]
+    space = find_space(taken, 0, faulted_end, 64, num_bytes)
+    if space is None:
+        assert first_fit([entry for entry in taken if entry.pinned], 0, 64, num_bytes) is None
         return
-    assert 0 <= room.begin <= 64 - num_bytes
-    for one in taken:
-        overlaps = one.begin < room.begin + num_bytes and room.begin < one.end
-        assert overlaps == (one.pack_id in room.evicted)
-        assert not (overlaps and one.pinned)
+    assert 0 <= space.begin <= 64 - num_bytes
+    for entry in taken:
+        overlaps = entry.begin < space.begin + num_bytes and space.begin < entry.end
+        assert overlaps == (entry.pack_id in space.evicted)
+        assert not (overlaps and entry.pinned)

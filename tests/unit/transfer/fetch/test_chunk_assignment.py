@@ -10,7 +10,7 @@ NUM_CHUNKS = 256
 UNDISTURBED_S = NUM_CHUNKS * CHUNK_BYTES / RATE  # 1.34
 
 
-def test_windows_follow_the_rate() -> None:
+def test_windows_follow_rate() -> None:
     sizes: dict[float, int] = {}
     for rate in (2e6, RATE, 5e9):
 
@@ -23,7 +23,7 @@ def test_windows_follow_the_rate() -> None:
     assert sizes[5e9] == MAX_WINDOW
 
 
-def test_what_a_source_lacks_is_asked_of_one_that_has_it() -> None:
+def test_missing_chunks_are_requested_from_other_source() -> None:
     first, second = SimulatedSource(RATE / 2, holds=40), SimulatedSource(RATE / 2)
     transfer([first, second], 80, num_striped=2)
     assert len(first.received) >= 15

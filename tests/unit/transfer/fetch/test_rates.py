@@ -36,7 +36,7 @@ def test_deeper_rate_drop_detected_sooner(share: float, earliest_s: float, lates
 
 
 @pytest.mark.parametrize("share", [0.75, 0.9, 2.0])
-def test_three_quarters_of_the_rate_is_not_slow(share: float) -> None:
+def test_three_quarters_of_rate_is_not_slow(share: float) -> None:
     monitor = known()
     run(monitor, share * 50e6, 5.0)
     assert not monitor.slow
@@ -57,7 +57,7 @@ def test_time_without_anything_to_send_does_not_count() -> None:
     assert monitor.baseline == pytest.approx(50e6, rel=0.01)
 
 
-def test_a_forwarder_is_measured_by_what_it_receives() -> None:
+def test_forwarder_is_measured_by_its_incoming_rate() -> None:
     """Links let short bursts through: a forwarder may never be busy for long and turn slow all the same."""
     monitor = RateMonitor()
     run(monitor, 50e6, 1.0, busy=False)
@@ -66,7 +66,7 @@ def test_a_forwarder_is_measured_by_what_it_receives() -> None:
     assert monitor.slow
 
 
-def test_it_recovers_at_its_former_rate() -> None:
+def test_window_recovers_at_former_rate() -> None:
     monitor = known()
     run(monitor, 10e6, 1.0)
     for _ in range(100):

@@ -23,7 +23,7 @@ def test_healthy_source_needs_no_alternate() -> None:
     assert took_s < 1.03 * UNDISTURBED_S
 
 
-def test_two_sources_at_half_the_rate_deliver_all_of_it() -> None:
+def test_two_half_rate_sources_deliver_full_rate() -> None:
     sources = [SimulatedSource(RATE / 2), SimulatedSource(RATE / 2)]
     _, took_s = transfer(sources, NUM_CHUNKS, num_striped=2)
     assert took_s < 1.05 * UNDISTURBED_S
@@ -91,7 +91,7 @@ def test_probation_doubles_after_each_relapse() -> None:
     assert took_s < 0.75 * 10 * UNDISTURBED_S
 
 
-def test_a_source_that_has_nothing_is_given_half_a_second() -> None:
+def test_source_without_data_gets_half_a_second() -> None:
     first, second = SimulatedSource(RATE, holds=10), SimulatedSource(RATE)
     joined_at: list[float] = []
 

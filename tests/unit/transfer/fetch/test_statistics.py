@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchrelay.transfer.fetch.statistics import TransferStats
 
 
-def test_statistics_report_bytes_errors_and_who_is_followed() -> None:
+def test_statistics_report_bytes_errors_and_sources() -> None:
     stats = TransferStats()
     assert (stats.largest, stats.by_source(), stats.num_repairs) == ("", [], 0)
     stats.joined("host-a")

@@ -51,7 +51,7 @@ def test_wanted_chunks_keep_their_order(order: list[int], count: int) -> None:
     assert unpack_runs(pack_runs(wanted), 30) == wanted
 
 
-def test_a_whole_pack_is_one_run_and_a_scattered_one_fits() -> None:
+def test_whole_pack_is_one_run_and_scattered_pack_fits() -> None:
     assert len(pack_runs(range(100_000))) == 8
     assert len(pack_runs(range(0, 100_000, 2))) <= MAX_WANT_BYTES
 

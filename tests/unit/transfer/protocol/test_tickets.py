@@ -38,7 +38,7 @@ def test_ticket_reusable_with_its_own_session() -> None:
     assert first == again != verify_ticket(make_ticket(), "host-h", HOLDER_KEY, now_unix_ms=0)
 
 
-def test_another_receiver_cannot_unseal_the_session() -> None:
+def test_other_receiver_cannot_unseal_session() -> None:
     ticket = make_ticket()
     session = verify_ticket(ticket, "host-h", HOLDER_KEY, now_unix_ms=0)
     assert unseal_session(ticket, derive_node_key(CLUSTER_KEY, "host-x")) != session

@@ -66,7 +66,7 @@ class Stream:
 
 @dataclass
 class Link:
-    """One queue; a stream that yields to nothing may also hold bytes in it."""
+    """A queue in which a stream that yields to no other may also hold bytes."""
 
     bytes_per_s: float
     base_s: float
@@ -95,9 +95,7 @@ class Link:
 @pytest.mark.parametrize("transfer_class", [URGENT, IDLE])
 @pytest.mark.parametrize("bytes_per_s", [12e6, LAN_BYTES_PER_S, 1.2e9])
 @pytest.mark.parametrize("base_s", [0.1 * MS, 1 * MS, 5 * MS])
-def test_an_idle_link_is_filled_and_its_queue_kept_short(
-    transfer_class: TransferClass, bytes_per_s: float, base_s: float
-) -> None:
+def test_idle_link_is_filled_with_short_queue(transfer_class: TransferClass, bytes_per_s: float, base_s: float) -> None:
     stream = Stream.of(transfer_class, base_s)
     link = Link(bytes_per_s, base_s, [stream])
     link.run(0.2)
@@ -125,7 +123,7 @@ def test_window_yields_and_recovers_within_milliseconds(transfer_class: Transfer
     assert stream.sent_bytes - begun >= 0.95 * LAN_BYTES_PER_S * 0.05
 
 
-def test_the_idle_yields_to_the_urgent() -> None:
+def test_idle_class_yields_to_urgent_class() -> None:
     base_s = 0.1 * MS
     idle, urgent = Stream.of(IDLE, base_s), Stream.of(URGENT, base_s)
     link = Link(LAN_BYTES_PER_S, base_s, [idle])
@@ -137,7 +135,7 @@ def test_the_idle_yields_to_the_urgent() -> None:
     assert urgent.sent_bytes - begun[1] > 2 * (idle.sent_bytes - begun[0])
 
 
-def test_a_link_that_turns_slow_is_still_filled() -> None:
+def test_slowed_link_stays_filled() -> None:
     stream = Stream.of(URGENT, 0.1 * MS)
     link = Link(LAN_BYTES_PER_S, 0.1 * MS, [stream])
     link.run(0.1)
@@ -148,7 +146,7 @@ def test_a_link_that_turns_slow_is_still_filled() -> None:
     assert stream.sent_bytes - begun >= 0.97 * link.bytes_per_s * 0.1
 
 
-def test_a_sender_that_has_little_to_send_asks_for_no_more() -> None:
+def test_small_sender_keeps_its_window() -> None:
     stream = Stream.of(URGENT, 0.1 * MS, wants_bytes_per_s=LAN_BYTES_PER_S / 2)
     Link(LAN_BYTES_PER_S, 0.1 * MS, [stream]).run(0.2)
     assert stream.pace.window_bytes == INITIAL_WINDOW_BYTES
@@ -169,7 +167,7 @@ def test_without_acknowledgements_nothing_changes() -> None:
     st.floats(1e-5, 1.0),
     st.lists(st.floats(1e-5, 1.0), min_size=1, max_size=20),
 )
-def test_the_recent_round_trip_forgets_what_the_kernel_remembers(old_s: float, new_s: list[float]) -> None:
+def test_recent_round_trip_ignores_older_minimum(old_s: float, new_s: list[float]) -> None:
     smoothed = old_s
     for rtt_s in new_s:
         smoothed += (rtt_s - smoothed) / 8

@@ -66,7 +66,7 @@ def test_bytes_sent_before_close_arrive(case: TransportCase, num_bytes: int) -> 
         assert far.peer_closed()
 
 
-def test_an_end_is_seen_without_waiting(case: TransportCase) -> None:
+def test_end_is_seen_without_waiting(case: TransportCase) -> None:
     with case.pair() as (near, far):
         assert not near.peer_closed()
         assert not far.peer_closed()
@@ -80,7 +80,7 @@ def test_an_end_is_seen_without_waiting(case: TransportCase) -> None:
         wait_until(near.peer_closed)
 
 
-def test_sending_to_one_that_has_gone_fails(case: TransportCase) -> None:
+def test_send_to_closed_peer_fails(case: TransportCase) -> None:
     with case.pair() as (near, far):
         near.send([b"x"])
         receive(far, 1)
@@ -107,7 +107,7 @@ def test_peer_that_reads_nothing_given_up(name: str) -> None:
         near.send([bytes(64 << 20)])
 
 
-def test_aborting_wakes_the_threads_that_are_blocked(case: TransportCase) -> None:
+def test_abort_wakes_blocked_threads(case: TransportCase) -> None:
     with case.pair() as (near, _):
         failed: list[OSError] = []
 
@@ -126,7 +126,7 @@ def test_aborting_wakes_the_threads_that_are_blocked(case: TransportCase) -> Non
 
 
 @pytest.mark.parametrize("transfer_class", TransferClass)
-def test_every_class_brings_the_same_bytes(case: TransportCase, transfer_class: TransferClass) -> None:
+def test_every_class_transfers_same_bytes(case: TransportCase, transfer_class: TransferClass) -> None:
     data = random.Random(3).randbytes(2 << 20)
     with case.pair() as (near, far):
         near.set_class(transfer_class)

@@ -9,7 +9,7 @@ from torchrelay.transfer.transport.iovec import drop_prefix, nonempty_views, tak
 
 
 @given(st.lists(st.binary(max_size=20), max_size=8), st.lists(st.integers(1, 30), min_size=1))
-def test_pieces_make_up_the_whole(parts: list[bytes], sizes: list[int]) -> None:
+def test_pieces_add_up_to_whole_text(parts: list[bytes], sizes: list[int]) -> None:
     pending = nonempty_views(parts)
     pieces: list[bytes] = []
     while pending:

@@ -119,7 +119,7 @@ def test_holder_serves_and_closes_both_listeners(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_both_ways_end_at_the_same_connection_interface(folder: Path) -> None:
+def test_both_transports_share_connection_interface(folder: Path) -> None:
     local = open_local_listener(KEY, folder)
     assert local is not None
     near = LocalFirstTransport(TcpTransport()).connect(prefer_local(local.address, "127.0.0.1:1"), 1.0)

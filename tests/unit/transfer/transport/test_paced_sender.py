@@ -65,7 +65,7 @@ def test_unread_bytes_limited_to_window(
     assert near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * INITIAL_WINDOW_BYTES
 
 
-def test_within_a_host_there_is_nothing_to_pace() -> None:
+def test_same_host_transfers_are_not_paced() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as near:
         assert not can_pace(near)
         before = near.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)

@@ -1,4 +1,4 @@
-"""What only shared memory does: who may connect, what a peer may claim, and what is left behind."""
+"""Features of shared memory alone: allowed peers, checked claims and no leftovers."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_other_file_not_used_as_socket(case: TransportCase) -> None:
 
 
 @pytest.mark.parametrize("said", [struct.pack("=I", RING_BYTES + 1), struct.pack("=2I", RING_BYTES, 1), b"abc"])
-def test_false_counts_end_the_connection(case: TransportCase, said: bytes) -> None:
+def test_false_counts_end_connection(case: TransportCase, said: bytes) -> None:
     with case.listening() as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.connect(str(path_of(listener)))
         near, far = socket.socketpair()

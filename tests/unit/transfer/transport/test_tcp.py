@@ -1,4 +1,4 @@
-"""What only TCP does: addresses, connecting, and a shortage of descriptors."""
+"""Features of TCP alone: addresses, connecting, and a shortage of descriptors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def listener() -> Iterator[Listener]:
     listener.close()
 
 
-def test_connecting_fails_with_a_reason() -> None:
+def test_failed_connection_names_reason() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = join_address(*gone.getsockname())
     with pytest.raises(ConnectionRefusedError, match="cannot connect"):

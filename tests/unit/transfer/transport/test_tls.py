@@ -89,7 +89,7 @@ def follow_all(address: str, sink: PackSink, transport: Transport, stall_s: floa
     return list(PACK.follow([PACK.source(address)], sink, transport=transport, stall_s=stall_s))
 
 
-def test_a_pack_arrives_whole_through_a_chain(node: Transport) -> None:
+def test_pack_arrives_whole_through_chain(node: Transport) -> None:
     second, third = PACK.sink(), PACK.sink()
     with serving(node, PACK.buffer()) as upper, serving(node, second) as lower, ThreadPoolExecutor(1) as threads:
         filling = threads.submit(follow_all, upper.address, second, node)
@@ -99,7 +99,7 @@ def test_a_pack_arrives_whole_through_a_chain(node: Transport) -> None:
     assert second.bytes_held == third.bytes_held == PACK.data
 
 
-def test_outsiders_get_nothing_and_the_listener_stays_open(node: Transport, outsiders: dict[str, Transport]) -> None:
+def test_outsiders_are_refused_and_listener_stays_open(node: Transport, outsiders: dict[str, Transport]) -> None:
     sink = PACK.sink()
     with (
         serving(node, PACK.buffer()) as holder,
@@ -196,7 +196,7 @@ def test_receive_times_out_and_abort_wakes_sender(node: Transport) -> None:
             sending.result(60.0)
 
 
-def test_damage_on_the_way_is_an_error(node: Transport, cluster: Authority) -> None:
+def test_damaged_frame_is_an_error(node: Transport, cluster: Authority) -> None:
     listener = TcpTransport().listen("127.0.0.1", 0)
     server = Tls(cluster.node("node")).server_context
     with ThreadPoolExecutor(1) as threads:
@@ -240,6 +240,6 @@ def test_follower_without_handshake_disconnected(cluster: Authority) -> None:
     listener.close()
 
 
-def test_the_setting_chooses(cluster: Authority) -> None:
+def test_tls_setting_chooses_transport(cluster: Authority) -> None:
     assert isinstance(transport_for(None), TcpTransport)
     assert isinstance(transport_for(Tls(cluster.node("node"))), TlsTransport)

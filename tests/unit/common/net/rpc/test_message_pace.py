@@ -34,12 +34,12 @@ async def test_first_messages_go_at_once(at_once: int) -> None:
     assert [await is_at_once(pace) for _ in range(at_once + 2)] == [True] * at_once + [False] * 2
 
 
-def test_further_messages_go_at_an_even_pace() -> None:
+def test_further_messages_are_evenly_paced() -> None:
     times = times_of_messages(MessagePace(every_s=0.5), 10, now_s=100.0)
     assert times == [100.0] * 4 + [100.5, 101.0, 101.5, 102.0, 102.5, 103.0]
 
 
-def test_silence_allows_no_more_than_the_first_messages_at_once() -> None:
+def test_silence_allows_only_first_messages_at_once() -> None:
     pace = MessagePace(every_s=0.5, at_once=2)
     assert times_of_messages(pace, 3, now_s=100.0) == [100.0, 100.0, 100.5]
     assert times_of_messages(pace, 3, now_s=103.0) == [103.0, 103.0, 103.5]  # five turns passed unused
