@@ -171,7 +171,7 @@ def test_image_tag_is_service_version(name: str) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_image_installs_exactly_needed_packages(name: str) -> None:
     build = stages_of(name)[0]
-    copied = dict(reversed(value.split()) for value in build["COPY"])
+    copied = {target: source for source, target in map(str.split, build["COPY"])}
     folders = [word for word in pip_installs(name)[-1] if word.startswith("./")]
     installed = {}
     for folder in folders:
