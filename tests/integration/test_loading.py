@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +161,28 @@ async def test_failed_load_fails_its_requests_and_frees_the_slot(
         if cut == "unload":
             assert (report.error, request.error().code) == ("", pb.RunError.CODE_WRONG_INSTANCE)
         else:
-            assert report.error and worker.slot.failed_instance_id == scene.prefill.instance_id
+            assert (
+                report.error
+                and not report.store_was_lost
+                and worker.slot.failed_instance_id == scene.prefill.instance_id
+            )
             assert request.error().code == pb.RunError.CODE_LOAD_FAILED
             late = await scene.send(scene.request(PROMPT))
             await late.finished()
             assert late.error().code == pb.RunError.CODE_LOAD_FAILED
         assert worker.engine.instance is None
+
+
+async def test_load_without_its_store_reports_the_store_as_lost(tmp_path: Path, model: Model, nats_url: str) -> None:
+    async with AsyncExitStack() as stack:
+        async with running_store(tmp_path) as store:
+            worker = await stack.enter_async_context(running_test_worker(nats_url, store))
+        await worker.load(
+            types_pb2.ModelVersion(model="acme/lost", pack_id=GatedPack(model).buffer_id), [PREFILL, DECODE]
+        )
+        await worker.until_free()
+        report = worker.worker.slot.report()
+        assert report.store_was_lost and "the store did not deliver the pack" in report.error
 
 
 async def test_broken_kernel_frees_the_slot_with_the_reason(

@@ -251,6 +251,29 @@ def test_request_waits_for_return_of_failed_store() -> None:
     assert scene.placement("r1", attempt=4) is not None
 
 
+def test_request_waits_for_return_of_lost_store() -> None:
+    """A worker reports that its loads fail as the store cannot be reached; that is no fault of the model or worker."""
+    scene = two_workers_one_host()
+    model = a_model()
+    scene.admit(model, "r1")
+    failures = scene.policy.state.load_failures
+    for attempt in range(2, 20):
+        for worker_id, worker in scene.workers.items():
+            if worker.slot.instance_id:
+                scene.workers[worker_id] = replace(worker, slot=SlotStatus(error="no peer", store_was_lost=True))
+        scene.pass_time(0.1)
+        scene.admit(model, "r1", attempt=attempt)
+        scene.pass_time(0.1)
+        assert scene.refusal("r1", attempt=attempt) is None
+        if failures.given_up_for(model.version_id, scene.now):
+            break
+    assert failures.given_up_for(model.version_id, scene.now) == "no peer"
+    assert {event.fields["cause"] for event in scene.events if event.topic == "instance.failed"} == {"store_lost"}
+    assert not failures.avoid(scene.now)
+    scene.pass_time(10.0)
+    assert scene.placement("r1", attempt=attempt) is not None
+
+
 def test_refused_relay_ends_accepted_load_and_blames_store() -> None:
     scene = two_workers_one_host()
     model = a_model()

@@ -24,9 +24,14 @@ async def test_taken_slot_refuses_other_instance() -> None:
     with pytest.raises(Conflict, match="ins-1"):
         await slot.begin_load(hosted("ins-2"))
     assert slot.state == LOADING
-    await slot.release("the disk is gone")
-    assert (slot.state, slot.report().error) == (FREE, "the disk is gone")
+    await slot.release("the store is gone", store_was_lost=True)
+    report = slot.report()
+    assert (slot.state, report.error, report.store_was_lost) == (FREE, "the store is gone", True)
     await slot.begin_load(hosted("ins-2"))
+    await slot.release("the disk is gone")
+    report = slot.report()
+    assert (report.error, report.store_was_lost) == ("the disk is gone", False)
+    await slot.begin_load(hosted("ins-3"))
     assert slot.report().error == ""
 
 

@@ -34,7 +34,7 @@ from torchrelay.worker.metrics.step_metrics import StepMetrics
 from torchrelay.worker.role import WorkerRole, load_roles
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.engine_thread import EngineThread
-from torchrelay.worker.slot.loader import Loader
+from torchrelay.worker.slot.loader import Loader, StoreLost
 from torchrelay.worker.slot.slot import DRAINING, HostedInstance, Slot
 
 if TYPE_CHECKING:
@@ -138,10 +138,11 @@ class Worker:
             self.slot, self.engine, self.pool, self._store, self.settings, self._active_processes, self.latency
         )
         error = self._fault = ""
+        store_was_lost = False
         try:
             await loader.run(hosted.version.pack_id, traceparent)
         except LoadFailed as failure:
-            error = failure.message
+            error, store_was_lost = failure.message, isinstance(failure, StoreLost)
             log.warning("load_failed", instance_id=hosted.instance_id, error=error)
         except Exception as failure:
             # A damaged or foreign pack may raise any exception in the engine's builder, and the slot must become free.
@@ -151,7 +152,7 @@ class Worker:
             error = error or self._fault
             code = generation_pb2.RunError.CODE_LOAD_FAILED if error else generation_pb2.RunError.CODE_WRONG_INSTANCE
             self._fail_attempts(code, error or "the instance was unloaded")
-            await self.slot.release(error)
+            await self.slot.release(error, store_was_lost)
             log.info("slot_free", instance_id=hosted.instance_id)
 
     async def _run_drain(self, drain_s: float, load: asyncio.Task[None] | None) -> None:

@@ -33,6 +33,10 @@ class _HoldEnded(Exception):
     """The store closed the stream. Not an ``Unavailable``, because ``LoadFailed`` is one, and final."""
 
 
+class StoreLost(LoadFailed):
+    """The store could not be reached before the pack was complete."""
+
+
 _HOLD_LOST = (grpc.aio.AioRpcError, _HoldEnded)
 
 
@@ -104,7 +108,8 @@ class Loader:
         try:
             await self._follow(hold.__aiter__())
         except grpc.aio.AioRpcError as error:
-            raise LoadFailed(f"the store did not deliver the pack: {error_from_rpc(error).message}") from error
+            kind = StoreLost if error.code() == grpc.StatusCode.UNAVAILABLE else LoadFailed
+            raise kind(f"the store did not deliver the pack: {error_from_rpc(error).message}") from error
         except StopAsyncIteration:
             raise LoadFailed("the store ended the hold before the pack was complete") from None
 

@@ -54,6 +54,7 @@ class Slot:
         self.instance_labels: InstanceLabels | None = None  # of ``hosted``; read at every step
         self.error = ""  # why the load of ``failed_instance_id`` failed; cleared by the next Load
         self.failed_instance_id = ""
+        self.store_was_lost = False  # and that is why it failed
         self.epoch = EpochFence()
         self._changed = asyncio.Condition()
         self._version = 0
@@ -79,16 +80,16 @@ class Slot:
             raise Conflict(
                 f"the slot is taken by {self.hosted.instance_id if self.hosted else '?'}", field="instance_id"
             )
-        self.hosted, self.error, self.failed_instance_id = hosted, "", ""
+        self.hosted, self.error, self.failed_instance_id, self.store_was_lost = hosted, "", "", False
         self.instance_labels = hosted.metric_labels()
         await self.move(LOADING)
 
-    async def release(self, error: str = "") -> None:
-        """Any state -> Free."""
+    async def release(self, error: str = "", store_was_lost: bool = False) -> None:
+        """Any state -> Free. ``store_was_lost``: the load failed with ``error`` as its store could not be reached."""
         if self.hosted is not None:
             self.hosted.settled.set()
             self.failed_instance_id = self.hosted.instance_id if error else ""
-        self.hosted, self.instance_labels, self.error = None, None, error
+        self.hosted, self.instance_labels, self.error, self.store_was_lost = None, None, error, store_was_lost
         await self.move(FREE)
 
     async def move(self, state: reports_pb2.SlotState.State.ValueType) -> None:
@@ -137,7 +138,7 @@ class Slot:
     def report(self) -> reports_pb2.SlotState:
         hosted = self.hosted
         if hosted is None:
-            return reports_pb2.SlotState(state=self.state, error=self.error)
+            return reports_pb2.SlotState(state=self.state, error=self.error, store_was_lost=self.store_was_lost)
         return reports_pb2.SlotState(
             state=self.state,
             instance_id=hosted.instance_id,

@@ -134,6 +134,7 @@ class SlotStatus:
     num_layers: int = 0
     load_phases: tuple[TimedPhase, ...] = ()
     error: str = ""
+    store_was_lost: bool = False  # the load failed because the store could not be reached
 
 
 @dataclass(frozen=True)

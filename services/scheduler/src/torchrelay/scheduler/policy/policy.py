@@ -11,7 +11,7 @@ from typing import assert_never
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import inputs
-from torchrelay.scheduler.policy.cluster.instances import InstanceTransition, TransitionKind
+from torchrelay.scheduler.policy.cluster.instances import STORE_LOST, InstanceTransition, TransitionKind
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, StoreStatus, WorkerStatus
 from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects
@@ -380,7 +380,7 @@ class Policy:
     def _count_failure(self, instance: Instance, reason: Reason, now: float) -> None:
         """Counts a failed load; after the last try, refuses the waiting requests unless other instances serve them."""
         state = self.state
-        version_id, is_of_store = instance.version_id, "store" in reason.figures
+        version_id, is_of_store = instance.version_id, reason.cause == STORE_LOST or "store" in reason.figures
         decided_at = instance.created_at
         if state.load_failures.add(
             version_id, instance.worker_id, reason.text, decided_at, now, is_of_store=is_of_store

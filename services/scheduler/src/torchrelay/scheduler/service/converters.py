@@ -62,6 +62,7 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> core.Work
                 for phase in slot.load_phases
             ),
             error=slot.error,
+            store_was_lost=slot.store_was_lost,
         ),
         kv_pool_bytes=report.kv_pool_bytes,
         num_running=report.num_running,

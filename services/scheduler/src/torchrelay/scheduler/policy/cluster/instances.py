@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, WorkerStatus
 from torchrelay.scheduler.policy.reasons import Reason
 
+STORE_LOST = "store_lost"  # the cause of a failed load
 _RESTARTED = Reason("worker_restarted", "the worker was restarted")
 _SLOT_TAKEN = Reason("slot_taken", "another instance took the slot")
 _UNANSWERED = Reason("load_refused", "the worker did not answer, and did not begin to load")
@@ -196,7 +197,8 @@ def _transition(known: Instance, worker: WorkerStatus, now: float) -> InstanceTr
         return InstanceTransition(TransitionKind.RELEASED, known, known)
     if known.phase is InstancePhase.LOADING:
         why = slot.error or "the worker aborted the load without a reason"
-        return InstanceTransition(TransitionKind.FAILED, known, known, Reason("load_failed", why, {"error": why}))
+        cause = STORE_LOST if slot.store_was_lost else "load_failed"
+        return InstanceTransition(TransitionKind.FAILED, known, known, Reason(cause, why, {"error": why}))
     reason = Reason("slot_freed", slot.error or "the worker freed its slot")
     return InstanceTransition(TransitionKind.LOST, known, known, reason)
 
