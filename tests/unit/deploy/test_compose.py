@@ -100,6 +100,11 @@ def health_check_of(image: Mapping[str, list[str]]) -> list[str]:
     return command
 
 
+def health_options_of(image: Mapping[str, list[str]]) -> dict[str, str]:
+    options = image["HEALTHCHECK"][0].partition(" CMD ")[0].split()
+    return dict(option.removeprefix("--").replace("-", "_").split("=") for option in options)
+
+
 def pip_installs(name: str) -> list[list[str]]:
     """The words of each command that installs packages, the last of which installs those of this repository."""
     commands = stages_of(name)[0]["RUN"][-1].split("&&")
@@ -153,6 +158,7 @@ def test_health_check_uses_services_port(name: str) -> None:
     assert check["test"] == ["CMD", *command]
     image = stages_of(name)[-1]
     assert health_check_of(image) == command
+    assert health_options_of(image) == {key: check[key] for key in ("interval", "timeout", "start_period")}
     assert environment_of(image)[variable] == environment[variable]
 
 
@@ -187,10 +193,16 @@ def test_recipe_pins_match_constraints(name: str) -> None:
     build, image = stages_of(name)
     (base,) = image["FROM"]
     assert build["FROM"] == [f"{base} AS build"] and re.fullmatch(r"python:3\.11\.\d+-[\w-]+", base)
-    pins = set((REPO / "constraints.txt").read_text().split())
-    for command in pip_installs(name):
-        pinned = {word for word in command if "==" in word}
-        assert pinned <= pins and (pinned or command[command.index("-c") + 1] == "constraints.txt"), command
+    pins = dict(line.split("==") for line in (REPO / "constraints.txt").read_text().split() if "==" in line)
+    assert "constraints.txt ./" in build["COPY"]
+    *others, own = pip_installs(name)
+    for command in others:
+        is_constrained = command[command.index("-c") + 1] == "constraints.txt" if "-c" in command else False
+        words = command[command.index("install") + 1 :]
+        for requirement in {word for word in words if re.match(r"[a-z]", word)} - {"constraints.txt"}:
+            distribution, _, version = requirement.partition("==")
+            assert distribution in pins and (is_constrained or version == pins[distribution]), requirement
+    assert own[own.index("-c") + 1] == "constraints.txt"
 
 
 @pytest.mark.parametrize("name", SETTINGS)
