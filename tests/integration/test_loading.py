@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
@@ -183,6 +185,21 @@ async def test_load_without_its_store_reports_the_store_as_lost(tmp_path: Path, 
         await worker.until_free()
         report = worker.worker.slot.report()
         assert report.store_was_lost and "the store did not deliver the pack" in report.error
+
+
+async def test_failed_relay_of_a_live_store_is_no_loss_of_the_store(
+    tmp_path: Path, model: Model, nats_url: str
+) -> None:
+    pack_id = GatedPack(model).buffer_id
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as worker:
+        await worker.load(types_pb2.ModelVersion(model="acme/gone", pack_id=pack_id), [PREFILL, DECODE])
+        with pytest.raises(grpc.aio.AioRpcError):
+            await store.relay(pack_id, peer("peer", address, pack_id, store))
+        await worker.until_free()
+        report = worker.worker.slot.report()
+        assert report.error and not report.store_was_lost
 
 
 async def test_broken_kernel_frees_the_slot_with_the_reason(

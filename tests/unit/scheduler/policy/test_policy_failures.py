@@ -269,9 +269,30 @@ def test_request_waits_for_return_of_lost_store() -> None:
             break
     assert failures.given_up_for(model.version_id, scene.now) == "no peer"
     assert {event.fields["cause"] for event in scene.events if event.topic == "instance.failed"} == {"store_lost"}
-    assert not failures.avoid(scene.now)
     scene.pass_time(10.0)
     assert scene.placement("r1", attempt=attempt) is not None
+
+
+def test_load_moves_to_another_host_from_lost_store() -> None:
+    """All workers of the host are avoided, also those that have not failed, and for a fixed time only."""
+    scene, model = hosts(2), a_model()
+    scene.admit(model, "r1")
+    first = next(iter(scene.policy.state.instances)).worker_id
+    host_id = scene.workers[first].host_id
+    on_host = {worker_id for worker_id, worker in scene.workers.items() if worker.host_id == host_id}
+    failures = scene.policy.state.load_failures
+    for failing in ({first}, on_host):
+        for worker_id in failing:
+            lost = SlotStatus(error=f"no peer of {worker_id}", store_was_lost=True)
+            scene.workers[worker_id] = replace(scene.workers[worker_id], slot=lost)
+        scene.pass_time(0.1)
+        assert failures.avoid(scene.now) == on_host
+    scene.admit(model, "r1", attempt=2)
+    scene.pass_time(1.0)
+    assert scene.placement("r1", attempt=2) is not None
+    assert {instance.worker_id for instance in scene.policy.state.instances}.isdisjoint(on_host)
+    scene.pass_time(5.0)
+    assert not failures.avoid(scene.now)
 
 
 def test_refused_relay_ends_accepted_load_and_blames_store() -> None:

@@ -10,7 +10,7 @@ import grpc
 import stamina
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc, is_from_peer
 from torchrelay.common.process.telemetry import span_of
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.engine.batching.decode_shares import Latency
@@ -108,7 +108,8 @@ class Loader:
         try:
             await self._follow(hold.__aiter__())
         except grpc.aio.AioRpcError as error:
-            kind = StoreLost if error.code() == grpc.StatusCode.UNAVAILABLE else LoadFailed
+            was_lost = error.code() == grpc.StatusCode.UNAVAILABLE and not is_from_peer(error)
+            kind = StoreLost if was_lost else LoadFailed
             raise kind(f"the store did not deliver the pack: {error_from_rpc(error).message}") from error
         except StopAsyncIteration:
             raise LoadFailed("the store ended the hold before the pack was complete") from None

@@ -54,7 +54,7 @@ class Slot:
         self.instance_labels: InstanceLabels | None = None  # of ``hosted``; read at every step
         self.error = ""  # why the load of ``failed_instance_id`` failed; cleared by the next Load
         self.failed_instance_id = ""
-        self.store_was_lost = False  # and that is why it failed
+        self.store_was_lost = False  # whether that load failed because the store could not be reached
         self.epoch = EpochFence()
         self._changed = asyncio.Condition()
         self._version = 0

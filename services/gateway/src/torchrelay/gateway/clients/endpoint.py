@@ -11,10 +11,9 @@ from typing import TypeVar
 import grpc
 
 from torchrelay.common.errors import TorchrelayError, Unavailable
-from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc, is_from_peer
 
 T = TypeVar("T")
-_SERVICE_ERROR_KEY = "torchrelay-code"  # trailing metadata of an error raised by the peer itself
 _UNREACHABLE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
@@ -54,11 +53,6 @@ class ServiceEndpoint:
     def silent(self) -> Unavailable:
         """The error of a service that takes connections and sends nothing: its process hangs."""
         return Unavailable(f"the {self.name} at {self.address} ({self.setting}) does not answer")
-
-
-def is_from_peer(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the peer itself raised the error; otherwise the call broke off."""
-    return any(key == _SERVICE_ERROR_KEY for key, _ in error.trailing_metadata() or ())
 
 
 def param_store_endpoint(address: str) -> ServiceEndpoint:

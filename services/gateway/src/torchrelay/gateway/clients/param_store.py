@@ -10,10 +10,11 @@ import grpc
 import msgspec
 
 from torchrelay.common.errors import Conflict, NotFound, TorchrelayError, Unavailable
+from torchrelay.common.net.rpc.errors import is_from_peer
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.gateway.clients.client_stream import write_while_open
-from torchrelay.gateway.clients.endpoint import is_from_peer, param_store_endpoint
+from torchrelay.gateway.clients.endpoint import param_store_endpoint
 from torchrelay.gateway.clients.rechunk import ByteStream, rechunk
 from torchrelay.gateway.core import ModelShape, Version
 

@@ -380,7 +380,11 @@ class Policy:
     def _count_failure(self, instance: Instance, reason: Reason, now: float) -> None:
         """Counts a failed load; after the last try, refuses the waiting requests unless other instances serve them."""
         state = self.state
-        version_id, is_of_store = instance.version_id, reason.cause == STORE_LOST or "store" in reason.figures
+        version_id, is_lost = instance.version_id, reason.cause == STORE_LOST
+        is_of_store = is_lost or "store" in reason.figures
+        if is_lost and (worker := state.membership.workers.get(instance.worker_id)) is not None:
+            workers = state.membership.workers.values()
+            state.load_failures.store_lost((each.worker_id for each in workers if each.host_id == worker.host_id), now)
         decided_at = instance.created_at
         if state.load_failures.add(
             version_id, instance.worker_id, reason.text, decided_at, now, is_of_store=is_of_store

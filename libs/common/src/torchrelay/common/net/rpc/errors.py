@@ -36,6 +36,11 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
     return kind(message, field=text_of(field))
 
 
+def is_from_peer(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the peer itself raised the error; otherwise the call broke off."""
+    return any(key == _CODE for key, _ in error.trailing_metadata() or ())
+
+
 def logged_cause(error: TorchrelayError) -> str:
     """The message for logs only: includes gRPC's own text, which may name addresses, if gRPC raised the cause."""
     cause = error.__cause__

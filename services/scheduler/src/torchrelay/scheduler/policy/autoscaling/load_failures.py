@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -18,7 +19,7 @@ class _FailureRecord:
 
 @dataclass
 class _AvoidedWorker:
-    """A worker where loads of any model failed and none has succeeded since."""
+    """A worker where loads of any model failed and none has succeeded since, or whose store was lost."""
 
     num_failures: int = 0
     until: float = 0.0
@@ -62,6 +63,12 @@ class LoadFailures:
         record.not_before = now + min(backoff_s, self._config.load_backoff_max_s)
         return False
 
+    def store_lost(self, worker_ids: Iterable[str], now: float) -> None:
+        """Avoids the workers of a host whose store was lost, for the longest back-off and no longer: stores restart."""
+        for worker_id in worker_ids:
+            avoided = self._avoided.setdefault(worker_id, _AvoidedWorker())
+            avoided.until = max(avoided.until, now + self._config.load_backoff_max_s)
+
     def given_up_for(self, version_id: str, now: float) -> str:
         """Why the version is not loaded for a while after its last try; empty if it may be loaded."""
         record = self._of.get(version_id)
@@ -91,7 +98,9 @@ class LoadFailures:
         return record.not_before if record else 0.0
 
     def avoid(self, now: float) -> frozenset[str]:
-        """Workers where loads failed, which are used only if there is no other; avoided longer after more failures.
-        Otherwise a worker on which no load ever succeeds would get half of each model's pair.
+        """Workers where loads failed or whose store was lost, which are used only if there is no other.
+
+        Workers with more failed loads are avoided for longer: otherwise a worker on which no load ever succeeds would
+        get half of each model's pair.
         """
         return frozenset(worker_id for worker_id, avoided in self._avoided.items() if avoided.until > now)
