@@ -9,8 +9,9 @@ from typing import Any
 
 import grpc
 
-from torchrelay.common.errors import Conflict, NotFound, TorchrelayError, UploadRefused
+from torchrelay.common.errors import Conflict, NotFound, TorchrelayError
 from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.options import ACCEPTED
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.control.v1 import param_store_pb2, scheduler_pb2, types_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreServicer, add_ParamStoreServicer_to_server
@@ -18,11 +19,16 @@ from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerServicer, add_Sche
 
 
 class ScriptedStore(ParamStoreServicer):
-    """Keeps uploads and versions in memory. ``refusal`` is raised by Commit, ``stored_bytes`` is a version's size."""
+    """Keeps uploads and versions in memory. ``stored_bytes`` is a version's size.
+
+    ``refusal`` is raised by Commit, ``put_refusal`` by PutFile at once.
+    """
 
     def __init__(self) -> None:
         self.uploads: dict[str, dict[str, tuple[param_store_pb2.DeclaredFile, bytearray]]] = {}
         self.refusal: TorchrelayError | None = None
+        self.put_refusal: TorchrelayError | None = None
+        self.openings: list[param_store_pb2.PutFileRequest.Open] = []
         self.stored_bytes = 1000
         self.published: dict[str, int] = {}  # version -> when it was published last
         self.claims: dict[str, str] = {}  # upload -> the version it published
@@ -41,24 +47,14 @@ class ScriptedStore(ParamStoreServicer):
 
     async def PutFile(self, request_iterator: AsyncIterator[Any], context: Any) -> param_store_pb2.FileState:
         opening = (await anext(aiter(request_iterator))).open
-        declared, received = self._upload(opening.upload_id).get(opening.path, (None, bytearray()))
-        if declared is None:
-            raise NotFound(f"{opening.path} is not a declared file", field=opening.path)
-        is_complete = len(received) == declared.num_bytes
-        if opening.offset != len(received) and (opening.offset or not is_complete):
-            raise Conflict(f"{opening.path} continues at offset {len(received)}", field="Upload-Offset")
-        num_left = declared.num_bytes - opening.offset
-        too_long = UploadRefused(
-            f"{opening.path}: more bytes were sent than the {declared.num_bytes:,} declared", field=opening.path
-        )
-        if opening.num_bytes > num_left:
-            raise too_long
+        self.openings.append(opening)
+        if self.put_refusal is not None:
+            raise self.put_refusal
+        await context.send_initial_metadata((ACCEPTED,))
+        received = self._upload(opening.upload_id)[opening.path][1]
         async for part in request_iterator:
             self.largest_slice = max(self.largest_slice, len(part.data))
-            num_left -= len(part.data)
-            if num_left < 0:
-                raise too_long
-            received += b"" if is_complete else part.data
+            received += part.data
         return self._file(opening.upload_id, opening.path)
 
     async def Commit(self, request: Any, context: Any) -> AsyncIterator[param_store_pb2.CommitProgress]:

@@ -18,6 +18,7 @@ from tests.unit.gateway.scripted_services import ScriptedStore, serving_store
 from torchrelay.common.errors import DiskFull, Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.errors import status_of
+from torchrelay.common.net.rpc.options import ACCEPTED
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreServicer, add_ParamStoreServicer_to_server
 from torchrelay.gateway.clients.param_store import StoreClient
@@ -29,7 +30,11 @@ SILENT = r"the param-store at store:1 \(TORCHRELAY_STORE_ADDRESS\) does not answ
 class HungStore(ScriptedStore):
     """A store whose disk hangs: it reads nothing of an upload, and sends one step of a commit."""
 
+    accepts = True  # an upload's opening
+
     async def PutFile(self, request_iterator: AsyncIterator[Any], context: Any) -> param_store_pb2.FileState:
+        if self.accepts:
+            await context.send_initial_metadata((ACCEPTED,))
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -46,9 +51,13 @@ async def pieces(num_bytes: int) -> AsyncIterator[bytes]:
     yield bytes(num_bytes)
 
 
-@pytest.mark.parametrize("num_bytes", [10, 16 << 20], ids=["sent", "not taken"])
-async def test_store_that_reads_no_bytes_is_named(num_bytes: int) -> None:
-    async with serving_store(hung_store()) as channel, asyncio.timeout(HANG_S):
+@pytest.mark.parametrize(
+    ("accepts", "num_bytes"), [(False, 10), (True, 10), (True, 16 << 20)], ids=["not accepted", "sent", "not taken"]
+)
+async def test_store_that_reads_no_bytes_is_named(accepts: bool, num_bytes: int) -> None:
+    store = hung_store()
+    store.accepts = accepts
+    async with serving_store(store) as channel, asyncio.timeout(HANG_S):
         client = StoreClient(channel, "store:1", silence_s=0.5)
         with pytest.raises(Unavailable, match=SILENT):
             await client.put_file("u1", "w", 0, pieces(num_bytes))
@@ -91,9 +100,12 @@ class FullStore(ParamStoreServicer):
         self.delay_s = 0.0  # then
         self.has_refused = threading.Event()
         self.breaks_off_by: grpc.StatusCode | None = None  # as gRPC does it, instead
+        self.accepts = True
 
     def PutFile(self, request_iterator: Any, context: Any) -> param_store_pb2.FileState:
         context.add_callback(self.has_refused.set)
+        if self.accepts:
+            context.send_initial_metadata((ACCEPTED,))
         for _ in range(self.num_messages):
             next(request_iterator)
         time.sleep(self.delay_s)
@@ -126,6 +138,20 @@ async def assert_cause_is_told(address: str, body: AsyncIterator[bytes]) -> None
     async with open_channel(address) as channel, asyncio.timeout(HANG_S):
         with pytest.raises(DiskFull, match="the disk is full"):
             await StoreClient(channel, "store:1").put_file("u1", "w", 0, body)
+
+
+async def test_body_of_a_refused_opening_is_not_read() -> None:
+    num_read = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        num_read += 1
+        yield b"x"
+
+    with serving_full_store() as (store, address):
+        store.accepts = False
+        await assert_cause_is_told(address, body())
+    assert num_read == 0
 
 
 @pytest.mark.parametrize("num_slices_after", [0, 1], ids=["before the end", "before a write"])

@@ -26,6 +26,7 @@ from torchrelay.common.errors import (
 )
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.common.net.rpc.options import ACCEPTED
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.grpc import upload_rpcs
 from torchrelay.param_store.remote.versions import Version, Versions
@@ -202,6 +203,28 @@ async def aiter_of(*requests: pb.PutFileRequest):  # type: ignore[no-untyped-def
         yield request
 
 
+async def test_announced_excess_is_refused_before_received_bytes_are_digested(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, resumed = (folder / "model.safetensors").read_bytes(), list[FileWriter]()
+    async with running_store(tmp_path) as store:
+        await begin(store, folder, "u1")
+        await put(store, "u1", "model.safetensors", data[:5000])
+    monkeypatch.setattr(FileWriter, "resume", resumed.append)
+    async with running_store(tmp_path) as store:  # restarted: what it has must be digested once more
+        opening = pb.PutFileRequest.Open(
+            upload_id="u1", path="model.safetensors", offset=5000, num_bytes=len(data) - 4999
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await store.stub.PutFile(aiter_of(pb.PutFileRequest(open=opening)))
+        assert isinstance(refusal(caught), UploadRefused) and not resumed
+        opening.num_bytes = 0
+        call = store.stub.PutFile()
+        await call.write(pb.PutFileRequest(open=opening))
+        assert ACCEPTED in tuple(await call.initial_metadata())
+        call.cancel()
+
+
 async def test_begin_checks_quota_id_and_sameness(tmp_path: Path, folder: Path) -> None:
     async with running_store(tmp_path) as store:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -316,6 +339,20 @@ def test_file_sent_in_parts_digested_once(tmp_path: Path) -> None:
         writer.close()
     assert num_bytes_read() - before < 4 << 20
     assert upload.file_progress("model.safetensors").complete
+
+
+def test_complete_file_may_be_sent_again_during_a_commit(tmp_path: Path) -> None:
+    files = (DeclaredFile("config.json", 2, sha256_of(b"{}")),)
+    upload = StagedUpload.begin(tmp_path / "u1", UploadRecord("u1", "ten-1", files), {})
+    writer = upload.open_file("config.json", 0)
+    assert writer is not None
+    writer.write(b"{}")
+    writer.finish()
+    writer.close()
+    upload.begin_commit()
+    assert upload.open_file("config.json", 0) is None
+    with pytest.raises(Conflict, match="being committed"):
+        upload.open_file("config.json", 2)
 
 
 def test_received_bytes_digested_again_after_restart(tmp_path: Path) -> None:

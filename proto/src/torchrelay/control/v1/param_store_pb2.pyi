@@ -186,6 +186,8 @@ class PutFileRequest(_message.Message):
 
     @_typing.final
     class Open(_message.Message):
+        """The store sends initial metadata with torchrelay-accepted once it has checked this; data follows only then."""
+
         DESCRIPTOR: _descriptor.Descriptor
 
         UPLOAD_ID_FIELD_NUMBER: _builtins.int

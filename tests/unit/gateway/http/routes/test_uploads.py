@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select
 
 from tests.unit.gateway.http.conftest import RestRig
-from torchrelay.common.errors import Unavailable, UploadRefused
+from torchrelay.common.errors import Conflict, NotFound, TorchrelayError, Unavailable, UploadRefused
 from torchrelay.gateway.catalog.garbage_collection import free_retired_versions
 from torchrelay.gateway.sql.tables import models, retired_versions, uploads
 
@@ -71,45 +71,31 @@ async def test_interrupted_upload_is_resumed(rig: RestRig) -> None:
     while received < 1 << 20:  # the server notices the disconnect later and stores slice by slice
         received = (await rig.acme.get(f"/v1/uploads/{upload['id']}")).json()["files"][0]["received"]
     assert received == 1 << 20
-    conflict = await rig.acme.put(url, content=WEIGHTS, headers={"upload-offset": "0"})
-    assert conflict.status_code == 409
-    assert str(received) in conflict.json()["error"]["message"]
-    assert (await rig.acme.put(f"/v1/uploads/{upload['id']}/files/x", content=WEIGHTS)).status_code == 404
     rest = await rig.acme.put(url, content=WEIGHTS[received:], headers={"upload-offset": str(received)})
     assert rest.json()["complete"] is True
 
 
-@pytest.mark.parametrize("is_declared", [True, False])
-@pytest.mark.parametrize("sent_before", [b"", WEIGHTS[:1000], WEIGHTS], ids=["nothing", "a part", "all"])
-async def test_bytes_beyond_the_declared_size_are_refused(rig: RestRig, sent_before: bytes, is_declared: bool) -> None:
+@pytest.mark.parametrize(
+    ("refusal", "status", "code"),
+    [
+        (Conflict("w continues at offset 5, not 3", field="Upload-Offset"), 409, "conflict"),
+        (NotFound("x is not a declared file", field="x"), 404, "not_found"),
+        (UploadRefused("w: more bytes were sent than the 7 declared", field="w"), 422, "upload_refused"),
+    ],
+    ids=["offset", "file", "length"],
+)
+async def test_opening_refused_by_the_store_keeps_its_cause(
+    rig: RestRig, refusal: TorchrelayError, status: int, code: str
+) -> None:
     upload = await begun(rig.acme)
-    url = f"/v1/uploads/{upload['id']}/files/w"
-    await rig.acme.put(url, content=sent_before)
-    offset = len(sent_before) % len(WEIGHTS)
-
-    async def pieces() -> Any:
-        yield WEIGHTS[offset:]
-        yield b"x"
-
-    content = WEIGHTS[offset:] + b"x" if is_declared else pieces()
-    refused = await rig.acme.put(url, content=content, headers={"upload-offset": str(offset)})
-    assert refused.status_code == 422
+    rig.store.put_refusal = refusal
+    headers = {"upload-offset": "3"}
+    refused = await rig.acme.put(f"/v1/uploads/{upload['id']}/files/w", content=b"abcd", headers=headers)
     error = refused.json()["error"]
-    assert error["param"] == "w" and "more bytes were sent than the 2,097,152 declared" in error["message"]
-    state = (await rig.acme.get(f"/v1/uploads/{upload['id']}")).json()["files"][0]
-    if is_declared:
-        assert state["received"] == len(sent_before)
-    goes_on = WEIGHTS[state["received"] % len(WEIGHTS) :]
-    rest = await rig.acme.put(url, content=goes_on, headers={"upload-offset": str(len(WEIGHTS) - len(goes_on))})
-    assert rest.json()["complete"] is True
-
-
-async def test_complete_file_sent_again_is_kept(rig: RestRig) -> None:
-    upload = await begun(rig.acme)
-    for content in (WEIGHTS, WEIGHTS, b"x"):
-        reply = await rig.acme.put(f"/v1/uploads/{upload['id']}/files/w", content=content)
-        assert reply.json() == {"path": "w", "size": len(WEIGHTS), "received": len(WEIGHTS), "complete": True}
-    assert (await rig.acme.post(f"/v1/uploads/{upload['id']}/commit")).status_code == 200
+    assert (refused.status_code, error["code"], error["param"]) == (status, code, refusal.field)
+    assert error["message"] == refusal.message
+    (opening,) = rig.store.openings
+    assert (opening.upload_id, opening.path, opening.offset, opening.num_bytes) == (upload["id"], "w", 3, 4)
 
 
 async def test_commit_streams_its_steps_as_lines(rig: RestRig) -> None:

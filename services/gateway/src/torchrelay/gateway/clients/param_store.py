@@ -11,6 +11,7 @@ import msgspec
 
 from torchrelay.common.errors import Conflict, NotFound, TorchrelayError, Unavailable
 from torchrelay.common.net.rpc.errors import is_from_peer
+from torchrelay.common.net.rpc.options import ACCEPTED
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.gateway.clients.client_stream import write_while_open
@@ -76,9 +77,14 @@ class StoreClient:
         return Unavailable(f"{cause}; resume {path} at the offset in the upload's state", field=path)
 
     async def _write_file(self, call: Any, opening: param_store_pb2.PutFileRequest.Open, body: ByteStream) -> float:
-        """Returns how long the store may then take to answer, in seconds."""
+        """Sends the body once the store has accepted its opening. Returns how long the store may then take to answer,
+        in seconds.
+        """
         limit_s = self._silence_s + opening.offset / _DIGEST_BYTES_PER_S
         await self._endpoint.answered(call.write(param_store_pb2.PutFileRequest(open=opening)), limit_s)
+        metadata = await self._endpoint.answered(call.initial_metadata(), limit_s)
+        if ACCEPTED not in tuple(metadata or ()):  # refused: the status tells why, and the body is not asked for
+            return limit_s
         async for data in rechunk(body):
             limit_s += len(data) / _DIGEST_BYTES_PER_S
             await self._endpoint.answered(call.write(param_store_pb2.PutFileRequest(data=data)), limit_s)

@@ -12,6 +12,7 @@ import grpc
 
 from torchrelay.common.errors import InvalidRequest, TorchrelayError, Unavailable, UploadRefused
 from torchrelay.common.host.disk import write_error
+from torchrelay.common.net.rpc.options import ACCEPTED
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.grpc.cancellable_acquire import acquire_on_thread
@@ -56,16 +57,21 @@ class UploadRpcs:
             lambda: upload.open_file(opening.path, opening.offset),
             lambda opened: None if opened is None else opened.close(),
         )
-        data = _data(request_iterator, opening, upload.declared(opening.path))
-        if writer is None:
-            async for _ in data:
-                pass
-        else:
-            try:
-                await self._receive(writer, data)
-            except OSError as error:
-                raise write_error(error, f"{opening.path}: cannot be written", upload.folder) from error
-            finally:
+        try:
+            file = upload.declared(opening.path)
+            num_left = file.num_bytes - opening.offset
+            if opening.num_bytes > num_left:
+                raise _too_long(file)
+            await context.send_initial_metadata((ACCEPTED,))
+            async with aclosing(_data(request_iterator, file, num_left)) as data:
+                if writer is not None:
+                    await self._receive(writer, data)
+                async for _ in data:  # of a complete file, which is kept
+                    pass
+        except OSError as error:
+            raise write_error(error, f"{opening.path}: cannot be written", upload.folder) from error
+        finally:
+            if writer is not None:
                 await asyncio.to_thread(writer.close)
         return file_state(upload.file_progress(opening.path))
 
@@ -160,23 +166,21 @@ class UploadRpcs:
         await asyncio.to_thread(writer.finish)
 
 
+def _too_long(file: DeclaredFile) -> UploadRefused:
+    return UploadRefused(f"{file.path}: more bytes were sent than the {file.num_bytes:,} declared", field=file.path)
+
+
 async def _data(
-    parts: AsyncIterator[pb.PutFileRequest], opening: pb.PutFileRequest.Open, file: DeclaredFile
-) -> AsyncIterator[bytes]:
-    """The data of a file's messages. Raises ``UploadRefused`` for more bytes than the declared size has left, before
-    any data if they are announced.
-    """
-    num_left = file.num_bytes - opening.offset
-    too_long = UploadRefused(f"{file.path}: more bytes were sent than the {file.num_bytes:,} declared", field=file.path)
-    if opening.num_bytes > num_left:
-        raise too_long
+    parts: AsyncIterator[pb.PutFileRequest], file: DeclaredFile, num_left: int
+) -> AsyncGenerator[bytes, None]:
+    """The data of a file's messages. Raises ``UploadRefused`` for more than ``num_left`` bytes."""
     async for part in parts:
         if part.WhichOneof("part") != "data" or len(part.data) > MAX_PART_BYTES:
             message = f"messages after the first must carry 1 to {MAX_PART_BYTES} bytes of data"
             raise InvalidRequest(message, field="data")
         num_left -= len(part.data)
         if num_left < 0:
-            raise too_long
+            raise _too_long(file)
         yield part.data
 
 

@@ -75,6 +75,7 @@ class FileWriter:
         with self._lock:
             if self._closed:
                 raise Conflict(f"{self._declared.path}: the upload has ended", field="upload_id")
+            assert self._num_bytes + len(data) <= self._declared.num_bytes, "the caller bounds the bytes"
             write_all(self._file.fileno(), data)
             self._digest.update(data)
             self._num_bytes += len(data)

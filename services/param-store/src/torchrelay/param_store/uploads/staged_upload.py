@@ -131,13 +131,14 @@ class StagedUpload:
         """
         with self._lock:
             progress = self.file_progress(path)
-            if self._aborted or self.committing or not self.is_open:
+            is_sent_again = progress.complete and not offset
+            if self._aborted or not self.is_open or (self.committing and not is_sent_again):
                 raise Conflict(
                     "the upload accepts no more bytes: it is being committed or has ended", field="upload_id"
                 )
             if path in self._writers:
                 raise Conflict(f"{path}: another call is sending this file", field="path")
-            if offset != progress.num_bytes_received and (offset or not progress.complete):
+            if offset != progress.num_bytes_received and not is_sent_again:
                 message = f"{path} continues at offset {progress.num_bytes_received}, not {offset}"
                 raise Conflict(message, field="Upload-Offset")
             if progress.complete:

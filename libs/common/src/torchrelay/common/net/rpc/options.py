@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 MAX_MESSAGE_BYTES = 8 << 20
+# In the initial metadata of PutFile once the store has accepted what the client is about to send.
+ACCEPTED = ("torchrelay-accepted", "1")
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
