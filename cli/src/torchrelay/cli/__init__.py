@@ -1,1 +1,1 @@
-"""Torchrelay: serve many models, hold accelerators only while they are called."""
+"""The `torchrelay` program: starts the platform and calls it"""

@@ -47,7 +47,8 @@ def test_unprintable_key_is_not_created(run: Run, home: Home, gateway: FakeGatew
 
 def test_environment_key_overrides_saved_key(home: Home, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRELAY_API_KEY", "of-an-earlier-home")
-    assert "unset TORCHRELAY_API_KEY" in run("key", "create", "--tenant", "acme").stderr
+    said = run("key", "create", "--tenant", "acme").stderr
+    assert "unset TORCHRELAY_API_KEY; commands then act as tenant acme" in " ".join(said.split())
 
 
 def test_key_has_service_class(run: Run, home: Home, gateway: FakeGateway) -> None:

@@ -95,15 +95,18 @@ def _keep(access: Access, created: dict[str, Any], save: bool, before: str) -> N
         console.err().print(f"[dim]to use it: export TORCHRELAY_API_URL={access.url} TORCHRELAY_API_KEY=<the key>[/]")
         return
     is_first = access.home.saved_key() is None
+    tenant = f"{created['tenant']} (before: {before})" if before else created["tenant"]
     access.home.save_key(created["key"])
     if os.environ.get("TORCHRELAY_API_KEY", created["key"]) != created["key"]:
-        console.err().print("saved as this home's key, but TORCHRELAY_API_KEY overrides it: unset TORCHRELAY_API_KEY")
+        console.err().print(
+            "saved as this home's key, but TORCHRELAY_API_KEY overrides it: unset TORCHRELAY_API_KEY; commands then "
+            f"act as tenant {tenant}"
+        )
     elif is_first:
         console.err().print("[dim]saved for the other commands; next: torchrelay upload DIR[/]")
     elif before == created["tenant"]:
         console.err().print("saved as this home's key; the previous one stays valid")
     else:
-        tenant = f"{created['tenant']} (before: {before})" if before else created["tenant"]
         console.err().print(f"saved as this home's key: commands now act as tenant {tenant}")
 
 
