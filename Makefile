@@ -48,8 +48,9 @@ check: .venv/.installed ## Format, lint, strict types, import contracts and plai
 	$(BIN)/lint-imports
 	$(BIN)/python tools/prose.py
 
+# Bytecode is kept even where the environment forbids it: tests start hundreds of processes.
 test: setup test-servers ## All tests: unit, integration, end to end, lab
-	$(BIN)/pytest -n $(TEST_PROCESSES) --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(TEST_PROCESSES) --no-loadscope-reorder
 
 ci: check test ## What CI runs
 

@@ -75,7 +75,7 @@ def random_pack(config: dict[str, Any], dtype: str, device: torch.device) -> Pac
 
 def _pack(config: dict[str, Any], dtype: str, tensor_of: Callable[[TensorEntry], Tensor]) -> Pack:
     layout = PackLayout.of(tensors_by_segment(read_config(config)), dtype, DTYPE_BYTES[dtype])
-    manifest = layout.manifest(config)
+    manifest = layout.local_manifest(config)
     memory = mmap.mmap(-1, manifest.num_bytes)
     arena = torch.frombuffer(memory, dtype=torch.uint8)
     for entry in manifest.tensors:

@@ -74,6 +74,7 @@ def tokens_while_hung(tenant: Tenant, model: str, child: str) -> list[int]:
     for state in states:
         if len(state.token_ids) >= 20:
             break
+    assert not state.done and len(state.token_ids) < NUM_TOKENS
     with stopped(tenant.platform.pid(child)):
         for _ in states:
             pass
@@ -176,6 +177,7 @@ def test_hung_scheduler_leaves_streams_and_answers_or_refuses(shaken: Tenant, mo
     with ThreadPoolExecutor(1) as pool:
         states = stream(platform, shaken.key, model, PROMPT, **SAMPLED)
         state = next(states)
+        assert not state.done and len(state.token_ids) < NUM_TOKENS
         with stopped(platform.pid("scheduler")):
             waiting: Future[httpx.Response] = pool.submit(call, shaken, model)
             for _ in states:
@@ -190,6 +192,7 @@ def test_hung_store_leaves_streams_and_answers_or_refuses(shaken: Tenant, model:
     with ThreadPoolExecutor(1) as pool:
         states = stream(platform, shaken.key, model, PROMPT, **SAMPLED)
         state = next(states)
+        assert not state.done and len(state.token_ids) < NUM_TOKENS
         with stopped(platform.pid("param-store")):
             waiting: Future[httpx.Response] = pool.submit(call, shaken, cold)
             for _ in states:

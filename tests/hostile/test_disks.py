@@ -119,7 +119,7 @@ def test_platform_serves_with_100_mb_of_disk(home: SmallHome) -> None:
 
 def test_full_disk_under_load_is_named_and_survived(home: SmallHome) -> None:
     platform, folder = home.platform, str(home.disk.folder)
-    num_billed_before = home.num_billed()
+    num_billed_before, incarnations = home.num_billed(), platform.incarnations()
     with home.under_load() as calls:
         wait_until(lambda: calls.num_answered > 5, "calls are answered")
         running = stream(platform, home.key, home.model, PROMPT, max_tokens=150, ignore_eos=True)
@@ -133,7 +133,7 @@ def test_full_disk_under_load_is_named_and_survived(home: SmallHome) -> None:
         assert_disk_is_named(begin_upload(home), home.disk)
         for child in ("redis", "nats", "worker-0", "scheduler", "param-store"):
             platform.await_restart(child, platform.kill(child))
-        platform.await_slots()
+        platform.await_new_slots(incarnations)
         home.disk.free()
         num_answered = calls.num_answered
         wait_until(lambda: calls.num_answered > num_answered + 5, "calls are answered again")

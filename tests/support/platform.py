@@ -104,9 +104,18 @@ class Platform:
             time.sleep(0.05)
         raise AssertionError(f"{child} did not come back within {START_S} s; see {self.home.logs / child}.log")
 
-    def await_slots(self) -> None:
-        """Until the scheduler knows a worker and a store, so that it can load models."""
-        next(view for view in self.views() if view.workers and view.stores)
+    def incarnations(self) -> set[str]:
+        """Incarnations of the workers and stores that the scheduler knows."""
+        view = next(self.views())
+        return {peer.incarnation for peers in (view.workers, view.stores) for peer in peers}
+
+    def await_new_slots(self, before: set[str]) -> None:
+        """Until the scheduler knows a worker and a store other than those of ``before``, so that it can load models."""
+        deadline = time.monotonic() + START_S
+        for view in self.views():
+            if all(any(peer.incarnation not in before for peer in peers) for peers in (view.workers, view.stores)):
+                return
+            assert time.monotonic() < deadline, f"no new worker and store: {view.workers}, {view.stores}"
 
     def views(self) -> Iterator[scheduler_pb2.ClusterView]:
         """The scheduler's view, at once and after every change."""

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
+from inspect import isawaitable
 
 HANG_S = 60.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
 
 
 async def eventually(condition: Callable[[], object], what: str = "the condition", limit_s: float = HANG_S) -> None:
-    """Returns once ``condition()``, awaited if it is a coroutine, is true.
+    """Returns once ``condition()``, awaited if it is awaitable, is true.
 
     Raises ``AssertionError``, which names ``what``, after ``limit_s``.
     """
@@ -22,7 +23,7 @@ async def eventually(condition: Callable[[], object], what: str = "the condition
         async with asyncio.timeout(limit_s) as limit:
             for pause_s in _pauses_s():
                 value = condition()
-                if await value if isinstance(value, Coroutine) else value:
+                if await value if isawaitable(value) else value:
                     return
                 await asyncio.sleep(pause_s)
     except TimeoutError:

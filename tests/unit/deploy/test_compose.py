@@ -207,7 +207,7 @@ def test_recipe_pins_match_constraints(name: str) -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_image_runs_services_program_unprivileged(name: str) -> None:
-    image = stages_of(name)[-1]
+    build, image = stages_of(name)
     programs: dict[str, str] = {}
     for distribution in needed(f"torchrelay-{name}"):
         programs |= DISTRIBUTIONS[distribution].programs
@@ -218,7 +218,9 @@ def test_image_runs_services_program_unprivileged(name: str) -> None:
     own = DISTRIBUTIONS[f"torchrelay-{name}"].programs
     assert not own or program in own, "another service's program"
     assert own or programs[program] == "torchrelay.worker.main:main"
-    (venv,) = {word for value in image["COPY"] for word in value.split()} - {"--from=build"}
+    (copy,) = image["COPY"]
+    source, venv, target = copy.split()
+    assert (source, venv) == ("--from=build", target) and f"python -m venv {venv} " in build["RUN"][-1]
     assert environment_of(image)["PATH"].split(":")[0] == f"{venv}/bin"
     (user,) = image["USER"]
     assert any(command.startswith("useradd ") and user in command.split() for command in image["RUN"])
@@ -446,14 +448,14 @@ def test_volumes_belong_to_image_user() -> None:
     # Docker makes a named volume root's, unless the image has the folder: the service could not write into it.
     for name in SETTINGS:
         image = stages_of(name)[-1]
-        commands = shlex.split(" ".join(image["RUN"]))
+        commands = [shlex.split(command) for value in image["RUN"] for command in value.split("&&")]
         for mount in SERVICES[name].get("volumes", []):
             volume, folder, *_ = mount.split(":")
             options = (COMPOSE["volumes"][volume] or {}).get("driver_opts", {})
             if "uid=10001" not in options.get("o", ""):
-                assert commands[commands.index("--uid") + 1] == "10001"
-                made = commands[commands.index("install") :]
-                assert made[:4] == ["install", "-d", "-o", *image["USER"]] and folder in made, f"{name} {folder}"
+                assert any(words[0] == "useradd" and words[words.index("--uid") + 1] == "10001" for words in commands)
+                made = [words for words in commands if words[:4] == ["install", "-d", "-o", *image["USER"]]]
+                assert any(folder in words[4:] for words in made), f"{name} {folder}"
 
 
 def test_workers_map_arena_read_only() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 
-def _ranged(default: float, low: float, high: float) -> Any:
+def _ranged(default: float, low: float, high: float) -> float:
     return field(default=default, metadata={"range": (low, high)})
 
 

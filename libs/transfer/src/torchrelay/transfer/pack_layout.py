@@ -48,10 +48,11 @@ class PackLayout:
             spans.append(Segment(begin, position))
         return cls(dtype, tuple(entries), tuple(spans), _aligned(position, PAGE_BYTES))
 
-    def manifest(
-        self, config: dict[str, Any], chunk_bytes: int = 0, chunk_digests: tuple[bytes, ...] = (bytes(32),)
-    ) -> Manifest:
-        """The manifest of a pack; without digests that of one that stays in this process, as one chunk."""
+    def local_manifest(self, config: dict[str, Any]) -> Manifest:
+        """The manifest of a pack that stays in this process: one chunk, without a digest that could be verified."""
+        return self.manifest(config, self.num_bytes, (bytes(32),))
+
+    def manifest(self, config: dict[str, Any], chunk_bytes: int, chunk_digests: tuple[bytes, ...]) -> Manifest:
         return Manifest(
             architecture=config["architectures"][0],
             dtype=self.dtype,
@@ -59,7 +60,7 @@ class PackLayout:
             tensors=self.tensors,
             segments=self.segments,
             num_bytes=self.num_bytes,
-            chunk_bytes=chunk_bytes or self.num_bytes,
+            chunk_bytes=chunk_bytes,
             chunk_digests=chunk_digests,
         )
 

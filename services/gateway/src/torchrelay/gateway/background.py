@@ -41,7 +41,7 @@ async def repeat(name: str, work: Callable[[], Awaitable[object]], every_s: floa
         try:
             await work()
         except TorchrelayError as error:
-            log.warning(f"{name}_failed", error=error.message)
+            log.warning("job_failed", job=name, error=error.message)
         except Exception:
-            log.exception(f"{name}_crashed")
+            log.exception("job_crashed", job=name)
         await asyncio.sleep(every_s)
