@@ -75,7 +75,7 @@ async def started(scene: RolesTestbed, worker: RunningWorker) -> bool:
     hosted = worker.worker.slot.hosted
     assert hosted is not None
     await hosted.settled.wait()
-    await eventually(lambda: bool(worker.worker.engine.instance and worker.worker.engine.instance.has_work()))
+    await eventually(lambda: bool(worker.worker.engine.instance and worker.worker.engine.instance.groups()))
     return worker.worker.slot.state == LOADING
 
 

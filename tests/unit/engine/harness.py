@@ -214,12 +214,11 @@ def import_prefill(
     target: Instance,
     exported: PrefillExport,
     on_kv: Callable[[KvBlock], None] | None = None,
-    until: int | None = None,
     order: int = 1,
     now_s: float = 0.0,
 ) -> None:
     """``now_s`` is by the target's clock."""
-    prefill_import = target.import_prefill(exported.group_at(now_s), exported.layout, on_kv, until)
+    prefill_import = target.import_prefill(exported.group_at(now_s), exported.layout, on_kv)
     for index in list(range(exported.layout.num_chunks))[::order]:
         prefill_import.write(index, bytes(exported.chunks[index]))
     assert prefill_import.num_missing == 0

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from itertools import count
 from time import sleep
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def test_time_counts_for_one_activity_at_a_time() -> None:
 
 def test_each_thread_has_its_own_stopwatch() -> None:
     profile.take()
-    thread = threading.Thread(target=lambda: profile.enter(Activity.IO_WAIT))
+    thread = threading.Thread(target=lambda: profile.enter(Activity.MEMORY))
     thread.start()
     thread.join()
     assert profile.take() == StepProfile()
@@ -78,32 +77,21 @@ def test_step_reports_its_work(model_of: Callable[..., Model]) -> None:
     )
 
 
-def test_waiting_for_weights_is_io_wait(model_of: Callable[..., Model]) -> None:
+@pytest.mark.usefixtures("counted_clock")
+def test_time_between_steps_is_io_wait_while_prompts_wait_for_weights(model_of: Callable[..., Model]) -> None:
     model = model_of()
     instance = model.instance(loaded=False)
+    instance.prefill(group_of(prompt_of(8), "ends/0"))
+    assert run(instance)[-1].profile.io_wait_s == 0
+    instance.cancel("ends/0")
     instance.prefill(group_of(prompt_of(8)))
-
-    waits, gate = threading.Semaphore(0), instance.model.weights.gate
-    inner = gate.wait
-
-    def wait(segment: int, *how: Any) -> Any:
-        if not gate.is_open(segment):
-            waits.release()
-        return inner(segment, *how)
-
-    def load() -> None:
-        for segment in range(len(model.pack.manifest.segments)):
-            waits.acquire()
-            sleep(0.01)
-            instance.segment_ready(segment)
-
-    gate.wait = wait  # type: ignore[method-assign, assignment]
-    loader = threading.Thread(target=load)
-    loader.start()
-    cold, *warm = run(instance)
-    loader.join()
-    assert 0.01 < cold.profile.io_wait_s < cold.step_s
-    assert all(step.profile.io_wait_s == 0 for step in warm)
+    assert all(step.profile.io_wait_s == 0 for step in run(instance))
+    steps = []
+    for segment in range(len(model.pack.manifest.segments)):
+        instance.segment_ready(segment)
+        steps += run(instance)
+    assert len([step for step in steps if step.profile.io_wait_s > 0]) == instance.config.num_layers + 1
+    assert steps[-1].profile.io_wait_s == 0  # it decodes
 
 
 def test_failed_step_adds_no_time_to_next_step(model_of: Callable[..., Model]) -> None:

@@ -14,6 +14,7 @@ from tests.unit.engine.harness import (
     ModelOf,
     assert_idle,
     group_of,
+    half_loaded,
     import_prefill,
     outputs,
     prompt_of,
@@ -90,9 +91,9 @@ def test_rows_of_ended_group_leave_batch_at_next_layer(model_of: ModelOf, family
 
 
 def test_step_ends_when_all_rows_ended(model_of: ModelOf) -> None:
-    for until in (None, 3):
-        instance = model_of().instance()
-        instance.prefill(group_of(PROMPT), until=until)
+    model = model_of()
+    for instance in (model.instance(), half_loaded(model, 2)):
+        instance.prefill(group_of(PROMPT))
         between = Between(instance, 0, lambda instance=instance: instance.cancel_soon("r/0"))  # type: ignore[misc]
         step = instance.step()
         assert step.tokens == () and step.prefilled == ()
@@ -147,14 +148,13 @@ def test_deadline_survives_preemption_and_export(model_of: ModelOf) -> None:
     """A deadline also survives the move to a host with another clock: the time left is exported."""
     model, clock, other_clock = model_of(), Clock(), Clock()
     other_clock.now_s = 7000
-    instance, other = model.instance(clock=clock), model.instance(clock=other_clock)
+    instance, other = half_loaded(model, 2, clock=clock), model.instance(clock=other_clock)
     instance.prefill(late(group_of(PROMPT), 150))
     instance.step()
     instance.preempt("r/0")
     for name, deadline_s in (("s/0", 150), ("for ever/0", None)):
-        instance.prefill(late(group_of(PROMPT, name), deadline_s), until=2)
-    while any(group.until is not None and group.layer < 2 for group in instance.groups()):
-        instance.step()
+        instance.prefill(late(group_of(PROMPT, name), deadline_s))
+    assert outputs(run(instance)) == {} and {group.layer for group in instance.groups()} == {2}
     clock.now_s = 120
     exported = [instance.export_prefill(name) for name in ("s/0", "for ever/0")]
     assert [each.left_s for each in exported] == [30, None]

@@ -45,10 +45,6 @@ class Sevens:
         for group in groups:
             group.layer += 1
 
-    def end(self, groups):
-        contexts = [context for group in groups for context in group.contexts]
-        return self.run(BatchPlan((), tuple(PrefillChunk(each, 0, each.num_tokens) for each in contexts)))
-
 
 copied, left = [], []
 tables = PageTables(100, page_tokens=16)
@@ -60,17 +56,28 @@ scheduler = BatchScheduler(
     copy_page=lambda source, target: copied.append((source, target)),
     on_leave=left.append,
 )
-stepper = Stepper(scheduler, Sevens(), Interruptions(scheduler, lambda: 0.0), lambda layer: True, NUM_LAYERS, BUDGET)
-for name, length, until in (("chunked/0", 40, None), ("by layers/0", 50, NUM_LAYERS)):
+loading = [True]
+stepper = Stepper(
+    scheduler,
+    Sevens(),
+    Interruptions(scheduler, lambda: 0.0),
+    lambda: loading[0],
+    lambda layer: layer < NUM_LAYERS,
+    lambda: 50,
+    BUDGET,
+)
+for name, length in (("too long/0", 60), ("by layers/0", 50)):
     sampling = SamplingParams(max_tokens=3)
     spec = GroupSpec(name, tuple(range(length)), length, sampling, (ChoiceSpec(0), ChoiceSpec(1)))
-    scheduler.submit(SequenceGroup.of(spec, until=until))
-found = {}
-while stepper.has_work:
-    for token in stepper.step().tokens:
-        found.setdefault((token.group_id, token.choice), []).append(token.token_id)
-    scheduler.check_integrity()
-assert found == {(name, choice): [7] * 3 for name in ("chunked/0", "by layers/0") for choice in range(2)}, found
+    scheduler.submit(SequenceGroup.of(spec))
+actual = {}
+for loading[0] in (True, False):
+    while stepper.has_work:
+        for token in stepper.step().tokens:
+            assert not loading[0]
+            actual.setdefault((token.group_id, token.choice), []).append(token.token_id)
+        scheduler.check_integrity()
+assert actual == {(name, choice): [7] * 3 for name in ("too long/0", "by layers/0") for choice in range(2)}, actual
 assert layers == [[32, 18]] * NUM_LAYERS, layers
 assert len(copied) == len(left) == 2  # the partial page of each context, for its second choice
 assert tables.allocator.num_free == 100

@@ -39,7 +39,7 @@ def test_exporter_and_importer_hand_over_their_layers(model_of: ModelOf, boundar
     for _ in range(2):  # the second time the importer finds the prefix in its cache, if enabled
         blocks.clear()
         layout = source.kv_layout(group)
-        source.prefill(group, collect, until=3)
+        source.prefill(group, collect)
         run(source)
         assert {layout.locate(index).layer for index in blocks} == set(range(boundary))
         exported = export_prefill(source)
@@ -66,7 +66,7 @@ def test_imported_prompt_hands_over_cached_kv(model_of: ModelOf) -> None:
     blocks: dict[int, bytes] = {}
     collect = copy_into(blocks)
     group = group_of(prompt)
-    source.prefill(group, collect, until=3)
+    source.prefill(group, collect)
     run(source)
     import_prefill(target, export_prefill(source), collect)
     steps = run(target)
@@ -93,7 +93,7 @@ def test_preempted_imported_prompt_is_recomputed(model_of: ModelOf, hands_over: 
 
         source, target = half_loaded(model, 2), model.instance(token_budget=19, kv_block_tokens=16)
         on_kv = collect if hands_over else None
-        source.prefill(group_of(prompt), on_kv, until=3)
+        source.prefill(group_of(prompt), on_kv)
         run(source)
         blocks.clear()
         import_prefill(target, export_prefill(source), on_kv)
@@ -112,7 +112,7 @@ def test_mismatched_prefill_import_is_refused(model_of: ModelOf) -> None:
     model = model_of()
     source, target = half_loaded(model, 1), model.instance()
     group = group_of(prompt_of(20))
-    source.prefill(group, until=3)
+    source.prefill(group)
     run(source)
     exported = export_prefill(source)
     for wrong in (
@@ -124,10 +124,6 @@ def test_mismatched_prefill_import_is_refused(model_of: ModelOf) -> None:
     ):
         with pytest.raises(InvalidRequest):
             target.import_prefill(group, wrong)
-    with pytest.raises(InvalidRequest):
-        target.import_prefill(group, exported.layout, until=0)
-    with pytest.raises(InvalidRequest):
-        target.prefill(group, until=4)
     prefill_import = target.import_prefill(group, exported.layout)
     with pytest.raises(DataCorrupted):
         prefill_import.write(0, bytes(3))
@@ -140,7 +136,7 @@ def test_mismatched_prefill_import_is_refused(model_of: ModelOf) -> None:
 def test_prefill_import_frees_pages_at_any_end(model_of: ModelOf) -> None:
     model = model_of()
     source, target = half_loaded(model, 1), model.instance(num_pages=4)
-    source.prefill(group_of(prompt_of(20)), until=3)
+    source.prefill(group_of(prompt_of(20)))
     run(source)
     exported = export_prefill(source)
     prefill_import = target.import_prefill(exported.spec, exported.layout)
@@ -162,7 +158,7 @@ def test_prefill_import_frees_pages_at_any_end(model_of: ModelOf) -> None:
 def test_imported_prompt_is_cached_with_all_layers(model_of: ModelOf) -> None:
     model = model_of()
     source, target = half_loaded(model, 2), model.instance()
-    source.prefill(group_of(prompt_of(70)), until=3)
+    source.prefill(group_of(prompt_of(70)))
     run(source)
     import_prefill(target, export_prefill(source))
     run(target)
@@ -181,7 +177,7 @@ def test_imported_prompt_ends_during_other_batch_of_step(
     source, target = half_loaded(model, 1), model.instance()
     on_kv = (lambda block: None) if hands_over else None
     for name in ("ends/0", *others):
-        source.prefill(group_of(prompt_of(40), name), on_kv, until=3)
+        source.prefill(group_of(prompt_of(40), name), on_kv)
     run(source)
     for name in ("ends/0", *others):
         import_prefill(target, export_prefill(source, name), on_kv)

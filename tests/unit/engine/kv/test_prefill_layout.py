@@ -44,7 +44,7 @@ def test_prompt_moves_at_every_boundary(model_of: ModelOf, family: str, boundary
     for num_cached in (0, 64):
         for length in LENGTHS:
             group = replace(group_of(prompt_of(length), sampling=FEW), tenant_id=f"{length}")
-            source.prefill(group, until=source.config.num_layers)
+            source.prefill(group)
             assert outputs(run(source)) == {}
             exported = export_prefill(source)
             assert exported.layout.boundary == boundary
@@ -58,13 +58,15 @@ def test_prompt_moves_at_every_boundary(model_of: ModelOf, family: str, boundary
 
 def test_prompt_passes_through_instance_per_layer(model_of: ModelOf) -> None:
     model = model_of("gemma3")
-    stages = [model.instance(kv_block_tokens=16) for _ in range(3)]
+    stages = [half_loaded(model, num_layers, kv_block_tokens=16) for num_layers in (1, 2)]
+    stages.append(model.instance(kv_block_tokens=16))
     group = group_of(prompt_of(70))
-    stages[0].prefill(group, until=1)
+    stages[0].prefill(group)
     for number in (0, 1):
         assert outputs(run(stages[number])) == {}
-        assert not stages[number].has_work()  # it stops at its boundary, though it has all layers
-        import_prefill(stages[number + 1], export_prefill(stages[number]), until=(2, None)[number])
+        exported = export_prefill(stages[number])
+        assert exported.layout.boundary == number + 1
+        import_prefill(stages[number + 1], exported)
     assert outputs(run(stages[2])) == {("r/0", 0): model.expected(group.prompt)}
     for stage in stages:
         assert_idle(stage)
@@ -75,7 +77,7 @@ def test_choices_move_with_their_contexts(model_of: ModelOf) -> None:
     expected = model.expected(prompt_of(21))
     for boundary in BOUNDARIES:
         source, target = half_loaded(model, boundary), model.instance(token_budget=16)
-        source.prefill(group_of(prompt_of(21), forced=[(), expected[:5], (), ()]), until=3)
+        source.prefill(group_of(prompt_of(21), forced=[(), expected[:5], (), ()]))
         run(source)
         source.cancel("r/0", 3)
         exported = export_prefill(source)
@@ -93,7 +95,7 @@ def test_moved_prompt_samples_same_tokens(model_of: ModelOf) -> None:
     alone = model.instance()
     alone.prefill(group)
     source, target = half_loaded(model, 2), model.instance()
-    source.prefill(group, until=3)
+    source.prefill(group)
     run(source)
     import_prefill(target, export_prefill(source))
     assert outputs(run(target)) == outputs(run(alone))
@@ -122,7 +124,7 @@ def test_hand_over_without_all_contexts_is_not_exported(model_of: ModelOf) -> No
     instance = half_loaded(model_of(), 1)
     blocks: list[KvBlock] = []
     for on_kv in (None, blocks.append):
-        instance.prefill(group_of(prompt_of(21), forced=[(), (1, 2), ()]), on_kv, until=3)
+        instance.prefill(group_of(prompt_of(21), forced=[(), (1, 2), ()]), on_kv)
         run(instance)
         instance.cancel("r/0", 0)  # its context has another choice
         assert instance.groups()[0].can_be_exported

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
-from tests.support.wait import HANG_S
 from tests.unit.engine.harness import Model, ModelOf, assert_idle, group_of, outputs, prompt_of, run
 from torchrelay.engine.core import LoadFailed
 from torchrelay.engine.instance import Instance
@@ -19,20 +15,19 @@ PROMPT = prompt_of(20)
 
 
 class Watched:
-    """An instance over a pack of 0xFF bytes (NaN in any dtype), with an event for each layer that has run."""
+    """An instance over a pack of 0xFF bytes (NaN in any dtype), with the layers that have run."""
 
     def __init__(self, model: Model) -> None:
         self.pack = model.pack
         self.data = bytearray(b"\xff" * len(self.pack.data))
         self.instance = Instance(self.pack.manifest, memoryview(self.data).toreadonly(), KvPool(1 << 20))
         self.num_layers = self.instance.config.num_layers
-        self.ran = [threading.Event() for _ in range(self.num_layers)]
+        self.ran: list[int] = []
         inner = self.instance.model.decoder.run_layer
 
         def run_layer(layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-            hidden = inner(layer, hidden, batch)
-            self.ran[layer].set()
-            return hidden
+            self.ran.append(layer)
+            return inner(layer, hidden, batch)
 
         self.instance.model.decoder.run_layer = run_layer  # type: ignore[method-assign]
 
@@ -49,19 +44,16 @@ def test_layer_runs_once_its_segment_arrives(model_of: ModelOf, tied: bool) -> N
     watched = Watched(model)
     instance = watched.instance
     instance.prefill(group_of(PROMPT))
-    with ThreadPoolExecutor(1) as engine:
-        step = engine.submit(instance.step)
-        for segment in range(watched.num_layers + 1):
-            assert not step.done()
-            assert not any(event.is_set() for event in watched.ran[max(0, segment - 1) :])
-            watched.deliver(segment)
-            assert instance.num_segments_ready == segment + 1
-            if segment:
-                assert watched.ran[segment - 1].wait(HANG_S)
-        assert not step.done()
-        watched.deliver(watched.num_layers + 1)
-        steps = [step.result(HANG_S)]
-    assert outputs([*steps, *run(instance)])["r/0", 0] == model.expected(PROMPT)
+    for segment in range(watched.num_layers + 1):
+        assert outputs(run(instance)) == {}
+        assert watched.ran == list(range(max(0, segment - 1)))
+        watched.deliver(segment)
+        assert instance.num_segments_ready == segment + 1
+    assert outputs(run(instance)) == {}
+    watched.deliver(watched.num_layers + 1)
+    steps = run(instance)
+    assert outputs(steps)["r/0", 0] == model.expected(PROMPT)
+    assert steps[0].tokens  # all layers have run before
     assert_idle(instance)
 
 
@@ -69,29 +61,25 @@ def test_segments_may_arrive_in_any_order(model_of: ModelOf) -> None:
     model = model_of()
     watched = Watched(model)
     watched.instance.prefill(group_of(PROMPT))
-    with ThreadPoolExecutor(1) as engine:
-        steps = engine.submit(run, watched.instance)
-        for segment in reversed(range(watched.num_layers + 2)):
-            watched.deliver(segment)
-            watched.deliver(segment)
-        assert outputs(steps.result(HANG_S))["r/0", 0] == model.expected(PROMPT)
+    steps = []
+    for segment in reversed(range(watched.num_layers + 2)):
+        watched.deliver(segment)
+        watched.deliver(segment)
+        steps += run(watched.instance)
+    assert outputs(steps)["r/0", 0] == model.expected(PROMPT)
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_failed_load_ends_step(model_of: ModelOf, waits: bool) -> None:
+def test_failed_load_ends_step(model_of: ModelOf) -> None:
     watched = Watched(model_of())
     instance = watched.instance
     instance.prefill(group_of(PROMPT))
     watched.deliver(0)
     watched.deliver(1)
-    with ThreadPoolExecutor(1) as engine:
-        if not waits:
-            instance.fail("no holder is left")
-        step = engine.submit(instance.step)
-        assert watched.ran[0].wait(HANG_S)
-        instance.fail("no holder is left")
-        with pytest.raises(LoadFailed, match=r"segment 2 .* no holder is left"):
-            step.result(HANG_S)
+    run(instance)
+    assert watched.ran == [0]
+    instance.fail("no holder is left")
+    with pytest.raises(LoadFailed, match=r"segment 2 .* no holder is left"):
+        instance.step()
     instance.check_integrity()  # as if the batch had never begun
     instance.cancel("r/0")
     assert_idle(instance)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.wait import HANG_S
+from tests.support.wait import HANG_S, wait_until
 from tests.unit.engine.harness import ModelOf, group_of, outputs, prompt_of, run
 from torchrelay.engine.core import LoadFailed
 from torchrelay.engine.instance import Instance
@@ -152,18 +151,17 @@ def test_threads_run_from_first_copy_until_close() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
 def test_instance_computes_with_copied_weights(model_of: ModelOf, family: str) -> None:
-    """The step begins before the copies and joins each segment once. Norms of heads are computed from the copy."""
+    """The prompt waits for the copies, and each segment is joined once. Norms of heads are computed from the copy."""
     model, late = model_of(family), LateLink()
     data = bytearray(model.pack.data)
     instance = Instance(model.pack.manifest, memoryview(data).toreadonly(), KvPool(1 << 20), link=late)
     num_segments = len(model.pack.manifest.segments)
     instance.prefill(group_of(prompt_of(20)))
-    with ThreadPoolExecutor(1) as engine:
-        steps = engine.submit(run, instance)
-        for segment in reversed(range(num_segments)):
-            instance.segment_ready(segment)
-            instance.segment_ready(segment)
-        assert outputs(steps.result(HANG_S))["r/0", 0] == model.expected(prompt_of(20))
+    for segment in reversed(range(num_segments)):
+        instance.segment_ready(segment)
+        instance.segment_ready(segment)
+    wait_until(lambda: instance.num_segments_ready == num_segments)
+    assert outputs(run(instance))["r/0", 0] == model.expected(prompt_of(20))
     assert late.num_joined == num_segments
     assert sum(len(target) for target, _ in late.started) == sum(
         span.end - span.begin for span in model.pack.manifest.segments
@@ -180,7 +178,9 @@ def test_pack_not_matching_config_fails_load(model_of: ModelOf) -> None:
     manifest = replace(pack.manifest, tensors=tuple(wrong))
     instance = Instance(manifest, pack.view, KvPool(1 << 20), link=LateLink())
     instance.prefill(group_of(prompt_of(4)))
+    run(instance)
     instance.segment_ready(0)
+    wait_until(instance.has_work)
     with pytest.raises(LoadFailed, match=r"no model\.embed_tokens\.weight of shape"):
         instance.step()
     instance.close()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint
 
-from torchrelay.common.latency.latency_model import StepWork
+from torchrelay.common.latency.latency_model import NO_WORK, StepWork
 from torchrelay.engine.core import StepProfile, StepResult
 from torchrelay.worker.metrics.step_metrics import InstanceLabels, StepMetrics
 from torchrelay.worker.metrics.time_shares import NO_SHARES
@@ -91,9 +91,10 @@ def test_shares_belong_to_instance_in_slot() -> None:
     assert step_metrics.time_shares_of(LABELS) == NO_SHARES
 
 
-def test_latency_model_outlives_instance_and_skips_cold_steps() -> None:
+def test_latency_model_outlives_instance_and_skips_parts_of_prompts() -> None:
     step_metrics = StepMetrics(token_budget=128)
-    step_metrics.record_step(a_step(profile=StepProfile(compute_s=0.01, io_wait_s=0.5)), LABELS)
+    step_metrics.record_step(replace(a_step(), work=NO_WORK, num_positions_prefilled=70), LABELS)
+    assert step_metrics.prefill_tokens_per_s == 0
     assert step_metrics.latency(LABELS) is None and step_metrics.latency(None) is None
     for _ in range(20):
         step_metrics.record_step(a_step(), LABELS)

@@ -26,7 +26,7 @@ class Steps:
     def __init__(self, count: int, error: Exception | None = None) -> None:
         self.count, self.error = count, error
         self.threads: set[int] = set()
-        self.num_advances, self.awaits_weights, self.is_recording = 0, False, False
+        self.num_advances, self.is_recording = 0, False
         self.running_work = StepWork(num_decoding=1)
 
     def max_sleep_s(self) -> float | None:
@@ -196,9 +196,6 @@ async def test_progress_shows_advance_hang_and_rest() -> None:
     assert outcome.engine.progress(None).expected_s > 5  # the duration of the first step is unknown
     steps.num_advances += 1  # a call of layers
     assert outcome.engine.progress(latency).num_advances == begun.num_advances + 1
-    steps.awaits_weights = True
-    assert not outcome.engine.progress(latency).has_work
-    steps.awaits_weights = False
     steps.may_end.set()
     await asyncio.to_thread(outcome.engine.close)
     ended = outcome.engine.progress(latency)

@@ -1,4 +1,4 @@
-"""Events that wake an idle engine thread: deadlines, segments, cancels while a step waits for weights."""
+"""Events that wake an idle engine thread: deadlines, segments, cancels while prompts wait for weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
-from tests.support.wait import HANG_S, eventually
+from tests.support.wait import eventually
 from tests.unit.engine.harness import Clock, Model, group_of, outputs, prompt_of
 from torchrelay.engine.core import GroupSpec, StepResult
 from torchrelay.engine.instance import Instance
@@ -67,7 +67,7 @@ async def driven(model: Model) -> AsyncIterator[Driven]:
 
 
 async def test_held_prompt_expires_on_idle_thread(driven: Driven) -> None:
-    """The prompt has reached the boundary of its export, and is never exported."""
+    """The prompt has reached the last layer that is here."""
     group = replace(group_of(PROMPT), deadline_s=Clock.now_s + SOON_S)
     gone = replace(group_of(PROMPT, "gone/0"), deadline_s=Clock.now_s + SOON_S / 2)
     max_sleep_s, rests = driven.instance.max_sleep_s, []
@@ -79,9 +79,9 @@ async def test_held_prompt_expires_on_idle_thread(driven: Driven) -> None:
 
     def ask() -> None:
         driven.instance.max_sleep_s = rest  # type: ignore[method-assign]
-        driven.instance.prefill(gone, until=1)
+        driven.instance.prefill(gone)
         driven.instance.cancel("gone/0")
-        driven.instance.prefill(group, until=1)
+        driven.instance.prefill(group)
 
     await driven.do(ask)
     await eventually(lambda: driven.expired == ["r/0"])
@@ -101,12 +101,12 @@ async def test_group_without_kv_expires(driven: Driven) -> None:
 
 async def test_layer_by_layer_prompt_continues_with_each_segment(driven: Driven, model: Model) -> None:
     group = replace(group_of(PROMPT), deadline_s=1e300)  # beyond the timeout of any lock or queue
-    await driven.do(lambda: driven.instance.prefill(group, until=driven.num_segments - 2))
+    await driven.do(lambda: driven.instance.prefill(group))
 
     def boundaries() -> list[int]:
         return [group.layer for group in driven.instance._scheduler.by_layer]
 
-    for segment in range(2, driven.num_segments):
+    for segment in range(2, driven.num_segments):  # the last is the head
         await eventually(lambda segment=segment: boundaries() == [segment - 1])  # type: ignore[misc]
         await driven.load(segment, segment + 1)
     await eventually(lambda: any(token.finish for step in driven.steps for token in step.tokens))
@@ -114,26 +114,18 @@ async def test_layer_by_layer_prompt_continues_with_each_segment(driven: Driven,
 
 
 async def test_layer_by_layer_prompt_fails_with_load(driven: Driven) -> None:
-    await driven.do(lambda: driven.instance.prefill(group_of(PROMPT), until=3))
+    await driven.do(lambda: driven.instance.prefill(group_of(PROMPT)))
     await eventually(lambda: bool(driven.steps))
     driven.instance.fail("no holder is left")
     await eventually(lambda: bool(driven.faults))
     assert "no holder is left" in str(driven.faults[0])
 
 
-@pytest.mark.parametrize("why", ["cancel", "deadline"])
-async def test_waiting_step_drops_ended_groups(driven: Driven, why: str) -> None:
-    """The thread is then free for commands."""
-    deadline_s = Clock.now_s + SOON_S if why == "deadline" else None
-    await driven.do(lambda: driven.instance.prefill(replace(group_of(PROMPT), deadline_s=deadline_s)))
-    await eventually(lambda: driven.instance.num_free_pages < driven.instance.num_pages)  # the step has begun
-    called = asyncio.ensure_future(driven.engine.call(lambda: driven.instance.num_free_pages))
-    driven.clock.now_s += SOON_S
-    if why == "cancel":
-        driven.instance.cancel_soon("r/0")
-    async with asyncio.timeout(HANG_S):
-        assert await called == driven.instance.num_pages
-    assert driven.expired == (["r/0"] if why == "deadline" else [])
+async def test_cancelled_prompt_that_waits_for_weights_frees_its_pages(driven: Driven) -> None:
+    await driven.do(lambda: driven.instance.prefill(group_of(PROMPT)))
+    await eventually(lambda: driven.instance.num_free_pages < driven.instance.num_pages)
+    await driven.do(lambda: driven.instance.cancel("r/0"))
+    assert driven.instance.num_free_pages == driven.instance.num_pages
 
 
 def _adopt(instance: Instance, group: GroupSpec) -> None:

@@ -143,7 +143,9 @@ class PromptProgress:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Seconds of one step by activity; ``kv_transfer_s`` includes imports of KV since the previous step."""
+    """Seconds of one step by activity; ``kv_transfer_s`` includes imports of KV since the previous step, ``io_wait_s``
+    is the time before the step in which prompts waited for weights.
+    """
 
     compute_s: float = 0.0
     memory_s: float = 0.0

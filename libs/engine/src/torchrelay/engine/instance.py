@@ -16,7 +16,7 @@ from torchrelay.engine.batching.decode_shares import Latency, no_latency
 from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import SequenceGroup
-from torchrelay.engine.batching.validation import check_layer_boundaries, check_logit_bias, check_tokens
+from torchrelay.engine.batching.validation import check_layer_boundary, check_logit_bias, check_tokens
 from torchrelay.engine.core import GroupSpec, KvBlock, StepResult
 from torchrelay.engine.execution.model_runner import ModelRunner
 from torchrelay.engine.execution.resident_model import ResidentModel
@@ -40,8 +40,8 @@ from torchrelay.transfer.manifest import Manifest
 class Instance:
     """A model in a slot. All methods run on one engine thread, except those marked (any thread).
 
-    An instance is built before its weights arrive, which reads the manifest and partitions the pool. Steps wait for the
-    weights layer by layer.
+    An instance is built before its weights arrive, which reads the manifest and partitions the pool. While they arrive,
+    prompts run layer by layer with the weights that are here; a step never waits.
     """
 
     def __init__(
@@ -107,11 +107,16 @@ class Instance:
         self._interruptions = Interruptions(self._scheduler, clock)
         self._threads = threads or ThreadBudget(manifest.num_bytes, active_processes)
         self._export = KvExport(model.pages, model.hidden_states, self.kv_layout, min_handover_bytes)
-        runner = ModelRunner(model, self._export, self._wait_for_segment)
+        runner = ModelRunner(model, self._export, self._interrupt)
         self._num_layer_calls = 0  # that have begun
-        self.awaits_weights = False  # (any thread) the running step cannot go on before a segment arrives
         self._stepper = Stepper(
-            self._scheduler, runner, self._interruptions, model.can_run, config.num_layers, token_budget
+            self._scheduler,
+            runner,
+            self._interruptions,
+            lambda: model.is_loading,
+            model.can_run,
+            lambda: model.hidden_states.num_free_positions,
+            token_budget,
         )
 
     # Loading
@@ -121,9 +126,7 @@ class Instance:
         self.model.segment_ready(segment)
 
     def fail(self, reason: str) -> None:
-        """(any thread) Declares that no more bytes will arrive: a step that needs more, or waits now, raises
-        ``LoadFailed``.
-        """
+        """(any thread) Declares that no more bytes will arrive: the next step that needs more raises ``LoadFailed``."""
         self.model.weights.gate.fail(reason)
 
     @property
@@ -142,22 +145,19 @@ class Instance:
         """(any thread) The wire layout of the group's KV when this instance hands it over."""
         return KvLayout.of(self.kv_shape, self._kv_block_tokens, group)
 
-    def prefill(
-        self, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None = None, until: int | None = None
-    ) -> None:
+    def prefill(self, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None = None) -> None:
         """Queues a prompt.
 
         With ``on_kv`` the KV is handed over: ``on_kv`` is called on the engine thread with each block of each layer
         once that is computed, and the group ends here with its first tokens. Without ``on_kv`` the group decodes here.
 
-        With ``until`` the whole prompt runs layer by layer, each layer once its weights have arrived, and stops at that
-        boundary until it is exported. If ``until`` is the number of layers, it continues to its first tokens.
+        While the model loads, whole prompts run layer by layer, each layer once its weights have arrived; afterwards
+        they continue in chunks within the token budget.
 
         Raises ``InvalidRequest`` (also ``ContextLengthExceeded``) or ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
-        check_layer_boundaries(self.config.num_layers, 0, until)
-        queued = SequenceGroup.of(group, on_kv, until)
+        queued = SequenceGroup.of(group, on_kv)
         self._scheduler.submit(queued)
         self._interruptions.deadlines.add(queued)
 
@@ -180,20 +180,19 @@ class Instance:
         group: GroupSpec,
         layout: PrefillLayout,
         on_kv: Callable[[KvBlock], None] | None = None,
-        until: int | None = None,
     ) -> PrefillImport:
         """Reserves pages for a prompt that another instance exported; ``PrefillExport.group_at`` returns ``group``.
 
-        ``on_kv`` gets the KV of the layers from the boundary on and is required if the exporter had one. ``until``
-        means the same as in ``prefill``. Raises ``KvPoolFull`` (retry when pages are freed), ``InvalidRequest`` or
-        ``Conflict``.
+        ``on_kv`` gets the KV of the layers from the boundary on and is required if the exporter had one. Raises
+        ``KvPoolFull`` (retry when pages are freed), ``InvalidRequest`` or ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
-        check_layer_boundaries(self.config.num_layers, layout.boundary, until)
+        check_layer_boundary(self.config.num_layers, layout.boundary)
         block_tokens = layout.block_tokens
         if block_tokens < 1 or layout != self._prefill_layout(group, layout.boundary, on_kv, block_tokens):
             raise InvalidRequest(f"the prefill exported for {group.group_id} does not match the model and the request")
-        imported = SequenceGroup.of(group, on_kv, until)
+        imported = SequenceGroup.of(group, on_kv)
+        imported.by_layer = self.model.is_loading
         prefill_import = PrefillImport(
             imported, layout, self.kv_layout(group), self.model.pages, self.model.hidden_states, self._scheduler
         )
@@ -237,11 +236,8 @@ class Instance:
         self._scheduler.cancel(group_id, choice)
 
     def cancel_soon(self, group_id: str, choice: int | None = None) -> None:
-        """(any thread) Does the same as ``cancel`` between two layers of the running step, while it waits, or before
-        the next step.
-        """
+        """(any thread) Does the same as ``cancel`` between two layers of the running step, or before the next step."""
         self._interruptions.cancels.put(group_id, choice)
-        self.model.weights.gate.wake()
 
     @property
     def running_work(self) -> StepWork:
@@ -288,7 +284,7 @@ class Instance:
 
     @torch.inference_mode()
     def step(self) -> StepResult:
-        """Computes a batch, and one layer of prompts that run layer by layer; ends groups past their deadline.
+        """Computes a batch, or while the model loads one layer of prompts; ends groups past their deadline.
 
         Raises ``LoadFailed``; the batch is then as if it had never started.
         """
@@ -298,14 +294,8 @@ class Instance:
             if not self._stepper.has_work:
                 self._threads.rest()
 
-    def _wait_for_segment(self, segment: int) -> bool:
-        """Waits until a segment has arrived or a group has ended; returns whether a group has ended."""
-        gate, interruptions = self.model.weights.gate, self._interruptions
+    def _interrupt(self) -> bool:
+        """Ends the groups that are to end before the next call of layers; returns whether there were any."""
         self._num_layer_calls += 1
-        while not (has_ended := interruptions.apply()) and not gate.is_open(segment):
-            self.awaits_weights = True
-            if gate.wait(segment, interruptions.next_deadline_in_s(), lambda: len(interruptions.cancels)):
-                break
-        self.awaits_weights = False
-        self._threads.adjust(gate.all_open)
-        return has_ended
+        self._threads.adjust(self.model.weights.gate.all_open)
+        return self._interruptions.apply()

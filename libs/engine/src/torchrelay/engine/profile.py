@@ -27,8 +27,7 @@ class Activity(IntEnum):
     COMPUTE = 1  # layers, head, attention: everything not listed below
     MEMORY = 2  # copies for a computation: KV gathered from pages
     KV_TRANSFER = 3  # KV copied out for another worker, or imported into pages
-    IO_WAIT = 4  # a layer's weights have not arrived yet
-    SCHEDULING = 5  # choosing and laying out the batch, sampling, advancing sequences
+    SCHEDULING = 4  # choosing and laying out the batch, sampling, advancing sequences
 
 
 _BLANK = [0.0] * len(Activity)
@@ -63,6 +62,6 @@ def take() -> StepProfile:
     """Returns this thread's times since the last call, and stops counting."""
     enter(Activity.NOTHING)
     stopwatch = _local.stopwatch
-    _, *seconds = stopwatch.seconds
+    _, compute_s, memory_s, kv_transfer_s, scheduling_s = stopwatch.seconds
     stopwatch.seconds = _BLANK.copy()
-    return StepProfile(*seconds)
+    return StepProfile(compute_s, memory_s, kv_transfer_s, scheduling_s=scheduling_s)

@@ -235,7 +235,7 @@ class Worker:
 
     def _on_fault(self, error: Exception) -> None:
         if self.loader is not None and self.loader.closing:
-            return  # closing failed a step that waited for layers
+            return  # closing failed a step that needed more layers
         self._fault = f"the engine failed: {error}"
         self._fail_attempts(generation_pb2.RunError.CODE_LOAD_FAILED, self._fault)
         self._end_load()

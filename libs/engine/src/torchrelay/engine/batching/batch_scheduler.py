@@ -62,8 +62,11 @@ class BatchScheduler:
     @property
     def has_work(self) -> bool:
         """Whether the next plan computes anything. A group that waits for pages held by imports does not count."""
-        if self._prefilling or self._decoding:
-            return True
+        return bool(self._prefilling or self._decoding or self._by_layer) or self.can_admit
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether the next waiting group gets its pages now."""
         group = self._waiting.head()
         return group is not None and self._reservations.num_pages_lacking(group) <= 0
 
@@ -103,7 +106,7 @@ class BatchScheduler:
     def run(self, group: SequenceGroup) -> None:
         """Continues contexts from their layer boundary, once everything computed elsewhere has arrived."""
         group.state = GroupState.RUNNING
-        if group.until is not None:
+        if group.by_layer:
             self._by_layer[group] = None
             return
         for context in group.contexts:
@@ -111,12 +114,16 @@ class BatchScheduler:
 
     # Batches
 
-    def admit(self) -> None:
-        """Gives pages to waiting groups in turn; no group overtakes one that does not fit yet."""
+    def admit(self, by_layer: bool = False) -> None:
+        """Gives pages to waiting groups in turn; no group overtakes one that does not fit yet.
+
+        With ``by_layer`` they run layer by layer.
+        """
         while (group := self._waiting.head()) is not None:
             if self._reservations.num_pages_lacking(group) > 0 and not self._preempt_for(group):
                 return
             self._waiting.remove(group.spec.tenant_id, group)
+            group.by_layer = by_layer
             self._reserve(group, GroupState.RUNNING)
             if not group.was_preempted:  # else its pages were charged before
                 self._waiting.charge(group.spec.tenant_id, group.num_pages)
@@ -125,8 +132,13 @@ class BatchScheduler:
     def plan(self) -> tuple[BatchPlan, ...]:
         """The next batches: running choices as ``choices_to_decode`` selects them, and chunks of prompts in the budget.
 
-        Chunks that continue from a layer boundary get a batch of their own.
+        Chunks that continue from a layer boundary get a batch of their own. Prompts that have run layer by layer
+        continue in chunks.
         """
+        for group in self._by_layer:
+            group.by_layer = False
+            self.run(group)
+        self._by_layer.clear()
         self.admit()
         head = self._prefilling.head()
         num_left = 0 if head is None else min(self._token_budget, head.num_tokens - head.num_computed)
@@ -142,7 +154,7 @@ class BatchScheduler:
         """Puts the chunks of batches that were not computed back in front."""
         for chunk in reversed([chunk for plan in plans for chunk in plan.chunks]):
             context = chunk.context
-            if context.is_live and context.group.until is None and context.num_computed == chunk.begin:
+            if context.is_live and not context.group.by_layer and context.num_computed == chunk.begin:
                 self._prefilling.remove(context.group.spec.tenant_id, context)
                 self._prefilling.push(context.group.spec.tenant_id, context, first=True)
 

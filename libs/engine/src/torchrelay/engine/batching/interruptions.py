@@ -1,4 +1,4 @@
-"""Cancels from other threads, and deadlines. Both take effect between two layers, or while a step waits for a layer."""
+"""Cancels from other threads, and deadlines. Both take effect between two layers, or between two steps."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def check_states(
     queued = [group for group in groups if group.state is GroupState.WAITING]
     assert len(queued) == len(waiting) and all((each.spec.tenant_id, each) in waiting for each in queued)
     running = [group for group in groups if group.state is GroupState.RUNNING]
-    chunked = [context for group in running if group.until is None for context in group.contexts]
+    chunked = [context for group in running if not group.by_layer for context in group.contexts]
     assert len(chunked) == len(prefilling), "a context is missing from the prefill queue"
     assert all((each.group.spec.tenant_id, each) in prefilling for each in chunked)
-    assert set(by_layer) == {group for group in running if group.until is not None and group.contexts}
+    assert set(by_layer) == {group for group in running if group.by_layer and group.contexts}

@@ -8,24 +8,30 @@ from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, Sequen
 
 
 def runnable_groups(
-    groups: Sequence[SequenceGroup], num_layers: int, token_budget: int, is_ready: Callable[[int], bool]
+    groups: Sequence[SequenceGroup],
+    token_budget: int,
+    num_free_positions: int,
+    is_ready: Callable[[int], bool],
 ) -> tuple[SequenceGroup, ...]:
     """The earliest group that can continue, and others at its boundary that fit into the same batch.
 
-    ``is_ready`` tells whether a layer's weights have arrived; the head counts as the last layer. An instance that is
-    still loading computes with the layers that it has and never waits (live pairing, after BlitzScale, OSDI 2025).
+    ``is_ready`` tells whether the weights of a layer have arrived. Groups that have not begun must fit into the
+    positions for whose hidden states there is memory. An instance that is still loading computes with the layers that
+    it has and never waits for a layer (live execution, after BlitzScale, OSDI 2025).
     """
     runnable: list[SequenceGroup] = []
     num_left = token_budget
     for group in groups:
-        stops = group.layer == group.until and group.layer < num_layers  # until it is exported
-        if stops or not is_ready(group.layer) or (runnable and group.layer != runnable[0].layer):
+        if not is_ready(group.layer) or (runnable and group.layer != runnable[0].layer):
             continue
         size = sum(context.num_tokens for context in group.contexts)
+        if not group.layer and size > num_free_positions:
+            continue
         if runnable and size > num_left:
             break
         runnable.append(group)
         num_left -= size
+        num_free_positions -= 0 if group.layer else size
     return tuple(runnable)
 
 

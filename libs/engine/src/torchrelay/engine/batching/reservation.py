@@ -46,7 +46,7 @@ class Reservations:
         group.num_pages = self.pages_for(group.contexts)
         for context in group.contexts:
             # A prompt that runs layer by layer needs the hidden state of every position: the cache cannot give it.
-            tokens = context.tokens if group.until is None else ()
+            tokens = () if group.by_layer else context.tokens
             known = self._prefixes.find(group.spec.tenant_id, tokens)
             context.tables = self._pages.reserve(*_need(context), known)
             context.num_cached = context.num_computed = len(known) * self._pages.page_tokens

@@ -111,7 +111,7 @@ class SequenceGroup:
 
     spec: GroupSpec
     on_kv: Callable[[KvBlock], None] | None = None
-    until: int | None = None  # if set, its contexts run layer by layer, all at once, up to this boundary
+    by_layer: bool = False  # its contexts run layer by layer, all positions at once
     layer: int = 0  # the boundary it was imported at, or has reached layer by layer
     has_all_kv: bool = True  # False: the KV below its import boundary is at another worker
     state: GroupState = GroupState.WAITING
@@ -124,10 +124,8 @@ class SequenceGroup:
     handed_over: set[int] = field(default_factory=set)  # chunks of its KvLayout that the decode worker has
 
     @classmethod
-    def of(
-        cls, spec: GroupSpec, on_kv: Callable[[KvBlock], None] | None = None, until: int | None = None
-    ) -> SequenceGroup:
-        group = cls(spec, on_kv, until)
+    def of(cls, spec: GroupSpec, on_kv: Callable[[KvBlock], None] | None = None) -> SequenceGroup:
+        group = cls(spec, on_kv)
         for sequence, (choices, forced) in enumerate(spec.contexts()):
             group.contexts.append(PrefillContext(group, sequence, list(choices), forced))
         return group
@@ -148,7 +146,8 @@ class SequenceGroup:
             return False
         if self.on_kv is not None and len(self.contexts) < len(self.spec.contexts()):
             return False
-        return self.state is GroupState.WAITING or (self.state is GroupState.RUNNING and self.until is not None)
+        is_at_boundary = all(context.num_computed == context.num_cached for context in self.contexts)
+        return self.state is GroupState.WAITING or (self.state is GroupState.RUNNING and is_at_boundary)
 
     def spec_left(self) -> GroupSpec:
         """The group as another instance would start it, with the contexts that are not computed yet."""

@@ -40,9 +40,7 @@ def check_logit_bias(spec: GroupSpec, vocab_size: int) -> None:
         raise InvalidRequest(f"token ids of logit_bias must be between 0 and {vocab_size - 1}", field="logit_bias")
 
 
-def check_layer_boundaries(num_layers: int, begin: int, until: int | None) -> None:
-    """Checks the boundaries of a prompt that runs from one layer boundary to another. Raises ``InvalidRequest``."""
-    if not 0 <= begin <= num_layers:
-        raise InvalidRequest(f"layer boundary {begin} must be between 0 and {num_layers}", field="boundary")
-    if until is not None and not begin <= until <= num_layers:
-        raise InvalidRequest(f"until must be between {begin} and {num_layers}, not {until}", field="until")
+def check_layer_boundary(num_layers: int, boundary: int) -> None:
+    """Checks the boundary at which a prompt continues. Raises ``InvalidRequest``."""
+    if not 0 <= boundary <= num_layers:
+        raise InvalidRequest(f"layer boundary {boundary} must be between 0 and {num_layers}", field="boundary")

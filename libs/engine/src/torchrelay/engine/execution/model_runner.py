@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchrelay.engine import profile
 from torchrelay.engine.batching.layerwise import plans_within_budget
-from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, SequenceGroup
+from torchrelay.engine.batching.sequences import BatchPlan, SequenceGroup
 from torchrelay.engine.core import NewToken
 from torchrelay.engine.execution.resident_model import ResidentModel
 from torchrelay.engine.kv.export import KvExport
@@ -21,16 +21,15 @@ from torchrelay.engine.sampling.sampler import draws_of, sample_tokens
 class ModelRunner:
     """Runs plans through the layers. Time counts as ``COMPUTE`` until tokens are returned, then as ``SCHEDULING``.
 
-    ``wait_for_segment`` is called with each segment of the weights before computing with it: it returns once the
-    segment has arrived or groups have ended, and tells whether groups have ended.
+    ``interrupt`` is called before each call of layers; it may end groups, and tells whether it has.
     """
 
-    def __init__(self, model: ResidentModel, export: KvExport, wait_for_segment: Callable[[int], bool]) -> None:
+    def __init__(self, model: ResidentModel, export: KvExport, interrupt: Callable[[], bool]) -> None:
         self._decoder, self._graphs, self._lay_out = model.decoder, model.graphs, model.lay_out
         self._hidden_states, self._device = model.hidden_states, model.device
         self._num_layers = model.config.num_layers
         self._export = export
-        self._wait_for_segment = wait_for_segment
+        self._interrupt = interrupt
 
     def run(self, plan: BatchPlan) -> tuple[BatchPlan, list[NewToken]]:
         """Computes a plan from its layer boundary to its tokens; returns the part of it that was left, and the tokens.
@@ -58,17 +57,9 @@ class ModelRunner:
         for group in groups:
             group.layer += 1
 
-    def end(self, groups: Sequence[SequenceGroup]) -> tuple[BatchPlan, list[NewToken]]:
-        """The first tokens of groups that have run layer by layer to the end, and the plan of these tokens."""
-        profile.enter(Activity.COMPUTE)
-        contexts = [context for group in groups for context in group.contexts]
-        plan = BatchPlan((), tuple(PrefillChunk(context, 0, context.num_tokens) for context in contexts))
-        last = torch.stack([self._hidden_states.of(context)[-1] for context in contexts])
-        return plan, self._sample(plan, self._decoder.logits(last))
-
     def _logits(self, plan: BatchPlan) -> tuple[BatchPlan, Tensor]:
         """Runs a plan through all layers above its boundary; returns the part of it that was left, and its logits."""
-        while plan and self._wait_for_segment(_first_segment(plan)):
+        if self._interrupt():
             plan, _ = plan.live_part()
         if not plan:
             return plan, torch.empty(0)
@@ -77,9 +68,7 @@ class ModelRunner:
             return plan, replayed
         hidden, batch = self.run_layers(plan.layer, self._num_layers, self._hidden(batch), batch)
         if batch.num_outputs:
-            hidden, batch = self._await_segment(self._num_layers + 1, hidden, batch)
-        if batch.num_outputs and plan.layer:  # the head may be tied to the embeddings, which the plan has skipped
-            hidden, batch = self._await_segment(0, hidden, batch)
+            hidden, batch = self._live_part(hidden, batch)
         if not batch.num_outputs:
             return batch.plan, hidden[:0]
         ends = hidden if batch.output_rows is None else hidden[batch.output_rows]
@@ -88,10 +77,10 @@ class ModelRunner:
     def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
         """Runs layers [begin, end) of a batch, [rows, hidden] to the same; hands over finished KV blocks.
 
-        Sequences that end meanwhile, or during the wait for a layer's weights, leave the batch before the next layers.
+        Sequences that end meanwhile leave the batch before the next layers.
         """
         while begin < end:
-            hidden, batch = self._await_segment(begin + 1, hidden, batch)
+            hidden, batch = self._live_part(hidden, batch)
             if not batch.plan:
                 break
             until = min(end, begin + self._export.layers_at_once(batch.handed_over))
@@ -100,9 +89,9 @@ class ModelRunner:
             begin = reached
         return hidden, batch
 
-    def _await_segment(self, segment: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
-        """The part of a batch that is left once a segment has arrived; does not wait for an empty batch."""
-        while batch.plan and self._wait_for_segment(segment):
+    def _live_part(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
+        """The part of a batch that has not ended."""
+        if batch.plan and self._interrupt():
             plan, rows = batch.plan.live_part()
             hidden, batch = hidden[rows], self._lay_out(plan) if plan else _empty_batch(batch, plan)
         return hidden, batch
@@ -119,11 +108,6 @@ class ModelRunner:
             torch.cuda.current_stream(self._device).synchronize()
         profile.enter(Activity.SCHEDULING)
         return sample_tokens(logits, draws_of(plan))
-
-
-def _first_segment(plan: BatchPlan) -> int:
-    """The segment of the embeddings, or of the layer above the plan's boundary."""
-    return plan.layer + 1 if plan.layer else 0
 
 
 def _empty_batch(batch: Batch, plan: BatchPlan) -> Batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from torchrelay.common.process.heap import trim_heap
 from torchrelay.engine import profile
@@ -22,6 +23,10 @@ from torchrelay.engine.weights.pack_weights import PackWeights
 from torchrelay.engine.weights.reorderer import Reorderer
 from torchrelay.modelspec.config import ModelConfig
 from torchrelay.transfer.manifest import Manifest
+
+# Hidden states that prompts hold between layers while the model loads. They lie outside the pool, so they may take only
+# a small part of what it takes. A position of Llama 3.1 8B has 8 KB of them, and 128 KB of KV.
+_HIDDEN_STATES_SHARE: Final = 1 / 16
 
 
 class ResidentModel:
@@ -51,7 +56,8 @@ class ResidentModel:
             self.weights.gate.on_change = on_segment
         dtype, capturer = self.weights.dtype, backends.capturer
         self.pages = pool.partition(self.kv_shape, dtype, page_tokens, has_scratch=capturer is not None)
-        self.hidden_states = HiddenStates()
+        hidden_bytes = config.hidden_size * dtype.itemsize
+        self.hidden_states = HiddenStates(int(pool.num_bytes * _HIDDEN_STATES_SHARE) // hidden_bytes)
         self.backend = backends.attention(page_tokens)
         self._kinds, kinds = layer_kinds(config, pool.device)
         whole_layers = backends.whole_layers and backends.whole_layers(config, dtype, kinds, active_processes)
@@ -78,11 +84,15 @@ class ResidentModel:
         if self.reorderer is not None and self.weights.gate.all_open:
             self.reorderer.start()
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether segments are still to come."""
+        return not self.weights.gate.all_settled
+
     def can_run(self, layer: int) -> bool:
-        """Whether a layer, or the head, can run without waiting for its segment or the embeddings (the head may be tied
-        to them). True also if they will never arrive, which the step then reports.
-        """
-        return self.weights.gate.is_settled(layer + 1) and self.weights.gate.is_settled(0)
+        """Whether the weights of a layer, and the embeddings for the first, are here."""
+        gate = self.weights.gate
+        return layer < self.config.num_layers and gate.is_open(layer + 1) and (layer > 0 or gate.is_open(0))
 
     def lay_out(self, plan: BatchPlan) -> Batch:
         before = profile.enter(Activity.SCHEDULING)

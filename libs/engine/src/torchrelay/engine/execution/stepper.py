@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torchrelay.common.latency.latency_model import NO_WORK, StepWork
@@ -22,27 +22,39 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Stepper:
-    """The loop of an instance, one step per call. ``can_run`` tells whether a layer, or the head, could run now."""
+    """The loop of an instance, one step per call.
+
+    While weights arrive (``is_loading``), prompts run layer by layer, as far as ``can_run`` allows for a layer. Choices
+    and chunks, which need all layers, run afterwards. ``num_free_positions`` bounds the prompts that begin.
+    """
 
     _scheduler: BatchScheduler
     _runner: ModelRunner
     _interruptions: Interruptions
+    _is_loading: Callable[[], bool]
     _can_run: Callable[[int], bool]
-    _num_layers: int
+    _num_free_positions: Callable[[], int]
     _token_budget: int
     work: StepWork = NO_WORK  # of the running step, or of the last one
+    _waiting: tuple[SequenceGroup, ...] = ()  # groups that the last step left waiting for a layer
+    _waiting_since_s: float = 0.0
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._runnable_groups())
+        scheduler = self._scheduler
+        has_plan = scheduler.can_admit if self._is_loading() else scheduler.has_work
+        return has_plan or bool(self._runnable_groups())
 
     def step(self) -> StepResult:
         """Computes a step as ``Instance.step`` describes."""
         begin_s = time.perf_counter()
+        io_wait_s = begin_s - self._waiting_since_s if any(group.contexts for group in self._waiting) else 0.0
+        self._waiting = ()
         profile.enter(Activity.SCHEDULING)
         try:
             self._interruptions.apply()
-            plans, by_layer = self._scheduler.plan(), self._runnable_groups()
+            plans = self._plan()
+            by_layer = self._runnable_groups()
             work = self.work = _merged(plans).work
             tokens, computed = self._compute(plans)
             whole = _merged(computed)
@@ -51,18 +63,24 @@ class Stepper:
             if by_layer or computed != plans or any(plan.layer for plan in plans):
                 work = NO_WORK  # its duration tells nothing about whole batches
             if by_layer:
-                more_tokens, more_ended = self._advance(by_layer)
-                tokens, ended = tokens + more_tokens, ended + more_ended
-                num_prefilled += sum(chunk.num_tokens for chunk in more_ended)
+                self._runner.run_one_layer(by_layer, self._token_budget)
             expired = self._interruptions.take_expired()
             if not (plans or by_layer or expired):
                 return EMPTY_STEP
             step_s, num_decoded = time.perf_counter() - begin_s, len(whole.decoding)
-            times = step_s, work, profile.take()
+            times = step_s, work, replace(profile.take(), io_wait_s=io_wait_s)
             prompts = _progress(whole.chunks)
             return StepResult(tuple(tokens), _prefilled(ended), num_prefilled, num_decoded, *times, expired, prompts)
         finally:
             profile.take()  # the time of a step that failed does not count for the next one
+            if self._is_loading() and not self.has_work:
+                self._waiting, self._waiting_since_s = tuple(self._scheduler.by_layer), time.perf_counter()
+
+    def _plan(self) -> tuple[BatchPlan, ...]:
+        if not self._is_loading():
+            return self._scheduler.plan()
+        self._scheduler.admit(by_layer=True)
+        return ()
 
     def _compute(self, plans: Sequence[BatchPlan]) -> tuple[list[NewToken], tuple[BatchPlan, ...]]:
         """Computes the plans; returns the new tokens, and the parts of the plans that were left."""
@@ -83,19 +101,11 @@ class Stepper:
             raise
         return tokens, tuple(computed)
 
-    def _advance(self, groups: Sequence[SequenceGroup]) -> tuple[list[NewToken], list[PrefillChunk]]:
-        """Runs one layer of prompts, or returns their first tokens with the chunks that ended them."""
-        if not any(group.contexts for group in groups):  # all were cancelled within this step
-            return [], []
-        if groups[0].layer < self._num_layers:
-            self._runner.run_one_layer(groups, self._token_budget)
-            return [], []
-        plan, tokens = self._runner.end(groups)
-        self._scheduler.commit(plan, tokens)
-        return tokens, list(plan.chunks)
-
     def _runnable_groups(self) -> tuple[SequenceGroup, ...]:
-        return runnable_groups(self._scheduler.by_layer, self._num_layers, self._token_budget, self._can_run)
+        groups = self._scheduler.by_layer
+        if not groups or not self._is_loading():  # without a load they continue in chunks
+            return ()
+        return runnable_groups(groups, self._token_budget, self._num_free_positions(), self._can_run)
 
 
 def _merged(plans: Sequence[BatchPlan]) -> BatchPlan:

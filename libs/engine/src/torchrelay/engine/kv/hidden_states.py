@@ -10,10 +10,18 @@ from torchrelay.engine.batching.sequences import PrefillContext
 
 
 class HiddenStates:
-    """A tensor per context, [num_tokens, hidden]. All methods run on the engine thread."""
+    """A tensor per context, [num_tokens, hidden]. All methods run on the engine thread.
 
-    def __init__(self) -> None:
+    Prompts that begin here must fit into ``max_positions``; imports are bounded by their own flow control.
+    """
+
+    def __init__(self, max_positions: int) -> None:
+        self._max_positions = max_positions
         self._tensors: WeakKeyDictionary[PrefillContext, Tensor] = WeakKeyDictionary()
+
+    @property
+    def num_free_positions(self) -> int:
+        return self._max_positions - sum(len(states) for states in self._tensors.values())
 
     def of(self, context: PrefillContext) -> Tensor:
         return self._tensors[context]

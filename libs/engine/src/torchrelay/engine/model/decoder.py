@@ -51,7 +51,7 @@ class Decoder:
     def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, int]:
         """Runs as many of the layers [begin, end) as one call computes, at least one; also returns the next layer.
 
-        [rows, hidden] -> the same; writes the batch's KV. Waits for the first layer's weights.
+        [rows, hidden] -> the same; writes the batch's KV.
         """
         if self._whole_layers is not None:
             weights = self._weights.layers(begin, end)
@@ -61,7 +61,7 @@ class Decoder:
         return self.run_layer(begin, hidden, batch), begin + 1
 
     def run_layer(self, layer: int, hidden: Tensor, batch: Batch) -> Tensor:
-        """Runs one layer, [rows, hidden] -> the same; writes the batch's KV. Waits for the layer's weights."""
+        """Runs one layer, [rows, hidden] -> the same; writes the batch's KV."""
         weights, view = self._weights.layer(layer), batch.views[self._kind_of_layer[layer]]
         attended = self._attention(weights, self._kv[layer], self._norm(hidden, weights.input_norm), batch, view)
         if weights.attention_out_norm is not None:

@@ -28,7 +28,7 @@ TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float
 class PackWeights:
     """The segments of one pack.
 
-    ``load`` runs on any thread, the rest on the engine's, which waits for missing segments.
+    ``load`` runs on any thread, the rest on the engine's. Uses of a missing segment raise ``LoadFailed``.
     """
 
     def __init__(self, manifest: Manifest, config: ModelConfig, data: memoryview, link: DeviceLink | None) -> None:
@@ -74,8 +74,8 @@ class PackWeights:
             self._events[segment] = self._link.event()
         self.gate.open(segment)
 
-    def _wait(self, segment: int) -> None:
-        self.gate.wait(segment)
+    def _require(self, segment: int) -> None:
+        self.gate.require(segment)
         if self._events and (event := self._events.pop(segment, None)) is not None:
             event.join()
 
@@ -84,17 +84,17 @@ class PackWeights:
         return self._manifest.num_bytes
 
     def embedding(self) -> Tensor:
-        self._wait(0)
+        self._require(0)
         return self._groups[0]["embed"]
 
     def layer(self, layer: int) -> LayerWeights:
-        self._wait(layer + 1)
+        self._require(layer + 1)
         weights = self._layers[layer]
         assert weights is not None, "an open segment is loaded"
         return weights
 
     def layers(self, begin: int, end: int) -> Sequence[LayerWeights]:
-        """Waits for the first of these layers; returns it and, once the whole pack has arrived, the layers after it.
+        """Returns the first of these layers and, once the whole pack has arrived, the layers after it.
 
         While the pack arrives, the cores are divided between arrival and computation before each layer.
         """
@@ -103,11 +103,11 @@ class PackWeights:
             return [first]
         if self._events:
             for layer in range(begin + 1, end):
-                self._wait(layer + 1)
+                self._require(layer + 1)
         return cast(Sequence[LayerWeights], self._layers[begin:end])
 
     def final_norm(self) -> Tensor:
-        self._wait(self._config.num_segments - 1)
+        self._require(self._config.num_segments - 1)
         return self._groups[-1]["norm"]
 
     def head(self) -> Matrix:
@@ -115,7 +115,7 @@ class PackWeights:
             return self._head
         if self._config.tied_embeddings:
             return self.embedding()
-        self._wait(self._config.num_segments - 1)
+        self._require(self._config.num_segments - 1)
         return self._groups[-1]["head"]
 
     def replace_layer(self, layer: int, weights: LayerWeights) -> None:
@@ -127,7 +127,7 @@ class PackWeights:
         self._head = head
 
     def close(self) -> None:
-        """Releases the pack's memory; later waits for segments that are not open fail."""
+        """Releases the pack's memory; later uses of segments that are not open fail."""
         self.gate.fail("the instance was closed")
         if self._stager is not None:
             self._stager.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cachetools import FIFOCache
 
-from torchrelay.common.latency.latency_model import LatencyFit, LatencyModel
+from torchrelay.common.latency.latency_model import NO_WORK, LatencyFit, LatencyModel
 from torchrelay.engine.core import StepResult
 
 _MAX_PACKS = 64
@@ -22,8 +22,8 @@ class LatencyFits:
         self._unsampled_s = {True: _SAMPLE_INTERVAL_S, False: _SAMPLE_INTERVAL_S}
 
     def record_step(self, pack_id: str, result: StepResult) -> None:
-        """Learns from one step, unless it waited for weights: such a step predicts nothing."""
-        if result.profile.io_wait_s > 0 or result.step_s <= 0:
+        """Learns from one step, unless it is no step of whole batches: such a step predicts nothing."""
+        if result.work == NO_WORK or result.step_s <= 0:
             return
         has_prefill = result.work.num_prefilled > 0
         # Decided by the earlier steps: the step that fills the interval is usually a long one.

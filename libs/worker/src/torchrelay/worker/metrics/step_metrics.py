@@ -10,7 +10,7 @@ from statistics import median
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from torchrelay.common.latency.latency_model import LatencyModel
+from torchrelay.common.latency.latency_model import NO_WORK, LatencyModel
 from torchrelay.common.process.telemetry import seconds_histogram
 from torchrelay.engine.core import StepResult
 from torchrelay.worker.metrics.latency_fits import LatencyFits
@@ -66,9 +66,10 @@ class StepMetrics:
         if result.step_s <= 0:
             return
         self._step_s.record(result.step_s)
-        if result.num_positions_prefilled:
+        is_whole = result.work != NO_WORK  # else a rate could not be told from its time
+        if is_whole and result.num_positions_prefilled:
             self._prefill_rates.append(result.num_positions_prefilled / result.step_s)
-        elif result.num_positions_decoded:
+        elif is_whole and result.num_positions_decoded:
             self._decode_steps_s.append(result.step_s)
         if instance_labels is not None:
             self._record_profile(result, instance_labels)

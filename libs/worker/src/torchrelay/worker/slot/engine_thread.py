@@ -76,10 +76,9 @@ class EngineThread:
             return EngineProgress(self._num_done, has_work, _COMMAND_S)
         is_recording = instance.is_recording  # read before the advances: the end of a recording is one
         step_s = latency.step_s(instance.running_work) if latency is not None and not is_recording else None
-        # While the engine awaits weights, the loader is responsible for the time.
         return EngineProgress(
             self._num_done + instance.num_advances,
-            has_work and not instance.awaits_weights,
+            has_work,
             _COMMAND_S if doing != "step" else _FIRST_STEP_S if step_s is None else step_s,
         )
 
@@ -98,7 +97,7 @@ class EngineThread:
 
         Does nothing once ``stop`` is set or the thread is closed.
         """
-        # While a step waits for layers, KV must wait at its senders instead of filling this worker's memory.
+        # During a long step, KV must wait at its senders instead of filling this worker's memory.
         while not self._writes.acquire(timeout=_STOP_POLL_S):
             if stop.is_set() or self._closed.is_set():
                 return

@@ -166,7 +166,7 @@ class Loader:
 
     async def _close(self) -> None:
         if self._instance is not None:
-            self._instance.fail(self._why_closed)  # ends a step that waits for layers
+            self._instance.fail(self._why_closed)  # ends prompts that need more layers
         await self._engine.call(self._forget)
         if self.slab is not None:
             self.slab.close()
