@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,9 +35,11 @@ PROMPT = list(range(30, 50))
 class Calls:
     """The outcomes of clients that call without end."""
 
+    num_clients: int
     num_answered: int = 0
     num_tokens: int = 0
     refusals: list[str] = field(default_factory=list)
+    num_refused: Counter[int] = field(default_factory=Counter)  # calls by client
     others: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -47,8 +50,14 @@ class Calls:
                 self.num_tokens += len(response.json()["choices"][0]["token_ids"])
             elif response.status_code == 507:
                 self.refusals.append(response.json()["error"]["message"])
+                self.num_refused[threading.get_ident()] += 1
             else:
                 self.others.append(response.text)
+
+    def await_refusals(self) -> None:
+        """Until the calls of all clients have been refused, so that none waits for a worker."""
+        before = self.num_refused.copy()
+        wait_until(lambda: len(self.num_refused - before) == self.num_clients, "every client is refused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +80,12 @@ class SmallHome:
         reply = http.get(f"{self.platform.http}/v1/usage", headers=headers(self.key), timeout=HANG_S).json()
         return int(reply["total"]["completion_tokens"])
 
+    def log(self, name: str) -> str:
+        return (self.disk.folder / name).read_text()
+
     @contextmanager
     def under_load(self, num_clients: int = 3) -> Iterator[Calls]:
-        calls, ending = Calls(), threading.Event()
+        calls, ending = Calls(num_clients), threading.Event()
 
         def call_on() -> None:
             while not ending.is_set():
@@ -133,15 +145,17 @@ def test_full_disk_under_load_is_named_and_survived(home: SmallHome) -> None:
         assert_disk_is_named(begin_upload(home), home.disk)
         for child in ("redis", "nats", "worker-0", "scheduler", "param-store"):
             platform.await_restart(child, platform.kill(child))
+            home.disk.fill()  # a restart may free a page, which may admit a call
+            calls.await_refusals()
         platform.await_new_slots(incarnations)
         home.disk.free()
         num_answered = calls.num_answered
         wait_until(lambda: calls.num_answered > num_answered + 5, "calls are answered again")
     assert [message for message in calls.refusals if folder not in message or "full" not in message] == []
-    assert calls.others == []
+    assert calls.others == [], "\n".join(home.log(name)[-4000:] for name in ("up.log", "logs/scheduler.log"))
     num_tokens = calls.num_tokens + len(answer.token_ids)
     wait_until(lambda: home.num_billed() - num_billed_before == num_tokens, "all that was received is billed, no more")
-    assert "it is full; requests are refused" in (home.disk.folder / "up.log").read_text()
+    assert "it is full; requests are refused" in home.log("up.log")
 
 
 def test_gateway_on_a_full_disk_refuses_until_space_is_free(home: SmallHome) -> None:
