@@ -55,6 +55,9 @@ class GatewayStream:
     async def cancel(self, key: types_pb2.AttemptKey) -> None:
         await self._call.write(pb.RunCommand(cancel=pb.CancelAttempt(key=key)))
 
+    async def recall(self, key: types_pb2.AttemptKey) -> None:
+        await self._call.write(pb.RunCommand(recall=pb.RecallAttempt(key=key)))
+
     async def close(self) -> None:
         self._call.cancel()
         if self._reading is not None:
@@ -192,6 +195,10 @@ class Request:
     async def cancel(self) -> None:
         for stream in self.streams[::-1]:
             await stream.cancel(self.start.key)
+
+    async def recall(self) -> None:
+        for stream in self.streams[::-1]:
+            await stream.recall(self.start.key)
 
 
 class RolesTestbed:

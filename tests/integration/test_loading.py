@@ -36,7 +36,8 @@ class GatedPack(MemoryBuffer):
     """A pack whose holder serves only the released chunks."""
 
     def __init__(self, model: Model) -> None:
-        manifest, self._data = model.pack.manifest, model.pack.data
+        self.manifest = manifest = model.pack.manifest
+        self._data = model.pack.data
         encoded = manifest.encode()
         self._step = manifest.chunk_bytes
         sizes = [len(self._data[i : i + self._step]) for i in range(0, len(self._data), self._step)]

@@ -17,6 +17,7 @@ class EchoScheduler:
     """Places every admission on the first worker that is not lost; ``refusals`` answer the next ones."""
 
     def __init__(self, workers: Sequence[EchoWorker], *, decode: Sequence[EchoWorker] = ()) -> None:
+        self.prompt_source: types_pb2.PromptSource | None = None  # of each placement
         self.prefill_workers = list(workers)
         self.decode_workers = list(decode) or self.prefill_workers
         self.refusals: list[admit_pb.Refusal] = []
@@ -130,6 +131,7 @@ class EchoScheduler:
             key=request.key,
             prefill=self._alive(self.prefill_workers, request).ref,
             decode=self._alive(self.decode_workers, request).ref,
+            prompt_source=self.prompt_source,
         )
         await events.put(admit_pb.AdmitEvent(placement=placement))
 

@@ -89,7 +89,7 @@ class _Gateway:
         self.filled = asyncio.Event()
 
 
-def _key(start: pb.AttemptStart | pb.CancelAttempt) -> Key:
+def _key(start: pb.AttemptStart | pb.CancelAttempt | pb.RecallAttempt) -> Key:
     return start.key.request_id, start.key.attempt
 
 
@@ -101,6 +101,7 @@ class EchoWorker:
         self.model = model
         self.starts: list[tuple[str, pb.AttemptStart]] = []  # (role, start)
         self.cancelled: list[tuple[str, Key]] = []
+        self.recalled: list[tuple[str, Key]] = []
         self.errors: dict[str, list[pb.RunError]] = {"prefill": [], "decode": [], "hand-over": []}
         self.num_cached = 0
         self.prompt_progress: tuple[int, ...] = ()  # prompt tokens computed so far, step by step; then it never ends
@@ -224,6 +225,9 @@ class _Role:
             if command.HasField("start"):
                 self._worker.starts.append((self._role, command.start))
                 await self._start(command.start, gateway)
+            elif command.HasField("recall"):
+                self._worker.recalled.append((self._role, _key(command.recall)))
+                self._forget(gateway, _key(command.recall))
             else:
                 self._worker.cancelled.append((self._role, _key(command.cancel)))
                 self._forget(gateway, _key(command.cancel))

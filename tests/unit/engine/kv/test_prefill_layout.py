@@ -22,7 +22,7 @@ from tests.unit.engine.harness import (
     run,
 )
 from torchrelay.common.errors import Conflict
-from torchrelay.engine.core import KvBlock, SamplingParams
+from torchrelay.engine.core import SamplingParams
 from torchrelay.engine.kv.layout import KvSequence, KvShape
 from torchrelay.engine.kv.prefill_layout import PrefillLayout
 
@@ -119,22 +119,14 @@ def test_export_requires_single_boundary(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-def test_hand_over_without_all_contexts_is_not_exported(model_of: ModelOf) -> None:
-    """Without a context that has ended, the importer would number the blocks differently from the decode worker."""
+def test_prompt_moves_without_contexts_that_have_ended(model_of: ModelOf) -> None:
     instance = half_loaded(model_of(), 1)
-    blocks: list[KvBlock] = []
-    for on_kv in (None, blocks.append):
+    for on_kv in (None, lambda block: None):
         instance.prefill(group_of(prompt_of(21), forced=[(), (1, 2), ()]), on_kv)
         run(instance)
-        instance.cancel("r/0", 0)  # its context has another choice
-        assert instance.groups()[0].can_be_exported
-        instance.cancel("r/0", 2)
-        if on_kv is None:
-            assert export_prefill(instance).spec.contexts() == (((1,), (1, 2)),)
-            continue
-        with pytest.raises(Conflict):
-            instance.export_prefill("r/0")
-        instance.cancel("r/0")
+        for choice in (0, 2):
+            instance.cancel("r/0", choice)
+        assert export_prefill(instance).spec.contexts() == (((1,), (1, 2)),)
     assert_idle(instance)
 
 
@@ -143,8 +135,8 @@ def layouts(draw: st.DrawFn) -> PrefillLayout:
     lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
     sequences = tuple(KvSequence((i,), length) for i, length in enumerate(lengths))
     shape = KvShape(draw(st.integers(1, 5)), draw(st.integers(1, 3)), 8, draw(st.sampled_from([2, 4])))
-    boundary, with_kv = draw(st.integers(0, shape.num_layers)), draw(st.booleans())
-    return PrefillLayout(shape, draw(st.integers(1, 9)) * 4, boundary, with_kv, draw(st.integers(1, 40)), sequences)
+    boundary = draw(st.integers(0, shape.num_layers))
+    return PrefillLayout(shape, draw(st.integers(1, 9)) * 4, boundary, draw(st.integers(1, 40)), sequences)
 
 
 @given(layouts())

@@ -183,18 +183,18 @@ class Instance:
     ) -> PrefillImport:
         """Reserves pages for a prompt that another instance exported; ``PrefillExport.group_at`` returns ``group``.
 
-        ``on_kv`` gets the KV of the layers from the boundary on and is required if the exporter had one. Raises
-        ``KvPoolFull`` (retry when pages are freed), ``InvalidRequest`` or ``Conflict``.
+        ``on_kv`` means the same as in ``prefill``, and also gets the KV that was imported. Raises ``KvPoolFull`` (retry
+        when pages are freed), ``InvalidRequest`` or ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
         check_layer_boundary(self.config.num_layers, layout.boundary)
         block_tokens = layout.block_tokens
-        if block_tokens < 1 or layout != self._prefill_layout(group, layout.boundary, on_kv, block_tokens):
+        if block_tokens < 1 or layout != self.prefill_layout(group, layout.boundary, block_tokens):
             raise InvalidRequest(f"the prefill exported for {group.group_id} does not match the model and the request")
         imported = SequenceGroup.of(group, on_kv)
         imported.by_layer = self.model.is_loading
         prefill_import = PrefillImport(
-            imported, layout, self.kv_layout(group), self.model.pages, self.model.hidden_states, self._scheduler
+            imported, layout, self.model.pages, self.model.hidden_states, self._scheduler, self._export
         )
         self._interruptions.deadlines.add(imported)
         return prefill_import
@@ -203,24 +203,21 @@ class Instance:
     def export_prefill(self, group_id: str) -> PrefillExport:
         """Removes a prompt that waits, or runs layer by layer, and returns all of its computed state.
 
-        Raises ``Conflict`` for a prompt whose chunks are at different layers, that decodes, that is not here, or that
-        is handed over and has lost some of its contexts.
+        Raises ``Conflict`` for a prompt whose chunks are at different layers, that decodes, or that is not here.
         """
         group = self._scheduler.get(group_id)
         if group is None or not group.can_be_exported:
             raise Conflict(f"{group_id} is not at a layer boundary here")
         left_s = self._interruptions.left_s(group.spec.deadline_s)
         spec = replace(group.spec_left(), deadline_s=None)
-        layout = self._prefill_layout(spec, group.layer, group.on_kv, self._kv_block_tokens)
+        layout = self.prefill_layout(spec, group.layer, self._kv_block_tokens)
         exported = PrefillExport(spec, left_s, layout, self._export.copy_prefill(group, layout))
         self._scheduler.cancel(group_id)
         return exported
 
-    def _prefill_layout(
-        self, group: GroupSpec, boundary: int, on_kv: Callable[[KvBlock], None] | None, block_tokens: int
-    ) -> PrefillLayout:
-        hidden_size = self.config.hidden_size
-        return PrefillLayout.of(self.kv_shape, hidden_size, boundary, on_kv is None, block_tokens, group)
+    def prefill_layout(self, group: GroupSpec, boundary: int, block_tokens: int) -> PrefillLayout:
+        """(any thread) The wire layout of a prompt that moves at this boundary."""
+        return PrefillLayout.of(self.kv_shape, self.config.hidden_size, boundary, block_tokens, group)
 
     def preempt(self, group_id: str) -> None:
         """Frees the pages of a group at once; the group waits again and continues later with the same tokens.

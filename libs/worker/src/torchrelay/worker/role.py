@@ -177,6 +177,8 @@ class WorkerRole(ABC):
             starts.create_task(self._start(command.start, outbox))
         elif command.HasField("cancel") and (attempt := self.attempts.get(group_id_of(command.cancel.key))):
             self.end(attempt, pb.FINISH_REASON_CANCELLED)
+        elif command.HasField("recall") and (attempt := self.attempts.get(group_id_of(command.recall.key))):
+            self.recall(attempt)
 
     async def _start(self, start: pb.AttemptStart, outbox: Outbox) -> None:
         attempt = Attempt(start, outbox, {})
@@ -306,6 +308,11 @@ class WorkerRole(ABC):
         if self.forget(attempt):
             self.worker.cancel(attempt.group_id)
             self.worker.usage.forget(attempt, cause)
+
+    def recall(self, attempt: Attempt) -> None:
+        """Drops an attempt that continues elsewhere. Its prompt stays in the engine: the prefill role ends it."""
+        if self.forget(attempt):
+            self.worker.usage.forget(attempt, pb.FINISH_REASON_CANCELLED)
 
     def fail(self, attempt: Attempt, error: pb.RunError) -> None:
         """Ends an attempt with an error for its gateway."""

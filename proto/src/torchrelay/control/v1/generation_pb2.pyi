@@ -182,6 +182,7 @@ class AttemptStart(_message.Message):
     KV_TICKET_FIELD_NUMBER: _builtins.int
     DEADLINE_UNIX_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PROMPT_SOURCE_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """of the worker this is sent to; refused by any other"""
     tenant_id: _builtins.str
@@ -207,6 +208,10 @@ class AttemptStart(_message.Message):
     def kv_ticket(self) -> _types_pb2.Ticket:
         """to the prefill worker: handed on with the KV offer"""
 
+    @_builtins.property
+    def prompt_source(self) -> _types_pb2.PromptSource:
+        """to the prefill worker; absent: it computes the whole prompt"""
+
     def __init__(
         self,
         *,
@@ -221,10 +226,11 @@ class AttemptStart(_message.Message):
         kv_ticket: _types_pb2.Ticket | None = ...,
         deadline_unix_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        prompt_source: _types_pb2.PromptSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "key", b"key", "kv_ticket", b"kv_ticket", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "key", b"key", "kv_ticket", b"kv_ticket", "prompt_source", b"prompt_source", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "deadline_unix_ms", b"deadline_unix_ms", "decode", b"decode", "instance_id", b"instance_id", "key", b"key", "kv_ticket", b"kv_ticket", "num_prompt_tokens", b"num_prompt_tokens", "prompt", b"prompt", "sampling", b"sampling", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "deadline_unix_ms", b"deadline_unix_ms", "decode", b"decode", "instance_id", b"instance_id", "key", b"key", "kv_ticket", b"kv_ticket", "num_prompt_tokens", b"num_prompt_tokens", "prompt", b"prompt", "prompt_source", b"prompt_source", "sampling", b"sampling", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -251,12 +257,37 @@ class CancelAttempt(_message.Message):
 Global___CancelAttempt: _TypeAlias = CancelAttempt  # noqa: Y015
 
 @_typing.final
+class RecallAttempt(_message.Message):
+    """The attempt ends here, and another attempt continues its prompt at another worker. The prefill worker keeps what it has
+    computed, and computes on, until that worker exports it, or for a few seconds.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def key(self) -> _types_pb2.AttemptKey: ...
+    def __init__(
+        self,
+        *,
+        key: _types_pb2.AttemptKey | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecallAttempt: _TypeAlias = RecallAttempt  # noqa: Y015
+
+@_typing.final
 class RunCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    RECALL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RunHello:
         """first message of every stream"""
@@ -265,18 +296,21 @@ class RunCommand(_message.Message):
     def start(self) -> Global___AttemptStart: ...
     @_builtins.property
     def cancel(self) -> Global___CancelAttempt: ...
+    @_builtins.property
+    def recall(self) -> Global___RecallAttempt: ...
     def __init__(
         self,
         *,
         hello: Global___RunHello | None = ...,
         start: Global___AttemptStart | None = ...,
         cancel: Global___CancelAttempt | None = ...,
+        recall: Global___RecallAttempt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "recall", b"recall", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "recall", b"recall", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "start", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "start", "cancel", "recall"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 

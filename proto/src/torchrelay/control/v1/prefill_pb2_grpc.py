@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from torchrelay.control.v1 import generation_pb2 as torchrelay_dot_control_dot_v1_dot_generation__pb2
+from torchrelay.control.v1 import prefill_pb2 as torchrelay_dot_control_dot_v1_dot_prefill__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -40,6 +41,11 @@ class PrefillStub:
                 request_serializer=torchrelay_dot_control_dot_v1_dot_generation__pb2.RunCommand.SerializeToString,
                 response_deserializer=torchrelay_dot_control_dot_v1_dot_generation__pb2.StepOutput.FromString,
                 _registered_method=True)
+        self.Export = channel.unary_stream(
+                '/torchrelay.control.v1.Prefill/Export',
+                request_serializer=torchrelay_dot_control_dot_v1_dot_prefill__pb2.ExportRequest.SerializeToString,
+                response_deserializer=torchrelay_dot_control_dot_v1_dot_prefill__pb2.ExportPart.FromString,
+                _registered_method=True)
 
 
 class PrefillServicer:
@@ -54,6 +60,14 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Export(self, request, context):
+        """What this worker has computed of a recalled prompt, which leaves it: first an ExportedPrompt, then the bytes of all
+        chunks in order, in messages of any size.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +75,11 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=torchrelay_dot_control_dot_v1_dot_generation__pb2.RunCommand.FromString,
                     response_serializer=torchrelay_dot_control_dot_v1_dot_generation__pb2.StepOutput.SerializeToString,
+            ),
+            'Export': grpc.unary_stream_rpc_method_handler(
+                    servicer.Export,
+                    request_deserializer=torchrelay_dot_control_dot_v1_dot_prefill__pb2.ExportRequest.FromString,
+                    response_serializer=torchrelay_dot_control_dot_v1_dot_prefill__pb2.ExportPart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +110,33 @@ class Prefill:
             '/torchrelay.control.v1.Prefill/Run',
             torchrelay_dot_control_dot_v1_dot_generation__pb2.RunCommand.SerializeToString,
             torchrelay_dot_control_dot_v1_dot_generation__pb2.StepOutput.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Export(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/torchrelay.control.v1.Prefill/Export',
+            torchrelay_dot_control_dot_v1_dot_prefill__pb2.ExportRequest.SerializeToString,
+            torchrelay_dot_control_dot_v1_dot_prefill__pb2.ExportPart.FromString,
             options,
             channel_credentials,
             insecure,

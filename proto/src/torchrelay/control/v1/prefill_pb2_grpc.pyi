@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from torchrelay.control.v1 import generation_pb2 as _generation_pb2
+from torchrelay.control.v1 import prefill_pb2 as _prefill_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -37,6 +38,10 @@ class PrefillStub:
     """One stream per gateway carries all its attempts. For each choice the prefill role delivers the first new token
     (and its finish, when it ends there); the others come from the decode role.
     """
+    Export: _grpc.UnaryStreamMultiCallable[_prefill_pb2.ExportRequest, _prefill_pb2.ExportPart]
+    """What this worker has computed of a recalled prompt, which leaves it: first an ExportedPrompt, then the bytes of all
+    chunks in order, in messages of any size.
+    """
 
 @_typing.type_check_only
 class PrefillAsyncStub(PrefillStub):
@@ -46,6 +51,10 @@ class PrefillAsyncStub(PrefillStub):
     Run: _aio.StreamStreamMultiCallable[_generation_pb2.RunCommand, _generation_pb2.StepOutput]  # type: ignore[assignment]
     """One stream per gateway carries all its attempts. For each choice the prefill role delivers the first new token
     (and its finish, when it ends there); the others come from the decode role.
+    """
+    Export: _aio.UnaryStreamMultiCallable[_prefill_pb2.ExportRequest, _prefill_pb2.ExportPart]  # type: ignore[assignment]
+    """What this worker has computed of a recalled prompt, which leaves it: first an ExportedPrompt, then the bytes of all
+    chunks in order, in messages of any size.
     """
 
 class PrefillServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +68,16 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.StepOutput], _abc.AsyncIterator[_generation_pb2.StepOutput]]:
         """One stream per gateway carries all its attempts. For each choice the prefill role delivers the first new token
         (and its finish, when it ends there); the others come from the decode role.
+        """
+
+    @_abc_1.abstractmethod
+    def Export(
+        self,
+        request: _prefill_pb2.ExportRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.ExportPart], _abc.AsyncIterator[_prefill_pb2.ExportPart]]:
+        """What this worker has computed of a recalled prompt, which leaves it: first an ExportedPrompt, then the bytes of all
+        chunks in order, in messages of any size.
         """
 
 def add_PrefillServicer_to_server(servicer: PrefillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

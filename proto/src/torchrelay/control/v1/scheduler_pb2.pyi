@@ -398,8 +398,8 @@ Global___AdmitEvent: _TypeAlias = AdmitEvent  # noqa: Y015
 
 @_typing.final
 class Recall(_message.Message):
-    """The attempt has not begun at its placement and would begin much sooner elsewhere: the gateway ends it and admits
-    another at once. An attempt that has begun goes on, and the gateway does not answer.
+    """The attempt has no token and would have it much sooner elsewhere: the gateway recalls it from its workers and admits
+    another at once. An attempt that has a token, or that has reported progress, goes on, and the gateway does not answer.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -470,6 +470,7 @@ class Placement(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     KV_TICKET_FIELD_NUMBER: _builtins.int
     COLD_FIELD_NUMBER: _builtins.int
+    PROMPT_SOURCE_FIELD_NUMBER: _builtins.int
     cold: _builtins.bool
     """the instance was still loading when it was placed"""
     @_builtins.property
@@ -482,6 +483,10 @@ class Placement(_message.Message):
     def kv_ticket(self) -> _types_pb2.Ticket:
         """holder: the prefill worker; receiver: the decode worker; absent when they are one"""
 
+    @_builtins.property
+    def prompt_source(self) -> _types_pb2.PromptSource:
+        """set after a recall, unless the same prefill worker was chosen again"""
+
     def __init__(
         self,
         *,
@@ -490,10 +495,11 @@ class Placement(_message.Message):
         decode: _types_pb2.WorkerRef | None = ...,
         kv_ticket: _types_pb2.Ticket | None = ...,
         cold: _builtins.bool = ...,
+        prompt_source: _types_pb2.PromptSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "key", b"key", "kv_ticket", b"kv_ticket", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "key", b"key", "kv_ticket", b"kv_ticket", "prefill", b"prefill", "prompt_source", b"prompt_source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold", b"cold", "decode", b"decode", "key", b"key", "kv_ticket", b"kv_ticket", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold", b"cold", "decode", b"decode", "key", b"key", "kv_ticket", b"kv_ticket", "prefill", b"prefill", "prompt_source", b"prompt_source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -338,6 +338,32 @@ class WorkerRef(_message.Message):
 Global___WorkerRef: _TypeAlias = WorkerRef  # noqa: Y015
 
 @_typing.final
+class PromptSource(_message.Message):
+    """An earlier attempt at the same request, of which a prefill worker keeps what it has computed of the prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def key(self) -> Global___AttemptKey: ...
+    @_builtins.property
+    def worker(self) -> Global___WorkerRef: ...
+    def __init__(
+        self,
+        *,
+        key: Global___AttemptKey | None = ...,
+        worker: Global___WorkerRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptSource: _TypeAlias = PromptSource  # noqa: Y015
+
+@_typing.final
 class Phase(_message.Message):
     """One named stretch of time: queue, plan, relay, map, prefill, first_token ..."""
 

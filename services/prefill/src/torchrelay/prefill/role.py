@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import Conflict
+from torchrelay.common.errors import Conflict, TorchrelayError
 from torchrelay.common.identity.callers import Caller, MethodCallers
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.telemetry import get_logger, record_span
-from torchrelay.control.v1 import decode_pb2_grpc, prefill_pb2_grpc, types_pb2
+from torchrelay.common.quantities import format_count
+from torchrelay.control.v1 import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.engine.core import Finish, GroupSpec, NewToken, PromptProgress
+from torchrelay.engine.core import Finish, GroupSpec, KvBlock, NewToken, PromptProgress
 from torchrelay.prefill.byte_budget import ByteBudget
 from torchrelay.prefill.kv_sender import KvSender
-from torchrelay.worker.attempts.attempt import Attempt, dispatch_outputs
+from torchrelay.prefill.prompt_moves import PromptReceiver, RecalledPrompts, export_parts
+from torchrelay.worker.attempts.attempt import Attempt, dispatch_outputs, group_id_of
 from torchrelay.worker.role import RoleContext, WorkerRole
 
 log = get_logger(__name__)
-CALLERS: MethodCallers = {"/torchrelay.control.v1.Prefill/Run": {Caller.GATEWAY}}
+EXPORT_TIMEOUT_S = 10.0  # from the call until all bytes are here; then the prompt is computed from its beginning
+CALLERS: MethodCallers = {
+    "/torchrelay.control.v1.Prefill/Run": {Caller.GATEWAY},
+    "/torchrelay.control.v1.Prefill/Export": {Caller.WORKER},
+}
 
 
 class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore[misc]  # Run writes to its context
@@ -38,7 +45,8 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         self._kv_senders: dict[str, KvSender] = {}
         self._budget = ByteBudget(worker.settings.kv_pool_bytes)
         self._measured: set[str] = set()  # attempts whose first token has been delivered
-        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}  # by address and token of a decode worker
+        self._recalled = RecalledPrompts(worker)
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}  # by address and token of a worker
 
     @property
     def num_kv_transfers(self) -> int:
@@ -53,6 +61,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         try:
             yield
         finally:
+            self._recalled.close()
             for channel in self._channels.values():
                 await channel.close()
 
@@ -73,7 +82,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             return
         if not decode.is_running(decoding):
             raise Conflict("the decode role ended the attempt")
-        await self.worker.engine.call(lambda: self.worker.engine.require_instance().prefill(group))
+        await self._submit(attempt, group, None)
 
     async def _begin_remote(self, attempt: Attempt, group: GroupSpec) -> None:
         layout = self.worker.engine.require_instance().kv_layout(group)
@@ -85,7 +94,57 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         self._kv_senders[attempt.group_id] = kv_sender
         self.worker.buffers[attempt.group_id] = kv_sender.buffer
         self.spawn(attempt, self._send_kv(kv_sender), "kv")
-        await self.worker.engine.call(lambda: self.worker.engine.require_instance().prefill(group, kv_sender.publish))
+        await self._submit(attempt, group, kv_sender.publish)
+
+    async def _submit(self, attempt: Attempt, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None) -> None:
+        """Continues a prompt that another worker has begun, or begins it."""
+        if attempt.start.HasField("prompt_source") and await self._continue(attempt, group, on_kv):
+            return
+        if self.is_running(attempt):
+            await self.worker.engine.call(lambda: self.worker.engine.require_instance().prefill(group, on_kv))
+
+    async def _continue(self, attempt: Attempt, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None) -> bool:
+        """Imports what another worker has computed of the prompt. False: the whole prompt must be computed here."""
+        begin_us, source, hosted = now_unix_us(), attempt.start.prompt_source, self.worker.slot.hosted
+        pack_id = hosted.version.pack_id if hosted else ""
+        stub = prefill_pb2_grpc.PrefillStub(self._channel(source.worker))
+        export = stub.Export(prefill_pb2.ExportRequest(key=source.key, pack_id=pack_id), timeout=EXPORT_TIMEOUT_S)
+        receiver = PromptReceiver(self.worker.engine, group, on_kv)
+        try:
+            boundary = await receiver.receive(export)
+        except (grpc.aio.AioRpcError, TorchrelayError) as error:
+            why = error.details() if isinstance(error, grpc.aio.AioRpcError) else error.message
+            log.info("prompt_not_continued", group_id=attempt.group_id, worker=source.worker.worker_id, why=why)
+            return False
+        finally:
+            export.cancel()
+        if not boundary:
+            return False
+        if not self.is_running(attempt):
+            self.worker.cancel(attempt.group_id)  # the import may have begun after the attempt's end
+            return True
+        detail = f"{format_count(boundary, 'layer')} computed by {source.worker.worker_id}"
+        phase = types_pb2.Phase(name="import", begin_unix_us=begin_us, end_unix_us=now_unix_us(), detail=detail)
+        attempt.phases.append(phase)
+        await receiver.start()
+        return True
+
+    def recall(self, attempt: Attempt) -> None:
+        super().recall(attempt)
+        self._recalled.keep(attempt.group_id)
+
+    async def Export(
+        self, request: prefill_pb2.ExportRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[prefill_pb2.ExportPart]:
+        hosted = self.worker.slot.hosted
+        if hosted is None or hosted.version.pack_id != request.pack_id:
+            raise Conflict("the prompt was computed with another pack", field="pack_id")
+        group_id = group_id_of(request.key)
+        if (attempt := self.attempts.get(group_id)) is not None:  # the gateway's recall is still on its way
+            self.recall(attempt)
+        exported = await self._recalled.export(group_id)
+        for part in export_parts(exported):
+            yield part
 
     async def _send_kv(self, kv_sender: KvSender) -> None:
         """Offers the KV and keeps it until the decode worker has received all of it."""
@@ -97,7 +156,8 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             pack_id, settings.worker_id, worker.data_address, settings.host_id, worker.local_address
         )
         try:
-            await self._decode(target).Receive(offer, timeout=self.worker.settings.kv_timeout_s)
+            decode = decode_pb2_grpc.DecodeStub(self._channel(target))
+            await decode.Receive(offer, timeout=self.worker.settings.kv_timeout_s)
         except grpc.aio.AioRpcError as error:
             message = f"the decode worker {target.worker_id} refused the KV: {error_from_rpc(error).message}"
             lost_worker = ""
@@ -123,13 +183,13 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             grace_s = self.worker.settings.kv_timeout_s
             self.worker.spawn(channel.close(grace_s), f"channel to {target.grpc_address}")
 
-    def _decode(self, target: types_pb2.WorkerRef) -> decode_pb2_grpc.DecodeAsyncStub:
+    def _channel(self, target: types_pb2.WorkerRef) -> grpc.aio.Channel:
         key = target.grpc_address, target.worker_token
         channel = self._channels.get(key)
         if channel is None:
             channel = open_channel(target.grpc_address, self.worker.tls, target.worker_token, Caller.WORKER)
             self._channels[key] = channel
-        return decode_pb2_grpc.DecodeStub(channel)
+        return channel
 
     def delivers(self, attempt: Attempt, token: NewToken) -> bool:
         return token.position == attempt.num_forced(token.choice)

@@ -81,9 +81,14 @@ async def test_recalled_attempt_that_has_not_begun_runs_elsewhere(rig: TokenPath
     asking = asyncio.ensure_future(ask(rig, 25))
     await eventually(lambda: len(first.starts) == 2)
     rig.scheduler.prefill_workers = rig.scheduler.decode_workers = [second]
+    rig.scheduler.prompt_source = types_pb2.PromptSource(key=first.starts[0][1].key, worker=first.ref)
     await rig.scheduler.recall(first.starts[0][1].key)
     assert await asking == [rig.echoed(PROMPT, 25)]
     assert {start.key.attempt for _, start in second.starts} == {2}
+    await eventually(lambda: bool(first.recalled))  # the prefill role is still busy with the attempt
+    assert first.recalled[0][0] == "decode" and not first.cancelled
+    source_of = {role: start.prompt_source for role, start in second.starts}
+    assert source_of == {"prefill": rig.scheduler.prompt_source, "decode": types_pb2.PromptSource()}
     assert second.starts[0][1].sampling.seed == first.starts[0][1].sampling.seed
     assert list(rig.scheduler.admits[1].lost_workers) == []
     await eventually(lambda: len(rig.scheduler.releases) == 2)
@@ -411,9 +416,13 @@ async def test_client_that_leaves_a_cold_model_pays_nothing(rig: TokenPathRig) -
     assert settled_of(rig) == [(0, 0, 0, FinishCause.CANCELLED)]
 
 
-@pytest.mark.parametrize(("callers_s", "operators_s", "num_billed"), [(1.0, 60.0, 6), (60.0, 1.0, 0)])
+# At the caller's deadline its own timer may cancel the call before the gateway's timer ends it.
+@pytest.mark.parametrize(
+    ("callers_s", "operators_s", "num_billed", "causes"),
+    [(1.0, 60.0, 6, {FinishCause.ERROR, FinishCause.CANCELLED}), (60.0, 1.0, 0, {FinishCause.ERROR})],
+)
 async def test_only_callers_deadline_bills_the_computed_prompt(
-    make_rig: MakeRig, callers_s: float, operators_s: float, num_billed: int
+    make_rig: MakeRig, callers_s: float, operators_s: float, num_billed: int, causes: set[FinishCause]
 ) -> None:
     rig = await make_rig(request_timeout_s=operators_s)
     await load_tokenizer(rig)
@@ -425,7 +434,8 @@ async def test_only_callers_deadline_bills_the_computed_prompt(
             await anext(aiter(generate(made, metadata=(("authorization", f"Bearer {KEY}"),), timeout=callers_s)))
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await eventually(lambda: bool(rig.ports.settled))
-    assert settled_of(rig) == [(num_billed, 2, 0, FinishCause.ERROR)]
+    [(*billed, cause)] = settled_of(rig)
+    assert billed == [num_billed, 2, 0] and cause in causes
 
 
 async def test_platform_fault_during_a_prompt_bills_nothing(make_rig: MakeRig) -> None:

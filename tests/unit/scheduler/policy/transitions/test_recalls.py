@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, SlotStatus
+from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, PromptSource, SlotStatus
 from torchrelay.scheduler.policy.effects import Placed, Recall
 from torchrelay.scheduler.policy.inputs import FirstToken, MinimumsSet, Release
 from torchrelay.scheduler.policy.transitions import recalls
@@ -53,6 +53,8 @@ def test_prompts_on_loading_instance_go_to_ready_one() -> None:
     ask_again(scene, keys)
     placements = [scene.placement(f"r{number}", attempt=2) for number in range(3)]
     assert [placement and placement.prefill.worker_id for placement in placements] == ["w2"] * 3
+    sources = [placement and placement.prompt_source for placement in placements]
+    assert [source and (source.key.attempt, source.worker.worker_id) for source in sources] == [(1, "w1")] * 3
     told = [event.reason for event in scene.events if event.kind == "recall"]
     assert len(told) == 3 and all("would begin in" in reason and reason.endswith("on w2") for reason in told)
     scene.check()
@@ -126,7 +128,8 @@ def test_recalled_request_keeps_arrival_and_is_not_refused() -> None:
     scene.admit(MODEL, first.request_id, attempt=2)
     assert scene.refusal(first.request_id, attempt=2) is None
     again = next(admission for admission in scene.policy.state.queues if admission.key.request_id == first.request_id)
-    assert again.admitted_at == arrived_at.admission.admitted_at and again.was_recalled
+    assert again.admitted_at == arrived_at.admission.admitted_at
+    assert again.recalled_from == PromptSource(first, arrived_at.placement.prefill)
     scene.admit(MODEL, "newcomer")
     assert scene.refusal("newcomer") is not None and scene.refusal(first.request_id, attempt=2) is None
     assert not scene.policy.state.membership.suspects, "its workers have not failed it"
@@ -153,3 +156,14 @@ def test_recalled_request_is_charged_once(is_recalled: bool) -> None:
             queues.refund(attempt.admission) if is_recalled else None
     after = queues.next(MODEL.version_id, scene.now)
     assert after is not None and (after.tenant == "acme" or not is_recalled)
+
+
+def test_recalled_prompt_that_returns_to_its_worker_has_no_source() -> None:
+    scene = a_loading_instance()
+    a_newcomer_is_ready(scene)
+    keys = recalled(scene)
+    del scene.workers["w2"]
+    scene.pass_time(4.0)
+    ask_again(scene, keys[:1])
+    placement = scene.placement(keys[0].request_id, attempt=2)
+    assert placement is not None and placement.prefill.worker_id == "w1" and placement.prompt_source is None

@@ -173,7 +173,7 @@ class BatchScheduler:
     def start(self, context: PrefillContext, first_tokens: Mapping[int, int]) -> None:
         """Ends a computed context: choices with a first token start to decode, the others end."""
         group, spec, size = context.group, context.group.spec, self._pages.page_tokens
-        if context.tables and group.has_all_kv:
+        if context.tables:
             self._prefixes.keep(spec.tenant_id, context.tokens, context.tables[0])
         runs = [choice for choice in context.choices if choice in first_tokens]
         tables, spare = context.tables[: len(runs)], context.tables[len(runs) :]
@@ -233,18 +233,20 @@ class BatchScheduler:
             raise Conflict(f"{group_id} cannot be recomputed here")
         left = group.contexts_left()
         for decoding in group.decodings:
-            self._keep(group, (*group.spec.prompt, *decoding.output), decoding.num_computed, decoding.table)
+            tokens = (*group.spec.prompt, *decoding.output)
+            self._prefixes.keep(group.spec.tenant_id, tokens[: decoding.num_computed], decoding.table)
             del self._decoding[decoding]
             self._release([decoding.table])
         for context in group.contexts:
             self._prefilling.remove(group.spec.tenant_id, context)
             if context.tables:
-                self._keep(group, context.tokens, context.num_computed, context.tables[0])
+                computed = context.tokens[: context.num_computed]
+                self._prefixes.keep(group.spec.tenant_id, computed, context.tables[0])
             self._release(context.tables)
         self._by_layer.pop(group, None)
         self._held -= Counter({group.spec.tenant_id: group.num_pages})
         group.contexts, group.decodings, group.num_pages = left, [], 0
-        group.layer, group.has_all_kv, group.was_preempted, group.state = 0, True, True, GroupState.WAITING
+        group.layer, group.was_preempted, group.state = 0, True, GroupState.WAITING
         self._waiting.push(group.spec.tenant_id, group, first=True)
 
     def check_integrity(self) -> None:
@@ -303,10 +305,6 @@ class BatchScheduler:
     def _can_be_preempted(self, group: SequenceGroup) -> bool:
         is_known = group.state is GroupState.RUNNING and bool(group.spec.prompt)
         return is_known and self._reservations.could_run_again(group)
-
-    def _keep(self, group: SequenceGroup, tokens: Sequence[int], num_computed: int, table: Sequence[int]) -> None:
-        if group.has_all_kv:
-            self._prefixes.keep(group.spec.tenant_id, tokens[:num_computed], table)
 
     def drop(self, context: PrefillContext, choices: Sequence[int]) -> None:
         """Ends choices of a context that is not computed yet, and frees all its pages with its last choice."""

@@ -113,7 +113,6 @@ class SequenceGroup:
     on_kv: Callable[[KvBlock], None] | None = None
     by_layer: bool = False  # its contexts run layer by layer, all positions at once
     layer: int = 0  # the boundary it was imported at, or has reached layer by layer
-    has_all_kv: bool = True  # False: the KV below its import boundary is at another worker
     state: GroupState = GroupState.WAITING
     num_pages: int = 0  # as reserved
     arrival_order: int = 0
@@ -137,14 +136,8 @@ class SequenceGroup:
 
     @property
     def can_be_exported(self) -> bool:
-        """Whether the whole group is at one layer boundary, with nothing computed beyond.
-
-        A group that is handed over must also have all its contexts: the importer numbers the blocks of the contexts
-        that it gets, the decode worker the blocks of all contexts that it was offered.
-        """
+        """Whether the whole group is at one layer boundary, with nothing computed beyond."""
         if self.decodings or not self.spec.prompt:
-            return False
-        if self.on_kv is not None and len(self.contexts) < len(self.spec.contexts()):
             return False
         is_at_boundary = all(context.num_computed == context.num_cached for context in self.contexts)
         return self.state is GroupState.WAITING or (self.state is GroupState.RUNNING and is_at_boundary)

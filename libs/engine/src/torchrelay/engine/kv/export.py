@@ -72,7 +72,7 @@ class KvExport:
             place = layout.locate(index)
             if place.token_end > chunk.end:
                 break
-            if index in group.handed_over:  # before a preemption, or by the instance that exported the prompt
+            if index in group.handed_over:  # before a preemption
                 continue
             group.handed_over.add(index)
             data = self._copy_out(layer, context, place.token_begin, place.token_end)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
-from torchrelay.engine.batching.sequences import SequenceGroup
+from torchrelay.engine.batching.sequences import PrefillChunk, SequenceGroup
 from torchrelay.engine.buffers import as_tensor
+from torchrelay.engine.kv.export import KvExport
 from torchrelay.engine.kv.hidden_states import HiddenStates
 from torchrelay.engine.kv.kv_import import PageImport
-from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.engine.kv.pool import PagedKv
 from torchrelay.engine.kv.prefill_layout import PrefillLayout
 
@@ -23,17 +23,13 @@ class PrefillImport(PageImport):
         self,
         group: SequenceGroup,
         layout: PrefillLayout,
-        kv_layout: KvLayout,
         pages: PagedKv,
         hidden_states: HiddenStates,
         scheduler: BatchScheduler,
+        export: KvExport,
     ) -> None:
-        self.layout, self._hidden_states = layout, hidden_states
+        self.layout, self._hidden_states, self._export = layout, hidden_states, export
         group.layer = layout.boundary
-        group.has_all_kv = layout.with_kv or not layout.boundary
-        if group.on_kv is not None:  # the exporter handed over the layers below
-            indices = range(kv_layout.num_kv_chunks)
-            group.handed_over = {index for index in indices if kv_layout.locate(index).layer < layout.boundary}
         super().__init__(group, layout.num_chunks, pages, scheduler)
 
     @torch.inference_mode()
@@ -55,10 +51,14 @@ class PrefillImport(PageImport):
         kv[place.layer].index_copy_(1, slots, block)
 
     def start(self) -> None:
-        """Continues the prompt from its boundary, unless it was cancelled.
+        """Hands over the KV that was imported and continues the prompt from its boundary, unless it was cancelled.
 
         Raises ``Conflict`` while chunks are missing.
         """
         self._check_complete()
-        if self.imported.contexts:
-            self._scheduler.run(self.imported)
+        if not self.imported.contexts:
+            return
+        if self.imported.on_kv is not None:
+            chunks = [PrefillChunk(context, 0, context.num_tokens) for context in self.imported.contexts]
+            self._export.hand_over(chunks, range(self.layout.boundary))
+        self._scheduler.run(self.imported)

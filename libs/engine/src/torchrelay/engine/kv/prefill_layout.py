@@ -4,8 +4,8 @@ The exporter computed layers [0, boundary) of all its positions; the importer co
 each context, for each block of ``block_tokens`` positions, the KV of each layer below the boundary as in a
 ``KvLayout``, then the hidden states, ``[tokens, hidden]``. At boundary 0 nothing was computed and nothing is sent.
 
-If the KV is handed over to a decode worker, the exporter has sent it the layers below the boundary. The importer sends
-the other layers, and needs only the hidden states.
+If the KV is handed over to a decode worker, the importer hands over all layers: the exporter's hand-over ends with the
+export.
 """
 
 from __future__ import annotations
@@ -23,23 +23,18 @@ class PrefillLayout:
     shape: KvShape
     hidden_bytes: int  # of one position
     boundary: int
-    with_kv: bool
     block_tokens: int
     sequences: tuple[KvSequence, ...]
 
     @classmethod
-    def of(
-        cls, shape: KvShape, hidden_size: int, boundary: int, with_kv: bool, block_tokens: int, group: GroupSpec
-    ) -> PrefillLayout:
+    def of(cls, shape: KvShape, hidden_size: int, boundary: int, block_tokens: int, group: GroupSpec) -> PrefillLayout:
         sequences = KvLayout.of(shape, block_tokens, group).sequences
-        return cls(shape, hidden_size * shape.dtype_bytes, boundary, with_kv, block_tokens, sequences)
+        return cls(shape, hidden_size * shape.dtype_bytes, boundary, block_tokens, sequences)
 
     @property
     def num_planes(self) -> int:
         """Chunks of one block: a plane per layer of KV, and one for the hidden states."""
-        if not self.boundary:
-            return 0
-        return (self.boundary if self.with_kv else 0) + 1
+        return self.boundary + 1 if self.boundary else 0
 
     @property
     def num_chunks(self) -> int:

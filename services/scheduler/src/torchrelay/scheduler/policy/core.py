@@ -318,6 +318,13 @@ class Instance:
         return self.roles if self.pending_roles is None else self.pending_roles
 
 
+class PromptSource(msgspec.Struct, frozen=True, gc=False):
+    """A recalled attempt, of which a prefill worker keeps what it has computed of the prompt."""
+
+    key: AttemptKey
+    worker: WorkerRef
+
+
 class Admission(msgspec.Struct, frozen=True, gc=False):
     """A gateway's request to run one attempt."""
 
@@ -336,7 +343,7 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
     service_class: ServiceClass = ServiceClass.STANDARD
     ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0, until it is admitted: that of the model for its class
     tbt_target_s: float = 0.0  # between its tokens, in the mean; 0, until it is admitted: that of the model
-    was_recalled: bool = False  # it had been placed, and keeps its arrival time
+    recalled_from: PromptSource | None = None  # it had been placed there, and keeps its arrival time
     migrates: int = 0  # the attempt that continues until this one is placed; 0: none
 
     @property
@@ -390,6 +397,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     decode: WorkerRef
     cold: bool
     predicted: Prediction = UNPREDICTED
+    prompt_source: PromptSource | None = None  # at another worker
 
     @property
     def needs_kv_transfer(self) -> bool:

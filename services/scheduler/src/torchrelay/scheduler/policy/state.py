@@ -19,7 +19,7 @@ from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import MAX_VERSIONS, AttemptKey, Instance, Model
+from torchrelay.scheduler.policy.core import MAX_VERSIONS, AttemptKey, Instance, Model, PromptSource
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.roster_cache import RosterCache
@@ -86,9 +86,8 @@ class State:
     instances_without_token: Recent[str, tuple[str, ...]] = field(  # by request id; see note_no_token
         default_factory=lambda: Recent(_MAX_REQUESTS_WITHOUT_TOKEN)
     )
-    recalled: Recent[str, float] = field(  # by request id: its first admission time, until it is admitted again
-        default_factory=lambda: Recent(_MAX_RECALLED)
-    )
+    # By request id: its first admission time and the recalled attempt, until it is admitted again.
+    recalled: Recent[str, tuple[float, PromptSource]] = field(default_factory=lambda: Recent(_MAX_RECALLED))
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     overdue_slots_at: dict[str, float] = field(default_factory=dict)  # by tenant, of the last turn; see ``Drain``
     whole_scale_due: float = 0.0  # next evaluation of all models at once, if they take no turns

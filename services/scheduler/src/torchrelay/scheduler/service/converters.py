@@ -215,6 +215,11 @@ def placed_to_fields(
     }
     if ticket is not None:
         placed["kv_ticket"] = ticket
+    if (source := placement.prompt_source) is not None:
+        placed["prompt_source"] = {
+            "key": {"request_id": source.key.request_id, "attempt": source.key.attempt},
+            "worker": _worker_ref_fields(source.worker, call_tokens),
+        }
     return {"placement": placed}
 
 

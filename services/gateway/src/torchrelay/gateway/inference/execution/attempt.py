@@ -120,6 +120,8 @@ class Attempt:
             start.decode.CopyFrom(placement.decode)
             if placement.HasField("kv_ticket"):
                 start.kv_ticket.CopyFrom(placement.kv_ticket)
+            if placement.HasField("prompt_source"):
+                start.prompt_source.CopyFrom(placement.prompt_source)
         stream = self._streams[role] = self.upstreams.workers.stream(role, worker)
         stream.start(start, listener)
 
@@ -159,7 +161,7 @@ class Attempt:
 
     @property
     def may_be_recalled(self) -> bool:
-        """Whether it is placed and has not begun, as far as its workers have told."""
+        """Whether it is placed and has neither a token nor reported progress."""
         return self.placement is not None and not self.is_prompt_begun and not self.first_token_unix_us
 
     @property
@@ -168,10 +170,12 @@ class Attempt:
         return self.migrates > 0 and self.placement is None
 
     def end(self, *, is_running: bool, is_recalled: bool = False, is_migrated: bool = False) -> None:
-        """Leaves the workers, cancelling the attempt there if ``is_running``, and releases the placement."""
+        """Leaves the workers, recalling or, if ``is_running``, cancelling the attempt there; releases the placement."""
         key = self.key
         for stream in self._streams.values():
-            if is_running:
+            if is_recalled:
+                stream.recall(key)
+            elif is_running:
                 stream.cancel(key)
             else:
                 stream.forget(key)

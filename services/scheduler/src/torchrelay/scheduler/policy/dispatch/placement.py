@@ -114,7 +114,13 @@ def place(
             tbt_correction=decode.token_time.correction,
             pause_s=after_s,
         ),
+        prompt_source=_prompt_source(admission, first.worker_ref),
     )
+
+
+def _prompt_source(admission: core.Admission, prefill: core.WorkerRef) -> core.PromptSource | None:
+    source = admission.recalled_from
+    return None if source is None or source.worker.worker_id == prefill.worker_id else source
 
 
 def _pause_after_s(admission: core.Admission, candidate: Candidate, *, is_answered_there: bool) -> float:

@@ -56,9 +56,10 @@ def admit(
         and refuse_if_given_up(state, admission, now)
     ):
         return False
-    admitted_at = state.recalled.pop(key.request_id, None)
-    if admitted_at is not None:  # recalled: it keeps its arrival time and is never displaced by a newer request
-        state.queues.push(structs.replace(admission, admitted_at=admitted_at, was_recalled=True))
+    recalled = state.recalled.pop(key.request_id, None)
+    if recalled is not None:  # it keeps its arrival time and is never displaced by a newer request
+        admitted_at, source = recalled
+        state.queues.push(structs.replace(admission, admitted_at=admitted_at, recalled_from=source))
         return True
     displaced = state.queues.displaced_by(admission)
     if displaced is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
-from torchrelay.scheduler.policy.core import InstancePhase
+from torchrelay.scheduler.policy.core import InstancePhase, PromptSource
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.state import State
@@ -67,7 +67,8 @@ def _may_be_recalled(attempt: OpenAttempt) -> bool:
     """Whether the attempt may be recalled: once per request, and never a migrating answer, whose client would see a
     pause while it waits in the queue.
     """
-    return not (attempt.is_recalled or attempt.admission.was_recalled or attempt.admission.migrates)
+    admission = attempt.admission
+    return not (attempt.is_recalled or admission.recalled_from is not None or admission.migrates)
 
 
 def _recall(
@@ -94,4 +95,5 @@ def recalled(state: State, attempt: OpenAttempt) -> None:
     """
     admission = attempt.admission
     state.queues.refund(admission)
-    state.recalled[admission.key.request_id] = admission.admitted_at
+    source = PromptSource(admission.key, attempt.placement.prefill)
+    state.recalled[admission.key.request_id] = admission.admitted_at, source
