@@ -13,6 +13,7 @@ import grpc
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, TorchrelayError
 from torchrelay.common.identity.callers import Caller, MethodCallers
+from torchrelay.common.liveness import SILENT_S
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.net.rpc.server import RpcServer
@@ -28,7 +29,7 @@ from torchrelay.worker.attempts.attempt import Attempt, dispatch_outputs, group_
 from torchrelay.worker.role import RoleContext, WorkerRole
 
 log = get_logger(__name__)
-EXPORT_TIMEOUT_S = 10.0  # from the call until all bytes are here; then the prompt is computed from its beginning
+EXPORT_TIMEOUT_S = SILENT_S  # from the call until all bytes are here; then the prompt is computed from its beginning
 CALLERS: MethodCallers = {
     "/torchrelay.control.v1.Prefill/Run": {Caller.GATEWAY},
     "/torchrelay.control.v1.Prefill/Export": {Caller.WORKER},

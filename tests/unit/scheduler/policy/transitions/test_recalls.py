@@ -110,6 +110,9 @@ def test_prompts_behind_overdue_one_go_elsewhere() -> None:
     scene.settle(a_worker("w2", "host-1", slot=ready("w2", "host-1")))
     scene.pass_time(1.0)
     assert sorted(recalled(scene)) == [AttemptKey("r1", 1), AttemptKey("r2", 1)], "the first has begun"
+    ask_again(scene, recalled(scene))
+    placements = [scene.placement(name, attempt=2) for name in ("r1", "r2")]
+    assert all(placement and placement.prompt_source is None for placement in placements), "nothing was computed"
 
 
 def test_recalled_request_keeps_arrival_and_is_not_refused() -> None:
@@ -129,7 +132,7 @@ def test_recalled_request_keeps_arrival_and_is_not_refused() -> None:
     assert scene.refusal(first.request_id, attempt=2) is None
     again = next(admission for admission in scene.policy.state.queues if admission.key.request_id == first.request_id)
     assert again.admitted_at == arrived_at.admission.admitted_at
-    assert again.recalled_from == PromptSource(first, arrived_at.placement.prefill)
+    assert again.was_recalled and again.prompt_source == PromptSource(first, arrived_at.placement.prefill)
     scene.admit(MODEL, "newcomer")
     assert scene.refusal("newcomer") is not None and scene.refusal(first.request_id, attempt=2) is None
     assert not scene.policy.state.membership.suspects, "its workers have not failed it"

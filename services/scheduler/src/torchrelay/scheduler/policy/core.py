@@ -343,7 +343,8 @@ class Admission(msgspec.Struct, frozen=True, gc=False):
     service_class: ServiceClass = ServiceClass.STANDARD
     ttft_target_s: float = 0.0  # from ``admitted_at`` on; 0, until it is admitted: that of the model for its class
     tbt_target_s: float = 0.0  # between its tokens, in the mean; 0, until it is admitted: that of the model
-    recalled_from: PromptSource | None = None  # it had been placed there, and keeps its arrival time
+    was_recalled: bool = False  # it had been placed, and keeps its arrival time
+    prompt_source: PromptSource | None = None  # it was recalled from a loading instance
     migrates: int = 0  # the attempt that continues until this one is placed; 0: none
 
     @property

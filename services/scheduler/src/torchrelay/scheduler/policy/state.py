@@ -86,8 +86,8 @@ class State:
     instances_without_token: Recent[str, tuple[str, ...]] = field(  # by request id; see note_no_token
         default_factory=lambda: Recent(_MAX_REQUESTS_WITHOUT_TOKEN)
     )
-    # By request id: its first admission time and the recalled attempt, until it is admitted again.
-    recalled: Recent[str, tuple[float, PromptSource]] = field(default_factory=lambda: Recent(_MAX_RECALLED))
+    # By request id: its first admission time and the source of its prompt, until it is admitted again.
+    recalled: Recent[str, tuple[float, PromptSource | None]] = field(default_factory=lambda: Recent(_MAX_RECALLED))
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     overdue_slots_at: dict[str, float] = field(default_factory=dict)  # by tenant, of the last turn; see ``Drain``
     whole_scale_due: float = 0.0  # next evaluation of all models at once, if they take no turns

@@ -60,9 +60,7 @@ class _VersionQueue:
         latest = (
             request.admission for request in reversed(self.waiting.values()) if request.admission.tenant == tenant
         )
-        return next(
-            (request for request in latest if not request.num_forced_tokens and request.recalled_from is None), None
-        )
+        return next((request for request in latest if not request.num_forced_tokens and not request.was_recalled), None)
 
 
 def _crowd(num_of: Mapping[str, int], newcomer: str) -> str | None:

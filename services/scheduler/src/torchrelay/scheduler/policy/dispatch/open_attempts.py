@@ -24,6 +24,7 @@ class OpenAttempt:
     is_computed: bool = False  # its first token has arrived, so the prefill instance has finished it
     num_attended: int = 0  # expected positions that a decode step for it attends to, all choices together
     is_recalled: bool = False  # its gateway was told to ask again if it has not begun
+    is_partly_computed: bool = False  # recalled from a loading instance, which computes prompts layer by layer
     computed_at: float = 0.0
     asked_to_migrate_at: float | None = None  # when its gateway was asked to migrate it; None: not, or it has answered
 

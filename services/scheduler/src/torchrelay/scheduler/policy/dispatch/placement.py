@@ -119,7 +119,7 @@ def place(
 
 
 def _prompt_source(admission: core.Admission, prefill: core.WorkerRef) -> core.PromptSource | None:
-    source = admission.recalled_from
+    source = admission.prompt_source
     return None if source is None or source.worker.worker_id == prefill.worker_id else source
 
 

@@ -56,10 +56,11 @@ def admit(
         and refuse_if_given_up(state, admission, now)
     ):
         return False
-    recalled = state.recalled.pop(key.request_id, None)
-    if recalled is not None:  # it keeps its arrival time and is never displaced by a newer request
-        admitted_at, source = recalled
-        state.queues.push(structs.replace(admission, admitted_at=admitted_at, recalled_from=source))
+    before = state.recalled.pop(key.request_id, None)
+    if before is not None:  # it keeps its arrival time and is never displaced by a newer request
+        admitted_at, source = before
+        recalled = structs.replace(admission, admitted_at=admitted_at, was_recalled=True, prompt_source=source)
+        state.queues.push(recalled)
         return True
     displaced = state.queues.displaced_by(admission)
     if displaced is not None:

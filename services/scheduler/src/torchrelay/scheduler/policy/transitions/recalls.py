@@ -68,7 +68,7 @@ def _may_be_recalled(attempt: OpenAttempt) -> bool:
     pause while it waits in the queue.
     """
     admission = attempt.admission
-    return not (attempt.is_recalled or admission.recalled_from is not None or admission.migrates)
+    return not (attempt.is_recalled or admission.was_recalled or admission.migrates)
 
 
 def _recall(
@@ -81,7 +81,7 @@ def _recall(
     now: float,
 ) -> None:
     admission = attempt.admission
-    attempt.is_recalled = True
+    attempt.is_recalled, attempt.is_partly_computed = True, source.phase is InstancePhase.LOADING
     state.effects.answers.append(effects.Recall(admission.gateway_id, admission.key))
     here, there = f"in {format_duration(here_s)} on {source.worker_ref.worker_id}", format_duration(there_s)
     reason = f"attempt {admission.key.attempt} would begin {here}, in {there} on {target.worker_ref.worker_id}"
@@ -95,5 +95,5 @@ def recalled(state: State, attempt: OpenAttempt) -> None:
     """
     admission = attempt.admission
     state.queues.refund(admission)
-    source = PromptSource(admission.key, attempt.placement.prefill)
+    source = PromptSource(admission.key, attempt.placement.prefill) if attempt.is_partly_computed else None
     state.recalled[admission.key.request_id] = admission.admitted_at, source
