@@ -138,3 +138,27 @@ def test_prompt_is_cancelled_or_preempted_at_any_boundary(model_of: ModelOf) -> 
             steps = run(instance)
             assert (outputs(steps) == {}) if way == "cancel" else (outputs(steps)["r/0", 0] == expected)
             assert_idle(instance)
+
+
+def test_prompt_that_lacks_the_head_alone_is_not_delayed(model_of: ModelOf) -> None:
+    """A long prompt that could not begin was admitted before it."""
+    model = model_of()
+    whole = model.instance()
+    hidden_bytes = whole.config.hidden_size * whole.model.weights.dtype.itemsize
+    instance = half_loaded(model, 3, pool_bytes=16 * 64 * hidden_bytes, token_budget=16)
+    for length, name in ((90, "long/0"), (40, "short/0")):
+        instance.prefill(group_of(prompt_of(length), name, FEW))
+    run(instance)
+    assert boundaries(instance) == [0, 3]
+    instance.segment_ready(4)
+    first = instance.step()
+    assert [(token.group_id, token.token_id) for token in first.tokens] == [
+        ("short/0", model.expected(prompt_of(40))[0])
+    ]
+    assert first.num_positions_prefilled == 40 + 15  # and a chunk of the long prompt
+    actual = outputs([first, *run(instance)])
+    assert actual == {
+        ("long/0", 0): model.expected(prompt_of(90))[:6],
+        ("short/0", 0): model.expected(prompt_of(40))[:6],
+    }
+    assert_idle(instance)

@@ -174,6 +174,7 @@ class StepResult:
     profile: StepProfile = EMPTY_PROFILE
     expired: tuple[str, ...] = ()  # groups that ended by their deadline
     prompts: tuple[PromptProgress, ...] = ()  # that this step has advanced without ending them
+    ran_one_layer: bool = False  # of prompts, which count as prefilled once they end
 
 
 EMPTY_STEP: Final = StepResult((), (), 0, 0, 0.0)

@@ -103,6 +103,7 @@ class Instance:
             copy_page,
             on_leave,
             latency,
+            config.num_layers,
         )
         self._interruptions = Interruptions(self._scheduler, clock)
         self._threads = threads or ThreadBudget(manifest.num_bytes, active_processes)

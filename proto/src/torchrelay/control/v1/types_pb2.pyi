@@ -409,7 +409,7 @@ class EngineProgress(_message.Message):
     num_advances: _builtins.int
     """changes with every command, step and call of layers that it completes"""
     has_work: _builtins.bool
-    """it computes, or commands wait for it; false while it waits for weights"""
+    """it computes, or commands wait for it; false while prompts wait for weights"""
     expected_s: _builtins.float
     """predicted duration of its current work"""
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 
 from torchrelay.common.errors import Conflict
@@ -43,13 +43,16 @@ class BatchScheduler:
         copy_page: Callable[[int, int], None],
         on_leave: Callable[[PrefillContext], None] = lambda context: None,
         latency: Latency = no_latency,
+        num_layers: int = 1,
     ) -> None:
-        """``copy_page(source, target)`` copies the KV of a page; ``on_leave`` is called with each context that ends."""
+        """``copy_page(source, target)`` copies the KV of a page; ``on_leave`` is called with each context that ends
+        or is preempted.
+        """
         self._pages = pages
         self._copy_page, self._on_leave = copy_page, on_leave
         self._prefixes = prefixes
         self._reservations = Reservations(pages, prefixes, max_context_tokens)
-        self._token_budget = token_budget
+        self._token_budget, self._num_layers = token_budget, num_layers
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting: FairQueue[SequenceGroup] = FairQueue()
         self._prefilling: FairQueue[PrefillContext] = FairQueue()  # chunk by chunk, each through all layers
@@ -109,8 +112,13 @@ class BatchScheduler:
         if group.by_layer:
             self._by_layer[group] = None
             return
-        for context in group.contexts:
-            self._prefilling.push(group.spec.tenant_id, context)
+        self._continue_in_chunks([group])
+
+    def _continue_in_chunks(self, groups: Iterable[SequenceGroup], *, first: bool = False) -> None:
+        """Queues the contexts of groups; with ``first`` in front, the last group foremost."""
+        for group in groups:
+            for context in reversed(group.contexts) if first else group.contexts:
+                self._prefilling.push(group.spec.tenant_id, context, first=first)
 
     # Batches
 
@@ -133,12 +141,13 @@ class BatchScheduler:
         """The next batches: running choices as ``choices_to_decode`` selects them, and chunks of prompts in the budget.
 
         Chunks that continue from a layer boundary get a batch of their own. Prompts that have run layer by layer
-        continue in chunks.
+        continue in chunks, those that have begun first.
         """
-        for group in self._by_layer:
+        by_layer, self._by_layer = tuple(self._by_layer), {}
+        for group in by_layer:
             group.by_layer = False
-            self.run(group)
-        self._by_layer.clear()
+        self._continue_in_chunks([group for group in by_layer if not group.layer])
+        self._continue_in_chunks([group for group in reversed(by_layer) if group.layer], first=True)
         self.admit()
         head = self._prefilling.head()
         num_left = 0 if head is None else min(self._token_budget, head.num_tokens - head.num_computed)
@@ -238,6 +247,7 @@ class BatchScheduler:
             del self._decoding[decoding]
             self._release([decoding.table])
         for context in group.contexts:
+            self._on_leave(context)
             self._prefilling.remove(group.spec.tenant_id, context)
             if context.tables:
                 computed = context.tokens[: context.num_computed]
@@ -276,12 +286,13 @@ class BatchScheduler:
         chunks: list[PrefillChunk] = []
         while num_left and (context := self._prefilling.head()) is not None:
             spec = context.group.spec
-            chunk = PrefillChunk(
-                context, context.num_computed, min(context.num_computed + num_left, context.num_tokens)
-            )
+            needs_head_alone = context.group.layer == self._num_layers  # for its last position
+            end = context.num_tokens if needs_head_alone else context.num_computed + num_left
+            chunk = PrefillChunk(context, context.num_computed, min(end, context.num_tokens))
             chunks.append(chunk)
-            num_left -= chunk.num_tokens
-            self._prefilling.charge(spec.tenant_id, chunk.num_tokens)
+            num_charged = 1 if needs_head_alone else chunk.num_tokens
+            num_left -= num_charged
+            self._prefilling.charge(spec.tenant_id, num_charged)
             if chunk.ends_context:
                 self._prefilling.remove(spec.tenant_id, context)
         return chunks

@@ -55,7 +55,7 @@ class DecodeGraphs:
     _num_layers: int
     _scratch: ScratchSlot
     _capturer: Capturer
-    _is_loaded: Callable[[], bool]  # every layer has arrived, so that a recording waits for none
+    _is_loaded: Callable[[], bool]  # every layer has arrived, so that a recording lacks none
     _recorded: dict[int, tuple[FixedBatch, Replay]] = field(default_factory=dict)
     is_recording: bool = False
     num_recorded: int = 0

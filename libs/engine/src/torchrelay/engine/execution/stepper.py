@@ -11,7 +11,7 @@ from torchrelay.common.latency.latency_model import NO_WORK, StepWork
 from torchrelay.engine import profile
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.interruptions import Interruptions
-from torchrelay.engine.batching.layerwise import runnable_groups
+from torchrelay.engine.batching.layerwise import plans_within_budget, runnable_groups
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, SequenceGroup
 from torchrelay.engine.core import EMPTY_STEP, LoadFailed, NewToken, PromptProgress, StepResult
 from torchrelay.engine.profile import Activity
@@ -38,6 +38,7 @@ class Stepper:
     work: StepWork = NO_WORK  # of the running step, or of the last one
     _waiting: tuple[SequenceGroup, ...] = ()  # groups that the last step left waiting for a layer
     _waiting_since_s: float = 0.0
+    _io_wait_s: float = 0.0  # that no step has reported
 
     @property
     def has_work(self) -> bool:
@@ -48,7 +49,8 @@ class Stepper:
     def step(self) -> StepResult:
         """Computes a step as ``Instance.step`` describes."""
         begin_s = time.perf_counter()
-        io_wait_s = begin_s - self._waiting_since_s if any(group.contexts for group in self._waiting) else 0.0
+        if any(group.contexts for group in self._waiting):
+            self._io_wait_s += begin_s - self._waiting_since_s
         self._waiting = ()
         profile.enter(Activity.SCHEDULING)
         try:
@@ -62,15 +64,19 @@ class Stepper:
             num_prefilled = sum(chunk.num_tokens for chunk in whole.chunks)
             if by_layer or computed != plans or any(plan.layer for plan in plans):
                 work = NO_WORK  # its duration tells nothing about whole batches
-            if by_layer:
+            if by_layer:  # its work is predicted as if it ran all layers, since no layer takes longer than that
+                self.work = next(plans_within_budget(by_layer, self._token_budget)).work
                 self._runner.run_one_layer(by_layer, self._token_budget)
             expired = self._interruptions.take_expired()
             if not (plans or by_layer or expired):
                 return EMPTY_STEP
             step_s, num_decoded = time.perf_counter() - begin_s, len(whole.decoding)
-            times = step_s, work, replace(profile.take(), io_wait_s=io_wait_s)
-            prompts = _progress(whole.chunks)
-            return StepResult(tuple(tokens), _prefilled(ended), num_prefilled, num_decoded, *times, expired, prompts)
+            times = step_s, work, replace(profile.take(), io_wait_s=self._io_wait_s)
+            self._io_wait_s = 0.0
+            prompts, ran_one_layer = _progress(whole.chunks), bool(by_layer)
+            return StepResult(
+                tuple(tokens), _prefilled(ended), num_prefilled, num_decoded, *times, expired, prompts, ran_one_layer
+            )
         finally:
             profile.take()  # the time of a step that failed does not count for the next one
             if self._is_loading() and not self.has_work:

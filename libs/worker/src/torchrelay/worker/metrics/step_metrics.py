@@ -117,6 +117,6 @@ class StepMetrics:
 
 
 def _phase_of(result: StepResult) -> str:
-    if not result.num_positions_prefilled:
+    if not (result.num_positions_prefilled or result.ran_one_layer):
         return "decode"
     return "mixed" if result.num_positions_decoded else "prefill"
