@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from tests.integration.roles_testbed import (
 )
 from tests.integration.test_loading import GatedPack
 from tests.support.callers import every_token
-from tests.support.wait import eventually
+from tests.support.wait import HANG_S, eventually
 from tests.unit.engine.harness import Model, prompt_of
 from tests.unit.param_store.running_store import CLUSTER_KEY, peer, running_store
 from torchrelay.control.v1 import generation_pb2 as pb
@@ -179,3 +180,19 @@ async def test_recalled_prompt_that_nobody_exports_is_dropped(
         await request.recall()
         await eventually(lambda: pair.boundaries == [])
         await pair.assert_idle()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+async def test_recall_that_crosses_the_first_token_ends_the_answer(
+    tmp_path: Path, model: Model, nats_url: str, apart: bool
+) -> None:
+    async with running_pair(tmp_path, model, nats_url, apart) as pair:
+        request = await pair.whole.send(pair.whole.request(PROMPT, max_tokens=150))
+        await eventually(lambda: len(request.tokens()) > 2, "tokens of the decode role")
+        decode, may_go_on = pair.whole.decode.worker, threading.Event()
+        decode.engine.post(lambda: may_go_on.wait(HANG_S))
+        await request.recall()
+        await eventually(lambda: not any(role.attempts for role in decode.roles), "the end of the attempt")
+        may_go_on.set()
+        await pair.whole.assert_idle()
+        assert decode.step_metrics.num_positions_decoded < 149

@@ -117,6 +117,10 @@ class WorkerRole(ABC):
     def pages_freed(self) -> None:  # noqa: B027
         """Reacts to KV pages that may have been freed."""
 
+    def keeps_prompt(self, group_id: str) -> bool:
+        """Whether a recalled prompt of this group is kept, or will be when its recall arrives."""
+        return False
+
     def is_done(self, attempt: Attempt) -> bool:
         """Whether an attempt can be forgotten once its last choice has finished."""
         return True
@@ -310,9 +314,12 @@ class WorkerRole(ABC):
             self.worker.usage.forget(attempt, cause)
 
     def recall(self, attempt: Attempt) -> None:
-        """Drops an attempt that continues elsewhere. Its prompt stays in the engine: the prefill role ends it."""
+        """Drops an attempt that continues elsewhere; ends its group, unless the prefill role keeps the prompt."""
         if self.forget(attempt):
             self.worker.usage.forget(attempt, pb.FINISH_REASON_CANCELLED)
+            prefill = self.worker.role(types_pb2.ROLE_PREFILL)
+            if prefill is None or not prefill.keeps_prompt(attempt.group_id):
+                self.worker.cancel(attempt.group_id)
 
     def fail(self, attempt: Attempt, error: pb.RunError) -> None:
         """Ends an attempt with an error for its gateway."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Final
 
 from torchrelay.common.errors import Conflict, DataCorrupted
@@ -30,6 +31,9 @@ class RecalledPrompts:
     def __init__(self, worker: RoleContext) -> None:
         self._worker = worker
         self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def __contains__(self, group_id: object) -> bool:
+        return group_id in self._timers
 
     def keep(self, group_id: str) -> None:
         """Keeps the engine's state of a prompt for ``_KEPT_S``."""
@@ -106,7 +110,8 @@ class PromptReceiver:
             received += part.data
             while index < len(sizes) and len(received) >= sizes[index]:
                 data, received = bytes(received[: sizes[index]]), received[sizes[index] :]
-                await self._engine.call(lambda index=index, data=data: prompt_import.write(index, data))  # type: ignore[misc]
+                # Not awaited: between two steps all writes that have arrived run.
+                self._engine.post(partial(prompt_import.write, index, data))
                 index += 1
         if index < len(sizes) or received:
             raise DataCorrupted(f"the export has {index} of {len(sizes)} chunks, and {len(received)} bytes more")

@@ -131,8 +131,11 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         return True
 
     def recall(self, attempt: Attempt) -> None:
-        super().recall(attempt)
         self._recalled.keep(attempt.group_id)
+        super().recall(attempt)
+
+    def keeps_prompt(self, group_id: str) -> bool:
+        return group_id in self.attempts or group_id in self._recalled
 
     async def Export(
         self, request: prefill_pb2.ExportRequest, context: grpc.aio.ServicerContext[Any, Any]
