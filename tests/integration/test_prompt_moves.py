@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -22,12 +24,13 @@ from tests.integration.roles_testbed import (
 from tests.integration.test_loading import GatedPack
 from tests.support.callers import every_token
 from tests.support.wait import HANG_S, eventually
-from tests.unit.engine.harness import Model, prompt_of
+from tests.unit.engine.harness import Model, group_of, prompt_of
 from tests.unit.param_store.running_store import CLUSTER_KEY, peer, running_store
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.engine.execution import resident_model
 from torchrelay.prefill import prompt_moves
+from torchrelay.prefill.prompt_moves import PromptReceiver
 from torchrelay.transfer.protocol.tickets import derive_node_key
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport.tcp import TcpTransport
@@ -196,3 +199,26 @@ async def test_recall_that_crosses_the_first_token_ends_the_answer(
         may_go_on.set()
         await pair.whole.assert_idle()
         assert decode.step_metrics.num_positions_decoded < 149
+
+
+async def test_kept_prompt_that_is_computed_to_its_end_is_dropped(tmp_path: Path, model: Model, nats_url: str) -> None:
+    async with running_pair(tmp_path, model, nats_url, apart=False) as pair:
+        request = pair.loading.request(PROMPT, max_tokens=150)
+        await pair.begun(request, 2)
+        await request.recall()
+        await eventually(lambda: not any(role.attempts for role in pair.loading.prefill.worker.roles))
+        pair.pack.let_all()
+        await eventually(lambda: pair.boundaries == [])
+        assert pair.loading.prefill.worker.step_metrics.num_positions_decoded < 149
+
+
+async def test_import_writes_nothing_once_its_instance_is_gone() -> None:
+    engine = SimpleNamespace(instance=object(), post=lambda command: command())
+    receiver = PromptReceiver(engine, group_of(PROMPT), None)  # type: ignore[arg-type]
+    receiver._instance = engine.instance
+    written: list[int] = []
+    prompt_import: Any = SimpleNamespace(write=lambda index, data: written.append(index))
+    receiver._write_chunk(prompt_import, 0, b"")
+    engine.instance = object()
+    receiver._write_chunk(prompt_import, 1, b"")
+    assert written == [0]

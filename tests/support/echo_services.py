@@ -76,10 +76,10 @@ class EchoScheduler:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
-    async def recall(self, key: types_pb2.AttemptKey) -> None:
+    async def recall(self, key: types_pb2.AttemptKey, keeps_prompt: bool = False) -> None:
         """Says so to every gateway."""
         for events in self._streams:
-            await events.put(admit_pb.AdmitEvent(recall=admit_pb.Recall(key=key)))
+            await events.put(admit_pb.AdmitEvent(recall=admit_pb.Recall(key=key, keeps_prompt=keeps_prompt)))
 
     async def migrate(self, key: types_pb2.AttemptKey) -> None:
         """Says so to every gateway."""

@@ -405,16 +405,20 @@ class Recall(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
+    KEEPS_PROMPT_FIELD_NUMBER: _builtins.int
+    keeps_prompt: _builtins.bool
+    """its worker loads: the gateway recalls the attempt there; otherwise it cancels it"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     def __init__(
         self,
         *,
         key: _types_pb2.AttemptKey | None = ...,
+        keeps_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_prompt", b"keeps_prompt", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,7 +8,7 @@ prompt from its beginning.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
 from typing import Final
 
@@ -16,6 +16,7 @@ from torchrelay.common.errors import Conflict, DataCorrupted
 from torchrelay.common.liveness import SILENT_S
 from torchrelay.control.v1 import prefill_pb2
 from torchrelay.engine.core import GroupSpec, KvBlock
+from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.prefill_import import PrefillImport
 from torchrelay.engine.kv.prefill_layout import PrefillExport
 from torchrelay.worker.role import RoleContext
@@ -38,6 +39,13 @@ class RecalledPrompts:
     def keep(self, group_id: str) -> None:
         """Keeps the engine's state of a prompt for ``_KEPT_S``."""
         self._timers[group_id] = asyncio.get_running_loop().call_later(_KEPT_S, self._drop, group_id)
+
+    def drop_prefilled(self, group_ids: Iterable[str]) -> None:
+        """Drops prompts that are computed to their end: they cannot be exported any more."""
+        for group_id in group_ids:
+            if (timer := self._timers.get(group_id)) is not None:
+                timer.cancel()
+                self._drop(group_id)
 
     async def export(self, group_id: str) -> PrefillExport:
         """Takes a prompt. Raises ``Conflict`` if it is not kept, or is not at a layer boundary."""
@@ -75,7 +83,14 @@ class PromptReceiver:
 
     def __init__(self, engine: EngineThread, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None) -> None:
         self._engine, self._group, self._on_kv = engine, group, on_kv
+        self._instance: Instance | None = None
         self._import: PrefillImport | None = None
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Frees the pages; chunks that are still under way are ignored. A prompt that has been started continues."""
+        self._stopped = True
+        self._engine.post(self._drop)
 
     async def receive(self, parts: AsyncIterable[prefill_pb2.ExportPart]) -> int:
         """Imports the prompt; returns its boundary. At boundary 0 nothing is imported.
@@ -92,12 +107,12 @@ class PromptReceiver:
             await self._engine.call(lambda: self._reserve(head.prompt))
             await self._write(messages)
         except BaseException:
-            self._engine.post(self._drop)  # also of a reservation whose caller was cancelled
+            self.stop()  # also a reservation whose caller was cancelled
             raise
         return head.prompt.boundary
 
     def _reserve(self, prompt: prefill_pb2.ExportedPrompt) -> None:
-        instance = self._engine.require_instance()
+        self._instance = instance = self._engine.require_instance()
         layout = instance.prefill_layout(self._group, prompt.boundary, prompt.block_tokens)
         self._import = instance.import_prefill(self._group, layout, self._on_kv)
 
@@ -107,14 +122,20 @@ class PromptReceiver:
         sizes = prompt_import.layout.chunk_sizes
         index, received = 0, bytearray()
         async for part in parts:
+            if self._stopped:
+                raise Conflict("the attempt has ended")
             received += part.data
             while index < len(sizes) and len(received) >= sizes[index]:
                 data, received = bytes(received[: sizes[index]]), received[sizes[index] :]
                 # Not awaited: between two steps all writes that have arrived run.
-                self._engine.post(partial(prompt_import.write, index, data))
+                self._engine.post(partial(self._write_chunk, prompt_import, index, data))
                 index += 1
         if index < len(sizes) or received:
             raise DataCorrupted(f"the export has {index} of {len(sizes)} chunks, and {len(received)} bytes more")
+
+    def _write_chunk(self, prompt_import: PrefillImport, index: int, data: bytes) -> None:
+        if self._engine.instance is self._instance:  # else the pool may belong to another model by now
+            prompt_import.write(index, data)
 
     async def start(self) -> None:
         """Continues the imported prompt."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -47,6 +47,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         self._budget = ByteBudget(worker.settings.kv_pool_bytes)
         self._measured: set[str] = set()  # attempts whose first token has been delivered
         self._recalled = RecalledPrompts(worker)
+        self._receivers: dict[str, PromptReceiver] = {}  # by group id
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}  # by address and token of a worker
 
     @property
@@ -110,15 +111,18 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         pack_id = hosted.version.pack_id if hosted else ""
         stub = prefill_pb2_grpc.PrefillStub(self._channel(source.worker))
         export = stub.Export(prefill_pb2.ExportRequest(key=source.key, pack_id=pack_id), timeout=EXPORT_TIMEOUT_S)
-        receiver = PromptReceiver(self.worker.engine, group, on_kv)
+        receiver = self._receivers[attempt.group_id] = PromptReceiver(self.worker.engine, group, on_kv)
         try:
             boundary = await receiver.receive(export)
         except (grpc.aio.AioRpcError, TorchrelayError) as error:
             why = error.details() if isinstance(error, grpc.aio.AioRpcError) else error.message
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.UNAVAILABLE:
+                self._drop_channel(source.worker)
             log.info("prompt_not_continued", group_id=attempt.group_id, worker=source.worker.worker_id, why=why)
             return False
         finally:
             export.cancel()
+            self._receivers.pop(attempt.group_id, None)
         if not boundary:
             return False
         if not self.is_running(attempt):
@@ -133,6 +137,10 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
     def recall(self, attempt: Attempt) -> None:
         self._recalled.keep(attempt.group_id)
         super().recall(attempt)
+
+    def mark_prefilled(self, group_ids: Iterable[str]) -> None:
+        super().mark_prefilled(group_ids)
+        self._recalled.drop_prefilled(group_ids)
 
     def keeps_prompt(self, group_id: str) -> bool:
         return group_id in self.attempts or group_id in self._recalled
@@ -232,6 +240,8 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
     def drop(self, attempt: Attempt) -> None:
         self.worker.buffers.pop(attempt.group_id, None)
         self._measured.discard(attempt.group_id)
+        if (receiver := self._receivers.pop(attempt.group_id, None)) is not None:
+            receiver.stop()
         kv_sender = self._kv_senders.pop(attempt.group_id, None)
         if kv_sender is not None:
             kv_sender.abandon()

@@ -75,18 +75,20 @@ async def test_dead_worker_does_not_change_the_tokens(rig: TokenPathRig) -> None
     await eventually(lambda: len(rig.scheduler.releases) == 2)
 
 
-async def test_recalled_attempt_that_has_not_begun_runs_elsewhere(rig: TokenPathRig) -> None:
+@pytest.mark.parametrize("keeps_prompt", [True, False])
+async def test_recalled_attempt_that_has_not_begun_runs_elsewhere(rig: TokenPathRig, keeps_prompt: bool) -> None:
     first, second = rig.workers
     first.prefill_delay_s, first.pause_at = 60.0, 1
     asking = asyncio.ensure_future(ask(rig, 25))
     await eventually(lambda: len(first.starts) == 2)
     rig.scheduler.prefill_workers = rig.scheduler.decode_workers = [second]
     rig.scheduler.prompt_source = types_pb2.PromptSource(key=first.starts[0][1].key, worker=first.ref)
-    await rig.scheduler.recall(first.starts[0][1].key)
+    await rig.scheduler.recall(first.starts[0][1].key, keeps_prompt)
     assert await asking == [rig.echoed(PROMPT, 25)]
     assert {start.key.attempt for _, start in second.starts} == {2}
-    await eventually(lambda: bool(first.recalled))  # the prefill role is still busy with the attempt
-    assert first.recalled[0][0] == "decode" and not first.cancelled
+    # The prefill role is still busy with the attempt. The cancel is for workers that do not know recalls.
+    await eventually(lambda: [role for role, _ in first.cancelled] == ["decode"])
+    assert [role for role, _ in first.recalled] == (["decode"] if keeps_prompt else [])
     source_of = {role: start.prompt_source for role, start in second.starts}
     assert source_of == {"prefill": rig.scheduler.prompt_source, "decode": types_pb2.PromptSource()}
     assert second.starts[0][1].sampling.seed == first.starts[0][1].sampling.seed

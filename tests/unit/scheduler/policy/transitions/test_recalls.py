@@ -50,6 +50,7 @@ def test_prompts_on_loading_instance_go_to_ready_one() -> None:
     a_newcomer_is_ready(scene)
     keys = recalled(scene)
     assert sorted(keys) == [AttemptKey(f"r{number}", 1) for number in range(3)]
+    assert all(answer.keeps_prompt for answer in scene.answers if isinstance(answer, Recall))
     ask_again(scene, keys)
     placements = [scene.placement(f"r{number}", attempt=2) for number in range(3)]
     assert [placement and placement.prefill.worker_id for placement in placements] == ["w2"] * 3
@@ -110,6 +111,7 @@ def test_prompts_behind_overdue_one_go_elsewhere() -> None:
     scene.settle(a_worker("w2", "host-1", slot=ready("w2", "host-1")))
     scene.pass_time(1.0)
     assert sorted(recalled(scene)) == [AttemptKey("r1", 1), AttemptKey("r2", 1)], "the first has begun"
+    assert not any(answer.keeps_prompt for answer in scene.answers if isinstance(answer, Recall))
     ask_again(scene, recalled(scene))
     placements = [scene.placement(name, attempt=2) for name in ("r1", "r2")]
     assert all(placement and placement.prompt_source is None for placement in placements), "nothing was computed"

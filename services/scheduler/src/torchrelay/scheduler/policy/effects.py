@@ -118,10 +118,14 @@ class AdmissionRefused:
 
 @dataclass(frozen=True)
 class Recall:
-    """Asks the gateway to end the attempt and ask for another, if the attempt has not begun."""
+    """Asks the gateway to end the attempt and ask for another, if the attempt has not begun.
+
+    ``keeps_prompt``: its worker is loading and keeps what it has computed for the next attempt.
+    """
 
     gateway_id: str
     key: AttemptKey
+    keeps_prompt: bool = False
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,8 @@ class Controller:
         elif isinstance(answer, AdmissionRefused):
             kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
         elif isinstance(answer, Recall):
-            message = scheduler_pb2.Recall(key=converters.key_to_proto(answer.key))
+            key = converters.key_to_proto(answer.key)
+            message = scheduler_pb2.Recall(key=key, keeps_prompt=answer.keeps_prompt)
             kind, event = "recalled", AdmitEvent(recall=message)
         else:
             kind, event = "migrated", AdmitEvent(migrate=scheduler_pb2.Migrate(key=converters.key_to_proto(answer.key)))

@@ -169,11 +169,16 @@ class Attempt:
         """Whether another attempt still carries its choice."""
         return self.migrates > 0 and self.placement is None
 
-    def end(self, *, is_running: bool, is_recalled: bool = False, is_migrated: bool = False) -> None:
-        """Leaves the workers, recalling or, if ``is_running``, cancelling the attempt there; releases the placement."""
+    def end(
+        self, *, is_running: bool, is_recalled: bool = False, keeps_prompt: bool = False, is_migrated: bool = False
+    ) -> None:
+        """Leaves the workers and releases the placement.
+
+        There the attempt is recalled with ``keeps_prompt``, otherwise cancelled if it ``is_running``.
+        """
         key = self.key
         for stream in self._streams.values():
-            if is_recalled:
+            if keeps_prompt:
                 stream.recall(key)
             elif is_running:
                 stream.cancel(key)

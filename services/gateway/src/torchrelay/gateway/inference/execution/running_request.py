@@ -238,7 +238,7 @@ class RunningRequest:
         elif isinstance(event, scheduler_pb2.Refusal):
             self._refused(event)
         elif isinstance(event, scheduler_pb2.Recall):
-            self._recall(event.key.attempt)
+            self._recall(event.key.attempt, event.keeps_prompt)
         elif isinstance(event, scheduler_pb2.Migrate):
             self._migrate(event.key.attempt)
         elif isinstance(event, WorkerLost):
@@ -297,13 +297,13 @@ class RunningRequest:
             raise refusal_error(refusal)
         self._retry(refusal.key.attempt, refusal_error(refusal))  # the scheduler reports that its workers are gone
 
-    def _recall(self, number: int) -> None:
+    def _recall(self, number: int, keeps_prompt: bool) -> None:
         """Runs the attempt elsewhere, where it begins sooner. It is no failure and does not count as a try."""
         attempt = self._attempts.get(number)
         if attempt is None or not attempt.may_be_recalled:
             return
         del self._attempts[number]
-        attempt.end(is_running=True, is_recalled=True)
+        attempt.end(is_running=True, is_recalled=True, keeps_prompt=keeps_prompt)
         self._max_attempts += 1
         for plan in self._generation.resume(number):
             log.info("request_recalled", request_id=self.resolved.request_id, attempt=plan.attempt)

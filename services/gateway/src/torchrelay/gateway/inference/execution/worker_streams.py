@@ -71,6 +71,7 @@ class RunStream:
         """Recalls an attempt; its prefill worker keeps what it has computed for a while."""
         if self._routes.pop(attempt_id_of(key), None) is not None:
             self._send(pb.RunCommand(recall=pb.RecallAttempt(key=key)))
+            self._send(pb.RunCommand(cancel=pb.CancelAttempt(key=key)))  # for a worker that does not know recalls
 
     def forget(self, key: types_pb2.AttemptKey) -> None:
         """Stops routing an attempt that has ended by itself."""

@@ -82,7 +82,8 @@ def _recall(
 ) -> None:
     admission = attempt.admission
     attempt.is_recalled, attempt.is_partly_computed = True, source.phase is InstancePhase.LOADING
-    state.effects.answers.append(effects.Recall(admission.gateway_id, admission.key))
+    keeps_prompt = attempt.is_partly_computed
+    state.effects.answers.append(effects.Recall(admission.gateway_id, admission.key, keeps_prompt))
     here, there = f"in {format_duration(here_s)} on {source.worker_ref.worker_id}", format_duration(there_s)
     reason = f"attempt {admission.key.attempt} would begin {here}, in {there} on {target.worker_ref.worker_id}"
     event = effects.SchedulerEvent(now, "recall", admission.model, admission.key.request_id, reason)
