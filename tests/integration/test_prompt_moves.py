@@ -26,8 +26,9 @@ from tests.support.callers import every_token
 from tests.support.wait import HANG_S, eventually
 from tests.unit.engine.harness import Model, group_of, prompt_of
 from tests.unit.param_store.running_store import CLUSTER_KEY, peer, running_store
+from torchrelay.common.errors import DataCorrupted
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.control.v1 import types_pb2
+from torchrelay.control.v1 import prefill_pb2, types_pb2
 from torchrelay.engine.execution import resident_model
 from torchrelay.prefill import prompt_moves
 from torchrelay.prefill.prompt_moves import PromptReceiver
@@ -177,7 +178,7 @@ async def test_recalled_prompt_that_nobody_exports_is_dropped(
     tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_moves, "_KEPT_S", 0.05)
-    async with running_pair(tmp_path, model, nats_url, apart=True) as pair:
+    async with running_pair(tmp_path, model, nats_url, apart=False) as pair:
         request = pair.loading.request(PROMPT)
         await pair.begun(request, 2)
         await request.recall()
@@ -222,3 +223,21 @@ async def test_import_writes_nothing_once_its_instance_is_gone() -> None:
     engine.instance = object()
     receiver._write_chunk(prompt_import, 1, b"")
     assert written == [0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ([], "must begin with its prompt"),
+        ([prefill_pb2.ExportPart(data=b"x")], "must begin with its prompt"),
+        ([prefill_pb2.ExportPart(prompt=prefill_pb2.ExportedPrompt(boundary=1))], "must name its block_tokens"),
+    ],
+)
+async def test_malformed_export_is_refused(parts: Sequence[prefill_pb2.ExportPart], why: str) -> None:
+    async def stream() -> AsyncIterator[prefill_pb2.ExportPart]:
+        for part in parts:
+            yield part
+
+    receiver = PromptReceiver(SimpleNamespace(), group_of(PROMPT), None)  # type: ignore[arg-type]
+    with pytest.raises(DataCorrupted, match=why):
+        await receiver.receive(stream())

@@ -103,6 +103,8 @@ class PromptReceiver:
             raise DataCorrupted("an export must begin with its prompt")
         if not head.prompt.boundary:
             return 0
+        if not head.prompt.block_tokens:
+            raise DataCorrupted("an export with layers must name its block_tokens")
         try:
             await self._engine.call(lambda: self._reserve(head.prompt))
             await self._write(messages)
@@ -138,9 +140,14 @@ class PromptReceiver:
             prompt_import.write(index, data)
 
     async def start(self) -> None:
-        """Continues the imported prompt."""
+        """Continues the imported prompt. Raises ``Conflict`` if its instance is gone."""
+        await self._engine.call(self._start)
+
+    def _start(self) -> None:
         assert self._import is not None
-        await self._engine.call(self._import.start)
+        if self._engine.instance is not self._instance:
+            raise Conflict("the instance was unloaded")
+        self._import.start()
 
     def _drop(self) -> None:
         if self._import is not None:

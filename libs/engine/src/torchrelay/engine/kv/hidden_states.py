@@ -12,7 +12,7 @@ from torchrelay.engine.batching.sequences import PrefillContext
 class HiddenStates:
     """A tensor per context, [num_tokens, hidden]. All methods run on the engine thread.
 
-    Prompts that begin here must fit into ``max_positions``; imports are bounded by their own flow control.
+    Prompts that begin here must fit into ``max_positions``. Imported prompts count, but are not refused.
     """
 
     def __init__(self, max_positions: int) -> None:
