@@ -459,8 +459,9 @@ async def test_hung_remote_leaves_threads_to_other_calls(
                 if not file.complete:
                     await put(store, upload_id, file.path, (folder / file.path).read_bytes())
             commits.append(asyncio.ensure_future(commit(store, upload_id)))
-            await eventually(lambda: len(asked) == len(commits), "the commit's wait for its turn to publish")
-        assert asked == ["ten-1", "ten-1", "ten-2"]
+            # A commit asks for its turn twice: to pack, then to publish.
+            await eventually(lambda: len(asked) == 2 * len(commits), "the commit's wait for its turn to publish")
+        assert asked == ["ten-1"] * 4 + ["ten-2"] * 2
         try:
             async with asyncio.timeout(HANG_S):
                 await both_began.wait()
