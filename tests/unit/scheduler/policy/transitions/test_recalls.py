@@ -172,3 +172,18 @@ def test_recalled_prompt_that_returns_to_its_worker_has_no_source() -> None:
     ask_again(scene, keys[:1])
     placement = scene.placement(keys[0].request_id, attempt=2)
     assert placement is not None and placement.prefill.worker_id == "w1" and placement.prompt_source is None
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_prompt_of_lost_or_suspected_worker_has_no_source(is_lost: bool) -> None:
+    scene = a_loading_instance()
+    a_newcomer_is_ready(scene)
+    key = recalled(scene)[0]
+    if is_lost:
+        del scene.workers["w1"]
+        scene.pass_time(4.0)
+    else:
+        scene.policy.state.membership.suspect("w1", scene.now)
+    ask_again(scene, [key])
+    placement = scene.placement(key.request_id, attempt=2)
+    assert placement is not None and placement.prefill.worker_id == "w2" and placement.prompt_source is None

@@ -7,6 +7,8 @@ from collections.abc import Container, Iterable, Sequence
 from heapq import nlargest, nsmallest
 from operator import itemgetter
 
+from msgspec import structs
+
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.admission.late_requests import TimedPrompt
 from torchrelay.scheduler.policy.core import Admission, AttemptKey, Model, Placement, ServiceClass
@@ -143,6 +145,8 @@ def _prefix_affine(
 
 def bind(state: State, admission: Admission, placement: Placement, now: float) -> None:
     """Opens the attempt at the placement and answers its gateway."""
+    if placement.prompt_source is not None and not _is_present(state, placement.prompt_source.worker.worker_id):
+        placement = structs.replace(placement, prompt_source=None)
     open_attempt(state, admission, placement, False, now)
     if not placement.cold:
         state.token_times.placed(placement.decode.instance_id, placement.predicted.step_s, now)
@@ -161,6 +165,11 @@ def bind(state: State, admission: Admission, placement: Placement, now: float) -
         admission.tbt_target_s,
     )
     state.effects.opened.append(placed)
+
+
+def _is_present(state: State, worker_id: str) -> bool:
+    """Whether the worker is neither lost nor suspected: another worker would wait in vain for its prompts."""
+    return worker_id in state.membership.workers and not state.membership.is_suspect(worker_id)
 
 
 def _takes_beside_others(candidate: Candidate) -> bool:
