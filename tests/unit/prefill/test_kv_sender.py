@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 
 import pytest
 
@@ -50,20 +51,30 @@ async def test_buffer_is_received_when_trailer_stream_ends() -> None:
     sender.buffer.chunk(0)
     sender.buffer.release("dec-1")
     await asyncio.sleep(0)
-    assert not sender.buffer.received.is_set()
+    assert not sender.received.is_set()
     sender.buffer.acquire("dec-1")
     sender.buffer.chunk(sender.layout.trailer_index)
     sender.buffer.release("dec-1")
     async with asyncio.timeout(60):
-        await sender.buffer.received.wait()
+        await sender.received.wait()
 
 
 async def test_waiting_reader_of_abandoned_buffer_fails() -> None:
     sender = kv_sender()
+    buffer = sender.buffer
     sender.abandon()
     with pytest.raises(BufferLost, match="the attempt ended"):
-        sender.buffer.wait_any([0], 1.0)
+        buffer.wait_any([0], 1.0)
     assert sender.complete.is_set()
+
+
+async def test_abandoned_sender_frees_its_buffer_and_ignores_blocks() -> None:
+    """The engine computes a prompt on that is kept for another worker."""
+    sender = kv_sender()
+    buffer = weakref.ref(sender.buffer)
+    sender.abandon()
+    sender.publish(KvBlock("req-1/1", 0, memoryview(bytes(sender.layout.chunk_bytes(0)))))
+    assert buffer() is None
 
 
 async def test_offer_describes_buffer_layout() -> None:

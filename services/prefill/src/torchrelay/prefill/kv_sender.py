@@ -14,9 +14,9 @@ from torchrelay.worker.attempts.attempt import Attempt
 class KvSendBuffer(MemoryBuffer):
     """A KV buffer that the decode worker has received once the stream that sent the trailer has ended."""
 
-    def __init__(self, buffer_id: str, layout: KvLayout) -> None:
+    def __init__(self, buffer_id: str, layout: KvLayout, received: asyncio.Event) -> None:
         super().__init__(buffer_id, layout.chunk_sizes)
-        self.received = asyncio.Event()
+        self.received = received
         self._trailer = layout.trailer_index
         self._trailer_sent = False
         self._loop = asyncio.get_running_loop()
@@ -39,13 +39,22 @@ class KvSender:
 
     def __init__(self, attempt: Attempt, layout: KvLayout) -> None:
         self.attempt, self.layout = attempt, layout
-        self.buffer = KvSendBuffer(attempt.group_id, layout)
         self.complete = asyncio.Event()  # the trailer is published, or nothing more will be
+        self.received = asyncio.Event()  # the decode worker has everything, or needs nothing more
+        self._buffer: KvSendBuffer | None = KvSendBuffer(attempt.group_id, layout, self.received)  # None: abandoned
         self._first_tokens: list[NewToken] = []
 
+    @property
+    def buffer(self) -> KvSendBuffer:
+        assert self._buffer is not None, "the attempt was abandoned"
+        return self._buffer
+
     def publish(self, block: KvBlock) -> None:
-        """(engine's thread) Publishes a finished block of one layer."""
-        self.buffer.publish(block.index, block.data)
+        """(engine's thread) Publishes a finished block of one layer. Ignores the blocks of an abandoned attempt, whose
+        prompt may be kept for another worker.
+        """
+        if (buffer := self._buffer) is not None:
+            buffer.publish(block.index, block.data)
 
     def add_first_token(self, token: NewToken) -> None:
         """Publishes the trailer once every choice has its first token."""
@@ -55,11 +64,12 @@ class KvSender:
             self.complete.set()
 
     def abandon(self) -> None:
-        """Fails the buffer of an attempt that has ended, unless its follower has received everything."""
-        if not self.buffer.received.is_set():
+        """Fails the buffer of an attempt that has ended, unless its follower has received everything, and frees it."""
+        if not self.received.is_set():
             self.buffer.fail("the attempt ended")
+        self._buffer = None
         self.complete.set()
-        self.buffer.received.set()
+        self.received.set()
 
     def offer(
         self, pack_id: str, holder_id: str, data_address: str, host_id: str = "", local_address: str = ""

@@ -182,7 +182,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         await kv_sender.complete.wait()
         try:
             async with asyncio.timeout(self.worker.settings.kv_timeout_s):
-                await kv_sender.buffer.received.wait()
+                await kv_sender.received.wait()
         except TimeoutError:
             log.warning("kv_not_taken", group_id=attempt.group_id, decode_worker=target.worker_id)
         if self.forget(attempt):
