@@ -22,6 +22,7 @@ from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.gateway.core import FinishCause
 from torchrelay.gateway.inference.execution.running_request import refusal_error, retry_delay_s, run_error
+from torchrelay.gateway.inference.execution.worker_streams import RunStream
 from torchrelay.inference.v1 import inference_pb2
 from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
 
@@ -98,6 +99,20 @@ async def test_recalled_attempt_that_has_not_begun_runs_elsewhere(rig: TokenPath
         (True, False),
         (False, True),
     ]
+
+
+async def test_prefill_worker_is_told_of_recall_first(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    recall = RunStream.recall
+    monkeypatch.setattr(RunStream, "recall", lambda stream, key: (told.append(stream._role), recall(stream, key)))
+    first, second = rig.workers
+    first.prefill_delay_s, first.pause_at = 60.0, 1
+    asking = asyncio.ensure_future(ask(rig, 25))
+    await eventually(lambda: len(first.starts) == 2)
+    rig.scheduler.prefill_workers = rig.scheduler.decode_workers = [second]
+    await rig.scheduler.recall(first.starts[0][1].key, keeps_prompt=True)
+    assert await asking == [rig.echoed(PROMPT, 25)]
+    assert told == ["prefill", "decode"]
 
 
 async def test_recalled_attempt_that_has_begun_goes_on(rig: TokenPathRig) -> None:

@@ -177,7 +177,8 @@ class Attempt:
         There the attempt is recalled with ``keeps_prompt``, otherwise cancelled if it ``is_running``.
         """
         key = self.key
-        for stream in self._streams.values():
+        # The prefill worker first: the decode worker refuses the KV once it has been told.
+        for stream in reversed(self._streams.values()):
             if keeps_prompt:
                 stream.recall(key)
             elif is_running:
