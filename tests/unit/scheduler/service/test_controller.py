@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import time
 
 from nats.aio.client import Client
 
@@ -14,6 +15,7 @@ from torchrelay.common.net.nats_client import Subjects
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.effects import Placed
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import FirstToken, GatewayConnected
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
@@ -23,6 +25,7 @@ from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
 from torchrelay.scheduler.service.tickets import ClusterTickets
+from torchrelay.transfer.protocol.tickets import derive_node_key, verify_ticket
 
 
 def recorded_controller() -> tuple[Controller, io.BytesIO]:
@@ -100,6 +103,25 @@ async def test_recall_goes_through_gateway_stream() -> None:
     message = scheduler_pb2.Release(key=types_pb2.AttemptKey(request_id="r2", attempt=1), is_recalled=True)
     controller.release(message)
     assert list(state.recalled) == ["r2"] and "r2" not in state.instances_without_token
+
+
+async def test_prompt_source_has_a_ticket_for_the_prefill_worker() -> None:
+    controller, _ = recorded_controller()
+    stream = controller.streams.open()
+    controller.streams.connected(stream, "gateway-1")
+    source, prefill, decode = (core.WorkerRef(name, f"{name}:1", f"i-{name}") for name in ("w1", "w2", "w3"))
+    placement = core.Placement(
+        core.AttemptKey("r1", 2),
+        prefill,
+        decode,
+        cold=False,
+        prompt_source=core.PromptSource(core.AttemptKey("r1", 1), source),
+    )
+    controller._send(Placed("gateway-1", placement))
+    (event,) = (await anext(stream.events())).events
+    ticket = event.placement.prompt_source.ticket
+    assert (ticket.buffer_id, ticket.holder_id, ticket.receiver_id) == ("r1/1/prompt", "w1", "w2")
+    verify_ticket(ticket, "w1", derive_node_key(bytes.fromhex(CLUSTER_KEY), "w1"), int(time.time() * 1000))
 
 
 async def test_migration_goes_through_gateway_stream() -> None:

@@ -245,7 +245,7 @@ class Ticket(_message.Message):
     SEALED_SESSION_FIELD_NUMBER: _builtins.int
     MAC_FIELD_NUMBER: _builtins.int
     buffer_id: _builtins.str
-    """pack id, or the id of a KV buffer"""
+    """a pack's id; or an attempt's "request_id/attempt": its KV; with "/prompt": its prompt"""
     holder_id: _builtins.str
     receiver_id: _builtins.str
     expires_unix_ms: _builtins.int
@@ -345,19 +345,25 @@ class PromptSource(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     WORKER_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def key(self) -> Global___AttemptKey: ...
     @_builtins.property
     def worker(self) -> Global___WorkerRef: ...
+    @_builtins.property
+    def ticket(self) -> Global___Ticket:
+        """holder: that worker; receiver: the prefill worker of this placement"""
+
     def __init__(
         self,
         *,
         key: Global___AttemptKey | None = ...,
         worker: Global___WorkerRef | None = ...,
+        ticket: Global___Ticket | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "ticket", b"ticket", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "ticket", b"ticket", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -278,9 +278,10 @@ class Controller:
     def _send(self, answer: Answer) -> None:
         event: AdmitEvent | converters.EventFields
         if isinstance(answer, Placed):
-            ticket = self.cluster_tickets.kv(answer.placement)
-            kind = "placed"
-            event = converters.placed_to_fields(answer.placement, ticket, self.cluster_tickets.call_tokens)
+            tickets, placement, kind = self.cluster_tickets, answer.placement, "placed"
+            event = converters.placed_to_fields(
+                placement, tickets.kv(placement), tickets.prompt(placement), tickets.call_tokens
+            )
         elif isinstance(answer, AdmissionRefused):
             kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
         elif isinstance(answer, Recall):

@@ -204,21 +204,25 @@ def _worker_ref_from_proto(ref: types_pb2.WorkerRef) -> core.WorkerRef:
 
 
 def placed_to_fields(
-    placement: core.Placement, ticket: dict[str, Any] | None, call_tokens: Callable[[str], CallTokens]
+    placement: core.Placement,
+    kv_ticket: dict[str, Any] | None,
+    prompt_ticket: dict[str, Any] | None,
+    call_tokens: Callable[[str], CallTokens],
 ) -> EventFields:
-    """Fields of a placement. ``ticket``: fields of its ticket; ``call_tokens``: tokens that a worker accepts."""
+    """Fields of a placement, with the fields of its tickets. ``call_tokens``: tokens that a worker accepts."""
     placed: dict[str, Any] = {
         "key": {"request_id": placement.key.request_id, "attempt": placement.key.attempt},
         "prefill": _worker_ref_fields(placement.prefill, call_tokens),
         "decode": _worker_ref_fields(placement.decode, call_tokens),
         "cold": placement.cold,
     }
-    if ticket is not None:
-        placed["kv_ticket"] = ticket
+    if kv_ticket is not None:
+        placed["kv_ticket"] = kv_ticket
     if (source := placement.prompt_source) is not None:
         placed["prompt_source"] = {
             "key": {"request_id": source.key.request_id, "attempt": source.key.attempt},
             "worker": _worker_ref_fields(source.worker, call_tokens),
+            "ticket": prompt_ticket,
         }
     return {"placement": placed}
 

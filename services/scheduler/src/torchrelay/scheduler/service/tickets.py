@@ -48,6 +48,14 @@ class ClusterTickets:
         holder, receiver = placement.prefill.worker_id, placement.decode.worker_id
         return self._issuer.issue_fields(placement.key.buffer_id, holder, receiver, _expiry_ms(_KV_TICKET_S))
 
+    def prompt(self, placement: Placement) -> dict[str, Any] | None:
+        """Fields of a ticket that lets the prefill worker export the prompt from its source; None without a source."""
+        if (source := placement.prompt_source) is None:
+            return None
+        holder, receiver = source.worker.worker_id, placement.prefill.worker_id
+        buffer_id = f"{source.key.buffer_id}/prompt"
+        return self._issuer.issue_fields(buffer_id, holder, receiver, _expiry_ms(_KV_TICKET_S))
+
     def source(self, pack_id: str, holder: StoreStatus | None, receiver_id: str) -> Source:
         """A source from which a store can follow a pack; ``holder`` None: the remote store."""
         if holder is None:
