@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +24,15 @@ from tests.integration.roles_testbed import (
 from tests.integration.test_loading import GatedPack
 from tests.support.callers import every_token
 from tests.support.wait import HANG_S, eventually
-from tests.unit.engine.harness import Model, group_of, prompt_of
-from tests.unit.param_store.running_store import CLUSTER_KEY, peer, running_store
-from torchrelay.common.errors import DataCorrupted
+from tests.unit.engine.harness import Model, group_of, outputs, prompt_of, run
+from tests.unit.param_store.running_store import CLUSTER_KEY, OFFICE, peer, running_store
+from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import prefill_pb2, types_pb2
 from torchrelay.engine.execution import resident_model
+from torchrelay.engine.kv.export import PrefillExport
+from torchrelay.engine.kv.prefill_import import PrefillImport
+from torchrelay.engine.kv.prefill_layout import context_digests
 from torchrelay.prefill import prompt_moves
 from torchrelay.prefill.prompt_moves import PromptReceiver
 from torchrelay.transfer.protocol.tickets import derive_node_key
@@ -64,15 +67,23 @@ class Pair:
         await self.loading.send(request)
         await eventually(lambda: self.boundaries == [boundary])
 
-    async def move(self, request: Request) -> Request:
-        """Recalls the attempt and sends the next attempt to the whole worker."""
-        await request.recall()
+    async def move(self, request: Request, *, is_recalled: bool = True, **changes: Any) -> Request:
+        """Recalls the attempt and sends the next one to the whole worker, with ``changes`` of its source's ticket."""
+        if is_recalled:
+            await request.recall()
         moved = Request(pb.AttemptStart(), self.whole.streams)
         moved.start.CopyFrom(request.start)
         moved.start.key.attempt += 1
         start = self.whole.for_prefill(moved)
         start.prompt_source.key.CopyFrom(request.start.key)
         start.prompt_source.worker.CopyFrom(worker_ref(self.loading.prefill))
+        fields = {
+            "buffer_id": f"{request.start.key.request_id}/1/prompt",
+            "holder_id": self.loading.prefill.worker.settings.worker_id,
+            "receiver_id": self.whole.prefill.worker.settings.worker_id,
+            "expires_unix_ms": int(time.time() * 1000) + 60_000,
+        }
+        start.prompt_source.ticket.CopyFrom(OFFICE.issue(**{**fields, **changes}))
         prefill, decode = moved.streams
         await decode.send(self.whole.for_decode(moved))
         await prefill.send(start)
@@ -213,16 +224,203 @@ async def test_kept_prompt_that_is_computed_to_its_end_is_dropped(tmp_path: Path
         assert pair.loading.prefill.worker.step_metrics.num_positions_decoded < 149
 
 
-async def test_import_writes_nothing_once_its_instance_is_gone() -> None:
-    engine = SimpleNamespace(instance=object(), post=lambda command: command())
-    receiver = PromptReceiver(engine, group_of(PROMPT), None)  # type: ignore[arg-type]
-    receiver._instance = engine.instance
-    written: list[int] = []
-    prompt_import: Any = SimpleNamespace(write=lambda index, data: written.append(index))
-    receiver._write_chunk(prompt_import, 0, b"")
-    engine.instance = object()
-    receiver._write_chunk(prompt_import, 1, b"")
-    assert written == [0]
+@pytest.mark.parametrize("apart", [False, True])
+async def test_export_with_a_ticket_does_not_wait_for_the_recall(
+    tmp_path: Path, model: Model, nats_url: str, apart: bool
+) -> None:
+    async with running_pair(tmp_path, model, nats_url, apart) as pair:
+        request = pair.loading.request(PROMPT)
+        await pair.begun(request, 2)
+        moved = await pair.move(request, is_recalled=False)
+        await moved.finished()
+        await request.recall()
+        assert moved.tokens() == model.expected(PROMPT) and len(import_details(moved)) == 1
+        assert request.tokens() == []
+        pair.pack.let_all()
+        await pair.loading.prefill.until_ready()
+        await pair.assert_idle()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"buffer_id": "other/1/prompt"}, {"receiver_id": "other"}, {"holder_id": "other"}, {"expires_unix_ms": 1}],
+)
+async def test_prompt_is_exported_only_with_its_ticket(
+    tmp_path: Path, model: Model, nats_url: str, changes: dict[str, Any]
+) -> None:
+    """The source computes on, and the whole worker computes the prompt from its beginning."""
+    async with running_pair(tmp_path, model, nats_url, apart=False) as pair:
+        request = pair.loading.request(PROMPT)
+        await pair.begun(request, 2)
+        moved = await pair.move(request, is_recalled=False, **changes)
+        await moved.finished()
+        assert moved.tokens() == model.expected(PROMPT) and import_details(moved) == []
+        pair.pack.let_all()
+        await request.finished()
+        assert request.tokens() == model.expected(PROMPT)
+        await pair.assert_idle()
+
+
+async def test_decode_worker_that_hears_of_the_recall_first_does_not_end_the_prompt(
+    tmp_path: Path, model: Model, nats_url: str
+) -> None:
+    async with running_pair(tmp_path, model, nats_url, apart=True) as pair:
+        decode, may_go_on = pair.loading.decode.worker, threading.Event()
+        decode.engine.post(lambda: may_go_on.wait(HANG_S))
+        request = pair.loading.request(PROMPT)
+        await pair.begun(request, 2)
+        [decode_role] = [role for role in decode.roles if role.number == DECODE]
+        await eventually(lambda: bool(decode_role.attempts), "the start at the decode worker")
+        prefill_stream, decode_stream = request.streams
+        await decode_stream.recall(request.start.key)
+        await eventually(lambda: not decode_role.attempts, "the end at the decode worker")
+        refusals = counted_refusals(decode_role)
+        may_go_on.set()
+        await eventually(lambda: bool(refusals), "the refusal of the KV")
+        await prefill_stream.recall(request.start.key)
+        moved = await pair.move(request, is_recalled=False)
+        await moved.finished()
+        assert moved.tokens() == model.expected(PROMPT) and len(import_details(moved)) == 1
+        assert request.outputs() == []
+        pair.pack.let_all()
+        await pair.loading.prefill.until_ready()
+        await pair.assert_idle()
+
+
+def counted_refusals(decode_role: Any) -> list[object]:
+    """Grows with each import that the decode role gives up."""
+    refusals: list[object] = []
+    release = decode_role._release_reserved
+
+    def count(reserved: object) -> None:
+        release(reserved)
+        refusals.append(reserved)
+
+    decode_role._release_reserved = count
+    return refusals
+
+
+async def test_import_waits_for_pages_while_its_source_computes_on(tmp_path: Path, model: Model, nats_url: str) -> None:
+    async with running_pair(tmp_path, model, nats_url, apart=False) as pair:
+        request = pair.loading.request(PROMPT)
+        await pair.begun(request, 1)
+        whole = pair.whole.prefill.worker
+        instance = whole.engine.instance
+        assert instance is not None
+        allocator = instance._tables.allocator
+        taken = await whole.engine.call(lambda: allocator.take(allocator.num_free))
+        moved = await pair.move(request)
+        await eventually(lambda: len(instance.groups()) == 1, "the prompt at the whole worker")
+        pair.let_layers(2)
+        await eventually(lambda: pair.boundaries == [2])
+
+        def free_pages() -> None:
+            allocator.release(taken)
+
+        await whole.engine.call(free_pages)
+        await moved.finished()
+        assert moved.tokens() == model.expected(PROMPT)
+        [detail] = import_details(moved)
+        assert detail.startswith("2 layers")
+        pair.pack.let_all()
+        await pair.loading.prefill.until_ready()
+        await pair.assert_idle()
+
+
+async def test_prompt_moves_in_pieces_between_steps(
+    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(prompt_moves, "_MESSAGE_BYTES", 100)
+    read_piece, is_kept = prompt_moves._read_piece, []
+    async with running_pair(tmp_path, model, nats_url, apart=False) as pair:
+        request = pair.loading.request(PROMPT)
+        [prefill] = [role for role in pair.loading.prefill.worker.roles if role.number == PREFILL]
+
+        def read(exported: PrefillExport, piece: range) -> bytes:
+            is_kept.append(prefill.keeps_prompt(exported.spec.group_id))  # else a late recall would end it
+            return read_piece(exported, piece)
+
+        monkeypatch.setattr(prompt_moves, "_read_piece", read)
+        await pair.begun(request, 2)
+        moved = await pair.move(request)
+        await moved.finished()
+        assert moved.tokens() == model.expected(PROMPT) and len(import_details(moved)) == 1
+        assert len(is_kept) > 3 and all(is_kept)
+        pair.pack.let_all()
+        await pair.loading.prefill.until_ready()
+        await pair.assert_idle()
+
+
+@pytest.mark.parametrize("broken", ["write", "receive", "start_over"])
+async def test_broken_import_ends_no_other_prompt(
+    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """What cannot be imported is computed from its beginning; what cannot be computed fails alone."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(PrefillImport, "write" if broken == "start_over" else broken, fail)
+    if broken == "start_over":
+        monkeypatch.setattr(PrefillImport, "start_over", fail)
+    async with running_pair(tmp_path, model, nats_url, apart=False) as pair:
+        other = await pair.whole.send(pair.whole.request(prompt_of(33), max_tokens=150))
+        await eventually(lambda: len(other.tokens()) > 1)
+        request = pair.loading.request(PROMPT)
+        await pair.begun(request, 2)
+        moved = await pair.move(request)
+        await moved.finished()
+        await other.finished()
+        assert len(other.tokens()) == 150
+        if broken == "start_over":
+            assert moved.error().code == pb.RunError.CODE_INTERNAL
+            await moved.cancel()
+        else:
+            assert moved.tokens() == model.expected(PROMPT)
+        assert import_details(moved) == []
+        pair.pack.let_all()
+        await pair.loading.prefill.until_ready()
+        await pair.assert_idle()
+
+
+PACK_ID = "pack-1"
+DIGESTS = context_digests(group_of(PROMPT))
+
+
+def exported_prompt(**changes: Any) -> prefill_pb2.ExportPart:
+    fields: dict[str, Any] = {"boundary": 1, "block_tokens": 16, "pack_id": PACK_ID, "context_digests": DIGESTS}
+    return prefill_pb2.ExportPart(prompt=prefill_pb2.ExportedPrompt(**{**fields, **changes}))
+
+
+class InlineEngine:
+    """Runs commands at once."""
+
+    def __init__(self, instance: Any) -> None:
+        self.instance = instance
+
+    def require_instance(self) -> Any:
+        return self.instance
+
+    def call(self, command: Callable[[], Any]) -> asyncio.Future[Any]:
+        future = asyncio.get_running_loop().create_future()
+        try:
+            future.set_result(command())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+async def receiver_of(model: Model) -> tuple[PromptReceiver, InlineEngine]:
+    engine = InlineEngine(model.instance())
+    receiver = PromptReceiver(engine, group_of(PROMPT), PACK_ID, None)  # type: ignore[arg-type]
+    await receiver.reserve()
+    return receiver, engine
+
+
+async def stream_of(parts: Sequence[prefill_pb2.ExportPart]) -> AsyncIterator[prefill_pb2.ExportPart]:
+    for part in parts:
+        yield part
 
 
 @pytest.mark.parametrize(
@@ -230,14 +428,69 @@ async def test_import_writes_nothing_once_its_instance_is_gone() -> None:
     [
         ([], "must begin with its prompt"),
         ([prefill_pb2.ExportPart(data=b"x")], "must begin with its prompt"),
-        ([prefill_pb2.ExportPart(prompt=prefill_pb2.ExportedPrompt(boundary=1))], "must name its block_tokens"),
+        ([exported_prompt(block_tokens=0)], "must name its block_tokens"),
+        ([exported_prompt(boundary=9)], "layer boundary 9"),
+        ([exported_prompt(pack_id="pack-2")], "of other tokens, or of another pack"),
+        ([exported_prompt(context_digests=context_digests(group_of(PROMPT[::-1])))], "of other tokens"),
+        ([exported_prompt(context_digests=[])], "of other tokens"),
+        ([exported_prompt(), prefill_pb2.ExportPart(data=b"x")], "ends before chunk"),
+        ([exported_prompt(), prefill_pb2.ExportPart(data=bytes(1 << 20))], "does not end after"),
     ],
 )
-async def test_malformed_export_is_refused(parts: Sequence[prefill_pb2.ExportPart], why: str) -> None:
-    async def stream() -> AsyncIterator[prefill_pb2.ExportPart]:
-        for part in parts:
-            yield part
+async def test_malformed_export_is_computed_from_its_beginning(
+    model: Model, parts: Sequence[prefill_pb2.ExportPart], why: str
+) -> None:
+    receiver, engine = await receiver_of(model)
+    with pytest.raises((DataCorrupted, InvalidRequest), match=why):
+        await receiver.receive(stream_of(parts))
+    await receiver.start_over()
+    assert outputs(run(engine.instance))["r/0", 0] == model.expected(PROMPT)
 
-    receiver = PromptReceiver(SimpleNamespace(), group_of(PROMPT), None)  # type: ignore[arg-type]
-    with pytest.raises(DataCorrupted, match=why):
-        await receiver.receive(stream())
+
+async def test_import_does_nothing_once_its_instance_is_gone(model: Model) -> None:
+    receiver, engine = await receiver_of(model)
+    engine.instance = object()
+    with pytest.raises(Conflict, match="was unloaded"):
+        await receiver.receive(stream_of([exported_prompt()]))
+    with pytest.raises(Conflict, match="was unloaded"):
+        await receiver.start_over()
+
+
+async def test_importer_holds_at_most_two_pieces(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no more messages while the engine has not copied the piece before the last."""
+    monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
+    receiver, engine = await receiver_of(model)
+    layout = engine.instance._prefill_layout(group_of(PROMPT), 1, 16)
+    queued: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+    run_at_once = engine.call
+
+    def call(command: Callable[[], Any]) -> asyncio.Future[Any]:
+        future = asyncio.get_running_loop().create_future()
+        queued.append((command, future))
+        return future
+
+    num_taken = 0
+
+    async def parts() -> AsyncIterator[prefill_pb2.ExportPart]:
+        nonlocal num_taken
+        engine.call = call  # type: ignore[method-assign]
+        yield exported_prompt()
+        for piece in layout.pieces(1 << 10):
+            num_taken += 1
+            yield prefill_pb2.ExportPart(data=bytes(sum(map(layout.chunk_bytes, piece))))
+
+    async def settle() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    receiving = asyncio.ensure_future(receiver.receive(parts()))
+    await settle()
+    command, future = queued.pop()  # the preparation for the chunks
+    future.set_result(await run_at_once(command))
+    num_pieces = len(list(layout.pieces(1 << 10)))
+    for number in range(num_pieces):
+        await settle()
+        assert len(queued) == 1 and num_taken <= number + 2
+        command, future = queued.pop()
+        future.set_result(await run_at_once(command))
+    assert num_pieces > 2 and await receiving == 1

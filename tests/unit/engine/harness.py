@@ -19,9 +19,9 @@ from torchrelay.engine.core import ChoiceSpec, GroupSpec, KvBlock, NewToken, Sam
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.layout import KvShape
 from torchrelay.engine.kv.pool import KvPool
-from torchrelay.engine.kv.prefill_layout import PrefillExport
+from torchrelay.engine.kv.prefill_import import PrefillImport
+from torchrelay.engine.kv.prefill_layout import PrefillLayout
 from torchrelay.modelspec.config import read_config
-from torchrelay.transfer.buffers import MemoryBuffer
 
 POOL_BYTES = 4 << 20
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -200,26 +200,44 @@ def half_loaded(model: Model, num_layers: int, **settings: Any) -> Instance:
     return instance
 
 
-def export_prefill(source: Instance, group_id: str = "r/0") -> PrefillExport:
-    """The export after a round trip through a data plane buffer."""
+@dataclass(frozen=True)
+class Exported:
+    """All of an export, which has left its instance."""
+
+    spec: GroupSpec
+    layout: PrefillLayout
+    chunks: tuple[bytes, ...]
+
+
+def export_prefill(source: Instance, group_id: str = "r/0") -> Exported:
     exported = source.export_prefill(group_id)
-    layout = exported.layout
-    buffer = MemoryBuffer(group_id, layout.chunk_sizes)
-    for index, data in enumerate(exported.chunks):
-        buffer.publish(index, data)
-    return replace(exported, chunks=tuple(buffer.chunk(index) for index in range(layout.num_chunks)))
+    chunks = tuple(bytes(exported.read(index)) for index in range(exported.layout.num_chunks))
+    source.cancel(group_id)
+    return Exported(exported.spec, exported.layout, chunks)
+
+
+def begin_import(
+    target: Instance, exported: Exported, on_kv: Callable[[KvBlock], None] | None = None, **changes: Any
+) -> PrefillImport:
+    """An import that has its pages, and takes the export's chunks. ``changes`` of the group."""
+    has_pages: list[bool] = []
+    group = replace(exported.spec, **changes)
+    prefill_import = target.import_prefill(group, on_kv, lambda: has_pages.append(True))
+    assert has_pages == [True]
+    layout = prefill_import.receive(exported.layout.boundary, exported.layout.block_tokens)
+    assert layout == exported.layout
+    return prefill_import
 
 
 def import_prefill(
     target: Instance,
-    exported: PrefillExport,
+    exported: Exported,
     on_kv: Callable[[KvBlock], None] | None = None,
     order: int = 1,
-    now_s: float = 0.0,
+    **changes: Any,
 ) -> None:
-    """``now_s`` is by the target's clock."""
-    prefill_import = target.import_prefill(exported.group_at(now_s), exported.layout, on_kv)
+    prefill_import = begin_import(target, exported, on_kv, **changes)
     for index in list(range(exported.layout.num_chunks))[::order]:
-        prefill_import.write(index, bytes(exported.chunks[index]))
+        prefill_import.write(index, exported.chunks[index])
     assert prefill_import.num_missing == 0
     prefill_import.start()

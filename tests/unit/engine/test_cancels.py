@@ -22,7 +22,6 @@ from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import BatchPlan, GroupState, SequenceGroup
 from torchrelay.engine.core import GroupSpec, KvBlock, KvPoolFull, NewToken, SamplingParams
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.kv.prefill_layout import PrefillExport
 
 NUM_CANCELS = 1_250
 CONTEXT = 48
@@ -58,7 +57,7 @@ class ScriptedScheduler:
         self.num_made += 1
         spec = random_group(self.chance, self.num_made)
         way = self.chance.random()
-        if way < 0.2:
+        if way < 0.1:
             group = SequenceGroup.of(replace(spec, prompt=()))
             try:
                 self.scheduler.receive(group)
@@ -66,7 +65,7 @@ class ScriptedScheduler:
                 return
         else:
             on_kv = (lambda block: None) if way < 0.35 else None
-            group = SequenceGroup.of(spec, on_kv)
+            group = SequenceGroup.of(spec, on_kv, (lambda: None) if way < 0.25 else None)
             self.scheduler.submit(group)
         self.groups.append(group)
 
@@ -91,9 +90,16 @@ class ScriptedScheduler:
             try:
                 self.scheduler.preempt(group.spec.group_id)
             except Conflict:
-                assert group.state is GroupState.RECEIVING or not group.spec.prompt or group.num_pages
+                is_moving = group.state in (GroupState.RECEIVING, GroupState.SENDING)
+                assert is_moving or not group.spec.prompt or group.num_pages
         elif way < 0.3 and group.state is GroupState.RECEIVING:
-            self.start(group, len(group.contexts))
+            if group.spec.prompt:
+                group.layer = 1
+                self.scheduler.run(group)
+            else:
+                self.start(group, len(group.contexts))
+        elif way < 0.4 and group.state is GroupState.RUNNING and group.can_be_exported:
+            self.scheduler.hold(group)
         else:
             choice = self.chance.choice([None, *(each.choice for each in group.spec.choices)])
             self.num_cancelled += self.scheduler.cancel(group.spec.group_id, choice)
@@ -242,27 +248,30 @@ class MovingPrompts:
         if not groups:
             return
         group = self.chance.choice(groups)
-        exported = source.export_prefill(group.spec.group_id)
-        try:
-            prefill_import = target.import_prefill(exported.spec, exported.layout, group.on_kv)
-        except KvPoolFull:
+        group_id = group.spec.group_id
+        has_pages: list[bool] = []
+        prefill_import = target.import_prefill(group.spec_left(), group.on_kv, lambda: has_pages.append(True))
+        if not has_pages:
+            target.cancel(group_id)
             return
-        self._fill(target, prefill_import.write, exported)
-        if prefill_import.num_missing and self.chance.random() < 0.5:
-            prefill_import.drop()
-        elif not prefill_import.num_missing:
-            prefill_import.start()
-            self.num_imported += bool(exported.chunks)
-        else:
-            target.cancel(exported.spec.group_id)
-            prefill_import.start()
-
-    def _fill(self, target: Instance, write: Callable[[int, memoryview], None], exported: PrefillExport) -> None:
-        stops = self.chance.randrange(len(exported.chunks) + 1) if self.chance.random() < 0.5 else len(exported.chunks)
-        for index, data in enumerate(exported.chunks[:stops]):
-            write(index, data)
+        exported = source.export_prefill(group_id)
+        layout = prefill_import.receive(exported.layout.boundary, exported.layout.block_tokens)
+        stops = self.chance.randrange(layout.num_chunks + 1) if self.chance.random() < 0.5 else layout.num_chunks
+        for index in range(stops):
+            prefill_import.write(index, exported.read(index))
             if self.chance.random() < 0.05:
-                target.cancel(exported.spec.group_id)
+                target.cancel(group_id)
+            if self.chance.random() < 0.05:
+                source.step()
+        source.cancel(group_id)
+        if not prefill_import.num_missing:
+            prefill_import.start()
+            self.num_imported += 1
+        elif self.chance.random() < 0.5:
+            prefill_import.start_over()
+        else:
+            target.cancel(group_id)
+            prefill_import.start()
 
     def disturb(self) -> None:
         instance, name = self.chance.choice(self.instances), self.chance.choice(self.names[-20:])

@@ -10,6 +10,7 @@ from tests.unit.engine.batching.test_interruptions import Between
 from tests.unit.engine.harness import (
     ModelOf,
     assert_idle,
+    begin_import,
     copy_into,
     export_prefill,
     group_of,
@@ -21,8 +22,8 @@ from tests.unit.engine.harness import (
     run,
 )
 from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
-from torchrelay.engine.core import KvBlock, KvPoolFull
-from torchrelay.engine.kv.layout import KvSequence
+from torchrelay.engine.batching.sequences import GroupState
+from torchrelay.engine.core import KvBlock
 
 BOUNDARIES = (0, 1, 2, 3)
 
@@ -105,24 +106,64 @@ def test_preempted_imported_prompt_is_recomputed(model_of: ModelOf, hands_over: 
 def test_mismatched_prefill_import_is_refused(model_of: ModelOf) -> None:
     model = model_of()
     source, target = half_loaded(model, 1), model.instance()
-    group = group_of(prompt_of(20))
-    source.prefill(group)
+    source.prefill(group_of(prompt_of(20)))
     run(source)
-    exported = export_prefill(source)
-    for wrong in (
-        replace(exported.layout, boundary=4),
-        replace(exported.layout, boundary=2, shape=replace(exported.layout.shape, head_dim=8)),
-        replace(exported.layout, block_tokens=0),
-        replace(exported.layout, sequences=(KvSequence((0,), 19),)),
-    ):
+    prefill_import = begin_import(target, export_prefill(source))
+    for boundary, block_tokens in ((4, 16), (1, 0)):
         with pytest.raises(InvalidRequest):
-            target.import_prefill(group, wrong)
-    prefill_import = target.import_prefill(group, exported.layout)
+            prefill_import.receive(boundary, block_tokens)
     with pytest.raises(DataCorrupted):
         prefill_import.write(0, bytes(3))
     with pytest.raises(Conflict, match="2 chunks of r/0 are missing"):
         prefill_import.start()
-    prefill_import.drop()
+    target.cancel("r/0")
+    assert_idle(target)
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_incomplete_import_is_computed_from_its_beginning(
+    model_of: ModelOf, is_loading: bool, hands_over: bool
+) -> None:
+    model = model_of()
+    source = half_loaded(model, 2)
+    target = half_loaded(model, 1) if is_loading else model.instance()
+    source.prefill(group_of(prompt_of(70)))
+    run(source)
+    exported = export_prefill(source)
+    blocks: dict[int, bytes] = {}
+    prefill_import = begin_import(target, exported, copy_into(blocks) if hands_over else None)
+    for index in range(1, exported.layout.num_chunks):
+        prefill_import.write(index, exported.chunks[index])
+    prefill_import.start_over()
+    steps = run(target)
+    for segment in range(target.config.num_layers + 2):
+        target.segment_ready(segment)
+    steps += run(target)
+    expected = model.expected(prompt_of(70))
+    assert outputs(steps)["r/0", 0] == (expected[:1] if hands_over else expected)
+    assert len(blocks) == (target.kv_layout(exported.spec).num_kv_chunks if hands_over else 0)
+    assert_idle(target)
+
+
+def test_import_waits_for_pages_in_turn(model_of: ModelOf) -> None:
+    """Its source keeps the prompt until then, and loses nothing if the import is cancelled while it waits."""
+    model = model_of()
+    target = model.instance(num_pages=4)
+    target.prefill(group_of(prompt_of(20), "runs/0"))
+    target.step()
+    target.prefill(group_of(prompt_of(20), "earlier/0"))
+    has_pages: list[str] = []
+    for name in ("cancelled/0", "r/0"):
+        target.import_prefill(group_of(prompt_of(20), name), on_pages=lambda name=name: has_pages.append(name))  # type: ignore[misc]
+    run_to_end = [target.step() for _ in range(3)]
+    assert has_pages == [] and all(not step.prefilled for step in run_to_end)
+    target.cancel("cancelled/0")
+    steps = run(target)
+    assert outputs(steps)["earlier/0", 0] == model.expected(prompt_of(20))
+    assert has_pages == ["r/0"] and [group.state for group in target.groups()] == [GroupState.RECEIVING]
+    target.check_integrity()
+    target.cancel("r/0")
     assert_idle(target)
 
 
@@ -132,15 +173,13 @@ def test_prefill_import_frees_pages_at_any_end(model_of: ModelOf) -> None:
     source.prefill(group_of(prompt_of(20)))
     run(source)
     exported = export_prefill(source)
-    prefill_import = target.import_prefill(exported.spec, exported.layout)
-    with pytest.raises(KvPoolFull):
-        target.import_prefill(replace(exported.spec, group_id="s/0"), exported.layout)
+    prefill_import = begin_import(target, exported)
     assert not target.has_work()
     target.cancel("r/0")
     assert_idle(target)
     prefill_import.write(0, exported.chunks[0])  # a chunk that was under way
     prefill_import.start()
-    prefill_import.drop()
+    prefill_import.start_over()
     assert_idle(target)
     import_prefill(target, exported)
     target.step()

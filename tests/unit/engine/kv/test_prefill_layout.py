@@ -24,7 +24,7 @@ from tests.unit.engine.harness import (
 from torchrelay.common.errors import Conflict
 from torchrelay.engine.core import SamplingParams
 from torchrelay.engine.kv.layout import KvSequence, KvShape
-from torchrelay.engine.kv.prefill_layout import PrefillLayout
+from torchrelay.engine.kv.prefill_layout import PrefillLayout, context_digests
 
 LENGTHS = (1, 16, 70)
 BOUNDARIES = (0, 1, 2, 3)
@@ -119,6 +119,30 @@ def test_export_requires_single_boundary(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
+def test_exported_prompt_stays_and_others_run_until_it_is_cancelled(model_of: ModelOf) -> None:
+    """Its chunks are read between steps."""
+    model = model_of()
+    source = half_loaded(model, 2)
+    source.prefill(group_of(prompt_of(70)))
+    run(source)
+    exported = source.export_prefill("r/0")
+    early = bytes(exported.read(0))
+    source.prefill(group_of(prompt_of(40), "s/0"))
+    for segment in range(source.config.num_layers + 2):
+        source.segment_ready(segment)
+    assert outputs(run(source)) == {("s/0", 0): model.expected(prompt_of(40))}
+    source.check_integrity()
+    assert exported.read(0) == early
+    with pytest.raises(Conflict):
+        source.export_prefill("r/0")
+    with pytest.raises(Conflict):
+        source.preempt("r/0")
+    source.cancel("r/0")
+    with pytest.raises(Conflict, match="has ended"):
+        exported.read(0)
+    assert_idle(source)
+
+
 def test_prompt_moves_without_contexts_that_have_ended(model_of: ModelOf) -> None:
     instance = half_loaded(model_of(), 1)
     for on_kv in (None, lambda block: None):
@@ -128,6 +152,15 @@ def test_prompt_moves_without_contexts_that_have_ended(model_of: ModelOf) -> Non
             instance.cancel("r/0", choice)
         assert export_prefill(instance).spec.contexts() == (((1,), (1, 2)),)
     assert_idle(instance)
+
+
+def test_digests_tell_contexts_apart() -> None:
+    group = group_of((1, 2, 3), forced=[(), (4,), ()])
+    digests = context_digests(group)
+    assert len(set(digests)) == 2
+    assert digests == context_digests(replace(group, group_id="r/1", tenant_id="other"))
+    for other in (group_of((1, 2, 4), forced=[(), (4,)]), group_of((1, 2, 3), forced=[(4,), ()])):
+        assert context_digests(other) != digests
 
 
 @st.composite
@@ -150,6 +183,10 @@ def test_chunks_cover_each_plane_once(layout: PrefillLayout) -> None:
         assert layout.chunk_bytes(index) == len(tokens) * row_bytes
         num_hidden += len(tokens) if is_hidden else 0
         seen += [(place.sequence, place.layer, token) for token in tokens]
+    for max_bytes in (1, 1 << 10, 1 << 30):
+        pieces = list(layout.pieces(max_bytes))
+        assert [index for piece in pieces for index in piece] == list(range(layout.num_chunks))
+        assert all(len(piece) == 1 or sum(map(layout.chunk_bytes, piece)) <= max_bytes for piece in pieces)
     num_tokens = sum(each.num_context_tokens for each in layout.sequences)
     assert len(seen) == len(set(seen)) == num_tokens * layout.num_planes
     assert num_hidden == (num_tokens if layout.boundary else 0)

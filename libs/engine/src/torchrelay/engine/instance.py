@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -16,7 +16,7 @@ from torchrelay.engine.batching.decode_shares import Latency, no_latency
 from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import SequenceGroup
-from torchrelay.engine.batching.validation import check_layer_boundary, check_logit_bias, check_tokens
+from torchrelay.engine.batching.validation import check_logit_bias, check_tokens
 from torchrelay.engine.core import GroupSpec, KvBlock, StepResult
 from torchrelay.engine.execution.model_runner import ModelRunner
 from torchrelay.engine.execution.resident_model import ResidentModel
@@ -24,12 +24,12 @@ from torchrelay.engine.execution.stepper import Stepper
 from torchrelay.engine.kernels.backends import Backends, backends_for
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kernels.cpu.threads import ThreadBudget
-from torchrelay.engine.kv.export import MIN_HANDOVER_BYTES, KvExport
+from torchrelay.engine.kv.export import MIN_HANDOVER_BYTES, KvExport, PrefillExport
 from torchrelay.engine.kv.kv_import import KvImport
 from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.kv.prefill_import import PrefillImport
-from torchrelay.engine.kv.prefill_layout import PrefillExport, PrefillLayout
+from torchrelay.engine.kv.prefill_layout import PrefillLayout
 from torchrelay.engine.weights.device_link import DeviceLink, link_to
 from torchrelay.engine.weights.pack_weights import PackWeights
 from torchrelay.engine.weights.reorderer import Reorderer
@@ -179,45 +179,46 @@ class Instance:
     def import_prefill(
         self,
         group: GroupSpec,
-        layout: PrefillLayout,
         on_kv: Callable[[KvBlock], None] | None = None,
+        on_pages: Callable[[], None] = lambda: None,
     ) -> PrefillImport:
-        """Reserves pages for a prompt that another instance exported; ``PrefillExport.group_at`` returns ``group``.
+        """Queues a prompt that another instance has begun. It waits for pages like any prompt; ``on_pages`` is called
+        on the engine thread when it has them, now or in a later step. Only then should the other instance export it.
 
-        ``on_kv`` means the same as in ``prefill``, and also gets the KV that was imported. Raises ``KvPoolFull`` (retry
-        when pages are freed), ``InvalidRequest`` or ``Conflict``.
+        ``on_kv`` means the same as in ``prefill``, and also gets the KV that was imported. Raises ``InvalidRequest`` or
+        ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
-        check_layer_boundary(self.config.num_layers, layout.boundary)
-        block_tokens = layout.block_tokens
-        if block_tokens < 1 or layout != self.prefill_layout(group, layout.boundary, block_tokens):
-            raise InvalidRequest(f"the prefill exported for {group.group_id} does not match the model and the request")
-        imported = SequenceGroup.of(group, on_kv)
-        imported.by_layer = self.model.is_loading
+        imported = SequenceGroup.of(group, on_kv, on_pages)
+        model = self.model
+        layout_of = partial(self._prefill_layout, group)
         prefill_import = PrefillImport(
-            imported, layout, self.model.pages, self.model.hidden_states, self._scheduler, self._export
+            imported, layout_of, model.pages, model.hidden_states, self._scheduler, self._export
         )
         self._interruptions.deadlines.add(imported)
+        self._scheduler.admit(by_layer=model.is_loading)
         return prefill_import
 
-    @torch.inference_mode()
     def export_prefill(self, group_id: str) -> PrefillExport:
-        """Removes a prompt that waits, or runs layer by layer, and returns all of its computed state.
+        """Stops a prompt that waits, or runs layer by layer, to be read and then cancelled. With nothing computed, it
+        is cancelled at once.
 
         Raises ``Conflict`` for a prompt whose chunks are at different layers, that decodes, or that is not here.
         """
         group = self._scheduler.get(group_id)
         if group is None or not group.can_be_exported:
             raise Conflict(f"{group_id} is not at a layer boundary here")
-        left_s = self._interruptions.left_s(group.spec.deadline_s)
-        spec = replace(group.spec_left(), deadline_s=None)
-        layout = self.prefill_layout(spec, group.layer, self._kv_block_tokens)
-        exported = PrefillExport(spec, left_s, layout, self._export.copy_prefill(group, layout))
-        self._scheduler.cancel(group_id)
+        spec = group.spec_left()
+        exported = PrefillExport(
+            group, spec, self._prefill_layout(spec, group.layer, self._kv_block_tokens), self._export
+        )
+        if group.layer:
+            self._scheduler.hold(group)
+        else:
+            self._scheduler.cancel(group_id)
         return exported
 
-    def prefill_layout(self, group: GroupSpec, boundary: int, block_tokens: int) -> PrefillLayout:
-        """(any thread) The wire layout of a prompt that moves at this boundary."""
+    def _prefill_layout(self, group: GroupSpec, boundary: int, block_tokens: int) -> PrefillLayout:
         return PrefillLayout.of(self.kv_shape, self.config.hidden_size, boundary, block_tokens, group)
 
     def preempt(self, group_id: str) -> None:

@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from torchrelay.control.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -22,22 +24,28 @@ class ExportRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
-    PACK_ID_FIELD_NUMBER: _builtins.int
-    pack_id: _builtins.str
-    """both sides must run the same weights"""
+    TICKET_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
+    proof: _builtins.bytes
+    """that the caller is the ticket's receiver: over the ticket's nonce"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey:
         """of the recalled attempt"""
+
+    @_builtins.property
+    def ticket(self) -> _types_pb2.Ticket:
+        """of the prompt's source"""
 
     def __init__(
         self,
         *,
         key: _types_pb2.AttemptKey | None = ...,
-        pack_id: _builtins.str = ...,
+        ticket: _types_pb2.Ticket | None = ...,
+        proof: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "pack_id", b"pack_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "proof", b"proof", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -76,18 +84,28 @@ class ExportedPrompt(_message.Message):
 
     BOUNDARY_FIELD_NUMBER: _builtins.int
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    PACK_ID_FIELD_NUMBER: _builtins.int
+    CONTEXT_DIGESTS_FIELD_NUMBER: _builtins.int
     boundary: _builtins.int
     """layers computed, of all positions; 0: no chunk follows"""
     block_tokens: _builtins.int
+    pack_id: _builtins.str
+    """the weights that computed it"""
+    @_builtins.property
+    def context_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """of the tokens of each context"""
+
     def __init__(
         self,
         *,
         boundary: _builtins.int = ...,
         block_tokens: _builtins.int = ...,
+        pack_id: _builtins.str = ...,
+        context_digests: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "boundary", b"boundary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "boundary", b"boundary", "context_digests", b"context_digests", "pack_id", b"pack_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

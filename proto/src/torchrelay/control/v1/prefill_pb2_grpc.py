@@ -62,7 +62,8 @@ class PrefillServicer:
 
     def Export(self, request, context):
         """What this worker has computed of a recalled prompt, which leaves it: first an ExportedPrompt, then the bytes of all
-        chunks in order, in messages of any size.
+        chunks in order, in messages of any size. The ticket shows that the scheduler has recalled the attempt, also while
+        the gateway's RecallAttempt is still on its way here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

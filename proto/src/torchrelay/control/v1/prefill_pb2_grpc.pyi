@@ -40,7 +40,8 @@ class PrefillStub:
     """
     Export: _grpc.UnaryStreamMultiCallable[_prefill_pb2.ExportRequest, _prefill_pb2.ExportPart]
     """What this worker has computed of a recalled prompt, which leaves it: first an ExportedPrompt, then the bytes of all
-    chunks in order, in messages of any size.
+    chunks in order, in messages of any size. The ticket shows that the scheduler has recalled the attempt, also while
+    the gateway's RecallAttempt is still on its way here.
     """
 
 @_typing.type_check_only
@@ -54,7 +55,8 @@ class PrefillAsyncStub(PrefillStub):
     """
     Export: _aio.UnaryStreamMultiCallable[_prefill_pb2.ExportRequest, _prefill_pb2.ExportPart]  # type: ignore[assignment]
     """What this worker has computed of a recalled prompt, which leaves it: first an ExportedPrompt, then the bytes of all
-    chunks in order, in messages of any size.
+    chunks in order, in messages of any size. The ticket shows that the scheduler has recalled the attempt, also while
+    the gateway's RecallAttempt is still on its way here.
     """
 
 class PrefillServicer(metaclass=_abc_1.ABCMeta):
@@ -77,7 +79,8 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.ExportPart], _abc.AsyncIterator[_prefill_pb2.ExportPart]]:
         """What this worker has computed of a recalled prompt, which leaves it: first an ExportedPrompt, then the bytes of all
-        chunks in order, in messages of any size.
+        chunks in order, in messages of any size. The ticket shows that the scheduler has recalled the attempt, also while
+        the gateway's RecallAttempt is still on its way here.
         """
 
 def add_PrefillServicer_to_server(servicer: PrefillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,40 +1,71 @@
 """Prompts that move between prefill workers with what is computed of them.
 
 The scheduler recalls a prompt that would have its first token sooner elsewhere. The worker that leaves it keeps its
-state, and computes on, until the next worker exports it. Every failure has the same end: the next worker computes the
-prompt from its beginning.
+state, and computes on, until the next worker exports it, which it does once it has pages for the prompt. Every failure
+has the same end: the next worker computes the prompt from its beginning, in those pages.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+import hmac
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, DataCorrupted
 from torchrelay.common.liveness import SILENT_S
-from torchrelay.control.v1 import prefill_pb2
+from torchrelay.control.v1 import prefill_pb2, types_pb2
 from torchrelay.engine.core import GroupSpec, KvBlock
 from torchrelay.engine.instance import Instance
+from torchrelay.engine.kv.export import PrefillExport
 from torchrelay.engine.kv.prefill_import import PrefillImport
-from torchrelay.engine.kv.prefill_layout import PrefillExport
+from torchrelay.engine.kv.prefill_layout import PrefillLayout, context_digests
+from torchrelay.transfer.errors import TicketRefused, WrongReceiver
+from torchrelay.transfer.fetch.follow import Receiver
+from torchrelay.transfer.protocol.tickets import prove_session, unseal_session, verify_ticket
+from torchrelay.worker.attempts.attempt import group_id_of
 from torchrelay.worker.role import RoleContext
 from torchrelay.worker.slot.engine_thread import EngineThread
 
-_PART_BYTES: Final = 1 << 20
+T = TypeVar("T")
+
+# Chunks are copied in pieces between steps. A step may take 50 ms, so that smaller pieces would move a long prompt too
+# slowly; the copy of a piece takes milliseconds.
+_PIECE_BYTES: Final = 16 << 20
+_MESSAGE_BYTES: Final = 1 << 20
 _KEPT_S: Final = SILENT_S  # for a worker to export the prompt; usually it takes milliseconds
 
 
+def export_request(source: types_pb2.PromptSource, receiver: Receiver) -> prefill_pb2.ExportRequest:
+    """The request of the receiver that the source's ticket names. Raises ``TicketRefused``."""
+    ticket = source.ticket
+    # A fixed challenge is enough, because a prompt is exported once: a copy of the request is worth nothing.
+    proof = prove_session(unseal_session(ticket, receiver.node_key), b"receiver", ticket.nonce)
+    return prefill_pb2.ExportRequest(key=source.key, ticket=ticket, proof=proof)
+
+
+def check_request(request: prefill_pb2.ExportRequest, holder: Receiver) -> None:
+    """Raises ``TicketRefused`` unless the scheduler lets the caller export the prompt from this holder."""
+    ticket = request.ticket
+    session = verify_ticket(ticket, holder.id, holder.node_key, now_unix_us() // 1000)
+    if ticket.buffer_id != f"{group_id_of(request.key)}/prompt":
+        raise TicketRefused("the ticket is not for this prompt")
+    if not hmac.compare_digest(request.proof, prove_session(session, b"receiver", ticket.nonce)):
+        raise WrongReceiver("the caller is not the ticket's receiver")
+
+
 class RecalledPrompts:
-    """Recalled prompts that no worker has exported yet."""
+    """Recalled prompts, until another worker has exported them."""
 
     def __init__(self, worker: RoleContext) -> None:
         self._worker = worker
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # of prompts that no worker has asked for
+        self._leaving: set[str] = set()
 
     def __contains__(self, group_id: object) -> bool:
-        return group_id in self._timers
+        return group_id in self._timers or group_id in self._leaving
 
     def keep(self, group_id: str) -> None:
         """Keeps the engine's state of a prompt for ``_KEPT_S``."""
@@ -47,16 +78,32 @@ class RecalledPrompts:
                 timer.cancel()
                 self._drop(group_id)
 
-    async def export(self, group_id: str) -> PrefillExport:
-        """Takes a prompt. Raises ``Conflict`` if it is not kept, or is not at a layer boundary."""
+    async def export(self, group_id: str, pack_id: str) -> AsyncGenerator[prefill_pb2.ExportPart, None]:
+        """Stops a prompt and yields the messages of its export; afterwards nothing is left of it here.
+
+        Raises ``Conflict`` if it is not kept, is not at a layer boundary, or ends meanwhile.
+        """
         if (timer := self._timers.pop(group_id, None)) is None:
             raise Conflict(f"nothing is kept of {group_id}")
         timer.cancel()
+        self._leaving.add(group_id)
+        call = self._worker.engine.call
         try:
-            return await self._worker.engine.call(
-                lambda: self._worker.engine.require_instance().export_prefill(group_id)
+            exported = await call(lambda: self._worker.engine.require_instance().export_prefill(group_id))
+            layout = exported.layout
+            prompt = prefill_pb2.ExportedPrompt(
+                boundary=layout.boundary,
+                block_tokens=layout.block_tokens,
+                pack_id=pack_id,
+                context_digests=context_digests(exported.spec),
             )
+            yield prefill_pb2.ExportPart(prompt=prompt)
+            for piece in layout.pieces(_PIECE_BYTES):
+                data = await call(partial(_read_piece, exported, piece))
+                for begin in range(0, len(data), _MESSAGE_BYTES):
+                    yield prefill_pb2.ExportPart(data=data[begin : begin + _MESSAGE_BYTES])
         finally:
+            self._leaving.discard(group_id)
             self._worker.cancel(group_id)
 
     def close(self) -> None:
@@ -68,87 +115,101 @@ class RecalledPrompts:
         self._worker.cancel(group_id)
 
 
-def export_parts(exported: PrefillExport) -> Iterator[prefill_pb2.ExportPart]:
-    """The messages of an export."""
-    layout = exported.layout
-    prompt = prefill_pb2.ExportedPrompt(boundary=layout.boundary, block_tokens=layout.block_tokens)
-    yield prefill_pb2.ExportPart(prompt=prompt)
-    for chunk in exported.chunks:
-        for begin in range(0, len(chunk), _PART_BYTES):
-            yield prefill_pb2.ExportPart(data=bytes(chunk[begin : begin + _PART_BYTES]))
+def _read_piece(exported: PrefillExport, piece: range) -> bytes:
+    return b"".join(exported.read(index) for index in piece)
 
 
 class PromptReceiver:
-    """Imports the messages of an export into the engine."""
+    """A prompt that another worker has begun, from the wait for pages until it continues in the engine."""
 
-    def __init__(self, engine: EngineThread, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None) -> None:
-        self._engine, self._group, self._on_kv = engine, group, on_kv
+    def __init__(
+        self, engine: EngineThread, group: GroupSpec, pack_id: str, on_kv: Callable[[KvBlock], None] | None
+    ) -> None:
+        self._engine, self._group, self._pack_id, self._on_kv = engine, group, pack_id, on_kv
         self._instance: Instance | None = None
         self._import: PrefillImport | None = None
-        self._stopped = False
+        self._proceed = asyncio.Event()  # it has pages, or the attempt has ended
+        self._is_stopped = False
+        self._loop = asyncio.get_running_loop()
 
     def stop(self) -> None:
-        """Frees the pages; chunks that are still under way are ignored. A prompt that has been started continues."""
-        self._stopped = True
-        self._engine.post(self._drop)
+        """Ends the wait for pages and the import, because the attempt has ended."""
+        self._is_stopped = True
+        self._proceed.set()
+
+    async def reserve(self) -> None:
+        """Queues the prompt and waits until it has its pages. Raises ``TorchrelayError`` if it cannot run here."""
+        await self._engine.call(self._queue)
+        await self._proceed.wait()
+
+    def _queue(self) -> None:
+        self._instance = self._engine.require_instance()
+        self._import = self._instance.import_prefill(self._group, self._on_kv, self._has_pages)
+
+    def _has_pages(self) -> None:
+        self._loop.call_soon_threadsafe(self._proceed.set)
 
     async def receive(self, parts: AsyncIterable[prefill_pb2.ExportPart]) -> int:
-        """Imports the prompt; returns its boundary. At boundary 0 nothing is imported.
+        """Imports the messages of an export; returns its boundary. At boundary 0 nothing is imported.
 
-        Raises ``TorchrelayError`` or what ``parts`` raises; then the engine holds nothing of the prompt.
+        Raises ``DataCorrupted`` or ``InvalidRequest`` if they are not an export of this prompt, ``Conflict`` if the
+        instance was unloaded, or what ``parts`` raises.
         """
         messages = aiter(parts)
         head = await anext(messages, None)
         if head is None or not head.HasField("prompt"):
             raise DataCorrupted("an export must begin with its prompt")
-        if not head.prompt.boundary:
+        prompt = head.prompt
+        if prompt.pack_id != self._pack_id or tuple(prompt.context_digests) != context_digests(self._group):
+            raise DataCorrupted("the export is of other tokens, or of another pack")
+        if not prompt.boundary:
             return 0
-        if not head.prompt.block_tokens:
-            raise DataCorrupted("an export with layers must name its block_tokens")
-        try:
-            await self._engine.call(lambda: self._reserve(head.prompt))
-            await self._write(messages)
-        except BaseException:
-            self.stop()  # also a reservation whose caller was cancelled
-            raise
-        return head.prompt.boundary
+        layout = await self._call(lambda each: each.receive(prompt.boundary, prompt.block_tokens))
+        await self._write(layout, messages)
+        return prompt.boundary
 
-    def _reserve(self, prompt: prefill_pb2.ExportedPrompt) -> None:
-        self._instance = instance = self._engine.require_instance()
-        layout = instance.prefill_layout(self._group, prompt.boundary, prompt.block_tokens)
-        self._import = instance.import_prefill(self._group, layout, self._on_kv)
-
-    async def _write(self, parts: AsyncIterator[prefill_pb2.ExportPart]) -> None:
-        prompt_import = self._import
-        assert prompt_import is not None
-        sizes = prompt_import.layout.chunk_sizes
-        index, received = 0, bytearray()
-        async for part in parts:
-            if self._stopped:
-                raise Conflict("the attempt has ended")
-            received += part.data
-            while index < len(sizes) and len(received) >= sizes[index]:
-                data, received = bytes(received[: sizes[index]]), received[sizes[index] :]
-                # Not awaited: between two steps all writes that have arrived run.
-                self._engine.post(partial(self._write_chunk, prompt_import, index, data))
-                index += 1
-        if index < len(sizes) or received:
-            raise DataCorrupted(f"the export has {index} of {len(sizes)} chunks, and {len(received)} bytes more")
-
-    def _write_chunk(self, prompt_import: PrefillImport, index: int, data: bytes) -> None:
-        if self._engine.instance is self._instance:  # else the pool may belong to another model by now
-            prompt_import.write(index, data)
+    async def _write(self, layout: PrefillLayout, messages: AsyncIterator[prefill_pb2.ExportPart]) -> None:
+        """Writes the chunks. At most two pieces are here: one arrives while the engine copies the other."""
+        received = bytearray()
+        writing: asyncio.Future[None] | None = None
+        for piece in layout.pieces(_PIECE_BYTES):
+            num_bytes = sum(map(layout.chunk_bytes, piece))
+            while len(received) < num_bytes:
+                if (part := await anext(messages, None)) is None:
+                    raise DataCorrupted(f"the export ends before chunk {piece.stop} of {layout.num_chunks}")
+                if self._is_stopped:
+                    raise Conflict("the attempt has ended")
+                received += part.data
+            data, received = bytes(received[:num_bytes]), received[num_bytes:]
+            if writing is not None:
+                await writing
+            writing = self._call(partial(_write_piece, layout, piece, data))
+        if writing is not None:
+            await writing
+        if received or await anext(messages, None) is not None:
+            raise DataCorrupted(f"the export does not end after {layout.num_chunks} chunks")
 
     async def start(self) -> None:
         """Continues the imported prompt. Raises ``Conflict`` if its instance is gone."""
-        await self._engine.call(self._start)
+        await self._call(PrefillImport.start)
 
-    def _start(self) -> None:
-        assert self._import is not None
-        if self._engine.instance is not self._instance:
-            raise Conflict("the instance was unloaded")
-        self._import.start()
+    async def start_over(self) -> None:
+        """Computes the prompt from its beginning. Raises ``Conflict`` if its instance is gone."""
+        await self._call(PrefillImport.start_over)
 
-    def _drop(self) -> None:
-        if self._import is not None:
-            self._import.drop()
+    def _call(self, command: Callable[[PrefillImport], T]) -> asyncio.Future[T]:
+        def run() -> T:
+            assert self._import is not None
+            if self._engine.instance is not self._instance:  # the pool may belong to another model by now
+                raise Conflict("the instance was unloaded")
+            return command(self._import)
+
+        return self._engine.call(run)
+
+
+def _write_piece(layout: PrefillLayout, piece: range, data: bytes, prompt_import: PrefillImport) -> None:
+    begin = 0
+    for index in piece:
+        end = begin + layout.chunk_bytes(index)
+        prompt_import.write(index, memoryview(data)[begin:end])
+        begin = end

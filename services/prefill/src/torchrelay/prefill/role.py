@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -24,11 +24,12 @@ from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.engine.core import Finish, GroupSpec, KvBlock, NewToken, PromptProgress
 from torchrelay.prefill.byte_budget import ByteBudget
 from torchrelay.prefill.kv_sender import KvSender
-from torchrelay.prefill.prompt_moves import PromptReceiver, RecalledPrompts, export_parts
+from torchrelay.prefill.prompt_moves import PromptReceiver, RecalledPrompts, check_request, export_request
 from torchrelay.worker.attempts.attempt import Attempt, dispatch_outputs, group_id_of
 from torchrelay.worker.role import RoleContext, WorkerRole
 
 log = get_logger(__name__)
+RECALL_DELAY_S = 0.5  # a recall may reach the decode worker by this much earlier than this worker
 EXPORT_TIMEOUT_S = SILENT_S  # from the call until all bytes are here; then the prompt is computed from its beginning
 CALLERS: MethodCallers = {
     "/torchrelay.control.v1.Prefill/Run": {Caller.GATEWAY},
@@ -53,6 +54,11 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
     @property
     def num_kv_transfers(self) -> int:
         return len(self._kv_senders)
+
+    @property
+    def _pack_id(self) -> str:
+        hosted = self.worker.slot.hosted
+        return hosted.version.pack_id if hosted else ""
 
     def register(self, server: RpcServer) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server.server)
@@ -100,39 +106,54 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
 
     async def _submit(self, attempt: Attempt, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None) -> None:
         """Continues a prompt that another worker has begun, or begins it."""
-        if attempt.start.HasField("prompt_source") and await self._continue(attempt, group, on_kv):
-            return
-        if self.is_running(attempt):
+        if attempt.start.HasField("prompt_source"):
+            await self._continue(attempt, group, on_kv)
+        else:
             await self.worker.engine.call(lambda: self.worker.engine.require_instance().prefill(group, on_kv))
 
-    async def _continue(self, attempt: Attempt, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None) -> bool:
-        """Imports what another worker has computed of the prompt. False: the whole prompt must be computed here."""
-        begin_us, source, hosted = now_unix_us(), attempt.start.prompt_source, self.worker.slot.hosted
-        pack_id = hosted.version.pack_id if hosted else ""
-        stub = prefill_pb2_grpc.PrefillStub(self._channel(source.worker))
-        export = stub.Export(prefill_pb2.ExportRequest(key=source.key, pack_id=pack_id), timeout=EXPORT_TIMEOUT_S)
-        receiver = self._receivers[attempt.group_id] = PromptReceiver(self.worker.engine, group, on_kv)
-        try:
-            boundary = await receiver.receive(export)
-        except (grpc.aio.AioRpcError, TorchrelayError) as error:
-            why = error.details() if isinstance(error, grpc.aio.AioRpcError) else error.message
-            if isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.UNAVAILABLE:
-                self._drop_channel(source.worker)
-            log.info("prompt_not_continued", group_id=attempt.group_id, worker=source.worker.worker_id, why=why)
-            return False
-        finally:
-            export.cancel()
-            self._receivers.pop(attempt.group_id, None)
-        if not boundary:
-            return False
+    async def _continue(self, attempt: Attempt, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None) -> None:
+        """Imports what another worker has computed of the prompt, if it can, and computes the rest."""
+        receiver = PromptReceiver(self.worker.engine, group, self._pack_id, on_kv)
+        self._receivers[attempt.group_id] = receiver
+        await receiver.reserve()
         if not self.is_running(attempt):
-            self.worker.cancel(attempt.group_id)  # the import may have begun after the attempt's end
-            return True
+            return
+        begin_us, source = now_unix_us(), attempt.start.prompt_source
+        boundary = await self._import(attempt, receiver)
+        self._receivers.pop(attempt.group_id, None)
+        if not self.is_running(attempt):
+            return
+        if not boundary:
+            await receiver.start_over()
+            return
         detail = f"{format_count(boundary, 'layer')} computed by {source.worker.worker_id}"
         phase = types_pb2.Phase(name="import", begin_unix_us=begin_us, end_unix_us=now_unix_us(), detail=detail)
         attempt.phases.append(phase)
         await receiver.start()
-        return True
+
+    async def _import(self, attempt: Attempt, receiver: PromptReceiver) -> int:
+        """Receives the prompt from its source; returns its boundary, 0 if nothing of it can be used."""
+        source = attempt.start.prompt_source
+        export = None
+        try:
+            request = export_request(source, self.worker.receiver)
+            stub = prefill_pb2_grpc.PrefillStub(self._channel(source.worker))
+            export = stub.Export(request, timeout=EXPORT_TIMEOUT_S)
+            return await receiver.receive(export)
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.UNAVAILABLE:
+                self._drop_channel(source.worker)
+            why = error.details()
+        except TorchrelayError as error:
+            why = error.message
+        except Exception as error:  # of a copy in the engine: the prompt can still be computed
+            log.error("import_broke", group_id=attempt.group_id, exc_info=error)
+            why = str(error)
+        finally:
+            if export is not None:
+                export.cancel()
+        log.info("prompt_not_continued", group_id=attempt.group_id, worker=source.worker.worker_id, why=why)
+        return 0
 
     def recall(self, attempt: Attempt) -> None:
         self._recalled.keep(attempt.group_id)
@@ -148,31 +169,29 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
     async def Export(
         self, request: prefill_pb2.ExportRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.ExportPart]:
-        hosted = self.worker.slot.hosted
-        if hosted is None or hosted.version.pack_id != request.pack_id:
-            raise Conflict("the prompt was computed with another pack", field="pack_id")
+        check_request(request, self.worker.receiver)
         group_id = group_id_of(request.key)
         if (attempt := self.attempts.get(group_id)) is not None:  # the gateway's recall is still on its way
             self.recall(attempt)
-        exported = await self._recalled.export(group_id)
-        for part in export_parts(exported):
-            yield part
+        async with aclosing(self._recalled.export(group_id, self._pack_id)) as parts:
+            async for part in parts:
+                yield part
 
     async def _send_kv(self, kv_sender: KvSender) -> None:
         """Offers the KV and keeps it until the decode worker has received all of it."""
         attempt, target = kv_sender.attempt, kv_sender.attempt.start.decode
-        hosted = self.worker.slot.hosted
-        pack_id = hosted.version.pack_id if hosted else ""
         worker, settings = self.worker, self.worker.settings
         offer = kv_sender.offer(
-            pack_id, settings.worker_id, worker.data_address, settings.host_id, worker.local_address
+            self._pack_id, settings.worker_id, worker.data_address, settings.host_id, worker.local_address
         )
         try:
             decode = decode_pb2_grpc.DecodeStub(self._channel(target))
             await decode.Receive(offer, timeout=self.worker.settings.kv_timeout_s)
         except grpc.aio.AioRpcError as error:
-            message = f"the decode worker {target.worker_id} refused the KV: {error_from_rpc(error).message}"
-            lost_worker = ""
+            cause, lost_worker = error_from_rpc(error), ""
+            if isinstance(cause, Conflict):  # it may have ended the attempt because of a recall
+                await asyncio.sleep(RECALL_DELAY_S)
+            message = f"the decode worker {target.worker_id} refused the KV: {cause.message}"
             if error.code() == grpc.StatusCode.UNAVAILABLE:
                 self._drop_channel(target)
                 lost_worker = target.worker_id

@@ -93,7 +93,7 @@ class BatchScheduler:
         self._waiting.push(group.spec.tenant_id, group)
 
     def receive(self, group: SequenceGroup) -> None:
-        """Reserves pages for a group computed elsewhere.
+        """Reserves pages for a group whose KV is computed elsewhere.
 
         Raises ``KvPoolFull``, also while other groups wait for pages.
         """
@@ -104,15 +104,22 @@ class BatchScheduler:
             num_needed = self._reservations.pages_for(group.contexts)
             raise KvPoolFull(f"{num_needed} KV pages are needed, {self._pages.allocator.num_free} are free")
         self._groups[group.spec.group_id] = group
-        self._reserve(group, GroupState.RECEIVING)
+        self._reserve(group)
 
     def run(self, group: SequenceGroup) -> None:
         """Continues contexts from their layer boundary, once everything computed elsewhere has arrived."""
-        group.state = GroupState.RUNNING
+        group.on_pages, group.state = None, GroupState.RUNNING
         if group.by_layer:
             self._by_layer[group] = None
             return
         self._continue_in_chunks([group])
+
+    def hold(self, group: SequenceGroup) -> None:
+        """Stops a running group at its layer boundary; it keeps its pages until it is cancelled."""
+        self._by_layer.pop(group, None)
+        for context in group.contexts:
+            self._prefilling.remove(group.spec.tenant_id, context)
+        group.state = GroupState.SENDING
 
     def _continue_in_chunks(self, groups: Iterable[SequenceGroup], *, first: bool = False) -> None:
         """Queues the contexts of groups; with ``first`` in front, the last group foremost."""
@@ -132,10 +139,13 @@ class BatchScheduler:
                 return
             self._waiting.remove(group.spec.tenant_id, group)
             group.by_layer = by_layer
-            self._reserve(group, GroupState.RUNNING)
+            self._reserve(group)
             if not group.was_preempted:  # else its pages were charged before
                 self._waiting.charge(group.spec.tenant_id, group.num_pages)
-            self.run(group)
+            if group.on_pages is None:
+                self.run(group)
+            else:
+                group.on_pages()
 
     def plan(self) -> tuple[BatchPlan, ...]:
         """The next batches: running choices as ``choices_to_decode`` selects them, and chunks of prompts in the budget.
@@ -297,10 +307,10 @@ class BatchScheduler:
                 self._prefilling.remove(spec.tenant_id, context)
         return chunks
 
-    def _reserve(self, group: SequenceGroup, state: GroupState) -> None:
+    def _reserve(self, group: SequenceGroup) -> None:
         self._reservations.reserve(group)
         self._held[group.spec.tenant_id] += group.num_pages
-        group.state, group.admission_order = state, next(self._moments)
+        group.state, group.admission_order = GroupState.RECEIVING, next(self._moments)
 
     def _preempt_for(self, wanting: SequenceGroup) -> bool:
         """Preempts groups of other tenants for a tenant that has no pages; returns whether the group fits now."""

@@ -105,12 +105,8 @@ class Interruptions:
 
     def next_deadline_in_s(self) -> float | None:
         """Seconds to the next deadline, at least 0; None without one."""
-        left_s = self.left_s(self.deadlines.earliest_s())
-        return None if left_s is None else max(0.0, left_s)
-
-    def left_s(self, deadline_s: float | None) -> float | None:
-        """Seconds from now to a deadline, negative once it has passed."""
-        return None if deadline_s is None else deadline_s - self._clock()
+        earliest_s = self.deadlines.earliest_s()
+        return None if earliest_s is None else max(0.0, earliest_s - self._clock())
 
     def take_expired(self) -> tuple[str, ...]:
         """The groups that expired since the last call."""

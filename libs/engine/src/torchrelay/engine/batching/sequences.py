@@ -1,10 +1,12 @@
 """Groups inside an instance: contexts being prefilled, and choices being decoded.
 
-    waiting --pages reserved--> running --last choice finished, handed over, exported--> gone
-       ^                         |  ^
-       '-------- preempted ------'  '--all chunks written-- receiving (imported KV, or an imported prefill)
+    waiting --pages reserved--> running --last choice finished, handed over--> gone
+       ^                         |  ^ |                                         ^
+       '-------- preempted ------'  | '--at a layer boundary--> sending --------'
+                                    '--all chunks written-- receiving (imported KV, or an imported prefill)
 
-A cancel or the deadline ends a group in any state. The scheduler moves groups; every end releases the pages.
+An imported prefill waits for pages like any group; then it is receiving. A cancel or the deadline ends a group in any
+state. The scheduler moves groups; every end releases the pages.
 
 Each context of a running group is computed, and then becomes one decode sequence per choice.
 """
@@ -34,6 +36,7 @@ def slots_of(table: list[int], page_tokens: int) -> Slots:
 class GroupState(Enum):
     WAITING = auto()  # for pages
     RECEIVING = auto()  # has pages; the results of another worker are arriving
+    SENDING = auto()  # has pages, which are being copied to another worker
     RUNNING = auto()
     GONE = auto()
 
@@ -111,6 +114,7 @@ class SequenceGroup:
 
     spec: GroupSpec
     on_kv: Callable[[KvBlock], None] | None = None
+    on_pages: Callable[[], None] | None = None  # called when it has pages; then it is receiving
     by_layer: bool = False  # its contexts run layer by layer, all positions at once
     layer: int = 0  # the boundary it was imported at, or has reached layer by layer
     state: GroupState = GroupState.WAITING
@@ -123,8 +127,13 @@ class SequenceGroup:
     handed_over: set[int] = field(default_factory=set)  # chunks of its KvLayout that the decode worker has
 
     @classmethod
-    def of(cls, spec: GroupSpec, on_kv: Callable[[KvBlock], None] | None = None) -> SequenceGroup:
-        group = cls(spec, on_kv)
+    def of(
+        cls,
+        spec: GroupSpec,
+        on_kv: Callable[[KvBlock], None] | None = None,
+        on_pages: Callable[[], None] | None = None,
+    ) -> SequenceGroup:
+        group = cls(spec, on_kv, on_pages)
         for sequence, (choices, forced) in enumerate(spec.contexts()):
             group.contexts.append(PrefillContext(group, sequence, list(choices), forced))
         return group

@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from torchrelay.common.errors import Conflict
 from torchrelay.engine import profile
 from torchrelay.engine.batching.sequences import PrefillChunk, PrefillContext, SequenceGroup
 from torchrelay.engine.buffers import as_bytes
@@ -53,15 +54,14 @@ class KvExport:
             self._hand_over_chunk(chunk, layer)
         profile.enter(before)
 
-    def copy_prefill(self, group: SequenceGroup, layout: PrefillLayout) -> tuple[memoryview, ...]:
-        """The computed state of a group up to its layer boundary, chunk by chunk."""
-        places = [layout.locate(index) for index in range(layout.num_chunks)]
-        return tuple(
-            as_bytes(self._hidden_states.of(group.contexts[place.sequence])[place.token_begin : place.token_end])
-            if layout.holds_hidden(place)
-            else self._copy_out(place.layer, group.contexts[place.sequence], place.token_begin, place.token_end)
-            for place in places
-        )
+    def copy_hidden(self, context: PrefillContext, begin: int, end: int) -> memoryview:
+        """The hidden states of positions [begin, end)."""
+        return as_bytes(self._hidden_states.of(context)[begin:end])
+
+    def copy_kv(self, layer: int, context: PrefillContext, begin: int, end: int) -> memoryview:
+        """The KV of positions [begin, end) of one layer, as a chunk of the layout."""
+        slots = torch.from_numpy(context.slots[begin:end]).to(self._kv.device)
+        return as_bytes(self._kv[layer].index_select(1, slots))
 
     def _hand_over_chunk(self, chunk: PrefillChunk, layer: int) -> None:
         context, group = chunk.context, chunk.context.group
@@ -75,10 +75,29 @@ class KvExport:
             if index in group.handed_over:  # before a preemption
                 continue
             group.handed_over.add(index)
-            data = self._copy_out(layer, context, place.token_begin, place.token_end)
+            data = self.copy_kv(layer, context, place.token_begin, place.token_end)
             group.on_kv(KvBlock(group.spec.group_id, index, data))
 
-    def _copy_out(self, layer: int, context: PrefillContext, begin: int, end: int) -> memoryview:
-        """The KV of positions [begin, end) of one layer, as a chunk of the layout."""
-        slots = torch.from_numpy(context.slots[begin:end]).to(self._kv.device)
-        return as_bytes(self._kv[layer].index_select(1, slots))
+
+class PrefillExport:
+    """A prompt that leaves its instance at a layer boundary. It keeps its pages until it is cancelled.
+
+    All methods run on the engine thread.
+    """
+
+    def __init__(self, group: SequenceGroup, spec: GroupSpec, layout: PrefillLayout, export: KvExport) -> None:
+        """``spec`` has the remaining choices, with their output as forced output."""
+        self.spec, self.layout = spec, layout
+        self._contexts = tuple(group.contexts)
+        self._export = export
+
+    @torch.inference_mode()
+    def read(self, index: int) -> memoryview:
+        """The bytes of a chunk. Raises ``Conflict`` if its context has ended."""
+        place = self.layout.locate(index)
+        context = self._contexts[place.sequence]
+        if not context.is_live:
+            raise Conflict(f"{self.spec.group_id} has ended")
+        if self.layout.holds_hidden(place):
+            return self._export.copy_hidden(context, place.token_begin, place.token_end)
+        return self._export.copy_kv(place.layer, context, place.token_begin, place.token_end)

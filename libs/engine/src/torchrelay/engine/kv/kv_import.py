@@ -21,7 +21,7 @@ from torchrelay.engine.profile import Activity
 
 
 class PageImport:
-    """Pages reserved for a group, to be filled with received chunks in any order.
+    """Pages of a group, to be filled with received chunks in any order.
 
     All methods run on the engine thread.
     """
@@ -29,14 +29,12 @@ class PageImport:
     layout: KvLayout | PrefillLayout
     _chunk: ClassVar[str] = "chunk"  # its name in errors
 
-    def __init__(self, imported: SequenceGroup, num_chunks: int, pages: PagedKv, scheduler: BatchScheduler) -> None:
-        """Reserves the pages. Raises ``KvPoolFull``, ``InvalidRequest`` or ``Conflict``."""
+    def __init__(self, imported: SequenceGroup, pages: PagedKv, scheduler: BatchScheduler) -> None:
         self.imported = imported
         self._pages = pages
         self._scheduler = scheduler
         self._contexts = tuple(imported.contexts)
-        self._missing = set(range(num_chunks))
-        scheduler.receive(imported)
+        self._missing: set[int] = set()
 
     @property
     def num_missing(self) -> int:
@@ -57,11 +55,6 @@ class PageImport:
         if self._missing and self.imported.contexts:
             raise Conflict(f"{len(self._missing)} {self._chunk}s of {self.imported.spec.group_id} are missing")
 
-    def drop(self) -> None:
-        """Frees the pages, because the missing chunks will not arrive. A group that decodes already continues."""
-        for context in tuple(self.imported.contexts):
-            self._scheduler.drop(context, list(context.choices))
-
 
 class KvImport(PageImport):
     """The import of a group's KV, in chunks."""
@@ -72,8 +65,11 @@ class KvImport(PageImport):
     def __init__(
         self, group: GroupSpec, layout: KvLayout, pages: PagedKv, scheduler: BatchScheduler, vocab_size: int
     ) -> None:
-        super().__init__(SequenceGroup.of(group), layout.num_kv_chunks, pages, scheduler)
+        """Reserves the pages. Raises ``KvPoolFull``, ``InvalidRequest`` or ``Conflict``."""
+        super().__init__(SequenceGroup.of(group), pages, scheduler)
         self.group, self.layout, self._vocab_size = group, layout, vocab_size
+        self._missing = set(range(layout.num_kv_chunks))
+        scheduler.receive(self.imported)
 
     @torch.inference_mode()
     def write(self, index: int, data: memoryview | bytes) -> None:
@@ -104,3 +100,8 @@ class KvImport(PageImport):
                 if self.group.sampling.finish_of(token, len(context.forced)) is None
             }
             self._scheduler.start(context, unfinished)
+
+    def drop(self) -> None:
+        """Frees the pages, because the missing chunks will not arrive. A group that decodes already continues."""
+        for context in tuple(self.imported.contexts):
+            self._scheduler.drop(context, list(context.choices))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from torchrelay.common.errors import InvalidRequest
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import PrefillChunk, SequenceGroup
+from torchrelay.engine.batching.validation import check_layer_boundary
 from torchrelay.engine.buffers import as_tensor
 from torchrelay.engine.kv.export import KvExport
 from torchrelay.engine.kv.hidden_states import HiddenStates
@@ -15,22 +19,38 @@ from torchrelay.engine.kv.prefill_layout import PrefillLayout
 
 
 class PrefillImport(PageImport):
-    """The import of an exported prompt, in chunks."""
+    """A prompt that waits for pages like any other, and is then filled with another instance's export, in chunks:
+
+    pages --receive--> chunks missing --write--> complete --start--> continues from its boundary
+      '--------start_over------'-----------------------------------> continues from its beginning
+    """
 
     layout: PrefillLayout
 
     def __init__(
         self,
         group: SequenceGroup,
-        layout: PrefillLayout,
+        layout_of: Callable[[int, int], PrefillLayout],
         pages: PagedKv,
         hidden_states: HiddenStates,
         scheduler: BatchScheduler,
         export: KvExport,
     ) -> None:
-        self.layout, self._hidden_states, self._export = layout, hidden_states, export
-        group.layer = layout.boundary
-        super().__init__(group, layout.num_chunks, pages, scheduler)
+        """Queues the prompt. ``layout_of`` takes the boundary and the block size. Raises ``InvalidRequest`` or
+        ``Conflict``.
+        """
+        super().__init__(group, pages, scheduler)
+        self._layout_of, self._hidden_states, self._export = layout_of, hidden_states, export
+        scheduler.submit(group)
+
+    def receive(self, boundary: int, block_tokens: int) -> PrefillLayout:
+        """Prepares for the chunks of an export; returns their layout. Raises ``InvalidRequest``."""
+        if block_tokens < 1:
+            raise InvalidRequest("an export must name its block_tokens", field="block_tokens")
+        self.layout = self._layout_of(boundary, block_tokens)
+        check_layer_boundary(self.layout.shape.num_layers, boundary)
+        self._missing = set(range(self.layout.num_chunks))
+        return self.layout
 
     @torch.inference_mode()
     def write(self, index: int, data: memoryview | bytes) -> None:
@@ -56,9 +76,18 @@ class PrefillImport(PageImport):
         Raises ``Conflict`` while chunks are missing.
         """
         self._check_complete()
-        if not self.imported.contexts:
-            return
+        self.imported.layer = self.layout.boundary
         if self.imported.on_kv is not None:
             chunks = [PrefillChunk(context, 0, context.num_tokens) for context in self.imported.contexts]
             self._export.hand_over(chunks, range(self.layout.boundary))
-        self._scheduler.run(self.imported)
+        self._run()
+
+    def start_over(self) -> None:
+        """Computes the prompt from its beginning, in the pages that it has, unless it was cancelled."""
+        for context in self.imported.contexts:
+            self._hidden_states.drop(context)
+        self._run()
+
+    def _run(self) -> None:
+        if self.imported.contexts:
+            self._scheduler.run(self.imported)

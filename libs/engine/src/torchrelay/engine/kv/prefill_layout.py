@@ -10,6 +10,9 @@ export.
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torchrelay.engine.core import GroupSpec
@@ -44,6 +47,17 @@ class PrefillLayout:
     def chunk_sizes(self) -> list[int]:
         return [self.chunk_bytes(index) for index in range(self.num_chunks)]
 
+    def pieces(self, max_bytes: int) -> Iterator[range]:
+        """Ranges of chunks of at most ``max_bytes`` in total, or of one larger chunk."""
+        begin = num_bytes = 0
+        for index, chunk_bytes in enumerate(self.chunk_sizes):
+            if index > begin and num_bytes + chunk_bytes > max_bytes:
+                yield range(begin, index)
+                begin, num_bytes = index, 0
+            num_bytes += chunk_bytes
+        if self.num_chunks:
+            yield range(begin, self.num_chunks)
+
     def chunk_bytes(self, index: int) -> int:
         place = self.locate(index)
         row_bytes = self.hidden_bytes if self.holds_hidden(place) else self.shape.bytes_per_token_layer
@@ -64,17 +78,7 @@ class PrefillLayout:
         return KvLayout(replace(self.shape, num_layers=self.num_planes), self.block_tokens, self.sequences)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillExport:
-    """A prompt that has left an instance. ``spec`` has the remaining choices, with their output as forced output, and
-    no deadline, because the importer's clock differs.
-    """
-
-    spec: GroupSpec
-    left_s: float | None  # to its deadline, at the time of export
-    layout: PrefillLayout
-    chunks: tuple[memoryview, ...]  # as in the layout
-
-    def group_at(self, now_s: float) -> GroupSpec:
-        """The group with its deadline by the importer's clock, which shows ``now_s``."""
-        return self.spec if self.left_s is None else replace(self.spec, deadline_s=now_s + self.left_s)
+def context_digests(group: GroupSpec) -> tuple[bytes, ...]:
+    """A digest of the tokens of each context."""
+    contexts = [(*group.prompt, *forced) for _, forced in group.contexts()]
+    return tuple(hashlib.sha256(array("q", tokens).tobytes()).digest() for tokens in contexts)

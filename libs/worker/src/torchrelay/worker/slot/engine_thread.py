@@ -108,8 +108,8 @@ class EngineThread:
 
         self.post(run)
 
-    async def call(self, command: Callable[[], T]) -> T:
-        """Runs ``command`` before the next step; returns its result or raises its exception.
+    def call(self, command: Callable[[], T]) -> asyncio.Future[T]:
+        """Runs ``command`` before the next step; the future has its result or its exception.
 
         It runs even if the caller is cancelled. Raises ``Unavailable`` when the thread has ended.
         """
@@ -125,7 +125,7 @@ class EngineThread:
                 future.set_exception(error)
 
         self.post(run)
-        return await asyncio.wrap_future(future)
+        return asyncio.wrap_future(future)
 
     def _run(self) -> None:
         while self._run_commands():
