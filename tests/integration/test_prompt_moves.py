@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from tests.integration.roles_testbed import (
 from tests.integration.test_loading import GatedPack
 from tests.support.callers import every_token
 from tests.support.wait import HANG_S, eventually
-from tests.unit.engine.harness import Model, group_of, outputs, prompt_of, run
+from tests.unit.engine.harness import Model, group_of, half_loaded, outputs, prompt_of, run
 from tests.unit.param_store.running_store import CLUSTER_KEY, OFFICE, peer, running_store
 from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
 from torchrelay.control.v1 import generation_pb2 as pb
@@ -34,7 +35,8 @@ from torchrelay.engine.kv.export import PrefillExport
 from torchrelay.engine.kv.prefill_import import PrefillImport
 from torchrelay.engine.kv.prefill_layout import context_digests
 from torchrelay.prefill import prompt_moves
-from torchrelay.prefill.prompt_moves import PromptReceiver
+from torchrelay.prefill import role as prefill_role
+from torchrelay.prefill.prompt_moves import PromptReceiver, RecalledPrompts
 from torchrelay.transfer.protocol.tickets import derive_node_key
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport.tcp import TcpTransport
@@ -262,8 +264,9 @@ async def test_prompt_is_exported_only_with_its_ticket(
 
 
 async def test_decode_worker_that_hears_of_the_recall_first_does_not_end_the_prompt(
-    tmp_path: Path, model: Model, nats_url: str
+    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prefill_role, "RECALL_DELAY_S", HANG_S)
     async with running_pair(tmp_path, model, nats_url, apart=True) as pair:
         decode, may_go_on = pair.loading.decode.worker, threading.Event()
         decode.engine.post(lambda: may_go_on.wait(HANG_S))
@@ -300,7 +303,10 @@ def counted_refusals(decode_role: Any) -> list[object]:
     return refusals
 
 
-async def test_import_waits_for_pages_while_its_source_computes_on(tmp_path: Path, model: Model, nats_url: str) -> None:
+async def test_import_waits_for_pages_while_its_source_computes_on(
+    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_moves, "_KEPT_S", HANG_S)
     async with running_pair(tmp_path, model, nats_url, apart=False) as pair:
         request = pair.loading.request(PROMPT)
         await pair.begun(request, 1)
@@ -313,11 +319,7 @@ async def test_import_waits_for_pages_while_its_source_computes_on(tmp_path: Pat
         await eventually(lambda: len(instance.groups()) == 1, "the prompt at the whole worker")
         pair.let_layers(2)
         await eventually(lambda: pair.boundaries == [2])
-
-        def free_pages() -> None:
-            allocator.release(taken)
-
-        await whole.engine.call(free_pages)
+        await whole.engine.call(lambda: allocator.release(taken))
         await moved.finished()
         assert moved.tokens() == model.expected(PROMPT)
         [detail] = import_details(moved)
@@ -347,6 +349,29 @@ async def test_prompt_moves_in_pieces_between_steps(
         await moved.finished()
         assert moved.tokens() == model.expected(PROMPT) and len(import_details(moved)) == 1
         assert len(is_kept) > 3 and all(is_kept)
+        pair.pack.let_all()
+        await pair.loading.prefill.until_ready()
+        await pair.assert_idle()
+
+
+async def test_import_that_waits_for_pages_ends_with_its_attempt(
+    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_moves, "_KEPT_S", HANG_S)
+    async with running_pair(tmp_path, model, nats_url, apart=True) as pair:
+        request = pair.loading.request(PROMPT)
+        await pair.begun(request, 1)
+        whole = pair.whole.prefill.worker
+        instance = whole.engine.instance
+        assert instance is not None
+        allocator = instance._tables.allocator
+        taken = await whole.engine.call(lambda: allocator.take(allocator.num_free))
+        moved = await pair.move(request)
+        await eventually(lambda: len(instance.groups()) == 1, "the prompt at the whole worker")
+        await moved.cancel()
+        await eventually(lambda: not instance.groups(), "the end of the prompt")
+        assert pair.boundaries == [1], "the source was not asked for it"
+        await whole.engine.call(lambda: allocator.release(taken))
         pair.pack.let_all()
         await pair.loading.prefill.until_ready()
         await pair.assert_idle()
@@ -454,6 +479,23 @@ async def test_import_does_nothing_once_its_instance_is_gone(model: Model) -> No
         await receiver.receive(stream_of([exported_prompt()]))
     with pytest.raises(Conflict, match="was unloaded"):
         await receiver.start_over()
+
+
+async def test_export_ends_with_its_instance(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages may be another model's by then."""
+    monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
+    instance = half_loaded(model, 2)
+    engine = InlineEngine(instance)
+    recalled = RecalledPrompts(SimpleNamespace(engine=engine, cancel=instance.cancel))
+    instance.prefill(group_of(PROMPT))
+    run(instance)
+    recalled.keep("r/0")
+    parts = recalled.export("r/0", PACK_ID)
+    assert (await anext(parts)).prompt.boundary == 2 and (await anext(parts)).data
+    engine.instance = half_loaded(model, 2)
+    with pytest.raises(Conflict, match="was unloaded"):
+        await anext(parts)
+    assert "r/0" not in recalled and instance.groups() == ()
 
 
 async def test_importer_holds_at_most_two_pieces(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,6 +186,10 @@ def test_chunks_cover_each_plane_once(layout: PrefillLayout) -> None:
     for max_bytes in (1, 1 << 10, 1 << 30):
         pieces = list(layout.pieces(max_bytes))
         assert [index for piece in pieces for index in piece] == list(range(layout.num_chunks))
+        layers = list(layout.layer_ranges(max_bytes))
+        assert [layer for each in layers for layer in each] == list(range(layout.boundary))
+        layer_bytes = layout.shape.bytes_per_token_layer * sum(each.num_context_tokens for each in layout.sequences)
+        assert all(len(each) == 1 or len(each) * layer_bytes <= max_bytes for each in layers)
         assert all(len(piece) == 1 or sum(map(layout.chunk_bytes, piece)) <= max_bytes for piece in pieces)
     num_tokens = sum(each.num_context_tokens for each in layout.sequences)
     assert len(seen) == len(set(seen)) == num_tokens * layout.num_planes

@@ -87,9 +87,10 @@ class RecalledPrompts:
             raise Conflict(f"nothing is kept of {group_id}")
         timer.cancel()
         self._leaving.add(group_id)
-        call = self._worker.engine.call
+        engine = self._worker.engine
         try:
-            exported = await call(lambda: self._worker.engine.require_instance().export_prefill(group_id))
+            instance = engine.require_instance()
+            exported = await _call(engine, instance, lambda: instance.export_prefill(group_id))
             layout = exported.layout
             prompt = prefill_pb2.ExportedPrompt(
                 boundary=layout.boundary,
@@ -99,7 +100,7 @@ class RecalledPrompts:
             )
             yield prefill_pb2.ExportPart(prompt=prompt)
             for piece in layout.pieces(_PIECE_BYTES):
-                data = await call(partial(_read_piece, exported, piece))
+                data = await _call(engine, instance, partial(_read_piece, exported, piece))
                 for begin in range(0, len(data), _MESSAGE_BYTES):
                     yield prefill_pb2.ExportPart(data=data[begin : begin + _MESSAGE_BYTES])
         finally:
@@ -115,6 +116,17 @@ class RecalledPrompts:
         self._worker.cancel(group_id)
 
 
+def _call(engine: EngineThread, instance: Instance, command: Callable[[], T]) -> asyncio.Future[T]:
+    """Runs a command of an instance. Raises ``Conflict`` if that was unloaded: its pages may be another model's."""
+
+    def run() -> T:
+        if engine.instance is not instance:
+            raise Conflict("the instance was unloaded")
+        return command()
+
+    return engine.call(run)
+
+
 def _read_piece(exported: PrefillExport, piece: range) -> bytes:
     return b"".join(exported.read(index) for index in piece)
 
@@ -126,8 +138,6 @@ class PromptReceiver:
         self, engine: EngineThread, group: GroupSpec, pack_id: str, on_kv: Callable[[KvBlock], None] | None
     ) -> None:
         self._engine, self._group, self._pack_id, self._on_kv = engine, group, pack_id, on_kv
-        self._instance: Instance | None = None
-        self._import: PrefillImport | None = None
         self._proceed = asyncio.Event()  # it has pages, or the attempt has ended
         self._is_stopped = False
         self._loop = asyncio.get_running_loop()
@@ -139,12 +149,13 @@ class PromptReceiver:
 
     async def reserve(self) -> None:
         """Queues the prompt and waits until it has its pages. Raises ``TorchrelayError`` if it cannot run here."""
-        await self._engine.call(self._queue)
-        await self._proceed.wait()
+        self._instance = instance = self._engine.require_instance()
 
-    def _queue(self) -> None:
-        self._instance = self._engine.require_instance()
-        self._import = self._instance.import_prefill(self._group, self._on_kv, self._has_pages)
+        def queue() -> PrefillImport:
+            return instance.import_prefill(self._group, self._on_kv, self._has_pages)
+
+        self._import = await _call(self._engine, instance, queue)
+        await self._proceed.wait()
 
     def _has_pages(self) -> None:
         self._loop.call_soon_threadsafe(self._proceed.set)
@@ -164,7 +175,7 @@ class PromptReceiver:
             raise DataCorrupted("the export is of other tokens, or of another pack")
         if not prompt.boundary:
             return 0
-        layout = await self._call(lambda each: each.receive(prompt.boundary, prompt.block_tokens))
+        layout = await self._call(lambda: self._import.receive(prompt.boundary, prompt.block_tokens))
         await self._write(layout, messages)
         return prompt.boundary
 
@@ -183,7 +194,7 @@ class PromptReceiver:
             data, received = bytes(received[:num_bytes]), received[num_bytes:]
             if writing is not None:
                 await writing
-            writing = self._call(partial(_write_piece, layout, piece, data))
+            writing = self._call(partial(_write_piece, self._import, piece, data))
         if writing is not None:
             await writing
         if received or await anext(messages, None) is not None:
@@ -191,25 +202,22 @@ class PromptReceiver:
 
     async def start(self) -> None:
         """Continues the imported prompt. Raises ``Conflict`` if its instance is gone."""
-        await self._call(PrefillImport.start)
+        if self._on_kv is not None:
+            for layers in self._import.layout.layer_ranges(_PIECE_BYTES):
+                await self._call(partial(self._import.hand_over, layers))
+        await self._call(self._import.start)
 
     async def start_over(self) -> None:
         """Computes the prompt from its beginning. Raises ``Conflict`` if its instance is gone."""
-        await self._call(PrefillImport.start_over)
+        await self._call(self._import.start_over)
 
-    def _call(self, command: Callable[[PrefillImport], T]) -> asyncio.Future[T]:
-        def run() -> T:
-            assert self._import is not None
-            if self._engine.instance is not self._instance:  # the pool may belong to another model by now
-                raise Conflict("the instance was unloaded")
-            return command(self._import)
-
-        return self._engine.call(run)
+    def _call(self, command: Callable[[], T]) -> asyncio.Future[T]:
+        return _call(self._engine, self._instance, command)
 
 
-def _write_piece(layout: PrefillLayout, piece: range, data: bytes, prompt_import: PrefillImport) -> None:
+def _write_piece(prompt_import: PrefillImport, piece: range, data: bytes) -> None:
     begin = 0
     for index in piece:
-        end = begin + layout.chunk_bytes(index)
+        end = begin + prompt_import.layout.chunk_bytes(index)
         prompt_import.write(index, memoryview(data)[begin:end])
         begin = end

@@ -27,6 +27,7 @@ from torchrelay.prefill.kv_sender import KvSender
 from torchrelay.prefill.prompt_moves import PromptReceiver, RecalledPrompts, check_request, export_request
 from torchrelay.worker.attempts.attempt import Attempt, dispatch_outputs, group_id_of
 from torchrelay.worker.role import RoleContext, WorkerRole
+from torchrelay.worker.slot.slot import LOADING
 
 log = get_logger(__name__)
 RECALL_DELAY_S = 0.5  # a recall may reach the decode worker by this much earlier than this worker
@@ -189,7 +190,8 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             await decode.Receive(offer, timeout=self.worker.settings.kv_timeout_s)
         except grpc.aio.AioRpcError as error:
             cause, lost_worker = error_from_rpc(error), ""
-            if isinstance(cause, Conflict):  # it may have ended the attempt because of a recall
+            # It may have ended the attempt because of a recall, which lets a loading worker keep the prompt.
+            if isinstance(cause, Conflict) and self.worker.slot.state == LOADING:
                 await asyncio.sleep(RECALL_DELAY_S)
             message = f"the decode worker {target.worker_id} refused the KV: {cause.message}"
             if error.code() == grpc.StatusCode.UNAVAILABLE:

@@ -70,16 +70,20 @@ class PrefillImport(PageImport):
         slots = torch.from_numpy(context.slots[place.token_begin + skipped : place.token_end]).to(kv.device)
         kv[place.layer].index_copy_(1, slots, block)
 
+    def hand_over(self, layers: range) -> None:
+        """Hands over the KV of imported layers, once, if the prompt's KV is handed over."""
+        if self.imported.on_kv is not None:
+            chunks = [PrefillChunk(context, 0, context.num_tokens) for context in self.imported.contexts]
+            self._export.hand_over(chunks, layers)
+
     def start(self) -> None:
-        """Hands over the KV that was imported and continues the prompt from its boundary, unless it was cancelled.
+        """Hands over the rest of the imported KV and continues the prompt from its boundary, unless it was cancelled.
 
         Raises ``Conflict`` while chunks are missing.
         """
         self._check_complete()
         self.imported.layer = self.layout.boundary
-        if self.imported.on_kv is not None:
-            chunks = [PrefillChunk(context, 0, context.num_tokens) for context in self.imported.contexts]
-            self._export.hand_over(chunks, range(self.layout.boundary))
+        self.hand_over(range(self.layout.boundary))
         self._run()
 
     def start_over(self) -> None:

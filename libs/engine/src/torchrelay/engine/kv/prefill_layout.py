@@ -58,6 +58,13 @@ class PrefillLayout:
         if self.num_chunks:
             yield range(begin, self.num_chunks)
 
+    def layer_ranges(self, max_bytes: int) -> Iterator[range]:
+        """The layers below the boundary, in ranges with at most ``max_bytes`` of KV, or of one larger layer."""
+        num_tokens = sum(sequence.num_context_tokens for sequence in self.sequences)
+        num_layers = max(1, max_bytes // (num_tokens * self.shape.bytes_per_token_layer))
+        for begin in range(0, self.boundary, num_layers):
+            yield range(begin, min(begin + num_layers, self.boundary))
+
     def chunk_bytes(self, index: int) -> int:
         place = self.locate(index)
         row_bytes = self.hidden_bytes if self.holds_hidden(place) else self.shape.bytes_per_token_layer
