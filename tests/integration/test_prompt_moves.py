@@ -329,13 +329,14 @@ async def test_import_waits_for_pages_while_its_source_computes_on(
         await pair.assert_idle()
 
 
+@pytest.mark.parametrize("apart", [False, True])
 async def test_prompt_moves_in_pieces_between_steps(
-    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
     monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
     monkeypatch.setattr(prompt_moves, "_MESSAGE_BYTES", 100)
     read_piece, is_kept = prompt_moves._read_piece, []
-    async with running_pair(tmp_path, model, nats_url, apart=False) as pair:
+    async with running_pair(tmp_path, model, nats_url, apart) as pair:
         request = pair.loading.request(PROMPT)
         [prefill] = [role for role in pair.loading.prefill.worker.roles if role.number == PREFILL]
 

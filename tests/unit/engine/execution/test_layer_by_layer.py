@@ -51,6 +51,18 @@ def test_layer_by_layer_output_is_exact(model_of: ModelOf, family: str, boundary
     assert_idle(instance)
 
 
+def test_progress_counts_positions_through_all_layers(model_of: ModelOf) -> None:
+    """A cancelled prompt is billed by it, so a prompt that ends during a load is billed like an unfinished step."""
+    instance = half_loaded(model_of(), 2, token_budget=16)
+    instance.prefill(group_of(prompt_of(40)))
+    early = run(instance)
+    assert [step.ran_one_layer for step in early] == [True, True]
+    assert all(step.prompts == () and step.num_positions_prefilled == 0 for step in early)
+    for segment in range(3, instance.config.num_layers + 2):
+        instance.segment_ready(segment)
+    assert [each.num_computed for step in run(instance) for each in step.prompts] == [16, 32]
+
+
 def test_earliest_runnable_prompt_runs(model_of: ModelOf) -> None:
     """ZigZag: while the first batch waits for its next layer, later batches catch up; then it runs again."""
     instance = half_loaded(model_of(), 1, token_budget=16)

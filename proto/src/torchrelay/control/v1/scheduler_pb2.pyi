@@ -489,7 +489,7 @@ class Placement(_message.Message):
 
     @_builtins.property
     def prompt_source(self) -> _types_pb2.PromptSource:
-        """set after a recall from a loading instance, unless its worker was chosen again"""
+        """set after a recall from a loading instance, unless its worker was chosen again, or is lost"""
 
     def __init__(
         self,

@@ -104,7 +104,12 @@ async def test_recalled_attempt_that_has_not_begun_runs_elsewhere(rig: TokenPath
 async def test_prefill_worker_is_told_of_recall_first(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     recall = RunStream.recall
-    monkeypatch.setattr(RunStream, "recall", lambda stream, key: (told.append(stream._role), recall(stream, key)))
+
+    def note(stream: RunStream, key: types_pb2.AttemptKey) -> None:
+        told.append(stream._role)
+        recall(stream, key)
+
+    monkeypatch.setattr(RunStream, "recall", note)
     first, second = rig.workers
     first.prefill_delay_s, first.pause_at = 60.0, 1
     asking = asyncio.ensure_future(ask(rig, 25))
