@@ -31,6 +31,7 @@ from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import prefill_pb2, types_pb2
 from torchrelay.engine.execution import resident_model
+from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.export import PrefillExport
 from torchrelay.engine.kv.prefill_import import PrefillImport
 from torchrelay.engine.kv.prefill_layout import context_digests
@@ -482,21 +483,38 @@ async def test_import_does_nothing_once_its_instance_is_gone(model: Model) -> No
         await receiver.start_over()
 
 
-async def test_export_ends_with_its_instance(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pages may be another model's by then."""
-    monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
+def kept_prompt(model: Model) -> tuple[Instance, RecalledPrompts]:
     instance = half_loaded(model, 2)
-    engine = InlineEngine(instance)
-    recalled = RecalledPrompts(SimpleNamespace(engine=engine, cancel=instance.cancel))
+    recalled = RecalledPrompts(SimpleNamespace(engine=InlineEngine(instance), cancel=instance.cancel))
     instance.prefill(group_of(PROMPT))
     run(instance)
     recalled.keep("r/0")
+    return instance, recalled
+
+
+async def test_export_ends_with_its_instance(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages may be another model's by then."""
+    monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
+    instance, recalled = kept_prompt(model)
     parts = recalled.export("r/0", PACK_ID)
     assert (await anext(parts)).prompt.boundary == 2 and (await anext(parts)).data
-    engine.instance = half_loaded(model, 2)
+    recalled._worker.engine.instance = half_loaded(model, 2)
     with pytest.raises(Conflict, match="was unloaded"):
         await anext(parts)
     assert "r/0" not in recalled and instance.groups() == ()
+
+
+async def test_export_is_given_up_when_the_importer_hangs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    instance, recalled = kept_prompt(model)
+    parts = recalled.export("r/0", PACK_ID)
+    monkeypatch.setattr(prompt_moves, "_KEPT_S", 0.05)
+    assert (await anext(parts)).prompt.boundary == 2
+    with pytest.raises(Conflict, match="nothing is kept"):
+        await anext(recalled.export("r/0", PACK_ID))
+    assert "r/0" in recalled
+    await eventually(lambda: not instance.groups(), "the end of the prompt")
+    with pytest.raises(Conflict, match="has ended"):
+        await anext(parts)
 
 
 async def test_importer_holds_at_most_two_pieces(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ T = TypeVar("T")
 # slowly; the copy of a piece takes milliseconds.
 _PIECE_BYTES: Final = 16 << 20
 _MESSAGE_BYTES: Final = 1 << 20
-_KEPT_S: Final = SILENT_S  # for a worker to export the prompt; usually it takes milliseconds
+_KEPT_S: Final = SILENT_S  # for a worker to ask for the prompt, and then to export it; usually it takes milliseconds
 
 
 def export_request(source: types_pb2.PromptSource, receiver: Receiver) -> prefill_pb2.ExportRequest:
@@ -61,11 +61,11 @@ class RecalledPrompts:
 
     def __init__(self, worker: RoleContext) -> None:
         self._worker = worker
-        self._timers: dict[str, asyncio.TimerHandle] = {}  # of prompts that no worker has asked for
-        self._leaving: set[str] = set()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._leaving: set[str] = set()  # prompts that a worker is exporting
 
     def __contains__(self, group_id: object) -> bool:
-        return group_id in self._timers or group_id in self._leaving
+        return group_id in self._timers
 
     def keep(self, group_id: str) -> None:
         """Keeps the engine's state of a prompt for ``_KEPT_S``."""
@@ -83,9 +83,10 @@ class RecalledPrompts:
 
         Raises ``Conflict`` if it is not kept, is not at a layer boundary, or ends meanwhile.
         """
-        if (timer := self._timers.pop(group_id, None)) is None:
+        if group_id in self._leaving or (timer := self._timers.get(group_id)) is None:
             raise Conflict(f"nothing is kept of {group_id}")
         timer.cancel()
+        self.keep(group_id)  # no longer, even if the other worker hangs
         self._leaving.add(group_id)
         engine = self._worker.engine
         try:
@@ -105,7 +106,9 @@ class RecalledPrompts:
                     yield prefill_pb2.ExportPart(data=data[begin : begin + _MESSAGE_BYTES])
         finally:
             self._leaving.discard(group_id)
-            self._worker.cancel(group_id)
+            if (timer := self._timers.get(group_id)) is not None:
+                timer.cancel()
+                self._drop(group_id)
 
     def close(self) -> None:
         for timer in self._timers.values():
