@@ -54,7 +54,10 @@ class Decoding:
 
 @dataclass(eq=False)
 class SimulatedEngine:
-    """Engine of a slot. ``latency`` must have both costs. No step ends before ``ready_at``, the last layer's time."""
+    """Engine of a slot. ``latency`` must have both costs.
+
+    Until ``ready_at``, the time of the last layer, prompts are computed but for that layer, and no answer decodes.
+    """
 
     events: EventQueue
     latency: LatencyModel
@@ -63,6 +66,7 @@ class SimulatedEngine:
     def __post_init__(self) -> None:
         self._prompts: deque[Prompt] = deque()
         self.num_queued_tokens = 0  # prompt positions that are not yet computed
+        self._held: list[Prompt] = []  # computed but for the last layer
         self._batch: list[tuple[float, int, Decoding]] = []  # a heap by last step
         self._num_decoding = 0
         self._sequence = count()
@@ -76,7 +80,7 @@ class SimulatedEngine:
 
     @property
     def num_running(self) -> int:
-        return self._num_decoding + len(self._prompts)
+        return self._num_decoding + len(self._prompts) + len(self._held)
 
     def num_tokens_done(self, decoding: Decoding) -> int:
         """Tokens that this engine has decoded for the sequence so far."""
@@ -87,6 +91,7 @@ class SimulatedEngine:
         """Sets when the last layer arrives. A step that waits for it ends at that time or later."""
         self._advance()
         self.ready_at = ready_at
+        self.events.at(max(ready_at, self.events.now), self._give_held)
         if self._chunks:
             self._await_layers()
         else:
@@ -114,7 +119,10 @@ class SimulatedEngine:
         """Removes the job without calling its callback."""
         self._advance()
         if isinstance(job, Prompt):
-            if job in self._prompts:
+            if job in self._held:
+                job.is_over = True
+                self._held.remove(job)
+            elif job in self._prompts:
                 job.is_over = True
                 self._prompts.remove(job)
                 self.num_queued_tokens -= job.num_tokens - job.num_done
@@ -178,12 +186,19 @@ class SimulatedEngine:
         self._await_layers()
 
     def _await_layers(self) -> None:
-        """Schedules the end of the current step once the arrival of the last layer is known, and not before it."""
+        """Schedules the end of the current step; with answers once the arrival of the last layer is known, and not
+        before it.
+        """
         self._cancel_wait()
-        if not math.isinf(self.ready_at):
+        if not self._num_decoding:
+            self._next = self.events.at(max(self._step_end_at, self.events.now), self._end_step)
+        elif not math.isinf(self.ready_at):
             self._next = self.events.at(max(self._step_end_at, self.ready_at), self._end_step)
 
     def _end_step(self) -> None:
+        if self._num_decoding and self.events.now < self.ready_at:  # an answer has come meanwhile
+            self._await_layers()
+            return
         chunks, self._chunks = self._chunks, []
         self._at = self.events.now
         if self._num_decoding:
@@ -198,9 +213,22 @@ class SimulatedEngine:
             if prompt.num_done >= prompt.num_tokens:
                 computed.append(prompt)
         for prompt in computed:
-            prompt.is_over = True
             self._prompts.remove(prompt)
+        if self.events.now < self.ready_at:
+            self._held += computed
+            self._settle()
+            return
+        for prompt in computed:
+            prompt.is_over = True
         self._settle(computed)
+
+    def _give_held(self) -> None:
+        """Gives the first tokens of the prompts that lacked only the last layer."""
+        held, self._held = self._held, []
+        for prompt in held:
+            prompt.is_over = True
+        for prompt in held:
+            prompt.on_computed()
 
     # Steps without prompts
 

@@ -109,7 +109,7 @@ class SimulatedGateway:
                     outcome.is_refused = True
                     self.num_waiting -= not outcome.first_token_at
             case effects.Recall():
-                self._events.after(RPC_S, partial(self._recall, answer.key))
+                self._events.after(RPC_S, partial(self._recall, answer))
             case effects.Migrate():
                 self._events.after(RPC_S, partial(self._migrate, answer.key))
 
@@ -186,10 +186,12 @@ class SimulatedGateway:
         )
         self._scheduler.soon(inputs.Release(attempt.key, True, outcome))
 
-    def _recall(self, key: AttemptKey) -> None:
-        """Asks for a new attempt if this one has not begun."""
-        attempt = self._running.get(key)
-        if attempt is not None and isinstance(attempt.job, Prompt) and not attempt.job.num_done:
+    def _recall(self, recall: effects.Recall) -> None:
+        """Asks for a new attempt if this one has not begun. The layers that a loading worker has computed are lost."""
+        attempt = self._running.get(recall.key)
+        if attempt is None or not isinstance(attempt.job, Prompt):
+            return
+        if recall.keeps_prompt or not attempt.job.num_done:
             self._fail(attempt, is_recalled=True)
 
     def _migrate(self, key: AttemptKey) -> None:

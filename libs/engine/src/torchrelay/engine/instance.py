@@ -58,6 +58,7 @@ class Instance:
         on_segment: Callable[[], None] | None = None,
         active_processes: ActiveProcesses | None = None,
         latency: Latency = no_latency,
+        between_layers: Callable[[], None] = lambda: None,
         *,
         config: ModelConfig | None = None,
         backends: Backends | None = None,
@@ -73,7 +74,8 @@ class Instance:
         that a CPU reads more quickly are made in the background once all weights have arrived. ``on_segment`` is
         called, on any thread, when a segment becomes usable or when no more will arrive: there may be work now.
         ``active_processes`` are the processes that share this CPU's cores. ``latency`` returns the model of step times,
-        with which no tenant's choices slow another's by more than its share.
+        with which no tenant's choices slow another's by more than its share. ``between_layers`` is called before each
+        call of layers; it may begin, continue and end other groups than the step computes.
 
         The keyword-only arguments replace the defaults for the manifest and the device.
         """
@@ -106,6 +108,7 @@ class Instance:
             config.num_layers,
         )
         self._interruptions = Interruptions(self._scheduler, clock)
+        self._between_layers = between_layers
         self._threads = threads or ThreadBudget(manifest.num_bytes, active_processes)
         self._export = KvExport(model.pages, model.hidden_states, self.kv_layout, min_handover_bytes)
         runner = ModelRunner(model, self._export, self._interrupt)
@@ -296,5 +299,6 @@ class Instance:
     def _interrupt(self) -> bool:
         """Ends the groups that are to end before the next call of layers; returns whether there were any."""
         self._num_layer_calls += 1
+        self._between_layers()
         self._threads.adjust(self.model.weights.gate.all_open)
         return self._interruptions.apply()

@@ -91,7 +91,7 @@ class RecalledPrompts:
         engine = self._worker.engine
         try:
             instance = engine.require_instance()
-            exported = await _call(engine, instance, lambda: instance.export_prefill(group_id))
+            exported = await engine.call(_of(engine, instance, lambda: instance.export_prefill(group_id)))
             layout = exported.layout
             prompt = prefill_pb2.ExportedPrompt(
                 boundary=layout.boundary,
@@ -101,7 +101,8 @@ class RecalledPrompts:
             )
             yield prefill_pb2.ExportPart(prompt=prompt)
             for piece in layout.pieces(_PIECE_BYTES):
-                data = await _call(engine, instance, partial(_read_piece, exported, piece))
+                read = _of(engine, instance, partial(_read_piece, exported, piece))
+                data = await engine.call_between_layers(read)
                 for begin in range(0, len(data), _MESSAGE_BYTES):
                     yield prefill_pb2.ExportPart(data=data[begin : begin + _MESSAGE_BYTES])
         finally:
@@ -119,15 +120,15 @@ class RecalledPrompts:
         self._worker.cancel(group_id)
 
 
-def _call(engine: EngineThread, instance: Instance, command: Callable[[], T]) -> asyncio.Future[T]:
-    """Runs a command of an instance. Raises ``Conflict`` if that was unloaded: its pages may be another model's."""
+def _of(engine: EngineThread, instance: Instance, command: Callable[[], T]) -> Callable[[], T]:
+    """The command; it raises ``Conflict`` if the instance was unloaded, whose pages may be another model's."""
 
     def run() -> T:
         if engine.instance is not instance:
             raise Conflict("the instance was unloaded")
         return command()
 
-    return engine.call(run)
+    return run
 
 
 def _read_piece(exported: PrefillExport, piece: range) -> bytes:
@@ -157,7 +158,7 @@ class PromptReceiver:
         def queue() -> PrefillImport:
             return instance.import_prefill(self._group, self._on_kv, self._has_pages)
 
-        self._import = await _call(self._engine, instance, queue)
+        self._import = await self._call(queue)
         await self._proceed.wait()
 
     def _has_pages(self) -> None:
@@ -215,7 +216,7 @@ class PromptReceiver:
         await self._call(self._import.start_over)
 
     def _call(self, command: Callable[[], T]) -> asyncio.Future[T]:
-        return _call(self._engine, self._instance, command)
+        return self._engine.call_between_layers(_of(self._engine, self._instance, command))
 
 
 def _write_piece(prompt_import: PrefillImport, piece: range, data: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -116,10 +117,13 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         """Imports what another worker has computed of the prompt, if it can, and computes the rest."""
         receiver = PromptReceiver(self.worker.engine, group, self._pack_id, on_kv)
         self._receivers[attempt.group_id] = receiver
+        source, placed_s = attempt.start.prompt_source, time.monotonic()
         await receiver.reserve()
+        # Its worker computes more layers until this worker can almost begin.
+        await asyncio.sleep(max(source.wait_ms / 1000 - (time.monotonic() - placed_s), 0.0))
         if not self.is_running(attempt):
             return
-        begin_us, source = now_unix_us(), attempt.start.prompt_source
+        begin_us = now_unix_us()
         boundary = await self._import(attempt, receiver)
         self._receivers.pop(attempt.group_id, None)
         if not self.is_running(attempt):

@@ -47,6 +47,7 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         # Unbounded, so that the event loop never blocks: each attempt posts only a few commands.
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._short_commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._writes = threading.BoundedSemaphore(max_pending_writes)
         self._closed = threading.Event()
         self._num_done = 0  # commands and steps
@@ -113,6 +114,26 @@ class EngineThread:
 
         It runs even if the caller is cancelled. Raises ``Unavailable`` when the thread has ended.
         """
+        run, future = self._with_future(command)
+        self.post(run)
+        return future
+
+    def call_between_layers(self, command: Callable[[], T]) -> asyncio.Future[T]:
+        """Runs a short command like ``call``, but also between two layers of the running step.
+
+        It must not touch the prompts and answers that the step computes.
+        """
+        run, future = self._with_future(command)
+        self._short_commands.put(run)
+        self.post(self.run_short_commands)
+        return future
+
+    def run_short_commands(self) -> None:
+        """(engine's thread) Runs the commands of ``call_between_layers``."""
+        while not self._short_commands.empty():
+            self._short_commands.get_nowait()()
+
+    def _with_future(self, command: Callable[[], T]) -> tuple[Callable[[], None], asyncio.Future[T]]:
         if self._closed.is_set():
             raise Unavailable("this worker is shutting down")
         future: Future[T] = Future()
@@ -124,8 +145,7 @@ class EngineThread:
             except Exception as error:
                 future.set_exception(error)
 
-        self.post(run)
-        return asyncio.wrap_future(future)
+        return run, asyncio.wrap_future(future)
 
     def _run(self) -> None:
         while self._run_commands():

@@ -149,6 +149,7 @@ class Loader:
             on_segment=self._engine.wake,
             active_processes=self._active_processes,
             latency=self._latency,
+            between_layers=self._engine.run_short_commands,
         )
 
     async def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:

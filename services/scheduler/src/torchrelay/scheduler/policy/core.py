@@ -323,6 +323,16 @@ class PromptSource(msgspec.Struct, frozen=True, gc=False):
 
     key: AttemptKey
     worker: WorkerRef
+    host_id: str = ""
+    loaded_at: float = 0.0  # predicted; the worker computes a layer as soon as it is loaded
+    load_s: float = 0.0  # predicted duration of the whole load
+    wait_s: float = 0.0  # time from the placement until the next worker needs the prompt
+
+    def left_share(self, at: float) -> float:
+        """Predicted share of the layers that the worker has not computed by then."""
+        if not self.load_s:
+            return float(self.loaded_at > at)
+        return min(max(self.loaded_at - at, 0.0) / self.load_s, 1.0)
 
 
 class Admission(msgspec.Struct, frozen=True, gc=False):

@@ -163,7 +163,7 @@ class Policy:
             if not input_.is_migrated:
                 lifecycle.observe_length(state, attempt, input_.outcome)
         if input_.is_recalled:
-            recalls.recalled(state, attempt)
+            recalls.recalled(state, attempt, now)
         elif not input_.delivered:
             state.note_no_token(input_.key.request_id, attempt.instance_ids)
         if not input_.is_recalled:  # a recalled request is admitted again at once, and takes its turn first

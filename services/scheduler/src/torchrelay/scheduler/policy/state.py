@@ -88,6 +88,9 @@ class State:
     )
     # By request id: its first admission time and the source of its prompt, until it is admitted again.
     recalled: Recent[str, tuple[float, PromptSource | None]] = field(default_factory=lambda: Recent(_MAX_RECALLED))
+    # By version and request: recalled prompts that are about to be placed again, until when they are expected, and how
+    # long their computation takes.
+    returning: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     overdue_slots_at: dict[str, float] = field(default_factory=dict)  # by tenant, of the last turn; see ``Drain``
     whole_scale_due: float = 0.0  # next evaluation of all models at once, if they take no turns

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol, TypeAlias
 
 from torchrelay.scheduler.planning import Node, ReceiveProgress, TransferEdge, plan
@@ -75,6 +76,14 @@ Repair: TypeAlias = Callable[[ReplicationInput, PolicyConfig], ReplicationPlan]
 LateRank: TypeAlias = Callable[[Admission, float], float]
 
 
+class LoadingPrompts(Enum):
+    """What prompts a loading instance gets while others are loaded; see ``transitions/live_scaling.py``."""
+
+    NONE = "none"  # it computes once it is loaded
+    KEPT = "kept"  # it computes layer by layer as it loads, and keeps its prompts
+    MOVED = "moved"  # loaded instances take them over with what is computed
+
+
 @dataclass(frozen=True)
 class Strategies:
     """The strategies of a policy; by default the scheduler's own."""
@@ -85,6 +94,7 @@ class Strategies:
     repair: Repair = repair
     choose_late: ChooseLate = fewest_late
     late_rank: LateRank = late_rank
+    loading_prompts: LoadingPrompts = LoadingPrompts.MOVED
 
     @property
     def decides_in_turns(self) -> bool:

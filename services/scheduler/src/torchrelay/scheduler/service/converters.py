@@ -223,6 +223,7 @@ def placed_to_fields(
             "key": {"request_id": source.key.request_id, "attempt": source.key.attempt},
             "worker": _worker_ref_fields(source.worker, call_tokens),
             "ticket": prompt_ticket,
+            "wait_ms": round(source.wait_s * 1000),
         }
     return {"placement": placed}
 

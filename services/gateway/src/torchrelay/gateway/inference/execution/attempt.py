@@ -133,7 +133,13 @@ class Attempt:
         if output.phases:
             where = self._worker_of(output)
             self.measured += [
-                types_pb2.Phase(name=p.name, begin_unix_us=p.begin_unix_us, end_unix_us=p.end_unix_us, where=where)
+                types_pb2.Phase(
+                    name=p.name,
+                    begin_unix_us=p.begin_unix_us,
+                    end_unix_us=p.end_unix_us,
+                    where=where,
+                    detail=p.detail,
+                )
                 for p in output.phases
             ]
 

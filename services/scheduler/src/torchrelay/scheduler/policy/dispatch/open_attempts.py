@@ -29,6 +29,13 @@ class OpenAttempt:
     asked_to_migrate_at: float | None = None  # when its gateway was asked to migrate it; None: not, or it has answered
 
     @property
+    def may_be_recalled(self) -> bool:
+        """Whether the attempt may be recalled: once per request, and never a migrating answer, whose client would see a
+        pause while it waits in the queue.
+        """
+        return not (self.is_recalled or self.admission.was_recalled or self.admission.migrates)
+
+    @property
     def instance_ids(self) -> tuple[str, ...]:
         """Instances of the attempt; a single id if the same instance prefills and decodes."""
         prefill_id, decode_id = self.placement.prefill.instance_id, self.placement.decode.instance_id

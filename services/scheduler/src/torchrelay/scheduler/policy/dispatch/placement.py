@@ -30,6 +30,7 @@ from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN, TokenTime
 from torchrelay.scheduler.policy.prediction import Prediction
 
 MAX_SCORED = 8  # candidates per role
+MOVE_S = 0.03  # to move a prompt between two workers, beside the transfer of its bytes
 _MIN_WAIT_S = 0.001  # an overdue prompt is checked again after this time
 _MAX_PENALIZED_TOKENS = 256  # few requests run to their maximum
 
@@ -114,13 +115,20 @@ def place(
             tbt_correction=decode.token_time.correction,
             pause_s=after_s,
         ),
-        prompt_source=_prompt_source(admission, first.worker_ref),
+        prompt_source=_prompt_source(admission, prefill, transfer_s, now),
     )
 
 
-def _prompt_source(admission: core.Admission, prefill: core.WorkerRef) -> core.PromptSource | None:
-    source = admission.prompt_source
-    return None if source is None or source.worker.worker_id == prefill.worker_id else source
+def _prompt_source(
+    admission: core.Admission, prefill: Candidate, transfer_s: Callable[[str, str], float], now: float
+) -> core.PromptSource | None:
+    """The worker that keeps the prompt, which computes on until the prefill instance can almost begin."""
+    source, entry = admission.prompt_source, prefill.entry
+    if source is None or source.worker.worker_id == entry.worker_ref.worker_id:
+        return None
+    ahead_s = entry.ahead_s(prefill.work.queue, now)
+    lead_s = MOVE_S + transfer_s(source.host_id, entry.host_id) * (1 - source.left_share(now + ahead_s))
+    return msgspec.structs.replace(source, wait_s=max(ahead_s - lead_s, 0.0))
 
 
 def _pause_after_s(admission: core.Admission, candidate: Candidate, *, is_answered_there: bool) -> float:
@@ -145,6 +153,7 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
     full step of prompts ahead, or pauses for its answers, would still compute the prompt sooner.
     """
     num_contexts, num_tokens = admission.num_contexts, admission.num_context_tokens
+    source, is_batch = admission.prompt_source, admission.service_class is core.ServiceClass.BATCH
     due = soonest_s = math.inf
     prefills: list[_Prefill] = []
     for candidate in candidates:
@@ -162,12 +171,19 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
             context_s = latency.prefill_s(num_tokens, num_cached)
         steps_s, load_left_s = num_contexts * context_s, entry.load_left_s(now)
         queued_s, overdue_s = entry.queued_and_overdue_s(work.queue, now)
+        if source is not None and source.worker.worker_id != entry.worker_ref.worker_id:
+            steps_s *= source.left_share(now + queued_s)
         if load_left_s or queued_s:
             prefill_s, alone_s = steps_s * candidate.correction, 0.0
         else:
             prefill_s, alone_s = candidate.prompt_time.alone_s(steps_s) * candidate.correction, steps_s
-        ttft_s = load_left_s + queued_s + overdue_s + paused_s + prefill_s
-        if queued_s < entry.full_step_s and not paused_s:
+        if load_left_s:
+            ttft_s = entry.computed_s(queued_s + prefill_s, now) + paused_s
+        else:
+            ttft_s = queued_s + overdue_s + paused_s + prefill_s
+        # Later requests would wait behind batch work that is bound to a load.
+        can_take = queued_s < entry.full_step_s if is_batch else entry.can_take(queued_s, prefill_s, now)
+        if can_take and not paused_s:
             prefills.append((ttft_s, entry.worker_ref.instance_id, prefill_s, alone_s, candidate))
             continue
         soonest_s = min(soonest_s, ttft_s)

@@ -24,6 +24,8 @@ class RosterEntry:
     kv_pool_bytes: int
     full_step_s: float  # time of a step full of prompts; no more than that is bound ahead
     excess_until: float = 0.0  # when its worker has computed the prompts that an earlier scheduler bound
+    load_s: float = 0.0  # predicted duration of its load, from begin to end; 0 before its first layer has arrived
+    num_layers: int = 1
 
     @property
     def instance_id(self) -> str:
@@ -31,6 +33,27 @@ class RosterEntry:
 
     def load_left_s(self, now: float) -> float:
         return max(self.loaded_at - now, 0.0) if self.phase is InstancePhase.LOADING else 0.0
+
+    def loaded_share(self, at: float) -> float:
+        """Predicted share of the layers that are loaded at a time."""
+        if self.phase is not InstancePhase.LOADING or self.loaded_at <= at:
+            return 1.0
+        return max(1.0 - (self.loaded_at - at) / self.load_s, 0.0) if self.load_s else 0.0
+
+    def can_take(self, queued_s: float, prompt_s: float, now: float) -> bool:
+        """Whether a prompt may be bound behind others: less than a full step is queued, or the instance will have
+        computed all of them layer by layer when it is loaded.
+        """
+        if queued_s < self.full_step_s:
+            return True
+        left_s = self.load_left_s(now)
+        return left_s > 0.0 and queued_s + prompt_s * self.load_s / left_s <= self.load_s
+
+    def computed_s(self, prompts_s: float, now: float) -> float:
+        """Time until prompts are computed that take ``prompts_s`` on a loaded instance: while it loads, an instance
+        computes all layers but the last.
+        """
+        return max(self.load_left_s(now) + prompts_s / self.num_layers, prompts_s)
 
     def queued_s(self, queue: PrefillQueue, now: float) -> float:
         """Work of the bound prompts that are not computed; a loading instance has begun none."""

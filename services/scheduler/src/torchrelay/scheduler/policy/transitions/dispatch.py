@@ -19,7 +19,7 @@ from torchrelay.scheduler.policy.dispatch.shared_versions import max_prompts_ahe
 from torchrelay.scheduler.policy.estimates.prompt_time import UNKNOWN as UNKNOWN_PROMPT_TIME
 from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN as UNKNOWN_TOKEN_TIME
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import backlogs, rosters
+from torchrelay.scheduler.policy.transitions import backlogs, live_scaling, rosters
 
 _MAX_TIMELY = 32  # requests per choice of late requests
 _MAX_INSTANCES = 16  # per choice of late requests: the instances that are free first stand for all of the version
@@ -39,9 +39,15 @@ def place_due(state: State, now: float) -> None:
 
 def place_version(state: State, version_id: str, now: float) -> None:
     """Places waiting requests of the version until none can be placed now."""
+    next_at = math.inf
+    if live_scaling.is_live(state, version_id):
+        next_at = live_scaling.take_over(state, version_id, now)
+        if next_at < math.inf:
+            state.due[version_id] = next_at
     if state.roster_cache.is_blocked(version_id, now):
         return
-    state.due.pop(version_id, None)
+    if math.isinf(next_at):
+        state.due.pop(version_id, None)
     state.roster_cache.unblock(version_id)
     model = state.models.get(version_id)
     if model is None or not state.queues.num_waiting(version_id):
@@ -60,8 +66,8 @@ def place_version(state: State, version_id: str, now: float) -> None:
                 state.queues.park(admission.key)  # too large for all instances; the others need not wait for it
                 too_large.append(admission.key)
                 continue
-            if not math.isinf(placement.due):
-                state.due[version_id] = placement.due
+            if not math.isinf(due := min(placement.due, next_at)):
+                state.due[version_id] = due
             if placement.is_of_all and not state.shared_versions.is_shared(version_id, now):
                 state.roster_cache.block(version_id, placement.due)
             break
@@ -108,28 +114,46 @@ def _choose_late(state: State, admission: Admission, model: Model, now: float) -
 def _placement(
     state: State, admission: Admission, model: Model, entries: Sequence[RosterEntry], now: float
 ) -> Placement | NoPlacement:
-    """Places the request. In a large roster, tries the likeliest entries first, and all of them only if that fails."""
+    """Places the request. In a large roster, tries the likeliest entries first, and all of them only if that fails.
+    If no loaded instance is free, tries those that load.
+    """
+    if not live_scaling.is_live(state, model.version_id):
+        return _placement_among(state, admission, model, entries, now)
+    free = live_scaling.without_reserved(state, admission, entries, now)
+    placement = _placement_among(state, admission, model, free, now)
+    if isinstance(placement, NoPlacement) and not placement.is_own:
+        ahead = live_scaling.entries_ahead(state, admission, model, entries, now)
+        if ahead and not isinstance(placed := _place_at(state, admission, model, ahead, now), NoPlacement):
+            return placed
+    return placement
 
-    def placed(tried: Sequence[RosterEntry]) -> Placement | NoPlacement:
-        return state.strategies.place(
-            admission,
-            model,
-            _candidates(state, admission, model, tried, now),
-            state.kv_transfer_times,
-            state.config,
-            now,
-            state.answer_lengths.expected(model.version_id, admission.max_tokens),
-        )
 
+def _placement_among(
+    state: State, admission: Admission, model: Model, entries: Sequence[RosterEntry], now: float
+) -> Placement | NoPlacement:
     shortlist = state.roster_cache.shortlist(model.version_id, state.attempts.at)
     if shortlist is not None:
         likely = shortlist.entries()
         if admission.block_hashes:
             likely += _prefix_affine(state, admission, entries, {entry.instance_id for entry in likely})
-        placement = placed(likely)
+        placement = _place_at(state, admission, model, likely, now)
         if not isinstance(placement, NoPlacement) or (placement.is_of_all and shortlist.is_full(now)):
             return placement
-    return placed(entries)
+    return _place_at(state, admission, model, entries, now)
+
+
+def _place_at(
+    state: State, admission: Admission, model: Model, entries: Sequence[RosterEntry], now: float
+) -> Placement | NoPlacement:
+    return state.strategies.place(
+        admission,
+        model,
+        _candidates(state, admission, model, entries, now),
+        state.kv_transfer_times,
+        state.config,
+        now,
+        state.answer_lengths.expected(model.version_id, admission.max_tokens),
+    )
 
 
 def _prefix_affine(
@@ -147,6 +171,8 @@ def bind(state: State, admission: Admission, placement: Placement, now: float) -
     """Opens the attempt at the placement and answers its gateway."""
     if placement.prompt_source is not None and not _is_present(state, placement.prompt_source.worker.worker_id):
         placement = structs.replace(placement, prompt_source=None)
+    if admission.was_recalled:
+        live_scaling.returned(state, admission)
     open_attempt(state, admission, placement, False, now)
     if not placement.cold:
         state.token_times.placed(placement.decode.instance_id, placement.predicted.step_s, now)

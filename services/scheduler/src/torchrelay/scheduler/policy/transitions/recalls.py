@@ -31,7 +31,10 @@ def recall(state: State, now: float, version_ids: Iterable[str]) -> None:
         begin_s = {
             entry.instance_id: entry.load_left_s(now) + _ahead_s(state, entry, now) + waiting_s for entry in prefills
         }
+        is_taken_over = any(entry.phase is not InstancePhase.LOADING for entry in prefills)
         for source in prefills:
+            if is_taken_over and source.phase is InstancePhase.LOADING:
+                continue  # see live_scaling
             others = [entry for entry in prefills if entry is not source]
             for attempt, here_s in _not_begun(state, source, now):
                 own_s = attempt.placement.predicted.prefill_s
@@ -60,15 +63,7 @@ def _not_begun(state: State, source: RosterEntry, now: float) -> list[tuple[Open
     unbegun = [
         (work.prefills[key], load_left_s + ahead_s) for key, ahead_s in work.queue.not_begun(now, is_loading=is_loading)
     ]
-    return [item for item in reversed(unbegun) if _may_be_recalled(item[0])]
-
-
-def _may_be_recalled(attempt: OpenAttempt) -> bool:
-    """Whether the attempt may be recalled: once per request, and never a migrating answer, whose client would see a
-    pause while it waits in the queue.
-    """
-    admission = attempt.admission
-    return not (attempt.is_recalled or admission.was_recalled or admission.migrates)
+    return [item for item in reversed(unbegun) if item[0].may_be_recalled]
 
 
 def _recall(
@@ -90,11 +85,19 @@ def _recall(
     state.effects.events.append(event)
 
 
-def recalled(state: State, attempt: OpenAttempt) -> None:
+def recalled(state: State, attempt: OpenAttempt, now: float) -> None:
     """Records that a recalled attempt has left its instances. Its request will be admitted again with its first arrival
     time, and its tenant is refunded, as the attempt was not served.
     """
     admission = attempt.admission
     state.queues.refund(admission)
-    source = PromptSource(admission.key, attempt.placement.prefill) if attempt.is_partly_computed else None
+    source = _source(state, attempt, now) if attempt.is_partly_computed else None
     state.recalled[admission.key.request_id] = admission.admitted_at, source
+
+
+def _source(state: State, attempt: OpenAttempt, now: float) -> PromptSource | None:
+    key, worker, model = attempt.admission.key, attempt.placement.prefill, state.models[attempt.admission.version_id]
+    for entry in rosters.prefills(state, model, now):
+        if entry.instance_id == worker.instance_id:
+            return PromptSource(key, worker, entry.host_id, entry.loaded_at, entry.load_s)
+    return None  # its worker is lost or suspect

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Role, WorkerRef, WorkerStatus
@@ -33,7 +34,7 @@ def roster(state: State, model: Model, now: float) -> Sequence[RosterEntry]:
     def load_of(before: RosterEntry) -> RosterEntry:
         instance = state.instances.get(before.instance_id)
         assert instance is not None, "a roster is forgotten when an instance goes"
-        return replace(before, loaded_at=now + _load_left_s(state, model, instance, now))
+        return replace(before, **_load_of(state, model, instance, now))
 
     return state.roster_cache.of(model.version_id, lambda: _roster(state, model, now), load_of)
 
@@ -50,11 +51,11 @@ def _roster(state: State, model: Model, now: float) -> Iterator[RosterEntry]:
             plays_prefill=instance.plays(Role.PREFILL),
             plays_decode=instance.plays(Role.DECODE),
             phase=instance.phase,
-            loaded_at=now + _load_left_s(state, model, instance, now),
             latency=latency,
             kv_pool_bytes=worker.kv_pool_bytes,
             full_step_s=latency.queued_s(latency.token_budget),
             excess_until=state.earlier_prompts_until.get(worker.worker_id, 0.0),
+            **_load_of(state, model, instance, now),
         )
 
 
@@ -66,6 +67,13 @@ def forget_roster(state: State, before: WorkerStatus | None, worker: WorkerStatu
         state.roster_cache.forget(instance.version_id)
     elif instance.version_id in state.instances.loading_versions:
         state.roster_cache.forget_loads(instance.version_id)
+
+
+def _load_of(state: State, model: Model, instance: Instance, now: float) -> dict[str, Any]:
+    """The fields of a roster entry that change while the instance loads."""
+    loaded_at = now + _load_left_s(state, model, instance, now)
+    load_s = loaded_at - instance.created_at if instance.num_layers_ready else 0.0
+    return {"loaded_at": loaded_at, "load_s": load_s, "num_layers": max(instance.num_layers, 1)}
 
 
 def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> float:
