@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from itertools import count
-from typing import ClassVar, TypeVar
+from itertools import count, pairwise
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import pytest
 
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Role, ServiceClass
-from torchrelay.scheduler.policy.effects import Effects, Recall, UnloadCommand
+from torchrelay.scheduler.policy.core import InstancePhase, Role, Roles, ServiceClass
+from torchrelay.scheduler.policy.effects import Effects, Recall, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.inputs import Admit, Due, FirstToken, Input, Release, Tick, WorkerReported
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.strategies import Strategies
@@ -89,7 +90,7 @@ def test_prompts_leave_worker_that_became_slow() -> None:
     ]
 
     def run_with(gain_s: float) -> tuple[CountingPolicy, list[RequestOutcome]]:
-        policy = new_policy(CountingPolicy, recall_gain_s=gain_s)
+        policy = new_policy(CountingPolicy, recall_gain_s=gain_s, turn_s=60.0)  # no instance changes its role
         policy.preferred.clear()
         plant = Plant(policy, FLEET, [SMALL])
 
@@ -108,6 +109,50 @@ def test_prompts_leave_worker_that_became_slow() -> None:
     assert never.num_recalled == 0
     late, late_as_bound = (sum(outcome.ttft_s > 2.0 for outcome in both[600:]) for both in (outcomes, as_bound))
     assert late < late_as_bound
+
+
+@pytest.mark.parametrize("phase_s", [4.0, 20.0])
+def test_roles_follow_demand_but_not_faster_than_a_turn(phase_s: float) -> None:
+    """Long prompts and long answers take turns on four slots."""
+
+    class RolesPolicy(Policy):
+        """Notes role changes, and that the model never lacks a role. Every second worker prefers to decode."""
+
+        has_served = False
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.preferred: dict[str, Role] = {}
+            self.changes: list[tuple[float, Roles]] = []
+
+        def apply(self, input_: Input, now: float) -> Effects:
+            if isinstance(input_, WorkerReported):
+                worker = input_.worker
+                role = self.preferred.setdefault(worker.worker_id, tuple(Role)[len(self.preferred) % 2])
+                input_ = msgspec.structs.replace(input_, worker=replace(worker, preferred_role=role))
+            caused = super().apply(input_, now)
+            self.changes.extend((now, each.roles) for each in caused.commands if isinstance(each, SetRolesCommand))
+            is_served = cover_both_roles(each for each in self.state.instances if each.phase is InstancePhase.READY)
+            assert is_served or not self.has_served
+            self.has_served |= is_served
+            return caused
+
+    prompts = requests("t/small", int(phase_s / 0.15), 0.15, 4000, 2)
+    answers = requests("t/small", int(phase_s / 0.1), 0.1, 50, 1200)
+    phases = [
+        replace(request, request_id=f"{turn} {request.request_id}", arrives_at=phase_s * turn + request.arrives_at)
+        for turn in range(int(160 / phase_s))
+        for request in (prompts if turn % 2 else answers)
+    ]
+    policy = new_policy(RolesPolicy)
+    plant = Plant(policy, replace(FLEET, num_hosts=1, groups=(1, 1, 1, 1)), [SMALL])
+    outcomes = plant.run(phases)
+    assert all(outcome.ended_at and not outcome.is_refused for outcome in outcomes)
+    assert plant.spent_now().num_loads == 4
+    gaps_s = [later - earlier for (earlier, _), (later, _) in pairwise(policy.changes)]
+    assert all(gap_s >= policy.state.config.turn_s for gap_s in gaps_s)
+    assert {roles for _, roles in policy.changes} == {frozenset((role,)) for role in Role}
+    assert_nothing_left(policy)
 
 
 def test_answers_migrate_from_draining_instance() -> None:

@@ -52,6 +52,9 @@ def test_event_names_worker_missing_from_reason() -> None:
     stopped = an_event("instance.stopped", "its worker was told to stop", **about)
     assert event_text(stopped) == "worker-h1 (prefill,decode) after 4.57 s: its worker was told to stop"
     assert event_text(an_event("scale.down", "idle for 2 s", **about)) == "worker-h1: idle for 2 s"
+    assert event_text(an_event("scale.set_roles", "short", **about | {"roles": "decode"})).startswith(
+        "worker-h1 (decode)"
+    )
     assert event_text(an_event("scale.up", "1 waiting", num_instances=2)) == "1 waiting"
     assert event_text(an_event("relay.started", "a -> b", store_id="b")) == "a -> b"
     published = an_event("model.published", version_id="0123456789abcdef", pack_bytes=31_830_016)

@@ -58,7 +58,7 @@ def event_text(event: Event) -> str:
             f"version {str(fields['version_id'])[:12]}, {format_bytes(size)}" if size and "version_id" in fields else ""
         )
     worker = str(fields.get("worker_id", "")) if event.kind.startswith(("instance.", "scale.")) else ""
-    if worker and event.kind.startswith("instance."):
+    if worker and event.kind.startswith(("instance.", "scale.set_roles")):
         worker += f" ({fields.get('roles', '')})"
         if fields.get("in_state_s") and event.kind != "instance.ready":  # its reason says how long
             worker += f" after {format_duration(float(fields['in_state_s']))}"

@@ -145,17 +145,3 @@ def test_full_pools_get_decode_instance_only() -> None:
     scene.policy.state.note_model(replace(MODEL, targets=LatencyTargets(tbt_target_s=0.0415)), scene.now)
     demand = next(demand for demand in cluster_load.autoscaler_input(scene.policy.state, scene.now).demands)
     assert demand.decode is not None and demand.decode.num_held == 2, "the tokens of three are 42 ms apart"
-
-
-def test_role_with_less_loss_gives_up_slot() -> None:
-    playing = {"p0": PREFILL, "p1": PREFILL, "d": DECODE}
-
-    def drained(demand: Demand, **changes: Roles) -> list[str]:
-        return [item.instance_id for item in decided(demand, playing | changes, num_free=0) if isinstance(item, Drain)]
-
-    lacking = a_demand(MODEL, 0, arrivals_per_s=2.0, load=0.1, crowded_at=80.0, decode=answers(20, 2.0))
-    assert drained(lacking) == ["i-p0"]
-    assert drained(replace(lacking, crowded_at=95.0)) == [], "it was needed a moment ago"
-    assert drained(replace(lacking, load=3.0, backlog_s=90.0)) == [], "prefill would lose as much"
-    enough = replace(lacking, crowded_at=80.0, decode=answers(5, 0.5, crowded_at=99.0))
-    assert drained(enough) == [], "decode lacks nothing"

@@ -282,6 +282,7 @@ class Instance:
     unanswered_at: float = 0.0  # when the deadline of its Load passed; 0: it did not
     error_before: str = ""  # the slot's error from an earlier load
     pending_roles: Roles | None = None  # ordered, not yet set
+    roles_since: float = 0.0  # when it was last ordered to play other roles; 0: never
     roles_retry_at: float = 0.0  # no new order before this time, as the last one failed
     num_layers_ready: int = 0
     num_layers: int = 0
@@ -289,7 +290,13 @@ class Instance:
     unload_retry_at: float | None = None  # when to tell its worker again to end the drain
 
     def plays(self, role: Role) -> bool:
-        return role in self.roles
+        """Whether the instance plays the role now, and is not ordered to give it up."""
+        return role in self.roles and role in self.target_roles
+
+    @property
+    def changed_at(self) -> float:
+        """When the instance last entered a phase or was ordered to play other roles."""
+        return max(self.since, self.roles_since)
 
     @property
     def accepted(self) -> bool:

@@ -2,7 +2,8 @@
 
 Up: directly to the number of prefill and decode instances that the queue justifies. Slots are taken in this order: free
 slots, other roles for the model's own instances, an idle model's slot, a busy model's second slot, and last a busy
-model's only slot, in turns. A model that can serve already gets only free slots and those of idle models.
+model's only slot, in turns. A model that can serve already gets an instance that its other role can spare, then free
+slots and those of idle models, and last an instance that is worth less to its other role.
 Down: to zero after the idle timeout; an unwanted load is cancelled.
 """
 
@@ -11,8 +12,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from itertools import count, repeat
 
 from torchrelay.common.quantities import format_duration
@@ -28,26 +29,15 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.free_slots import FreeSlots
 from torchrelay.scheduler.policy.autoscaling.instance_eviction import Gain, evict, evict_to_grow
-from torchrelay.scheduler.policy.autoscaling.sizing import Sizing, sizings_of, wanted_instances
-from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, SlotAssignment, assign
+from torchrelay.scheduler.policy.autoscaling.role_changes import change_role
+from torchrelay.scheduler.policy.autoscaling.sizing import Growth, Sizing, sizings_of, wanted_instances
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment, assign
 from torchrelay.scheduler.policy.autoscaling.slot_claims import SlotClaims
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, ROLES, InstancePhase, Role, Roles
 from torchrelay.scheduler.policy.reasons import Reason
-
-
-@dataclass(frozen=True)
-class Growth:
-    """More instances for a model that serves. ``missing``: the part of ``wanted`` that it does not have."""
-
-    wanted: Counter[Role]
-    missing: Counter[Role]
-    slots: Sequence[FreeSlot]
-    load_s: float
-    num_saved: float  # late requests that the first further instance saves
-    held_s: float  # how long that is expected to be held
 
 
 def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True) -> tuple[Action, ...]:
@@ -89,15 +79,23 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         growth = _growth(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, config)
         if growth is None:
             continue
-        assignments = _assign_growth(demand, growth)
+        change = partial(change_role, demand, growth, autoscaler_input, actions, config)
+        changed = change(most_lost=1.0)  # an instance that the other role can spare serves at once, without a slot
+        missing = growth.missing - Counter(role for action in changed for role in action.roles)
+        assignments = _assign_growth(demand, growth, missing)
         if assignments:
             grown = [Wake(demand.model, assignments, _growth_reason(demand, growth))]
             _mark_taken(grown, free, granted)
             actions += grown
-        missing = growth.missing - Counter(role for assignment in assignments for role in assignment.roles)
+        missing -= Counter(role for assignment in assignments for role in assignment.roles)
         if missing:
             evicted = evict_to_grow(demand, missing, _gains(demand, growth, missing), autoscaler_input, claims())
-            actions += evicted or _trade(demand, growth, missing, autoscaler_input, config)
+            actions += evicted
+            if not (changed or assignments or evicted):
+                changed = change(most_lost=math.inf)
+        if changed:
+            actions += changed
+            claims().add(changed)
     for demand in demands if autoscaler_input.has_all_waiting else ():
         actions += _fill_minimum(demand, autoscaler_input, granted.get(demand.model.version_id, []), free, claims)
         actions += _expect(demand, autoscaler_input, granted.get(demand.model.version_id, []), free)
@@ -216,11 +214,10 @@ def _growth(
     return Growth(wanted, missing, slots, load_s, max(saved, demand.num_late_before), held_s)
 
 
-def _assign_growth(demand: Demand, growth: Growth) -> tuple[SlotAssignment, ...]:
-    """Slots for the missing instances. If roles are sized apart, each slot gets one role, and the role that saves most
-    comes first.
+def _assign_growth(demand: Demand, growth: Growth, missing: Counter[Role]) -> tuple[SlotAssignment, ...]:
+    """Slots for the instances that are still ``missing``. If roles are sized apart, each slot gets one role, and the
+    role that saves most comes first.
     """
-    missing = growth.missing
     if demand.decode is None:
         return assign(growth.slots, missing[Role.PREFILL], missing[Role.DECODE])
     savings = [
@@ -239,50 +236,12 @@ def _assign_growth(demand: Demand, growth: Growth) -> tuple[SlotAssignment, ...]
 
 def _gains(demand: Demand, growth: Growth, missing: Counter[Role]) -> Iterator[Gain]:
     """Yields the gain of each instance that is still ``missing``."""
-    sizings = [
-        sizing
-        for sizing in sizings_of(demand, growth.wanted - growth.missing)
-        if not sizing.roles.isdisjoint(growth.missing)
-    ]
+    sizings = [sizing for sizing in sizings_of(demand, growth.playing) if not sizing.roles.isdisjoint(growth.missing)]
     for more in count(max((growth.missing - missing).values(), default=0)):
         saved = growth.num_saved
         if more:
             saved = max(sizing.work.num_saved(sizing.number + more, growth.load_s) for sizing in sizings)
         yield Gain(saved, growth.held_s, f"saves {saved:.1f} late requests")
-
-
-def _trade(
-    demand: Demand, growth: Growth, missing: Counter[Role], autoscaler_input: AutoscalerInput, config: PolicyConfig
-) -> list[Drain]:
-    """If roles are sized apart and no other slot is available: drains an instance of the model's other role, if that
-    loses less than half of what the lacking role gains, so that the same demand never reverses the trade.
-    """
-    everything = autoscaler_input.cluster_load.of_version(demand.model.version_id)
-    if demand.decode is None or len(missing) > 1 or not all(load.instance.staying for load in everything):
-        return []
-    gaining, losing = sorted(
-        sizings_of(demand, growth.wanted - growth.missing), key=lambda sizing: sizing.roles.isdisjoint(missing)
-    )
-    gained = gaining.work.num_saved(gaining.number, growth.load_s)
-    lost = losing.num_lost if losing.number > 1 else math.inf
-    if gained < 2 * lost + gaining.work.least_saved(gaining.number, growth.load_s):
-        return []
-    if lost < 1 and autoscaler_input.now - losing.work.crowded_at < config.turn_s:
-        return []  # the other role needed all its instances less than a turn ago
-    able = [
-        load
-        for load in everything
-        if load.instance.target_roles == losing.roles
-        and load.instance.phase is InstancePhase.READY
-        and load.instance.since <= autoscaler_input.now - config.turn_s
-        and load.instance.instance_id not in autoscaler_input.reserved
-    ]
-    if not able:
-        return []
-    chosen = min(able, key=lambda load: (load.num_open, load.instance.instance_id))
-    (role,) = gaining.roles
-    text = f"its slot is worth more for {role.name.lower()}: {gained:.1f} late requests saved, {lost:.1f} lost"
-    return [Drain(chosen.instance.instance_id, Reason("share", text, {"num_saved": gained, "num_lost": lost}))]
 
 
 def _nearest(demand: Demand, autoscaler_input: AutoscalerInput) -> Tier:
@@ -356,10 +315,13 @@ def _scale_down(
     """Drains instances that were unused for the idle timeout: all of a model, or those that the others can replace."""
     demands = {demand.model.version_id: demand for demand in autoscaler_input.demands}
     drained = {action.instance_id for action in decided if isinstance(action, Drain)}
+    changed = {action.instance_id for action in decided if isinstance(action, SetRoles)}
     actions: list[Action] = []
     for version_id, staying in staying_of.items():
         if version_id in autoscaler_input.waited_for:
             continue
+        if any(load.instance.instance_id in changed for load in staying):
+            continue  # each of the others may be the last that plays a role
         loads = [load for load in staying if load.instance.instance_id not in drained]
         reserved = [load for load in loads if load.instance.instance_id in autoscaler_input.reserved]
         demand = demands.get(version_id)
@@ -422,7 +384,7 @@ def _spare(
 ) -> list[Drain]:
     """Drains an instance that plays only the sizing's roles, unless all that play them were needed recently."""
     playing = [load for load in loads if load.instance.target_roles & sizing.roles]
-    spare_s = now - max(sizing.work.crowded_at, *(load.instance.since for load in playing))
+    spare_s = now - max(sizing.work.crowded_at, *(load.instance.changed_at for load in playing))
     if spare_s < demand.price_s:
         return []
     for load in sorted(playing, key=lambda load: (load.num_open, load.instance.instance_id)):

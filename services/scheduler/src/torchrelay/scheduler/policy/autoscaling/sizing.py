@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, ROLES, Role, Roles
 
@@ -22,6 +25,23 @@ class Sizing(NamedTuple):
     def num_lost(self) -> float:
         """Requests that would be late with one instance fewer; only for two or more instances."""
         return self.work.num_saved(self.number - 1, 0.0)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """More instances for a model that serves. ``missing``: the part of ``wanted`` that it does not have."""
+
+    wanted: Counter[Role]
+    missing: Counter[Role]
+    slots: Sequence[FreeSlot]
+    load_s: float
+    num_saved: float  # late requests that the first further instance saves
+    held_s: float  # how long that is expected to be held
+
+    @property
+    def playing(self) -> Counter[Role]:
+        """Instances per role that the model has."""
+        return self.wanted - self.missing
 
 
 def sizings_of(demand: Demand, playing: Counter[Role]) -> list[Sizing]:

@@ -9,8 +9,8 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Action,
     AutoscalerInput,
     Demand,
-    Drain,
     InstanceLoad,
+    SetRoles,
     Wake,
 )
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -66,7 +66,9 @@ class SlotClaims:
                 continue
             instance = self._loads[action.instance_id].instance
             self.versions.add(instance.version_id)
-            if isinstance(action, Drain):
+            if isinstance(action, SetRoles):  # each of the others may be the last that plays a role
+                self.idle = [load for load in self.idle if load.instance.version_id != instance.version_id]
+            else:
                 if action.overdue_tenant:
                     self.overdue_tenants.add(action.overdue_tenant)
                 self.idle = [load for load in self.idle if load.instance is not instance]

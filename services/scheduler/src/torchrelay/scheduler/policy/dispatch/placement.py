@@ -136,7 +136,7 @@ def _pause_after_s(admission: core.Admission, candidate: Candidate, *, is_answer
     met. At most a full step, even after a prompt of many steps, because a pause can follow each step.
     """
     work, entry, latency = candidate.work, candidate.entry, candidate.entry.latency
-    if not (entry.plays_decode and work.has_answers):
+    if not work.has_answers:
         return 0.0
     decode_s = latency.tbt_s(work.num_choices, work.num_attended)
     full_s = entry.full_step_s + latency.decode.marginal_s(work.num_choices, work.num_attended)
@@ -162,7 +162,7 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
             continue
         work, num_cached, latency = candidate.work, candidate.num_cached_tokens, entry.latency
         paused_s = decode_s = 0.0
-        if entry.plays_decode:
+        if work.decodes:  # also of an instance that gave up decode
             context_s = latency.prefill_s(num_tokens, num_cached, work.num_choices, work.num_attended)
             if work.queue.owes_pauses and work.has_answers:
                 decode_s = latency.tbt_s(work.num_choices, work.num_attended)

@@ -27,7 +27,7 @@ def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
     cold = state.attempts.attempts_at(loading)
     waiting = waiting_of(state, model, now)
     history = state.arrivals.of(version_id)
-    rate, late_since = history.rate(now), max([now - price_s, *(instance.since for instance in instances)])
+    rate, late_since = history.rate(now), max([now - price_s, *(instance.changed_at for instance in instances)])
     load_s = state.load_times.by_tier(model, state.config)
     idle_plan = history.idle_gaps.plan(price_s, load_s[Tier.PEER])
     backlog_s = backlogs.backlog_s(state, model, now, waiting.num_too_large_tokens)

@@ -128,7 +128,11 @@ def _empty(state: State, instance: Instance, now: float) -> None:
 def _rebalance(state: State, model: Model, now: float) -> None:
     """Migrates the answer with the largest gain, if that suffices, from each instance whose tokens miss the target."""
     roster = rosters.roster(state, model, now)
-    decoding = [entry.instance_id for entry in roster if entry.plays_decode and entry.phase is InstancePhase.READY]
+    decoding = [  # including instances that gave up decode and whose answers go on
+        entry.instance_id
+        for entry in roster
+        if entry.phase is InstancePhase.READY and (entry.plays_decode or state.attempts.at(entry.instance_id).decodes)
+    ]
     if len(decoding) < 2 or not any(len(state.attempts.at(instance_id).decodes) > 1 for instance_id in decoding):
         return
     instances = [instance for instance_id in decoding if (instance := state.instances.get(instance_id)) is not None]

@@ -1,5 +1,6 @@
 """Recalls prompts that are bound to an instance, have not begun, and would begin much sooner at another: because that
-is new, or because their worker has become slow. Their gateways end these attempts and ask again, once per request.
+is new, or because their worker has become slow; or that are bound to an instance for a role that it gives up. Their
+gateways end these attempts and ask again, once per request.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from collections.abc import Iterable
 
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
-from torchrelay.scheduler.policy.core import InstancePhase, PromptSource
+from torchrelay.scheduler.policy.core import Instance, InstancePhase, PromptSource, Role, Roles
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.state import State
@@ -46,6 +47,20 @@ def recall(state: State, now: float, version_ids: Iterable[str]) -> None:
                     _recall(state, attempt, source, here_s, target, there_s, now)
 
 
+def recall_from_roles(state: State, instance: Instance, lost: Roles, now: float) -> None:
+    """Recalls the prompts that have not begun and are bound to the instance for a role that it gives up."""
+    for source in state.instances.of_version(instance.version_id):
+        work, is_loading = state.attempts.at(source.instance_id), source.phase is InstancePhase.LOADING
+        for key, _ in work.queue.not_begun(now, is_loading=is_loading):
+            placement = work.prefills[key].placement
+            refs = {Role.PREFILL: placement.prefill, Role.DECODE: placement.decode}
+            given_up = [role for role in sorted(lost) if refs[role].instance_id == instance.instance_id]
+            if given_up and _may_be_recalled(work.prefills[key]):
+                names = " and ".join(role.name.lower() for role in given_up)
+                reason = f"attempt {key.attempt} has not begun, and {instance.worker_id} gives up {names}"
+                _order(state, work.prefills[key], is_loading=is_loading, reason=reason, now=now)
+
+
 def _ahead_s(state: State, entry: RosterEntry, now: float) -> float:
     return entry.ahead_s(state.attempts.at(entry.instance_id).queue, now)
 
@@ -75,12 +90,16 @@ def _recall(
     there_s: float,
     now: float,
 ) -> None:
-    admission = attempt.admission
-    attempt.is_recalled, attempt.is_partly_computed = True, source.phase is InstancePhase.LOADING
-    keeps_prompt = attempt.is_partly_computed
-    state.effects.answers.append(effects.Recall(admission.gateway_id, admission.key, keeps_prompt))
     here, there = f"in {format_duration(here_s)} on {source.worker_ref.worker_id}", format_duration(there_s)
-    reason = f"attempt {admission.key.attempt} would begin {here}, in {there} on {target.worker_ref.worker_id}"
+    number = attempt.admission.key.attempt
+    reason = f"attempt {number} would begin {here}, in {there} on {target.worker_ref.worker_id}"
+    _order(state, attempt, is_loading=source.phase is InstancePhase.LOADING, reason=reason, now=now)
+
+
+def _order(state: State, attempt: OpenAttempt, *, is_loading: bool, reason: str, now: float) -> None:
+    admission = attempt.admission
+    attempt.is_recalled, attempt.is_partly_computed = True, is_loading
+    state.effects.answers.append(effects.Recall(admission.gateway_id, admission.key, is_loading))
     event = effects.SchedulerEvent(now, "recall", admission.model, admission.key.request_id, reason)
     state.effects.events.append(event)
 

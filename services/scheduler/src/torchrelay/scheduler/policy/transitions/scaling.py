@@ -13,7 +13,7 @@ from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Mode
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import demands, relay_plans
+from torchrelay.scheduler.policy.transitions import demands, recalls, relay_plans
 from torchrelay.scheduler.policy.transitions.cluster_load import autoscaler_input
 
 LOAD_STALLED, LOAD_REFUSED = "load_stalled", "load_refused"
@@ -171,10 +171,14 @@ def _wake(state: State, action: Wake, now: float) -> None:
 def _set_roles(state: State, action: SetRoles, now: float) -> None:
     instance = state.instances.get(action.instance_id)
     assert instance is not None
-    state.instances.put(replace(instance, pending_roles=action.roles))
+    lost = instance.roles - action.roles
+    state.instances.put(replace(instance, pending_roles=action.roles, roles_since=now))
     state.effects.commands.append(SetRolesCommand(instance.instance_id, instance.worker_id, action.roles))
     fields = event_fields(instance) | {"roles": role_names(action.roles)}
     state.happened(now, "set_roles", instance, action.reason, "scale.set_roles", fields)
+    if lost:
+        _note_role_lost(state, instance.version_id, lost, now)
+        recalls.recall_from_roles(state, instance, lost, now)
 
 
 def _drain(state: State, action: Drain, now: float) -> None:
@@ -185,14 +189,21 @@ def _drain(state: State, action: Drain, now: float) -> None:
         since = now - state.config.turn_s
         recent = {tenant: at for tenant, at in state.overdue_slots_at.items() if at > since}
         state.overdue_slots_at = {**recent, action.overdue_tenant: now}
-    if instance.target_roles != BOTH:  # the next drain of this role needs another full period without demand
-        history = state.arrivals.of(instance.version_id)
-        if Role.DECODE in instance.target_roles:
-            history.decode_crowded_at = now
-        else:
-            history.crowded_at = now
+    if instance.target_roles != BOTH:
+        _note_role_lost(state, instance.version_id, instance.target_roles, now)
     kind = action.reason.cause
     state.happened(now, kind, instance, action.reason, f"scale.{_SCALE_EVENTS[kind]}", event_fields(instance))
+
+
+def _note_role_lost(state: State, version_id: str, roles: Roles, now: float) -> None:
+    """Records that the version gives up an instance with this role: the next needs another full period without
+    demand.
+    """
+    history = state.arrivals.of(version_id)
+    if Role.DECODE in roles:
+        history.decode_crowded_at = now
+    else:
+        history.crowded_at = now
 
 
 def drain(state: State, instance: Instance, reason: Reason, now: float) -> None:

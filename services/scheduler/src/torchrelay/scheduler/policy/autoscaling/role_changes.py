@@ -1,0 +1,95 @@
+"""Gives a role that is short to an instance of the model's other role, which has the weights already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
+    Action,
+    AutoscalerInput,
+    Demand,
+    InstanceLoad,
+    SetRoles,
+    Wake,
+)
+from torchrelay.scheduler.policy.autoscaling.sizing import Growth, Sizing, sizings_of
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import InstancePhase
+from torchrelay.scheduler.policy.reasons import Reason
+
+
+def change_role(
+    demand: Demand,
+    growth: Growth,
+    autoscaler_input: AutoscalerInput,
+    decided: Sequence[Action],
+    config: PolicyConfig,
+    *,
+    most_lost: float,
+) -> list[SetRoles]:
+    """The role change of an instance, if roles are sized apart, only one is short, and the other role loses less than
+    half of what the short role gains, so that the same demand never reverses the change, and less than ``most_lost``
+    late requests. At most one instance of a model changes its role per turn, and none that was ``decided`` on.
+    """
+    if demand.decode is None or len(growth.missing) > 1:
+        return []
+    own = autoscaler_input.cluster_load.of_version(demand.model.version_id)
+    held_since = autoscaler_input.now - config.turn_s
+    acted_on = {action.instance_id for action in decided if not isinstance(action, Wake)}
+    if not all(_is_kept(load, held_since) and load.instance.instance_id not in acted_on for load in own):
+        return []
+    gaining, losing = sorted(
+        sizings_of(demand, growth.playing), key=lambda sizing: sizing.roles.isdisjoint(growth.missing)
+    )
+    gained = max(gaining.work.num_saved(gaining.number, 0.0), growth.num_saved)
+    lost = losing.num_lost if losing.number > 1 else math.inf
+    if lost >= most_lost or gained < 2 * lost + gaining.work.least_saved(gaining.number, growth.load_s):
+        return []
+    if lost < 1 and losing.work.crowded_at > held_since:
+        return []  # the other role needed all its instances less than a turn ago
+    able = _able(own, gaining, losing, held_since, demand, autoscaler_input)
+    if not able:
+        return []
+    chosen = min(able, key=lambda load: (load.num_open, load.instance.instance_id))
+    (role,), (other,) = gaining.roles, losing.roles
+    plain = f"{role.name.lower()} needs this instance more than {other.name.lower()}"
+    text = f"{plain}: {gained:.1f} late requests saved, {lost:.1f} lost"
+    by_tenant = dict.fromkeys(demand.by_tenant, plain)
+    reason = Reason("role_short", text, {"num_saved": gained, "num_lost": lost}, by_tenant)
+    return [SetRoles(chosen.instance.instance_id, gaining.roles, reason)]
+
+
+def _is_kept(load: InstanceLoad, held_since: float) -> bool:
+    """Whether the instance stays, with roles that it has had for a turn."""
+    return load.instance.staying and load.instance.roles_since <= held_since
+
+
+def _able(
+    loads: Sequence[InstanceLoad],
+    gaining: Sizing,
+    losing: Sizing,
+    held_since: float,
+    demand: Demand,
+    autoscaler_input: AutoscalerInput,
+) -> list[InstanceLoad]:
+    """Instances that can change from one role to the other. Another one that is loaded and has at least their KV pool
+    stays, so that the model serves the same requests as before.
+    """
+    ready = [
+        (load, worker)
+        for load in loads
+        if load.instance.target_roles == losing.roles
+        and load.instance.phase is InstancePhase.READY
+        and load.instance.worker_id not in autoscaler_input.suspects
+        and (worker := autoscaler_input.workers.get(load.instance.worker_id)) is not None
+    ]
+    return [
+        load
+        for load, worker in ready
+        if worker.roles_for(demand.most_kv_bytes) >= gaining.roles
+        and load.instance.since <= held_since
+        and load.instance.takes_roles(autoscaler_input.now)
+        and load.instance.instance_id not in autoscaler_input.reserved
+        and any(other.kv_pool_bytes >= worker.kv_pool_bytes for each, other in ready if each is not load)
+    ]

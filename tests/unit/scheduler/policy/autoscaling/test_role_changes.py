@@ -1,0 +1,303 @@
+"""A role that is short is given to an instance of the model's other role, if that can spare it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.scheduler.policy.autoscaling.test_decision import (
+    DECODE,
+    PREFILL,
+    RULES,
+    a_demand,
+    a_situation,
+    an_instance,
+    crowded_demand,
+)
+from tests.unit.scheduler.policy.autoscaling.test_decode_demand import answers
+from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
+    Action,
+    Demand,
+    Drain,
+    InstanceLoad,
+    SetRoles,
+    Wake,
+    cover_both_roles,
+)
+from torchrelay.scheduler.policy.autoscaling.decision import decide
+from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Placement, Role, Roles, SlotStatus, WorkerStatus
+from torchrelay.scheduler.policy.effects import Recall, SetRolesCommand
+from torchrelay.scheduler.policy.inputs import FirstToken, Release, RolesFailed, RolesSet
+from torchrelay.scheduler.policy.prediction import Outcome
+from torchrelay.scheduler.policy.transitions import scaling
+
+MODEL = a_model(max_instances=2)
+STORE = a_store("s1", "host-1")
+TWO_PREFILLS = {"p0": PREFILL, "p1": PREFILL, "d": DECODE}
+TWO_DECODES = {"d0": DECODE, "d1": DECODE, "p": PREFILL}
+DECODE_SHORT = a_demand(MODEL, 0, arrivals_per_s=2.0, load=0.1, crowded_at=80.0, decode=answers(20, 2.0))
+PREFILL_SHORT = crowded_demand(MODEL, 60, load_s={}, decode=answers(2, 0.2, crowded_at=80.0))
+
+
+def decided(
+    demand: Demand,
+    playing: Mapping[str, Roles],
+    num_free: int = 0,
+    changes: Mapping[str, Mapping[str, object]] | None = None,
+    workers: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Action]:
+    """``changes``: of the instances, by worker."""
+    slots = [replace(a_worker(name), **(workers or {}).get(name, {})) for name in playing]
+    loads = [
+        InstanceLoad(
+            replace(an_instance(MODEL, worker, playing[worker.worker_id]), **(changes or {}).get(worker.worker_id, {})),  # type: ignore[arg-type]
+            num_open=number,
+            num_reported=0,
+            last_active=100.0,
+        )
+        for number, worker in enumerate(slots, 3)
+    ]
+    free = [a_worker(f"free-{number}") for number in range(num_free)]
+    return list(decide(a_situation([demand], loads, [*slots, *free], [STORE]), RULES))
+
+
+def changed(actions: list[Action]) -> dict[str, Roles]:
+    assert not any(isinstance(action, Drain) for action in actions)
+    return {action.instance_id: action.roles for action in actions if isinstance(action, SetRoles)}
+
+
+def num_loads(actions: list[Action]) -> int:
+    return sum(len(action.assignments) for action in actions if isinstance(action, Wake))
+
+
+def test_short_role_gets_the_least_busy_instance_of_the_other() -> None:
+    (change,) = decided(DECODE_SHORT, TWO_PREFILLS)
+    assert isinstance(change, SetRoles) and (change.instance_id, change.roles) == ("i-p0", DECODE)
+    assert change.reason.cause == "role_short"
+    assert change.reason.text.startswith("decode needs this instance more than prefill: ")
+    assert change.reason.text.endswith(" late requests saved, 0.0 lost")
+    assert changed(decided(PREFILL_SHORT, TWO_DECODES)) == {"i-d0": PREFILL}
+
+
+@pytest.mark.parametrize(("demand", "playing"), [(DECODE_SHORT, TWO_PREFILLS), (PREFILL_SHORT, TWO_DECODES)])
+def test_role_change_comes_before_a_load(demand: Demand, playing: dict[str, Roles]) -> None:
+    actions = decided(demand, playing, num_free=2)
+    assert len(changed(actions)) == 1 and num_loads(actions) == 0
+    assert num_loads(decided(demand, {"p": PREFILL, "d": DECODE}, num_free=2)) == 1
+
+
+def test_instance_that_the_other_role_needs_stays() -> None:
+    is_needed = replace(DECODE_SHORT, load=1.1, backlog_s=0.5)
+    actions = decided(is_needed, TWO_PREFILLS, num_free=1)
+    assert not changed(actions) and num_loads(actions) == 1, "there is a slot, and prefill would lose by the change"
+    assert changed(decided(is_needed, TWO_PREFILLS)) == {"i-p0": DECODE}, "decode gains more than twice as much"
+    as_much = replace(DECODE_SHORT, load=3.0, backlog_s=90.0)
+    assert not changed(decided(as_much, TWO_PREFILLS))
+    assert not changed(decided(replace(DECODE_SHORT, crowded_at=95.0), TWO_PREFILLS)), "it was needed a moment ago"
+    enough = replace(DECODE_SHORT, decode=answers(5, 0.5, crowded_at=99.0))
+    assert decided(enough, TWO_PREFILLS) == [], "decode lacks nothing"
+    assert not changed(decided(replace(DECODE_SHORT, decode=None), TWO_PREFILLS)), "roles are not sized apart"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"roles_since": 91.0}, {"since": 91.0}, {"roles_retry_at": 101.0}, {"phase": InstancePhase.LOADING}],
+    ids=["changed roles", "was loaded", "could not change", "loads"],
+)
+def test_instance_keeps_its_roles_for_a_turn(changes: dict[str, object]) -> None:
+    both = {"p0": changes, "p1": changes}
+    assert not changed(decided(DECODE_SHORT, TWO_PREFILLS, changes=both))
+    later = {name: value - 1.5 if isinstance(value, float) else value for name, value in changes.items()}
+    is_loading = "phase" in changes
+    assert bool(changed(decided(DECODE_SHORT, TWO_PREFILLS, changes={"p0": later, "p1": later}))) is not is_loading
+
+
+def test_model_changes_one_role_per_turn() -> None:
+    assert not changed(decided(DECODE_SHORT, TWO_PREFILLS, changes={"d": {"roles_since": 91.0}}))
+    assert not changed(decided(DECODE_SHORT, TWO_PREFILLS, changes={"p1": {"phase": InstancePhase.DRAINING}}))
+
+
+def test_last_loaded_instance_and_largest_pool_keep_their_role() -> None:
+    assert not changed(decided(DECODE_SHORT, TWO_PREFILLS, changes={"p1": {"phase": InstancePhase.LOADING}}))
+    assert not changed(decided(DECODE_SHORT, {"p0": PREFILL, "d": DECODE}))
+    large = {"d0": {"kv_pool_bytes": 128 * MB}}
+    assert changed(decided(PREFILL_SHORT, TWO_DECODES, workers=large)) == {"i-d1": PREFILL}
+    apart = {"p0": {"playable_roles": PREFILL}, "p1": {"playable_roles": PREFILL}}
+    assert not changed(decided(DECODE_SHORT, TWO_PREFILLS, workers=apart)), "their workers cannot decode"
+
+
+@given(
+    playing=st.lists(st.sampled_from([PREFILL, DECODE]), min_size=2, max_size=6),
+    num_open=st.lists(st.integers(0, 3), min_size=6, max_size=6),
+    times=st.lists(st.sampled_from([0.0, 30.0, 95.0]), min_size=12, max_size=12),
+    phases=st.lists(st.sampled_from([InstancePhase.LOADING, *[InstancePhase.READY] * 4]), min_size=6, max_size=6),
+    num_answers=st.integers(1, 60),
+    rate=st.sampled_from([0.1, 1.0, 3.0]),
+    load=st.sampled_from([0.01, 0.5, 2.5]),
+    num_waiting=st.sampled_from([0, 0, 1, 50]),
+    crowded=st.tuples(st.sampled_from([0.0, 95.0]), st.sampled_from([0.0, 95.0])),
+    num_free=st.integers(0, 2),
+)
+def test_no_decision_leaves_a_model_without_a_role(
+    playing: list[Roles], num_open: list[int], times: list[float], phases: list[InstancePhase], num_answers: int,
+    rate: float, load: float, num_waiting: int, crowded: tuple[float, float], num_free: int,
+) -> None:  # fmt: skip
+    """Role changes, evictions for another model and the drains of spare instances, in one decision."""
+    other = a_model("acme/other")
+    workers = [a_worker(f"w{number}") for number in range(len(playing))]
+    instances = [
+        replace(an_instance(MODEL, worker, playing[n], phases[n]), since=times[n], roles_since=times[-1 - n])
+        for n, worker in enumerate(workers)
+    ]
+    loads = [
+        InstanceLoad(instance, num_open[n], 0, last_active=30.0, reload_s=1.0) for n, instance in enumerate(instances)
+    ]
+    demand = a_demand(
+        MODEL, num_waiting, arrivals_per_s=rate, load=load, backlog_s=num_waiting / 10, crowded_at=crowded[0],
+        decode=answers(num_answers, rate, crowded_at=crowded[1]),
+    )  # fmt: skip
+    growing = crowded_demand(other, 60)
+    home = a_worker("home")
+    free = [a_worker(f"free-{number}") for number in range(num_free)]
+    loads.append(InstanceLoad(an_instance(other, home), 9, 0, last_active=100.0))
+    actions = decide(a_situation([demand, growing], loads, [*workers, home, *free], [STORE]), RULES)
+    if any(load.busy for load in loads[:-1]) and cover_both_roles(instances):
+        after = {instance.instance_id: instance for instance in instances}
+        for action in actions:
+            if isinstance(action, Drain):
+                after.pop(action.instance_id, None)
+            elif isinstance(action, SetRoles):
+                after[action.instance_id] = replace(after[action.instance_id], pending_roles=action.roles)
+        if any(isinstance(action, SetRoles) for action in actions):
+            assert cover_both_roles(after.values())
+            ready = [each for each in after.values() if each.phase is InstancePhase.READY]
+            before = [each for each in instances if each.phase is InstancePhase.READY]
+            assert cover_both_roles(ready) or not cover_both_roles(before)
+
+
+# What an order causes
+
+LATENCY = LatencyModel(
+    prefill=StepCost(per_position_s=1e-3, num_steps=100),
+    decode=StepCost(base_s=0.02, per_position_s=0.002, num_steps=100),
+    token_budget=2048,
+)
+
+
+def ready(worker_id: str, roles: Roles) -> WorkerStatus:
+    instance_id = f"i of {worker_id}"
+    slot = SlotStatus(InstancePhase.READY, instance_id, MODEL.name, MODEL.version_id, MODEL.pack_id, roles, 4, 4)
+    return a_worker(worker_id, slot=slot, latency=LATENCY)
+
+
+def a_cluster(playing: Mapping[str, Roles], obedient: bool = True) -> PaperCluster:
+    scene = PaperCluster(obedient=obedient)
+    return scene.settle(a_store("s1", "host-1"), *(ready(name, roles) for name, roles in playing.items()))
+
+
+def order(scene: PaperCluster, worker_id: str, roles: Roles) -> None:
+    """Orders other roles, as the autoscaler does."""
+    state = scene.policy.state
+    (change,) = [action for action in decided(DECODE_SHORT, TWO_PREFILLS) if isinstance(action, SetRoles)]
+    scaling._set_roles(state, replace(change, instance_id=f"i of {worker_id}", roles=roles), scene.now)
+    scene.do(state.take_effects())
+
+
+def admit(scene: PaperCluster, number: int, attempt: int = 1) -> Placement:
+    scene.admit(MODEL, f"r{number}", attempt)
+    placement = scene.placement(f"r{number}", attempt)
+    assert placement is not None
+    return placement
+
+
+def recalled(scene: PaperCluster) -> set[str]:
+    return {answer.key.request_id for answer in scene.answers if isinstance(answer, Recall)}
+
+
+def test_prompts_that_have_not_begun_leave_an_instance_that_stops_prefill() -> None:
+    scene = a_cluster(TWO_PREFILLS, obedient=False)
+    at: dict[str, list[int]] = {"p0": [], "p1": []}
+    for number in range(8):
+        at[admit(scene, number).prefill.worker_id].append(number)
+    assert len(at["p0"]) == len(at["p1"]) == 4
+    order(scene, "p0", DECODE)
+    assert recalled(scene) == {f"r{number}" for number in at["p0"][1:]}, "the first has begun, and ends there"
+    assert not any(answer.keeps_prompt for answer in scene.answers if isinstance(answer, Recall))
+    for number in at["p0"][1:]:
+        scene.apply(Release(AttemptKey(f"r{number}", 1), delivered=False, is_recalled=True))
+        assert admit(scene, number, attempt=2).prefill.worker_id == "p1", "nothing new while the order is under way"
+    assert all(admit(scene, number).decode.worker_id == "d" for number in range(20, 24)), "not before it is confirmed"
+    scene.set_slot("p0", roles=DECODE)
+    scene.apply(RolesSet("i of p0"))
+    assert {admit(scene, number).decode.worker_id for number in range(30, 34)} == {"p0"}
+    told = [event.reason for event in scene.events if event.kind == "recall"]
+    assert told[0] == "attempt 1 has not begun, and p0 gives up prefill"
+    (told_roles,) = [event for event in scene.events if event.kind == "set_roles"]
+    assert "decode needs this instance more than prefill" in told_roles.reason
+    scene.check()
+
+
+def test_answers_go_on_where_decode_stops() -> None:
+    scene = a_cluster(TWO_DECODES, obedient=False)
+    placements = [admit(scene, number) for number in range(6)]
+    at_d0 = [placement.key for placement in placements if placement.decode.worker_id == "d0"]
+    assert len(at_d0) == 3 and placements[0].key in at_d0
+    for key in at_d0[:2]:
+        scene.apply(FirstToken(key))
+    order(scene, "d0", PREFILL)
+    assert recalled(scene) == {at_d0[2].request_id}, (
+        "the only one whose prompt has not begun, and that is to decode there"
+    )
+    assert {admit(scene, number).decode.worker_id for number in range(20, 26)} == {"d1"}
+    scene.set_slot("d0", roles=PREFILL)
+    scene.apply(RolesSet("i of d0"))
+    scene.pass_time(0.5)
+    assert admit(scene, 30).prefill.worker_id == "d0"
+    assert scene.policy.state.attempts.at("i of d0").decodes.keys() >= set(at_d0[:2])
+    scene.apply(Release(at_d0[0], True, Outcome(ttft_s=0.1, tbt_s=0.02, num_output_tokens=50, ended_at=scene.now)))
+    scene.check()
+
+
+def test_failed_order_leaves_the_roles() -> None:
+    scene = a_cluster(TWO_PREFILLS, obedient=False)
+    order(scene, "p0", DECODE)
+    scene.apply(RolesFailed("i of p0", "it does not answer"))
+    assert {admit(scene, number).prefill.worker_id for number in range(4)} == {"p0", "p1"}
+    assert "set_roles_failed" in scene.kinds()
+
+
+def test_short_role_of_a_running_model_is_filled_by_set_roles() -> None:
+    """Nothing is loaded or drained, and the waiting answers begin at once."""
+    pool = 3 * 160 * MODEL.kv_bytes_per_token
+    scene = PaperCluster()
+    playing = {"p0": PREFILL, "p1": PREFILL, "d": DECODE}
+    scene.settle(
+        a_store("s1", "host-1"), *(replace(ready(name, each), kv_pool_bytes=pool) for name, each in playing.items())
+    )
+    for number in range(8):  # how long answers are is learned
+        admit(scene, number)
+        scene.apply(FirstToken(AttemptKey(f"r{number}", 1)))
+        scene.pass_time(0.5)
+        outcome = Outcome(ttft_s=0.01, tbt_s=0.02, num_output_tokens=50, ended_at=scene.now)
+        scene.apply(Release(AttemptKey(f"r{number}", 1), True, outcome))
+    scene.pass_time(10.0)
+    for number in range(20, 32):
+        scene.admit(MODEL, f"r{number}")
+        if scene.placement(f"r{number}"):
+            scene.apply(FirstToken(AttemptKey(f"r{number}", 1)))
+    (change,) = [command for command in scene.commands if isinstance(command, SetRolesCommand)]
+    assert change.roles == DECODE and change.worker_id in ("p0", "p1")
+    assert not {"wake", "drain"} & set(scene.kinds())
+    assert sum(scene.placement(f"r{number}") is not None for number in range(20, 32)) == 6
+    scene.pass_time(20.0)
+    assert len([command for command in scene.commands if isinstance(command, SetRolesCommand)]) == 1
+    playing_now = [role for instance in scene.policy.state.instances for role in instance.target_roles]
+    assert sorted(playing_now) == [Role.PREFILL, Role.DECODE, Role.DECODE]
+    scene.check()
