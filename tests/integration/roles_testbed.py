@@ -87,6 +87,11 @@ class RunningWorker:
             request = worker_pb2.LoadRequest(epoch=1, instance_id=self.instance_id, version=version, roles=roles)
             await WorkerStub(channel).Load(request)
 
+    async def set_roles(self, *roles: types_pb2.Role.ValueType) -> None:
+        async with open_channel(self.address, token=self.token) as channel:
+            request = worker_pb2.SetRolesRequest(epoch=1, instance_id=self.instance_id, roles=roles)
+            await WorkerStub(channel).SetRoles(request)
+
     async def unload(self, drain_s: float = 0.0) -> None:
         async with open_channel(self.address, token=self.token) as channel:
             request = worker_pb2.UnloadRequest(epoch=1, instance_id=self.instance_id, drain_s=drain_s)
