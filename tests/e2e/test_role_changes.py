@@ -1,0 +1,79 @@
+"""A model whose answers wait for places to decode: an instance that only prefills decodes instead, without a load."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import SMALL
+from tests.e2e.test_targets import said
+from tests.support.checkpoints import make_checkpoint
+from tests.support.completions import complete
+from tests.support.platform import Platform, running_platform
+from tests.support.wait import HANG_S
+from tests.unit.engine.harness import Model
+from torchrelay.control.v1.scheduler_pb2 import ClusterView
+from torchrelay.control.v1.types_pb2 import ROLE_DECODE, ROLE_PREFILL, ModelVersion
+from torchrelay.control.v1.worker_pb2 import LoadRequest
+from torchrelay.control.v1.worker_pb2_grpc import WorkerStub
+from torchrelay.scheduler.policy.config import PolicyConfig
+
+pytestmark = pytest.mark.e2e
+NUM_TOKENS = 100
+
+
+def prompt_of(number: int) -> list[int]:
+    return list(range(30 + number, 42 + number))  # less than a page: nothing of it is cached
+
+
+def roles(view: ClusterView) -> dict[str, list[int]]:
+    """The roles of the model's instances, by worker."""
+    return {worker.worker_id: sorted(worker.slot.roles) for worker in view.workers if worker.slot.instance_id}
+
+
+def load_second_prefill(platform: Platform) -> None:
+    """Loads the model on the free prefill worker, as a scheduler did that has ended: the present one finds it there."""
+    view = next(platform.views())
+    worker = next(worker for worker in view.workers if not worker.slot.instance_id)
+    (version,), (model,) = view.versions, {instance.model for instance in view.instances}
+    with platform.channel(worker.grpc_address, worker.worker_id) as channel:
+        named = ModelVersion(version_id=version.version_id, model=model, pack_id=version.pack_id)
+        request = LoadRequest(epoch=view.epoch, instance_id="i-2", version=named, roles=[ROLE_PREFILL])
+        WorkerStub(channel).Load(request, timeout=HANG_S)
+    next(view for view in platform.views() if [instance.state for instance in view.instances] == ["ready"] * 3)
+
+
+def test_prefill_instance_decodes_under_load_and_no_answer_differs(tmp_path: Path) -> None:
+    workers = ("--prefill-workers", "2", "--decode-workers", "1", "--kv-pool-mb", "4")  # room for few answers
+    checkpoint = make_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=32)
+    reference = Model(checkpoint)
+    expected = [reference.expected(prompt_of(number), NUM_TOKENS) for number in range(8)]
+    with running_platform(tmp_path / "home", (*SMALL, *workers, "--idle-timeout-s", "120")) as platform:
+        key = platform.tenant("acme")
+        model = platform.upload(key, checkpoint, "llama")
+
+        def answer(number: int) -> dict[str, Any]:
+            return complete(platform, key, model, prompt_of(number % 8), max_tokens=NUM_TOKENS, ignore_eos=True)
+
+        answer(0)
+        load_second_prefill(platform)
+        loaded_at = time.monotonic()
+        before = roles(next(platform.views()))
+        assert sorted(before.values()) == [[ROLE_PREFILL], [ROLE_PREFILL], [ROLE_DECODE]]
+        for number in range(8):  # the scheduler learns how long answers are
+            assert answer(number)["choices"][0]["token_ids"] == expected[number]
+        time.sleep(max(loaded_at + PolicyConfig.turn_s - time.monotonic(), 0.0))
+        with ThreadPoolExecutor(32) as threads:
+            answers = list(threads.map(answer, range(40)))
+        for number, each in enumerate(answers):
+            assert each["choices"][0]["token_ids"] == expected[number % 8]
+        told = said(platform, "explain", model)
+        assert "set_roles" in told and "decode needs this instance more than prefill" in told
+        assert "drain" not in told
+        after = roles(next(platform.views()))
+        assert sorted(after.values()) == [[ROLE_PREFILL], [ROLE_DECODE], [ROLE_DECODE]]
+        assert after.keys() == before.keys()
