@@ -2,11 +2,13 @@
 
     BENCH_LATENCY='{"prefill": {...}, "decode": {...}}' python bench/calibration/padded_worker.py
 
-Each layer takes an equal share of its step's time in this latency model. The results do not change.
+Each layer takes an equal share of its step's time in this latency model. If BENCH_LAYER_LOAD_S is set, each layer also
+takes that time to load, as if it was copied to a device. The results do not change.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from typing import Any
@@ -16,12 +18,15 @@ import msgspec
 from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.engine.execution.model_runner import ModelRunner
 from torchrelay.engine.model.decoder import Decoder
+from torchrelay.worker.slot.loader import Loader
 
 _LAYERS_SHARE = 0.98  # of a step; the rest is for the head, which computes one row per sequence, and sampling
 
 
 def pad_by_environment() -> None:
     pad(msgspec.json.decode(os.environ["BENCH_LATENCY"], type=LatencyModel))
+    if layer_load_s := float(os.environ.get("BENCH_LAYER_LOAD_S", 0)):
+        pad_loads(layer_load_s)
 
 
 def pad(latency: LatencyModel) -> None:
@@ -44,6 +49,18 @@ def pad(latency: LatencyModel) -> None:
 
     Decoder.run_layers = run_layers  # type: ignore[method-assign]
     ModelRunner.run = run  # type: ignore[method-assign]
+
+
+def pad_loads(layer_load_s: float) -> None:
+    """Pads all later loads in this process: opens one segment after the other, each after this time."""
+    advance = Loader._advance
+
+    async def advance_slowly(self: Any, num_ready: int, num_segments: int, begin_us: int) -> None:
+        for number in range(self._next_segment + 1, num_ready + 1):
+            await asyncio.sleep(layer_load_s)
+            await advance(self, number, num_segments, begin_us)
+
+    Loader._advance = advance_slowly  # type: ignore[method-assign]
 
 
 def _sleep_until(at_s: float) -> None:

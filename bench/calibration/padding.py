@@ -18,14 +18,16 @@ if any(each.endswith("torchrelay-worker") for each in sys.orig_argv):
 """
 
 
-def padded_workers(folder: Path, latency: LatencyModel) -> dict[str, str]:
-    """The environment in which `torchrelay up` starts padded workers; writes a module into ``folder``.
+def padded_workers(folder: Path, latency: LatencyModel, layer_load_s: float = 0.0) -> dict[str, str]:
+    """The environment in which `torchrelay up` starts padded workers; writes a module into ``folder``. Without
+    ``layer_load_s`` loads are not padded.
 
     `up` starts the installed worker, whose Python imports `sitecustomize` first.
     """
     (folder / "python").mkdir()
     (folder / "python" / "sitecustomize.py").write_text(_SITECUSTOMIZE)
-    return {"PYTHONPATH": str(folder / "python"), "BENCH_LATENCY": padding(latency)}
+    environment = {"PYTHONPATH": str(folder / "python"), "BENCH_LATENCY": padding(latency)}
+    return environment | ({"BENCH_LAYER_LOAD_S": str(layer_load_s)} if layer_load_s else {})
 
 
 def padding(latency: LatencyModel) -> str:
