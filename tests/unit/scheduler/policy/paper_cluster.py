@@ -58,6 +58,7 @@ from torchrelay.scheduler.policy.inputs import (
     WorkerReported,
 )
 from torchrelay.scheduler.policy.policy import Policy
+from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.transitions import dispatch
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
 
@@ -186,8 +187,10 @@ class PaperCluster:
         self.apply(Admit(admission, model, current))
         return admission
 
-    def release(self, request_id: str, attempt: int = 1, delivered: bool = True) -> None:
-        self.apply(Release(AttemptKey(request_id, attempt), delivered))
+    def release(
+        self, request_id: str, attempt: int = 1, delivered: bool = True, outcome: Outcome | None = None
+    ) -> None:
+        self.apply(Release(AttemptKey(request_id, attempt), delivered, outcome))
 
     def apply(self, input_: Input) -> None:
         if self.recorder is not None:
@@ -211,6 +214,7 @@ class PaperCluster:
                 for order in hop.loads:
                     self.load(order.instance_id, order.worker_id, order.roles, command.model)
         elif isinstance(command, SetRolesCommand):
+            self.check_given_up_roles(command)
             if command.worker_id not in self.workers:
                 self.apply(RolesFailed(command.instance_id, "the worker is gone"))
                 return
@@ -275,6 +279,14 @@ class PaperCluster:
 
     def kinds(self) -> list[str]:
         return [happening.kind for happening in self.events]
+
+    def check_given_up_roles(self, command: SetRolesCommand) -> None:
+        """Checks that other instances of the model play the roles that an instance gives up."""
+        instance = self.policy.state.instances.get(command.instance_id)
+        assert instance is not None
+        of_version = self.policy.state.instances.of_version(instance.version_id)
+        others = [other.target_roles for other in of_version if other.staying and other is not instance]
+        assert instance.roles <= command.roles.union(*others)
 
     def check(self) -> None:
         state = self.policy.state

@@ -23,6 +23,7 @@ from torchrelay.scheduler.policy.core import (
 )
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, WakeCommand
 from torchrelay.scheduler.policy.inputs import Admit, GatewayConnected, GatewayDisconnected, Tick, Withdraw
+from torchrelay.scheduler.policy.prediction import Outcome
 
 MAX_INSTANCES = 2
 MODELS = [a_model(f"acme/m{number}", max_instances=MAX_INSTANCES, idle_timeout_s=3.0) for number in range(3)]
@@ -31,8 +32,8 @@ POOL_BYTES = 4 * MB
 
 
 class Policing(RuleBasedStateMachine):
-    @initialize(num_hosts=st.integers(1, 3), roles_apart=st.booleans())
-    def start(self, num_hosts: int, roles_apart: bool) -> None:
+    @initialize(num_hosts=st.integers(1, 3), roles=st.sampled_from(["one each", "alike", "set apart"]))
+    def start(self, num_hosts: int, roles: str) -> None:
         config = PolicyConfig(queue_limit=QUEUE_LIMIT, max_open_per_instance=5)
         self.scene = PaperCluster(config)
         self.open: set[AttemptKey] = set()
@@ -44,14 +45,11 @@ class Policing(RuleBasedStateMachine):
         for number in range(num_hosts):
             host_id = f"host-{number}"
             pool = {"kv_pool_bytes": POOL_BYTES}
-            apart = (frozenset((Role.PREFILL,)), frozenset((Role.DECODE,)))
-            both = (frozenset(Role), frozenset(Role))
-            prefill, decode = apart if roles_apart else both
-            peers += [
-                a_store(f"store-{number}", host_id),
-                a_worker(f"p-{number}", host_id, prefill, **pool),
-                a_worker(f"d-{number}", host_id, decode, **pool),
-            ]
+            peers.append(a_store(f"store-{number}", host_id))
+            for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+                playable = frozenset((role,)) if roles == "one each" else frozenset(Role)
+                preferred = role if roles == "set apart" else None
+                peers.append(a_worker(f"{name}-{number}", host_id, playable, preferred_role=preferred, **pool))
         self.scene.settle(*peers)
         self.all_workers = dict(self.scene.workers)
 
@@ -106,7 +104,8 @@ class Policing(RuleBasedStateMachine):
             if withdraw:
                 self.scene.apply(Withdraw(key))
             else:
-                self.scene.release(key.request_id)
+                outcome = Outcome(ttft_s=0.1, tbt_s=0.02, num_output_tokens=20, ended_at=self.scene.now)
+                self.scene.release(key.request_id, outcome=outcome)
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 4.0]))
     def time_passes(self, seconds: float) -> None:
