@@ -74,6 +74,9 @@ def test_prefill_instance_decodes_under_load_and_no_answer_differs(tmp_path: Pat
         told = said(platform, "explain", model)
         assert "set_roles" in told and "decode needs this instance more than prefill" in told
         assert "drain" not in told
-        after = roles(next(platform.views()))
+        view = next(platform.views())
+        (reason,) = {instance.roles_reason for instance in view.instances if instance.roles_reason}
+        assert "decode needs this instance more than prefill" in reason
+        after = roles(view)
         assert sorted(after.values()) == [[ROLE_PREFILL], [ROLE_DECODE], [ROLE_DECODE]]
         assert after.keys() == before.keys()

@@ -65,6 +65,16 @@ def test_top_shows_workers_copies_instances_and_demand() -> None:
     assert "0 running, 7 waiting" in shown
 
 
+def test_top_shows_role_changes_with_their_reason() -> None:
+    changed = view()
+    assert "roles changed" not in drawn(cluster_screen(changed, {}, "127.0.0.1:1"))
+    changed.instances[0].roles[:] = [types_pb2.ROLE_DECODE]
+    changed.instances[0].roles_reason, changed.instances[0].roles_s = "decode needs this instance more", 12.0
+    shown = drawn(cluster_screen(changed, {}, "127.0.0.1:1"))
+    (line,) = [line for line in shown.splitlines() if "needs this instance" in line]
+    assert line.split()[:4] == ["prefill-0", "decode", "12", "s"]
+
+
 def test_names_are_whole_at_100_columns() -> None:
     """A view of a cluster with wide numbers and workers of both roles."""
     full = view(10**9)

@@ -108,6 +108,8 @@ def _screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_smal
         parts.append(copies_table(view, packs, is_small))
     if view.instances or view.demand or packs.at_zero:
         parts.append(models_table(view, packs, is_small))
+    if changed := [instance for instance in view.instances if instance.roles_reason]:
+        parts.append(role_changes_table(changed))
     if view.minimums:
         parts.append(minimums_table(view.minimums))
     if not view.instances:
@@ -157,6 +159,14 @@ def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates, is_sma
             format_bytes(store.bytes_sent),
             str(store.num_running_uploads),
         )
+    return table
+
+
+def role_changes_table(instances: Iterable[scheduler_pb2.InstanceView]) -> Table:
+    """A row per instance that was ordered to play other roles, the last first."""
+    table = ResultTable("roles changed", "to", "ago", "why", right=("ago",), whole=("roles changed",), is_narrow=True)
+    for each in sorted(instances, key=lambda each: (each.roles_s, each.worker_id)):
+        table.add_line(each.worker_id, roles_text(each.roles), format_duration(each.roles_s), Text(each.roles_reason))
     return table
 
 

@@ -794,6 +794,8 @@ class InstanceView(_message.Message):
     IN_STATE_S_FIELD_NUMBER: _builtins.int
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
+    ROLES_REASON_FIELD_NUMBER: _builtins.int
+    ROLES_S_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     model: _builtins.str
     version_id: _builtins.str
@@ -804,6 +806,10 @@ class InstanceView(_message.Message):
     in_state_s: _builtins.float
     num_running: _builtins.int
     idle_s: _builtins.float
+    roles_reason: _builtins.str
+    """why it was ordered to play other roles than it was loaded with; empty: it was not"""
+    roles_s: _builtins.float
+    """since then"""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.Role.ValueType]: ...
     def __init__(
@@ -819,10 +825,12 @@ class InstanceView(_message.Message):
         in_state_s: _builtins.float = ...,
         num_running: _builtins.int = ...,
         idle_s: _builtins.float = ...,
+        roles_reason: _builtins.str = ...,
+        roles_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_s", b"idle_s", "in_state_s", b"in_state_s", "instance_id", b"instance_id", "model", b"model", "num_running", b"num_running", "pack_id", b"pack_id", "roles", b"roles", "state", b"state", "version_id", b"version_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_s", b"idle_s", "in_state_s", b"in_state_s", "instance_id", b"instance_id", "model", b"model", "num_running", b"num_running", "pack_id", b"pack_id", "roles", b"roles", "roles_reason", b"roles_reason", "roles_s", b"roles_s", "state", b"state", "version_id", b"version_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

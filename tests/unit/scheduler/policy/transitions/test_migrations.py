@@ -209,6 +209,20 @@ def test_answer_moves_to_instance_that_meets_target() -> None:
     scene.check()
 
 
+def test_answers_leave_instance_that_gave_up_decode_if_tokens_take_too_long() -> None:
+    """It is not a decode instance any more, and its fourteen answers go on there."""
+    scene = a_cluster("w1")
+    keys = [begin(scene, f"r{number}").key for number in range(14)]
+    scene.settle(ready("w2"))
+    before = len(told(scene))
+    scene.set_slot("w1", roles=frozenset((Role.PREFILL,)))
+    scene.pass_time(3.0)
+    assert before < len(told(scene)) <= len(keys)
+    key = next(key for key in told(scene) if key in keys)
+    placement = go_on(scene, key)
+    assert placement is not None and placement.decode.worker_id == "w2"
+
+
 def test_migration_uses_tbt_target_of_model() -> None:
     """With seven answers on an instance each token takes 90 ms."""
 

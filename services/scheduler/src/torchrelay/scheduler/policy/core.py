@@ -283,6 +283,7 @@ class Instance:
     error_before: str = ""  # the slot's error from an earlier load
     pending_roles: Roles | None = None  # ordered, not yet set
     roles_since: float = 0.0  # when it was last ordered to play other roles; 0: never
+    roles_reason: str = ""  # why
     roles_retry_at: float = 0.0  # no new order before this time, as the last one failed
     num_layers_ready: int = 0
     num_layers: int = 0

@@ -79,4 +79,6 @@ def _instance_view(controller: Controller, instance: Instance, now: float) -> sc
         in_state_s=now - instance.since,
         num_running=num_open,
         idle_s=0.0 if num_open else now - controller.policy.state.instances.last_active(instance.instance_id),
+        roles_reason=instance.roles_reason,
+        roles_s=now - instance.roles_since if instance.roles_since else 0.0,
     )

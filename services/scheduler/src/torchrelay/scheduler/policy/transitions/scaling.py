@@ -172,7 +172,7 @@ def _set_roles(state: State, action: SetRoles, now: float) -> None:
     instance = state.instances.get(action.instance_id)
     assert instance is not None
     lost = instance.roles - action.roles
-    state.instances.put(replace(instance, pending_roles=action.roles, roles_since=now))
+    state.instances.put(replace(instance, pending_roles=action.roles, roles_since=now, roles_reason=action.reason.text))
     state.effects.commands.append(SetRolesCommand(instance.instance_id, instance.worker_id, action.roles))
     fields = event_fields(instance) | {"roles": role_names(action.roles)}
     state.happened(now, "set_roles", instance, action.reason, "scale.set_roles", fields)
