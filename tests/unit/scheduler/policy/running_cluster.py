@@ -18,6 +18,7 @@ from torchrelay.scheduler.policy.core import (
     InstancePhase,
     Model,
     Placement,
+    Role,
     Roles,
     SlotStatus,
     WorkerStatus,
@@ -362,12 +363,16 @@ class RunningCluster(PaperCluster):
         call.prefill_workers.append(placement.prefill.worker_id)
         if call.first_placed_at is None:
             call.first_placed_at = self.now
-        for ref in (placement.prefill, placement.decode):
+        for role, ref in ((Role.PREFILL, placement.prefill), (Role.DECODE, placement.decode)):
             worker = self.workers.get(ref.worker_id)
             if worker is None:
                 self._retry(call, ref.worker_id)
                 return
-            if worker.slot.instance_id != ref.instance_id or worker.slot.phase is InstancePhase.DRAINING:
+            if (
+                worker.slot.instance_id != ref.instance_id
+                or worker.slot.phase is InstancePhase.DRAINING
+                or role not in worker.slot.roles
+            ):
                 self._retry(call)
                 return
         call.tokens_left = float(call.num_tokens)

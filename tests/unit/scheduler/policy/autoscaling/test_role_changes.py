@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.autoscaling.test_decision import (
@@ -21,6 +21,7 @@ from tests.unit.scheduler.policy.autoscaling.test_decision import (
 )
 from tests.unit.scheduler.policy.autoscaling.test_decode_demand import answers
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker
+from tests.unit.scheduler.policy.running_cluster import SERVED, RunningCluster
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Action,
@@ -302,3 +303,47 @@ def test_short_role_of_a_running_model_is_filled_by_set_roles() -> None:
     playing_now = [role for instance in scene.policy.state.instances for role in instance.target_roles]
     assert sorted(playing_now) == [Role.PREFILL, Role.DECODE, Role.DECODE]
     scene.check()
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("calls"), st.integers(1, 12)),
+            st.tuples(st.just("time"), st.sampled_from([0.05, 0.3, 2.0])),
+            st.tuples(st.just("change"), st.integers(0, 3)),
+            st.tuples(st.just("gateway"), st.just(0)),
+        ),
+        max_size=40,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_no_call_is_lost_by_role_changes(steps: list[tuple[str, float]]) -> None:
+    """Whenever an instance changes its role while another one plays the role that it gives up."""
+    scene = RunningCluster(tokens_per_s=1000.0, load_s=0.5)
+    names = {"w0": PREFILL, "w1": PREFILL, "w2": DECODE, "w3": DECODE}
+    scene.settle(a_store("s1", "host-1"), *(ready(name, roles) for name, roles in names.items()))
+    num_calls = 0
+    for kind, number in steps:
+        if kind == "calls":
+            for _ in range(int(number)):
+                num_calls += 1
+                scene.call(
+                    f"r{num_calls}", MODEL, num_tokens=100 + 50 * (num_calls % 5), decode_s=0.4 * (num_calls % 4)
+                )
+        elif kind == "time":
+            scene.pass_time(number)
+        elif kind == "gateway":
+            scene.disconnect() if scene.is_gateway_here else scene.reconnect()
+        elif (instance := scene.policy.state.instances.on_worker(f"w{int(number)}")) is not None:
+            others = [other for other in scene.policy.state.instances if other is not instance and other.staying]
+            if instance.is_settled and any(other.target_roles == instance.roles for other in others):
+                order(scene, instance.worker_id, PREFILL if instance.roles == DECODE else DECODE)
+        scene.hear()
+        scene.check_calls()
+    if not scene.is_gateway_here:
+        scene.reconnect()
+    scene.pass_time(30.0)
+    ends = {call.end.partition(":")[0] for call in scene.calls.values()}
+    assert ends <= {SERVED, "QUEUE_FULL"} and len(scene.calls) == num_calls
+    assert all(call.num_recalled <= 1 for call in scene.calls.values())
+    scene.check_calls()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import a_worker
 from torchrelay.scheduler.policy.cluster.instances import Instances, TransitionKind
-from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, SlotStatus, WorkerStatus
+from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Role, SlotStatus, WorkerStatus
 
 LOADING = SlotStatus(InstancePhase.LOADING, "i1", "acme/tiny", "v", "p", BOTH, 1, 4)
 
@@ -60,3 +60,15 @@ def test_older_report_does_not_undo_drain() -> None:
     assert [change.kind for change in instances.observe(replace(worker, slot=SlotStatus()), now=3.0)] == [
         TransitionKind.RELEASED
     ]
+
+
+def test_older_report_does_not_undo_new_roles() -> None:
+    prefill, decode = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
+    ready = replace(LOADING, phase=InstancePhase.READY, roles=prefill)
+    instances, worker = Instances(), a_worker("w", slot=ready)
+    changed = replace(an_instance(worker, accepted_at=1.0, confirmed=True), roles=decode, roles_since=1.9)
+    instances.put(replace(changed, phase=InstancePhase.READY))
+    for now, roles in ((2.0, decode), (3.0, prefill)):
+        instances.observe(worker, now=now)
+        instance = instances.get("i1")
+        assert instance is not None and instance.roles == roles

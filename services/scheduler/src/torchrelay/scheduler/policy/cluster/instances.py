@@ -207,11 +207,13 @@ def _updated(known: Instance, worker: WorkerStatus, now: float) -> Instance:
     slot = worker.slot
     # A report that was sent before the worker received the drain does not undo it.
     phase = known.phase if known.phase is InstancePhase.DRAINING else slot.phase
+    # Nor does one that was sent before the worker took its new roles and arrives after its reply.
+    has_new_roles = now - known.roles_since < _CONFIRM_S
     return replace(
         known,
         phase=phase,
         since=now if phase is not known.phase else known.since,
-        roles=slot.roles or known.roles,
+        roles=known.roles if has_new_roles else slot.roles or known.roles,
         accepted_at=known.accepted_at or now,
         confirmed=True,
         num_layers_ready=slot.num_layers_ready,
