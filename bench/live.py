@@ -45,7 +45,9 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 1024,
 }
 STEP_S = 0.48  # a full step of prompts
-LATENCY = LatencyModel(StepCost(0.001, STEP_S / PROMPT_TOKENS, 0.0, 1000), StepCost(0.005, 1e-3, 0.0, 1000), PROMPT_TOKENS)
+LATENCY = LatencyModel(
+    StepCost(0.001, STEP_S / PROMPT_TOKENS, 0.0, 1000), StepCost(0.005, 1e-3, 0.0, 1000), PROMPT_TOKENS
+)
 TTFT_S = 1.0  # the objective of all requests, which a burst exceeds
 MODES = {"stop": "none", "overlap": "kept", "live": "moved"}
 
@@ -138,7 +140,8 @@ def main() -> None:
                     burst = bench.burst(mode)
                     outcomes.append(burst)
                     progress(
-                        f"{mode}: " + " ".join(f"{ttft_s:.2f}" for ttft_s in burst.ttfts_s)
+                        f"{mode}: "
+                        + " ".join(f"{ttft_s:.2f}" for ttft_s in burst.ttfts_s)
                         + f" s; load {burst.load_s:.2f} s, {burst.early_layers} layers imported"
                     )
     last_s = {mode: median(burst.ttfts_s[-1] for burst in outcomes) for mode, outcomes in bursts.items()}
@@ -147,7 +150,9 @@ def main() -> None:
     early = median(burst.early_layers / (burst.load_s / (STEP_S / NUM_LAYERS)) for burst in live)
     checks = [
         Check("live_over_stop", last_s["live"] / last_s["stop"], "ratio", 0.72, f"stop {last_s['stop']:.2f} s"),
-        Check("live_over_overlap", last_s["live"] / last_s["overlap"], "ratio", 0.9, f"overlap {last_s['overlap']:.2f} s"),
+        Check(
+            "live_over_overlap", last_s["live"] / last_s["overlap"], "ratio", 0.9, f"overlap {last_s['overlap']:.2f} s"
+        ),
         Check("early_work", early, "ratio", 0.6, "layers that it could compute while it loaded", at_least=True),
         Check("mean_live_over_stop", mean_s["live"] / mean_s["stop"], "ratio", None, f"stop {mean_s['stop']:.2f} s"),
     ]

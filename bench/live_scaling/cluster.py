@@ -60,8 +60,13 @@ class PaddedCluster(Cluster):
         return child
 
 
-def send(cluster: Cluster, operator: Operator, folder: Path, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sends the requests from the control host, each when it is due. Raises ``RuntimeError`` unless all are answered."""
+def send(
+    cluster: Cluster, operator: Operator, folder: Path, requests: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Sends the requests from the control host, each when it is due; returns the answers.
+
+    Raises ``RuntimeError`` unless all are complete.
+    """
     job = open_job(cluster.http, operator.key, requests)
     (folder / "job.json").write_text(json.dumps(job))
     command = [sys.executable, "-m", "bench.streaming.open_load"]

@@ -437,6 +437,8 @@ class InlineEngine:
             future.set_exception(error)
         return future
 
+    call_between_layers = call
+
 
 async def receiver_of(model: Model) -> tuple[PromptReceiver, InlineEngine]:
     engine = InlineEngine(model.instance())
@@ -534,7 +536,7 @@ async def test_importer_holds_at_most_two_pieces(model: Model, monkeypatch: pyte
 
     async def parts() -> AsyncIterator[prefill_pb2.ExportPart]:
         nonlocal num_taken
-        engine.call = call  # type: ignore[method-assign]
+        engine.call_between_layers = call  # type: ignore[method-assign]
         yield exported_prompt()
         for piece in layout.pieces(1 << 10):
             num_taken += 1

@@ -69,7 +69,7 @@ def test_every_request_ends_and_frees_its_slot() -> None:
 
 def test_prompts_leave_worker_that_became_slow() -> None:
     class CountingPolicy(Policy):
-        """Counts recalled requests. Every second worker prefers to decode."""
+        """Counts requests that are recalled from loaded workers. Every second worker prefers to decode."""
 
         num_recalled = 0
         preferred: ClassVar[dict[str, Role]] = {}
@@ -80,7 +80,9 @@ def test_prompts_leave_worker_that_became_slow() -> None:
                 role = self.preferred.setdefault(worker.worker_id, tuple(Role)[len(self.preferred) % 2])
                 input_ = msgspec.structs.replace(input_, worker=replace(worker, preferred_role=role))
             caused = super().apply(input_, now)
-            self.num_recalled += sum(isinstance(answer, Recall) for answer in caused.answers)
+            self.num_recalled += sum(
+                isinstance(answer, Recall) and not answer.keeps_prompt for answer in caused.answers
+            )
             return caused
 
     burst_s = 16 * 0.03  # 16 prompts together; prompts that arrive singly find idle instances

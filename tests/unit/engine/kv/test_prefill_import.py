@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -75,6 +76,30 @@ def test_imported_prompt_hands_over_cached_kv(model_of: ModelOf) -> None:
     first = steps[-1].tokens[0].token_id
     kv_import.start({0: first})
     assert [first, *outputs(run(decoder))["r/0", 0]] == model.expected(prompt)
+
+
+@pytest.mark.parametrize("number", range(0, 12, 2))
+def test_prompt_is_imported_between_layers_of_a_step(model_of: ModelOf, number: int) -> None:
+    """The step, of chunks and a decoding choice, goes on as it began; the import continues in the next step."""
+    model, source = model_of("gemma2"), half_loaded(model_of("gemma2"), 2)
+    prompts = {"a/0": prompt_of(40, 1), "b/0": prompt_of(30, 2), "r/0": prompt_of(70)}
+    source.prefill(group_of(prompts["r/0"]))
+    run(source)
+    exported, num_calls = export_prefill(source), count()
+
+    def between_layers() -> None:
+        if next(num_calls) == number:
+            import_prefill(target, exported)
+
+    target = model.instance(token_budget=19, between_layers=between_layers)
+    for group_id in ("a/0", "b/0"):
+        target.prefill(group_of(prompts[group_id], group_id))
+    tokens = outputs(run(target))
+    assert next(num_calls) > number
+    assert {name: tokens[name, 0] for name in prompts} == {
+        name: model.expected(prompt) for name, prompt in prompts.items()
+    }
+    assert_idle(target)
 
 
 @pytest.mark.parametrize("hands_over", [False, True])

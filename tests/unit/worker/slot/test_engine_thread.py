@@ -164,6 +164,43 @@ class LongStep(Steps):
         return super().step()
 
 
+class LayeredStep(LongStep):
+    """A step that runs short commands between layers until it may end."""
+
+    def __init__(self, engine: EngineThread) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def step(self) -> StepResult:
+        while not self.may_end.wait(0.001):
+            self.has_begun.set()
+            self._engine.run_short_commands()
+        return Steps.step(self)
+
+
+async def test_short_commands_run_between_layers_and_others_after_the_step() -> None:
+    outcome = Outcome()
+    steps = LayeredStep(outcome.engine)
+    outcome.engine.start()
+    await outcome.engine.call(lambda: outcome.install(steps))
+    await asyncio.to_thread(steps.has_begun.wait)
+    after = outcome.engine.call(lambda: steps.count)
+    assert await outcome.engine.call_between_layers(lambda: steps.count) == 1
+
+    def refuse() -> None:
+        raise Conflict("not now")
+
+    with pytest.raises(Conflict, match="not now"):
+        await outcome.engine.call_between_layers(refuse)
+    assert not after.done()
+    steps.may_end.set()
+    assert await after == 0
+    assert await outcome.engine.call_between_layers(lambda: steps.count) == 0, "without a step, at once"
+    await asyncio.to_thread(outcome.engine.close)
+    with pytest.raises(Unavailable, match="shutting down"):
+        await outcome.engine.call_between_layers(lambda: None)
+
+
 async def test_recording_is_no_stall() -> None:
     """A recording compiles kernels for seconds, in a model whose steps take milliseconds."""
     outcome, steps, begin_s = Outcome(), LongStep(), 1000.0

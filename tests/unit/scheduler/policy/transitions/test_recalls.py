@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, PromptSource, SlotStatus
+from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, SlotStatus
 from torchrelay.scheduler.policy.effects import Placed, Recall
 from torchrelay.scheduler.policy.inputs import FirstToken, MinimumsSet, Release
 from torchrelay.scheduler.policy.transitions import recalls
@@ -57,7 +57,9 @@ def test_prompts_on_loading_instance_go_to_ready_one() -> None:
     sources = [placement and placement.prompt_source for placement in placements]
     assert [source and (source.key.attempt, source.worker.worker_id) for source in sources] == [(1, "w1")] * 3
     told = [event.reason for event in scene.events if event.kind == "recall"]
-    assert len(told) == 3 and all("would begin in" in reason and reason.endswith("on w2") for reason in told)
+    assert told == [
+        f"w1 loads for 12.8 s more, w2 computes the other layers of attempt {number}" for number in (1, 1, 1)
+    ]
     scene.check()
 
 
@@ -68,9 +70,7 @@ def test_recall_happens_once_and_for_enough_gain() -> None:
     ask_again(scene, keys)
     scene.pass_time(3.0)
     assert recalled(scene) == keys, "they have not begun on the newcomer either, and were taken back once"
-    scene = a_loading_instance(recall_gain_s=30.0)
-    a_newcomer_is_ready(scene)
-    scene.pass_time(3.0)
+    scene = prompts_behind_overdue_one(recall_gain_s=30.0)
     assert recalled(scene) == []
 
 
@@ -99,9 +99,9 @@ def test_prompt_that_begins_meanwhile_stays() -> None:
     assert attempt is not None and attempt.is_computed
 
 
-def test_prompts_behind_overdue_one_go_elsewhere() -> None:
-    """The worker's own reports do not matter."""
-    scene = PaperCluster(PolicyConfig(max_instances=2)).settle(
+def prompts_behind_overdue_one(**config: object) -> PaperCluster:
+    """Three prompts on a worker, the first overdue, and another worker without prompts."""
+    scene = PaperCluster(PolicyConfig(max_instances=2, **config)).settle(  # type: ignore[arg-type]
         a_store("s1", "host-1"),
         a_worker("w1", "host-1", slot=ready("w1", "host-1")),
     )
@@ -110,6 +110,12 @@ def test_prompts_behind_overdue_one_go_elsewhere() -> None:
     assert sum(isinstance(answer, Placed) for answer in scene.answers) == 3
     scene.settle(a_worker("w2", "host-1", slot=ready("w2", "host-1")))
     scene.pass_time(1.0)
+    return scene
+
+
+def test_prompts_behind_overdue_one_go_elsewhere() -> None:
+    """The worker's own reports do not matter."""
+    scene = prompts_behind_overdue_one()
     assert sorted(recalled(scene)) == [AttemptKey("r1", 1), AttemptKey("r2", 1)], "the first has begun"
     assert not any(answer.keeps_prompt for answer in scene.answers if isinstance(answer, Recall))
     ask_again(scene, recalled(scene))
@@ -134,7 +140,8 @@ def test_recalled_request_keeps_arrival_and_is_not_refused() -> None:
     assert scene.refusal(first.request_id, attempt=2) is None
     again = next(admission for admission in scene.policy.state.queues if admission.key.request_id == first.request_id)
     assert again.admitted_at == arrived_at.admission.admitted_at
-    assert again.was_recalled and again.prompt_source == PromptSource(first, arrived_at.placement.prefill)
+    source = again.prompt_source
+    assert again.was_recalled and source and (source.key, source.worker) == (first, arrived_at.placement.prefill)
     scene.admit(MODEL, "newcomer")
     assert scene.refusal("newcomer") is not None and scene.refusal(first.request_id, attempt=2) is None
     assert not scene.policy.state.membership.suspects, "its workers have not failed it"

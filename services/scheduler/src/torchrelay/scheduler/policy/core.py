@@ -333,14 +333,16 @@ class PromptSource(msgspec.Struct, frozen=True, gc=False):
     worker: WorkerRef
     host_id: str = ""
     loaded_at: float = 0.0  # predicted; the worker computes a layer as soon as it is loaded
-    load_s: float = 0.0  # predicted duration of the whole load
+    load_s: float = 0.0  # predicted duration of the whole load; 0: its first layer has not arrived
+    placed_at: float = 0.0
+    prompt_s: float = 0.0  # predicted time of the whole prompt there, without a load
     wait_s: float = 0.0  # time from the placement until the next worker needs the prompt
 
     def left_share(self, at: float) -> float:
         """Predicted share of the layers that the worker has not computed by then."""
-        if not self.load_s:
-            return float(self.loaded_at > at)
-        return min(max(self.loaded_at - at, 0.0) / self.load_s, 1.0)
+        not_loaded = (self.loaded_at - at) / self.load_s if self.load_s else float(self.loaded_at > at)
+        not_computed = 1.0 - (at - self.placed_at) / self.prompt_s if self.prompt_s else 0.0
+        return min(max(not_loaded, not_computed, 0.0), 1.0)
 
 
 class Admission(msgspec.Struct, frozen=True, gc=False):

@@ -38,16 +38,21 @@ def place_due(state: State, now: float) -> None:
 
 
 def place_version(state: State, version_id: str, now: float) -> None:
-    """Places waiting requests of the version until none can be placed now."""
-    next_at = math.inf
-    if live_scaling.is_live(state, version_id):
-        next_at = live_scaling.take_over(state, version_id, now)
-        if next_at < math.inf:
-            state.due[version_id] = next_at
+    """Places waiting requests of the version until none can be placed now. Before them, loaded instances take over
+    prompts of loading instances.
+    """
+    if not live_scaling.is_live(state, version_id):
+        _place_waiting_of(state, version_id, now)
+        return
+    live_scaling.take_over(state, version_id, now)
+    _place_waiting_of(state, version_id, now)
+    state.due.note(version_id, live_scaling.next_take_over(state, version_id, now))
+
+
+def _place_waiting_of(state: State, version_id: str, now: float) -> None:
     if state.roster_cache.is_blocked(version_id, now):
         return
-    if math.isinf(next_at):
-        state.due.pop(version_id, None)
+    state.due.pop(version_id, None)
     state.roster_cache.unblock(version_id)
     model = state.models.get(version_id)
     if model is None or not state.queues.num_waiting(version_id):
@@ -66,8 +71,8 @@ def place_version(state: State, version_id: str, now: float) -> None:
                 state.queues.park(admission.key)  # too large for all instances; the others need not wait for it
                 too_large.append(admission.key)
                 continue
-            if not math.isinf(due := min(placement.due, next_at)):
-                state.due[version_id] = due
+            if not math.isinf(placement.due):
+                state.due[version_id] = placement.due
             if placement.is_of_all and not state.shared_versions.is_shared(version_id, now):
                 state.roster_cache.block(version_id, placement.due)
             break

@@ -12,16 +12,15 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from torchrelay.common.quantities import format_duration
-from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.core import Admission, InstancePhase, Model
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import MOVE_S
 from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import LoadingPrompts
-from torchrelay.scheduler.policy.transitions import rosters
+from torchrelay.scheduler.policy.transitions import recalls, rosters
 
-_MIN_WAIT_S = 0.001  # an overdue instance is checked again after this time
+_MIN_WAIT_S = 0.001
 _RETURN_S = 0.5  # a recalled prompt that has not returned by then does not keep an instance free any longer
 
 
@@ -30,32 +29,39 @@ def is_live(state: State, version_id: str) -> bool:
     return version_id in state.instances.loading_versions
 
 
-def take_over(state: State, version_id: str, now: float) -> float:
-    """Recalls prompts from loading instances for the loaded instances that can take prompts now.
-
-    Returns when the next loaded instance can; infinite if loading instances have no prompts.
-    """
+def take_over(state: State, version_id: str, now: float) -> None:
+    """Recalls prompts from loading instances for the loaded instances that can take prompts now."""
     model = state.models.get(version_id)
     if model is None or state.strategies.loading_prompts is not LoadingPrompts.MOVED:
-        return math.inf
+        return
     entries = rosters.prefills(state, model, now)
     sources = [entry for entry in entries if entry.phase is InstancePhase.LOADING]
     for target, ahead_s in _free(state, version_id, entries, now)[0]:
         while ahead_s < target.full_step_s:
             movable = [(attempt, source) for source in sources if (attempt := _first(state, source)) is not None]
             if not movable:
-                return math.inf
+                return
             attempt, source = min(movable, key=lambda pair: pair[0].placed_at)
-            prompt_s = attempt.placement.predicted.prefill_s
-            left_s = prompt_s * (1 - source.loaded_share(now + ahead_s)) + MOVE_S
-            if source.computed_s(prompt_s, now) <= ahead_s + left_s:
+            left_s = MOVE_S + _left_s(attempt, source, now + ahead_s)
+            here_s = source.computed_s(_left_s(attempt, source, now), now)
+            if here_s <= ahead_s + left_s + MOVE_S:
                 break
             ahead_s += left_s
             _recall(state, attempt, source, target, left_s, now)
-    if not any(_first(state, source) is not None for source in sources):
+
+
+def next_take_over(state: State, version_id: str, now: float) -> float:
+    """When the next loaded instance can take a prompt from a loading instance, without another report. Infinite if a
+    report will tell.
+    """
+    model = state.models.get(version_id)
+    if model is None or state.strategies.loading_prompts is not LoadingPrompts.MOVED:
         return math.inf
-    loaded = (entry for entry in entries if entry.phase is not InstancePhase.LOADING)
-    return max(min((_free_at(state, entry) for entry in loaded), default=math.inf), now + _MIN_WAIT_S)
+    entries = rosters.prefills(state, model, now)
+    if not any(entry.phase is InstancePhase.LOADING and _first(state, entry) is not None for entry in entries):
+        return math.inf
+    free_at = (_free_at(state, entry) for entry in entries if entry.phase is not InstancePhase.LOADING)
+    return min((max(at, now + _MIN_WAIT_S) for at in free_at if at >= now), default=math.inf)
 
 
 def returned(state: State, admission: Admission) -> None:
@@ -86,25 +92,25 @@ def entries_ahead(
     """The entries with which a prompt may be placed for which no loaded instance is free: only loading instances that
     will have computed enough of it play prefill. Empty if none will.
     """
-    mode, queue_of = state.strategies.loading_prompts, lambda entry: state.attempts.at(entry.instance_id).queue
-    loaded = [entry for entry in entries if entry.plays_prefill and entry.phase is not InstancePhase.LOADING]
-    loading = [entry for entry in entries if entry.plays_prefill and entry.phase is InstancePhase.LOADING]
-    if not loaded or not loading or mode is LoadingPrompts.NONE:
+    prefills = [entry for entry in entries if entry.plays_prefill]
+    loading = [entry for entry in prefills if entry.phase is InstancePhase.LOADING]
+    num_loaded, mode = len(prefills) - len(loading), state.strategies.loading_prompts
+    if not num_loaded or not loading or mode is LoadingPrompts.NONE:
         return ()
-    ahead_s = sum(entry.ahead_s(queue_of(entry), now) for entry in loaded)
-    bound_s = sum(entry.queued_s(queue_of(entry), now) for entry in loading)
-    waiting_s = loaded[0].latency.queued_s(state.queues.num_prefill_tokens(model.version_id))
-    taken_at, last_s = now + (ahead_s + bound_s) / len(loaded), (ahead_s + waiting_s) / len(loaded)
+    bound_s = {entry.instance_id: _ahead_s(state, entry, now) for entry in prefills}
+    all_bound_s, latency = sum(bound_s.values()), loading[0].latency
+    waiting_s = latency.queued_s(state.queues.num_prefill_tokens(model.version_id))
+    prompt_s = admission.num_contexts * latency.prefill_s(admission.num_context_tokens)
+    taken_at = now + all_bound_s / num_loaded  # by a loaded instance, after all prompts that are bound
+    last_s = (all_bound_s - sum(bound_s[entry.instance_id] for entry in loading) + waiting_s) / num_loaded
 
     def gains(entry: RosterEntry) -> bool:
-        prompt_s = admission.num_contexts * entry.latency.prefill_s(admission.num_context_tokens)
         if mode is LoadingPrompts.MOVED and prompt_s * entry.loaded_share(taken_at) > MOVE_S:
             return True
-        return entry.computed_s(entry.queued_s(queue_of(entry), now) + prompt_s, now) <= last_s
+        return entry.computed_s(bound_s[entry.instance_id] + prompt_s, now) <= last_s
 
     gaining = {entry.instance_id for entry in loading if gains(entry)}
-    others = {entry.instance_id for entry in (*loaded, *loading)} - gaining
-    return _without_prefill(entries, others) if gaining else ()
+    return _without_prefill(entries, bound_s.keys() - gaining) if gaining else ()
 
 
 def _free(
@@ -113,16 +119,12 @@ def _free(
     """Loaded instances that can take prompts, those with the least work ahead first, each with that time, and the
     instances that have or will have prompts that were recalled and are not placed yet.
     """
-    loaded = [entry for entry in entries if entry.plays_prefill and entry.phase is not InstancePhase.LOADING]
-    ahead = sorted(
-        (entry.ahead_s(state.attempts.at(entry.instance_id).queue, now), entry.instance_id, entry)
-        for entry in loaded
-        if _free_at(state, entry) <= now
-    )
-    returning_s, free, reserved = _returning_s(state, version_id, now), [], set()
-    for ahead_s, instance_id, entry in ahead:
+    loaded = (entry for entry in entries if entry.plays_prefill and entry.phase is not InstancePhase.LOADING)
+    ahead = [(_ahead_s(state, entry, now), entry) for entry in loaded if _free_at(state, entry) <= now]
+    returning_s, free, reserved = _returning_s(state, version_id, now), list[tuple[RosterEntry, float]](), set[str]()
+    for ahead_s, entry in sorted(ahead, key=lambda pair: (pair[0], pair[1].instance_id)):
         if returning_s:
-            reserved.add(instance_id)
+            reserved.add(entry.instance_id)
             taken_s = min(returning_s, max(entry.full_step_s - ahead_s, 0.0))
             ahead_s, returning_s = ahead_s + taken_s, returning_s - taken_s
         free.append((entry, ahead_s))
@@ -150,6 +152,18 @@ def _free_at(state: State, entry: RosterEntry) -> float:
     return at
 
 
+def _ahead_s(state: State, entry: RosterEntry, now: float) -> float:
+    return entry.ahead_s(state.attempts.at(entry.instance_id).queue, now)
+
+
+def _left_s(attempt: OpenAttempt, source: RosterEntry, at: float) -> float:
+    """Predicted time of the part of a prompt that its loading instance has not computed by then. The instance computes
+    the prompt that was bound first whenever it has another layer.
+    """
+    prompt_s = attempt.placement.predicted.prefill_s
+    return max(prompt_s - min(at - attempt.placed_at, prompt_s * source.loaded_share(at)), 0.0)
+
+
 def _first(state: State, source: RosterEntry) -> OpenAttempt | None:
     """The prompt that was bound to a loading instance first, of those that may be recalled."""
     prefills = state.attempts.at(source.instance_id).prefills.values()
@@ -159,14 +173,10 @@ def _first(state: State, source: RosterEntry) -> OpenAttempt | None:
 def _recall(
     state: State, attempt: OpenAttempt, source: RosterEntry, target: RosterEntry, left_s: float, now: float
 ) -> None:
-    admission = attempt.admission
-    attempt.is_recalled = attempt.is_partly_computed = True
-    state.returning.setdefault(admission.version_id, {})[admission.key.request_id] = now + _RETURN_S, left_s
-    state.effects.answers.append(effects.Recall(admission.gateway_id, admission.key, True))
-    left = format_duration(source.load_left_s(now))
+    key = attempt.admission.key
+    state.returning.setdefault(attempt.admission.version_id, {})[key.request_id] = now + _RETURN_S, left_s
     reason = (
-        f"{source.worker_ref.worker_id} loads for {left} more; "
-        f"{target.worker_ref.worker_id} computes the layers that are left of attempt {admission.key.attempt}"
+        f"{source.worker_ref.worker_id} loads for {format_duration(source.load_left_s(now))} more, "
+        f"{target.worker_ref.worker_id} computes the other layers of attempt {key.attempt}"
     )
-    event = effects.SchedulerEvent(now, "take_over", admission.model, admission.key.request_id, reason)
-    state.effects.events.append(event)
+    recalls.order(state, attempt, is_loading=True, reason=reason, now=now)

@@ -55,10 +55,10 @@ def recall_from_roles(state: State, instance: Instance, lost: Roles, now: float)
             placement = work.prefills[key].placement
             refs = {Role.PREFILL: placement.prefill, Role.DECODE: placement.decode}
             given_up = [role for role in sorted(lost) if refs[role].instance_id == instance.instance_id]
-            if given_up and _may_be_recalled(work.prefills[key]):
+            if given_up and work.prefills[key].may_be_recalled:
                 names = " and ".join(role.name.lower() for role in given_up)
                 reason = f"attempt {key.attempt} has not begun, and {instance.worker_id} gives up {names}"
-                _order(state, work.prefills[key], is_loading=is_loading, reason=reason, now=now)
+                order(state, work.prefills[key], is_loading=is_loading, reason=reason, now=now)
 
 
 def _ahead_s(state: State, entry: RosterEntry, now: float) -> float:
@@ -93,10 +93,11 @@ def _recall(
     here, there = f"in {format_duration(here_s)} on {source.worker_ref.worker_id}", format_duration(there_s)
     number = attempt.admission.key.attempt
     reason = f"attempt {number} would begin {here}, in {there} on {target.worker_ref.worker_id}"
-    _order(state, attempt, is_loading=source.phase is InstancePhase.LOADING, reason=reason, now=now)
+    order(state, attempt, is_loading=source.phase is InstancePhase.LOADING, reason=reason, now=now)
 
 
-def _order(state: State, attempt: OpenAttempt, *, is_loading: bool, reason: str, now: float) -> None:
+def order(state: State, attempt: OpenAttempt, *, is_loading: bool, reason: str, now: float) -> None:
+    """Recalls the attempt. ``is_loading``: its prefill worker, which keeps what it has computed of the prompt."""
     admission = attempt.admission
     attempt.is_recalled, attempt.is_partly_computed = True, is_loading
     state.effects.answers.append(effects.Recall(admission.gateway_id, admission.key, is_loading))
@@ -118,5 +119,6 @@ def _source(state: State, attempt: OpenAttempt, now: float) -> PromptSource | No
     key, worker, model = attempt.admission.key, attempt.placement.prefill, state.models[attempt.admission.version_id]
     for entry in rosters.prefills(state, model, now):
         if entry.instance_id == worker.instance_id:
-            return PromptSource(key, worker, entry.host_id, entry.loaded_at, entry.load_s)
+            prompt_s = attempt.placement.predicted.prefill_s
+            return PromptSource(key, worker, entry.host_id, entry.loaded_at, entry.load_s, attempt.placed_at, prompt_s)
     return None  # its worker is lost or suspect

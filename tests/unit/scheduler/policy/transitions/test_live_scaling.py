@@ -1,0 +1,171 @@
+"""Prompts that a loading instance begins, and loaded instances that take them over."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, ServiceClass, SlotStatus
+from torchrelay.scheduler.policy.effects import Recall
+from torchrelay.scheduler.policy.inputs import Due, FirstToken, Release
+from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
+
+NUM_LAYERS = 24
+STEP_S = 0.48  # of a prompt of a full step
+LATENCY = LatencyModel(StepCost(0.0, STEP_S / 512, 0.0, 1000), StepCost(0.005, 1e-3, 0.0, 1000), 512)
+MODEL = a_model()
+
+
+class Cluster:
+    """A loaded worker, ``w1``, and ``w2``, which has loaded ``num_layers`` in as many times 0.16 s."""
+
+    def __init__(self, num_layers: int = 3, mode: LoadingPrompts = LoadingPrompts.MOVED, **config: object) -> None:
+        self.scene = PaperCluster(PolicyConfig(max_instances=2, **config))  # type: ignore[arg-type]
+        self.scene.policy.state.strategies = Strategies(loading_prompts=mode)
+        self.scene.settle(a_store("s1", "host-1"), a_store("s2", "host-2"))
+        self.begun_at = self.scene.now
+        self._report("w1", "host-1", InstancePhase.READY, NUM_LAYERS)
+        self._report("w2", "host-2", InstancePhase.LOADING, 0)
+        self.load(num_layers)
+
+    def _report(self, worker_id: str, host_id: str, phase: InstancePhase, num_ready: int) -> None:
+        slot = SlotStatus(
+            phase, f"i of {worker_id}", MODEL.name, MODEL.version_id, MODEL.pack_id, BOTH, num_ready, NUM_LAYERS
+        )
+        self.scene.workers[worker_id] = a_worker(worker_id, host_id, slot=slot, latency=LATENCY)
+        self.scene.report(worker_id)
+
+    def load(self, num_layers: int) -> None:
+        """Passes the time until so many layers are loaded."""
+        self.scene.now = max(self.begun_at + num_layers * 0.16, self.scene.now)
+        phase = InstancePhase.READY if num_layers == NUM_LAYERS else InstancePhase.LOADING
+        self._report("w2", "host-2", phase, num_layers)
+
+    def admit(self, number: int, service_class: ServiceClass = ServiceClass.STANDARD) -> None:
+        for _ in range(number):
+            name = f"r{len(self.scene.opened) + len(self.waiting())}"
+            self.scene.admit(MODEL, name, num_prompt_tokens=512, max_tokens=1, service_class=service_class)
+
+    def waiting(self) -> list[str]:
+        return [admission.key.request_id for admission in self.scene.policy.state.queues]
+
+    def at(self, worker_id: str) -> list[str]:
+        return [key.request_id for key in self.scene.policy.state.attempts.at(f"i of {worker_id}").prefills]
+
+    def recalls(self) -> list[AttemptKey]:
+        return [answer.key for answer in self.scene.answers if isinstance(answer, Recall)]
+
+    def return_recalled(self, number: int = 0) -> None:
+        """Lets the gateway ask again for a recalled prompt."""
+        key = self.recalls()[number]
+        self.scene.apply(Release(key, delivered=False, is_recalled=True))
+        self.scene.admit(MODEL, key.request_id, attempt=2, num_prompt_tokens=512, max_tokens=1)
+
+
+def test_loading_instance_begins_prompts_that_loaded_one_takes_over_in_order() -> None:
+    cluster = Cluster()
+    cluster.admit(12)
+    assert cluster.at("w1") == ["r0"] and len(cluster.at("w2")) == 7, "as many as it computes while it loads"
+    scene = cluster.scene
+    scene.now += STEP_S
+    scene.apply(FirstToken(AttemptKey("r0", 1)))
+    r1, r2 = AttemptKey("r1", 1), AttemptKey("r2", 1)
+    assert cluster.recalls() == [r1, r2], "those of the loading instance, before any that waits, for less than a step"
+    assert all(answer.keeps_prompt for answer in scene.answers if isinstance(answer, Recall))
+    cluster.return_recalled()
+    placement = scene.placement("r1", attempt=2)
+    assert placement is not None and placement.prefill.worker_id == "w1"
+    source = placement.prompt_source
+    assert source is not None and source.worker.worker_id == "w2" and source.wait_s == 0.0
+    assert placement.predicted.prefill_s == pytest.approx(STEP_S * (1 - 6 / NUM_LAYERS), rel=0.05)
+    assert cluster.at("w2")[:2] == ["r2", "r3"] and "r8" in cluster.at("w2"), "a prompt that waited takes its place"
+    reasons = [event.reason for event in scene.events if event.kind == "recall"]
+    assert reasons == ["w2 loads for 2.88 s more, w1 computes the other layers of attempt 1"] * 2
+    scene.check()
+
+
+def test_source_computes_on_until_next_worker_is_almost_free() -> None:
+    cluster = Cluster(num_layers=12)
+    cluster.admit(4)
+    scene = cluster.scene
+    scene.now += 0.1
+    scene.apply(Due())
+    assert cluster.recalls() == [AttemptKey("r1", 1)], "less than a step is ahead"
+    cluster.return_recalled()
+    placement = scene.placement("r1", attempt=2)
+    assert placement is not None and placement.prompt_source is not None
+    assert 0.2 < placement.prompt_source.wait_s < 0.38
+
+
+def test_loaded_instance_is_kept_for_recalled_prompt() -> None:
+    cluster = Cluster()
+    cluster.admit(12)
+    cluster.scene.now += STEP_S
+    cluster.scene.apply(FirstToken(AttemptKey("r0", 1)))
+    cluster.admit(1)
+    assert cluster.at("w1") == []
+    cluster.return_recalled()
+    assert cluster.at("w1") == ["r1"]
+
+
+def test_each_prompt_moves_once() -> None:
+    cluster = Cluster()
+    cluster.admit(2)
+    cluster.scene.now += STEP_S
+    cluster.scene.apply(FirstToken(AttemptKey("r0", 1)))
+    cluster.return_recalled()
+    cluster.scene.pass_time(0.1)
+    assert cluster.recalls() == [AttemptKey("r1", 1)]
+    attempt = cluster.scene.policy.state.attempts.get(AttemptKey("r1", 2))
+    assert attempt is not None and not attempt.may_be_recalled
+
+
+def test_prompt_that_loading_instance_computes_sooner_stays() -> None:
+    cluster = Cluster(num_layers=23)
+    cluster.admit(3)
+    assert len(cluster.at("w2")) == 1
+    cluster.scene.now += 0.1
+    cluster.scene.apply(Due())
+    assert cluster.recalls() == []
+
+
+def test_batch_work_is_not_bound_to_a_load_beyond_a_step() -> None:
+    cluster = Cluster()
+    cluster.admit(12, service_class=ServiceClass.BATCH)
+    assert len(cluster.at("w2")) <= 1
+
+
+def test_nothing_is_bound_beyond_a_step_before_first_layer() -> None:
+    cluster = Cluster(num_layers=0)
+    cluster.admit(12)
+    assert len(cluster.at("w2")) <= 1
+
+
+@pytest.mark.parametrize("mode", [LoadingPrompts.NONE, LoadingPrompts.KEPT])
+def test_other_strategies_move_nothing(mode: LoadingPrompts) -> None:
+    cluster = Cluster(mode=mode)
+    cluster.admit(12)
+    cluster.scene.now += STEP_S
+    cluster.scene.apply(FirstToken(AttemptKey("r0", 1)))
+    assert cluster.recalls() == []
+    assert (mode is LoadingPrompts.NONE) == (not cluster.at("w2"))
+    cluster.load(NUM_LAYERS)
+    assert cluster.at("w2"), "a loaded instance takes prompts"
+
+
+def test_lost_loading_instance_loses_no_prompt() -> None:
+    cluster = Cluster()
+    cluster.admit(12)
+    scene = cluster.scene
+    scene.now += STEP_S
+    scene.apply(FirstToken(AttemptKey("r0", 1)))
+    del scene.workers["w2"]
+    scene.pass_time(4.0)
+    cluster.return_recalled()
+    for attempt in scene.policy.state.attempts.attempts():
+        scene.apply(Release(attempt.admission.key, delivered=True))
+    placement = scene.placement("r1", attempt=2)
+    assert placement is not None and placement.prompt_source is None
+    scene.check()
