@@ -75,6 +75,15 @@ def test_top_shows_role_changes_with_their_reason() -> None:
     assert line.split()[:4] == ["prefill-0", "decode", "12", "s"]
 
 
+def test_top_shows_prompts_that_loaded_workers_took_over() -> None:
+    moving = view()
+    assert "began while loading" not in drawn(cluster_screen(moving, {}, "127.0.0.1:1"))
+    moving.instances[0].moves.add(worker_id="prefill-1", num_prompts=10, saved_s=3.2)
+    shown = drawn(cluster_screen(moving, {}, "127.0.0.1:1"))
+    (line,) = [line for line in shown.splitlines() if "prefill-1" in line]
+    assert line.split() == ["prefill-0", "prefill-1", "10", "3.2", "s"]
+
+
 def test_names_are_whole_at_100_columns() -> None:
     """A view of a cluster with wide numbers and workers of both roles."""
     full = view(10**9)

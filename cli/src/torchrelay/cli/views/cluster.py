@@ -110,6 +110,8 @@ def _screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_smal
         parts.append(models_table(view, packs, is_small))
     if changed := [instance for instance in view.instances if instance.roles_reason]:
         parts.append(role_changes_table(changed))
+    if moved := [instance for instance in view.instances if instance.moves]:
+        parts.append(moves_table(moved))
     if view.minimums:
         parts.append(minimums_table(view.minimums))
     if not view.instances:
@@ -167,6 +169,17 @@ def role_changes_table(instances: Iterable[scheduler_pb2.InstanceView]) -> Table
     table = ResultTable("roles changed", "to", "ago", "why", right=("ago",), whole=("roles changed",), is_narrow=True)
     for each in sorted(instances, key=lambda each: (each.roles_s, each.worker_id)):
         table.add_line(each.worker_id, roles_text(each.roles), format_duration(each.roles_s), Text(each.roles_reason))
+    return table
+
+
+def moves_table(instances: Iterable[scheduler_pb2.InstanceView]) -> Table:
+    """A row per pair of workers of which the first began prompts while it loaded and the second took them over."""
+    numbers = ("prompts", "saved")
+    table = ResultTable("began while loading", "taken over by", *numbers, right=numbers, is_narrow=True)
+    for instance in sorted(instances, key=lambda instance: instance.worker_id):
+        for moves in instance.moves:
+            number = str(moves.num_prompts)
+            table.add_line(instance.worker_id, moves.worker_id, number, format_duration(moves.saved_s))
     return table
 
 

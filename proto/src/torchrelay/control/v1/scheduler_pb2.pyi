@@ -796,6 +796,7 @@ class InstanceView(_message.Message):
     IDLE_S_FIELD_NUMBER: _builtins.int
     ROLES_REASON_FIELD_NUMBER: _builtins.int
     ROLES_S_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     model: _builtins.str
     version_id: _builtins.str
@@ -812,6 +813,10 @@ class InstanceView(_message.Message):
     """since then"""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.Role.ValueType]: ...
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptMoves]:
+        """prompts that it began while it loaded, and that other workers took over"""
+
     def __init__(
         self,
         *,
@@ -827,14 +832,42 @@ class InstanceView(_message.Message):
         idle_s: _builtins.float = ...,
         roles_reason: _builtins.str = ...,
         roles_s: _builtins.float = ...,
+        moves: _abc.Iterable[Global___PromptMoves] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_s", b"idle_s", "in_state_s", b"in_state_s", "instance_id", b"instance_id", "model", b"model", "num_running", b"num_running", "pack_id", b"pack_id", "roles", b"roles", "roles_reason", b"roles_reason", "roles_s", b"roles_s", "state", b"state", "version_id", b"version_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_s", b"idle_s", "in_state_s", b"in_state_s", "instance_id", b"instance_id", "model", b"model", "moves", b"moves", "num_running", b"num_running", "pack_id", b"pack_id", "roles", b"roles", "roles_reason", b"roles_reason", "roles_s", b"roles_s", "state", b"state", "version_id", b"version_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InstanceView: _TypeAlias = InstanceView  # noqa: Y015
+
+@_typing.final
+class PromptMoves(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    NUM_PROMPTS_FIELD_NUMBER: _builtins.int
+    SAVED_S_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """that took them over"""
+    num_prompts: _builtins.int
+    saved_s: _builtins.float
+    """computation that it need not do"""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        num_prompts: _builtins.int = ...,
+        saved_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompts", b"num_prompts", "saved_s", b"saved_s", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptMoves: _TypeAlias = PromptMoves  # noqa: Y015
 
 @_typing.final
 class ModelDemand(_message.Message):

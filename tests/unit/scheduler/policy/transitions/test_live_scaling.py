@@ -9,6 +9,7 @@ from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, ServiceClass, SlotStatus
 from torchrelay.scheduler.policy.effects import Recall
+from torchrelay.scheduler.policy.explain import placement_event
 from torchrelay.scheduler.policy.inputs import Due, FirstToken, Release
 from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
 
@@ -79,11 +80,18 @@ def test_loading_instance_begins_prompts_that_loaded_one_takes_over_in_order() -
     assert placement is not None and placement.prefill.worker_id == "w1"
     source = placement.prompt_source
     assert source is not None and source.worker.worker_id == "w2" and source.wait_s == 0.0
+    assert source.saved_s == pytest.approx(STEP_S * 6 / NUM_LAYERS, rel=0.05)
+    (shown,) = [place for place in scene.opened if place.key == AttemptKey("r1", 2)]
+    assert "; the layers that w2 computes save 120 ms; " in placement_event(shown).reason
     assert placement.predicted.prefill_s == pytest.approx(STEP_S * (1 - 6 / NUM_LAYERS), rel=0.05)
     assert cluster.at("w2")[:2] == ["r2", "r3"] and "r8" in cluster.at("w2"), "a prompt that waited takes its place"
     reasons = [event.reason for event in scene.events if event.kind == "recall"]
     assert reasons == ["w2 loads for 2.88 s more, w1 computes the other layers of attempt 1"] * 2
     scene.check()
+    cluster.load(NUM_LAYERS)
+    (loaded,) = [event for event in scene.events if event.topic == "instance.ready" and event.subject == "i of w2"]
+    assert loaded.reason.startswith("all 24 layers loaded in ") and "; w1 took over 2 prompts with " in loaded.reason
+    assert loaded.fields["num_moved"] == 2
 
 
 def test_source_computes_on_until_next_worker_is_almost_free() -> None:

@@ -337,6 +337,7 @@ class PromptSource(msgspec.Struct, frozen=True, gc=False):
     placed_at: float = 0.0
     prompt_s: float = 0.0  # predicted time of the whole prompt there, without a load
     wait_s: float = 0.0  # time from the placement until the next worker needs the prompt
+    saved_s: float = 0.0  # predicted computation that the next worker need not do
 
     def left_share(self, at: float) -> float:
         """Predicted share of the layers that the worker has not computed by then."""

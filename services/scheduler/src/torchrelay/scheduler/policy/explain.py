@@ -143,7 +143,7 @@ class ExplainLog:
         begin = min((attempt.admitted_at for attempt in attempts), default=0.0)
         of_model = self._decisions.get(timeline.model, ())
         decisions = [event for event in of_model if begin <= event.at <= timeline.ended_at]
-        places = [_placement_event(place) if isinstance(place, AttemptPlaced) else place for place in timeline.places]
+        places = [placement_event(place) if isinstance(place, AttemptPlaced) else place for place in timeline.places]
         return phases, sorted([*decisions, *places], key=lambda event: event.at)
 
     def model(self, name: str) -> list[SchedulerEvent]:
@@ -156,13 +156,17 @@ def _queue_phase(opened: AttemptPlaced) -> TimedPhase:
     return TimedPhase("queue", begin_us, end_us, "scheduler", f"attempt {opened.key.attempt}")
 
 
-def _placement_event(opened: AttemptPlaced) -> SchedulerEvent:
+def placement_event(opened: AttemptPlaced) -> SchedulerEvent:
+    """The event that shows a placement."""
     placement = opened.placement
     reason = (
         f"attempt {opened.key.attempt}: prefill on {placement.prefill.worker_id}, decode on "
         f"{placement.decode.worker_id}; first token predicted in {_ms(placement.predicted.ttft_s)}"
-        f"{', still loading' if placement.cold else ''}; {_wanted(opened)}"
+        f"{', still loading' if placement.cold else ''}"
     )
+    if (source := placement.prompt_source) is not None:
+        reason += f"; the layers that {source.worker.worker_id} computes save {_ms(source.saved_s)}"
+    reason += f"; {_wanted(opened)}"
     return SchedulerEvent(opened.placed_at, "place", opened.model, opened.key.request_id, reason)
 
 

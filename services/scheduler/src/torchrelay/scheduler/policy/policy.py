@@ -5,11 +5,11 @@ Called from a single thread, one input at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from torchrelay.common.quantities import format_duration
+from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.policy import inputs
 from torchrelay.scheduler.policy.cluster.instances import STORE_LOST, InstanceTransition, TransitionKind
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -353,6 +353,7 @@ class Policy:
             state.prompt_times.forget(instance.instance_id)
             state.token_times.forget(instance.instance_id)
             state.load_times.end(instance.instance_id)
+            state.prompt_moves.pop(instance.instance_id, None)
         fields = scaling.event_fields(instance)
         if change.before is not None:
             fields["in_state_s"] = now - change.before.since
@@ -363,7 +364,8 @@ class Policy:
                     state.load_failures.succeeded(instance.version_id, instance.worker_id)
                     state.attempts.resumed(instance.instance_id, now)
                     state.load_times.end(instance.instance_id, now - instance.created_at)
-                    reason = _ready_reason(instance, now - change.before.since)
+                    moves = state.prompt_moves.get(instance.instance_id, {})
+                    reason = _ready_reason(instance, now - change.before.since, moves)
                 phase = instance.phase.value
                 state.happened(now, phase, instance, reason, f"instance.{phase}", fields)
             case TransitionKind.ADOPTED:
@@ -394,6 +396,15 @@ class Policy:
                     lifecycle.refuse_if_given_up(state, admission, now)
 
 
-def _ready_reason(instance: Instance, took_s: float) -> Reason:
+def _ready_reason(instance: Instance, took_s: float, moves: Mapping[str, tuple[int, float]]) -> Reason:
+    """``moves``: the prompts that other workers took over meanwhile; see ``State.prompt_moves``."""
     layers = f"all {instance.num_layers} layers" if instance.num_layers > 1 else "all"
-    return Reason("loaded", f"{layers} loaded in {format_duration(took_s)}", {"num_layers": instance.num_layers})
+    text = f"{layers} loaded in {format_duration(took_s)}"
+    figures: dict[str, str | int | float] = {"num_layers": instance.num_layers}
+    for worker_id, (number, saved_s) in moves.items():
+        text += (
+            f"; {worker_id} took over {format_count(number, 'prompt')} with {format_duration(saved_s)} of computation"
+        )
+    if moves:
+        figures["num_moved"] = sum(number for number, _ in moves.values())
+    return Reason("loaded", text, figures)

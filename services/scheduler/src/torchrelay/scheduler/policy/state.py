@@ -91,6 +91,8 @@ class State:
     # By version and request: recalled prompts that are about to be placed again, until when they are expected, and how
     # long their computation takes.
     returning: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    # By loading instance and worker that took prompts over: their number, and the computation that it need not do.
+    prompt_moves: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     overdue_slots_at: dict[str, float] = field(default_factory=dict)  # by tenant, of the last turn; see ``Drain``
     whole_scale_due: float = 0.0  # next evaluation of all models at once, if they take no turns

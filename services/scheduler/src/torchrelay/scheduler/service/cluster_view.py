@@ -81,4 +81,10 @@ def _instance_view(controller: Controller, instance: Instance, now: float) -> sc
         idle_s=0.0 if num_open else now - controller.policy.state.instances.last_active(instance.instance_id),
         roles_reason=instance.roles_reason,
         roles_s=now - instance.roles_since if instance.roles_since else 0.0,
+        moves=[
+            scheduler_pb2.PromptMoves(worker_id=worker_id, num_prompts=number, saved_s=saved_s)
+            for worker_id, (number, saved_s) in controller.policy.state.prompt_moves.get(
+                instance.instance_id, {}
+            ).items()
+        ],
     )

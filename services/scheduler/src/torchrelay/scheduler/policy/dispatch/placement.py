@@ -127,8 +127,9 @@ def _prompt_source(
     if source is None or source.worker.worker_id == entry.worker_ref.worker_id:
         return None
     ahead_s = entry.ahead_s(prefill.work.queue, now)
-    lead_s = MOVE_S + transfer_s(source.host_id, entry.host_id) * (1 - source.left_share(now + ahead_s))
-    return msgspec.structs.replace(source, wait_s=max(ahead_s - lead_s, 0.0))
+    share = 1 - source.left_share(now + ahead_s)
+    lead_s = MOVE_S + transfer_s(source.host_id, entry.host_id) * share
+    return msgspec.structs.replace(source, wait_s=max(ahead_s - lead_s, 0.0), saved_s=source.prompt_s * share)
 
 
 def _pause_after_s(admission: core.Admission, candidate: Candidate, *, is_answered_there: bool) -> float:

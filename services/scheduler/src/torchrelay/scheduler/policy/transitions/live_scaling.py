@@ -42,11 +42,11 @@ def take_over(state: State, version_id: str, now: float) -> None:
             if not movable:
                 return
             attempt, source = min(movable, key=lambda pair: pair[0].placed_at)
-            left_s = MOVE_S + _left_s(attempt, source, now + ahead_s)
+            left_s = _left_s(attempt, source, now + ahead_s)
             here_s = source.computed_s(_left_s(attempt, source, now), now)
-            if here_s <= ahead_s + left_s + MOVE_S:
+            if here_s <= ahead_s + left_s + 2 * MOVE_S:
                 break
-            ahead_s += left_s
+            ahead_s += left_s + MOVE_S
             _recall(state, attempt, source, target, left_s, now)
 
 
@@ -173,10 +173,13 @@ def _first(state: State, source: RosterEntry) -> OpenAttempt | None:
 def _recall(
     state: State, attempt: OpenAttempt, source: RosterEntry, target: RosterEntry, left_s: float, now: float
 ) -> None:
-    key = attempt.admission.key
-    state.returning.setdefault(attempt.admission.version_id, {})[key.request_id] = now + _RETURN_S, left_s
+    key, worker_id = attempt.admission.key, target.worker_ref.worker_id
+    state.returning.setdefault(attempt.admission.version_id, {})[key.request_id] = now + _RETURN_S, left_s + MOVE_S
+    moves = state.prompt_moves.setdefault(source.instance_id, {})
+    number, saved_s = moves.get(worker_id, (0, 0.0))
+    moves[worker_id] = number + 1, saved_s + attempt.placement.predicted.prefill_s - left_s
     reason = (
         f"{source.worker_ref.worker_id} loads for {format_duration(source.load_left_s(now))} more, "
-        f"{target.worker_ref.worker_id} computes the other layers of attempt {key.attempt}"
+        f"{worker_id} computes the other layers of attempt {key.attempt}"
     )
     recalls.order(state, attempt, is_loading=True, reason=reason, now=now)
