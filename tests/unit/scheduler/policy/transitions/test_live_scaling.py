@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
@@ -20,29 +22,43 @@ MODEL = a_model()
 
 
 class Cluster:
-    """A loaded worker, ``w1``, and ``w2``, which has loaded ``num_layers`` in as many times 0.16 s."""
+    """Loaded workers, and workers that have loaded ``num_layers`` in as many times 0.16 s, each on its own host."""
 
-    def __init__(self, num_layers: int = 3, mode: LoadingPrompts = LoadingPrompts.MOVED, **config: object) -> None:
-        self.scene = PaperCluster(PolicyConfig(max_instances=2, **config))  # type: ignore[arg-type]
+    def __init__(
+        self,
+        num_layers: int = 3,
+        mode: LoadingPrompts = LoadingPrompts.MOVED,
+        loaded: Sequence[str] = ("w1",),
+        loading: Sequence[str] = ("w2",),
+    ) -> None:
+        self.scene = PaperCluster(PolicyConfig(max_instances=len(loaded) + len(loading)))
         self.scene.policy.state.strategies = Strategies(loading_prompts=mode)
-        self.scene.settle(a_store("s1", "host-1"), a_store("s2", "host-2"))
-        self.begun_at = self.scene.now
-        self._report("w1", "host-1", InstancePhase.READY, NUM_LAYERS)
-        self._report("w2", "host-2", InstancePhase.LOADING, 0)
+        self.scene.settle(*(a_store(f"s of {worker_id}", f"h of {worker_id}") for worker_id in (*loaded, *loading)))
+        self.begun_at, self._loading = self.scene.now, loading
+        for worker_id in loaded:
+            self._report(worker_id, InstancePhase.READY, NUM_LAYERS)
+        for worker_id in loading:
+            self._report(worker_id, InstancePhase.LOADING, 0)
         self.load(num_layers)
 
-    def _report(self, worker_id: str, host_id: str, phase: InstancePhase, num_ready: int) -> None:
+    def _report(self, worker_id: str, phase: InstancePhase, num_ready: int) -> None:
         slot = SlotStatus(
             phase, f"i of {worker_id}", MODEL.name, MODEL.version_id, MODEL.pack_id, BOTH, num_ready, NUM_LAYERS
         )
-        self.scene.workers[worker_id] = a_worker(worker_id, host_id, slot=slot, latency=LATENCY)
+        self.scene.workers[worker_id] = a_worker(worker_id, f"h of {worker_id}", slot=slot, latency=LATENCY)
         self.scene.report(worker_id)
 
     def load(self, num_layers: int) -> None:
         """Passes the time until so many layers are loaded."""
         self.scene.now = max(self.begun_at + num_layers * 0.16, self.scene.now)
         phase = InstancePhase.READY if num_layers == NUM_LAYERS else InstancePhase.LOADING
-        self._report("w2", "host-2", phase, num_layers)
+        for worker_id in self._loading:
+            self._report(worker_id, phase, num_layers)
+
+    def compute_first(self, worker_id: str) -> None:
+        """Passes the time of a prompt; then the worker has computed the first that is bound to it."""
+        self.scene.now += STEP_S
+        self.scene.apply(FirstToken(AttemptKey(self.at(worker_id)[0], 1)))
 
     def admit(self, number: int, service_class: ServiceClass = ServiceClass.STANDARD) -> None:
         for _ in range(number):
@@ -161,6 +177,37 @@ def test_other_strategies_move_nothing(mode: LoadingPrompts) -> None:
     assert (mode is LoadingPrompts.NONE) == (not cluster.at("w2"))
     cluster.load(NUM_LAYERS)
     assert cluster.at("w2"), "a loaded instance takes prompts"
+
+
+def test_several_loading_instances_share_prompts_that_one_takes_over_in_order() -> None:
+    cluster = Cluster(loading=("w2", "w3"))
+    cluster.admit(16)
+    assert cluster.at("w1") == ["r0"] and len(cluster.at("w2")) == len(cluster.at("w3")) == 7
+    bound = {request_id: worker_id for worker_id in ("w2", "w3") for request_id in cluster.at(worker_id)}
+    assert bound["r1"] != bound["r2"], "the one with the least work takes the next"
+    cluster.compute_first("w1")
+    assert [key.request_id for key in cluster.recalls()] == ["r1", "r2"]
+    for number in range(2):
+        cluster.return_recalled(number)
+    sources = [cluster.scene.placement(f"r{number}", attempt=2) for number in (1, 2)]
+    assert {place.prompt_source.worker.worker_id for place in sources if place and place.prompt_source} == {"w2", "w3"}
+    cluster.scene.check()
+
+
+def test_several_loaded_instances_take_over_from_one() -> None:
+    cluster = Cluster(num_layers=12, loaded=("w0", "w1"))
+    cluster.admit(9)
+    assert len(cluster.at("w0")) == len(cluster.at("w1")) == 1 and len(cluster.at("w2")) == 6
+    cluster.scene.now += STEP_S
+    for worker_id in ("w0", "w1"):
+        cluster.scene.apply(
+            FirstToken(next(iter(cluster.scene.policy.state.attempts.at(f"i of {worker_id}").prefills)))
+        )
+    assert [key.request_id for key in cluster.recalls()] == [f"r{n}" for n in range(2, 8)]
+    for number in range(6):
+        cluster.return_recalled(number)
+    assert len(cluster.at("w0")) == len(cluster.at("w1")) == 3, "less than half of each is left"
+    cluster.scene.check()
 
 
 def test_lost_loading_instance_loses_no_prompt() -> None:

@@ -41,7 +41,7 @@ def take_over(state: State, version_id: str, now: float) -> None:
             movable = [(attempt, source) for source in sources if (attempt := _first(state, source)) is not None]
             if not movable:
                 return
-            attempt, source = min(movable, key=lambda pair: pair[0].placed_at)
+            attempt, source = min(movable, key=lambda pair: (pair[0].placed_at, pair[0].admission.key))
             left_s = _left_s(attempt, source, now + ahead_s)
             here_s = source.computed_s(_left_s(attempt, source, now), now)
             if here_s <= ahead_s + left_s + 2 * MOVE_S:
