@@ -82,6 +82,7 @@ def a_candidate(
             Placement(AttemptKey("", 1), entry.worker_ref, entry.worker_ref, False),
         )
         work.decodes[key] = OpenAttempt(an_admission(MODEL, key.request_id), placement, 0.0, 0, is_computed=True)
+        work.num_answers += 1
     return Candidate(entry, work, num_cached_tokens=cached)
 
 

@@ -52,6 +52,7 @@ class BoundWork:
     kv_bytes: int = 0
     num_choices: int = 0  # choices that decode, which is the largest batch of a step
     num_attended: int = 0  # positions that such a step attends to
+    num_answers: int = 0  # decoding attempts that have their first token
 
     @property
     def num_open(self) -> int:
@@ -63,7 +64,7 @@ class BoundWork:
     @property
     def has_answers(self) -> bool:
         """Whether the instance decodes answers that have their first token."""
-        return len(self.decodes) > len(self.prefills)
+        return self.num_answers > 0
 
     @property
     def is_idle(self) -> bool:
@@ -113,6 +114,7 @@ class OpenAttempts:
         decode.kv_bytes += attempt.kv_bytes
         decode.num_choices += attempt.admission.num_choices
         decode.num_attended += attempt.num_attended
+        decode.num_answers += attempt.is_computed
         for instance_id in attempt.instance_ids:
             self._on_change(instance_id)
 
@@ -128,6 +130,7 @@ class OpenAttempts:
         if attempt is None or attempt.is_computed:
             return None
         attempt.is_computed, attempt.computed_at = True, now
+        self._bound[attempt.placement.decode.instance_id].num_answers += 1
         self._leave_prefill(attempt, now)
         self._on_change(attempt.placement.prefill.instance_id)
         return attempt
@@ -143,6 +146,7 @@ class OpenAttempts:
         decode.kv_bytes -= attempt.kv_bytes
         decode.num_choices -= attempt.admission.num_choices
         decode.num_attended -= attempt.num_attended
+        decode.num_answers -= attempt.is_computed
         if decode.is_idle:
             del self._bound[instance_id]
         elif not decode.has_answers:
@@ -177,14 +181,17 @@ class OpenAttempts:
         """Checks that sums agree with the attempts and that no pool (``pools``: KV bytes by instance) is exceeded."""
         kv_bytes: dict[str, int] = {}
         num_choices: dict[str, int] = {}
+        num_answers: dict[str, int] = {}
         for attempt in self._open.values():
             decode = attempt.placement.decode.instance_id
             kv_bytes[decode] = kv_bytes.get(decode, 0) + attempt.kv_bytes
             num_choices[decode] = num_choices.get(decode, 0) + attempt.admission.num_choices
+            num_answers[decode] = num_answers.get(decode, 0) + attempt.is_computed
         for instance_id, work in self._bound.items():
             assert not work.is_idle
             assert work.kv_bytes == kv_bytes.get(instance_id, 0)
             assert work.num_choices == num_choices.get(instance_id, 0)
+            assert work.num_answers == num_answers.get(instance_id, 0)
             assert len(work.queue) == len(work.prefills)
         bound = {key for work in self._bound.values() for key in (*work.prefills, *work.decodes)}
         assert bound == set(self._open)

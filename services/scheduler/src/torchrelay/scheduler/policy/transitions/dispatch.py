@@ -126,7 +126,7 @@ def _placement(
         return _placement_among(state, admission, model, entries, now)
     free = live_scaling.without_reserved(state, admission, entries, now)
     placement = _placement_among(state, admission, model, free, now)
-    if isinstance(placement, NoPlacement) and not placement.is_own:
+    if isinstance(placement, NoPlacement) and not placement.is_own and not admission.was_recalled:
         ahead = live_scaling.entries_ahead(state, admission, model, entries, now)
         if ahead and not isinstance(placed := _place_at(state, admission, model, ahead, now), NoPlacement):
             return placed

@@ -73,12 +73,16 @@ def returned(state: State, admission: Admission) -> None:
 def without_reserved(
     state: State, admission: Admission, entries: Sequence[RosterEntry], now: float
 ) -> Sequence[RosterEntry]:
-    """The entries, of which those that recalled prompts are about to take play no prefill for another prompt."""
+    """The entries, of which those that recalled prompts are about to take play no prefill for another prompt, and the
+    loading instance that a prompt has left plays none for that prompt.
+    """
     if state.strategies.loading_prompts is LoadingPrompts.NONE:
         loading = {entry.instance_id for entry in entries if entry.phase is InstancePhase.LOADING}
         return _without_prefill(entries, loading)
     if admission.was_recalled:
-        return entries
+        source = admission.prompt_source
+        has_other = any(entry.plays_prefill and entry.phase is not InstancePhase.LOADING for entry in entries)
+        return _without_prefill(entries, {source.worker.instance_id}) if source and has_other else entries
     return _without_prefill(entries, _free(state, admission.version_id, entries, now)[1])
 
 
