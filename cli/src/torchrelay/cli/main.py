@@ -69,6 +69,7 @@ def main() -> None:
 
     A reader that went away (``| head``) is not reported.
     """
+    console.write_any_text()
     try:
         try:
             app()

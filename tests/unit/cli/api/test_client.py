@@ -41,6 +41,32 @@ def test_https_to_plain_gateway_hints_at_http(gateway: FakeGateway) -> None:
     assert (caught.value.message, caught.value.hint) == (f"{url} does not speak TLS", f"write {gateway.url}")
 
 
+@pytest.mark.parametrize("key", [f"{TENANT_KEY}\n", f"{TENANT_KEY}\r\n", f" {TENANT_KEY}", f"\t{TENANT_KEY} \n"])
+def test_white_space_around_a_key_is_nothing(gateway: FakeGateway, key: str) -> None:
+    with GatewayClient(gateway.url, key) as client:
+        assert client.call("GET", "/v1/models")["data"]
+
+
+@pytest.mark.parametrize("key", [f"{TENANT_KEY}\nX-Other: 1", f"{TENANT_KEY} b", "tr-schlüssel", f"{TENANT_KEY}\x00"])
+def test_malformed_key_is_refused_without_repeating_it(gateway: FakeGateway, key: str) -> None:
+    with pytest.raises(CliError) as caught:
+        GatewayClient(gateway.url, key)
+    assert caught.value.message == "the key has characters that no key has" and key[:6] not in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
+def test_loopback_asks_no_proxy(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The proxy would get the key; it cannot reach this host's loopback anyway."""
+    for variable in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")  # nothing listens there
+    for variable in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    with GatewayClient(gateway.url.replace("127.0.0.1", name), TENANT_KEY) as client:
+        assert client.call("GET", "/v1/models")["data"]
+    with GatewayClient("http://192.0.2.1:8080", TENANT_KEY) as client, pytest.raises(Unreachable, match="refused"):
+        client.call("GET", "/v1/models")  # of the proxy: other hosts may be behind it
+
+
 def test_request_waits_for_restarting_gateway() -> None:
     with running_gateway() as before:
         port = int(before.url.rpartition(":")[2])

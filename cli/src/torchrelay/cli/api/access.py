@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.client import GatewayClient, clean_key
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.gateway.core import checked_target_s
@@ -109,10 +109,10 @@ def tenant_access(home: Path | None, url: str | None, key: str | None) -> Access
     gateway, local = _gateway(home, url)
     key = key or os.environ.get("TORCHRELAY_API_KEY")
     if local is not None:
-        return Access(gateway, key or local.saved_key() or local.admin_key(), local)
+        key = key or local.saved_key() or local.admin_key()
     if not key:
         raise CliError(f"no API key for {gateway}", _NEED_KEY)
-    return Access(gateway, key)
+    return Access(gateway, clean_key(key), local)
 
 
 def admin_access(home: Path | None, url: str | None, key: str | None) -> Access:
@@ -121,7 +121,7 @@ def admin_access(home: Path | None, url: str | None, key: str | None) -> Access:
     key = key or (local.admin_key() if local else os.environ.get("TORCHRELAY_API_KEY"))
     if not key:
         raise CliError(f"no admin key for {gateway}", _NEED_KEY)
-    return Access(gateway, key, local)
+    return Access(gateway, clean_key(key), local)
 
 
 def _gateway(home: Path | None, url: str | None) -> tuple[str, Home | None]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from io import TextIOWrapper
 from typing import Any, Literal, TypeVar
 
 from rich import box
@@ -17,7 +19,23 @@ from torchrelay.cli.errors import CliError
 T = TypeVar("T")
 NARROW_CELLS = 100  # below this width tables drop optional columns
 _ID = re.compile(r"\b((?:[a-z]+-)+[0-9a-z]{6})[0-9a-z]{14}\b")
+_SUBSTITUTES = {"…": ".", "█": "#", "░": ".", "─": "-", "━": "-", "╸": "-", "╺": "-", "│": "|", "•": "*", "→": ">"}
 _PIPED_WIDTH = 200  # a pipe has no width: tables must not be cut off at 80 columns
+
+
+def write_any_text() -> None:
+    """Makes standard output and standard error write a plain substitute for what their encoding lacks."""
+    codecs.register_error("plain", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="plain")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    return "".join(_SUBSTITUTES.get(character, "?") for character in text), error.end
 
 
 def out() -> Console:

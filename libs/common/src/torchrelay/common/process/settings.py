@@ -89,6 +89,7 @@ class ServiceSettings(BaseSettings):
         env_prefix=PREFIX,
         extra="ignore",
         frozen=True,
+        str_strip_whitespace=True,  # a key or address that was read from a file may have its line end
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_hide_none_type=True,

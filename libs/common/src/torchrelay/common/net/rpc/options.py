@@ -14,4 +14,5 @@ OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 0),
+    ("grpc.enable_http_proxy", 0),  # a proxy of the environment is for the outside, not for the cluster's own calls
 ]
