@@ -49,9 +49,16 @@ def one_torch_thread() -> None:
 
 @pytest.fixture(scope="package")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    """A prefill and a decode worker; models go to zero after 3 idle seconds."""
-    with running_platform(tmp_path_factory.mktemp("platform"), (*SMALL, "--idle-timeout-s", "3")) as running:
+    """A prefill and a decode worker; models go to zero after 3 idle seconds.
+
+    Its home has characters that URLs, configuration files and shells give a meaning, and a proxy of the environment
+    would answer nothing.
+    """
+    home = tmp_path_factory.mktemp("platform") / "plätform 数 #1 50%? \"q' \\z"
+    proxy = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy", "all_proxy"), "http://127.0.0.1:9")
+    with running_platform(home, (*SMALL, "--idle-timeout-s", "3"), proxy) as running:
         yield running
+        assert [path.name for path in home.parent.iterdir()] == [home.name]
 
 
 @pytest.fixture(scope="package")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from torchrelay.cli.api.scheduler_client import environment_settings
 from torchrelay.cli.errors import CliError
@@ -186,7 +186,7 @@ class StackPlan:
 
     def _nats_settings(self, folder: Path) -> str:
         # By default NATS sets aside no more than the disk has free at the moment. Ours is bounded by its streams.
-        storage = f"jetstream {{ store_dir: {json.dumps(str(folder))}, max_file_store: 1TB }}"
+        storage = f"jetstream {{ store_dir: {_nats_string(str(folder))}, max_file_store: 1TB }}"
         return f"{storage}\n{authorization(self._nats_users())}"
 
     def _tls_settings(self, name: str) -> dict[str, str]:
@@ -285,7 +285,7 @@ class StackPlan:
         env = {
             "TORCHRELAY_HOST": self._options.host,
             "TORCHRELAY_DATABASE_URL": os.environ.get(
-                "TORCHRELAY_DATABASE_URL", f"sqlite:///{self._home.path / 'ledger.db'}"
+                "TORCHRELAY_DATABASE_URL", f"sqlite:///{quote(str(self._home.path / 'ledger.db'))}"
             ),
             "TORCHRELAY_REDIS_URL": self._redis_url,
             "TORCHRELAY_ADMIN_KEY": self._home.admin_key(),
@@ -301,3 +301,9 @@ class StackPlan:
         if self._options.idle_timeout_s:  # the gateway reports it to tenants
             env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
         return self._service("gateway", "torchrelay-gateway", env, GATEWAY_USER, is_public=True)
+
+
+def _nats_string(text: str) -> str:
+    """The text as a string of nats-server's configuration, which has other escapes than JSON."""
+    escapes = {'"': '\\"', "\\": "\\\\"} | {chr(code): f"\\x{code:02X}" for code in range(32)}
+    return '"' + "".join(escapes.get(character, character) for character in text) + '"'

@@ -94,7 +94,7 @@ class StartupProgress:
         show(f"  home   {self._home.path}  [dim](keys, ledger, logs/)[/]")
         show("\nNext, in another terminal:\n")
         if self._home.path != DEFAULT_HOME.absolute():
-            show(f"  export TORCHRELAY_HOME={self._home.path}", soft_wrap=True)
+            show(f"  export TORCHRELAY_HOME={shlex.quote(str(self._home.path))}", soft_wrap=True)
         venv = Path(sys.prefix) if sys.prefix != sys.base_prefix else None
         for line in next_steps(Path.cwd(), venv, self._home.saved_key() is not None):
             show(f"  {line}", soft_wrap=True, markup=False)
