@@ -7,7 +7,7 @@ from sqlalchemy import update
 
 from tests.unit.gateway.conftest import AccountingRig
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.gateway.billing.usage_query import GroupBy, UsageFilter, billed_sums, instant_of, usage_sums
+from torchrelay.gateway.billing.usage_query import GroupBy, UsageFilter, billed_sums, end_of, instant_of, usage_sums
 from torchrelay.gateway.core import ChoiceUsage, FinishCause
 from torchrelay.gateway.sql.tables import ledger
 
@@ -81,10 +81,18 @@ async def test_bill_has_a_sum_per_model_and_price(settled: AccountingRig) -> Non
     ]
 
 
+def test_date_as_end_includes_its_day() -> None:
+    assert end_of("2026-11-20", "to") == instant_of("2026-11-21", "to")
+    assert end_of("2026-11-20T12:00:00Z", "to") == end_of(str(NOON // 10**6), "to") == NOON
+
+
 def test_times_are_read_as_utc() -> None:
     assert instant_of("2026-11-20", "from") == NOON - DAY // 2
     assert instant_of("2026-11-20T13:00:00+01:00", "from") == NOON
     assert instant_of(str(NOON // 10**6), "from") == NOON
+    for unescaped in ("2026-11-20T13:00:00 01:00", "2026-11-20T13:00 01:00", "2026-11-20T13:00:00.000 0100"):
+        assert instant_of(unescaped, "from") == NOON
+    assert instant_of("2026-11-20 12:00", "from") == NOON
     for wrong in ("", "yesterday", "2026-13-01", "12", "9" * 30):
         with pytest.raises(InvalidRequest) as raised:
             instant_of(wrong, "from")

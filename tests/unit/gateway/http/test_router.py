@@ -190,3 +190,22 @@ async def test_known_caller_takes_turns_outside_the_token_path(rig: RestRig) -> 
     for path in ("/v1/models", "/health", "/v1/none"):
         assert group(path, rig.acme.headers["authorization"]) == ClientGroup(acme.tenant_id, is_authenticated=True)
         assert group(path, "Bearer tr-nobody") == keyless
+
+
+@pytest.mark.parametrize("path", ["/v1//models", "//v1/models", "/v1/models/", "///v1///models//"])
+async def test_path_with_empty_parts_is_the_path_without_them(rig: RestRig, path: str) -> None:
+    async with raw_connection(rig.port) as raw:
+        await raw.send(head("GET", path, authorization=rig.acme.headers["authorization"]))
+        answer = await raw.answer(5)
+    assert answer.status == 200 and json.loads(answer.body)["object"] == "list"
+
+
+@pytest.mark.parametrize("path", ["/v1/keys", "/v1/uploads"])
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip"])
+async def test_compressed_body_is_refused_by_name(rig: RestRig, path: str, encoding: str) -> None:
+    headers = {"authorization": rig.acme.headers["authorization"], "content_encoding": encoding}
+    async with raw_connection(rig.port) as raw:
+        await raw.send(head("POST", path, content_length=2, **headers) + b"{}")
+        answer = await raw.answer(5)
+    assert answer.status == 415
+    assert answer.message == f"Content-Encoding '{encoding}' is not supported: send the body without compression"

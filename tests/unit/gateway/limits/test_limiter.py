@@ -91,16 +91,20 @@ async def test_largest_cost_is_reserved_until_the_release(
     first = await limits.admit(budgeted, MODEL, 10, 100)  # 1010 at most
     assert first.reserved_nano == 1010
     await limits.admit(budgeted, MODEL, 10, 100)
-    with pytest.raises(QuotaExceeded) as refused:
+    with pytest.raises(RateLimited) as waiting:  # what is reserved comes back soon, for the most part
         await limits.admit(budgeted, MODEL, 10, 100)
+    assert "running requests reserve $0.00000202 of the budget of $0.0000025" in waiting.value.message
+    assert waiting.value.retry_after_s == 1.0
+    with pytest.raises(QuotaExceeded) as refused:  # it would not fit if nothing ran
+        await limits.admit(budgeted, MODEL, 10, 210)
     numbers = (
         "budget of $0.0000025 of tenant acme exceeded: $0.0000004 spent, $0.00000202 reserved",
-        "may cost $0.00000101",
+        "may cost $0.00000211",
     )
     assert all(part in refused.value.message for part in (*numbers, "torchrelay tenant set acme --budget"))
     await limits.release(first, 50)  # now 450 spent, 1010 reserved
     await limits.admit(budgeted, MODEL, 10, 100)
-    with pytest.raises(QuotaExceeded):
+    with pytest.raises(RateLimited):
         await limits.admit(budgeted, MODEL, 10, 3)
     await limits.admit(budgeted, MODEL, 20, 1)
 
@@ -112,7 +116,7 @@ async def test_repeated_release_counts_once(parts: AccountingRig, limits: Limite
     for _ in range(3):  # as after lost answers
         assert await limits.release(first, 200)
     await limits.admit(budgeted, MODEL, 10, 100)  # 200 spent, 1010 reserved
-    with pytest.raises(QuotaExceeded):
+    with pytest.raises(RateLimited):
         await limits.admit(budgeted, MODEL, 1, 0)
 
 
@@ -138,7 +142,7 @@ async def test_unreleased_reservation_ends_with_its_lease(
     budgeted = replace(principal, budget_nano=1010)
     await limits.admit(budgeted, MODEL, 10, 100)
     clock.now += 59
-    with pytest.raises(QuotaExceeded):
+    with pytest.raises(RateLimited):
         await limits.admit(budgeted, MODEL, 10, 100)
     clock.now += 1
     await limits.admit(budgeted, MODEL, 10, 100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from dataclasses import replace
 from typing import Any
@@ -228,6 +229,16 @@ async def test_invalid_fields_are_named(rig: TokenPathRig) -> None:
         assert refusal == (400, param, code, "invalid_request_error"), (path, change, error)
         assert response.headers["x-request-id"]
     assert not rig.ports.opened and not rig.ports.reserved
+
+
+async def test_compressed_body_is_refused_by_name(rig: TokenPathRig) -> None:
+    body = gzip.compress(b'{"model": "echo", "prompt": [1]}')
+    for path in ("completions", "chat/completions"):
+        response = await rig.http.post(f"/v1/{path}", content=body, headers={"Content-Encoding": "gzip"})
+        assert response.status_code == 415
+        error = response.json()["error"]
+        assert error["message"] == "Content-Encoding 'gzip' is not supported: send the body without compression"
+        assert error["param"] == "Content-Encoding"
 
 
 async def test_other_refusals_have_their_status(rig: TokenPathRig) -> None:

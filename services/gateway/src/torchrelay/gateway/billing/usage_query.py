@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from torchrelay.gateway.sql.tables import ledger, prices
 
 _TIME_LIMIT_S = 30.0  # sums over millions of rows
 GroupBy = Literal["key", "model", "day"]
+_UNESCAPED_OFFSET = re.compile(r"(:\d\d(?:\.\d+)?) (\d\d:?\d\d)$")
 _DAY_US = 86_400_000_000
 
 
@@ -54,17 +56,24 @@ class UsageSum:
 def instant_of(text: str, field: str) -> int:
     """Unix microseconds of a date, an ISO 8601 time (UTC by default) or Unix seconds.
 
-    Raises ``InvalidRequest`` about ``field``.
+    A space before the offset of a time zone is a `+` that was not escaped in a query. Raises ``InvalidRequest`` about
+    ``field``.
     """
     try:
         if text.isdigit() and 8 < len(text) <= 11:  # up to the year 5138
             return int(text) * 1_000_000
-        moment = datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(_UNESCAPED_OFFSET.sub(r"\1+\2", text))
     except ValueError as error:
         message = f"{text!r} is not a valid time; use a date (2026-11-21), an ISO 8601 time or Unix seconds"
         raise InvalidRequest(message, field=field) from error
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return (moment - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
+
+
+def end_of(text: str, field: str) -> int:
+    """``instant_of`` the end of a period: a date includes its day."""
+    is_date = len(text) == len("2026-11-21") and text[4] == text[7] == "-"
+    return instant_of(text, field) + (_DAY_US if is_date else 0)
 
 
 async def usage_sums(database: Database, filter_: UsageFilter, group_by: GroupBy | None) -> list[UsageSum]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -48,6 +49,7 @@ class AsgiRouter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"unsupported ASGI scope {scope['type']}")
+        scope = _with_plain_path(scope)
         if scope["path"] in PATHS:
             await self._tokens(scope, receive, send)
             return
@@ -91,6 +93,17 @@ class AsgiRouter:
         with self._shares.body_bytes.account(tenant_id) as body_bytes:
             body = bytes(await request.read(self._max_body_bytes, body_bytes))
             await self._rest(scope, _replayed(body, request.receive), send)
+
+
+def _with_plain_path(scope: Scope) -> Scope:
+    """The scope with a path without empty parts, as some clients join a base URL and a route. The names of uploaded
+    files stay as they are.
+    """
+    path: str = scope["path"]
+    if ("//" in path or path.endswith("/")) and not _UPLOAD_OF_FILE.search(path):
+        path = "/" + "/".join(filter(None, path.split("/")))
+        return {**scope, "path": path, "raw_path": quote(path).encode()}
+    return scope
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

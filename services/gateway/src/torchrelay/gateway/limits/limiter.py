@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchrelay.gateway.limits.script_runner import RedisScriptRunner
 
 _SPENT_TTL_S = 60
+_RESERVED_RETRY_S = 1.0  # running requests usually cost a small part of their reservation
 
 
 class Limiter:
@@ -56,7 +57,8 @@ class Limiter:
     ) -> Reservation:
         """Takes one request from the key's bucket and reserves the largest possible cost from the tenant's budget.
 
-        ``max_output_tokens`` is the sum over all choices. Raises ``RateLimited`` or ``QuotaExceeded``.
+        ``max_output_tokens`` is the sum over all choices. Raises ``RateLimited``, also while running requests reserve
+        what this one needs, or ``QuotaExceeded``.
         """
         if principal.requests_per_minute is None and principal.budget_nano is None:
             return Reservation("", principal.tenant_id, 0)
@@ -72,7 +74,10 @@ class Limiter:
                 retry_after_s=float(answer[1]),
             )
         if answer[0] == b"budget":
-            raise _over_budget(principal, reservation, *map(int, answer[1:]))
+            spent_nano, reserved_nano = map(int, answer[1:])
+            if spent_nano + reserved <= (principal.budget_nano or 0):
+                raise _budget_is_reserved(principal, reserved_nano)
+            raise _over_budget(principal, reservation, spent_nano, reserved_nano)
         return reservation
 
     async def release(self, reservation: Reservation, cost_nano: int) -> bool:
@@ -115,6 +120,15 @@ class Limiter:
         async with self._database.read() as connection:
             spent_nano: int = (await connection.execute(query)).scalar_one()
         return spent_nano
+
+
+def _budget_is_reserved(principal: Principal, reserved_nano: int) -> RateLimited:
+    tenant, budget = principal.tenant, dollars(principal.budget_nano or 0)
+    return RateLimited(
+        f"running requests reserve {dollars(reserved_nano)} of the budget of {budget} of tenant {tenant}; try again "
+        "once they have ended, or lower max_tokens",
+        retry_after_s=_RESERVED_RETRY_S,
+    )
 
 
 def _over_budget(principal: Principal, requested: Reservation, spent_nano: int, reserved_nano: int) -> QuotaExceeded:

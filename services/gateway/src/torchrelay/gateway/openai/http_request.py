@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.types import Receive, Scope
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.validation import quote_value
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.inference.interfaces import Authenticator
@@ -20,6 +21,16 @@ class BodyTooLarge(InvalidRequest):
         super().__init__(f"the body is larger than {max_bytes:,} bytes (the gateway's max_body_bytes setting)")
 
 
+class EncodedBody(InvalidRequest):
+    """A compressed body."""
+
+    http_status = 415
+
+    def __init__(self, encoding: str) -> None:
+        text = f"Content-Encoding {quote_value(encoding)} is not supported: send the body without compression"
+        super().__init__(text, field="Content-Encoding")
+
+
 class HttpRequest:
     """An HTTP request. Nothing of its body is read before ``read`` or ``receive`` is called."""
 
@@ -28,6 +39,7 @@ class HttpRequest:
         self.receive = receive
         self.authorization: str | None = None
         self._declared_bytes = 0
+        self._encoding = "identity"
         self.has_unread_body = False
         self._has_key = True  # until ``authenticate`` fails
         for name, value in scope["headers"]:
@@ -38,6 +50,8 @@ class HttpRequest:
                 self.has_unread_body = self._declared_bytes > 0
             elif name == b"transfer-encoding":
                 self.has_unread_body = True
+            elif name == b"content-encoding":
+                self._encoding = value.decode("latin-1").strip().lower()
 
     @property
     def must_close(self) -> bool:
@@ -56,9 +70,11 @@ class HttpRequest:
     async def read(self, max_bytes: int, account: ShareAccount) -> bytearray:
         """The whole body, counted in ``account`` as it arrives.
 
-        Raises ``BodyTooLarge``, at once if that much is declared; ``ClientDisconnected`` before the end of the body,
-        and as ``ShareAccount.take``.
+        Raises ``EncodedBody``; ``BodyTooLarge``, at once if that much is declared; ``ClientDisconnected`` before the
+        end of the body, and as ``ShareAccount.take``.
         """
+        if self._encoding not in ("identity", "") and self.has_unread_body:
+            raise EncodedBody(self._encoding)
         if self._declared_bytes > max_bytes:
             raise BodyTooLarge(max_bytes)
         received = bytearray()

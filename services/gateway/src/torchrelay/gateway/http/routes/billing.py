@@ -14,7 +14,15 @@ from torchrelay.gateway.billing.bills import BilledSum, bill_amount, month_bound
 from torchrelay.gateway.billing.money import CURRENCY, exact_amount
 from torchrelay.gateway.billing.price_list import valid_until
 from torchrelay.gateway.billing.reconciliation import reconcile
-from torchrelay.gateway.billing.usage_query import GroupBy, UsageFilter, UsageSum, billed_sums, instant_of, usage_sums
+from torchrelay.gateway.billing.usage_query import (
+    GroupBy,
+    UsageFilter,
+    UsageSum,
+    billed_sums,
+    end_of,
+    instant_of,
+    usage_sums,
+)
 from torchrelay.gateway.core import Price
 from torchrelay.gateway.http.dependencies import Admin, Caller, ServicesOf, tenant_of
 
@@ -44,7 +52,7 @@ async def usage(
     tenant: str | None = None,
     group_by: GroupBy | None = None,
 ) -> dict[str, Any]:
-    """Usage settled in [from, to)."""
+    """Usage settled in [from, to); a date as ``to`` includes its day."""
     is_of_all = caller.is_admin and tenant is None
     tenant_id = None if is_of_all else (await tenant_of(services, caller, tenant)).tenant_id
     if model is not None and "/" not in model:
@@ -56,7 +64,7 @@ async def usage(
         key_id=key,
         model=model,
         from_unix_us=None if begin is None else instant_of(begin, "from"),
-        to_unix_us=None if end is None else instant_of(end, "to"),
+        to_unix_us=None if end is None else end_of(end, "to"),
     )
     async with services.queries.turn(caller.tenant_id):
         sums = await usage_sums(services.database, filter_, group_by)
