@@ -31,7 +31,9 @@ class GroupBy(StrEnum):
 def usage(
     by: Annotated[GroupBy, typer.Option(help="What each row stands for.")] = GroupBy.model,
     begin: Annotated[str | None, typer.Option("--from", help="First day or time (UTC).", metavar="TIME")] = None,
-    end: Annotated[str | None, typer.Option("--to", help="Last day, or time to end before (UTC).", metavar="TIME")] = None,
+    end: Annotated[
+        str | None, typer.Option("--to", help="Last day, or time to end before (UTC).", metavar="TIME")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
     key_id: Annotated[str | None, typer.Option(help="Only this key, by its id (see `key list`).")] = None,
     tenant: TenantOption = None,

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.edge.turns import ClientGroup
 from torchrelay.gateway.inference.core import ClientDisconnected
@@ -22,6 +22,7 @@ from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.gateway.openai.asgi_app import CLOSE, PATHS
 from torchrelay.gateway.openai.errors import error_body, error_headers
 from torchrelay.gateway.openai.http_request import HttpRequest
+from torchrelay.gateway.openai.unusable_text import check_text
 
 _UPLOAD_OF_FILE = re.compile("/v1/uploads/[^/]+/files/")
 _COMMIT = re.compile("/v1/uploads/[^/]+/commit")
@@ -60,6 +61,8 @@ class AsgiRouter:
             return
         try:
             caller = await request.authenticate(self._keys)
+            if "\0" in scope["path"] or b"%00" in scope["query_string"]:
+                raise InvalidRequest("the path and the query must not have a NUL character")
             scope.setdefault("state", {})["caller"] = caller
             with self._shares.requests.held(caller.tenant_id):
                 if scope["method"] == "PUT" and _UPLOAD_OF_FILE.match(scope["path"]):
@@ -92,6 +95,7 @@ class AsgiRouter:
     async def _with_body(self, request: HttpRequest, tenant_id: str, scope: Scope, send: Send) -> None:
         with self._shares.body_bytes.account(tenant_id) as body_bytes:
             body = bytes(await request.read(self._max_body_bytes, body_bytes))
+            check_text(body)
             await self._rest(scope, _replayed(body, request.receive), send)
 
 

@@ -12,6 +12,7 @@ import msgspec
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.validation import BOOLEAN, INTEGER, LIST, NUMBER, OBJECT, STRING, quote_value
 from torchrelay.gateway.openai.typo_hints import typo_hint
+from torchrelay.gateway.openai.unusable_text import check_text
 
 B = TypeVar("B", bound=msgspec.Struct)
 _NAMES: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -39,6 +40,8 @@ def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray) -> B:
         if name := _not_a_number(encoded):
             message = f"{name} must be a finite number: JSON has no NaN or Infinity"
             raise InvalidRequest(message, field=name) from error
+        if len(encoded) <= _MAX_INSPECTED_BYTES:
+            check_text(encoded, allows_nul=True)
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
 

@@ -18,7 +18,17 @@ from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"
-_encode = msgspec.json.encode
+# Characters at which clients split lines that take more than line feeds for their ends.
+_LINE_ENDS = {"\u0085".encode(): b"\\u0085", "\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029"}
+
+
+def _encode(value: Any) -> bytes:
+    """JSON without characters that any client takes for the end of a line."""
+    encoded = msgspec.json.encode(value)
+    if b"\xe2\x80" in encoded or b"\xc2\x85" in encoded:
+        for character, escaped in _LINE_ENDS.items():
+            encoded = encoded.replace(character, escaped)
+    return encoded
 
 
 @dataclass(frozen=True, slots=True)
