@@ -70,7 +70,7 @@ def test_message_forms_are_decoded() -> None:
         {"role": "assistant", "content": None},
     ]
     params = params_of_chat(decode_chat(chat(messages=messages, max_tokens=3, max_completion_tokens=4)))
-    assert params.messages == ({"role": "system", "content": "ab", "name": "n"}, {"role": "assistant", "content": ""})
+    assert params.messages == ({"role": "system", "content": "a\nb", "name": "n"}, {"role": "assistant", "content": ""})
     assert (params.max_tokens, params.max_tokens_field) == (4, "max_completion_tokens")
 
 

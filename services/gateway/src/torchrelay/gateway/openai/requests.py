@@ -178,7 +178,7 @@ def _message(message: ChatMessageBody, index: int) -> ChatMessage:
         for part in content:
             if part.type != "text" or part.text is None:
                 raise InvalidRequest(f"content of type {part.type!r} is not supported yet", field="messages")
-        content = "".join(part.text or "" for part in content)
+        content = "\n".join(part.text or "" for part in content)
     plain = {"role": message.role, "content": content or ""}
     return plain if message.name is None else {**plain, "name": message.name}
 

@@ -6,13 +6,14 @@ Templates are untrusted code. Only text processes import this module; the gatewa
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.utils
+from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchrelay.common.chat_syntax import template_environment
@@ -80,6 +81,18 @@ def _make_environment() -> ImmutableSandboxedEnvironment:
 _ENVIRONMENT = _make_environment()
 
 
+def _is_content(node: nodes.Node, names: Container[str] = ()) -> bool:
+    """Whether an expression is the content of a message, or one of the variables ``names``."""
+    match node:
+        case nodes.Getattr(attr="content") | nodes.Getitem(arg=nodes.Const(value="content")):
+            return True
+        case nodes.Name(name=name):
+            return name in names
+        case nodes.Filter(node=nodes.Expr() as inner):
+            return _is_content(inner, names)
+    return False
+
+
 class OutputTooLong(Exception):
     """A template wrote more than ``num_chars`` characters, and was stopped."""
 
@@ -97,6 +110,32 @@ class ChatTemplate:
     @cached_property
     def _compiled(self) -> jinja2.Template:
         return _ENVIRONMENT.from_string(self._source)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template loops over the parts of a content, and does not take strings as well."""
+        tree = _ENVIRONMENT.parse(self._source)
+        names = {
+            assign.target.name
+            for assign in tree.find_all(nodes.Assign)
+            if isinstance(assign.target, nodes.Name) and _is_content(assign.node)
+        }
+        tests = (test for test in tree.find_all(nodes.Test) if test.name == "string")
+        if any(_is_content(test.node, names) for test in tests):
+            return False
+        return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+
+    def messages(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages as the template expects them: contents as lists of parts if it loops over these, and the role
+        ``developer``, which succeeded ``system``, under the name that it knows.
+        """
+        adapted = [dict(message) for message in given]
+        for message in adapted:
+            if message["role"] == "developer" and "developer" not in self._source:
+                message["role"] = "system"
+            if isinstance(message.get("content"), str) and self._takes_parts:
+                message["content"] = [{"type": "text", "text": message["content"]}]
+        return adapted
 
     def render(self, variables: Mapping[str, Any], max_chars: int) -> str:
         """The text. Raises ``OutputTooLong``, and whatever the template raises."""

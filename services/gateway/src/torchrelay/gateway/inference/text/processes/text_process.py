@@ -96,14 +96,14 @@ class TextService:
             raise PromptRefused(Refusal("no_template"))
         variables = {
             **format_.special_tokens,
-            "messages": prompt.messages,
             "tools": None,  # templates test for none, not for definedness
             "documents": None,
             "add_generation_prompt": True,
         }
         try:
             with cpu_limit(signal.ITIMER_PROF, self._limits.prompt_cpu_s):
-                text = format_.template.render(variables, prompt.max_chars)
+                messages = format_.template.messages(prompt.messages or ())
+                text = format_.template.render({**variables, "messages": messages}, prompt.max_chars)
                 text.encode()  # fails for lone surrogates, which the library would take for a wrong type
         except OutputTooLong as error:
             raise PromptRefused(Refusal("characters", number=error.num_chars)) from error
