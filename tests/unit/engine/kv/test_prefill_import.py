@@ -25,6 +25,7 @@ from tests.unit.engine.harness import (
 from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
 from torchrelay.engine.batching.sequences import GroupState
 from torchrelay.engine.core import KvBlock
+from torchrelay.engine.kv.prefill_import import PrefillImport
 
 BOUNDARIES = (0, 1, 2, 3)
 
@@ -96,6 +97,44 @@ def test_prompt_is_imported_between_layers_of_a_step(model_of: ModelOf, number: 
         target.prefill(group_of(prompts[group_id], group_id))
     tokens = outputs(run(target))
     assert next(num_calls) > number
+    assert {name: tokens[name, 0] for name in prompts} == {
+        name: model.expected(prompt) for name, prompt in prompts.items()
+    }
+    assert_idle(target)
+
+
+@pytest.mark.parametrize("number", range(0, 20, 3))
+def test_import_between_layers_takes_no_pages_of_the_step(model_of: ModelOf, number: int) -> None:
+    """A tenant without pages preempts others for its import only between steps."""
+    model, source = model_of(), half_loaded(model_of(), 2)
+    prompts = {"a/0": prompt_of(60, 1), "a/1": prompt_of(60, 2), "r/0": prompt_of(40)}
+    source.prefill(replace(group_of(prompts["r/0"]), tenant_id="b"))
+    run(source)
+    exported, num_calls, imports = export_prefill(source), count(), list[PrefillImport]()
+
+    def import_all() -> None:
+        layout = imports[0].receive(exported.layout.boundary, exported.layout.block_tokens)
+        for index in range(layout.num_chunks):
+            imports[0].write(index, exported.chunks[index])
+        imports[0].start()
+
+    has_pages: list[bool] = []
+
+    def between_layers() -> None:
+        if next(num_calls) == number:
+            imports.append(target.import_prefill(exported.spec, on_pages=lambda: has_pages.append(True)))
+
+    target = model.instance(token_budget=19, num_pages=8, between_layers=between_layers)
+    for group_id in ("a/0", "a/1"):
+        target.prefill(replace(group_of(prompts[group_id], group_id), tenant_id="a"))
+    steps = []
+    while target.has_work():
+        steps.append(target.step())
+        target.check_integrity()
+        if has_pages:
+            has_pages.clear()
+            import_all()
+    tokens = outputs(steps)
     assert {name: tokens[name, 0] for name in prompts} == {
         name: model.expected(prompt) for name, prompt in prompts.items()
     }

@@ -75,7 +75,7 @@ class Instance:
         called, on any thread, when a segment becomes usable or when no more will arrive: there may be work now.
         ``active_processes`` are the processes that share this CPU's cores. ``latency`` returns the model of step times,
         with which no tenant's choices slow another's by more than its share. ``between_layers`` is called before each
-        call of layers; it may begin, continue and end other groups than the step computes.
+        call of layers; it may import and continue other prompts than the step computes.
 
         The keyword-only arguments replace the defaults for the manifest and the device.
         """
@@ -199,7 +199,7 @@ class Instance:
             imported, layout_of, model.pages, model.hidden_states, self._scheduler, self._export
         )
         self._interruptions.deadlines.add(imported)
-        self._scheduler.admit(by_layer=model.is_loading)
+        self._scheduler.admit(by_layer=model.is_loading, preempts=False)  # a step may be running
         return prefill_import
 
     def export_prefill(self, group_id: str) -> PrefillExport:

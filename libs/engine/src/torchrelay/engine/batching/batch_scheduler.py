@@ -129,13 +129,14 @@ class BatchScheduler:
 
     # Batches
 
-    def admit(self, by_layer: bool = False) -> None:
+    def admit(self, by_layer: bool = False, *, preempts: bool = True) -> None:
         """Gives pages to waiting groups in turn; no group overtakes one that does not fit yet.
 
-        With ``by_layer`` they run layer by layer.
+        With ``by_layer`` they run layer by layer. Without ``preempts``, running groups keep their pages, as they must
+        during a step.
         """
         while (group := self._waiting.head()) is not None:
-            if self._reservations.num_pages_lacking(group) > 0 and not self._preempt_for(group):
+            if self._reservations.num_pages_lacking(group) > 0 and not (preempts and self._preempt_for(group)):
                 return
             self._waiting.remove(group.spec.tenant_id, group)
             group.by_layer = by_layer
