@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
 from torchrelay.sim.plant import policy_model
 from torchrelay.sim.policies.count_scaling import CountScaling
 from torchrelay.sim.policies.deadline_order import by_deadline
@@ -25,5 +25,9 @@ def blitzscale(
     fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request], *, min_instances: int
 ) -> Setup:
     kept = [policy_model(model) for model in models] if min_instances else []
-    strategies = by_deadline(Strategies(decide=CountScaling(knobs.requests_per_instance, kept), plan=by_chain))
+    strategies = by_deadline(
+        Strategies(
+            decide=CountScaling(knobs.requests_per_instance, kept), plan=by_chain, loading_prompts=LoadingPrompts.KEPT
+        )
+    )
     return Setup(replace(knobs.config(), recent_copies=1), fleet, strategies, one_copy_each(fleet, models))

@@ -20,7 +20,7 @@ from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignme
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Model, Role
 from torchrelay.scheduler.policy.reasons import Reason
-from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
 from torchrelay.sim.plant import policy_model
 from torchrelay.sim.policies.count_scaling import free_workers
 from torchrelay.sim.policies.deadline_order import by_deadline
@@ -69,7 +69,9 @@ def distserve(
     numbers = [(policy_model(model), *both) for model, both in fitting(fleet, wanted, num_requests).items()]
     decide = StaticInstances(numbers, fleet.num_hosts * len(fleet.groups))
     large, held = all_everywhere(fleet, models)  # the start does not wait for disks
-    strategies = by_deadline(Strategies(decide=decide, plan=from_disk, repair=no_copies))
+    strategies = by_deadline(
+        Strategies(decide=decide, plan=from_disk, repair=no_copies, loading_prompts=LoadingPrompts.KEPT)
+    )
     return Setup(knobs.config(), large, strategies, held)
 
 

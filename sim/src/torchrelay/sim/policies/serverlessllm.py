@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
 from torchrelay.sim.policies.count_scaling import CountScaling
 from torchrelay.sim.policies.deadline_order import by_deadline
 from torchrelay.sim.policies.relay_plans import from_disk, no_copies
@@ -20,7 +20,7 @@ from torchrelay.sim.scenario import Fleet, Request, ServedModel
 
 def strategies(knobs: Knobs) -> Strategies:
     decide = CountScaling(knobs.requests_per_instance)
-    return by_deadline(Strategies(decide=decide, plan=from_disk, repair=no_copies))
+    return by_deadline(Strategies(decide=decide, plan=from_disk, repair=no_copies, loading_prompts=LoadingPrompts.KEPT))
 
 
 def serverlessllm(fleet: Fleet, models: Sequence[ServedModel], knobs: Knobs, tuned_on: Sequence[Request]) -> Setup:

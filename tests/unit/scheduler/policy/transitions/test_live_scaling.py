@@ -86,8 +86,7 @@ def test_loading_instance_begins_prompts_that_loaded_one_takes_over_in_order() -
     cluster.admit(12)
     assert cluster.at("w1") == ["r0"] and len(cluster.at("w2")) == 7, "as many as it computes while it loads"
     scene = cluster.scene
-    scene.now += STEP_S
-    scene.apply(FirstToken(AttemptKey("r0", 1)))
+    cluster.answer_first("w1")
     r1, r2 = AttemptKey("r1", 1), AttemptKey("r2", 1)
     assert cluster.recalls() == [r1, r2], "those of the loading instance, before any that waits, for less than a step"
     assert all(answer.keeps_prompt for answer in scene.answers if isinstance(answer, Recall))
@@ -123,15 +122,87 @@ def test_source_computes_on_until_next_worker_is_almost_free() -> None:
     assert 0.2 < placement.prompt_source.wait_s < 0.38
 
 
-def test_loaded_instance_is_kept_for_recalled_prompt() -> None:
+def test_loaded_instance_is_kept_for_recalled_prompts() -> None:
+    cluster = Cluster()
+    cluster.admit(12)
+    cluster.answer_first("w1")
+    assert len(cluster.recalls()) == 2
+    cluster.admit(1)
+    assert cluster.at("w1") == [], "two recalled prompts fill its next step"
+    for number in range(2):
+        cluster.return_recalled(number)
+    assert cluster.at("w1") == ["r1", "r2"]
+    assert not len(cluster.scene.policy.state.returning)
+
+
+def test_recalled_prompts_are_placed_first_when_they_return() -> None:
+    cluster = Cluster()
+    cluster.admit(12)
+    cluster.answer_first("w1")
+    cluster.scene.admit(MODEL, "urgent", num_prompt_tokens=512, max_tokens=1, service_class=ServiceClass.INTERACTIVE)
+    for number in range(2):
+        cluster.return_recalled(number)
+    assert cluster.at("w1") == ["r1", "r2"]
+
+
+def test_no_instance_is_kept_for_requests_that_ended() -> None:
+    cluster = Cluster()
+    cluster.admit(3)
+    cluster.answer_first("w1")
+    assert cluster.recalls() == [AttemptKey("r1", 1), AttemptKey("r2", 1)]
+    for key in cluster.recalls():
+        cluster.scene.apply(Release(key, delivered=False))
+    assert not len(cluster.scene.policy.state.returning)
+    cluster.scene.admit(MODEL, "new", num_prompt_tokens=512, max_tokens=1)
+    placement = cluster.scene.placement("new")
+    assert placement is not None and placement.prefill.worker_id == "w1"
+
+
+def test_short_prompt_goes_beside_recalled_ones() -> None:
+    """They count as queued; what is left of a step is free for others."""
+    cluster = Cluster(num_layers=20)
+    cluster.admit(2)
+    cluster.scene.now += 0.2
+    cluster.answer_first("w1", 0.1)
+    assert cluster.recalls() == [AttemptKey("r1", 1)]
+    cluster.scene.admit(MODEL, "urgent", num_prompt_tokens=50, max_tokens=1, service_class=ServiceClass.INTERACTIVE)
+    placement = cluster.scene.placement("urgent")
+    assert placement is not None and placement.prefill.worker_id == "w1"
+    assert placement.predicted.ttft_s > 0.1
+
+
+def test_request_that_is_due_before_bound_prompts_goes_first() -> None:
+    cluster = Cluster()
+    cluster.admit(8)
+    cluster.scene.admit(MODEL, "urgent", num_prompt_tokens=512, max_tokens=1, service_class=ServiceClass.INTERACTIVE)
+    if cluster.scene.placement("urgent") is None:
+        cluster.answer_first("w1")
+        assert cluster.recalls() == []
+        placement = cluster.scene.placement("urgent")
+        assert placement is not None and placement.prefill.worker_id == "w1"
+
+
+def test_instance_with_answers_takes_one_prompt_at_a_time() -> None:
     cluster = Cluster()
     cluster.admit(12)
     cluster.scene.now += STEP_S
     cluster.scene.apply(FirstToken(AttemptKey("r0", 1)))
-    cluster.admit(1)
-    assert cluster.at("w1") == []
-    cluster.return_recalled()
-    assert cluster.at("w1") == ["r1"]
+    assert cluster.recalls() == [AttemptKey("r1", 1)], "its answer needs a pause after each"
+
+
+def test_large_roster_keeps_instances_free_too() -> None:
+    cluster = Cluster(loaded=tuple(f"x{number}" for number in range(40)))
+    cluster.admit(100)
+    for number in range(40):
+        cluster.answer_first(f"x{number}", 0.02)
+    recalled = {key.request_id for key in cluster.recalls()}
+    assert recalled
+    for number in range(len(recalled)):
+        cluster.return_recalled(number)
+    for request_id in recalled:
+        placement = cluster.scene.placement(request_id, attempt=2)
+        assert placement is None or placement.prefill.worker_id != "w2"
+    cluster.scene.check()
 
 
 def test_each_prompt_moves_once() -> None:
@@ -186,11 +257,14 @@ def test_several_loading_instances_share_prompts_that_one_takes_over_in_order() 
     bound = {request_id: worker_id for worker_id in ("w2", "w3") for request_id in cluster.at(worker_id)}
     assert bound["r1"] != bound["r2"], "the one with the least work takes the next"
     cluster.answer_first("w1")
-    assert [key.request_id for key in cluster.recalls()] == ["r1", "r2"]
+    first, second = cluster.recalls()
+    assert first.request_id == "r1"
     for number in range(2):
         cluster.return_recalled(number)
-    sources = [cluster.scene.placement(f"r{number}", attempt=2) for number in (1, 2)]
-    assert {place.prompt_source.worker.worker_id for place in sources if place and place.prompt_source} == {"w2", "w3"}
+    for key in (first, second):
+        placement = cluster.scene.placement(key.request_id, attempt=2)
+        assert placement is not None and placement.prompt_source is not None
+        assert placement.prompt_source.worker.worker_id == bound[key.request_id]
     cluster.scene.check()
 
 
@@ -200,10 +274,10 @@ def test_several_loaded_instances_take_over_from_one() -> None:
     assert len(cluster.at("w0")) == len(cluster.at("w1")) == 1 and len(cluster.at("w2")) == 6
     for worker_id in ("w0", "w1"):
         cluster.answer_first(worker_id, 0.5 * STEP_S)
-    assert [key.request_id for key in cluster.recalls()] == [f"r{n}" for n in range(2, 7)]
-    for number in range(5):
+    assert [key.request_id for key in cluster.recalls()] == [f"r{n}" for n in range(2, 8)]
+    for number in range(6):
         cluster.return_recalled(number)
-    assert sorted((len(cluster.at("w0")), len(cluster.at("w1")))) == [2, 3], "less than half of each is left"
+    assert len(cluster.at("w0")) == len(cluster.at("w1")) == 3, "less than half of each is left"
     cluster.scene.check()
 
 

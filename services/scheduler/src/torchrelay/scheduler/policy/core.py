@@ -7,6 +7,7 @@ Times are seconds since the Unix epoch by the scheduler's clock, passed in as ``
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -334,6 +335,7 @@ class PromptSource(msgspec.Struct, frozen=True, gc=False):
     host_id: str = ""
     loaded_at: float = 0.0  # predicted; the worker computes a layer as soon as it is loaded
     load_s: float = 0.0  # predicted duration of the whole load; 0: its first layer has not arrived
+    kept_until: float = math.inf  # the worker drops what no other has fetched by then
     placed_at: float = 0.0
     prompt_s: float = 0.0  # predicted time of the whole prompt there, without a load
     wait_s: float = 0.0  # time from the placement until the next worker needs the prompt

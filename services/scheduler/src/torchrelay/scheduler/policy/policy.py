@@ -162,6 +162,8 @@ class Policy:
             lifecycle.observe_outcome(state, attempt, input_.outcome, now)
             if not input_.is_migrated:
                 lifecycle.observe_length(state, attempt, input_.outcome)
+        if not input_.is_recalled:
+            state.returning.remove(attempt.admission)
         if input_.is_recalled:
             recalls.recalled(state, attempt, now)
         elif not input_.delivered:

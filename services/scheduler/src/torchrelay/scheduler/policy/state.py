@@ -22,6 +22,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, AttemptKey, Instance, Model, PromptSource
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
+from torchrelay.scheduler.policy.dispatch.returning_prompts import ReturningPrompts
 from torchrelay.scheduler.policy.dispatch.roster_cache import RosterCache
 from torchrelay.scheduler.policy.dispatch.shared_versions import SharedVersions
 from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
@@ -88,9 +89,7 @@ class State:
     )
     # By request id: its first admission time and the source of its prompt, until it is admitted again.
     recalled: Recent[str, tuple[float, PromptSource | None]] = field(default_factory=lambda: Recent(_MAX_RECALLED))
-    # By version and request: recalled prompts that are about to be placed again, until when they are expected, and how
-    # long their computation takes.
-    returning: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    returning: ReturningPrompts = field(default_factory=ReturningPrompts)  # recalled from loading instances
     # By loading instance and worker that took prompts over: their number, and the computation that it need not do.
     prompt_moves: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for

@@ -30,6 +30,7 @@ from torchrelay.scheduler.policy.estimates.token_time import UNKNOWN, TokenTime
 from torchrelay.scheduler.policy.prediction import Prediction
 
 MAX_SCORED = 8  # candidates per role
+_FETCH_S = 0.5  # before a worker drops a prompt, another must ask for it
 MOVE_S = 0.03  # to move a prompt between two workers, beside the transfer of its bytes
 _MIN_WAIT_S = 0.001  # an overdue prompt is checked again after this time
 _MAX_PENALIZED_TOKENS = 256  # few requests run to their maximum
@@ -126,10 +127,13 @@ def _prompt_source(
     source, entry = admission.prompt_source, prefill.entry
     if source is None or source.worker.worker_id == entry.worker_ref.worker_id:
         return None
-    ahead_s = entry.ahead_s(prefill.work.queue, now)
-    share = 1 - source.left_share(now + ahead_s)
-    lead_s = MOVE_S + transfer_s(source.host_id, entry.host_id) * share
-    return msgspec.structs.replace(source, wait_s=max(ahead_s - lead_s, 0.0), saved_s=source.prompt_s * share)
+    wait_s, latest_s = entry.ahead_s(prefill.work.queue, now), source.kept_until - now - _FETCH_S
+    is_cached = 2 * prefill.num_cached_tokens > admission.num_context_tokens
+    if latest_s < 0 or is_cached:
+        return None
+    share = 1 - source.left_share(now + wait_s)
+    wait_s -= MOVE_S + transfer_s(source.host_id, entry.host_id) * share
+    return msgspec.structs.replace(source, wait_s=min(max(wait_s, 0.0), latest_s), saved_s=source.prompt_s * share)
 
 
 def _pause_after_s(admission: core.Admission, candidate: Candidate, *, is_answered_there: bool) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from heapq import nlargest, nsmallest
 from operator import itemgetter
+from types import MappingProxyType
 
 from msgspec import structs
 
@@ -41,12 +42,24 @@ def place_version(state: State, version_id: str, now: float) -> None:
     """Places waiting requests of the version until none can be placed now. Before them, loaded instances take over
     prompts of loading instances.
     """
-    if not live_scaling.is_live(state, version_id):
+    model = state.models.get(version_id)
+    if model is None or not live_scaling.is_live(state, version_id):
         _place_waiting_of(state, version_id, now)
         return
+    _place_returning(state, model, now)
     live_scaling.take_over(state, version_id, now)
     _place_waiting_of(state, version_id, now)
     state.due.note(version_id, live_scaling.next_take_over(state, version_id, now))
+
+
+def _place_returning(state: State, model: Model, now: float) -> None:
+    """Places the recalled prompts for which instances are kept free."""
+    for admission in state.returning.waiting(model.version_id):
+        if admission.key in state.queues:
+            placement = _placement(state, admission, model, rosters.roster(state, model, now), now)
+            if not isinstance(placement, NoPlacement):
+                state.queues.take(admission.key, now)
+                bind(state, admission, placement, now)
 
 
 def _place_waiting_of(state: State, version_id: str, now: float) -> None:
@@ -73,7 +86,9 @@ def _place_waiting_of(state: State, version_id: str, now: float) -> None:
                 continue
             if not math.isinf(placement.due):
                 state.due[version_id] = placement.due
-            if placement.is_of_all and not state.shared_versions.is_shared(version_id, now):
+            # A loading instance may take a prompt although no instance is free for all.
+            is_blocked = placement.is_of_all and not live_scaling.is_live(state, version_id)
+            if is_blocked and not state.shared_versions.is_shared(version_id, now):
                 state.roster_cache.block(version_id, placement.due)
             break
         is_late = now + placement.predicted.ttft_s > admission.deadline
@@ -124,8 +139,8 @@ def _placement(
     """
     if not live_scaling.is_live(state, model.version_id):
         return _placement_among(state, admission, model, entries, now)
-    free = live_scaling.without_reserved(state, admission, entries, now)
-    placement = _placement_among(state, admission, model, free, now)
+    changed = live_scaling.changed_entries(state, admission, entries, now)
+    placement = _placement_among(state, admission, model, entries, now, changed)
     if isinstance(placement, NoPlacement) and not placement.is_own and not admission.was_recalled:
         ahead = live_scaling.entries_ahead(state, admission, model, entries, now)
         if ahead and not isinstance(placed := _place_at(state, admission, model, ahead, now), NoPlacement):
@@ -134,13 +149,23 @@ def _placement(
 
 
 def _placement_among(
-    state: State, admission: Admission, model: Model, entries: Sequence[RosterEntry], now: float
+    state: State,
+    admission: Admission,
+    model: Model,
+    entries: Sequence[RosterEntry],
+    now: float,
+    changed: Mapping[str, RosterEntry] = MappingProxyType({}),
 ) -> Placement | NoPlacement:
+    """``changed`` entries replace those of the roster."""
+    if changed:
+        entries = [changed.get(entry.instance_id, entry) for entry in entries]
     shortlist = state.roster_cache.shortlist(model.version_id, state.attempts.at)
     if shortlist is not None:
         likely = shortlist.entries()
         if admission.block_hashes:
             likely += _prefix_affine(state, admission, entries, {entry.instance_id for entry in likely})
+        if changed:
+            likely = [changed.get(entry.instance_id, entry) for entry in likely]
         placement = _place_at(state, admission, model, likely, now)
         if not isinstance(placement, NoPlacement) or (placement.is_of_all and shortlist.is_full(now)):
             return placement
@@ -177,7 +202,7 @@ def bind(state: State, admission: Admission, placement: Placement, now: float) -
     if placement.prompt_source is not None and not _is_present(state, placement.prompt_source.worker.worker_id):
         placement = structs.replace(placement, prompt_source=None)
     if admission.was_recalled:
-        live_scaling.returned(state, admission)
+        state.returning.remove(admission)
     open_attempt(state, admission, placement, False, now)
     if not placement.cold:
         state.token_times.placed(placement.decode.instance_id, placement.predicted.step_s, now)
@@ -258,6 +283,7 @@ def first_token(state: State, key: AttemptKey, now: float, *, is_measured: bool 
     if attempt is None:
         return
     state.roster_cache.unblock(attempt.admission.version_id)
+    state.returning.remove(attempt.admission)  # it was computed before its recall arrived
     if state.instances.get(attempt.placement.prefill.instance_id):
         _learn_from_first_token(state, attempt, now, is_measured=is_measured)
     place_version(state, attempt.admission.version_id, now)
@@ -267,7 +293,7 @@ def _learn_from_first_token(state: State, attempt: OpenAttempt, now: float, *, i
     placement, admission = attempt.placement, attempt.admission
     instance_id, worker_id = placement.prefill.instance_id, placement.prefill.worker_id
     state.instances.touch(instance_id, now)
-    if is_measured and not placement.cold:
+    if is_measured and not placement.cold and placement.prompt_source is None:
         ttft_s, predicted = now - attempt.placed_at, placement.predicted
         state.prompt_times.observe(instance_id, predicted.steps_s, ttft_s / predicted.ttft_correction)
         state.corrections.observe(instance_id, predicted.ttft_s, predicted.ttft_correction, ttft_s, now)

@@ -61,6 +61,7 @@ def admit(
         admitted_at, source = before
         recalled = structs.replace(admission, admitted_at=admitted_at, was_recalled=True, prompt_source=source)
         state.queues.push(recalled)
+        state.returning.admitted(recalled)
         return True
     displaced = state.queues.displaced_by(admission)
     if displaced is not None:
@@ -164,7 +165,8 @@ def withdraw(state: State, key: AttemptKey, now: float) -> None:
 def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     """Closes an attempt that is over, whether it waited or ran."""
     state.gateways.forget(key)
-    state.queues.remove(key, now)
+    if (waiting := state.queues.remove(key, now)) is not None:
+        state.returning.remove(waiting)
     attempt = state.attempts.close(key, now)
     if attempt is not None:
         state.roster_cache.unblock(attempt.admission.version_id)

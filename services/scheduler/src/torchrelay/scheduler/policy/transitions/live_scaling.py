@@ -8,20 +8,23 @@ prompt that was bound to a loading instance first, with what is computed of it, 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torchrelay.common.quantities import format_duration
-from torchrelay.scheduler.policy.core import Admission, InstancePhase, Model
+from torchrelay.scheduler.policy.core import Admission, InstancePhase, Model, ServiceClass
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import MOVE_S
+from torchrelay.scheduler.policy.dispatch.returning_prompts import ReturningPrompt
 from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
+from torchrelay.scheduler.policy.dispatch.shared_versions import max_prompts_ahead
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.strategies import LoadingPrompts
 from torchrelay.scheduler.policy.transitions import recalls, rosters
 
 _MIN_WAIT_S = 0.001
-_RETURN_S = 0.5  # a recalled prompt that has not returned by then does not keep an instance free any longer
+_RETURN_S = 0.5  # no instance is kept free any longer for a recalled prompt
+_CACHED_SHARE = 0.5  # of a prompt: an instance that has as much in its cache computes it itself
 
 
 def is_live(state: State, version_id: str) -> bool:
@@ -31,63 +34,97 @@ def is_live(state: State, version_id: str) -> bool:
 
 def take_over(state: State, version_id: str, now: float) -> None:
     """Recalls prompts from loading instances for the loaded instances that can take prompts now."""
-    model = state.models.get(version_id)
-    if model is None or state.strategies.loading_prompts is not LoadingPrompts.MOVED:
+    model, entries, movable = _movable(state, version_id, now)
+    if not movable:
         return
-    entries = rosters.prefills(state, model, now)
-    sources = [entry for entry in entries if entry.phase is InstancePhase.LOADING]
-    for target, ahead_s in _free(state, version_id, entries, now)[0]:
-        while ahead_s < target.full_step_s:
-            movable = [(attempt, source) for source in sources if (attempt := _first(state, source)) is not None]
-            if not movable:
+    reserved_s = state.returning.seconds(version_id, now)
+    is_shared, waiting = state.shared_versions.is_shared(version_id, now), state.queues.next(version_id, now)
+    for target in _by_work_ahead(state, entries, reserved_s, now):
+        work, ahead_s = state.attempts.at(target.instance_id), _ahead_s(state, target, now)
+        ahead_s += reserved_s.get(target.instance_id, 0.0)
+        # These limit the prompts ahead of an instance to less than a full step.
+        takes_one = is_shared or (target.plays_decode and work.has_answers)
+        if is_shared and len(work.queue) >= max_prompts_ahead(target.latency):
+            continue
+        while movable and ahead_s < target.full_step_s and _free_at(state, target) <= now:
+            attempt, source = movable[0]
+            if waiting is not None and _goes_before(waiting, attempt.admission):
                 return
-            attempt, source = min(movable, key=lambda pair: (pair[0].placed_at, pair[0].admission.key))
             left_s = _left_s(attempt, source, now + ahead_s)
-            here_s = source.computed_s(_left_s(attempt, source, now), now)
-            if here_s <= ahead_s + left_s + 2 * MOVE_S:
+            move_s = MOVE_S + max(_transfer_s(state, model, attempt.admission, source, target) - ahead_s, 0.0)
+            if source.computed_s(_left_s(attempt, source, now), now) <= ahead_s + left_s + MOVE_S + move_s:
                 break
             ahead_s += left_s + MOVE_S
+            movable.pop(0)
             _recall(state, attempt, source, target, left_s, now)
+            if takes_one:
+                break
 
 
 def next_take_over(state: State, version_id: str, now: float) -> float:
     """When the next loaded instance can take a prompt from a loading instance, without another report. Infinite if a
     report will tell.
     """
-    model = state.models.get(version_id)
-    if model is None or state.strategies.loading_prompts is not LoadingPrompts.MOVED:
-        return math.inf
-    entries = rosters.prefills(state, model, now)
-    if not any(entry.phase is InstancePhase.LOADING and _first(state, entry) is not None for entry in entries):
+    _, entries, movable = _movable(state, version_id, now)
+    if not movable:
         return math.inf
     free_at = (_free_at(state, entry) for entry in entries if entry.phase is not InstancePhase.LOADING)
     return min((max(at, now + _MIN_WAIT_S) for at in free_at if at >= now), default=math.inf)
 
 
-def returned(state: State, admission: Admission) -> None:
-    """Records that a recalled prompt is placed again."""
-    if (returning := state.returning.get(admission.version_id)) is not None:
-        returning.pop(admission.key.request_id, None)
-
-
-def without_reserved(
-    state: State, admission: Admission, entries: Sequence[RosterEntry], now: float
-) -> Sequence[RosterEntry]:
-    """The entries, of which those that recalled prompts are about to take play no prefill for another prompt, and the
-    loading instance that a prompt has left plays none for that prompt.
+def _movable(
+    state: State, version_id: str, now: float
+) -> tuple[Model, Sequence[RosterEntry], list[tuple[OpenAttempt, RosterEntry]]]:
+    """The model and its prefill instances, and the prompts that may leave its loading instances, in the order in which
+    they were bound.
     """
-    if state.strategies.loading_prompts is LoadingPrompts.NONE:
-        loading = {entry.instance_id for entry in entries if entry.phase is InstancePhase.LOADING}
-        return _without_prefill(entries, loading)
-    if admission.was_recalled:
-        source = admission.prompt_source
-        has_other = any(entry.plays_prefill and entry.phase is not InstancePhase.LOADING for entry in entries)
-        return _without_prefill(entries, {source.worker.instance_id}) if source and has_other else entries
-    return _without_prefill(entries, _free(state, admission.version_id, entries, now)[1])
+    model = state.models[version_id]
+    if state.strategies.loading_prompts is not LoadingPrompts.MOVED:
+        return model, (), []
+    entries = rosters.prefills(state, model, now)
+    movable = [
+        (attempt, entry)
+        for entry in entries
+        if entry.phase is InstancePhase.LOADING
+        for attempt in state.attempts.at(entry.instance_id).prefills.values()
+        if attempt.may_be_recalled
+    ]
+    return model, entries, sorted(movable, key=lambda pair: (pair[0].placed_at, pair[0].admission.key))
 
 
-def _without_prefill(entries: Sequence[RosterEntry], instance_ids: Container[str]) -> Sequence[RosterEntry]:
-    return [replace(entry, plays_prefill=False) if entry.instance_id in instance_ids else entry for entry in entries]
+def _goes_before(waiting: Admission, bound: Admission) -> bool:
+    """Whether a request that waits, and is the next of its queue, is due before one that is bound to a load."""
+    return waiting.service_class is not ServiceClass.BATCH and waiting.deadline < bound.deadline
+
+
+def _transfer_s(
+    state: State, model: Model, admission: Admission, source: RosterEntry, target: RosterEntry, share: float = 1.0
+) -> float:
+    kv_bytes = round(admission.num_prefill_tokens * model.kv_bytes_per_token * share)
+    return state.kv_transfer_times.predict_s(source.host_id, target.host_id, kv_bytes, state.config.kv_bytes_per_s)
+
+
+def changed_entries(
+    state: State, admission: Admission, entries: Sequence[RosterEntry], now: float
+) -> Mapping[str, RosterEntry]:
+    """The entries that are others for this prompt, by instance. Recalled prompts that are on their way count as queued
+    where they will go. A recalled prompt goes to the instance for which it was recalled, or to another loaded one.
+    """
+    changed: dict[str, RosterEntry] = {}
+    is_stop = state.strategies.loading_prompts is LoadingPrompts.NONE
+    if admission.was_recalled or is_stop:
+        loaded = {e.instance_id for e in entries if e.plays_prefill and e.phase is not InstancePhase.LOADING}
+        target = state.returning.target_of(admission)
+        kept = {target} if target in loaded else loaded
+        if kept or is_stop:
+            others = [entry for entry in entries if entry.plays_prefill and entry.instance_id not in kept]
+            changed = {entry.instance_id: replace(entry, plays_prefill=False) for entry in others}
+    if reserved_s := state.returning.seconds(admission.version_id, now, before=admission.key.request_id):
+        for entry in entries:
+            if entry.instance_id in reserved_s and entry.instance_id not in changed:
+                until = max(entry.excess_until, now) + reserved_s[entry.instance_id]
+                changed[entry.instance_id] = replace(entry, excess_until=until)
+    return changed
 
 
 def entries_ahead(
@@ -99,52 +136,60 @@ def entries_ahead(
     prefills = [entry for entry in entries if entry.plays_prefill]
     loading = [entry for entry in prefills if entry.phase is InstancePhase.LOADING]
     num_loaded, mode = len(prefills) - len(loading), state.strategies.loading_prompts
-    if not num_loaded or not loading or mode is LoadingPrompts.NONE:
+    if not num_loaded or not loading or mode is LoadingPrompts.NONE or _is_cached(state, admission, model, prefills):
         return ()
-    bound_s = {entry.instance_id: _ahead_s(state, entry, now) for entry in prefills}
-    all_bound_s, latency = sum(bound_s.values()), loading[0].latency
-    waiting_s = latency.queued_s(state.queues.num_prefill_tokens(model.version_id))
+    latency = loading[0].latency
     prompt_s = admission.num_contexts * latency.prefill_s(admission.num_context_tokens)
-    taken_at = now + all_bound_s / num_loaded  # by a loaded instance, after all prompts that are bound
-    last_s = (all_bound_s - sum(bound_s[entry.instance_id] for entry in loading) + waiting_s) / num_loaded
+    bound_s = {entry.instance_id: _ahead_s(state, entry, now) for entry in loading}
+    is_shared = state.shared_versions.is_shared(model.version_id, now)
+    takes = [
+        entry
+        for entry in loading
+        if entry.can_take(bound_s[entry.instance_id], prompt_s, now) and not (is_shared and bound_s[entry.instance_id])
+    ]
+    if not takes:
+        return ()
+    loaded_s = sum(_ahead_s(state, entry, now) for entry in prefills if entry.phase is not InstancePhase.LOADING)
+    waiting_s = latency.queued_s(state.queues.num_prefill_tokens(model.version_id))
+    taken_at = now + (loaded_s + sum(bound_s.values())) / num_loaded  # by a loaded instance, after all bound prompts
+    last_s = (loaded_s + waiting_s) / num_loaded
+    target = next(entry for entry in prefills if entry.phase is not InstancePhase.LOADING)
 
     def gains(entry: RosterEntry) -> bool:
-        if mode is LoadingPrompts.MOVED and prompt_s * entry.loaded_share(taken_at) > MOVE_S:
+        share = entry.loaded_share(taken_at)
+        transfer_s = _transfer_s(state, model, admission, entry, target, share)
+        if mode is LoadingPrompts.MOVED and prompt_s * share > MOVE_S + transfer_s:
             return True
         return entry.computed_s(bound_s[entry.instance_id] + prompt_s, now) <= last_s
 
-    gaining = {entry.instance_id for entry in loading if gains(entry)}
-    return _without_prefill(entries, bound_s.keys() - gaining) if gaining else ()
+    gaining = {entry.instance_id for entry in takes if gains(entry)}
+    if not gaining:
+        return ()
+    return [
+        replace(entry, plays_prefill=False) if entry.plays_prefill and entry.instance_id not in gaining else entry
+        for entry in entries
+    ]
 
 
-def _free(
-    state: State, version_id: str, entries: Sequence[RosterEntry], now: float
-) -> tuple[list[tuple[RosterEntry, float]], set[str]]:
-    """Loaded instances that can take prompts, those with the least work ahead first, each with that time, and the
-    instances that have or will have prompts that were recalled and are not placed yet.
-    """
-    loaded = (entry for entry in entries if entry.plays_prefill and entry.phase is not InstancePhase.LOADING)
-    ahead = [(_ahead_s(state, entry, now), entry) for entry in loaded if _free_at(state, entry) <= now]
-    returning_s, free, reserved = _returning_s(state, version_id, now), list[tuple[RosterEntry, float]](), set[str]()
-    for ahead_s, entry in sorted(ahead, key=lambda pair: (pair[0], pair[1].instance_id)):
-        if returning_s:
-            reserved.add(entry.instance_id)
-            taken_s = min(returning_s, max(entry.full_step_s - ahead_s, 0.0))
-            ahead_s, returning_s = ahead_s + taken_s, returning_s - taken_s
-        free.append((entry, ahead_s))
-    return free, reserved
+def _is_cached(state: State, admission: Admission, model: Model, prefills: Sequence[RosterEntry]) -> bool:
+    """Whether a loaded instance has most of the prompt in its cache."""
+    if not admission.block_hashes:
+        return False
+    enough = _CACHED_SHARE * admission.num_context_tokens
+    return any(
+        state.prefix_index.num_blocks(entry.instance_id, admission.block_hashes) * model.routing_block_tokens > enough
+        for entry in prefills
+        if entry.phase is not InstancePhase.LOADING
+    )
 
 
-def _returning_s(state: State, version_id: str, now: float) -> float:
-    """Time of the recalled prompts that will be placed again in a moment."""
-    returning = state.returning.get(version_id)
-    if returning is None:
-        return 0.0
-    for request_id in [request_id for request_id, (until, _) in returning.items() if until <= now]:
-        del returning[request_id]
-    if not returning:
-        del state.returning[version_id]
-    return sum(left_s for _, left_s in returning.values())
+def _by_work_ahead(
+    state: State, entries: Sequence[RosterEntry], reserved_s: Mapping[str, float], now: float
+) -> Sequence[RosterEntry]:
+    """Loaded instances, those with the least work ahead first."""
+    loaded = [entry for entry in entries if entry.phase is not InstancePhase.LOADING]
+    ahead = [(_ahead_s(state, e, now) + reserved_s.get(e.instance_id, 0.0), e.instance_id, e) for e in loaded]
+    return [entry for _, _, entry in sorted(ahead, key=lambda item: item[:2])]
 
 
 def _free_at(state: State, entry: RosterEntry) -> float:
@@ -168,17 +213,12 @@ def _left_s(attempt: OpenAttempt, source: RosterEntry, at: float) -> float:
     return max(prompt_s - min(at - attempt.placed_at, prompt_s * source.loaded_share(at)), 0.0)
 
 
-def _first(state: State, source: RosterEntry) -> OpenAttempt | None:
-    """The prompt that was bound to a loading instance first, of those that may be recalled."""
-    prefills = state.attempts.at(source.instance_id).prefills.values()
-    return next((attempt for attempt in prefills if attempt.may_be_recalled), None)
-
-
 def _recall(
     state: State, attempt: OpenAttempt, source: RosterEntry, target: RosterEntry, left_s: float, now: float
 ) -> None:
     key, worker_id = attempt.admission.key, target.worker_ref.worker_id
-    state.returning.setdefault(attempt.admission.version_id, {})[key.request_id] = now + _RETURN_S, left_s + MOVE_S
+    prompt = ReturningPrompt(target.instance_id, left_s + MOVE_S, now + _RETURN_S)
+    state.returning.add(attempt.admission.version_id, key.request_id, prompt)
     moves = state.prompt_moves.setdefault(source.instance_id, {})
     number, saved_s = moves.get(worker_id, (0, 0.0))
     moves[worker_id] = number + 1, saved_s + attempt.placement.predicted.prefill_s - left_s

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torchrelay.common.liveness import SILENT_S
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, PromptSource, Role, Roles
@@ -120,5 +121,8 @@ def _source(state: State, attempt: OpenAttempt, now: float) -> PromptSource | No
     for entry in rosters.prefills(state, model, now):
         if entry.instance_id == worker.instance_id:
             prompt_s = attempt.placement.predicted.prefill_s
-            return PromptSource(key, worker, entry.host_id, entry.loaded_at, entry.load_s, attempt.placed_at, prompt_s)
+            kept_until = now + SILENT_S
+            return PromptSource(
+                key, worker, entry.host_id, entry.loaded_at, entry.load_s, kept_until, attempt.placed_at, prompt_s
+            )
     return None  # its worker is lost or suspect
