@@ -125,7 +125,7 @@ def _only_host(view: ClusterView) -> str | None:
 
 
 def main() -> None:
-    quick = parser_of(__doc__, "one run of each, under 50 s").parse_args().quick
+    quick = parser_of(__doc__, "one run of each, about a minute").parse_args().quick
     bursts: dict[str, list[Burst]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory(prefix="torchrelay-bench-") as name:
         folder = Path(name)
