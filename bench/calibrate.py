@@ -57,8 +57,8 @@ TIMEOUT_S = 300.0
 class PaddedCluster(Cluster):
     """A cluster whose workers take the time that ``LATENCY`` predicts."""
 
-    def _worker(self, host: Host) -> Child:
-        child = super()._worker(host)
+    def _worker(self, host: Host, number: int = 0) -> Child:
+        child = super()._worker(host, number)
         child.command = ["python", str(PADDED_WORKER)]
         child.env = {
             **child.env,

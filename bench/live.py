@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.live_scaling.cluster import DECODE_HOST, PaddedCluster, send
+from bench.live_scaling.cluster import DECODE_HOST, STRATEGIES, PaddedCluster, imported_layers, send
 from bench.report import Check, finish, parser_of, progress
 from bench.streaming.open_load import completion_body
 from tests.lab import Lab
@@ -33,6 +33,7 @@ from torchrelay.cli.api.client import GatewayClient
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.control.v1.reports_pb2 import SlotState
 from torchrelay.control.v1.scheduler_pb2 import ClusterView
+from torchrelay.scheduler.policy.strategies import LoadingPrompts
 
 RATE_MBIT = 42  # so that a layer takes 160 ms
 NUM_LAYERS, NUM_PROMPTS, PROMPT_TOKENS = 24, 12, 512
@@ -49,7 +50,6 @@ LATENCY = LatencyModel(
     StepCost(0.001, STEP_S / PROMPT_TOKENS, 0.0, 1000), StepCost(0.005, 1e-3, 0.0, 1000), PROMPT_TOKENS
 )
 TTFT_S = 1.0  # the objective of all requests, which a burst exceeds
-MODES = {"stop": "none", "overlap": "kept", "live": "moved"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +73,22 @@ class Bench:
             admin.call("PATCH", f"/v1/models/{self.model.name}", json=settings)
 
     def burst(self, mode: str, num_prompts: int = NUM_PROMPTS) -> Burst:
-        self._cluster.use("none")
+        self._cluster.use(LoadingPrompts.NONE)
         host = self._operator.until(_only_host)
         self._operator.keep_copies_on(("source", host, DECODE_HOST), self.model.pack_id)
-        self._cluster.use(MODES[mode])
+        self._cluster.use(STRATEGIES[mode])
         load = LoadTimer(self._operator)
         load.start()
         requests = [{"at": 0.0, "body": self._body()} for _ in range(num_prompts)]
         answers = send(self._cluster, self._operator, self._folder, requests)
         load.join()
         ttfts_s = sorted(answer["first_at"] - answer["sent_at"] for answer in answers)
-        early = sum(self._imported(answer["request_id"]) for answer in answers)
+        early = sum(imported_layers(self._cluster, self._operator, answer["request_id"]) for answer in answers)
         return Burst(ttfts_s, load.took_s, early)
 
     def _body(self) -> dict[str, Any]:
         prompt = [self._rng.randrange(VOCAB_SIZE - 64) for _ in range(PROMPT_TOKENS)]
         return completion_body(self.model.name, prompt, 2)
-
-    def _imported(self, request_id: str) -> int:
-        """Layers of the prompt that another worker computed."""
-        with self._cluster.control.inside(), GatewayClient(self._cluster.http, self._operator.key) as client:
-            explained = client.call("GET", f"/v1/requests/{request_id}/explain")
-        details = [phase["detail"] for phase in explained["phases"] if phase["name"] == "import"]
-        return sum(int(detail.split()[0]) for detail in details if detail)
 
 
 class LoadTimer(threading.Thread):
@@ -126,7 +119,7 @@ def _only_host(view: ClusterView) -> str | None:
 
 def main() -> None:
     quick = parser_of(__doc__, "one run of each, about a minute").parse_args().quick
-    bursts: dict[str, list[Burst]] = {mode: [] for mode in MODES}
+    bursts: dict[str, list[Burst]] = {mode: [] for mode in STRATEGIES}
     with tempfile.TemporaryDirectory(prefix="torchrelay-bench-") as name:
         folder = Path(name)
         with (

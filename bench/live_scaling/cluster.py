@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bench.calibration.padding import PADDED_WORKER, padding
@@ -16,28 +17,39 @@ from tests.lab.child import Child
 from tests.lab.cluster import TARGETS, Cluster
 from tests.lab.host import Host
 from tests.lab.operations import Operator
+from torchrelay.cli.api.client import GatewayClient
 from torchrelay.common.latency.latency_model import LatencyModel
+from torchrelay.scheduler.policy.strategies import LoadingPrompts
 
 ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 300.0
 _KV_POOL_BYTES = 64 << 20
 DECODE_HOST = TARGETS[-1]  # the others play prefill
+# The strategies that the benches compare, by their names there.
+STRATEGIES = {"stop": LoadingPrompts.NONE, "overlap": LoadingPrompts.KEPT, "live": LoadingPrompts.MOVED}
 
 
 class PaddedCluster(Cluster):
     """A cluster whose workers take the time that ``latency`` predicts, and whose scheduler uses loading instances as
-    ``use`` says.
+    ``use`` says. ``num_workers``: of hosts with more than one worker.
     """
 
-    def __init__(self, lab: Lab, folder: Path, latency: LatencyModel, **settings: str) -> None:
-        self._latency, self._mode = latency, folder / "loading_prompts"
-        self.use("moved")
+    def __init__(
+        self,
+        lab: Lab,
+        folder: Path,
+        latency: LatencyModel,
+        num_workers: Mapping[str, int] = MappingProxyType({}),
+        **settings: str,
+    ) -> None:
+        self._latency, self._mode, self._num_workers = latency, folder / "loading_prompts", num_workers
+        self.use(LoadingPrompts.MOVED)
         super().__init__(lab, folder, **settings)
 
-    def use(self, mode: str) -> None:
+    def use(self, mode: LoadingPrompts) -> None:
         """Sets what prompts a loading instance gets from now on."""
         fresh = self._mode.with_suffix(".new")
-        fresh.write_text(mode)
+        fresh.write_text(mode.value)
         fresh.rename(self._mode)
 
     def _service(self, name: str, host: Host, env: dict[str, str], program: str = "") -> Child:
@@ -47,8 +59,11 @@ class PaddedCluster(Cluster):
             child.env = {**child.env, "BENCH_LOADING_PROMPTS": str(self._mode)}
         return child
 
-    def _worker(self, host: Host) -> Child:
-        child = super()._worker(host)
+    def _workers(self, hosts: Sequence[Host]) -> list[Child]:
+        return [self._worker(host, number) for host in hosts for number in range(self._num_workers.get(host.name, 1))]
+
+    def _worker(self, host: Host, number: int = 0) -> Child:
+        child = super()._worker(host, number)
         child.command = ["python", str(PADDED_WORKER)]
         child.env = {
             **child.env,
@@ -80,3 +95,11 @@ def send(
         if answer["status"] != 200 or answer["num_events"] < request["body"]["max_tokens"]:
             raise RuntimeError(f"incomplete answer: {answer}")
     return last
+
+
+def imported_layers(cluster: Cluster, operator: Operator, request_id: str) -> int:
+    """Layers of a prompt that a loading worker computed, and another worker took over."""
+    with cluster.control.inside(), GatewayClient(cluster.http, operator.key) as client:
+        explained = client.call("GET", f"/v1/requests/{request_id}/explain")
+    details = [phase["detail"] for phase in explained["phases"] if phase["name"] == "import"]
+    return sum(int(detail.split()[0]) for detail in details if detail)

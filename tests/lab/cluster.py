@@ -10,6 +10,7 @@ So a pack reaches h1, h2 and h3 from another host's arena or not at all.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -45,7 +46,7 @@ class Cluster:
         self.arenas = {name: Path(f"/dev/shm/{lab.name}-{name}") for name in self.store_addresses}
         self.stores = {name: self._store(lab[name]) for name in self.store_addresses}
         scheduler = self._service("scheduler", self.control, self._scheduler_env(settings))
-        workers = [self._worker(lab[name]) for name in TARGETS]
+        workers = self._workers([lab[name] for name in TARGETS])
         gateway = self._service("gateway", self.control, self._gateway_env())
         # A wave starts when the previous one serves, and stops after the later ones.
         services = [*self.stores.values(), scheduler]
@@ -137,9 +138,14 @@ class Cluster:
         }
         return self._service(f"store-{host.name}", host, env, "param-store")
 
-    def _worker(self, host: Host) -> Child:
+    def _workers(self, hosts: Sequence[Host]) -> list[Child]:
+        return [self._worker(host) for host in hosts]
+
+    def _worker(self, host: Host, number: int = 0) -> Child:
+        """A worker of the host; ``number`` distinguishes the further ones."""
+        name = f"worker-{host.name}-{number}" if number else f"worker-{host.name}"
         env = {
-            "WORKER_ID": f"worker-{host.name}",
+            "WORKER_ID": name,
             "HOST_ID": host.name,
             "STORE_ADDRESS": self.store_addresses[host.name],
             "STORE_TOKEN": self._token(f"store-{host.name}", Caller.WORKER),
@@ -147,7 +153,7 @@ class Cluster:
             "THREADS": "1",
             "KV_POOL_BYTES": str(_KV_POOL_BYTES),
         }
-        return self._service(f"worker-{host.name}", host, env, "worker")
+        return self._service(name, host, env, "worker")
 
     def _scheduler_env(self, settings: dict[str, str]) -> dict[str, str]:
         # The tests place the copies.
