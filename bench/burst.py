@@ -124,7 +124,7 @@ def main() -> None:
             bench = Bench(cluster, folder)
             bench.run("overlap", arrivals[: NUM_MODELS * 4], -1)  # the scheduler learns how long a load takes
             for number in range(form.num_rounds):
-                for strategy in sorted(STRATEGIES, key=lambda _: number % 2):
+                for strategy in reversed(STRATEGIES) if number % 2 else STRATEGIES:
                     outcome = bench.run(strategy, arrivals, number)
                     outcomes[strategy].append(outcome)
                     progress(f"round {number}, {strategy}: {outcome.summary(bench.ttft_target_s)}")
