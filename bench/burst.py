@@ -107,7 +107,7 @@ class Bench:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "one round of a shorter window, under 50 s")
+    parser = parser_of(__doc__, "one round of a shorter window, about 75 s")
     parser.add_argument("--trace", type=Path, default=TRACE, help="a CSV file of arrivals (%(default)s)")
     options = parser.parse_args()
     form = QUICK if options.quick else FULL
