@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, an_admission
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, ServiceClass, SlotStatus
@@ -14,6 +14,7 @@ from torchrelay.scheduler.policy.effects import Recall
 from torchrelay.scheduler.policy.explain import placement_event
 from torchrelay.scheduler.policy.inputs import Due, FirstToken, Release
 from torchrelay.scheduler.policy.strategies import LoadingPrompts, Strategies
+from torchrelay.scheduler.policy.transitions.live_scaling import goes_before
 
 NUM_LAYERS = 24
 STEP_S = 0.48  # of a prompt of a full step
@@ -180,6 +181,19 @@ def test_request_that_is_due_before_bound_prompts_goes_first() -> None:
         assert cluster.recalls() == []
         placement = cluster.scene.placement("urgent")
         assert placement is not None and placement.prefill.worker_id == "w1"
+
+
+@pytest.mark.parametrize(
+    ("waits_until", "bound_until", "goes_first"),
+    [(3.0, 4.0, True), (4.0, 3.0, False), (4.0, 4.0, False), (9.0, 1.0, True), (1.0, 9.0, False), (0.5, 1.0, True)],
+)
+def test_requests_in_time_go_before_late_ones_by_deadline(
+    waits_until: float, bound_until: float, goes_first: bool
+) -> None:
+    waiting, bound = (an_admission(MODEL, "r", ttft_target_s=deadline) for deadline in (waits_until, bound_until))
+    assert goes_before(waiting, bound, now=2.0) is goes_first
+    batch = an_admission(MODEL, "r", ttft_target_s=waits_until, service_class=ServiceClass.BATCH)
+    assert not goes_before(batch, bound, now=2.0)
 
 
 def test_instance_with_answers_takes_one_prompt_at_a_time() -> None:

@@ -48,7 +48,7 @@ def take_over(state: State, version_id: str, now: float) -> None:
             continue
         while movable and ahead_s < target.full_step_s and _free_at(state, target) <= now:
             attempt, source = movable[0]
-            if waiting is not None and _goes_before(waiting, attempt.admission):
+            if waiting is not None and goes_before(waiting, attempt.admission, now):
                 return
             left_s = _left_s(attempt, source, now + ahead_s)
             move_s = MOVE_S + max(_transfer_s(state, model, attempt.admission, source, target) - ahead_s, 0.0)
@@ -92,9 +92,13 @@ def _movable(
     return model, entries, sorted(movable, key=lambda pair: (pair[0].placed_at, pair[0].admission.key))
 
 
-def _goes_before(waiting: Admission, bound: Admission) -> bool:
-    """Whether a request that waits, and is the next of its queue, is due before one that is bound to a load."""
-    return waiting.service_class is not ServiceClass.BATCH and waiting.deadline < bound.deadline
+def goes_before(waiting: Admission, bound: Admission, now: float) -> bool:
+    """Whether a request that waits, and is the next of its queue, is due before one that is bound to a load. Late
+    requests come last, as in the queue.
+    """
+    if waiting.service_class is ServiceClass.BATCH:
+        return False
+    return (waiting.deadline < now, waiting.deadline) < (bound.deadline < now, bound.deadline)
 
 
 def _transfer_s(
