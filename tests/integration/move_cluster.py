@@ -443,7 +443,9 @@ async def assert_worker_is_empty(worker: RunningWorker) -> None:
             await eventually(lambda role=role: not role._recalled._timers, "the end of recalled prompts")  # type: ignore[misc]
             await eventually(lambda role=role: not role._receivers, "the end of all imports")  # type: ignore[misc]
             await eventually(lambda role=role: not role._budget.num_granted, "the return of the KV budget")  # type: ignore[misc]
-            assert not role._recalled._leaving and not role._measured and not role._budget._waiting
+            await eventually(lambda role=role: not role._recalled._leaving, "the end of all exports")  # type: ignore[misc]
+            await eventually(lambda role=role: not role._measured, "the end of all measured attempts")  # type: ignore[misc]
+            await eventually(lambda role=role: not role._budget._waiting, "the end of waits for the KV budget")  # type: ignore[misc]
     if worker.worker.slot.state != FREE:
         await worker.assert_idle()
         instance = worker.worker.engine.instance
@@ -487,7 +489,7 @@ async def running_cluster(folder: Path, model: Model, nats_url: str, monkeypatch
         await store.until_complete(pack.buffer_id)
         workers = []
         for block_tokens in (32, 20, 48):  # of the KV that each worker hands over
-            changes = {"kv_block_tokens": block_tokens, "start_timeout_s": 2.0, "kv_timeout_s": 5.0}
+            changes = {"kv_block_tokens": block_tokens, "start_timeout_s": 0.3, "kv_timeout_s": 5.0}
             workers.append(await stack.enter_async_context(running_test_worker(nats_url, store, **changes)))
         tokenizer = (model.folder / "tokenizer.json").read_bytes()
 
