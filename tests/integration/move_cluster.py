@@ -100,7 +100,8 @@ class GatedHold:
 
     async def __anext__(self) -> param_store_pb2.HoldReply:
         if self._reply is None:
-            self._reply = await anext(self._replies)
+            first: param_store_pb2.HoldReply = await anext(self._replies)
+            self._reply = first
         reply = self._reply
         while self._num_told < reply.num_segments_ready:
             if self._store.fault:
@@ -112,8 +113,8 @@ class GatedHold:
                 told.num_segments_ready = num_ready
                 return told
             await self._store.changed()
-        told = await anext(self._replies)
-        return told
+        last: param_store_pb2.HoldReply = await anext(self._replies)
+        return last
 
     def cancel(self) -> None:
         self._call.cancel()
@@ -502,7 +503,8 @@ async def running_cluster(folder: Path, model: Model, nats_url: str, monkeypatch
         workers[0].worker._store = gate  # type: ignore[assignment]
         version = types_pb2.ModelVersion(model="acme/moved", pack_id=pack.buffer_id, tokenizer_digest="moved")
         published = published_model("acme/moved", file_digests={"tokenizer.json": "moved"}, context=512)
-        cluster = MoveCluster(model, version, *workers, gate, InMemoryPorts([published]), stack)  # type: ignore[arg-type]
+        source, next_worker, decode = workers
+        cluster = MoveCluster(model, version, source, next_worker, decode, gate, InMemoryPorts([published]), stack)
         route = RunStream._route
 
         def noted(stream: RunStream, step: pb.StepOutput) -> None:
