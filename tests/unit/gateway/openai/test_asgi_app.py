@@ -153,6 +153,7 @@ async def test_own_stop_tokens_apply_with_ignore_eos(rig: TokenPathRig) -> None:
         response = await rig.http.post("/v1/completions", json={**body, "stop_token_ids": [PROMPT[4], 3]})
         choice = response.json()["choices"][0]
         assert (choice["finish_reason"], choice["token_ids"]) == ("stop", PROMPT[:5])
+        assert choice["text"] == rig.text(PROMPT[:4]), "the token that ends an answer leaves no text"
 
 
 async def test_absent_stop_string_leaves_the_whole_text(rig: TokenPathRig) -> None:

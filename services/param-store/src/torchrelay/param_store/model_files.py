@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
@@ -17,10 +22,53 @@ MAX_FILE_BYTES = {  # of all files but weights; an upload may have no others
 }
 
 
-def eos_token_ids(generation: dict[str, Any], config: dict[str, Any]) -> list[Any]:
-    """The tokens that end an answer: those of generation_config.json if it names any, otherwise of config.json."""
-    for document in (generation, config):
-        token_ids = document.get("eos_token_id")
-        if token_ids is not None:
-            return token_ids if isinstance(token_ids, list) else [token_ids]
-    return []
+class _TokenEntry(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _AddedTokens(msgspec.Struct):
+    added_tokens: list[_TokenEntry] = []
+
+
+def eos_token_ids(read: Callable[[str], bytes | None], config: dict[str, Any]) -> list[Any]:
+    """The tokens that end an answer: those of generation_config.json, those of config.json, and the tokenizer's own, as
+    vLLM and SGLang have it. ``read``: the content of a file of the model; None if it has none.
+    """
+    of_config = named_tokens(config.get("eos_token_id"))
+    token_ids = named_tokens(_document(read(GENERATION)).get("eos_token_id")) or of_config
+    own, vocab_size = _tokenizer_eos(_document(read(TOKENIZER_CONFIG)), read), config.get("vocab_size")
+    highest = vocab_size if isinstance(vocab_size, int) else sys.maxsize
+    known = {token_id for token_id in token_ids if isinstance(token_id, int)}
+    more = (each for each in (*of_config, own) if isinstance(each, int) and 0 <= each < highest)
+    return token_ids + [each for each in dict.fromkeys(more) if each not in known]
+
+
+def named_tokens(value: Any) -> list[Any]:
+    """The tokens that an ``eos_token_id`` names, in either of its forms."""
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _tokenizer_eos(tokenizer_config: dict[str, Any], read: Callable[[str], bytes | None]) -> int | None:
+    """The id of the tokenizer's ``eos_token``; None if it names none that is an added token."""
+    token = tokenizer_config.get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str) or not content:
+        return None
+    declared = tokenizer_config.get("added_tokens_decoder")
+    for token_id, entry in declared.items() if isinstance(declared, dict) else ():
+        if isinstance(entry, dict) and entry.get("content") == content and token_id.isascii() and token_id.isdigit():
+            return int(token_id)
+    try:
+        added = msgspec.json.decode(read(TOKENIZER) or b"{}", type=_AddedTokens).added_tokens
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None  # the tokenizer's own check says what is wrong
+    return next((entry.id for entry in added if entry.content == content), None)
+
+
+def _document(encoded: bytes | None) -> dict[str, Any]:
+    try:
+        document = json.loads(encoded or b"{}")
+    except (ValueError, RecursionError):
+        return {}  # the packer refuses it by name
+    return document if isinstance(document, dict) else {}

@@ -156,7 +156,8 @@ class RequestPipeline:
         )
         self.requests.add(request)
         request.start()
-        texts = tuple(ChoiceDetokenizer(decoder.tokens, params.stop) for _ in range(params.num_choices))
+        stops = params.stop, sampling.stop_token_ids
+        texts = tuple(ChoiceDetokenizer(decoder.tokens, *stops) for _ in range(params.num_choices))
         return RequestSession(request, texts, None if params.top_logprobs is None else decoder.token_bytes)
 
     async def drain(self, timeout_s: float, end_s: float) -> None:

@@ -21,7 +21,7 @@ from torchrelay.param_store.model_files import (
     PASSED_ON,
     TEMPLATE,
     TOKENIZER,
-    eos_token_ids,
+    named_tokens,
 )
 from torchrelay.param_store.packer.core import PackRefused, quoted
 
@@ -118,16 +118,17 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 
 def check_eos(folder: Path, config: dict[str, Any], vocab_size: int) -> None:
     """Checks that every end-of-sequence token is in the vocabulary. Raises ``PackRefused``."""
-    generation = _optional(folder, GENERATION)
-    file = CONFIG if generation.get("eos_token_id") is None else GENERATION
-    token_ids = eos_token_ids(generation, config)
-    if len(token_ids) > MAX_EOS_TOKENS:
-        raise PackRefused(file, f"eos_token_id: it lists {len(token_ids):,} tokens; at most {MAX_EOS_TOKENS} are used")
-    for token in token_ids:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise PackRefused(
-                file, f"eos_token_id: {quoted(token)} is not a token id below the vocab_size {vocab_size}"
-            )
+    for file, document in ((GENERATION, _optional(folder, GENERATION)), (CONFIG, config)):
+        token_ids = named_tokens(document.get("eos_token_id"))
+        if len(token_ids) > MAX_EOS_TOKENS:
+            text = f"eos_token_id: it lists {len(token_ids):,} tokens; at most {MAX_EOS_TOKENS} are used"
+            raise PackRefused(file, text)
+        for token in token_ids:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                text = f"eos_token_id: {quoted(token)} is not a token id below the vocab_size {vocab_size}"
+                raise PackRefused(file, text)
+        if token_ids:
+            return  # of the other file, tokens beyond the vocabulary are ignored
 
 
 def _optional(folder: Path, file: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from torchrelay.common.errors import Conflict, DataCorrupted, NotFound, Torchrel
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.tokens.prefix_hashes import ROUTING_TOKENS
 from torchrelay.modelspec.config import ModelConfig, read_config
-from torchrelay.param_store.model_files import GENERATION, eos_token_ids
+from torchrelay.param_store.model_files import eos_token_ids
 from torchrelay.param_store.remote.keys import file_key, manifest_key, pack_key, version_key
 from torchrelay.param_store.remote.remote_store import RemoteStore
 from torchrelay.transfer.manifest import Manifest, decode_manifest, pack_id_of
@@ -128,14 +127,16 @@ class Versions:
         if pack_id_of(encoded) != pack_id:
             raise DataCorrupted(f"the manifest of pack {pack_id} is damaged in the remote store")
         manifest = decode_manifest(encoded)
-        generation = self.read_file(document.files[GENERATION]) if GENERATION in document.files else b"{}"
+        files = document.files
         return Version(
             version_id=version_id,
             document=document,
             pack_id=pack_id,
             manifest=manifest,
             config=read_config(manifest.config),
-            eos_token_ids=tuple(eos_token_ids(json.loads(generation), manifest.config)),
+            eos_token_ids=tuple(
+                eos_token_ids(lambda name: self.read_file(files[name]) if name in files else None, manifest.config)
+            ),
             stored_bytes=manifest.num_bytes
             + len(encoded)
             + sum(self._remote.size(file_key(digest)) for digest in document.files.values()),

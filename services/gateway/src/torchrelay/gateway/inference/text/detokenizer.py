@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torchrelay.common.tokens.stop_strings import StopTrimmer
 from torchrelay.common.tokens.text_stream import TextStream
@@ -10,23 +10,24 @@ from torchrelay.common.tokens.token_decoder import TokenDecoder
 
 
 class ChoiceDetokenizer:
-    """Turns accepted tokens into text that ends before a stop string."""
+    """Turns accepted tokens into text that ends before a stop string, and before a token that ends the answer."""
 
-    __slots__ = ("_num_chars", "_stops", "_stream")
+    __slots__ = ("_ends", "_num_chars", "_stops", "_stream")
 
-    def __init__(self, decoder: TokenDecoder, stop_strings: Sequence[str]) -> None:
+    def __init__(self, decoder: TokenDecoder, stop_strings: Sequence[str], stop_token_ids: Iterable[int] = ()) -> None:
+        self._ends = frozenset(stop_token_ids)
         self._stream = TextStream(decoder)
         self._stops = StopTrimmer(stop_strings) if stop_strings else None
         self._num_chars = 0
 
     def step(self, token_id: int) -> str:
         """The text that can be shown after ``token_id``."""
-        piece = self._stream.step(token_id)
+        piece = "" if token_id in self._ends else self._stream.step(token_id)
         return piece if self._stops is None else self._stops.push(piece)
 
     def step_placed(self, token_id: int) -> tuple[str, int]:
         """``step``, and the character offset at which the token begins. Not to be mixed with ``step``."""
-        offset, piece = self._num_chars, self._stream.step(token_id)
+        offset, piece = self._num_chars, "" if token_id in self._ends else self._stream.step(token_id)
         self._num_chars += len(piece)
         return piece if self._stops is None else self._stops.push(piece), offset
 
