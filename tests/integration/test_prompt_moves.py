@@ -272,15 +272,16 @@ async def test_decode_worker_that_hears_of_the_recall_first_does_not_end_the_pro
         decode, may_go_on = pair.loading.decode.worker, threading.Event()
         decode.engine.post(lambda: may_go_on.wait(HANG_S))
         request = pair.loading.request(PROMPT)
-        await pair.begun(request, 2)
         [decode_role] = [role for role in decode.roles if role.number == DECODE]
-        await eventually(lambda: bool(decode_role.attempts), "the start at the decode worker")
+        begun, ended = noted_reservations(decode_role)
+        await pair.begun(request, 2)
+        await eventually(lambda: bool(begun), "the offer at the decode worker")
         prefill_stream, decode_stream = request.streams
         await decode_stream.recall(request.start.key)
         await eventually(lambda: not decode_role.attempts, "the end at the decode worker")
-        refusals = counted_refusals(decode_role)
+        assert not ended
         may_go_on.set()
-        await eventually(lambda: bool(refusals), "the refusal of the KV")
+        await eventually(lambda: bool(ended), "the refusal of the KV")
         await prefill_stream.recall(request.start.key)
         moved = await pair.move(request, is_recalled=False)
         await moved.finished()
@@ -291,17 +292,21 @@ async def test_decode_worker_that_hears_of_the_recall_first_does_not_end_the_pro
         await pair.assert_idle()
 
 
-def counted_refusals(decode_role: Any) -> list[object]:
-    """Grows with each import that the decode role gives up."""
-    refusals: list[object] = []
-    release = decode_role._release_reserved
+def noted_reservations(decode_role: Any) -> tuple[list[object], list[object]]:
+    """Grow with each reservation of pages for KV that begins, and that ends."""
+    begun: list[object] = []
+    ended: list[object] = []
+    reserve = decode_role._reserve_pages
 
-    def count(reserved: object) -> None:
-        release(reserved)
-        refusals.append(reserved)
+    async def noted(attempt: Any, offer: Any) -> Any:
+        begun.append(offer)
+        try:
+            return await reserve(attempt, offer)
+        finally:
+            ended.append(offer)
 
-    decode_role._release_reserved = count
-    return refusals
+    decode_role._reserve_pages = noted
+    return begun, ended
 
 
 async def test_import_waits_for_pages_while_its_source_computes_on(

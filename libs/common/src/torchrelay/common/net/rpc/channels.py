@@ -17,7 +17,7 @@ TOKEN = "torchrelay-token"  # the metadata key of a caller's token
 _CHANNEL_OPTIONS = [
     *OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 500),  # the least time that an attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_retries", 0),
 ]
