@@ -253,9 +253,21 @@ async def test_refusing_decode_worker_is_not_reported_lost(scene_of: Make) -> No
 
 async def test_lost_prefill_worker_is_reported_by_the_decode_worker(scene_of: Make) -> None:
     async with scene_of() as scene:
+        decode_role: Any = scene.decode.worker.roles[1]
+        may_receive, offered = asyncio.Event(), asyncio.Event()
+        receive = decode_role._receive_kv
+
+        async def received_later(*arguments: Any) -> None:
+            offered.set()
+            await may_receive.wait()
+            await receive(*arguments)
+
+        decode_role._receive_kv = received_later  # otherwise a quick machine has all KV before the loss
         request = await scene.send(scene.request(prompt_of(400), max_tokens=20))
-        await eventually(lambda: scene.decode.worker.roles[1].num_kv_transfers > 0)
+        async with asyncio.timeout(HANG_S):
+            await offered.wait()
         await scene.prefill.unload()
+        may_receive.set()
         await request.finished()
         assert request.error().code in (pb.RunError.CODE_PREFILL_LOST, pb.RunError.CODE_WRONG_INSTANCE)
         await scene.decode.assert_idle()
