@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -137,6 +138,8 @@ def show_bill(client: GatewayClient) -> None:
 
 
 def main() -> None:
+    # The clients of OpenAI and gRPC would ask a proxy of the environment for this machine, too.
+    os.environ["no_proxy"] = ",".join(filter(None, (os.environ.get("no_proxy"), "127.0.0.1")))
     with tempfile.TemporaryDirectory(prefix="torchrelay-demo-") as folder:
         home = Home(Path(folder))
         step("1. Start the platform: Redis, NATS, three services and two workers")

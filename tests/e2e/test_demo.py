@@ -24,12 +24,13 @@ ASKED = {
 
 
 def test_demo_answers_from_glossary_and_bills_tokens(tmp_path: Path) -> None:
+    proxy = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")  # nothing listens there
     done = subprocess.run(
         [sys.executable, str(DEMO)],
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "200"},
+        env={**os.environ, **proxy, "TMPDIR": str(tmp_path), "COLUMNS": "200"},
     )
     said = done.stdout
     assert done.returncode == 0, said + done.stderr

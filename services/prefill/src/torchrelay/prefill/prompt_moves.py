@@ -31,8 +31,8 @@ from torchrelay.worker.slot.engine_thread import EngineThread
 
 T = TypeVar("T")
 
-# Chunks are copied in pieces between steps. A step may take 50 ms, so that smaller pieces would move a long prompt too
-# slowly; the copy of a piece takes milliseconds.
+# Chunks are copied in pieces between two layers, which may take milliseconds, so that smaller pieces would move a long
+# prompt too slowly; the copy of a piece takes milliseconds, too.
 _PIECE_BYTES: Final = 16 << 20
 _MESSAGE_BYTES: Final = 1 << 20
 _KEPT_S: Final = SILENT_S  # for a worker to ask for the prompt, and then to export it; usually it takes milliseconds

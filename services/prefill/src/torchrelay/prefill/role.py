@@ -117,10 +117,10 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         """Imports what another worker has computed of the prompt, if it can, and computes the rest."""
         receiver = PromptReceiver(self.worker.engine, group, self._pack_id, on_kv)
         self._receivers[attempt.group_id] = receiver
-        source, placed_s = attempt.start.prompt_source, time.monotonic()
+        source, began_s = attempt.start.prompt_source, time.monotonic()
         await receiver.reserve()
         # Its worker computes more layers until this worker can almost begin.
-        await asyncio.sleep(max(source.wait_ms / 1000 - (time.monotonic() - placed_s), 0.0))
+        await asyncio.sleep(max(source.wait_ms / 1000 - (time.monotonic() - began_s), 0.0))
         if not self.is_running(attempt):
             return
         begin_us = now_unix_us()

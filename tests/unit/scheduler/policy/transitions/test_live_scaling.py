@@ -133,7 +133,7 @@ def test_loaded_instance_is_kept_for_recalled_prompts() -> None:
     for number in range(2):
         cluster.return_recalled(number)
     assert cluster.at("w1") == ["r1", "r2"]
-    assert not len(cluster.scene.policy.state.returning)
+    assert not cluster.scene.policy.state.returning.seconds(MODEL.version_id, cluster.scene.now)
 
 
 def test_recalled_prompts_are_placed_first_when_they_return() -> None:
@@ -153,7 +153,7 @@ def test_no_instance_is_kept_for_requests_that_ended() -> None:
     assert cluster.recalls() == [AttemptKey("r1", 1), AttemptKey("r2", 1)]
     for key in cluster.recalls():
         cluster.scene.apply(Release(key, delivered=False))
-    assert not len(cluster.scene.policy.state.returning)
+    assert not cluster.scene.policy.state.returning.seconds(MODEL.version_id, cluster.scene.now)
     cluster.scene.admit(MODEL, "new", num_prompt_tokens=512, max_tokens=1)
     placement = cluster.scene.placement("new")
     assert placement is not None and placement.prefill.worker_id == "w1"

@@ -162,14 +162,13 @@ class Policy:
             lifecycle.observe_outcome(state, attempt, input_.outcome, now)
             if not input_.is_migrated:
                 lifecycle.observe_length(state, attempt, input_.outcome)
-        if not input_.is_recalled:
-            state.returning.remove(attempt.admission)
         if input_.is_recalled:
             recalls.recalled(state, attempt, now)
-        elif not input_.delivered:
+            return  # its gateway asks again at once, and it takes its turn first
+        state.returning.remove(attempt.admission)
+        if not input_.delivered:
             state.note_no_token(input_.key.request_id, attempt.instance_ids)
-        if not input_.is_recalled:  # a recalled request is admitted again at once, and takes its turn first
-            dispatch.place_waiting(state, now, (attempt.admission.version_id,))
+        dispatch.place_waiting(state, now, (attempt.admission.version_id,))
 
     # The cluster
 

@@ -24,9 +24,6 @@ class ReturningPrompts:
     def __init__(self) -> None:
         self._of: dict[str, dict[str, ReturningPrompt]] = {}
 
-    def __len__(self) -> int:
-        return sum(map(len, self._of.values()))
-
     def add(self, version_id: str, request_id: str, prompt: ReturningPrompt) -> None:
         self._of.setdefault(version_id, {})[request_id] = prompt
 
