@@ -18,6 +18,7 @@ from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import reports_pb2, types_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
+from torchrelay.gateway.clients.client_stream import write_while_open
 from torchrelay.param_store.main import Work, serving
 from torchrelay.param_store.settings import StoreSettings
 from torchrelay.transfer.protocol.tickets import TicketIssuer, derive_node_key
@@ -118,12 +119,22 @@ def contents(folder: Path) -> dict[str, bytes]:
 async def put(
     store: RunningStore, upload_id: str, path: str, data: bytes, offset: int = 0, part_bytes: int = 1 << 20
 ) -> pb.FileState:
-    async def parts() -> AsyncIterator[pb.PutFileRequest]:
-        yield pb.PutFileRequest(open=pb.PutFileRequest.Open(upload_id=upload_id, path=path, offset=offset))
-        for begin in range(0, len(data), part_bytes):
-            yield pb.PutFileRequest(data=data[begin : begin + part_bytes])
+    opening = pb.PutFileRequest.Open(upload_id=upload_id, path=path, offset=offset)
+    parts = (pb.PutFileRequest(data=data[begin : begin + part_bytes]) for begin in range(0, len(data), part_bytes))
+    return await put_requests(store, pb.PutFileRequest(open=opening), *parts)
 
-    state: pb.FileState = await store.stub.PutFile(parts())
+
+async def put_requests(store: RunningStore, *requests: pb.PutFileRequest) -> pb.FileState:
+    """Sends the messages until the store ends the call, as the gateway does, so that the store's status arrives."""
+    call = store.stub.PutFile()
+
+    async def write() -> None:
+        for request in requests:
+            await call.write(request)
+        await call.done_writing()
+
+    await write_while_open(call, write())
+    state: pb.FileState = await call
     return state
 
 

@@ -14,7 +14,16 @@ import pytest
 
 from tests.support.wait import HANG_S, eventually
 from tests.unit.param_store.model_folders import config_of, sha256_of, shard_name, write_folder, write_shards
-from tests.unit.param_store.running_store import RunningStore, begin, commit, contents, put, running_store, send
+from tests.unit.param_store.running_store import (
+    RunningStore,
+    begin,
+    commit,
+    contents,
+    put,
+    put_requests,
+    running_store,
+    send,
+)
 from torchrelay.common.errors import (
     Conflict,
     NotFound,
@@ -184,7 +193,7 @@ async def test_more_bytes_than_declared_and_wrong_messages_are_refused(tmp_path:
         assert "more bytes were sent" in refusal(caught).message
         opening = pb.PutFileRequest.Open(upload_id="u1", path="config.json", num_bytes=1 << 20)
         with pytest.raises(grpc.aio.AioRpcError) as caught:  # announced, so that no byte is stored
-            await store.stub.PutFile(aiter_of(pb.PutFileRequest(open=opening), pb.PutFileRequest(data=b"{")))
+            await put_requests(store, pb.PutFileRequest(open=opening), pb.PutFileRequest(data=b"{"))
         assert isinstance(refusal(caught), UploadRefused) and refusal(caught).field == "config.json"
         assert await received_bytes(store, "u1", 0, "config.json") == 0
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -194,13 +203,8 @@ async def test_more_bytes_than_declared_and_wrong_messages_are_refused(tmp_path:
             await put(store, "u2", "tokenizer.json", b"")
         assert isinstance(refusal(caught), NotFound)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await store.stub.PutFile(aiter_of(pb.PutFileRequest(data=b"x")))
+            await put_requests(store, pb.PutFileRequest(data=b"x"))
         assert refusal(caught).field == "open"
-
-
-async def aiter_of(*requests: pb.PutFileRequest):  # type: ignore[no-untyped-def]
-    for request in requests:
-        yield request
 
 
 async def test_announced_excess_is_refused_before_received_bytes_are_digested(
@@ -216,7 +220,7 @@ async def test_announced_excess_is_refused_before_received_bytes_are_digested(
             upload_id="u1", path="model.safetensors", offset=5000, num_bytes=len(data) - 4999
         )
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await store.stub.PutFile(aiter_of(pb.PutFileRequest(open=opening)))
+            await put_requests(store, pb.PutFileRequest(open=opening))
         assert isinstance(refusal(caught), UploadRefused) and not resumed
         opening.num_bytes = 0
         call = store.stub.PutFile()
