@@ -476,8 +476,10 @@ def instance_of(worker: RunningWorker) -> Instance:
 
 
 @asynccontextmanager
-async def running_cluster(folder: Path, model: Model, nats_url: str, monkeypatch: Any) -> AsyncIterator[MoveCluster]:
-    """The source has begun to load and has no layer."""
+async def running_cluster(
+    folder: Path, model: Model, nats_url: str, monkeypatch: Any, **settings: Any
+) -> AsyncIterator[MoveCluster]:
+    """The source has begun to load and has no layer. ``settings``: of all workers."""
     pack = GatedPack(model)
     pack.let_all()
     async with AsyncExitStack() as stack:
@@ -490,7 +492,7 @@ async def running_cluster(folder: Path, model: Model, nats_url: str, monkeypatch
         await store.until_complete(pack.buffer_id)
         workers = []
         for block_tokens in (32, 20, 48):  # of the KV that each worker hands over
-            changes = {"kv_block_tokens": block_tokens, "start_timeout_s": 0.3, "kv_timeout_s": 5.0}
+            changes = {"kv_block_tokens": block_tokens, "start_timeout_s": 0.3, "kv_timeout_s": 5.0, **settings}
             workers.append(await stack.enter_async_context(running_test_worker(nats_url, store, **changes)))
         tokenizer = (model.folder / "tokenizer.json").read_bytes()
 
