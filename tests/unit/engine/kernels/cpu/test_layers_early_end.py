@@ -72,7 +72,9 @@ def test_threads_end_interrupted_call_together(
     toggling.start()
     try:
         began_s = time.monotonic()
-        while 2 not in counted.calls and time.monotonic() - began_s < HANG_S:  # the first steps are nearly always enough
+        while (
+            2 not in counted.calls and time.monotonic() - began_s < HANG_S
+        ):  # the first steps are nearly always enough
             actual = logits_of(whole, 5)
             assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
     finally:
