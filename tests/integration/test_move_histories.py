@@ -295,8 +295,8 @@ async def test_random_histories_give_every_answer_and_bill_once(
     tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``MOVE_HISTORY=seed`` runs a single history."""
-    for name in ("RECALL_DELAY_S", "EXPORT_TIMEOUT_S"):
-        monkeypatch.setattr(prefill_role, name, 0.1)
+    monkeypatch.setattr(prefill_role, "RECALL_DELAY_S", 0.1)
+    monkeypatch.setattr(prompt_moves, "_MESSAGE_S", 0.1)
     monkeypatch.setattr(prompt_moves, "_KEPT_S", 0.2)
     monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 12)  # so that an export takes several steps
     seeds = [int(os.environ["MOVE_HISTORY"])] if "MOVE_HISTORY" in os.environ else range(SEED, SEED + NUM_HISTORIES)

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from tests.support.callers import every_token
 from tests.support.wait import HANG_S, eventually
 from tests.unit.engine.harness import Model, group_of, half_loaded, outputs, prompt_of, run
 from tests.unit.param_store.running_store import CLUSTER_KEY, OFFICE, peer, running_store
-from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
+from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest, Unavailable
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import prefill_pb2, types_pb2
 from torchrelay.engine.execution import resident_model
@@ -522,6 +523,36 @@ async def test_export_is_given_up_when_the_importer_hangs(model: Model, monkeypa
     await eventually(lambda: not instance.groups(), "the end of the prompt")
     with pytest.raises(Conflict, match="has ended"):
         await anext(parts)
+
+
+async def test_export_goes_on_as_long_as_the_importer_takes_messages(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 10)
+    _, recalled = kept_prompt(model)
+    ends_s = []
+    async for _ in recalled.export("r/0", PACK_ID):
+        ends_s.append(recalled._timers["r/0"].when())
+    assert len(ends_s) > 3 and all(earlier < later for earlier, later in pairwise(ends_s))
+
+
+async def test_silent_export_is_computed_from_its_beginning(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_moves, "_MESSAGE_S", 0.05)
+    receiver, engine = await receiver_of(model)
+    is_closed = asyncio.Event()
+
+    async def silent() -> AsyncIterator[prefill_pb2.ExportPart]:
+        yield exported_prompt()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_closed.set()
+
+    with pytest.raises(Unavailable, match="was silent"):
+        await receiver.receive(silent())
+    assert is_closed.is_set()
+    await receiver.start_over()
+    assert outputs(run(engine.instance))["r/0", 0] == model.expected(PROMPT)
 
 
 async def test_importer_holds_at_most_two_pieces(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import Conflict, DataCorrupted
+from torchrelay.common.errors import Conflict, DataCorrupted, Unavailable
 from torchrelay.common.liveness import SILENT_S
 from torchrelay.control.v1 import prefill_pb2, types_pb2
 from torchrelay.engine.core import GroupSpec, KvBlock
@@ -35,7 +35,8 @@ T = TypeVar("T")
 # prompt too slowly; the copy of a piece takes milliseconds, too.
 _PIECE_BYTES: Final = 16 << 20
 _MESSAGE_BYTES: Final = 1 << 20
-_KEPT_S: Final = SILENT_S  # for a worker to ask for the prompt, and then to export it; usually it takes milliseconds
+_KEPT_S: Final = SILENT_S  # for a worker to ask for the prompt, and then for each piece; usually it takes milliseconds
+_MESSAGE_S: Final = SILENT_S  # for each message of an export; then the prompt is computed from its beginning
 
 
 def export_request(source: types_pb2.PromptSource, receiver: Receiver) -> prefill_pb2.ExportRequest:
@@ -71,6 +72,13 @@ class RecalledPrompts:
         """Keeps the engine's state of a prompt for ``_KEPT_S``."""
         self._timers[group_id] = asyncio.get_running_loop().call_later(_KEPT_S, self._drop, group_id)
 
+    def _keep_on(self, group_id: str) -> None:
+        """Keeps a prompt for ``_KEPT_S`` from now on. Raises ``Conflict`` if it was dropped."""
+        if (timer := self._timers.get(group_id)) is None:
+            raise Conflict(f"{group_id} has ended")
+        timer.cancel()
+        self.keep(group_id)
+
     def drop_prefilled(self, group_ids: Iterable[str]) -> None:
         """Drops prompts that are computed to their end: they cannot be exported any more."""
         for group_id in group_ids:
@@ -83,10 +91,9 @@ class RecalledPrompts:
 
         Raises ``Conflict`` if it is not kept, is not at a layer boundary, or ends meanwhile.
         """
-        if group_id in self._leaving or (timer := self._timers.get(group_id)) is None:
+        if group_id in self._leaving or group_id not in self._timers:
             raise Conflict(f"nothing is kept of {group_id}")
-        timer.cancel()
-        self.keep(group_id)  # no longer, even if the other worker hangs
+        self._keep_on(group_id)
         self._leaving.add(group_id)
         engine = self._worker.engine
         try:
@@ -101,6 +108,7 @@ class RecalledPrompts:
             )
             yield prefill_pb2.ExportPart(prompt=prompt)
             for piece in layout.pieces(_PIECE_BYTES):
+                self._keep_on(group_id)  # the other worker does not hang
                 read = _of(engine, instance, partial(_read_piece, exported, piece))
                 data = await engine.call_between_layers(read)
                 for begin in range(0, len(data), _MESSAGE_BYTES):
@@ -168,10 +176,10 @@ class PromptReceiver:
         """Imports the messages of an export; returns its boundary. At boundary 0 nothing is imported.
 
         Raises ``DataCorrupted`` or ``InvalidRequest`` if they are not an export of this prompt, ``Conflict`` if the
-        instance was unloaded, or what ``parts`` raises.
+        instance was unloaded, ``Unavailable`` if no message comes for ``_MESSAGE_S``, or what ``parts`` raises.
         """
         messages = aiter(parts)
-        head = await anext(messages, None)
+        head = await _next(messages)
         if head is None or not head.HasField("prompt"):
             raise DataCorrupted("an export must begin with its prompt")
         prompt = head.prompt
@@ -190,7 +198,7 @@ class PromptReceiver:
         for piece in layout.pieces(_PIECE_BYTES):
             num_bytes = sum(map(layout.chunk_bytes, piece))
             while len(received) < num_bytes:
-                if (part := await anext(messages, None)) is None:
+                if (part := await _next(messages)) is None:
                     raise DataCorrupted(f"the export ends before chunk {piece.stop} of {layout.num_chunks}")
                 if self._is_stopped:
                     raise Conflict("the attempt has ended")
@@ -201,7 +209,7 @@ class PromptReceiver:
             writing = self._call(partial(_write_piece, self._import, piece, data))
         if writing is not None:
             await writing
-        if received or await anext(messages, None) is not None:
+        if received or await _next(messages) is not None:
             raise DataCorrupted(f"the export does not end after {layout.num_chunks} chunks")
 
     async def start(self) -> None:
@@ -217,6 +225,15 @@ class PromptReceiver:
 
     def _call(self, command: Callable[[], T]) -> asyncio.Future[T]:
         return self._engine.call_between_layers(_of(self._engine, self._instance, command))
+
+
+async def _next(messages: AsyncIterator[prefill_pb2.ExportPart]) -> prefill_pb2.ExportPart | None:
+    """The next message; None after the last."""
+    try:
+        async with asyncio.timeout(_MESSAGE_S):
+            return await anext(messages, None)
+    except TimeoutError:
+        raise Unavailable(f"the export was silent for {_MESSAGE_S:g} s") from None
 
 
 def _write_piece(prompt_import: PrefillImport, piece: range, data: bytes) -> None:

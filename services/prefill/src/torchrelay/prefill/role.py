@@ -14,7 +14,6 @@ import grpc
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, TorchrelayError
 from torchrelay.common.identity.callers import Caller, MethodCallers
-from torchrelay.common.liveness import SILENT_S
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.net.rpc.server import RpcServer
@@ -32,7 +31,6 @@ from torchrelay.worker.slot.slot import LOADING
 
 log = get_logger(__name__)
 RECALL_DELAY_S = 0.5  # a recall may reach the decode worker by this much earlier than this worker
-EXPORT_TIMEOUT_S = SILENT_S  # from the call until all bytes are here; then the prompt is computed from its beginning
 CALLERS: MethodCallers = {
     "/torchrelay.control.v1.Prefill/Run": {Caller.GATEWAY},
     "/torchrelay.control.v1.Prefill/Export": {Caller.WORKER},
@@ -143,7 +141,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         try:
             request = export_request(source, self.worker.receiver)
             stub = prefill_pb2_grpc.PrefillStub(self._channel(source.worker))
-            export = stub.Export(request, timeout=EXPORT_TIMEOUT_S)
+            export = stub.Export(request)
             return await receiver.receive(export)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.UNAVAILABLE:
