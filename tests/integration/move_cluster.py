@@ -29,6 +29,8 @@ from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.tokens.stop_strings import StopChecker
+from torchrelay.common.tokens.text_stream import prompt_end
+from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer import load_decoder
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2, scheduler_pb2, types_pb2
@@ -120,6 +122,10 @@ class GatedHold:
         self._call.cancel()
 
 
+def _decoder(model: Model) -> TokenDecoder:
+    return load_decoder((model.folder / "tokenizer.json").read_bytes())
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A request, and its answer by a single whole instance."""
@@ -132,9 +138,11 @@ class Prompt:
     expected: tuple[tuple[int, ...], ...] = ()  # by choice
     causes: tuple[FinishCause, ...] = ()
     logprobs: tuple[tuple[float, ...], ...] = ()
+    end: tuple[int, ...] = ()  # of its tokens: what stop strings depend on
 
     def with_reference(self, model: Model) -> Prompt:
         """Computes the answer."""
+        prompt = replace(self, end=prompt_end(_decoder(model), self.tokens))
         instance = model.instance()
         choices = tuple(ChoiceSpec(choice) for choice in range(self.num_choices))
         instance.prefill(GroupSpec("reference", self.tokens, len(self.tokens), self.sampling, choices))
@@ -144,19 +152,19 @@ class Prompt:
             logprobs[token.choice].append(token.logprobs.chosen if token.logprobs else 0.0)
         expected, causes = [], []
         for choice in range(self.num_choices):
-            tokens = self._until_stop_string(model, outputs(steps)["reference", choice])
+            tokens = prompt._until_stop_string(model, outputs(steps)["reference", choice])
             is_stopped = len(tokens) < self.sampling.max_tokens or tokens[-1] in self.sampling.stop_token_ids
             expected.append(tuple(tokens))
-            causes.append(FinishCause.STOP if is_stopped or self._ends(model, tokens) else FinishCause.LENGTH)
+            causes.append(FinishCause.STOP if is_stopped or prompt._ends(model, tokens) else FinishCause.LENGTH)
         return replace(
-            self,
+            prompt,
             expected=tuple(expected),
             causes=tuple(causes),
             logprobs=tuple(tuple(logprobs[choice][: len(expected[choice])]) for choice in range(self.num_choices)),
         )
 
     def _checker(self, model: Model) -> StopChecker:
-        return StopChecker(load_decoder((model.folder / "tokenizer.json").read_bytes()), self.stop_strings)
+        return StopChecker(_decoder(model), self.stop_strings, self.end)
 
     def _until_stop_string(self, model: Model, tokens: list[int]) -> list[int]:
         checker = self._checker(model)
@@ -371,6 +379,7 @@ class MoveCluster:
             principal,
             model,
             prompt.tokens,
+            prompt.end,
             message,
             prompt.num_choices,
             now_unix_us(),

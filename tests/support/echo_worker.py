@@ -150,11 +150,11 @@ class EchoWorker:
     async def stop(self) -> None:
         await self._server.stop(0)
 
-    def checker(self, stop_strings: Sequence[str], forced: Sequence[int]) -> StopChecker | None:
-        if not stop_strings:
+    def checker(self, start: pb.AttemptStart, forced: Sequence[int]) -> StopChecker | None:
+        if not start.sampling.stop_strings:
             return None
         assert self.model.tokenizer is not None
-        checker = StopChecker(decoder_of(self.model.tokenizer), stop_strings)
+        checker = StopChecker(decoder_of(self.model.tokenizer), start.sampling.stop_strings, start.prompt_end)
         for token in forced:
             checker.step(token)
         return checker
@@ -281,5 +281,5 @@ class _Role:
         gateway.outputs += outputs
 
     def _choice(self, start: pb.AttemptStart, choice: pb.ChoiceStart, position: int, prompt: Sequence[int]) -> _Choice:
-        checker = self._worker.checker(start.sampling.stop_strings, choice.forced_output)
+        checker = self._worker.checker(start, choice.forced_output)
         return _Choice(start, choice.choice, position, checker)

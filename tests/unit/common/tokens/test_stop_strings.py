@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tests.support.sample_tokenizers import tiny_tokenizer
+from tests.support.sample_tokenizers import byte_fallback_tokenizer, tiny_tokenizer
 from tests.support.token_decoders import decoder_of
 from torchrelay.common.tokens.stop_strings import StopChecker, StopTrimmer
-from torchrelay.common.tokens.text_stream import TextStream
+from torchrelay.common.tokens.text_stream import TextStream, prompt_end
+from torchrelay.common.tokens.tokenizer import load_decoder, load_tokenizer
 
 TOKENIZER = Tokenizer.from_str(tiny_tokenizer().decode())
 TOKENS = decoder_of(TOKENIZER)
@@ -44,9 +45,22 @@ def test_any_text_split_ends_before_stop_string(pieces: list[str], stops: list[s
     assert shown + trimmer.flush() == cut(text, stops)
 
 
-@given(st.text("ab STOP\n🔥", max_size=30), st.lists(st.text("ab STOP\n🔥", min_size=1, max_size=5), max_size=3))
-def test_checker_and_trimmer_agree_on_final_token(text: str, stops: list[str]) -> None:
-    checker, stream, trimmer = StopChecker(TOKENS, stops), TextStream(TOKENS), StopTrimmer(stops)
+@given(
+    prompt=st.text("ab STOP\n🔥", max_size=10),
+    text=st.text("ab STOP\n🔥", max_size=30),
+    stops=st.lists(st.text("ab STOP\n🔥", min_size=1, max_size=5), max_size=3),
+)
+def test_checker_and_trimmer_agree_on_final_token(prompt: str, text: str, stops: list[str]) -> None:
+    end = prompt_end(TOKENS, TOKENIZER.encode(prompt).ids)
+    checker, stream, trimmer = StopChecker(TOKENS, stops, end), TextStream(TOKENS, end), StopTrimmer(stops)
     for token_id in TOKENIZER.encode(text).ids:
         trimmer.push(stream.step(token_id))
         assert checker.step(token_id) == trimmer.stopped
+
+
+def test_space_after_prompt_is_part_of_stop_string() -> None:
+    tokenizer, decoder = load_tokenizer(byte_fallback_tokenizer()), load_decoder(byte_fallback_tokenizer())
+    hello = tokenizer.encode("hello").ids
+    with_prompt = StopChecker(decoder, [" he"], prompt_end(decoder, hello))
+    without_prompt = StopChecker(decoder, [" he"])
+    assert with_prompt.step(hello[0]) and not without_prompt.step(hello[0])

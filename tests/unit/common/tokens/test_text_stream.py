@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -19,7 +20,7 @@ from tests.support.sample_tokenizers import (
 from tests.support.token_decoders import decoder_of
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.tokens.stop_strings import StopChecker
-from torchrelay.common.tokens.text_stream import MAX_HELD_TOKENS, TextStream
+from torchrelay.common.tokens.text_stream import MAX_HELD_TOKENS, TextStream, prompt_end
 from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer import load_decoder, load_tokenizer
 
@@ -56,6 +57,64 @@ BYTE_TOKENS = load_decoder(byte_fallback_tokenizer())
 def test_other_decoders_keep_spaces_and_bytes(text: str) -> None:
     ids = BYTES.encode(text).ids
     assert streamed(BYTE_TOKENS, ids) == decoded(BYTES, ids)
+
+
+def answered(decoder: TokenDecoder, prompt: list[int], answer: list[int]) -> str:
+    """The text of an answer, by the tokens of the prompt that the stream asks for."""
+    stream = TextStream(decoder, prompt_end(decoder, prompt))
+    return "".join([stream.step(token_id) for token_id in answer]) + stream.flush()
+
+
+def continued(tokenizer: Tokenizer, ids: list[int], num_prompt_tokens: int) -> str:
+    """The text of all ``ids`` without the complete characters of the prompt."""
+    prefixes = (decoded(tokenizer, ids[:end]) for end in range(num_prompt_tokens, -1, -1))
+    return decoded(tokenizer, ids).removeprefix(next(prefix for prefix in prefixes if "\ufffd" not in prefix))
+
+
+@given(text=st.text("abhelo é🔥", max_size=30), place=st.floats(0, 1))
+@example(text="hello hello", place=0.5)  # between words
+@example(text="hello  he", place=0.6)
+@example(text="a🔥b", place=0.5)  # within a character
+@example(text="🔥" * 9, place=0.9)  # the beginning of the prompt's end is within a character too
+@pytest.mark.parametrize(("tokenizer", "decoder"), [(TOKENIZER, TOKENS), (BYTES, BYTE_TOKENS)])
+def test_text_continues_prompt(tokenizer: Tokenizer, decoder: TokenDecoder, text: str, place: float) -> None:
+    ids = tokenizer.encode(text).ids
+    num_prompt_tokens = round(place * len(ids))
+    prompt, answer = ids[:num_prompt_tokens], ids[num_prompt_tokens:]
+    assert answered(decoder, prompt, answer) == continued(tokenizer, ids, num_prompt_tokens)
+
+
+def test_space_after_special_tokens_is_kept() -> None:
+    """Chats end with special tokens, which have no text; the text before them counts."""
+    end = BYTES.token_to_id("<s>")
+    assert end is not None
+    hello = BYTES.encode("hello").ids
+    assert answered(BYTE_TOKENS, [*hello, *[end] * 9], hello) == " hello"
+    assert answered(BYTE_TOKENS, [end], hello) == "hello"  # as the library decodes both together
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "text"),
+    [
+        ("<0xE2><0x82>", "<0xAC>", "€"),  # the prompt's bytes are a part of the answer's first character
+        ("<0xE2><0x82>", "a", "a"),  # they are no character, and belong to the prompt's text
+        ("<0xE2><0x82>", "<0xE2><0x82>", "\ufffd\ufffd"),
+        ("<0xE2><0x82>", "", ""),
+    ],
+)
+def test_incomplete_character_at_end_of_prompt(prompt: str, answer: str, text: str) -> None:
+    def ids(spelling: str) -> list[int]:
+        found = [BYTES.token_to_id(piece) for piece in re.findall("<0x..>|.", spelling)]
+        return [token_id for token_id in found if token_id is not None]
+
+    assert answered(BYTE_TOKENS, ids(prompt), ids(answer)) == text
+
+
+@given(prompt=st.lists(st.integers(0, TOKENIZER.get_vocab_size() - 1), max_size=40))
+def test_end_of_prompt_is_short(prompt: list[int]) -> None:
+    """Workers get it with each request that has stop strings, whatever the prompt."""
+    end = prompt_end(TOKENS, prompt)
+    assert len(end) <= 12 and set(end) <= set(prompt)
 
 
 def test_special_tokens_have_no_text() -> None:

@@ -34,10 +34,10 @@ class Files:
 async def test_tokenizer_is_read_once_and_only_for_stop_strings() -> None:
     files = Files(one=TINY, two=panicking_tokenizer())
     hosted = HostedTokenizer(files.read)
-    assert await hosted.checkers("one", [], {0: []}) == {}
+    assert await hosted.checkers("one", [], [], {0: []}) == {}
     assert files.reads == []
     for digest in ("one", "one", "two", "two"):
-        assert set(await hosted.checkers(digest, ["STOP"], {0: [], 2: []})) == {0, 2}
+        assert set(await hosted.checkers(digest, ["STOP"], [], {0: [], 2: []})) == {0, 2}
     assert files.reads == ["one", "two"]
 
 
@@ -45,7 +45,7 @@ async def test_checker_is_advanced_past_forced_output() -> None:
     decoder, tokenizer = load_decoder(TINY), load_tokenizer(TINY)
     ids = [tokenizer.token_to_id(letter) for letter in "STOP"]
     forced = [token_id for token_id in ids[:3] if token_id is not None] * TOKENS_PER_TURN
-    checkers = await HostedTokenizer(Files(one=TINY).read).checkers("one", ["OSTOP"], {0: forced, 1: []})
+    checkers = await HostedTokenizer(Files(one=TINY).read).checkers("one", ["OSTOP"], [], {0: forced, 1: []})
     last = ids[3]
     assert last is not None
     expected = StopChecker(decoder, ["OSTOP"])
@@ -57,8 +57,8 @@ async def test_checker_is_advanced_past_forced_output() -> None:
 
 async def test_long_forced_output_yields_to_event_loop() -> None:
     hosted, turns = HostedTokenizer(Files(one=TINY).read), 0
-    await hosted.checkers("one", ["STOP"], {0: []})  # loads it
-    checking = asyncio.ensure_future(hosted.checkers("one", ["STOP"], {0: [5] * TOKENS_PER_TURN * 20}))
+    await hosted.checkers("one", ["STOP"], [], {0: []})  # loads it
+    checking = asyncio.ensure_future(hosted.checkers("one", ["STOP"], [], {0: [5] * TOKENS_PER_TURN * 20}))
     while not checking.done():
         await asyncio.sleep(0)
         turns += 1
@@ -70,8 +70,8 @@ async def test_refused_tokenizer_is_not_read_again() -> None:
     hosted = HostedTokenizer(files.read)
     for _ in range(3):
         with pytest.raises(InvalidRequest, match="a decoder may only replace fixed strings"):
-            await hosted.checkers("slow", ["STOP"], {0: []})
-    assert await hosted.checkers("slow", [], {0: []}) == {}
+            await hosted.checkers("slow", ["STOP"], [], {0: []})
+    assert await hosted.checkers("slow", [], [], {0: []}) == {}
     assert files.reads == ["slow"]
 
 
@@ -85,7 +85,7 @@ async def test_tokenizer_load_times_out() -> None:
 
     hosted = HostedTokenizer(read, load_timeout_s=0.05)
     with pytest.raises(Unavailable, match="could not be loaded within"):
-        await hosted.checkers("late", ["STOP"], {0: []})
+        await hosted.checkers("late", ["STOP"], [], {0: []})
 
 
 async def test_undecodable_forced_output_fails_request() -> None:
@@ -93,4 +93,4 @@ async def test_undecodable_forced_output_fails_request() -> None:
     panic = load_tokenizer(encoded).token_to_id(PANIC)
     assert panic is not None
     with pytest.raises(TorchrelayError, match="failed to decode its tokens"):
-        await HostedTokenizer(Files(one=encoded).read).checkers("one", ["STOP"], {0: [5, panic]})
+        await HostedTokenizer(Files(one=encoded).read).checkers("one", ["STOP"], [], {0: [5, panic]})

@@ -206,6 +206,7 @@ class WorkerRole(ABC):
             attempt.stops = await self.worker.tokenizers.checkers(
                 hosted.version.tokenizer_digest,
                 list(start.sampling.stop_strings),
+                list(start.prompt_end),
                 {choice.choice: list(choice.forced_output) for choice in start.choices},
             )
             await hosted.settled.wait()  # a loading instance takes requests once it is mapped

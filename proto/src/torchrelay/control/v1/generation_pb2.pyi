@@ -183,6 +183,7 @@ class AttemptStart(_message.Message):
     DEADLINE_UNIX_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PROMPT_SOURCE_FIELD_NUMBER: _builtins.int
+    PROMPT_END_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """of the worker this is sent to; refused by any other"""
     tenant_id: _builtins.str
@@ -212,6 +213,10 @@ class AttemptStart(_message.Message):
     def prompt_source(self) -> _types_pb2.PromptSource:
         """to the prefill worker; absent: it computes the whole prompt"""
 
+    @_builtins.property
+    def prompt_end(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the prompt's last tokens, on which the output's text depends; for stop strings"""
+
     def __init__(
         self,
         *,
@@ -227,10 +232,11 @@ class AttemptStart(_message.Message):
         deadline_unix_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         prompt_source: _types_pb2.PromptSource | None = ...,
+        prompt_end: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "key", b"key", "kv_ticket", b"kv_ticket", "prompt_source", b"prompt_source", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "deadline_unix_ms", b"deadline_unix_ms", "decode", b"decode", "instance_id", b"instance_id", "key", b"key", "kv_ticket", b"kv_ticket", "num_prompt_tokens", b"num_prompt_tokens", "prompt", b"prompt", "prompt_source", b"prompt_source", "sampling", b"sampling", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "deadline_unix_ms", b"deadline_unix_ms", "decode", b"decode", "instance_id", b"instance_id", "key", b"key", "kv_ticket", b"kv_ticket", "num_prompt_tokens", b"num_prompt_tokens", "prompt", b"prompt", "prompt_end", b"prompt_end", "prompt_source", b"prompt_source", "sampling", b"sampling", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,7 @@ Both decode the same text in the same way, so they agree on the token that ends 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torchrelay.common.tokens.text_stream import TextStream
 from torchrelay.common.tokens.token_decoder import TokenDecoder
@@ -15,8 +15,8 @@ from torchrelay.common.tokens.token_decoder import TokenDecoder
 class StopChecker:
     """Detects the token that completes a stop string (worker side)."""
 
-    def __init__(self, decoder: TokenDecoder, stop_strings: Sequence[str]) -> None:
-        self._text = TextStream(decoder)
+    def __init__(self, decoder: TokenDecoder, stop_strings: Sequence[str], prompt_end: Iterable[int] = ()) -> None:
+        self._text = TextStream(decoder, prompt_end)
         self._stops = tuple(stop_strings)
         self._num_kept_chars = max((len(stop) for stop in self._stops), default=1) - 1
         self._tail = ""

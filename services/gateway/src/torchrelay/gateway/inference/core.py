@@ -48,6 +48,7 @@ class ResolvedRequest:
     principal: Principal
     model: PublishedModel
     prompt: tuple[int, ...]
+    prompt_end: tuple[int, ...]  # its last tokens, on which the text of the answer depends
     sampling: generation_pb2.Sampling
     num_choices: int
     arrived_unix_us: int  # when the server began handling it

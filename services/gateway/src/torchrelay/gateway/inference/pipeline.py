@@ -12,6 +12,7 @@ from opentelemetry.metrics import Meter
 
 from torchrelay.common.errors import PermissionDenied, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import span_of
+from torchrelay.common.tokens.text_stream import prompt_end
 from torchrelay.gateway.core import FinishCause, Principal
 from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, ResolvedRequest
 from torchrelay.gateway.inference.execution.attempt import Upstreams
@@ -133,6 +134,7 @@ class RequestPipeline:
         prompt = await self._prompts.token_ids(principal, model, params)
         sampling = sampling_of(params, model, len(prompt), self._bounds)
         decoder = await self._prompts.decoder(principal, model)
+        last_tokens = prompt_end(decoder.tokens, prompt)
         num_output_tokens = sampling.max_tokens * params.num_choices
         reservation = await self._limits.admit(principal, model, len(prompt), num_output_tokens)
         request = RunningRequest(
@@ -141,6 +143,7 @@ class RequestPipeline:
                 principal,
                 model,
                 prompt,
+                last_tokens,
                 sampling,
                 params.num_choices,
                 arrived_unix_us,
@@ -157,7 +160,7 @@ class RequestPipeline:
         self.requests.add(request)
         request.start()
         stops = params.stop, sampling.stop_token_ids
-        texts = tuple(ChoiceDetokenizer(decoder.tokens, *stops) for _ in range(params.num_choices))
+        texts = tuple(ChoiceDetokenizer(decoder.tokens, last_tokens, *stops) for _ in range(params.num_choices))
         return RequestSession(request, texts, None if params.top_logprobs is None else decoder.token_bytes)
 
     async def drain(self, timeout_s: float, end_s: float) -> None:

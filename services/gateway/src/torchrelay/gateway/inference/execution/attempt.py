@@ -114,6 +114,7 @@ class Attempt:
             choices=[pb.ChoiceStart(choice=c, forced_output=forced) for c, forced in self.plan.forced.items()],
             deadline_unix_ms=self.resolved.deadline_unix_us // 1000,
             traceparent=self.traceparent,
+            prompt_end=self.resolved.prompt_end,
         )
         if role == "prefill":
             start.prompt.extend(self.resolved.prompt)

@@ -14,9 +14,15 @@ class ChoiceDetokenizer:
 
     __slots__ = ("_ends", "_num_chars", "_stops", "_stream")
 
-    def __init__(self, decoder: TokenDecoder, stop_strings: Sequence[str], stop_token_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        decoder: TokenDecoder,
+        prompt_end: Iterable[int],
+        stop_strings: Sequence[str],
+        stop_token_ids: Iterable[int],
+    ) -> None:
         self._ends = frozenset(stop_token_ids)
-        self._stream = TextStream(decoder)
+        self._stream = TextStream(decoder, prompt_end)
         self._stops = StopTrimmer(stop_strings) if stop_strings else None
         self._num_chars = 0
 
