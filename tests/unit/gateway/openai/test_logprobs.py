@@ -6,12 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from tests.support.echo_worker import token_logprobs
 from tests.support.gateway_ports import KEY
+from tests.support.sample_tokenizers import EOS, byte_fallback_tokenizer
 from tests.support.token_decoders import decoder_of
 from tests.unit.gateway.openai.test_asgi_app import events_of
-from tests.unit.gateway.token_path_rig import PROMPT, TokenPathRig
+from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.tokens.text_stream import TextStream
 from torchrelay.gateway.inference.text.token_bytes import TokenBytes
@@ -152,3 +154,35 @@ async def test_grpc_sends_logprobs_and_passes_sampling(rig: TokenPathRig) -> Non
     assert (sampling.min_p, sampling.top_k, sampling.top_logprobs) == (0.1, 5, 2)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1)
     assert dict(sampling.logit_bias) == {3: 1.5} and 4 in sampling.stop_token_ids
+
+
+async def test_bytes_join_to_text_without_token_that_ends_it(rig: TokenPathRig) -> None:
+    answer = rig.tokenizer.encode(f" größer 🚀{EOS}").ids
+    rig.model.answer = lambda prompt, seed, choice, position: answer[position]
+    reply = await rig.client.chat.completions.create(model="echo", messages=MESSAGES, logprobs=True)
+    choice = reply.choices[0]
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert b"".join(bytes(entry.bytes or []) for entry in choice.logprobs.content).decode() == " größer 🚀"
+    assert (choice.message.content, choice.finish_reason) == (" größer 🚀", "stop")
+    assert (choice.logprobs.content[-1].token, choice.logprobs.content[-1].bytes) == (EOS, None)
+    channel = open_channel(rig.grpc_address)
+    request = pb.GenerateRequest(model="echo", prompt_token_ids=pb.TokenIds(ids=PROMPT), top_logprobs=0)
+    call: Any = InferenceStub(channel).Generate(request, metadata=(("authorization", f"Bearer {KEY}"),))
+    deltas = [delta async for event in call for delta in event.choices]
+    await channel.close()
+    assert b"".join(entry.token for delta in deltas for entry in delta.logprobs).decode() == " größer 🚀"
+
+
+async def test_first_token_without_its_space_is_once_among_alternatives(make_rig: MakeRig) -> None:
+    tokenizer = Tokenizer.from_str(byte_fallback_tokenizer().decode())
+    tokenizer.add_special_tokens([EOS])
+    rig = await make_rig(tokenizer=tokenizer.to_str().encode())
+    begin, hello = rig.tokenizer.token_to_id("<s>"), rig.tokenizer.token_to_id("▁he")
+    assert begin is not None and hello is not None
+    rig.model.answer = lambda prompt, seed, choice, position: hello
+    body = {"model": "echo", "prompt": [begin], "max_tokens": 2, "logprobs": 0}
+    choice = (await rig.http.post("/v1/completions", json=body)).json()["choices"][0]
+    assert choice["text"] == "he he"
+    assert choice["logprobs"]["tokens"] == ["he", " he"]
+    assert [list(top) for top in choice["logprobs"]["top_logprobs"]] == [["he"], [" he"]]
+    assert choice["logprobs"]["text_offset"] == [0, 2]

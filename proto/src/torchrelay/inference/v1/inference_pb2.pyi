@@ -312,7 +312,7 @@ class TokenLogprob(_message.Message):
     TOP_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     token: _builtins.bytes
-    """its text in UTF-8; a part of a character where a token is one"""
+    """its part of the text in UTF-8, or of a character; empty for a token without text"""
     logprob: _builtins.float
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
@@ -343,6 +343,7 @@ class TopLogprob(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     token: _builtins.bytes
+    """on its own; the name of a special token, which has no text"""
     logprob: _builtins.float
     def __init__(
         self,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Final
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.sampling import SHARED_NAMES
-from torchrelay.gateway.inference.core import GenerateParams, LogprobDelta, TokenDelta, Usage
+from torchrelay.gateway.inference.core import GenerateParams, TokenDelta, TokenLogprobs, Usage
 from torchrelay.gateway.inference.parameter_ranges import (
     check_num_messages,
     check_role,
@@ -15,6 +15,7 @@ from torchrelay.gateway.inference.parameter_ranges import (
     check_top_logprobs,
 )
 from torchrelay.gateway.inference.pipeline import RequestSession
+from torchrelay.gateway.inference.text.detokenizer import PlacedToken
 from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 from torchrelay.inference.v1 import inference_pb2 as pb
 
@@ -68,8 +69,13 @@ def usage_message(usage: Usage) -> pb.Usage:
 def choice_deltas(session: RequestSession, new_tokens: Iterable[TokenDelta], *, with_ids: bool) -> list[pb.ChoiceDelta]:
     deltas: list[pb.ChoiceDelta] = []
     for delta in new_tokens:
-        text, tokens = session.texts[delta.choice], session.tokens
-        new_text = "".join([text.step(token_id) for token_id in delta.token_ids])
+        text, logprobs = session.texts[delta.choice], list[pb.TokenLogprob]()
+        if session.tokens is None:
+            new_text = "".join([text.step(token_id) for token_id in delta.token_ids])
+        else:
+            placed = list(session.placed(delta))
+            new_text = "".join([token.shown for token, _, _ in placed])
+            logprobs = [_logprob(session.tokens, *token) for token in placed]
         if delta.finish is not None:
             new_text += text.flush()
         deltas.append(
@@ -78,13 +84,12 @@ def choice_deltas(session: RequestSession, new_tokens: Iterable[TokenDelta], *, 
                 text=new_text,
                 token_ids=delta.token_ids if with_ids else (),
                 finish_reason=str(delta.finish) if delta.finish else "",
-                logprobs=() if tokens is None else _logprobs(tokens, delta),
+                logprobs=logprobs,
             )
         )
     return deltas
 
 
-def _logprobs(tokens: TokenBytes, delta: TokenDelta) -> Iterator[pb.TokenLogprob]:
-    for token_id, logprobs in LogprobDelta.pairs(delta):
-        top = [pb.TopLogprob(token_id=each, token=tokens.of(each), logprob=value) for each, value in logprobs.top]
-        yield pb.TokenLogprob(token_id=token_id, token=tokens.of(token_id), logprob=logprobs.chosen, top=top)
+def _logprob(tokens: TokenBytes, placed: PlacedToken, token_id: int, logprobs: TokenLogprobs) -> pb.TokenLogprob:
+    top = [pb.TopLogprob(token_id=each, token=tokens.of(each), logprob=value) for each, value in logprobs.top]
+    return pb.TokenLogprob(token_id=token_id, token=placed.encoded, logprob=logprobs.chosen, top=top)

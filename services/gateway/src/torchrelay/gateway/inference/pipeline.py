@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -14,14 +14,21 @@ from torchrelay.common.errors import PermissionDenied, TorchrelayError, Unavaila
 from torchrelay.common.process.telemetry import span_of
 from torchrelay.common.tokens.text_stream import prompt_end
 from torchrelay.gateway.core import FinishCause, Principal
-from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, ResolvedRequest
+from torchrelay.gateway.inference.core import (
+    ClientDisconnected,
+    GenerateParams,
+    LogprobDelta,
+    ResolvedRequest,
+    TokenDelta,
+    TokenLogprobs,
+)
 from torchrelay.gateway.inference.execution.attempt import Upstreams
 from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
 from torchrelay.gateway.inference.execution.running_request import RunningRequest
 from torchrelay.gateway.inference.interfaces import ModelCatalog, RequestLimiter
 from torchrelay.gateway.inference.metrics import InferenceMetrics
 from torchrelay.gateway.inference.sampling import GenerationBounds, sampling_of
-from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
+from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer, PlacedToken
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 
@@ -33,6 +40,13 @@ class RequestSession:
     request: RunningRequest
     texts: tuple[ChoiceDetokenizer, ...]
     tokens: TokenBytes | None = None  # if logprobs were requested
+
+    def placed(self, delta: TokenDelta) -> Iterator[tuple[PlacedToken, int, TokenLogprobs]]:
+        """(part in the text, id, logprobs) of each token, of a request with logprobs."""
+        assert self.tokens is not None, "only for requests with logprobs"
+        text = self.texts[delta.choice]
+        for token_id, logprobs in LogprobDelta.pairs(delta):
+            yield text.step_placed(token_id, self.tokens.in_text(token_id)), token_id, logprobs
 
 
 def earlier_deadline(arrived_unix_us: int, callers_s: float | None, operators_s: float) -> tuple[int, bool]:

@@ -14,11 +14,10 @@ from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.core import Principal
-from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, LogprobDelta, TokenDelta
+from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, TokenDelta
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.inference.pipeline import RequestPipeline, RequestSession
-from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.gateway.openai import errors, replies, requests
 from torchrelay.gateway.openai.http_request import HttpRequest
@@ -152,7 +151,7 @@ class HttpExchange:
                 if logprobs is None:
                     choice.text += [text.step(token_id) for token_id in delta.token_ids]
                 else:
-                    for piece, entry in _text_and_logprobs(text, delta):
+                    for piece, entry in _text_and_logprobs(session, delta):
                         choice.text.append(piece)
                         choice.logprobs.append(entry)
                 if delta.finish is not None:
@@ -187,7 +186,7 @@ class SseEncoder:
     def __init__(self, session: RequestSession, reply_format: ReplyFormat) -> None:
         self.reply = StreamReply(session.request.resolved, reply_format)
         self._logprobs = _logprob_formatter(session, reply_format)
-        self._texts = session.texts
+        self._session = session
         self._unstarted = set(range(len(session.texts)))  # choices without a first event
 
     def of(self, deltas: Iterable[TokenDelta]) -> bytes:
@@ -196,7 +195,7 @@ class SseEncoder:
         events: list[bytes] = []
         for delta in deltas:
             choice = delta.choice
-            text = self._texts[choice]
+            text = self._session.texts[choice]
             if unstarted and choice in unstarted:
                 unstarted.discard(choice)
                 events.append(reply.role(choice))
@@ -204,7 +203,7 @@ class SseEncoder:
                 for token_id in delta.token_ids:
                     events.append(reply.token(choice, text.step(token_id), token_id))
             else:
-                for piece, entry in _text_and_logprobs(text, delta):
+                for piece, entry in _text_and_logprobs(self._session, delta):
                     events.append(reply.annotated_token(choice, piece, entry.token_id, self._logprobs.of([entry])))
             if delta.finish is not None:
                 events.append(reply.finish(choice, text.flush(), delta.finish))
@@ -215,8 +214,7 @@ def _logprob_formatter(session: RequestSession, reply_format: ReplyFormat) -> Lo
     return None if session.tokens is None else LogprobFormatter(session.tokens, reply_format.is_chat)
 
 
-def _text_and_logprobs(text: ChoiceDetokenizer, delta: TokenDelta) -> Iterator[tuple[str, LogprobEntry]]:
+def _text_and_logprobs(session: RequestSession, delta: TokenDelta) -> Iterator[tuple[str, LogprobEntry]]:
     """The text and logprobs of each token, of a request with logprobs."""
-    for token_id, logprobs in LogprobDelta.pairs(delta):
-        piece, offset = text.step_placed(token_id)
-        yield piece, LogprobEntry(token_id, logprobs, offset)
+    for placed, token_id, logprobs in session.placed(delta):
+        yield placed.shown, LogprobEntry(token_id, logprobs, placed.encoded, placed.offset)

@@ -14,10 +14,14 @@ _MAX_ENTRIES: Final = 2048  # kept of one request
 
 
 class LogprobEntry(NamedTuple):
-    """A token of a reply with its logprobs; ``offset`` is its start in the choice's text, in characters."""
+    """A token of a reply with its logprobs.
+
+    ``encoded`` are its bytes in the choice's text, ``offset`` is the character of that text in which it begins.
+    """
 
     token_id: int
     logprobs: TokenLogprobs
+    encoded: bytes
     offset: int
 
 
@@ -40,27 +44,35 @@ class LogprobFormatter:
         content = [
             b'%s,"top_logprobs":[%s]}'
             % (
-                self._entry(entry.token_id, entry.logprobs.chosen),
+                self._chosen(entry),
                 b",".join([self._entry(token_id, value) + b"}" for token_id, value in entry.logprobs.top]),
             )
             for entry in entries
         ]
         return b'{"content":[%s],"refusal":null}' % b",".join(content)
 
+    def _chosen(self, entry: LogprobEntry) -> bytes:
+        """The JSON of a reply's token, without its closing brace."""
+        if entry.encoded == self._tokens.in_text(entry.token_id):
+            return self._entry(entry.token_id, entry.logprobs.chosen)
+        return _head(self._name(entry), entry.encoded) + msgspec.json.encode(entry.logprobs.chosen)
+
     def _entry(self, token_id: int, value: float) -> bytes:
-        """The JSON of an entry, without its closing brace."""
-        encoded_entry = self._entries.get(token_id)
-        if encoded_entry is None:
+        """The JSON of a token that could be in a reply, without its closing brace."""
+        head = self._entries.get(token_id)
+        if head is None:
             if len(self._entries) >= _MAX_ENTRIES:
                 self._entries.clear()
-            token = self._tokens.of(token_id)
-            encoded = msgspec.json.encode({"token": _text(token), "bytes": list(token)})
-            encoded_entry = self._entries[token_id] = encoded[:-1] + b',"logprob":'
-        return encoded_entry + msgspec.json.encode(value)
+            head = _head(_text(self._tokens.of(token_id)), self._tokens.in_text(token_id))
+            self._entries[token_id] = head
+        return head + msgspec.json.encode(value)
+
+    def _name(self, entry: LogprobEntry) -> str:
+        return _text(entry.encoded or self._tokens.of(entry.token_id))
 
     def _completion(self, entries: Sequence[LogprobEntry]) -> dict[str, Any]:
         return {
-            "tokens": [_text(self._tokens.of(entry.token_id)) for entry in entries],
+            "tokens": [self._name(entry) for entry in entries],
             "token_logprobs": [entry.logprobs.chosen for entry in entries],
             "top_logprobs": [self._top(entry) for entry in entries],
             "text_offset": [entry.offset for entry in entries],
@@ -70,8 +82,15 @@ class LogprobFormatter:
         """The most likely tokens, and the chosen one. Among tokens with equal text the most likely wins."""
         top: dict[str, float] = {}
         for token_id, value in (*entry.logprobs.top, (entry.token_id, entry.logprobs.chosen)):
-            top.setdefault(_text(self._tokens.of(token_id)), value)
+            name = self._name(entry) if token_id == entry.token_id else _text(self._tokens.of(token_id))
+            top.setdefault(name, value)
         return top
+
+
+def _head(name: str, encoded: bytes) -> bytes:
+    """The JSON of a token up to its logprob. ``bytes`` is null for a token without text."""
+    fields = {"token": name, "bytes": list(encoded) or None}
+    return msgspec.json.encode(fields)[:-1] + b',"logprob":'
 
 
 def _text(token: bytes) -> str:

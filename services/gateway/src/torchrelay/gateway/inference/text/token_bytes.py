@@ -33,6 +33,10 @@ class TokenBytes:
         self._has_byte_tokens = "ByteFallback" in kinds
         self._replaced = [spelling for step in decoder.steps for spelling in _spellings(step)]
 
+    def in_text(self, token_id: int) -> bytes:
+        """The token's part of a text: empty for special tokens, which have none."""
+        return b"" if self._decoder.shown(token_id) is None else self.of(token_id)
+
     def of(self, token_id: int) -> bytes:
         """The token's bytes; empty for an id unknown to the tokenizer, since models may have more."""
         added = self._decoder.declared(token_id)
