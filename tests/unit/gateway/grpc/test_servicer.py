@@ -10,9 +10,12 @@ from typing import Any
 
 import grpc
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from tests.support.gateway_ports import KEY, PRINCIPAL
 from tests.support.http2_client import http2_client
+from tests.support.sample_tokenizers import EOS
 from tests.support.wait import eventually
 from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig
 from torchrelay.common.errors import (
@@ -268,3 +271,18 @@ async def test_refused_request_is_freed_without_garbage_collection(rig: TokenPat
         await eventually(lambda: not is_kept())
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("fields", "num_prompt_tokens"), [({}, 2), ({"add_special_tokens": False}, 1)])
+async def test_special_tokens_are_added_unless_refused(
+    make_rig: MakeRig, tokenizer_json: bytes, fields: dict[str, Any], num_prompt_tokens: int
+) -> None:
+    tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+    begin = TemplateProcessing(single=f"{EOS} $A", special_tokens=[(EOS, tokenizer.token_to_id(EOS))])
+    tokenizer.post_processor = begin
+    rig = await make_rig(tokenizer=tokenizer.to_str().encode())
+    channel = open_channel(rig.grpc_address)
+    asked = pb.GenerateRequest(model="echo", prompt="h", max_tokens=1, **fields)
+    events = [event async for event in InferenceStub(channel).Generate(asked, metadata=METADATA)]
+    await channel.close()
+    assert events[-1].usage.prompt_tokens == num_prompt_tokens

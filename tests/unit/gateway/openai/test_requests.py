@@ -33,6 +33,54 @@ def test_unknown_and_empty_fields_are_ignored() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "harmless"),
+    [
+        ("skip_special_tokens", False, True),
+        ("include_stop_str_in_output", True, False),
+        ("truncate_prompt_tokens", 1, None),
+        ("prompt_logprobs", 0, None),
+        ("allowed_token_ids", [1], []),
+        ("bad_words", ["x"], []),
+        ("use_beam_search", True, False),
+        ("structured_outputs", {"regex": "a"}, None),
+        ("guided_json", {}, None),
+        ("guided_regex", "a", None),
+        ("guided_choice", ["a"], None),
+        ("guided_grammar", "a", None),
+    ],
+)
+def test_fields_of_other_servers_are_not_ignored(name: str, value: object, harmless: object) -> None:
+    for decode, body in ((decode_chat, chat), (decode_completion, completion)):
+        decode(body(**{name: harmless}))
+        with pytest.raises(InvalidRequest, match=f"^{name} is not supported yet") as caught:
+            decode(body(**{name: value}))
+        assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "harmless"),
+    [
+        ("chat_template", "{{ messages }}", None),
+        ("chat_template_kwargs", {"enable_thinking": False}, {}),
+        ("documents", [{}], []),
+        ("add_generation_prompt", False, True),
+        ("continue_final_message", True, False),
+    ],
+)
+def test_template_fields_of_other_servers_are_not_ignored(name: str, value: object, harmless: object) -> None:
+    decode_chat(chat(**{name: harmless}))
+    with pytest.raises(InvalidRequest, match=f"^{name} is not supported yet") as caught:
+        decode_chat(chat(**{name: value}))
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+def test_add_special_tokens_is_passed_on(given: bool | None) -> None:
+    assert params_of_chat(decode_chat(chat(add_special_tokens=given))).add_special_tokens is given
+    assert params_of_completion(decode_completion(completion(add_special_tokens=given))).add_special_tokens is given
+
+
+@pytest.mark.parametrize(
     ("tier", "service_class"),
     [
         (None, None),

@@ -12,6 +12,7 @@ from blake3 import blake3
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Split
+from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 
 from tests.support.echo_services import EchoStore
 from tests.support.gateway_ports import PRINCIPAL, published_model
@@ -88,6 +89,52 @@ async def test_texts_and_chats_become_tokens(rig: EncoderRig) -> None:
     assert await rig.prompts.token_ids(PRINCIPAL, model, GenerateParams("echo", token_ids=(1, 2))) == (1, 2)
     both = rig.model(config=config, template=b"{{ bos_token }} of the file")
     assert await rig.text(both, CHAT) == "<s> of the file"
+
+
+def with_bos() -> bytes:
+    """The ``tokenizer.json`` of TINY with Llama's post-processor, which begins every text with BOS."""
+    tokenizer = Tokenizer.from_str(TINY.decode())
+    tokenizer.add_special_tokens(["<s>"])
+    bos = tokenizer.token_to_id("<s>")
+    assert bos is not None
+    begin = TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", bos)])
+    tokenizer.post_processor = Sequence([ByteLevel(trim_offsets=False), begin])
+    return tokenizer.to_str().encode()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "adds", "expected"),
+    [
+        ("hello", None, "<s>hello"),
+        ("hello", False, "hello"),
+        ("<s>hello", None, "<s>hello"),
+        ("<s>hello", True, "<s>hello"),
+        ("<s>hello", False, "<s>hello"),
+        ("<s><s>hello", None, "<s><s>hello"),
+        ("h<s>", None, "<s>h<s>"),
+        ("<s>", None, "<s>"),
+        ("", None, "<s>"),
+    ],
+)
+async def test_bos_is_added_once_if_asked_for(rig: EncoderRig, prompt: str, adds: bool | None, expected: str) -> None:
+    model = rig.model(tokenizer=with_bos())
+    assert await rig.text(model, replace(TEXT, text=prompt, add_special_tokens=adds)) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "adds", "expected"),
+    [
+        (b"<s>{{ messages[0].content }}", None, "<s>Be <brief>."),
+        (b"<s>{{ messages[0].content }}", True, "<s>Be <brief>."),
+        (b"{{ messages[0].content }}", None, "Be <brief>."),
+        (b"{{ messages[0].content }}", True, "<s>Be <brief>."),
+    ],
+)
+async def test_template_writes_bos_unless_asked_for(
+    rig: EncoderRig, template: bytes, adds: bool | None, expected: str
+) -> None:
+    model = rig.model(tokenizer=with_bos(), template=template)
+    assert await rig.text(model, replace(CHAT, add_special_tokens=adds)) == expected
 
 
 async def test_decoder_is_loaded_without_a_prompt(rig: EncoderRig) -> None:

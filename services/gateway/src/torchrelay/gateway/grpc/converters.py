@@ -53,6 +53,7 @@ def params_of_request(request: pb.GenerateRequest) -> GenerateParams:
         model=request.model,
         num_choices=request.n if request.HasField("n") else 1,
         ignore_eos=request.ignore_eos,
+        add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else None,
         **fields,
     )
 

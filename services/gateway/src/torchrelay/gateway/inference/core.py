@@ -32,6 +32,7 @@ class GenerateParams(SharedSampling):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own
     ignore_eos: bool = False
+    add_special_tokens: bool | None = None  # to a prompt that is not ids; None: if it is text, not messages
     service_class: ServiceClass | None = None  # None: the caller's
 
     @property

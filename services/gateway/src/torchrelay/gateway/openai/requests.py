@@ -6,7 +6,7 @@ rejected by name.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -62,11 +62,24 @@ class BaseBody(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     service_tier: str | None = None
-    # Fields of other servers; rejected unless they have no effect.
+    # Fields of other servers; see ``_WITHOUT_EFFECT``.
     repetition_penalty: float | None = None
     min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    use_beam_search: bool | None = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
 
 class ChatBody(BaseBody, kw_only=True):
@@ -78,6 +91,11 @@ class ChatBody(BaseBody, kw_only=True):
     response_format: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class CompletionBody(BaseBody, kw_only=True):
@@ -87,6 +105,31 @@ class CompletionBody(BaseBody, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
 
+
+# Fields that would change the answer and are not supported: beside null, the values that ask for nothing.
+_WITHOUT_EFFECT: Final[dict[str, Any]] = {
+    "repetition_penalty": 1,
+    "min_tokens": 0,
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "truncate_prompt_tokens": None,
+    "prompt_logprobs": None,
+    "allowed_token_ids": [],
+    "bad_words": [],
+    "use_beam_search": False,
+    "structured_outputs": None,
+    "guided_json": None,
+    "guided_regex": None,
+    "guided_choice": None,
+    "guided_grammar": None,
+}
+_WITHOUT_EFFECT_ON_CHAT: Final[dict[str, Any]] = {
+    "chat_template": None,
+    "chat_template_kwargs": {},
+    "documents": [],
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+}
 
 _CHAT: msgspec.json.Decoder[ChatBody] = msgspec.json.Decoder(ChatBody)
 _COMPLETION: msgspec.json.Decoder[CompletionBody] = msgspec.json.Decoder(CompletionBody)
@@ -102,6 +145,7 @@ def decode_chat(encoded: bytes | bytearray) -> ChatBody:
         tool_choice=body.tool_choice not in (None, "none", "auto"),
         functions=bool(body.functions),
         response_format=response_format.get("type", "text") != "text",
+        **_have_effect(body, _WITHOUT_EFFECT_ON_CHAT),
     )
     return body
 
@@ -165,6 +209,7 @@ def _params(body: BaseBody, **fields: Any) -> GenerateParams:
         seed=None if body.seed is None else body.seed % (1 << 64),
         num_choices=body.n or 1,
         ignore_eos=bool(body.ignore_eos),
+        add_special_tokens=body.add_special_tokens,
         **fields,
     )
 
@@ -185,7 +230,10 @@ def _message(message: ChatMessageBody, index: int) -> ChatMessage:
 
 def _refuse(body: BaseBody, **refusals: bool) -> None:
     """Raises ``InvalidRequest`` for the first field that asks for something unsupported."""
-    shared = {"repetition_penalty": body.repetition_penalty not in (None, 1), "min_tokens": bool(body.min_tokens)}
-    for name, is_requested in (shared | refusals).items():
+    for name, is_requested in (_have_effect(body, _WITHOUT_EFFECT) | refusals).items():
         if is_requested:
             raise InvalidRequest(f"{name} is not supported yet", field=name)
+
+
+def _have_effect(body: BaseBody, without_effect: dict[str, Any]) -> dict[str, bool]:
+    return {name: getattr(body, name) not in (None, value) for name, value in without_effect.items()}

@@ -86,6 +86,7 @@ class PromptEncoder:
             max_chars=max_chars,
             messages=params.messages,
             text=text,
+            adds_special_tokens=_adds_special_tokens(params),
         )
         tenant = principal.tenant_id
         try:
@@ -102,6 +103,11 @@ class PromptEncoder:
                 raise refusal_error(answer, model, field)
             case _:
                 raise TorchrelayError("a text process answered out of turn")
+
+
+def _adds_special_tokens(params: GenerateParams) -> bool:
+    """By default none to messages, since chat templates write them."""
+    return params.messages is None if params.add_special_tokens is None else params.add_special_tokens
 
 
 def _tokenizer_file(model: PublishedModel) -> FileId:

@@ -64,6 +64,7 @@ class Prompt(msgspec.Struct, tag=True, frozen=True):
     max_chars: int
     messages: tuple[dict[str, str], ...] | None = None
     text: str = ""
+    adds_special_tokens: bool = False  # those of the tokenizer, such as BOS
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

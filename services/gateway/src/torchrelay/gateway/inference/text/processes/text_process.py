@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, BinaryIO
 
 import msgspec
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from torchrelay.common.tokens.tokenizer import load_tokenizer
 from torchrelay.gateway.inference.text.processes import chat_format
@@ -129,11 +129,11 @@ class TextService:
 
     def _encode(self, prompt: Prompt, text: str) -> array[int]:
         tokenizer: Tokenizer = self._file(prompt, TOKENIZER)
-        is_text = prompt.messages is None  # templates write special tokens themselves
         try:
             with cpu_limit(signal.ITIMER_VIRTUAL, self._limits.prompt_cpu_s):
                 # A batch of one, because only batches can skip text offsets, a fifth of the work.
-                ids = tokenizer.encode_batch_fast([text], add_special_tokens=is_text)[0].ids
+                encoding = tokenizer.encode_batch_fast([text], add_special_tokens=prompt.adds_special_tokens)[0]
+                ids = encoding.ids[_num_repeated(encoding) :]
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # NOTE: a panic of the library is not an Exception
@@ -145,6 +145,14 @@ class TextService:
             token = str(tokenizer.id_to_token(highest))[:MAX_DETAIL_CHARS]
             raise PromptRefused(Refusal("vocabulary", token, highest))
         return array("i", ids)
+
+
+def _num_repeated(encoding: Encoding) -> int:
+    """The number of first tokens that the tokenizer added although the text begins with them: BOS, spelled out."""
+    is_added = encoding.special_tokens_mask
+    num_added = is_added.index(0) if 0 in is_added else 0
+    ids = encoding.ids[: 2 * num_added]
+    return num_added if ids[:num_added] == ids[num_added:] else 0
 
 
 def _reason(error: BaseException) -> str:
