@@ -58,6 +58,7 @@ class InMemoryPorts:
         self.reserved: set[str] = set()
         self.released: dict[str, int] = {}
         self.admitted: list[tuple[int, int]] = []  # tokens of prompt and of output at most, per call of ``admit``
+        self.max_output_tokens: int | None = None  # what is left of the budget
         self.refusal: TorchrelayError | None = None  # what ``admit`` raises
         self.open_error: Exception | None = None
         self.is_open_error_late = False  # the row is there, its answer got lost
@@ -96,12 +97,21 @@ class InMemoryPorts:
         return sum(usage.num_output_tokens for usage in usages)
 
     async def admit(
-        self, principal: Principal, model: PublishedModel, num_prompt_tokens: int, max_output_tokens: int
+        self,
+        principal: Principal,
+        model: PublishedModel,
+        num_prompt_tokens: int,
+        max_output_tokens: int,
+        min_output_tokens: int | None = None,
     ) -> Reservation:
         if self.refusal is not None:
             raise self.refusal
         self.admitted.append((num_prompt_tokens, max_output_tokens))
-        reservation = Reservation(f"r-{len(self.reserved) + len(self.released)}", principal.tenant_id, 1)
+        if self.max_output_tokens is not None and min_output_tokens is not None:
+            most = self.max_output_tokens // min_output_tokens * min_output_tokens
+            max_output_tokens = min(max_output_tokens, most)
+        reservation_id = f"r-{len(self.reserved) + len(self.released)}"
+        reservation = Reservation(reservation_id, principal.tenant_id, 1, max_output_tokens)
         self.reserved.add(reservation.reservation_id)
         return reservation
 

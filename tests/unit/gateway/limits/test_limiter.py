@@ -109,6 +109,63 @@ async def test_largest_cost_is_reserved_until_the_release(
     await limits.admit(budgeted, MODEL, 20, 1)
 
 
+@pytest.mark.parametrize(
+    ("spent_nano", "num_output_tokens"),
+    [
+        (0, 100),
+        (990, 100),
+        (991, 99),  # of 1009 left 10 are the prompt's
+        (1900, 9),
+        (1980, 1),
+        (1971, 1),
+    ],
+)
+async def test_rest_of_budget_is_reserved_for_answer_without_limit(
+    parts: AccountingRig, limits: Limiter, principal: Principal, spent_nano: int, num_output_tokens: int
+) -> None:
+    await set_spent(parts, spent_nano)
+    budgeted = replace(principal, budget_nano=2000)
+    reservation = await limits.admit(budgeted, MODEL, 10, 100, 1)
+    assert reservation.max_output_tokens == num_output_tokens
+    assert reservation.reserved_nano == 10 + 10 * num_output_tokens
+    await limits.release(reservation, 0)  # all that is reserved comes back
+    assert (await limits.admit(budgeted, MODEL, 10, 100, 1)).max_output_tokens == num_output_tokens
+
+
+async def test_each_choice_gets_equal_part_of_rest(parts: AccountingRig, limits: Limiter, principal: Principal) -> None:
+    await set_spent(parts, 1900)
+    budgeted = replace(principal, budget_nano=2000)
+    assert (await limits.admit(budgeted, MODEL, 10, 400, 4)).max_output_tokens == 8
+
+
+async def test_spent_budget_refuses_answer_without_limit(
+    parts: AccountingRig, limits: Limiter, principal: Principal
+) -> None:
+    await set_spent(parts, 1981)
+    budgeted = replace(principal, budget_nano=2000)
+    with pytest.raises(QuotaExceeded, match=r"costs at least \$0\.00000002; shorten the prompt, or ask the admin"):
+        await limits.admit(budgeted, MODEL, 10, 100, 1)
+
+
+async def test_reservations_of_others_do_not_shorten_answers(
+    parts: AccountingRig, limits: Limiter, principal: Principal
+) -> None:
+    """They come back: the request may wait for that, and then gets all it asks for."""
+    budgeted = replace(principal, budget_nano=2000)
+    first = await limits.admit(budgeted, MODEL, 10, 100)
+    with pytest.raises(RateLimited) as waiting:
+        await limits.admit(budgeted, MODEL, 10, 100, 1)
+    assert waiting.value.retry_after_s == 1.0
+    await limits.release(first, 500)
+    assert (await limits.admit(budgeted, MODEL, 10, 100, 1)).max_output_tokens == 100
+
+
+async def test_free_output_is_not_shortened(parts: AccountingRig, limits: Limiter, principal: Principal) -> None:
+    await set_spent(parts, 1990)
+    budgeted, model = replace(principal, budget_nano=2000), replace(MODEL, price=replace(PRICE, output_nano=0))
+    assert (await limits.admit(budgeted, model, 10, 100, 1)).max_output_tokens == 100
+
+
 async def test_repeated_release_counts_once(parts: AccountingRig, limits: Limiter, principal: Principal) -> None:
     budgeted = replace(principal, budget_nano=2220)
     first = await limits.admit(budgeted, MODEL, 10, 100)

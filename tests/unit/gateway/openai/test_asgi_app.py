@@ -290,3 +290,14 @@ async def test_full_queue_is_too_many_requests_with_retry_after(rig: TokenPathRi
     assert caught.value.response.headers["retry-after"] == "3"
     assert caught.value.code == "queue_full"
     await eventually(lambda: not rig.ports.reserved)
+
+
+async def test_answer_without_limit_ends_with_budget(rig: TokenPathRig) -> None:
+    rig.ports.max_output_tokens = 7
+    for num_choices, num_tokens in ((1, 7), (3, 2)):
+        body = {"model": "echo", "prompt": PROMPT, "n": num_choices}
+        reply = (await rig.http.post("/v1/completions", json=body)).json()
+        assert {choice["finish_reason"] for choice in reply["choices"]} == {"length"}
+        assert reply["usage"]["completion_tokens"] == num_choices * num_tokens
+    reply = (await rig.http.post("/v1/completions", json={**body, "max_tokens": 9})).json()
+    assert reply["usage"]["completion_tokens"] == 27  # a limit of its own is refused by the limiter, or kept

@@ -156,3 +156,4 @@ class Reservation:
     reservation_id: str  # empty for callers without limits
     tenant_id: str
     reserved_nano: int  # 0: nothing reserved
+    max_output_tokens: int  # whose cost it covers, over all choices

@@ -10,7 +10,7 @@ from torchrelay.gateway.core import OpenedRequest, Reservation
 from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
 
 OPENED = OpenedRequest("r", "t", "k", "m", "v", "p", 1, 1, 1, "g", 0)
-RESERVATION = Reservation("rsv", "t", 5)
+RESERVATION = Reservation("rsv", "t", 5, 100)
 
 
 class Limits(InMemoryPorts):

@@ -35,11 +35,17 @@ class RequestLedger(Protocol):
 
 class RequestLimiter(Protocol):
     async def admit(
-        self, principal: Principal, model: PublishedModel, num_prompt_tokens: int, max_output_tokens: int
+        self,
+        principal: Principal,
+        model: PublishedModel,
+        num_prompt_tokens: int,
+        max_output_tokens: int,
+        min_output_tokens: int | None = None,
     ) -> Reservation:
         """Takes one request from the key's rate and reserves the largest possible cost from the tenant's budget.
 
-        ``max_output_tokens`` is the sum over all choices. Raises ``RateLimited`` or ``QuotaExceeded``.
+        ``max_output_tokens`` is the sum over all choices. With ``min_output_tokens`` a multiple of these is reserved if
+        no more is left of the budget. Raises ``RateLimited`` or ``QuotaExceeded``.
         """
 
     async def release(self, reservation: Reservation, cost_nano: int) -> bool:

@@ -149,8 +149,11 @@ class RequestPipeline:
         sampling = sampling_of(params, model, len(prompt), self._bounds)
         decoder = await self._prompts.decoder(principal, model)
         last_tokens = prompt_end(decoder.tokens, prompt)
-        num_output_tokens = sampling.max_tokens * params.num_choices
-        reservation = await self._limits.admit(principal, model, len(prompt), num_output_tokens)
+        # Without a limit of its own, an answer gets what is left of the budget: at least a token per choice.
+        least = params.num_choices if params.max_tokens is None else None
+        most = sampling.max_tokens * params.num_choices
+        reservation = await self._limits.admit(principal, model, len(prompt), most, least)
+        sampling.max_tokens = reservation.max_output_tokens // params.num_choices
         request = RunningRequest(
             ResolvedRequest(
                 request_id,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sqlalchemy import select
@@ -53,21 +54,30 @@ class Limiter:
             await self._scripts.close()
 
     async def admit(
-        self, principal: Principal, model: PublishedModel, num_prompt_tokens: int, max_output_tokens: int
+        self,
+        principal: Principal,
+        model: PublishedModel,
+        num_prompt_tokens: int,
+        max_output_tokens: int,
+        min_output_tokens: int | None = None,
     ) -> Reservation:
         """Takes one request from the key's bucket and reserves the largest possible cost from the tenant's budget.
 
-        ``max_output_tokens`` is the sum over all choices. Raises ``RateLimited``, also while running requests reserve
-        what this one needs, or ``QuotaExceeded``.
+        ``max_output_tokens`` is the sum over all choices. With ``min_output_tokens`` a multiple of these is reserved if
+        no more is left of the budget. Raises ``RateLimited``, also while running requests reserve what this one needs,
+        or ``QuotaExceeded``.
         """
         if principal.requests_per_minute is None and principal.budget_nano is None:
-            return Reservation("", principal.tenant_id, 0)
-        cost = cost_nano(model.price, num_prompt_tokens, 0, max_output_tokens)
-        reserved = cost if principal.budget_nano is not None else 0
-        reservation = Reservation(new_id("rsv"), principal.tenant_id, reserved)
-        answer = await self._try_admit(principal, reservation, spent_nano=-1)
+            return Reservation("", principal.tenant_id, 0, max_output_tokens)
+        price, has_budget = model.price, principal.budget_nano is not None
+        least = cost_nano(price, num_prompt_tokens, 0, min_output_tokens or max_output_tokens)
+        step = (min_output_tokens or 0) * price.output_nano
+        reserved = cost_nano(price, num_prompt_tokens, 0, max_output_tokens) if has_budget else 0
+        reservation = Reservation(new_id("rsv"), principal.tenant_id, reserved, max_output_tokens)
+        answer = await self._try_admit(principal, reservation, least, step, spent_nano=-1)
         if answer[0] == b"spent?":
-            answer = await self._try_admit(principal, reservation, await self._spent(principal.tenant_id))
+            spent_nano = await self._spent(principal.tenant_id)
+            answer = await self._try_admit(principal, reservation, least, step, spent_nano)
         if answer[0] == b"rate":
             raise RateLimited(
                 f"rate limit exceeded: this key allows {principal.requests_per_minute} requests per minute",
@@ -75,9 +85,18 @@ class Limiter:
             )
         if answer[0] == b"budget":
             spent_nano, reserved_nano = map(int, answer[1:])
-            if spent_nano + reserved <= (principal.budget_nano or 0):
+            if spent_nano + least <= (principal.budget_nano or 0):
                 raise _budget_is_reserved(principal, reserved_nano)
-            raise _over_budget(principal, reservation, spent_nano, reserved_nano)
+            if min_output_tokens is None:
+                wish = f"this one may cost {dollars(least)}; lower max_tokens"
+            else:
+                wish = f"this one costs at least {dollars(least)}; shorten the prompt"
+            raise _over_budget(principal, wish, spent_nano, reserved_nano)
+        if has_budget and len(answer) > 1 and int(answer[1]) < reserved:
+            num_fewer_tokens = (reserved - int(answer[1])) // price.output_nano
+            return replace(
+                reservation, reserved_nano=int(answer[1]), max_output_tokens=max_output_tokens - num_fewer_tokens
+            )
         return reservation
 
     async def release(self, reservation: Reservation, cost_nano: int) -> bool:
@@ -90,7 +109,9 @@ class Limiter:
         keys = _budget_keys(reservation.tenant_id)
         return await self._run(RELEASE, keys, [reservation.reservation_id, cost_nano]) is not None
 
-    async def _try_admit(self, principal: Principal, reservation: Reservation, spent_nano: int) -> list[bytes]:
+    async def _try_admit(
+        self, principal: Principal, reservation: Reservation, least_nano: int, step_nano: int, spent_nano: int
+    ) -> list[bytes]:
         keys = [f"relay:{{{principal.tenant_id}}}:rate:{principal.key_id}", *_budget_keys(principal.tenant_id)]
         args: list[str | int | float] = [
             self._clock(),
@@ -101,6 +122,8 @@ class Limiter:
             self._lease_s,
             spent_nano,
             _SPENT_TTL_S,
+            least_nano,
+            step_nano,
         ]
         return await self._run(ADMIT, keys, args) or [b"ok"]
 
@@ -131,12 +154,12 @@ def _budget_is_reserved(principal: Principal, reserved_nano: int) -> RateLimited
     )
 
 
-def _over_budget(principal: Principal, requested: Reservation, spent_nano: int, reserved_nano: int) -> QuotaExceeded:
+def _over_budget(principal: Principal, wish: str, spent_nano: int, reserved_nano: int) -> QuotaExceeded:
     tenant, budget = principal.tenant, dollars(principal.budget_nano or 0)
     return QuotaExceeded(
         f"budget of {budget} of tenant {tenant} exceeded: {dollars(spent_nano)} spent, {dollars(reserved_nano)} "
-        f"reserved by running requests, and this one may cost {dollars(requested.reserved_nano)}; lower max_tokens, or "
-        f"ask the admin to raise the budget: torchrelay tenant set {tenant} --budget DOLLARS"
+        f"reserved by running requests, and {wish}, or ask the admin to raise the budget: "
+        f"torchrelay tenant set {tenant} --budget DOLLARS"
     )
 
 

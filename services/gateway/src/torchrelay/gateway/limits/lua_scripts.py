@@ -4,11 +4,14 @@ Keys: the API key's bucket; per tenant: amount spent, total reserved, amount per
 integers below 2**53 nano-dollars (nine million dollars), exact as Lua numbers.
 """
 
+# An amount above the unspent budget is reduced in steps, to no less than the least; a step of 0 forbids that. The
+# reservations of other requests do not reduce it, because they are returned.
 ADMIT = """
 local bucket, spent_key, reserved_key, amounts, leases = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local now, per_minute, budget = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local id, amount, lease_s = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 local spent_now, spent_ttl_s = tonumber(ARGV[7]), tonumber(ARGV[8])
+local least, step = tonumber(ARGV[9]), tonumber(ARGV[10])
 
 if budget >= 0 then
   if spent_now >= 0 then
@@ -21,6 +24,8 @@ if budget >= 0 then
     redis.call('HDEL', amounts, late)
     redis.call('ZREM', leases, late)
   end
+  local rest = budget - spent - least
+  if step > 0 and spent + amount > budget and rest >= 0 then amount = least + rest - rest % step end
   local reserved = tonumber(redis.call('GET', reserved_key) or 0)
   if spent + reserved + amount > budget then
     return {'budget', string.format('%.0f', spent), string.format('%.0f', reserved)}
@@ -43,7 +48,7 @@ if budget >= 0 and amount > 0 then
   redis.call('ZADD', leases, now + lease_s, id)
   redis.call('INCRBY', reserved_key, string.format('%.0f', amount))
 end
-return {'ok'}
+return {'ok', string.format('%.0f', amount)}
 """
 
 # Idempotent, since it is repeated when its answer was lost. The cost of a reservation that Redis does not know, because
