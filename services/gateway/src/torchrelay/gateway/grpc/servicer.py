@@ -1,7 +1,8 @@
 """``inference.v1.Inference``: the same requests as over REST, with the key in the call's metadata.
 
 Both methods are registered as if their request were a stream: grpcio then calls them when the metadata has arrived, and
-the message is received only after the key has been checked, and in the tenant's turn.
+the message is received only after the key has been checked, and in the tenant's turn. It is received as bytes, because
+grpcio ends a call whose message it cannot decode with an internal error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torchrelay.common.net.rpc.errors import status_of
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.edge.grpc_server import show_key
 from torchrelay.gateway.grpc.converters import choice_deltas, params_of_request, usage_message
+from torchrelay.gateway.grpc.message_decoder import decode
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.interfaces import Authenticator, ModelCatalog
@@ -56,12 +58,10 @@ class GatewayServicer:
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Generate": grpc.stream_stream_rpc_method_handler(
                 self.generate,
-                request_deserializer=pb.GenerateRequest.FromString,
                 response_serializer=pb.GenerateEvent.SerializeToString,
             ),
             "ListModels": grpc.stream_unary_rpc_method_handler(
                 self.list_models,
-                request_deserializer=pb.ListModelsRequest.FromString,
                 response_serializer=pb.ListModelsReply.SerializeToString,
             ),
         }
@@ -86,7 +86,7 @@ class GatewayServicer:
         self, context: Context, principal: Principal, arrived_unix_us: int, timeout_s: float | None
     ) -> None:
         with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
-            request: pb.GenerateRequest = await self._receive(context, principal)
+            request = decode(pb.GenerateRequest, await self._receive(context, principal))
             body_bytes.take(request.ByteSize())
             params, request_id = params_of_request(request), new_id("req")
             wants_ids = request.return_token_ids
@@ -113,7 +113,7 @@ class GatewayServicer:
     async def list_models(self, _messages: object, context: Context) -> pb.ListModelsReply:
         principal = await self._authenticate(context)
         with self._shares.requests.held(principal.tenant_id):
-            await self._receive(context, principal)
+            decode(pb.ListModelsRequest, await self._receive(context, principal))
             async with self._shares.queries.turn(principal.tenant_id):
                 models = await self._catalog.models(principal)
         return pb.ListModelsReply(
@@ -127,8 +127,8 @@ class GatewayServicer:
             ]
         )
 
-    async def _receive(self, context: Context, principal: Principal) -> Any:
-        """The request. gRPC buffers 64 KiB of it; a longer message arrives in the tenant's turn."""
+    async def _receive(self, context: Context, principal: Principal) -> bytes:
+        """The encoded request. gRPC buffers 64 KiB of it; a longer message arrives in the tenant's turn."""
         limit_s = self._message_timeout_s
         try:
             # A message first waits for the tenant's other messages, then has a time limit of its own.
@@ -138,11 +138,11 @@ class GatewayServicer:
                 asyncio.timeout(limit_s),
             ):
                 # By the iterator, grpcio would keep it to the end of the call, and beyond.
-                message = await context.read()
+                message: bytes | object = await context.read()
         except TimeoutError:
             # Also when it waited for the tenant's other messages all that time.
             raise DeadlineExceeded(f"the message did not arrive within {self._message_timeout_s:g} s") from None
-        if message is grpc.aio.EOF:
+        if not isinstance(message, bytes):  # grpc.aio.EOF
             raise InvalidRequest("the call has no message")
         return message
 
