@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 
 import grpc
@@ -33,6 +34,21 @@ async def read(store: RunningStore, digest: str) -> bytes:
 
 async def delete(store: RunningStore, version_id: str) -> int:
     return (await store.stub.DeleteVersion(pb.DeleteVersionRequest(version_id=version_id))).num_bytes_freed
+
+
+async def test_tokenizer_with_tokens_of_other_files_is_published(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    declared = {"added_tokens_decoder": {"1": {"content": "t1", "special": True, "normalized": False}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(declared))
+    async with running_store(tmp_path) as store:
+        version = await publish(store, folder)
+        digests = version.file_digests
+        tokenizer = json.loads(await read(store, digests["tokenizer.json"]))
+        assert await read(store, digests["tokenizer_config.json"]) == contents(folder)["tokenizer_config.json"]
+        assert set(digests) == set(contents(folder)) - {"model.safetensors"}
+    uploaded = json.loads((folder / "tokenizer.json").read_text())
+    assert [token["content"] for token in tokenizer.pop("added_tokens")] == ["t1", "<s>", "<image_soft_token>"]
+    assert tokenizer == {key: value for key, value in uploaded.items() if key != "added_tokens"}
 
 
 async def test_version_description_survives_restart(tmp_path: Path) -> None:

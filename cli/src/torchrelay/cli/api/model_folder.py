@@ -20,6 +20,7 @@ _DOCUMENTS = frozenset(
         "tokenizer.json",
         "tokenizer_config.json",
         "special_tokens_map.json",
+        "added_tokens.json",
         "chat_template.jinja",
         "vocab.json",
         "merges.txt",

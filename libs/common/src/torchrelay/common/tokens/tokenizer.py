@@ -158,6 +158,12 @@ def _vocabulary(document: TokenizerDocument) -> tuple[dict[str, int], list[tuple
     return ids, repeated
 
 
+def added_token_ids(document: TokenizerDocument) -> dict[str, int]:
+    """The ids that the library gives the added tokens, by their text. Raises ``TokenizerRefused``."""
+    ids, repeated = _vocabulary(document)
+    return _added_ids(document, ids, len(ids) + len(repeated))
+
+
 def _emptied(ids: dict[str, int]) -> Iterator[tuple[str, int]]:
     """The entries, each freed as it is used."""
     while ids:

@@ -19,7 +19,7 @@ from torchrelay.param_store.grpc.cancellable_acquire import acquire_on_thread
 from torchrelay.param_store.grpc.messages import file_state, upload_state, version_description
 from torchrelay.param_store.remote.versions import Version
 from torchrelay.param_store.store import Store
-from torchrelay.param_store.uploads.declared_files import DeclaredFile, is_weights
+from torchrelay.param_store.uploads.declared_files import DeclaredFile
 from torchrelay.param_store.uploads.file_writer import FileWriter
 from torchrelay.param_store.uploads.packer_process import PackJob, PackProgress, Turn, run_packer
 from torchrelay.param_store.uploads.repeated_progress import repeated
@@ -141,9 +141,7 @@ class UploadRpcs:
     def _publish(self, upload: StagedUpload, begin_unix_ns: int) -> Version:
         version_id = ""
         try:
-            names = [file.path for file in upload.record.files if not is_weights(file.path)]
-            files = {name: upload.files / name for name in names}
-            version = self.store.versions.publish(upload.pack_path, files, upload.claim)
+            version = self.store.versions.publish(upload.pack_path, upload.published_files(), upload.claim)
             version_id = version.version_id
         except OSError as error:
             raise write_error(error, "the version cannot be published", self.store.settings.remote_folder) from error

@@ -2,7 +2,8 @@
 
     in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes"}
     out  {"stage", "done", "total"} ...   then one of
-         {"packed": {"pack_id"}}                 the manifest has the pack's path with the suffix .manifest
+         {"packed": {"pack_id"}}                 the manifest has the pack's path with the suffix .manifest; files that
+                                                 replace those of the upload lie beside the pack
          {"refused": {"file", "detail"}}         the upload is invalid
          {"failed": {"errno", "detail"}}         the machine is at fault, such as a full disk
 
@@ -37,7 +38,7 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
     document, config = read_model_config(folder)
     check_eos(folder, document, config.vocab_size)
     check_other_documents(folder)
-    check_tokenizer(folder, config.vocab_size)
+    completed_files = check_tokenizer(folder, config.vocab_size)
     tensors = read_checkpoint(folder)
     plan = plan_pack(config, tensors, weight_files(sorted(path.name for path in folder.iterdir()))[0])
     num_bytes = plan.layout.num_bytes
@@ -57,6 +58,8 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
     chunk_bytes, digests = write_pack(plan, folder, pack_path, on_progress)
     encoded = plan.layout.manifest(document, chunk_bytes, digests).encode()
     pack_path.with_suffix(".manifest").write_bytes(encoded)
+    for name, content in completed_files.items():
+        pack_path.with_name(name).write_bytes(content)
     return {"pack_id": pack_id_of(encoded)}
 
 

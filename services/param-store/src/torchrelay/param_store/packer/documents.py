@@ -11,18 +11,22 @@ from typing import Any
 import msgspec
 
 from torchrelay.common.chat_syntax import InvalidSyntax, check_syntax
-from torchrelay.common.tokens.tokenizer_document import read_tokenizer
+from torchrelay.common.tokens.tokenizer_document import AddedTokenEntry, TokenizerDocument, read_tokenizer
 from torchrelay.common.tokens.tokenizer_limits import MAX_TOKEN_CHARS, TokenizerRefused
 from torchrelay.modelspec.config import ModelConfig, UnsupportedModel, read_config
 from torchrelay.param_store.model_files import (
+    ADDED_TOKENS,
     CONFIG,
     GENERATION,
     MAX_FILE_BYTES,
     PASSED_ON,
+    SPECIAL_TOKENS,
     TEMPLATE,
     TOKENIZER,
+    TOKENIZER_CONFIG,
     named_tokens,
 )
+from torchrelay.param_store.packer.added_tokens import TokenDeclarations
 from torchrelay.param_store.packer.core import PackRefused, quoted
 
 _MAX_NUMBER = 2**31 - 1
@@ -135,8 +139,11 @@ def _optional(folder: Path, file: str) -> dict[str, Any]:
     return read_document(folder, file) if (folder / file).exists() else {}
 
 
-def check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Checks that tokenizer.json is within its limits, and its ids, except of special tokens, within ``vocab_size``."""
+def check_tokenizer(folder: Path, vocab_size: int) -> dict[str, bytes]:
+    """Checks that tokenizer.json is within its limits, and its ids, except of special tokens, within ``vocab_size``.
+
+    Returns the files that are published instead of those in the folder, as other files declare more tokens.
+    """
     # Special tokens beyond the embeddings arise only from text that spells them out (Gemma 3's text models have one for
     # images), and the gateway refuses prompts with such a token.
     encoded = _read_bounded(folder, TOKENIZER)
@@ -158,6 +165,31 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
             f"token id {quoted(wrong)} is outside the vocab_size {vocab_size} of config.json: the tokenizer has tokens"
             " that the model has no embedding for",
         )
+    return _completed_files(folder, encoded, document, vocab_size)
+
+
+def _completed_files(folder: Path, encoded: bytes, document: TokenizerDocument, vocab_size: int) -> dict[str, bytes]:
+    config = _optional(folder, TOKENIZER_CONFIG)
+    declarations = TokenDeclarations(config, _optional(folder, SPECIAL_TOKENS), _optional(folder, ADDED_TOKENS))
+    files: dict[str, bytes] = {}
+    completed_config = declarations.completed_config()
+    if completed_config != config:
+        files[TOKENIZER_CONFIG] = msgspec.json.encode(completed_config)
+    added_tokens = declarations.completed(document, vocab_size)
+    if [_without_id(token) for token in added_tokens] != [_without_id(token) for token in document.added_tokens]:
+        fields = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
+        fields["added_tokens"] = msgspec.Raw(msgspec.json.encode([token.fields() for token in added_tokens]))
+        files[TOKENIZER] = msgspec.json.encode(fields)
+        try:
+            read_tokenizer(files[TOKENIZER])
+        except TokenizerRefused as refused:
+            raise PackRefused(TOKENIZER, f"with the tokens that other files declare, {refused}") from None
+    return files
+
+
+def _without_id(token: AddedTokenEntry) -> dict[str, Any]:
+    """A token of tokenizer.json as transformers reads it: ids follow from the vocabulary."""
+    return token.fields() | {"id": None}
 
 
 def check_other_documents(folder: Path) -> None:

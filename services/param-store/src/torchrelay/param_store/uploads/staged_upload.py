@@ -14,9 +14,11 @@ import msgspec
 
 from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.param_store.durable_files import write_durably
-from torchrelay.param_store.uploads.declared_files import DeclaredFile
+from torchrelay.param_store.model_files import TOKENIZER, TOKENIZER_CONFIG
+from torchrelay.param_store.uploads.declared_files import DeclaredFile, is_weights
 from torchrelay.param_store.uploads.file_writer import FileDigest, FileWriter
 
+_REPLACEABLE = (TOKENIZER, TOKENIZER_CONFIG)  # files that the packer may complete, beside the pack
 Content = tuple[str, int]  # SHA-256 and size of a file
 
 
@@ -105,6 +107,12 @@ class StagedUpload:
     def pack_path(self) -> Path:
         return self.folder / "draft.pack"
 
+    def published_files(self) -> dict[str, Path]:
+        """The files of the version by name, without the weights; the packer has replaced some."""
+        replaced = {name: self.folder / name for name in _REPLACEABLE if (self.folder / name).exists()}
+        names = [file.path for file in self.record.files if not is_weights(file.path)]
+        return {name: self.files / name for name in names} | replaced
+
     def progress(self) -> list[FileProgress]:
         return [self.file_progress(file.path) for file in self.record.files]
 
@@ -190,7 +198,8 @@ class StagedUpload:
             self._end_commit()
 
     def _end_commit(self) -> None:
-        for draft in (self.pack_path, self.pack_path.with_suffix(".manifest")):
+        replaced = (self.folder / name for name in _REPLACEABLE)
+        for draft in (self.pack_path, self.pack_path.with_suffix(".manifest"), *replaced):
             draft.unlink(missing_ok=True)
         self.committing = False
 
