@@ -111,6 +111,85 @@ def make_checkpoint(
     return folder
 
 
+_VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+_QWEN_VISION: dict[str, Any] = {"depth": 1, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2}
+_QWEN_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+_IMAGE_TOKENS = {"image_token_id": 300, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303}
+
+
+@dataclass(frozen=True)
+class Multimodal:
+    """A multimodal model: its class's name without "Config" and so on, and the settings beside those of all."""
+
+    name: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    extra: dict[str, Any]
+
+
+MULTIMODAL = {
+    "llava-llama": Multimodal(
+        "Llava",
+        {"model_type": "llama"},
+        {**_VISION, "model_type": "clip_vision_model", "num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
+        {"image_token_index": 300},
+    ),
+    "llava-qwen2-tied": Multimodal(
+        "Llava",
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+        {**_VISION, "model_type": "clip_vision_model", "num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
+        {"image_token_index": 300},
+    ),
+    "gemma3": Multimodal(
+        "Gemma3",
+        {**FAMILIES["gemma3"].extra, "model_type": "gemma3_text"},
+        {**_VISION, "model_type": "siglip_vision_model", "num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
+        {"mm_tokens_per_image": 4, "image_token_index": 300},
+    ),
+    "mistral3": Multimodal(
+        "Mistral3",
+        {"model_type": "mistral", "sliding_window": 20},
+        {**_VISION, "model_type": "pixtral", "num_hidden_layers": 1},
+        {"image_token_index": 300, "tie_word_embeddings": False},
+    ),
+    "internvl": Multimodal(
+        "InternVL",
+        {"model_type": "qwen3", "head_dim": 24},
+        {**_VISION, "num_hidden_layers": 1, "image_size": [28, 28], "patch_size": [14, 14]},
+        {"image_token_id": 300, "tie_word_embeddings": False},
+    ),
+    "qwen2.5-vl": Multimodal(
+        "Qwen2_5_VL",
+        {"rope_parameters": _QWEN_ROPE},
+        {**_QWEN_VISION, "intermediate_size": 48, "fullatt_block_indexes": [0]},
+        _IMAGE_TOKENS,
+    ),
+    "qwen3-vl": Multimodal(
+        "Qwen3VL",
+        {"head_dim": 16, "rope_parameters": {**_QWEN_ROPE, "mrope_interleaved": True}},
+        {**_QWEN_VISION, "intermediate_size": 48, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        _IMAGE_TOKENS,
+    ),
+}
+
+
+def make_multimodal_checkpoint(folder: Path, name: str) -> Path:
+    """Writes config.json, model.safetensors and a tokenizer of a model with vision tower and projector."""
+    transformers, kind = _transformers(), MULTIMODAL[name]
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "eos_token_id": 257}
+    settings = getattr(transformers, f"{kind.name}Config")(
+        text_config={**text, **kind.text}, vision_config=kind.vision, **kind.extra
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{kind.name}ForConditionalGeneration")(settings)
+        randomise(model, 0, norm=0.0 if name.startswith("gemma") else 1.0)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
 def make_overflowing_checkpoint(folder: Path) -> Path:
     """A checkpoint of finite weights whose logit of token 3 overflows for some prompts, and is -infinity for others."""
     from safetensors.torch import load_file, save_file
@@ -165,10 +244,11 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
-def reference_model(folder: Path) -> Any:
+def reference_model(folder: Path, auto_class: str = "AutoModelForCausalLM") -> Any:
     """The checkpoint in transformers, in its own dtype, ready for ``generate``."""
     # Plain attention: the quicker kinds leave soft caps out.
-    model = _transformers().AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager")
+    model_of = getattr(_transformers(), auto_class).from_pretrained
+    model = model_of(folder, dtype="auto", attn_implementation="eager")
     model.generation_config.eos_token_id = None
     return model.eval()
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.unit.modelspec.test_tensor_order import LLAMA
 from torchrelay.modelspec.architectures import ARCHITECTURES
-from torchrelay.modelspec.config import RopeConfig, RopeScaling, UnsupportedModel, read_config
+from torchrelay.modelspec.config import RopeConfig, RopeScaling, read_config
+from torchrelay.modelspec.errors import UnsupportedModel
 
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

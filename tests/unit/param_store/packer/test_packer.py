@@ -13,7 +13,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.param_store.model_folders import config_of, tensors_of, write_folder, write_shards
+from tests.unit.param_store.model_folders import Tensors, config_of, tensors_of, write_folder, write_shards
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.tensor_order import tensors_by_segment
 from torchrelay.param_store.packer import pack_writer
@@ -66,6 +66,54 @@ def test_pack_has_checkpoint_bytes_in_execution_order(
 def test_shards_give_same_pack_as_single_file(tmp_path: Path) -> None:
     single = packed(write_folder(tmp_path / "one"), tmp_path)
     assert packed(write_shards(tmp_path / "three"), tmp_path) == single
+
+
+def multimodal_folder(folder: Path, prefix: str) -> Path:
+    """A folder whose text part is the default model's, with its tensors below ``prefix``, and a vision tower."""
+    text = config_of()
+    tensors = tensors_of(text)
+    named = {
+        prefix + name.removeprefix("model."): tensor for name, tensor in tensors.by_name.items() if "lm_" not in name
+    }
+    head = {"lm_head.weight": tensors.by_name["lm_head.weight"]}
+    write_folder(folder, text)
+    Tensors(named | head | {"vision_tower.patch.weight": ("I8", (4,), bytes(4))}).write(folder / WEIGHTS)
+    config = {"architectures": ["LlavaForConditionalGeneration"], "text_config": text | {"model_type": "llama"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_text_part_of_multimodal_checkpoint_is_packed_alone(tmp_path: Path, prefix: str) -> None:
+    plain, plain_bytes = packed(write_folder(tmp_path / "plain"), tmp_path)
+    manifest, packed_bytes = packed(multimodal_folder(tmp_path / "model", prefix), tmp_path)
+    assert (manifest.tensors, packed_bytes) == (plain.tensors, plain_bytes)
+
+
+def test_faulty_multimodal_checkpoints_are_refused(tmp_path: Path) -> None:
+    folder = multimodal_folder(tmp_path / "model", "language_model.model.")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(json.dumps(config_of()))
+    with pytest.raises(PackRefused) as refused:
+        packed(folder, tmp_path)
+    assert refused.value.detail == (
+        "tensor 'model.embed_tokens.weight' is missing; config.json requires shape (96, 64)."
+        " 'language_model.model.embed_tokens.weight' is of a multimodal model, which architectures in config.json must"
+        " then name"
+    )
+    (folder / "config.json").write_text(config)
+    tensors = {tensor.name: tensor for tensor in read_tensors(folder, WEIGHTS)}
+    data = (folder / WEIGHTS).read_bytes()
+    stored = Tensors({name: (t.dtype, t.shape, data[t.offset : t.offset + t.num_bytes]) for name, t in tensors.items()})
+    for surplus, detail in {
+        "model.norm.weight": "tensor 'model.norm.weight' is the same as 'language_model.model.norm.weight'",
+        "audio_tower.weight": "tensor 'audio_tower.weight' is not part of LlamaForCausalLM",
+    }.items():
+        more = {surplus: stored.by_name["language_model.model.norm.weight"]}
+        Tensors(stored.by_name | more).write(folder / WEIGHTS)
+        with pytest.raises(PackRefused) as refused:
+            packed(folder, tmp_path)
+        assert refused.value.detail == detail
 
 
 def test_harmless_surplus_is_left_out(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torchrelay.cli.api.model_folder import is_weights_file, model_paths
 from torchrelay.cli.errors import CliError
-from torchrelay.modelspec.config import UnsupportedModel, read_config
+from torchrelay.modelspec.config import read_config
+from torchrelay.modelspec.errors import UnsupportedModel
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # the gateway's rule
 _LENGTH_BYTES = 8

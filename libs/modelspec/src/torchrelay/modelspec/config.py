@@ -8,20 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrelay.modelspec.architectures import ARCHITECTURES, Architecture
+from torchrelay.modelspec.errors import UnsupportedModel
+from torchrelay.modelspec.text_part import MULTIMODAL, is_multimodal, text_config
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 MAX_LAYERS, MAX_EXPERTS = 4096, 4096  # bounds the memory that a config alone can make its reader use
 MAX_HEAD_DIM = 1024  # kernels keep a few heads on the stack
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 _DEFAULT_MAX_WINDOW_LAYERS = 28  # transformers' default of max_window_layers
-
-
-class UnsupportedModel(ValueError):
-    """The config requires something this version cannot run; ``field`` is the key in config.json."""
-
-    def __init__(self, message: str, field: str) -> None:
-        super().__init__(message)
-        self.field = field
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +77,17 @@ class ModelConfig:
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Validates config.json. Raises ``UnsupportedModel``."""
+    """Validates config.json; of a multimodal model the text part. Raises ``UnsupportedModel``."""
+    if not is_multimodal(config) or "text_config" not in config:
+        return _read_text_model(text_config(config))
+    text = text_config(config)
+    try:
+        return _read_text_model(text)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(str(error), f"text_config.{error.field}") from None
+
+
+def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
     architecture = _architecture(config)
     hidden, heads = _positive_int(config, "hidden_size"), _positive_int(config, "num_attention_heads")
     head_dim = _positive_int(config, "head_dim", architecture.head_dim or hidden // heads, at_most=MAX_HEAD_DIM)
@@ -119,7 +123,9 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}", "architectures"
+            f"architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}, and the text part of"
+            f" {', '.join(MULTIMODAL)}",
+            "architectures",
         )
     return ARCHITECTURES[name]
 

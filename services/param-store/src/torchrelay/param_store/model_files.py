@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from torchrelay.modelspec.text_part import text_config
+
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -36,9 +38,10 @@ def eos_token_ids(read: Callable[[str], bytes | None], config: dict[str, Any]) -
     """The tokens that end an answer: those of generation_config.json, those of config.json, and the tokenizer's own, as
     vLLM and SGLang have it. ``read``: the content of a file of the model; None if it has none.
     """
-    of_config = named_tokens(config.get("eos_token_id"))
+    served = text_config(config)
+    of_config = named_tokens(served.get("eos_token_id"))
     token_ids = named_tokens(_document(read(GENERATION)).get("eos_token_id")) or of_config
-    own, vocab_size = _tokenizer_eos(_document(read(TOKENIZER_CONFIG)), read), config.get("vocab_size")
+    own, vocab_size = _tokenizer_eos(_document(read(TOKENIZER_CONFIG)), read), served.get("vocab_size")
     highest = vocab_size if isinstance(vocab_size, int) else sys.maxsize
     known = {token_id for token_id in token_ids if isinstance(token_id, int)}
     more = (each for each in (*of_config, own) if isinstance(each, int) and 0 <= each < highest)

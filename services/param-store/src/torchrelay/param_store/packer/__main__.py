@@ -21,7 +21,7 @@ from typing import Any
 from torchrelay.param_store.packer.checkpoint import read_checkpoint, weight_files
 from torchrelay.param_store.packer.core import PackRefused
 from torchrelay.param_store.packer.documents import check_eos, check_other_documents, check_tokenizer, read_model_config
-from torchrelay.param_store.packer.pack_plan import plan_pack
+from torchrelay.param_store.packer.pack_plan import plan_pack, tensors_of_text
 from torchrelay.param_store.packer.pack_writer import write_pack
 from torchrelay.transfer.manifest import pack_id_of
 
@@ -39,7 +39,7 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
     check_eos(folder, document, config.vocab_size)
     check_other_documents(folder)
     completed_files = check_tokenizer(folder, config.vocab_size)
-    tensors = read_checkpoint(folder)
+    tensors = tensors_of_text(document, read_checkpoint(folder))
     plan = plan_pack(config, tensors, weight_files(sorted(path.name for path in folder.iterdir()))[0])
     num_bytes = plan.layout.num_bytes
     if largest_slot_bytes and num_bytes > largest_slot_bytes:

@@ -13,7 +13,9 @@ import msgspec
 from torchrelay.common.chat_syntax import InvalidSyntax, check_syntax
 from torchrelay.common.tokens.tokenizer_document import AddedTokenEntry, TokenizerDocument, read_tokenizer
 from torchrelay.common.tokens.tokenizer_limits import MAX_TOKEN_CHARS, TokenizerRefused
-from torchrelay.modelspec.config import ModelConfig, UnsupportedModel, read_config
+from torchrelay.modelspec.config import ModelConfig, read_config
+from torchrelay.modelspec.errors import UnsupportedModel
+from torchrelay.modelspec.text_part import text_config
 from torchrelay.param_store.model_files import (
     ADDED_TOKENS,
     CONFIG,
@@ -122,7 +124,7 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 
 def check_eos(folder: Path, config: dict[str, Any], vocab_size: int) -> None:
     """Checks that every end-of-sequence token is in the vocabulary. Raises ``PackRefused``."""
-    for file, document in ((GENERATION, _optional(folder, GENERATION)), (CONFIG, config)):
+    for file, document in ((GENERATION, _optional(folder, GENERATION)), (CONFIG, text_config(config))):
         token_ids = named_tokens(document.get("eos_token_id"))
         if len(token_ids) > MAX_EOS_TOKENS:
             text = f"eos_token_id: it lists {len(token_ids):,} tokens; at most {MAX_EOS_TOKENS} are used"

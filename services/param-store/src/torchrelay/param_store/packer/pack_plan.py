@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 from torchrelay.modelspec.config import ModelConfig
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES, TensorSpec, tensors_by_segment
+from torchrelay.modelspec.text_part import is_multimodal, text_tensor_name
 from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTensor, quoted
 from torchrelay.transfer.pack_layout import PackLayout
+
+
+def tensors_of_text(config: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors by their names in the model that is served: of a multimodal checkpoint, those of its text part.
+
+    Raises ``PackRefused`` if two have the same name there.
+    """
+    if not is_multimodal(config):
+        return tensors
+    named: dict[str, StoredTensor] = {}
+    for stored in tensors.values():
+        name = text_tensor_name(stored.name)
+        if name is None:
+            continue
+        if name in named:
+            raise PackRefused(stored.file, f"tensor {quoted(stored.name)} is the same as {quoted(named[name].name)}")
+        named[name] = stored
+    return named
 
 
 def plan_pack(config: ModelConfig, tensors: dict[str, StoredTensor], weights_file: str) -> PackPlan:
@@ -17,9 +37,10 @@ def plan_pack(config: ModelConfig, tensors: dict[str, StoredTensor], weights_fil
     unknown to the architecture.
     """
     sources: list[StoredTensor] = []
-    for slot in chain.from_iterable(tensors_by_segment(config)):
+    slots = tuple(chain.from_iterable(tensors_by_segment(config)))
+    for slot in slots:
         sources.append(_matching(slot, tensors, sources, weights_file))
-    _refuse_surplus(config, tensors, {source.name for source in sources})
+    _refuse_surplus(config, tensors, {slot.name for slot in slots})
     dtype = sources[0].dtype
     return PackPlan(PackLayout.of(tensors_by_segment(config), dtype, DTYPE_BYTES[dtype]), tuple(sources))
 
@@ -29,9 +50,10 @@ def _matching(
 ) -> StoredTensor:
     stored = tensors.get(slot.name)
     if stored is None:
-        raise PackRefused(
-            weights_file, f"tensor {quoted(slot.name)} is missing; config.json requires shape {slot.shape}"
-        )
+        detail = f"tensor {quoted(slot.name)} is missing; config.json requires shape {slot.shape}"
+        if below := next((name for name in tensors if text_tensor_name(name) == slot.name), None):
+            detail += f". {quoted(below)} is of a multimodal model, which architectures in config.json must then name"
+        raise PackRefused(weights_file, detail)
     if stored.shape != slot.shape:
         detail = f"shape {stored.shape} differs from {slot.shape}, which config.json requires"
         raise PackRefused(stored.file, f"tensor {quoted(slot.name)}: {detail}")
@@ -51,4 +73,4 @@ def _refuse_surplus(config: ModelConfig, tensors: dict[str, StoredTensor], neede
         # Older exports contain the rotary frequencies and a copy of a tied head, which can both be derived.
         harmless = name.endswith(".rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
         if name not in needed and not harmless:
-            raise PackRefused(stored.file, f"tensor {quoted(name)} is not part of {config.architecture.name}")
+            raise PackRefused(stored.file, f"tensor {quoted(stored.name)} is not part of {config.architecture.name}")
