@@ -82,9 +82,10 @@ async def make_rig(tokenizer_json: bytes) -> AsyncIterator[MakeRig]:
             write_gap_s: float = WRITE_GAP_S,
             meter: Meter | None = None,
             tokenizer: bytes = tokenizer_json,
+            template: str = TEMPLATE,
             **settings: object,
         ) -> TokenPathRig:
-            return await _make(stack, tokenizer, write_gap_s, meter, settings)
+            return await _make(stack, tokenizer, template, write_gap_s, meter, settings)
 
         yield make
 
@@ -95,9 +96,14 @@ async def rig(make_rig: MakeRig) -> TokenPathRig:
 
 
 async def _make(
-    stack: AsyncExitStack, tokenizer_json: bytes, write_gap_s: float, meter: Meter | None, settings: dict[str, object]
+    stack: AsyncExitStack,
+    tokenizer_json: bytes,
+    template: str,
+    write_gap_s: float,
+    meter: Meter | None,
+    settings: dict[str, object],
 ) -> TokenPathRig:
-    config = json.dumps({"eos_token": EOS, "chat_template": TEMPLATE}).encode()
+    config = json.dumps({"eos_token": EOS, "chat_template": template}).encode()
     files = {"tokenizer.json": tokenizer_json, "tokenizer_config.json": config}
     digests = {name: blake3(data).hexdigest() for name, data in files.items()}
     tokenizer = Tokenizer.from_str(tokenizer_json.decode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -12,7 +12,8 @@ from torchrelay.common.sampling import SharedSampling
 from torchrelay.control.v1 import generation_pb2, scheduler_pb2
 from torchrelay.gateway.core import FinishCause, Principal, PublishedModel, ServiceClass
 
-ChatMessage: TypeAlias = dict[str, str]  # "role", "content" and optionally "name", as a chat template sees it
+# As a chat template sees it: "role", "content" and optionally "name", "tool_calls" and "tool_call_id".
+ChatMessage: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class GenerateParams(SharedSampling):
     messages: tuple[ChatMessage, ...] | None = None
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
+    tools: tuple[dict[str, Any], ...] = ()  # that the answer may call, beside messages
     max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, addend to its logit)

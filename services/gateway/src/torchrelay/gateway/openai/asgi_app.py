@@ -18,11 +18,13 @@ from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.inference.pipeline import RequestPipeline, RequestSession
+from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.gateway.openai import errors, replies, requests
 from torchrelay.gateway.openai.http_request import HttpRequest
 from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
 from torchrelay.gateway.openai.replies import ChoiceBuffer, ReplyFormat, StreamReply
+from torchrelay.gateway.openai.tool_calls import ToolCall, ToolCallParser
 
 log = get_logger(__name__)
 
@@ -94,7 +96,8 @@ def _decode_request(encoded: bytearray, is_chat: bool) -> tuple[GenerateParams, 
         body = completion = requests.decode_completion(encoded)
         params = requests.params_of_completion(completion)
     wants_usage = bool(body.stream_options and body.stream_options.include_usage)
-    return params, ReplyFormat(is_chat, wants_usage, bool(body.return_token_ids)), bool(body.stream)
+    reply_format = ReplyFormat(is_chat, bool(params.tools), wants_usage, bool(body.return_token_ids))
+    return params, reply_format, bool(body.stream)
 
 
 class HttpExchange:
@@ -187,6 +190,7 @@ class SseEncoder:
         self.reply = StreamReply(session.request.resolved, reply_format)
         self._logprobs = _logprob_formatter(session, reply_format)
         self._session = session
+        self._calls = [ToolCallParser() for _ in session.texts] if reply_format.has_tools else None
         self._unstarted = set(range(len(session.texts)))  # choices without a first event
 
     def of(self, deltas: Iterable[TokenDelta]) -> bytes:
@@ -199,6 +203,9 @@ class SseEncoder:
             if unstarted and choice in unstarted:
                 unstarted.discard(choice)
                 events.append(reply.role(choice))
+            if self._calls is not None:
+                events += self._with_calls(delta, text, self._calls[choice])
+                continue
             if self._logprobs is None:
                 for token_id in delta.token_ids:
                     events.append(reply.token(choice, text.step(token_id), token_id))
@@ -206,8 +213,29 @@ class SseEncoder:
                 for piece, entry in _text_and_logprobs(self._session, delta):
                     events.append(reply.annotated_token(choice, piece, entry.token_id, self._logprobs.of([entry])))
             if delta.finish is not None:
-                events.append(reply.finish(choice, text.flush(), delta.finish))
+                events.append(reply.finish(choice, text.flush(), str(delta.finish)))
         return b"".join(events)
+
+    def _with_calls(self, delta: TokenDelta, text: ChoiceDetokenizer, parser: ToolCallParser) -> Iterator[bytes]:
+        """The events of tokens, each followed by those of the calls that it ends."""
+        reply, choice = self.reply, delta.choice
+        for token_id in delta.token_ids:
+            content, calls = self._divided(choice, parser, text.step(token_id))
+            yield reply.token(choice, content, token_id)
+            yield from calls
+        if delta.finish is not None:
+            content, calls = self._divided(choice, parser, text.flush())
+            yield from calls
+            content += parser.flush()
+            yield reply.finish(choice, content, replies.finish_reason(delta.finish, parser.num_calls))
+
+    def _divided(self, choice: int, parser: ToolCallParser, text: str) -> tuple[str, list[bytes]]:
+        """The content that ``text`` completes, and the events of the calls."""
+        first = parser.num_calls
+        parts = parser.push(text)
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        events = [self.reply.tool_call(choice, index, call) for index, call in enumerate(calls, first)]
+        return "".join(part for part in parts if isinstance(part, str)), events
 
 
 def _logprob_formatter(session: RequestSession, reply_format: ReplyFormat) -> LogprobFormatter | None:

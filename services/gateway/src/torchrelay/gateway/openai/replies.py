@@ -15,6 +15,7 @@ import msgspec
 from torchrelay.gateway.core import FinishCause
 from torchrelay.gateway.inference.core import ResolvedRequest, Usage
 from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
+from torchrelay.gateway.openai.tool_calls import ToolCall, divided
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"
@@ -36,6 +37,7 @@ class ReplyFormat:
     """The format of a reply."""
 
     is_chat: bool
+    has_tools: bool = False  # its text may have tool calls
     include_usage: bool = False
     return_token_ids: bool = False
 
@@ -59,6 +61,15 @@ class ChoiceBuffer:
     logprobs: list[LogprobEntry] = field(default_factory=list)  # one per token, if requested
 
 
+def finish_reason(cause: FinishCause | None, has_calls: object) -> str:
+    """The cause as clients know it: an answer that ends by itself after calls ends with them."""
+    return "tool_calls" if has_calls and cause is FinishCause.STOP else str(cause)
+
+
+def _call_object(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
 def whole_reply(
     resolved: ResolvedRequest,
     reply_format: ReplyFormat,
@@ -69,11 +80,15 @@ def whole_reply(
     """The JSON of a finished request."""
     listed: list[dict[str, Any]] = []
     for index, choice in enumerate(choices):
-        text = "".join(choice.text)
-        message = {"role": "assistant", "content": text, "refusal": None}
+        text, calls = "".join(choice.text), list[ToolCall]()
+        if reply_format.has_tools:
+            text, calls = divided(text)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": [_call_object(call) for call in calls]}
         content = {"message": message} if reply_format.is_chat else {"text": text}
         shown = None if logprobs is None else logprobs.of(choice.logprobs)
-        entry = {"index": index, **content, "logprobs": shown, "finish_reason": str(choice.finish)}
+        entry = {"index": index, **content, "logprobs": shown, "finish_reason": finish_reason(choice.finish, calls)}
         listed.append({**entry, "token_ids": choice.token_ids} if reply_format.return_token_ids else entry)
     reply = {
         "id": resolved.request_id,
@@ -126,14 +141,20 @@ class StreamReply:
         tail = b'%s%s,"logprobs":%s,"finish_reason":null}]' % (self._after_text, ids, _encode(logprobs))
         return self._heads[choice] + _encode(text) + tail + self._usage_field + self._prompt_field() + b"}\n\n"
 
-    def finish(self, choice: int, text: str, cause: FinishCause) -> bytes:
+    def tool_call(self, choice: int, index: int, call: ToolCall) -> bytes:
+        """The event of a call; ``index``: its place among the calls of the choice."""
+        delta = {"tool_calls": [{"index": index, **_call_object(call)}]}
+        head = b'%s,"choices":[{"index":%d,"delta":%s' % (self._head, choice, _encode(delta))
+        return head + b',"logprobs":null,"finish_reason":null}]' + self._usage_field + b"}\n\n"
+
+    def finish(self, choice: int, text: str, reason: str) -> bytes:
         """The last event of a choice, with any text held back."""
         if self._format.is_chat and not text:
             head = b'%s,"choices":[{"index":%d,"delta":{}' % (self._head, choice)
         else:
             head = self._heads[choice] + _encode(text) + self._after_text
         ids = b',"token_ids":[]' if self._format.return_token_ids else b""
-        tail = b'%s,"logprobs":null,"finish_reason":"%s"}]' % (ids, cause.encode())
+        tail = b'%s,"logprobs":null,"finish_reason":"%s"}]' % (ids, reason.encode())
         return head + tail + self._usage_field + self._prompt_field() + b"}\n\n"
 
     def usage(self, usage: Usage) -> bytes:

@@ -23,6 +23,7 @@ from torchrelay.gateway.inference.parameter_ranges import (
     check_top_logprobs,
 )
 from torchrelay.gateway.openai.body_decoder import decode
+from torchrelay.gateway.openai.tools import CalledTool, called_tools, declared_tools
 
 Count = Annotated[int, Meta(ge=1)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -41,6 +42,8 @@ class ChatMessageBody(msgspec.Struct):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
 
 
 class BaseBody(msgspec.Struct, kw_only=True):
@@ -85,8 +88,9 @@ class BaseBody(msgspec.Struct, kw_only=True):
 class ChatBody(BaseBody, kw_only=True):
     messages: list[ChatMessageBody]
     max_completion_tokens: Count | None = None
-    tools: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     response_format: dict[str, Any] | None = None
     logprobs: bool | None = None
@@ -141,7 +145,7 @@ def decode_chat(encoded: bytes | bytearray) -> ChatBody:
     response_format = body.response_format or {}
     _refuse(
         body,
-        tools=bool(body.tools),
+        parallel_tool_calls=bool(body.tools) and body.parallel_tool_calls is False,
         tool_choice=body.tool_choice not in (None, "none", "auto"),
         functions=bool(body.functions),
         response_format=response_format.get("type", "text") != "text",
@@ -165,9 +169,15 @@ def params_of_chat(body: ChatBody) -> GenerateParams:
         max_tokens, field = body.max_completion_tokens, "max_completion_tokens"
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs to be true", field="logprobs")
+    tools = declared_tools(body.tools or [])
+    if body.tool_choice == "none":
+        tools = ()  # a model calls none that it does not know
+    if tools and body.logprobs:
+        raise InvalidRequest("logprobs of an answer with tools are not supported yet", field="logprobs")
     return _params(
         body,
         messages=tuple(_message(message, index) for index, message in enumerate(body.messages)),
+        tools=tools,
         max_tokens=max_tokens,
         max_tokens_field=field,
         top_logprobs=check_top_logprobs(body.top_logprobs or 0) if body.logprobs else None,
@@ -224,8 +234,14 @@ def _message(message: ChatMessageBody, index: int) -> ChatMessage:
             if part.type != "text" or part.text is None:
                 raise InvalidRequest(f"content of type {part.type!r} is not supported yet", field="messages")
         content = "\n".join(part.text or "" for part in content)
-    plain = {"role": message.role, "content": content or ""}
-    return plain if message.name is None else {**plain, "name": message.name}
+    plain: ChatMessage = {"role": message.role, "content": content or ""}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_calls:
+        plain["tool_calls"] = called_tools(message.tool_calls)
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
 
 
 def _refuse(body: BaseBody, **refusals: bool) -> None:

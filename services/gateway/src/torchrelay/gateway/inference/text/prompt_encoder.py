@@ -85,6 +85,7 @@ class PromptEncoder:
             max_tokens=shape.max_context_tokens,
             max_chars=max_chars,
             messages=params.messages,
+            tools=params.tools,
             text=text,
             adds_special_tokens=_adds_special_tokens(params),
         )

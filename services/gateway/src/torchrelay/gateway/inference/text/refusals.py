@@ -24,6 +24,12 @@ def refusal_error(refusal: Refusal, model: PublishedModel, field: str) -> Torchr
         case "no_template":
             message = f"{model.name} has no chat template; use /v1/completions, or publish the model with one"
             return InvalidRequest(message, field=field)
+        case "no_tools":
+            message = f"the chat template of {model.name} knows no tools; send the request without tools and tool_calls"
+            return InvalidRequest(message, field="tools")
+        case "tool_calls":
+            message = f"{model.name} writes tool calls in a syntax that is not supported yet; only <tool_call> is"
+            return InvalidRequest(message, field="tools")
         case "template":
             return InvalidRequest(f"the model's chat template failed: {refusal.detail}", field=field)
         case "characters":

@@ -19,6 +19,7 @@ class ChatFormat:
 
     template: ChatTemplate | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)
+    tool_template: ChatTemplate | None = None  # for requests with tools, if the configuration has another for them
 
 
 def template_file(encoded: bytes) -> ChatTemplate:
@@ -29,9 +30,10 @@ def template_file(encoded: bytes) -> ChatTemplate:
 def tokenizer_config(encoded: bytes) -> ChatFormat:
     """The format of a ``tokenizer_config.json``. Raises ``ValueError``."""
     config = msgspec.json.decode(encoded, type=dict[str, Any])
-    source = _template_of(config.get("chat_template"))
+    sources = _templates_of(config.get("chat_template"))
+    default, tool_use = (_template(source) if source else None for source in sources)
     tokens = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
-    return ChatFormat(_template(source) if source else None, tokens)
+    return ChatFormat(default, tokens, tool_use)
 
 
 def _template(source: str) -> ChatTemplate:
@@ -40,11 +42,13 @@ def _template(source: str) -> ChatTemplate:
     return ChatTemplate(source)
 
 
-def _template_of(value: Any) -> str:
+def _templates_of(value: Any) -> tuple[str, str]:
+    """The default template, and that for requests with tools; empty if there is none."""
+    named: dict[Any, Any] = {"default": value}
     if isinstance(value, list):  # several named templates: [{"name": "default", "template": ...}, ...]
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else ""
+    default, tool_use = (named.get(name) for name in ("default", "tool_use"))
+    return default if isinstance(default, str) else "", tool_use if isinstance(tool_use, str) else ""
 
 
 def _content(token: Any) -> str:

@@ -125,6 +125,16 @@ class ChatTemplate:
             return False
         return any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
 
+    def takes(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> bool:
+        """Whether the template writes tools and tool calls, as far as there are any."""
+        has_calls = any("tool_calls" in message for message in messages)
+        return (not tools or "tools" in self._source) and (not has_calls or "tool_calls" in self._source)
+
+    @property
+    def asks_for_tool_calls(self) -> bool:
+        """Whether the template shows the model the syntax of calls that answers are searched for."""
+        return "<tool_call>" in self._source
+
     def messages(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages as the template expects them: contents as lists of parts if it loops over these, and the role
         ``developer``, which succeeded ``system``, under the name that it knows.

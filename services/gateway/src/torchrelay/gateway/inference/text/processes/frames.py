@@ -9,7 +9,7 @@ Prompt                               TokenIds | Refusal
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -23,6 +23,8 @@ CHAT_TEMPLATE: Final = "chat_template.jinja"
 RefusalCause: TypeAlias = Literal[
     "file",  # it cannot be read: ``detail``
     "no_template",
+    "no_tools",  # the template ignores tools, or their calls
+    "tool_calls",  # the template asks for calls in another syntax than ``<tool_call>``
     "template",  # it failed: ``detail``
     "characters",  # the text is too long: ``number`` characters
     "tokenizer",  # it cannot encode this text
@@ -62,7 +64,8 @@ class Prompt(msgspec.Struct, tag=True, frozen=True):
     vocab_size: int
     max_tokens: int
     max_chars: int
-    messages: tuple[dict[str, str], ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    tools: tuple[dict[str, Any], ...] = ()  # for the chat template
     text: str = ""
     adds_special_tokens: bool = False  # those of the tokenizer, such as BOS
 

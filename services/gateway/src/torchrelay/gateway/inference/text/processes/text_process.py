@@ -92,18 +92,24 @@ class TextService:
 
     def _render(self, prompt: Prompt) -> str:
         format_ = self._format(prompt)
-        if format_.template is None:
+        template = format_.tool_template or format_.template if prompt.tools else format_.template
+        if template is None:
             raise PromptRefused(Refusal("no_template"))
+        given = prompt.messages or ()
+        if not template.takes(given, prompt.tools):
+            raise PromptRefused(Refusal("no_tools"))
+        if prompt.tools and not template.asks_for_tool_calls:
+            raise PromptRefused(Refusal("tool_calls"))
         variables = {
             **format_.special_tokens,
-            "tools": None,  # templates test for none, not for definedness
+            "tools": prompt.tools or None,  # templates test for none, not for definedness
             "documents": None,
             "add_generation_prompt": True,
         }
         try:
             with cpu_limit(signal.ITIMER_PROF, self._limits.prompt_cpu_s):
-                messages = format_.template.messages(prompt.messages or ())
-                text = format_.template.render({**variables, "messages": messages}, prompt.max_chars)
+                messages = template.messages(given)
+                text = template.render({**variables, "messages": messages}, prompt.max_chars)
                 text.encode()  # fails for lone surrogates, which the library would take for a wrong type
         except OutputTooLong as error:
             raise PromptRefused(Refusal("characters", number=error.num_chars)) from error
@@ -122,7 +128,7 @@ class TextService:
         template: ChatTemplate | None = self._file(prompt, CHAT_TEMPLATE)
         if config is None:
             return ChatFormat(template)
-        return ChatFormat(template or config.template, config.special_tokens)
+        return config if template is None else ChatFormat(template, config.special_tokens)
 
     def _file(self, prompt: Prompt, name: str) -> Any:
         return next((self._loaded[file] for file in prompt.files if file[0] == name), None)
