@@ -36,9 +36,9 @@ def test_any_text_split_ends_before_stop_string(pieces: list[str], stops: list[s
         shown += trimmer.push(piece)
         whole = cut(text, stops)
         assert whole.startswith(shown)
-        assert trimmer.stopped == any(stop in text for stop in stops)
+        assert bool(trimmer.matched) == any(stop in text for stop in stops)
         held = whole[len(shown) :]
-        if trimmer.stopped:
+        if trimmer.matched:
             assert held == ""
         else:  # never more than needed: what is held may yet become a stop
             assert held == "" or any(stop.startswith(held) for stop in stops)
@@ -55,7 +55,7 @@ def test_checker_and_trimmer_agree_on_final_token(prompt: str, text: str, stops:
     checker, stream, trimmer = StopChecker(TOKENS, stops, end), TextStream(TOKENS, end), StopTrimmer(stops)
     for token_id in TOKENIZER.encode(text).ids:
         trimmer.push(stream.step(token_id))
-        assert checker.step(token_id) == trimmer.stopped
+        assert checker.step(token_id) == bool(trimmer.matched)
 
 
 def test_space_after_prompt_is_part_of_stop_string() -> None:

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 import grpc
 from opentelemetry.metrics import Meter
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
+from torchrelay.gateway.anthropic.asgi_app import PATHS as MESSAGES_PATHS
+from torchrelay.gateway.anthropic.asgi_app import MessagesApp
 from torchrelay.gateway.background import background
 from torchrelay.gateway.clients.file_reader import StoreFileReader
 from torchrelay.gateway.grpc.servicer import GatewayServicer
@@ -36,12 +39,21 @@ FLUSH_TIMEOUT_S = 0.5  # for the last releases to reach the scheduler
 
 @dataclass(frozen=True, slots=True)
 class TokenPath:
-    """``asgi`` serves the OpenAI paths, ``servicer`` gRPC."""
+    """``asgi`` serves the paths of OpenAI and Anthropic, ``servicer`` gRPC."""
 
-    asgi: CompletionsApp
+    asgi: ASGIApp
     servicer: GatewayServicer
     pipeline: RequestPipeline
     admissions: AdmissionStream
+
+
+def _by_path(completions: ASGIApp, messages: ASGIApp) -> ASGIApp:
+    """Sends each request to the application of its path."""
+
+    async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
+        await (messages if scope["path"] in MESSAGES_PATHS else completions)(scope, receive, send)
+
+    return asgi
 
 
 @asynccontextmanager
@@ -83,11 +95,13 @@ async def open_token_path(
             meter=meter,
         )
         stack.push_async_callback(pipeline.stop_all, settings.drain_s)
-        asgi = CompletionsApp(keys, pipeline, shares, settings.max_body_bytes, write_gap_s)
+        apps = [
+            App(keys, pipeline, shares, settings.max_body_bytes, write_gap_s) for App in (CompletionsApp, MessagesApp)
+        ]
         servicer = GatewayServicer(
             keys, catalog, pipeline, shares, settings.body_silence_s, answer_silence_s=settings.answer_silence_s
         )
-        yield TokenPath(asgi, servicer, pipeline, admissions)
+        yield TokenPath(_by_path(*apps), servicer, pipeline, admissions)
 
 
 async def _open_prompts(

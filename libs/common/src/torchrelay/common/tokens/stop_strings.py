@@ -42,19 +42,20 @@ class StopTrimmer:
         self._stops = tuple(stop_strings)
         self._max_held = max((len(stop) for stop in self._stops), default=1) - 1
         self._held = ""
-        self.stopped = False
+        self.matched = ""  # the stop string that ended the text
 
     def push(self, text: str) -> str:
-        """The text that can be shown now; empty once ``stopped``."""
+        """The text that can be shown now; empty once a stop string has ``matched``."""
         if not self._stops or not text:
             return text
-        if self.stopped:
+        if self.matched:
             return ""
         seen = self._held + text
-        ends = [(at + len(stop), at) for stop in self._stops if (at := seen.find(stop)) >= 0]
+        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := seen.find(stop)) >= 0]
         if ends:
-            self.stopped, self._held = True, ""
-            return seen[: min(ends)[1]]
+            _, begin, self.matched = min(ends)
+            self._held = ""
+            return seen[:begin]
         num_held = self._num_held(seen)
         self._held = seen[len(seen) - num_held :]
         return seen[: len(seen) - num_held]

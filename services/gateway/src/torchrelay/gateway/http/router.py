@@ -15,15 +15,17 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrelay.common.errors import InvalidRequest, TorchrelayError
+from torchrelay.gateway.anthropic.asgi_app import PATHS as MESSAGES_PATHS
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.edge.turns import ClientGroup
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.gateway.openai.asgi_app import CLOSE, PATHS
 from torchrelay.gateway.openai.errors import error_body, error_headers
-from torchrelay.gateway.openai.http_request import HttpRequest
+from torchrelay.gateway.openai.http_request import HttpRequest, authorization_of
 from torchrelay.gateway.openai.unusable_text import check_text
 
+_TOKEN_PATHS = PATHS.keys() | MESSAGES_PATHS
 _UPLOAD_OF_FILE = re.compile("/v1/uploads/[^/]+/files/")
 _COMMIT = re.compile("/v1/uploads/[^/]+/commit")
 
@@ -51,7 +53,7 @@ class AsgiRouter:
         if scope["type"] != "http":
             raise RuntimeError(f"unsupported ASGI scope {scope['type']}")
         scope = _with_plain_path(scope)
-        if scope["path"] in PATHS:
+        if scope["path"] in _TOKEN_PATHS:
             await self._tokens(scope, receive, send)
             return
         request = HttpRequest(scope, receive)
@@ -80,12 +82,11 @@ class AsgiRouter:
 
     def group_of(self, scope: Mapping[str, Any]) -> ClientGroup | None:
         """The group that takes the turn of a request; None: a known caller's on the token path, which never waits."""
-        authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        group = self.group_of_key(authorization.decode("latin-1"))
+        group = self.group_of_key(authorization_of(scope) or "")
         if group is None:
             client = scope["client"]
             return ClientGroup(client[0] if client else "", is_authenticated=False)
-        return None if scope["path"] in PATHS else group
+        return None if scope["path"] in _TOKEN_PATHS else group
 
     def group_of_key(self, authorization: str) -> ClientGroup | None:
         """The tenant that the key belonged to at its last authentication."""

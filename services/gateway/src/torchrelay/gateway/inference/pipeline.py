@@ -133,6 +133,11 @@ class RequestPipeline:
             if not self._num_inside:
                 self._idle.set()
 
+    async def num_prompt_tokens(self, principal: Principal, params: GenerateParams) -> int:
+        """The number of prompt tokens that a request would have; runs nothing. Raises ``TorchrelayError``."""
+        model = await self._catalog.resolve(principal, params.model)
+        return len(await self._prompts.token_ids(principal, model, params))
+
     async def _start(
         self,
         principal: Principal,

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.core import Principal
-from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, TokenDelta
+from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, TokenDelta, Usage
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.inference.pipeline import RequestPipeline, RequestSession
@@ -37,6 +37,11 @@ _JSON = (b"content-type", b"application/json")
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
+class MethodNotAllowed(InvalidRequest):
+    code = "method_not_allowed"
+    http_status = 405
+
+
 class CompletionsApp:
     """The ASGI application, for the requests that the router sends it: HTTP, and a path of ``PATHS``."""
 
@@ -55,17 +60,16 @@ class CompletionsApp:
         self._write_gap_s = write_gap_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = HttpExchange(HttpRequest(scope, receive), send, new_id("req"), self._write_gap_s)
+        exchange = self._exchange(HttpRequest(scope, receive), send)
         arrived_unix_us = now_unix_us()
         try:
             principal = await exchange.request.authenticate(self._keys)
             if scope["method"] != "POST":
                 message = f"method {scope['method']} is not allowed for {scope['path']}; use POST"
-                body = errors.body(405, message, code="method_not_allowed")
-                await exchange.refuse(405, body, [(b"allow", b"POST")])
+                await exchange.refuse(MethodNotAllowed(message), [(b"allow", b"POST")])
                 return
             with self._shares.requests.held(principal.tenant_id):
-                await self._complete(exchange, PATHS[scope["path"]], principal, arrived_unix_us)
+                await self._complete(exchange, scope["path"], principal, arrived_unix_us)
         except ClientDisconnected:
             return
         except TorchrelayError as error:
@@ -74,12 +78,13 @@ class CompletionsApp:
             log.exception("request_crashed", request_id=exchange.request_id)
             await exchange.fail(TorchrelayError("internal error; include the request id when reporting it"))
 
-    async def _complete(
-        self, exchange: HttpExchange, is_chat: bool, principal: Principal, arrived_unix_us: int
-    ) -> None:
+    def _exchange(self, request: HttpRequest, send: Send) -> HttpExchange:
+        return HttpExchange(request, send, new_id("req"), self._write_gap_s)
+
+    async def _complete(self, exchange: HttpExchange, path: str, principal: Principal, arrived_unix_us: int) -> None:
         with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
             encoded = await exchange.request.read(self._max_body_bytes, body_bytes)
-            params, reply_format, is_stream = _decode_request(encoded, is_chat)
+            params, reply_format, is_stream = _decode_request(encoded, PATHS[path])
             entering = self._pipeline.session(principal, params, exchange.request_id, arrived_unix_us)
             del encoded, params  # otherwise kept until the end of the answer
             async with entering as session:
@@ -103,6 +108,8 @@ def _decode_request(encoded: bytearray, is_chat: bool) -> tuple[GenerateParams, 
 class HttpExchange:
     """An HTTP request and its response."""
 
+    id_headers: ClassVar[Sequence[bytes]] = (b"x-request-id",)
+
     def __init__(self, request: HttpRequest, send: Send, request_id: str, write_gap_s: float) -> None:
         self.request = request
         self._send = send
@@ -119,20 +126,43 @@ class HttpExchange:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
 
-    async def refuse(self, status: int, body: Any, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        encoded = msgspec.json.encode(body)
-        listed = [_JSON, (b"content-length", str(len(encoded)).encode()), *headers]
-        await self._begin(status, [*listed, CLOSE] if self.request.must_close else listed)
-        await self._send({"type": "http.response.body", "body": encoded})
+    def error_body(self, error: TorchrelayError) -> Any:
+        """The JSON of an error."""
+        return errors.error_body(error)
+
+    def error_event(self, error: TorchrelayError) -> bytes:
+        """The last event of a failed stream."""
+        return replies.error_event(self.error_body(error))
+
+    def encoder(self, session: RequestSession, reply_format: ReplyFormat) -> StreamEncoder:
+        return SseEncoder(session, reply_format)
+
+    def whole(
+        self, session: RequestSession, reply_format: ReplyFormat, choices: list[ChoiceBuffer], usage: Usage
+    ) -> bytes:
+        """The JSON of a finished request."""
+        logprobs = _logprob_formatter(session, reply_format)
+        return replies.whole_reply(session.request.resolved, reply_format, choices, usage, logprobs)
+
+    async def reply(self, body: Any) -> None:
+        """Answers with JSON."""
+        await self._reply(200, msgspec.json.encode(body))
+
+    async def refuse(self, error: TorchrelayError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        listed = [*headers, CLOSE] if self.request.must_close else headers
+        await self._reply(error.http_status, msgspec.json.encode(self.error_body(error)), listed)
 
     async def fail(self, error: TorchrelayError) -> None:
         """Reports an error: by status and body, or as the last event if the response has begun."""
-        body = errors.error_body(error)
         if self._has_begun:
-            await self._send({"type": "http.response.body", "body": replies.error_event(body)})
+            await self._send({"type": "http.response.body", "body": self.error_event(error)})
             return
         headers = [(name.encode(), value.encode()) for name, value in errors.error_headers(error).items()]
-        await self.refuse(error.http_status, body, headers)
+        await self.refuse(error, headers)
+
+    async def _reply(self, status: int, encoded: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        await self._begin(status, [_JSON, (b"content-length", str(len(encoded)).encode()), *headers])
+        await self._send({"type": "http.response.body", "body": encoded})
 
     async def _watch(self, session: RequestSession) -> None:
         while (await self.request.receive())["type"] != "http.disconnect":
@@ -141,17 +171,17 @@ class HttpExchange:
 
     async def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._has_begun = True
-        listed = [*headers, (b"x-request-id", self.request_id.encode())]
+        listed = [*headers, *((name, self.request_id.encode()) for name in self.id_headers)]
         await self._send({"type": "http.response.start", "status": status, "headers": listed})
 
     async def _answer_at_once(self, session: RequestSession, reply_format: ReplyFormat) -> None:
-        request, logprobs = session.request, _logprob_formatter(session, reply_format)
+        request = session.request
         choices = [ChoiceBuffer() for _ in session.texts]
         while not request.is_finished:
             for delta in await request.next():
                 choice, text = choices[delta.choice], session.texts[delta.choice]
                 choice.token_ids += delta.token_ids
-                if logprobs is None:
+                if session.tokens is None:
                     choice.text += [text.step(token_id) for token_id in delta.token_ids]
                 else:
                     for piece, entry in _text_and_logprobs(session, delta):
@@ -161,26 +191,33 @@ class HttpExchange:
                     choice.text.append(text.flush())
                     choice.finish = delta.finish
         await request.settled(SETTLE_TIMEOUT_S)
-        reply = replies.whole_reply(session.request.resolved, reply_format, choices, request.usage, logprobs)
-        await self._begin(200, [_JSON, (b"content-length", str(len(reply)).encode())])
-        await self._send({"type": "http.response.body", "body": reply})
+        await self._reply(200, self.whole(session, reply_format, choices, request.usage))
 
     async def _stream(self, session: RequestSession, reply_format: ReplyFormat) -> None:
-        request, events = session.request, SseEncoder(session, reply_format)
+        request, events = session.request, self.encoder(session, reply_format)
         loop, written_at = asyncio.get_running_loop(), 0.0
         while not request.is_finished:
             deltas = await request.next()
             if not self._has_begun:
                 await self._begin(200, _EVENTS)
-            body = events.of(deltas) if deltas else replies.KEEP_ALIVE
+            body = events.of(deltas) if deltas else events.keep_alive()
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
             last_at, written_at = written_at, loop.time()
             is_fast = len(deltas) > len(session.texts) or written_at - last_at < self._write_gap_s
             if is_fast and not request.is_finished:
                 await request.pause(self._write_gap_s)
         await request.settled(SETTLE_TIMEOUT_S)
-        end = events.reply.usage(request.usage) + replies.DONE
-        await self._send({"type": "http.response.body", "body": end})
+        await self._send({"type": "http.response.body", "body": events.end(request.usage)})
+
+
+class StreamEncoder(Protocol):
+    """The events of a streamed answer."""
+
+    def keep_alive(self) -> bytes: ...
+
+    def of(self, deltas: Iterable[TokenDelta]) -> bytes: ...
+
+    def end(self, usage: Usage) -> bytes: ...
 
 
 class SseEncoder:
@@ -192,6 +229,12 @@ class SseEncoder:
         self._session = session
         self._calls = [ToolCallParser() for _ in session.texts] if reply_format.has_tools else None
         self._unstarted = set(range(len(session.texts)))  # choices without a first event
+
+    def keep_alive(self) -> bytes:
+        return replies.KEEP_ALIVE
+
+    def end(self, usage: Usage) -> bytes:
+        return self.reply.usage(usage) + replies.DONE
 
     def of(self, deltas: Iterable[TokenDelta]) -> bytes:
         """An event per token, preceded by a role and followed by a finish event for each choice."""

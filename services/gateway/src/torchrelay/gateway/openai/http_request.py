@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from starlette.types import Receive, Scope
 
 from torchrelay.common.errors import InvalidRequest
@@ -31,21 +34,28 @@ class EncodedBody(InvalidRequest):
         super().__init__(text, field="Content-Encoding")
 
 
+def authorization_of(scope: Mapping[str, Any]) -> str | None:
+    """The ``Authorization`` header, or the key that Anthropic's clients send in ``x-api-key``."""
+    given = dict(reversed(scope["headers"]))  # of repeated headers the first counts
+    if (authorization := given.get(b"authorization")) is not None:
+        return str(authorization.decode("latin-1"))
+    key = given.get(b"x-api-key")
+    return None if key is None else f"Bearer {key.decode('latin-1')}"
+
+
 class HttpRequest:
     """An HTTP request. Nothing of its body is read before ``read`` or ``receive`` is called."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._state = scope.get("state", {})
         self.receive = receive
-        self.authorization: str | None = None
         self._declared_bytes = 0
         self._encoding = "identity"
         self.has_unread_body = False
         self._has_key = True  # until ``authenticate`` fails
+        self.authorization = authorization_of(scope)
         for name, value in scope["headers"]:
-            if name == b"authorization":
-                self.authorization = value.decode("latin-1")
-            elif name == b"content-length" and value.isdigit():  # the server has refused any other
+            if name == b"content-length" and value.isdigit():  # the server has refused any other
                 self._declared_bytes = int(value)
                 self.has_unread_body = self._declared_bytes > 0
             elif name == b"transfer-encoding":

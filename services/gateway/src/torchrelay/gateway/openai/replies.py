@@ -23,7 +23,7 @@ KEEP_ALIVE = b": waiting\n\n"
 _LINE_ENDS = {"\u0085".encode(): b"\\u0085", "\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029"}
 
 
-def _encode(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     """JSON without characters that any client takes for the end of a line."""
     encoded = msgspec.json.encode(value)
     if b"\xe2\x80" in encoded or b"\xc2\x85" in encoded:
@@ -98,7 +98,7 @@ def whole_reply(
         "choices": listed,
         "usage": usage_object(usage),
     }
-    return _encode({**reply, "prompt_token_ids": resolved.prompt} if reply_format.return_token_ids else reply)
+    return encode_json({**reply, "prompt_token_ids": resolved.prompt} if reply_format.return_token_ids else reply)
 
 
 class StreamReply:
@@ -108,10 +108,10 @@ class StreamReply:
         kind = b"chat.completion.chunk" if reply_format.is_chat else b"text_completion"
         self._format = reply_format
         self._head = b'data: {"id":%s,"object":"%s","created":%d,"model":%s' % (
-            _encode(resolved.request_id),
+            encode_json(resolved.request_id),
             kind,
             int(time.time()),
-            _encode(resolved.model.name),
+            encode_json(resolved.model.name),
         )
         opening = b'"delta":{"content":' if reply_format.is_chat else b'"text":'
         self._heads = [
@@ -132,19 +132,19 @@ class StreamReply:
     def token(self, choice: int, text: str, token_id: int) -> bytes:
         """The event of one token; ``text`` is empty while a character is incomplete or a stop string possible."""
         if not self._format.return_token_ids:
-            return self._heads[choice] + _encode(text) + self._token_tail
+            return self._heads[choice] + encode_json(text) + self._token_tail
         return self.annotated_token(choice, text, token_id, None)
 
     def annotated_token(self, choice: int, text: str, token_id: int, logprobs: Any) -> bytes:
         """The event of one token with its id and logprobs, where requested."""
         ids = b',"token_ids":[%d]' % token_id if self._format.return_token_ids else b""
-        tail = b'%s%s,"logprobs":%s,"finish_reason":null}]' % (self._after_text, ids, _encode(logprobs))
-        return self._heads[choice] + _encode(text) + tail + self._usage_field + self._prompt_field() + b"}\n\n"
+        tail = b'%s%s,"logprobs":%s,"finish_reason":null}]' % (self._after_text, ids, encode_json(logprobs))
+        return self._heads[choice] + encode_json(text) + tail + self._usage_field + self._prompt_field() + b"}\n\n"
 
     def tool_call(self, choice: int, index: int, call: ToolCall) -> bytes:
         """The event of a call; ``index``: its place among the calls of the choice."""
         delta = {"tool_calls": [{"index": index, **_call_object(call)}]}
-        head = b'%s,"choices":[{"index":%d,"delta":%s' % (self._head, choice, _encode(delta))
+        head = b'%s,"choices":[{"index":%d,"delta":%s' % (self._head, choice, encode_json(delta))
         return head + b',"logprobs":null,"finish_reason":null}]' + self._usage_field + b"}\n\n"
 
     def finish(self, choice: int, text: str, reason: str) -> bytes:
@@ -152,7 +152,7 @@ class StreamReply:
         if self._format.is_chat and not text:
             head = b'%s,"choices":[{"index":%d,"delta":{}' % (self._head, choice)
         else:
-            head = self._heads[choice] + _encode(text) + self._after_text
+            head = self._heads[choice] + encode_json(text) + self._after_text
         ids = b',"token_ids":[]' if self._format.return_token_ids else b""
         tail = b'%s,"logprobs":null,"finish_reason":"%s"}]' % (ids, reason.encode())
         return head + tail + self._usage_field + self._prompt_field() + b"}\n\n"
@@ -161,15 +161,15 @@ class StreamReply:
         """The usage event, which has no choices; empty unless requested."""
         if not self._format.include_usage:
             return b""
-        return b'%s,"choices":[],"usage":%s}\n\n' % (self._head, _encode(usage_object(usage)))
+        return b'%s,"choices":[],"usage":%s}\n\n' % (self._head, encode_json(usage_object(usage)))
 
     def _prompt_field(self) -> bytes:
         if self._prompt is None:
             return b""
         prompt, self._prompt = self._prompt, None
-        return b',"prompt_token_ids":' + _encode(prompt)
+        return b',"prompt_token_ids":' + encode_json(prompt)
 
 
 def error_event(body: Any) -> bytes:
     """The last event of a failed stream."""
-    return b"data: " + _encode(body) + b"\n\n"
+    return b"data: " + encode_json(body) + b"\n\n"

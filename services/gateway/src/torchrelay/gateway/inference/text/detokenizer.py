@@ -59,6 +59,11 @@ class ChoiceDetokenizer:
         self._begun = b"" if piece else begun + encoded
         return PlacedToken(piece if self._stops is None else self._stops.push(piece), encoded, offset)
 
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the text; empty if none has."""
+        return "" if self._stops is None else self._stops.matched
+
     def flush(self) -> str:
         """The remaining text, once the choice is over."""
         rest = self._stream.flush()

@@ -1,0 +1,63 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``, as a bare ASGI application like that of OpenAI's paths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.types import Send
+
+from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.ids import new_id
+from torchrelay.gateway.anthropic import errors, replies, requests
+from torchrelay.gateway.anthropic.replies import MessageEncoder
+from torchrelay.gateway.core import Principal
+from torchrelay.gateway.inference.core import Usage
+from torchrelay.gateway.inference.pipeline import RequestSession
+from torchrelay.gateway.openai.asgi_app import CompletionsApp, HttpExchange
+from torchrelay.gateway.openai.http_request import HttpRequest
+from torchrelay.gateway.openai.replies import ChoiceBuffer, ReplyFormat
+
+_COUNT_TOKENS = "/v1/messages/count_tokens"
+PATHS = frozenset(("/v1/messages", _COUNT_TOKENS))
+
+
+class MessageExchange(HttpExchange):
+    """A request and its response, in Anthropic's formats."""
+
+    id_headers = (b"request-id", b"x-request-id")
+
+    def error_body(self, error: TorchrelayError) -> Any:
+        return errors.error_body(error, self.request_id)
+
+    def error_event(self, error: TorchrelayError) -> bytes:
+        return replies.error_event(self.error_body(error))
+
+    def encoder(self, session: RequestSession, reply_format: ReplyFormat) -> MessageEncoder:
+        return MessageEncoder(session, reply_format.has_tools)
+
+    def whole(
+        self, session: RequestSession, reply_format: ReplyFormat, choices: list[ChoiceBuffer], usage: Usage
+    ) -> bytes:
+        return replies.whole_message(session, reply_format.has_tools, choices[0], usage)
+
+
+class MessagesApp(CompletionsApp):
+    """The ASGI application, for the requests that the router sends it: HTTP, and a path of ``PATHS``."""
+
+    def _exchange(self, request: HttpRequest, send: Send) -> MessageExchange:
+        return MessageExchange(request, send, new_id("req"), self._write_gap_s)
+
+    async def _complete(self, exchange: HttpExchange, path: str, principal: Principal, arrived_unix_us: int) -> None:
+        with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
+            body = requests.decode_body(await exchange.request.read(self._max_body_bytes, body_bytes))
+            if path == _COUNT_TOKENS:
+                num_tokens = await self._pipeline.num_prompt_tokens(principal, requests.prompt_of(body))
+                await exchange.reply({"input_tokens": num_tokens})
+                return
+            params, is_stream = requests.params_of(body), bool(body.stream)
+            entering = self._pipeline.session(principal, params, exchange.request_id, arrived_unix_us)
+            reply_format = ReplyFormat(is_chat=True, has_tools=bool(params.tools))
+            del body, params  # otherwise kept until the end of the answer
+            async with entering as session:
+                body_bytes.release()  # the prompt is encoded
+                await exchange.answer(session, reply_format, is_stream)
