@@ -298,6 +298,8 @@ class BatchScheduler:
         while num_left and (context := self._prefilling.head()) is not None:
             spec = context.group.spec
             needs_head_alone = context.group.layer == self._num_layers  # for its last position
+            if chunks and chunks[-1].context.group.layer == self._num_layers and not needs_head_alone:
+                break  # the tokens of finished prompts do not wait for those of a whole step
             end = context.num_tokens if needs_head_alone else context.num_computed + num_left
             chunk = PrefillChunk(context, context.num_computed, min(end, context.num_tokens))
             chunks.append(chunk)
