@@ -45,6 +45,7 @@ FOLDERS = {
     "examples/burst": "a burst of calls for a sleeping model, without and with live scaling",
     "examples/glossary": "a tiny chat model of the platform's own words, and the scripts that train it",
     "examples/glossary/model": "the trained model",
+    "examples/smollm2": "a real trained model from PyPI to the platform, and a check of its answers",
     "tests": "unit tests mirror the folders above; the others need more than one of them",
     "tests/unit": "one folder per package, one file per module",
     "tests/structure": "checks of this page, of the import contracts and of prose",
