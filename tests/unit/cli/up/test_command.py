@@ -124,8 +124,8 @@ def test_devices() -> None:
     assert [check_device(device) for device in ("cpu", "cuda", "cuda:11")] == ["cpu", "cuda", "cuda:11"]
 
 
-@pytest.mark.parametrize("host", ["203.0.113.7", "a..b"])
+@pytest.mark.parametrize("host", ["203.0.113.7", "a..b", "2001:db8::7", "[2001:db8::7]"])
 def test_foreign_listen_address_has_message(run: Run, tmp_path: Path, host: str) -> None:
     problem = run("up", "--home", str(tmp_path), "--host", host).exception
     assert isinstance(problem, CliError)
-    assert problem.message == f"this machine cannot listen on {host}"
+    assert problem.message == f"this machine cannot listen on {host.strip('[]')}"

@@ -166,6 +166,17 @@ def test_only_gateway_listens_beyond_loopback(home: Home, ports: Ports) -> None:
     assert stack.endpoints["http"].startswith("http://127.0.0.1:")
 
 
+@pytest.mark.parametrize(
+    ("host", "reached_at"), [("::1", "[::1]"), ("::", "[::1]"), ("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1")]
+)
+def test_urls_name_an_address_of_the_family(home: Home, ports: Ports, host: str, reached_at: str) -> None:
+    stack = StackPlan(home, UpOptions(host=host), ports).stack()
+    gateway = envs(stack)["gateway"]
+    assert stack.endpoints["http"] == f"http://{reached_at}:{gateway['TORCHRELAY_HTTP_PORT']}"
+    assert stack.endpoints["grpc"] == f"{reached_at}:{gateway['TORCHRELAY_GRPC_PORT']}"
+    assert gateway["TORCHRELAY_HOST"] == host
+
+
 def test_prefixed_installs_share_no_subjects(home: Home, ports: Ports, tmp_path: Path) -> None:
     other_home = Home(tmp_path / "other")
     other_home.make()

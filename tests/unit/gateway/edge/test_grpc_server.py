@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.support.descriptors import open_descriptors
 from tests.support.http2_client import ACK, SETTINGS, http2_client
 from torchrelay.common.errors import Conflict, Unauthenticated, Unavailable
+from torchrelay.common.host.addresses import join_address
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.gateway.edge.frame_limits import MAX_FRAME_BYTES
 from torchrelay.gateway.edge.grpc_limits import GrpcLimits
@@ -38,8 +39,8 @@ async def server() -> AsyncIterator[PublicGrpcServer]:
     await server.stop(0)
 
 
-async def check(server: PublicGrpcServer, timeout_s: float = 10) -> int:
-    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+async def check(server: PublicGrpcServer, timeout_s: float = 10, host: str = "127.0.0.1") -> int:
+    async with open_channel(join_address(host, server.port)) as channel:
         stub = cast(Any, health_pb2_grpc.HealthStub(channel))
         reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
         return int(reply.status)
@@ -75,6 +76,15 @@ async def test_grpcio_has_the_limits_of_the_port(server: PublicGrpcServer) -> No
     options = LIMITS.options
     assert len(dict(options)) == len(options)
     assert dict(options)["grpc.max_receive_message_length"] == LIMITS.message_bytes
+
+
+@pytest.mark.parametrize(("host", "callers"), [("::1", ["::1"]), ("::", ["::1", "127.0.0.1"])])
+async def test_ipv6_is_served(host: str, callers: list[str]) -> None:
+    server = PublicGrpcServer(host, 0, LIMITS)
+    await server.start()
+    for caller in callers:
+        assert await check(server, host=caller) == health_pb2.HealthCheckResponse.SERVING
+    await server.stop(0)
 
 
 async def test_health_check_is_answered_without_a_message(server: PublicGrpcServer) -> None:

@@ -10,6 +10,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.support.wait import HANG_S
+from torchrelay.common.host.addresses import join_address
 from torchrelay.gateway.edge.http_server import HttpLimits, http_server
 
 
@@ -36,6 +37,18 @@ async def test_shutdown_finishes_responses_and_refuses_connections() -> None:
         assert (await running).content == b"first last"
         with pytest.raises(httpx.ConnectError):
             await client.get(url)
+
+
+@pytest.mark.parametrize(("host", "callers"), [("::1", ["::1"]), ("::", ["::1", "127.0.0.1"])])
+async def test_ipv6_is_served(host: str, callers: list[str]) -> None:
+    go_on = asyncio.Event()
+    go_on.set()
+    async with (
+        httpx.AsyncClient(trust_env=False) as client,
+        http_server(slow_app(asyncio.Event(), go_on), host, 0, drain_s=5) as server,
+    ):
+        for caller in callers:
+            assert (await client.get(f"http://{join_address(caller, server.port)}/")).content == b"first last"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system has no such timeout")

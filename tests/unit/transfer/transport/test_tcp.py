@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.wait import HANG_S
+from torchrelay.common.host.addresses import join_address
 from torchrelay.transfer.transport import tcp
 from torchrelay.transfer.transport.interface import Connection, Listener
-from torchrelay.transfer.transport.tcp import TcpTransport, join_address, split_address
+from torchrelay.transfer.transport.tcp import TcpTransport, split_address
 
 
 @pytest.fixture

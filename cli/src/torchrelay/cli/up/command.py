@@ -47,6 +47,7 @@ def up(
     from torchrelay.cli.up.config_file import check_config_file
     from torchrelay.cli.up.plan import UpOptions
     from torchrelay.cli.up.run import run_up
+    from torchrelay.common.host.addresses import plain_host
     from torchrelay.common.process.settings import PREFIX, ServiceSettings, misspelt_variables
 
     own = {str(option.envvar).removeprefix(PREFIX).lower() for option in context.command.params if option.envvar}
@@ -54,7 +55,7 @@ def up(
         typer.echo(f"torchrelay: {message}", err=True)
     check_config_file()
     options = UpOptions(
-        host=host,
+        host=plain_host(host),
         http_port=http_port,
         grpc_port=grpc_port,
         num_prefill_workers=prefill_workers,

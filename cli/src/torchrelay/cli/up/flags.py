@@ -25,7 +25,10 @@ def check_device(device: str) -> str:
 
 Host: TypeAlias = Annotated[
     str,
-    typer.Option(envvar="TORCHRELAY_HOST", help="Address of the public API (0.0.0.0: all); the rest is on loopback."),
+    typer.Option(
+        envvar="TORCHRELAY_HOST",
+        help="Address of the public API (0.0.0.0: all IPv4, :: IPv6 too); the rest: loopback.",
+    ),
 ]
 HttpPort: TypeAlias = Annotated[
     int,

@@ -18,6 +18,7 @@ from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.disk import folder_bytes, stream_sizes
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
 from torchrelay.cli.up.remote_store import remote_url
+from torchrelay.common.host.addresses import REACHED_AT, join_address
 from torchrelay.common.host.disk import free_bytes
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller
 from torchrelay.common.identity.keys import broker_password, derive_node_key, framed_mac
@@ -129,10 +130,10 @@ class StackPlan:
         """Raises ``CliError`` when a broker is not installed."""
         brokers = tuple(spec for spec in (self._redis(), self._nats()) if spec is not None)
         groups = (brokers, (self._store(),), (self._scheduler(),), tuple(self._workers()), (self._gateway(),))
-        host = LOOPBACK if self._options.host == "0.0.0.0" else self._options.host
+        host = REACHED_AT.get(self._options.host, self._options.host)
         endpoints = {
-            "http": f"http://{host}:{self._http_port}",
-            "grpc": f"{host}:{self._grpc_port}",
+            "http": f"http://{join_address(host, self._http_port)}",
+            "grpc": join_address(host, self._grpc_port),
             "scheduler": f"{LOOPBACK}:{self._scheduler_port}",
             "store": f"{LOOPBACK}:{self._store_port}",
             "nats": without_password(self._nats_url),

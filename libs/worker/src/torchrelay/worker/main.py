@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from torchrelay.common.host.addresses import join_address
 from torchrelay.common.host.machine import Machine, check_kv_pools, check_threads
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.net.nats_client import connect_at_start
@@ -70,7 +71,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
         worker.serve_data()
         stack.callback(worker.holder.close)  # even if what follows fails
         server = RpcServer(settings.host, settings.port, tls, bytes.fromhex(settings.node_key), fault=worker.fault)
-        address = f"{settings.advertised_host}:{server.port}"
+        address = join_address(settings.advertised_host, server.port)
         reporter = Reporter(worker, address)
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(worker, reporter), server.server)
         server.allow(CALLERS)

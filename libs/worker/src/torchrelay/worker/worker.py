@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nats.aio.client import Client
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.host.addresses import join_address, split_address
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.ids import new_id
 from torchrelay.common.latency.latency_model import LatencyModel
@@ -87,7 +88,7 @@ class Worker:
     @property
     def data_address(self) -> str:
         """The address at which other workers reach this worker's data plane."""
-        return f"{self.settings.advertised_host}:{self.holder.address.rpartition(':')[2]}"
+        return join_address(self.settings.advertised_host, split_address(self.holder.address)[1])
 
     def serve_data(self) -> None:
         """Opens the data plane, and a local listener if KV may go by shared memory; ``close`` ends both."""

@@ -12,6 +12,7 @@ import uvloop
 
 from torchrelay.common.errors import DiskFull
 from torchrelay.common.health import Ask, Health
+from torchrelay.common.host.addresses import join_address
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.probes import GrpcProbe, RedisProbe
@@ -136,7 +137,7 @@ async def _servers(
         await rpc.start()
         try:
             host = settings.advertised_host
-            yield {"http": f"http://{host}:{http.port}", "grpc": f"{host}:{rpc.port}"}
+            yield {"http": f"http://{join_address(host, http.port)}", "grpc": join_address(host, rpc.port)}
         finally:
             http.stop_accepting()
             await all_ended(rpc.stop(drain_s), token_path.pipeline.drain(settings.drain_s, ERROR_DRAIN_S))

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from torchrelay.common.health import Health
+from torchrelay.common.host.addresses import join_address
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
@@ -37,7 +38,7 @@ async def serving(
         stack.push_async_callback(health.close)
         node_key = bytes.fromhex(settings.node_key)
         server = RpcServer(settings.host, settings.port, settings.tls, node_key, fault=health.fault)
-        store.grpc_address = f"{settings.advertised_host}:{server.port}"
+        store.grpc_address = join_address(settings.advertised_host, server.port)
         param_store_pb2_grpc.add_ParamStoreServicer_to_server(ParamStoreServicer(store), server.server)
         server.allow(CALLERS)
         await server.start()

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from torchrelay.common.epoch_fence import EpochFence
+from torchrelay.common.host.addresses import join_address, split_address
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.change_notifier import ChangeNotifier
@@ -72,7 +73,7 @@ class Store:
 
     @property
     def data_address(self) -> str:
-        return f"{self.settings.advertised_host}:{self.holder.address.rpartition(':')[2]}"
+        return join_address(self.settings.advertised_host, split_address(self.holder.address)[1])
 
     def start(self) -> None:
         """Serves the data plane and grows the arena; returns after the first step, in about a second."""

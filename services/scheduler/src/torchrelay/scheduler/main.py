@@ -14,6 +14,7 @@ import msgspec
 import uvloop
 from nats.aio.client import Client
 
+from torchrelay.common.host.addresses import join_address
 from torchrelay.common.identity.callers import SCHEDULER_NODE
 from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.ids import new_id
@@ -73,7 +74,7 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
                 await ready.wait()
                 await server.start()
                 try:
-                    yield {"grpc": f"{settings.advertised_host}:{server.port}"}
+                    yield {"grpc": join_address(settings.advertised_host, server.port)}
                 finally:
                     controller.streams.close()
                     await server.stop()

@@ -13,6 +13,7 @@ from typing import Any, cast
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from torchrelay.common.host.addresses import split_address
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.rpc.channels import open_blocking_channel
 from torchrelay.common.net.rpc.health import fault_in
@@ -55,8 +56,7 @@ def speaks_tls(address: str) -> bool:
 
 
 def _connect(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), TIMEOUT_S)
+    return socket.create_connection(split_address(address), TIMEOUT_S)
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from torchrelay.common.host.addresses import plain_host
 from torchrelay.common.process.settings import ServiceSettings
 
 if "rich" in sys.modules:
@@ -142,7 +143,7 @@ def _serve_prometheus(settings: ServiceSettings) -> MetricReader:
     from opentelemetry.exporter.prometheus import PrometheusMetricReader
     from prometheus_client import start_http_server
 
-    start_http_server(settings.metrics_port, addr=settings.metrics_host)
+    start_http_server(settings.metrics_port, addr=plain_host(settings.metrics_host))
     return PrometheusMetricReader()
 
 

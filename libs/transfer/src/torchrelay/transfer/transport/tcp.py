@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from torchrelay.common.host import addresses
 from torchrelay.transfer.transport import sockets
 from torchrelay.transfer.transport.interface import TICK_S, Connection, Listener, TransferClass
 from torchrelay.transfer.transport.iovec import drop_prefix, nonempty_views
@@ -70,9 +71,8 @@ class TcpListener:
     """See ``interface.Listener``."""
 
     def __init__(self, host: str, port: int, send_timeout_s: float, accept_retry_s: float) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        self.address = join_address(*self._socket.getsockname()[:2])
+        self._socket = addresses.listening_socket(host, port, BACKLOG)
+        self.address = addresses.join_address(*self._socket.getsockname()[:2])
         self._send_timeout_s, self._accept_retry_s = send_timeout_s, accept_retry_s
 
     def accept(self) -> Connection | None:
@@ -132,11 +132,7 @@ def _wait_connected(connecting: socket.socket, address: str, deadline: float, st
 
 def split_address(address: str) -> tuple[str, int]:
     """Splits "host:port" or "[host]:port". Raises ``ConnectionError``, as for any unreachable peer."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isascii() or not port.isdigit():
-        raise ConnectionError(f"{address!r} is not a valid address of the form host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def join_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        return addresses.split_address(address)
+    except ValueError as error:
+        raise ConnectionError(str(error)) from error

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torchrelay.common.host.addresses import client_network
 from torchrelay.gateway.edge.http_protocol import BoundedProtocol, Edge
 from torchrelay.gateway.edge.turns import ClientGroup
 
@@ -36,7 +37,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = transport
         self._made_at = asyncio.get_running_loop().time()
         peer = transport.get_extra_info("peername")  # None if the client has left
-        self._group = ClientGroup(peer[0] if peer else "", is_authenticated=False)
+        self._group = ClientGroup(client_network(peer[0]) if peer else "", is_authenticated=False)
         self._connections.add(self)
         if (victim := self._edge.table.add(transport, self._group.name)) is not None:
             victim.abort()

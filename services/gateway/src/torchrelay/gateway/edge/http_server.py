@@ -14,6 +14,7 @@ from functools import partial
 import uvicorn
 from starlette.types import ASGIApp
 
+from torchrelay.common.host.addresses import listening_socket
 from torchrelay.gateway.edge.connection_table import ConnectionLimits, ConnectionTable
 from torchrelay.gateway.edge.http_connection import Connection
 from torchrelay.gateway.edge.http_protocol import BoundedProtocol, Edge, GroupOf, GroupOfKey
@@ -64,7 +65,7 @@ async def http_server(
     """Serves ``app`` inside the block. Leaving it stops accepting, waits ``drain_s`` for running responses, and cancels
     the rest. ``group_of`` and ``group_of_key`` are those of ``Edge``.
     """
-    listening = socket.create_server((host, port), backlog=BACKLOG)
+    listening = listening_socket(host, port, BACKLOG)
     if sys.platform == "linux":  # connections inherit it; the kernel enforces it, at no cost per token
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limits.stall_s * 1000))
     listening.setblocking(False)

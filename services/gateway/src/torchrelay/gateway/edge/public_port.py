@@ -21,6 +21,7 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from torchrelay.common.errors import Unavailable
+from torchrelay.common.host.addresses import client_network
 from torchrelay.gateway.edge.connection_table import ConnectionLimits, ConnectionTable
 from torchrelay.gateway.edge.frame_limits import FrameCounter, FrameLimits, go_away
 from torchrelay.gateway.edge.grpc_limits import GrpcLimits
@@ -281,7 +282,7 @@ class PublicPort:
             # Every process can list the names in use, so a name must not reveal the next one.
             name = f"torchrelay-{secrets.token_hex(16)}"
             peer = f"unix-abstract:{name}"
-            if (victim := self._connections.add(peer, address)) is not None:
+            if (victim := self._connections.add(peer, client_network(address))) is not None:
                 if victim == peer:
                     return
                 self._clients[victim].transport.abort()

@@ -15,6 +15,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from torchrelay.common.errors import Conflict, TorchrelayError
+from torchrelay.common.host.addresses import join_address, listening_socket
 from torchrelay.common.identity.callers import CallCheck, MethodCallers
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.rpc.channels import TOKEN
@@ -81,9 +82,9 @@ def _mapped_stream(call: Callable[..., Any], check: _Check) -> Callable[..., Asy
 def listen(host: str, port: int) -> socket.socket:
     """A TCP socket bound to the address. Raises ``Conflict``."""
     try:
-        return socket.create_server((host, port))
+        return listening_socket(host, port)
     except OSError as error:
-        raise _cannot_listen(f"{host}:{port}") from error
+        raise _cannot_listen(join_address(host, port)) from error
 
 
 def _cannot_listen(address: str) -> Conflict:
@@ -110,7 +111,7 @@ class RpcServer:
         self._health = HealthServicer(fault)
         self.server = grpc.aio.server(interceptors=(CallInterceptor(self._check_caller),), options=OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        self.port = self._bind(f"{host}:{port}", tls)
+        self.port = self._bind(join_address(host, port), tls)
 
     def _check_caller(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if self._call_check is None or method.startswith(HEALTH_PREFIX):
