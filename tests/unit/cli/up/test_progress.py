@@ -11,6 +11,7 @@ from rich.console import Console
 
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.progress import StartupProgress
+from torchrelay.cli.up.shared_memory import LeftArena
 
 
 class LostTerminal(io.StringIO):
@@ -34,6 +35,16 @@ def test_stop_survives_full_disk_and_closed_terminal(tmp_path: Path, number: int
     progress.ready("gateway", 1.0, "127.0.0.1:8080")
     progress.stopping()
     progress.stopped()
+
+
+def test_shared_memory_that_is_left_has_its_cure(tmp_path: Path) -> None:
+    output = io.StringIO()
+    progress = StartupProgress(Home(tmp_path), Console(file=output, width=60), is_quiet=True)
+    progress.memory_left(LeftArena(Path("/dev/shm/torchrelay-0123456789ab"), 512 << 20, "/srv/[other]"))
+    assert output.getvalue().splitlines()[-1] == (
+        "537 MB of shared memory are left of the platform at /srv/[other], which was killed: a start there uses them"
+        " again; to free them: rm /dev/shm/torchrelay-0123456789ab"
+    )
 
 
 def test_other_write_error_exits(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from rich.text import Text
 
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import DEFAULT_HOME, Home
+from torchrelay.cli.up.shared_memory import LeftArena
 from torchrelay.cli.views.console import print_error
+from torchrelay.common.quantities import format_bytes
 
 EXAMPLE_MODEL = "examples/glossary/model"
 _LOST_OUTPUT = (errno.ENOSPC, errno.EIO)  # a file on a full disk, a terminal that closed
@@ -61,6 +63,13 @@ class StartupProgress:
     def port_taken(self, port: int, url: str) -> None:
         cure = "" if self._is_quiet else f"; to have it once it is free: TORCHRELAY_HTTP_PORT={port}"
         self._print(f"[yellow]port {port} is taken: REST is on {url}{cure}[/]", soft_wrap=True)
+
+    def memory_left(self, left: LeftArena) -> None:
+        text = (
+            f"{format_bytes(left.num_bytes)} of shared memory are left of the platform at {left.home}, which was"
+            f" killed: a start there uses them again; to free them: rm {shlex.quote(str(left.path))}"
+        )
+        self._print(text, style="yellow", soft_wrap=True, markup=False)
 
     def starting(self, names: Iterable[str]) -> None:
         self._awaited += names

@@ -16,9 +16,10 @@ from torchrelay.cli.up.machine_check import check_machine
 from torchrelay.cli.up.plan import StackPlan, UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.progress import StartupProgress
+from torchrelay.cli.up.shared_memory import arena_owned, left_arenas
 from torchrelay.cli.up.tls import tls_of_install
 from torchrelay.cli.views.console import out
-from torchrelay.common.host.machine import Machine
+from torchrelay.common.host.machine import SHARED_MEMORY, Machine
 from torchrelay.common.process.service import published_addresses
 
 
@@ -29,28 +30,36 @@ async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None
         check_disk(home.path)
         await check_external_servers(os.environ)
         plan = StackPlan(home, options, ports, tls_of_install(home, options))
-        check_machine(options, plan.arena, Machine.here())
-        stack = plan.stack()
-        home.keep()
-        progress = StartupProgress(home, out(), is_quiet=is_quiet)
-        if stack.taken_http_port:
-            progress.port_taken(stack.taken_http_port, stack.endpoints["http"])
-        stop, supervisor = asyncio.Event(), Supervisor(stack, progress)
+        with arena_owned(plan.arena, home.path):
+            await _run_stack(home, options, plan, is_quiet)
 
-        @contextmanager
-        def up() -> Iterator[None]:
-            home.save_http_port(stack.http_port)
-            progress.up(stack.endpoints)
-            with published_addresses(home.endpoints_file, stack.endpoints):
-                yield
 
-        stop_on_signals(stop, supervisor.kill_all)
-        try:
-            await supervisor.run(up, stop)
-        finally:
-            if stack.arena is not None:
-                stack.arena.unlink(missing_ok=True)  # the store removes it unless it was killed
-        progress.stopped()
+async def _run_stack(home: Home, options: UpOptions, plan: StackPlan, is_quiet: bool) -> None:
+    check_machine(options, plan.arena, Machine.here())
+    stack = plan.stack()
+    home.keep()
+    progress = StartupProgress(home, out(), is_quiet=is_quiet)
+    if plan.arena.parent == SHARED_MEMORY:
+        for left in left_arenas(plan.arena):
+            progress.memory_left(left)
+    if stack.taken_http_port:
+        progress.port_taken(stack.taken_http_port, stack.endpoints["http"])
+    stop, supervisor = asyncio.Event(), Supervisor(stack, progress)
+
+    @contextmanager
+    def up() -> Iterator[None]:
+        home.save_http_port(stack.http_port)
+        progress.up(stack.endpoints)
+        with published_addresses(home.endpoints_file, stack.endpoints):
+            yield
+
+    stop_on_signals(stop, supervisor.kill_all)
+    try:
+        await supervisor.run(up, stop)
+    finally:
+        if stack.arena is not None:
+            stack.arena.unlink(missing_ok=True)  # the store removes it unless it was killed
+    progress.stopped()
 
 
 def stop_on_signals(stop: asyncio.Event, kill: Callable[[], None]) -> None:
