@@ -4,8 +4,10 @@
 
 FOLDER is what convert.py wrote. Starts platforms of its own and compares (a) answers of a cold start, (b) a stream
 whose decode worker is killed, (c) a stream that migrates to another worker, and (d) answers whose prompts are computed
-by one worker and continued by another. Weights and computations are fp32: in bf16 the best two tokens often have the
-same logit, and then either is right. The exit status is 1 if an answer differs.
+by one worker and continued by another. Weights and computations of these are fp32: in bf16 the best two tokens often
+have the same logit, and then either is right. So (e) of the folder itself, in bf16, each token must have transformers'
+highest logit for the answer before it, or one that rounding may make equal to it. The exit status is 1 if an answer
+differs.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ QUESTIONS = (
 )
 NUM_TOKENS, NUM_BEFORE_FAULT = 64, 12
 LIMIT_S = 120
+MAX_STEPS = 2  # of bf16 at the highest logit: each of the two sides rounds it, by up to one
 FOLDER = Path(__file__).parent / "model"
 UP = ("--arena-mb", "1024", "--threads", "1", "--idle-timeout-s", "600", "--quiet")
 
@@ -58,11 +61,11 @@ class Answer:
 class Reference:
     """The model in transformers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self.model.generation_config.eos_token_id = None
 
     def prompt(self, question: str) -> list[int]:
@@ -78,8 +81,17 @@ class Reference:
         token_ids: list[int] = self.model.generate(ids, **options)[0, len(prompt) :].tolist()
         return token_ids
 
+    @torch.no_grad()
+    def steps_below_best(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+        """The steps of bf16 by which each token's logit is below the highest, given the tokens before it."""
+        logits = self.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].float()
+        best = logits.max(dim=-1).values
+        gaps = best - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        steps: list[int] = (gaps / 2.0 ** (best.abs().log2().floor() - 7)).round().int().tolist()
+        return steps
+
     def save(self, folder: Path) -> None:
-        """Writes the model in fp32: bf16 weights are exact in it."""
+        """Writes the model in its dtype; fp32 holds bf16 weights exactly."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
@@ -199,6 +211,12 @@ class Comparison:
         note = "" if proof else "; the request was NOT computed in this way"
         print(f"  {'equal' if is_equal else 'DIFFERENT'}  {num_equal} of {NUM_TOKENS} tokens  {what}{note}", flush=True)
 
+    def check_steps(self, what: str, steps: Sequence[int]) -> None:
+        is_right = len(steps) == NUM_TOKENS and max(steps) <= MAX_STEPS
+        self.num_different += not is_right
+        others = f", the others within {max(steps)} steps of bf16" if any(steps) else ""
+        print(f"  {'right' if is_right else 'WRONG'}  {steps.count(0)} of {NUM_TOKENS} tokens best{others}  {what}")
+
 
 def check_roles_and_kill(folder: Path, comparison: Comparison) -> None:
     with platform(folder) as running:
@@ -233,18 +251,28 @@ def check_migration(folder: Path, comparison: Comparison) -> None:
         comparison.check(f"(c) migrated after {num_seen} tokens: {QUESTIONS[3]}", 3, answer, "migrate" in kinds)
 
 
+def check_bf16(folder: Path, comparison: Comparison) -> None:
+    reference = Reference(folder, torch.bfloat16)
+    with platform(folder) as running:
+        for number, prompt in enumerate(comparison.prompts):
+            steps = reference.steps_below_best(prompt, running.answer(prompt).token_ids)
+            comparison.check_steps(f"(e) bf16: {QUESTIONS[number]}", steps)
+
+
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     if not (folder / "config.json").exists():
         raise SystemExit(f"{folder} is no model; make it with: python examples/smollm2/convert.py {folder}")
     with tempfile.TemporaryDirectory(prefix="torchrelay-smollm2-") as name:
-        reference = Reference(folder)
+        reference = Reference(folder, torch.float32)
         reference.save(Path(name))
         comparison = Comparison(reference)
         print("A platform with a worker for prefill and one for decode:")
         check_roles_and_kill(Path(name), comparison)
         print("A platform with two workers for both:")
         check_migration(Path(name), comparison)
+    print("A platform with the folder as it is:")
+    check_bf16(folder, comparison)
     print(f"{comparison.num_different} differences")
     sys.exit(comparison.num_different > 0)
 
