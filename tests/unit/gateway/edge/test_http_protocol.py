@@ -21,6 +21,10 @@ from torchrelay.gateway.edge.read_limits import ReadLimits
 from torchrelay.gateway.edge.turns import ClientGroup
 
 LIMITS = ReadLimits(head_bytes=2048, num_headers=20, url_bytes=512)
+# What Java's client and `curl --http2` send by default over http://.
+OFFER = (
+    b"POST / HTTP/1.1\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAA\r\n"
+)
 QUICK = ReadLimits(head_s=0.5, silence_s=0.5, min_bytes_per_s=1 << 20)
 
 
@@ -91,6 +95,9 @@ def connected(app: BodyApp) -> Connected:
         (b"GET / HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", 400, "not valid HTTP"),
         (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400, "not valid HTTP"),
         (b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n", 400, "not valid HTTP"),
+        (b"CONNECT /x HTTP/1.1\r\nhost: x\r\n\r\n", 400, "not valid HTTP"),
+        (OFFER + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", 400, "not valid HTTP"),
+        (OFFER + b"transfer-encoding: chunked\r\n\r\nzz\r\n", 400, "not valid HTTP"),
         (b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", 400, "not valid HTTP"),
     ],
     ids=lambda value: value[:30].decode("latin-1") if isinstance(value, bytes) else None,
@@ -121,6 +128,33 @@ async def test_head_in_pieces_counts_as_a_whole(connected: Connected) -> None:
         await raw.send(b"GET / HTTP/1.1\r\n")
         for _ in range(3):
             await raw.send(b"x: " + b"a" * 800 + b"\r\n")
+        assert (await raw.answer()).status == 431
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [OFFER + b"content-length: 3\r\n\r\nabc"],
+        [OFFER + b"content-length: 3\r\n\r\n", b"abc"],
+        [OFFER[:40], OFFER[40:] + b"content-length: 3\r\n\r", b"\na", b"bc"],
+        [OFFER + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n", b"2\r\nbc\r\n0\r\n\r\n"],
+        [OFFER.replace(b"h2c", b"websocket") + b"content-length: 3\r\n\r\nabc"],
+    ],
+    ids=["at once", "body later", "in pieces", "chunked", "websocket"],
+)
+async def test_offer_to_upgrade_is_ignored(connected: Connected, pieces: list[bytes]) -> None:
+    async with connected() as raw:
+        for num_bytes in (b"3", b"6"):
+            for piece in pieces:
+                await raw.send(piece)
+            assert (await raw.answer()).body == num_bytes
+        await raw.send(OFFER + b"\r\n" + b"".join(pieces) + OFFER + b"content-length: 1\r\n\r\na" + head())
+        assert [(await raw.answer()).body for _ in range(4)] == [b"6", b"9", b"10", b"10"]
+
+
+async def test_head_with_an_offer_has_the_same_limits(connected: Connected) -> None:
+    async with connected() as raw:
+        await raw.send(OFFER + b"x: " + b"a" * 2000 + b"\r\n\r\n")
         assert (await raw.answer()).status == 431
 
 

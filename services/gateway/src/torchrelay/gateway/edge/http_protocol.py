@@ -65,6 +65,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_heads = 0  # complete ones
         self._num_head_bytes = 0  # raw bytes of the current head, while it is incomplete
         self._num_header_bytes = 0  # of the parsed headers
+        self._head_without_offer = b""  # of a request that offers an upgrade, until it is parsed again
         self._num_headers = 0
         self._num_body_bytes = 0
         self._num_overhead_bytes = 0  # of a chunked body since its last byte of content
@@ -96,9 +97,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not was_in_body and self._head_since is None:
             self._head_since = self.loop.time()
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # no upgrade is supported; the request is answered as it is
+            self._parse(data)
         except httptools.HttpParserError:
             self._refuse(*(self._refusal or (400, "the request is not valid HTTP")))
             return
@@ -120,6 +119,20 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._num_overhead_bytes = 0
         elif num_heads != self._num_heads:
             self._head_since = None
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        """Feeds the parser. It takes what follows an offer to upgrade for the other protocol, and httptools cannot make
+        it read on, so a new parser reads the head again, without the offer.
+        """
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._head_without_offer + bytes(data[upgrade.args[0] :])
+                self._head_without_offer = b""
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's parser
 
     def _begin_body(self) -> None:
         self._head_since = None
@@ -151,6 +164,13 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse_by_parser(400, "the request is not valid HTTP for a server: CONNECT is a proxy's method")
+        if self.parser.should_upgrade():
+            line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+            headers = (b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade")
+            self._head_without_offer = b"\r\n".join([line, *headers, b"\r\n"])
+            return
         if len(self.pipeline) >= MAX_PIPELINED:
             message = f"more than {MAX_PIPELINED} requests were sent before the answer to an earlier one"
             self._refuse_by_parser(400, message)
@@ -171,6 +191,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._head_without_offer:
+            return
         super().on_message_complete()
         self.is_in_body = False
 
