@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from torchrelay.common.errors import NotFound, TorchrelayError, Unauthenticated
+from torchrelay.common.errors import ModelNotFound, NotFound, TorchrelayError, Unauthenticated
 from torchrelay.gateway.auth.api_keys import ADMIN
 from torchrelay.gateway.core import (
     ChoiceUsage,
@@ -75,7 +75,7 @@ class InMemoryPorts:
     async def resolve(self, principal: Principal, name: str) -> PublishedModel:
         model = self.published.get(name if "/" in name else f"{principal.tenant}/{name}")
         if model is None:
-            raise NotFound(f"there is no model {name!r}", field="model")
+            raise ModelNotFound(f"there is no model {name!r}", field="model")
         return model
 
     async def models(self, principal: Principal) -> list[PublishedModel]:

@@ -144,7 +144,7 @@ class _Answering(BaseHTTPRequestHandler):
 
     def _model(self, method: str, name: str, body: Any) -> None:
         if name.removeprefix("acme/") not in self.gateway.published:
-            error = {"message": f"the model {name!r} does not exist", "param": "model", "code": "not_found"}
+            error = {"message": f"the model {name!r} does not exist", "param": "model", "code": "model_not_found"}
             self._json({"error": error}, 404)
         elif method == "DELETE":
             self._json({"id": MODEL["id"], "deleted": True})

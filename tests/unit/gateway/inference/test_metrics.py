@@ -30,7 +30,7 @@ async def test_outcomes_tokens_and_times_are_counted(make_rig: MakeRig) -> None:
     assert values == {
         ("requests", "ok"): 1,
         ("requests", "queue_full"): 1,
-        ("requests", "not_found"): 1,
+        ("requests", "model_not_found"): 1,
         ("tokens", "prompt"): 3,
         ("tokens", "cached"): 0,
         ("tokens", "output"): 4,

@@ -253,7 +253,9 @@ async def test_other_refusals_have_their_status(rig: TokenPathRig) -> None:
         )
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
     missing = await post("/v1/completions", json={**good, "model": "other/echo"})
-    assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
+    error = missing.json()["error"]
+    assert missing.status_code == 404
+    assert (error["type"], error["param"], error["code"]) == ("not_found_error", "model", "model_not_found")
     got = await rig.http.get("/v1/completions")
     assert (got.status_code, got.json()["error"]["code"], got.headers["allow"]) == (405, "method_not_allowed", "POST")
     for method in ("GET", "PUT", "DELETE"):  # only tenants learn the allowed methods

@@ -9,6 +9,7 @@
     |-- CallerUnknown             between services: no token of this cluster
     |-- CallerRefused             between services: a call that is another's to make
     |-- NotFound                  or another tenant's, indistinguishable
+    |   `-- ModelNotFound
     |-- Conflict                  the state does not allow it (wrong offset, stale epoch, slot taken)
     |   `-- StaleEpoch
     |-- QuotaExceeded             storage, budget
@@ -90,6 +91,12 @@ class NotFound(TorchrelayError):
     code = "not_found"
     http_status = 404
     grpc_status = "NOT_FOUND"
+
+
+class ModelNotFound(NotFound):
+    """OpenAI's clients look for this code."""
+
+    code = "model_not_found"
 
 
 class Conflict(TorchrelayError):

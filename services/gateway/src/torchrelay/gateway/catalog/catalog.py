@@ -12,7 +12,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Row, Select, delete, exists, insert, or_, select, true, update
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import NotFound
+from torchrelay.common.errors import ModelNotFound
 from torchrelay.gateway.billing.price_list import price_at
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.core import LatencyTargets, Price, Principal, PublishedModel, Version
@@ -59,7 +59,7 @@ class Catalog:
         self._cache: VersionedCache[str, PublishedModel] = VersionedCache(capacity)
 
     async def resolve(self, principal: Principal, name: str) -> PublishedModel:
-        """The model ``name`` refers to, with its current price. Raises ``NotFound``."""
+        """The model ``name`` refers to, with its current price. Raises ``ModelNotFound``."""
         if principal.is_admin and "/" not in name:
             raise _not_found(name, "; with the admin key, its name must include the tenant: TENANT/MODEL")
         full_name = name if "/" in name else f"{principal.tenant}/{name}"
@@ -100,7 +100,7 @@ class Catalog:
         return [_published(row, price_at(price_list, f"{row.tenant}/{row.name}", now)) for row in rows]
 
     async def set_scaling(self, model: PublishedModel, scaling: ScalingSettings) -> None:
-        """Changes a model's settings without a new version. Raises ``NotFound`` if it was deleted meanwhile."""
+        """Changes a model's settings without a new version. Raises ``ModelNotFound`` if it was deleted meanwhile."""
         values = scaling.values() | {"updated_unix_us": now_unix_us()}
         async with self._database.write() as connection:
             changed = await connection.execute(update(models).where(*_is(model)).values(values))
@@ -196,5 +196,5 @@ def _is(model: PublishedModel) -> tuple[ColumnElement[bool], ColumnElement[bool]
     return models.c.tenant_id == model.tenant_id, models.c.name == model.name.partition("/")[2]
 
 
-def _not_found(name: str, hint: str = "") -> NotFound:
-    return NotFound(f"the model {name[:200]!r} does not exist{hint}", field="model")
+def _not_found(name: str, hint: str = "") -> ModelNotFound:
+    return ModelNotFound(f"the model {name[:200]!r} does not exist{hint}", field="model")

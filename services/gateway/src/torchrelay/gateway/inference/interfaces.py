@@ -19,7 +19,7 @@ class Authenticator(Protocol):
 
 class ModelCatalog(Protocol):
     async def resolve(self, principal: Principal, name: str) -> PublishedModel:
-        """The model ``tenant/model``, or ``model`` of the principal's own tenant. Raises ``NotFound``."""
+        """The model ``tenant/model``, or ``model`` of the principal's own tenant. Raises ``ModelNotFound``."""
 
     async def models(self, principal: Principal) -> list[PublishedModel]:
         """All models the principal may call, by name."""
