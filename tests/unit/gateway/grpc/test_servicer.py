@@ -109,7 +109,7 @@ async def test_errors_keep_class_and_field(rig: TokenPathRig, stub: Any) -> None
         (pb.GenerateRequest(model="echo", chat=pb.Messages(messages=[pb.Message(role="usr")])), "messages"),
         (request(n=99), "n"),
         (request(temperature=3), "temperature"),
-        (request(top_p=0), "top_p"),
+        (request(top_p=-0.1), "top_p"),
         (request(max_tokens=0), "max_tokens"),
         (request(max_tokens=100_000), "max_tokens"),
         (request(stop=[""]), "stop"),

@@ -154,7 +154,7 @@ def test_distribution_parameters_are_passed_on() -> None:
 
 RANGES = [
     ("temperature", (0, 2), (-0.01, 2.01), "must be between 0 and 2"),
-    ("top_p", (0.01, 1), (0, -0.5, 1.01), "must be above 0 and at most 1"),
+    ("top_p", (0, 0.01, 1), (-0.5, 1.01), "must be between 0 and 1"),
     ("min_p", (0, 1), (-0.01, 1.01), "must be between 0 and 1"),
     ("presence_penalty", (-2, 2), (-2.01, 2.01), "must be between -2 and 2"),
     ("frequency_penalty", (-2, 2), (-2.01, 2.01), "must be between -2 and 2"),

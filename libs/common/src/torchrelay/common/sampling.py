@@ -18,7 +18,7 @@ class SharedSampling:
     """
 
     temperature: float = _ranged(1.0, 0.0, 2.0)  # (nearly) 0: greedy
-    top_p: float = _ranged(1.0, 0.0, 1.0)  # 1: off
+    top_p: float = _ranged(1.0, 0.0, 1.0)  # 1: off; 0: the most likely token
     top_k: int = 0  # 0: off
     min_p: float = _ranged(0.0, 0.0, 1.0)  # 0: off
     presence_penalty: float = _ranged(0.0, -2.0, 2.0)  # subtracted from the logit of every token in the output so far

@@ -64,10 +64,8 @@ def _check_ranges(values: Mapping[str, Any]) -> None:
     """Checks those of a request's parameters that have a range in the table of sampling parameters."""
     for name, (low, high) in RANGES.items():
         value = values.get(name)
-        if value is None or (low <= value <= high and (value > 0 or name != "top_p")):
-            continue
-        allowed = f"above 0 and at most {high:g}" if name == "top_p" else f"between {low:g} and {high:g}"
-        raise InvalidRequest(f"{name} must be {allowed}, not {value:g}", field=name)
+        if value is not None and not low <= value <= high:
+            raise InvalidRequest(f"{name} must be between {low:g} and {high:g}, not {value:g}", field=name)
 
 
 def _check_biases(biases: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
