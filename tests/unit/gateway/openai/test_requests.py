@@ -256,6 +256,7 @@ def test_large_bodies_are_refused_as_quickly_as_read() -> None:
         b'{"model": "m", "prompt": [%s], "temperature": NaN}' % zeros,
         b'{"model": "m", "prompt": "p", "logit_bias": {%s}}' % b",".join(b'"%d":1' % i for i in range(200_000)),
         b'{"model": "m", "prompt": [%s, "a"]}' % zeros,
+        b'{"model": "m", "prompt": [%s], "n": 0.0}' % zeros.replace(b"0", b"0.0"),
     ]
     for body in wrong:
         begin = time.process_time()
@@ -264,6 +265,37 @@ def test_large_bodies_are_refused_as_quickly_as_read() -> None:
         with pytest.raises(InvalidRequest):
             params_of_completion(decode_completion(body))
         assert time.process_time() - begin < 2 * read_s + 0.05
+
+
+def test_whole_numbers_may_have_a_decimal_point() -> None:
+    fields = (
+        '"max_tokens": 4.0, "n":2.0 , "seed": -3e0, "top_k": 5.00, "stop_token_ids": [7.0,8.0, 9.0], "temperature": 1'
+    )
+    body = f'{{"model": "m", "prompt": [1.0, 2, 3.0], {fields}}}'.encode()
+    params = params_of_completion(decode_completion(body))
+    assert (params.token_ids, params.max_tokens, params.num_choices, params.top_k) == ((1, 2, 3), 4, 2, 5)
+    assert (params.seed, params.stop_token_ids) == ((1 << 64) - 3, (7, 8, 9))
+    assert params_of_completion(decode_completion(completion(prompt=[[1.0, 2.0]]))).token_ids == (1, 2)
+    talk = [{"role": "user", "content": "[1.0, 4.0]"}]
+    chat_params = params_of_chat(decode_chat(chat(messages=talk, max_completion_tokens=6.0)))
+    assert (chat_params.max_tokens, chat_params.messages) == (6, tuple(talk))
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "said"),
+    [
+        (completion(n=2.5), "n", "n must be an integer, not 2.5"),
+        (completion(n=4.0, max_tokens=2.5), "max_tokens", "max_tokens must be an integer, not 2.5"),
+        (completion(seed=1e300), "seed", "seed must be an integer, not 1e+300"),
+        (completion(n="4.0"), "n", "n must be an integer, not '4.0'"),
+        (completion(max_tokens=0.0), "max_tokens", "max_tokens must be at least 1, not 0"),
+        (completion(stop_token_ids=[1.5]), "stop_token_ids", "stop_token_ids[0] must be an integer, not a number"),
+    ],
+)
+def test_other_fractions_are_refused(body: bytes, field: str, said: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        params_of_completion(decode_completion(body))
+    assert (caught.value.field, caught.value.message) == (field, said)
 
 
 json_values = st.recursive(

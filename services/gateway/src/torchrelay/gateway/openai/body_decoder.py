@@ -17,6 +17,8 @@ from torchrelay.gateway.openai.unusable_text import check_text
 B = TypeVar("B", bound=msgspec.Struct)
 _NAMES: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_NUMBER = re.compile(rb"-?[0-9][0-9.eE+-]{0,30}")
+_MAX_EXACT_FLOAT = 1 << 53
 _FIELD = re.compile(r"required field `(\w+)`")
 _EXPECTED = re.compile(r"Expected `([^`]+)`(?: ([<>]=?) (-?\d+))?")
 _GOT = re.compile(r"got `(\w+)`")
@@ -34,6 +36,8 @@ def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray) -> B:
             raise InvalidRequest(f"unknown field {typo[0]}; did you mean {typo[1]}?", field=typo[0])
         return body
     except msgspec.ValidationError as error:
+        if "got `float`" in str(error) and (rewritten := _with_whole_numbers(encoded)) is not None:
+            return decode(decoder, rewritten)
         message, name = _explain(str(error), encoded)
         raise InvalidRequest(message, field=name) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -43,6 +47,29 @@ def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray) -> B:
         if len(encoded) <= _MAX_INSPECTED_BYTES:
             check_text(encoded, allows_nul=True)
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+
+
+def _with_whole_numbers(encoded: bytes | bytearray) -> bytes | None:
+    """The body with fields such as ``4.0`` or ``[4.0, 5.0]`` written as integers; None if it has none.
+
+    Some clients have no integers. It works on the encoded fields, since a prompt may have a million numbers.
+    """
+    try:
+        fields = {name: bytes(raw) for name, raw in _NAMES.decode(encoded).items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    whole = {name: _whole(raw) for name, raw in fields.items()}
+    if whole == fields:
+        return None
+    return msgspec.json.encode({name: msgspec.Raw(raw) for name, raw in whole.items()})
+
+
+def _whole(raw: bytes) -> bytes:
+    if raw.startswith(b"["):
+        return raw if b'"' in raw else raw.replace(b".0,", b",").replace(b".0]", b"]")
+    if _NUMBER.fullmatch(raw) and abs(number := float(raw)) <= _MAX_EXACT_FLOAT and number.is_integer():
+        return b"%d" % number
+    return raw
 
 
 def _explain(fault: str, encoded: bytes | bytearray) -> tuple[str, str | None]:

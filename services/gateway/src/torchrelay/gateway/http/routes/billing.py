@@ -25,6 +25,7 @@ from torchrelay.gateway.billing.usage_query import (
 )
 from torchrelay.gateway.core import Price
 from torchrelay.gateway.http.dependencies import Admin, Caller, ServicesOf, tenant_of
+from torchrelay.gateway.http.whole_number import WholeNumber
 
 router = APIRouter(prefix="/v1")
 _MAX_NANO = 10**12  # a thousand dollars per token: certainly a mistake
@@ -34,10 +35,10 @@ class NewPrice(BaseModel):
     """Nano-dollars per token; without a model, the default price."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    model: str = ""
-    prompt_nano: int = Field(ge=0, le=_MAX_NANO)
-    cached_nano: int = Field(ge=0, le=_MAX_NANO)
-    output_nano: int = Field(ge=0, le=_MAX_NANO)
+    model: str = Field(default="", min_length=1)  # an empty one would set the price of all models
+    prompt_nano: WholeNumber = Field(ge=0, le=_MAX_NANO)
+    cached_nano: WholeNumber = Field(ge=0, le=_MAX_NANO)
+    output_nano: WholeNumber = Field(ge=0, le=_MAX_NANO)
     valid_from: str | None = None
 
 

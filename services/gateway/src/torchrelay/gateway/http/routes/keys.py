@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torchrelay.gateway.auth.api_keys import KeyInfo
 from torchrelay.gateway.core import ServiceClassName
 from torchrelay.gateway.http.dependencies import Caller, ServicesOf, tenant_of
+from torchrelay.gateway.http.whole_number import WholeNumber
 
 router = APIRouter(prefix="/v1/keys")
 
@@ -18,7 +19,7 @@ class NewKey(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     name: str = Field(default="", max_length=200)
     tenant: str | None = None
-    requests_per_minute: int | None = Field(default=None, ge=1, lt=2**31)
+    requests_per_minute: WholeNumber | None = Field(default=None, ge=1, lt=2**31)
     service_class: ServiceClassName | None = None
 
 

@@ -13,6 +13,7 @@ from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.schedules import MAX_ENTRIES, MAX_INSTANCES, parse_entry
 from torchrelay.gateway.core import MOST_TARGET_S, PublishedModel, checked_target_s
 from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf
+from torchrelay.gateway.http.whole_number import WholeNumber
 
 router = APIRouter(prefix="/v1/models")
 _TARGET_BOUNDS = Field(json_schema_extra={"minimum": 0, "maximum": MOST_TARGET_S})
@@ -24,7 +25,7 @@ class ScalingSettingsBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     idle_timeout_s: float | None = Field(default=None, ge=0, le=30 * 86400)
-    max_instances: int | None = Field(default=None, ge=0, le=10_000)
+    max_instances: WholeNumber | None = Field(default=None, ge=0, le=10_000)
 
     def scaling(self) -> ScalingSettings:
         return ScalingSettings(self.idle_timeout_s, self.max_instances)
@@ -35,7 +36,7 @@ class SettingsBody(ScalingSettingsBody):
     slots by their targets.
     """
 
-    min_instances: int | None = Field(default=None, ge=0, le=MAX_INSTANCES)
+    min_instances: WholeNumber | None = Field(default=None, ge=0, le=MAX_INSTANCES)
     schedule: list[Annotated[str, Field(max_length=128)]] | None = Field(default=None, max_length=MAX_ENTRIES)
     interactive_ttft_s: TargetS | None = None
     standard_ttft_s: TargetS | None = None

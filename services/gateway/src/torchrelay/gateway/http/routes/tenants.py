@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torchrelay.gateway.auth.tenants import Tenant
 from torchrelay.gateway.core import ServiceClassName
 from torchrelay.gateway.http.dependencies import Admin, ServicesOf
+from torchrelay.gateway.http.whole_number import WholeNumber
 
 router = APIRouter(prefix="/v1/tenants")
 
@@ -18,8 +19,8 @@ class TenantChange(BaseModel):
     """Omitted fields stay unchanged; ``null`` means no limit, and no class."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    storage_quota_bytes: int | None = Field(default=None, ge=0, lt=2**63)
-    budget_nano: int | None = Field(default=None, ge=0, lt=2**53)
+    storage_quota_bytes: WholeNumber | None = Field(default=None, ge=0, lt=2**63)
+    budget_nano: WholeNumber | None = Field(default=None, ge=0, lt=2**53)
     service_class: ServiceClassName | None = None
 
 

@@ -19,6 +19,7 @@ from torchrelay.gateway.catalog.uploads import MAX_FILES, Files, Upload
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf, tenant_of
 from torchrelay.gateway.http.routes.models import ScalingSettingsBody, shown
+from torchrelay.gateway.http.whole_number import WholeNumber
 from torchrelay.gateway.openai.errors import error_body
 from torchrelay.gateway.resource_names import check_name
 
@@ -30,7 +31,7 @@ NDJSON = "application/x-ndjson"
 class FileBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     path: str = Field(min_length=1, max_length=500)
-    size: int = Field(ge=0, lt=2**50)
+    size: WholeNumber = Field(ge=0, lt=2**50)
     sha256: str = Field(pattern="^[0-9a-fA-F]{64}$")
 
 
