@@ -87,3 +87,12 @@ async def test_reconciliation_finds_no_faults(billed: RestRig) -> None:
         "faults": [],
         "ok": True,
     }
+
+
+async def test_price_needs_numbers_and_a_model_that_has_a_name(rig: RestRig) -> None:
+    row = {"prompt_nano": 100, "cached_nano": 25, "output_nano": 400}
+    listed = (await rig.admin.get("/v1/prices")).json()
+    for name, wrong in (("prompt_nano", False), ("cached_nano", True), ("output_nano", None), ("model", "")):
+        refused = await rig.admin.put("/v1/prices", json=row | {name: wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    assert (await rig.admin.get("/v1/prices")).json() == listed

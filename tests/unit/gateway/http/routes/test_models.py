@@ -120,3 +120,12 @@ async def test_invalid_schedule_is_refused_and_changes_nothing(rig: RestRig) -> 
     many = await rig.admin.patch("/v1/models/acme/glossary", json={"schedule": entries[:1] * 33})
     assert (many.status_code, many.json()["error"]["param"]) == (400, "schedule")
     assert (await rig.acme.get("/v1/models/glossary")).json() == model
+
+
+async def test_settings_that_are_no_numbers_are_refused(rig: RestRig) -> None:
+    model = await published(rig.acme)
+    for name in ("idle_timeout_s", "max_instances", "min_instances", "interactive_ttft_s", "tbt_target_s"):
+        for wrong in (False, True, "1"):
+            refused = await rig.admin.patch("/v1/models/acme/glossary", json={name: wrong})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    assert (await rig.acme.get("/v1/models/glossary")).json() == model
