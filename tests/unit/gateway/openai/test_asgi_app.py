@@ -101,8 +101,8 @@ async def test_streamed_event_carries_one_token_with_its_id(rig: TokenPathRig) -
     assert {event["id"] for event in events} == {response.headers["x-request-id"]}
     tokens = [event["choices"][0]["token_ids"] for event in events]
     assert tokens == [[token] for token in rig.echoed(PROMPT, 20)] + [[]]
-    assert events[0]["prompt_token_ids"] == PROMPT
-    assert sum("prompt_token_ids" in event for event in events) == 1
+    assert events[0]["choices"][0]["prompt_token_ids"] == PROMPT
+    assert sum("prompt_token_ids" in event["choices"][0] for event in events) == 1
     assert "".join(event["choices"][0]["text"] for event in events) == rig.text(rig.echoed(PROMPT, 20))
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 
@@ -122,6 +122,27 @@ async def test_choices_have_their_own_tokens(rig: TokenPathRig) -> None:
     assert [(usage.choice, usage.num_output_tokens, usage.cause) for usage in settled] == [
         (choice, 5, FinishCause.LENGTH) for choice in range(3)
     ]
+
+
+async def test_ids_of_the_prompt_are_where_vllm_has_them(rig: TokenPathRig) -> None:
+    """Within each choice of a completion, beside the choices of a chat."""
+    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 3, "n": 2, "return_token_ids": True}
+    whole = (await rig.http.post("/v1/completions", json=body)).json()
+    assert [choice["prompt_token_ids"] for choice in whole["choices"]] == [PROMPT] * 2
+    assert "prompt_token_ids" not in whole
+    events = events_of((await rig.http.post("/v1/completions", json={**body, "stream": True})).text)
+    shown = [(choice["index"], choice.get("prompt_token_ids")) for event in events for choice in event["choices"]]
+    assert sorted(each for each in shown if each[1] is not None) == [(0, PROMPT), (1, PROMPT)]
+    assert dict(reversed(shown)) == {0: PROMPT, 1: PROMPT}, "it comes with the first event"
+
+    talk = {**body, "messages": [{"role": "user", "content": "hello"}]}
+    prompt = rig.tokenizer.encode("user: hello\n\nassistant: ", add_special_tokens=False).ids
+    whole = (await rig.http.post("/v1/chat/completions", json=talk)).json()
+    assert whole["prompt_token_ids"] == prompt
+    assert not any("prompt_token_ids" in choice for choice in whole["choices"])
+    events = events_of((await rig.http.post("/v1/chat/completions", json={**talk, "stream": True})).text)
+    assert [event.get("prompt_token_ids") for event in events] == [prompt] + [None] * (len(events) - 1)
+    assert not any("prompt_token_ids" in choice for event in events for choice in event["choices"])
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,6 +1,7 @@
 """Replies in OpenAI's format. Streamed chunks are spliced from bytes built once per request; only text is encoded.
 
-Extensions, with ``return_token_ids``: ``token_ids`` per choice and chunk, and ``prompt_token_ids`` once.
+Extensions, with ``return_token_ids``, as vLLM has them: ``token_ids`` per choice and chunk, and ``prompt_token_ids``
+once in a chat, once per choice in a completion.
 """
 
 from __future__ import annotations
@@ -88,9 +89,18 @@ def whole_reply(
             message |= {"content": text or None, "tool_calls": [_call_object(call) for call in calls]}
         content = {"message": message} if reply_format.is_chat else {"text": text}
         shown = None if logprobs is None else logprobs.of(choice.logprobs)
-        entry = {"index": index, **content, "logprobs": shown, "finish_reason": finish_reason(choice.finish, calls)}
-        listed.append({**entry, "token_ids": choice.token_ids} if reply_format.return_token_ids else entry)
-    reply = {
+        entry: dict[str, Any] = {
+            "index": index,
+            **content,
+            "logprobs": shown,
+            "finish_reason": finish_reason(choice.finish, calls),
+        }
+        if reply_format.return_token_ids:
+            entry["token_ids"] = choice.token_ids
+            if not reply_format.is_chat:
+                entry["prompt_token_ids"] = resolved.prompt
+        listed.append(entry)
+    reply: dict[str, Any] = {
         "id": resolved.request_id,
         "object": "chat.completion" if reply_format.is_chat else "text_completion",
         "created": int(time.time()),
@@ -98,7 +108,9 @@ def whole_reply(
         "choices": listed,
         "usage": usage_object(usage),
     }
-    return encode_json({**reply, "prompt_token_ids": resolved.prompt} if reply_format.return_token_ids else reply)
+    if reply_format.return_token_ids and reply_format.is_chat:
+        reply["prompt_token_ids"] = resolved.prompt
+    return encode_json(reply)
 
 
 class StreamReply:
@@ -120,14 +132,17 @@ class StreamReply:
         self._after_text = b"}" if reply_format.is_chat else b""
         self._usage_field = b',"usage":null' if reply_format.include_usage else b""
         self._token_tail = b'%s,"logprobs":null,"finish_reason":null}]%s}\n\n' % (self._after_text, self._usage_field)
-        self._prompt = resolved.prompt if reply_format.return_token_ids else None
+        self._prompt = resolved.prompt
+        num_prompts = 1 if reply_format.is_chat else resolved.num_choices
+        self._without_prompt = set(range(num_prompts if reply_format.return_token_ids else 0))
 
     def role(self, choice: int) -> bytes:
         """The first event of a chat choice; completions have none."""
         if not self._format.is_chat:
             return b""
         head = b'%s,"choices":[{"index":%d,"delta":{"role":"assistant","content":""}' % (self._head, choice)
-        return head + b',"logprobs":null,"finish_reason":null}]' + self._usage_field + self._prompt_field() + b"}\n\n"
+        prompt = self._prompt_ids(0)  # of a chat, whichever choice begins first
+        return head + b',"logprobs":null,"finish_reason":null}]' + self._usage_field + prompt + b"}\n\n"
 
     def token(self, choice: int, text: str, token_id: int) -> bytes:
         """The event of one token; ``text`` is empty while a character is incomplete or a stop string possible."""
@@ -137,9 +152,12 @@ class StreamReply:
 
     def annotated_token(self, choice: int, text: str, token_id: int, logprobs: Any) -> bytes:
         """The event of one token with its id and logprobs, where requested."""
-        ids = b',"token_ids":[%d]' % token_id if self._format.return_token_ids else b""
-        tail = b'%s%s,"logprobs":%s,"finish_reason":null}]' % (self._after_text, ids, encode_json(logprobs))
-        return self._heads[choice] + encode_json(text) + tail + self._usage_field + self._prompt_field() + b"}\n\n"
+        tail = b'%s%s,"logprobs":%s,"finish_reason":null}]' % (
+            self._after_text,
+            self._ids(choice, b"%d" % token_id),
+            encode_json(logprobs),
+        )
+        return self._heads[choice] + encode_json(text) + tail + self._usage_field + b"}\n\n"
 
     def tool_call(self, choice: int, index: int, call: ToolCall) -> bytes:
         """The event of a call; ``index``: its place among the calls of the choice."""
@@ -153,9 +171,8 @@ class StreamReply:
             head = b'%s,"choices":[{"index":%d,"delta":{}' % (self._head, choice)
         else:
             head = self._heads[choice] + encode_json(text) + self._after_text
-        ids = b',"token_ids":[]' if self._format.return_token_ids else b""
-        tail = b'%s,"logprobs":null,"finish_reason":"%s"}]' % (ids, reason.encode())
-        return head + tail + self._usage_field + self._prompt_field() + b"}\n\n"
+        tail = b'%s,"logprobs":null,"finish_reason":"%s"}]' % (self._ids(choice, b""), reason.encode())
+        return head + tail + self._usage_field + b"}\n\n"
 
     def usage(self, usage: Usage) -> bytes:
         """The usage event, which has no choices; empty unless requested."""
@@ -163,11 +180,17 @@ class StreamReply:
             return b""
         return b'%s,"choices":[],"usage":%s}\n\n' % (self._head, encode_json(usage_object(usage)))
 
-    def _prompt_field(self) -> bytes:
-        if self._prompt is None:
+    def _ids(self, choice: int, token_id: bytes) -> bytes:
+        """The token ids of an event of ``choice``, where requested; in a completion's first event also the prompt's."""
+        if not self._format.return_token_ids:
             return b""
-        prompt, self._prompt = self._prompt, None
-        return b',"prompt_token_ids":' + encode_json(prompt)
+        return b',"token_ids":[%s]' % token_id + self._prompt_ids(choice)
+
+    def _prompt_ids(self, choice: int) -> bytes:
+        if choice not in self._without_prompt:
+            return b""
+        self._without_prompt.discard(choice)
+        return b',"prompt_token_ids":' + encode_json(self._prompt)
 
 
 def error_event(body: Any) -> bytes:
