@@ -49,6 +49,7 @@ def gateway(
         "scheduler-address": "127.0.0.1:1",
         "store-address": "127.0.0.1:1",
         "drain-s": "1",
+        "cors-origins": "https://app.example",
     }
     flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
     with (home / "gateway.log").open("ab") as log:
@@ -94,6 +95,9 @@ def test_keys_survive_sigkill_and_sigterm_ends_cleanly(home: Path, nats_url: str
                 headers={"authorization": f"Bearer {key}"},
             )
             assert (absent.status_code, absent.json()["error"]["param"]) == (404, "model")
+            asked = {"origin": "https://app.example", "access-control-request-method": "GET"}
+            allowed = client.options("/v1/models", headers=asked)
+            assert allowed.headers["access-control-allow-origin"] == "https://app.example"
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     with gateway(home, nats_url, redis_url) as (process, addresses):

@@ -17,6 +17,12 @@ from torchrelay.gateway.settings import GatewaySettings
         ({"admin_key": "tra-0123456789"}, "admin_key (TORCHRELAY_ADMIN_KEY): must be tra- and at least 32 random"),
         ({"admin_key": "0" * 64}, "admin_key (TORCHRELAY_ADMIN_KEY): must be tra- and"),
         ({"http_port": 99999}, "http_port (TORCHRELAY_HTTP_PORT): Input should be less than or equal to 65535"),
+        (
+            {"cors_origins": "app.example"},
+            "cors_origins (TORCHRELAY_CORS_ORIGINS): must be * or origins such as https:/",
+        ),
+        ({"cors_origins": "https://app.example, https://b.example/"}, "not 'https://b.example/'"),
+        ({"cors_origins": "https://App.example"}, "not 'https://App.example'"),
     ],
 )
 def test_invalid_setting_is_named(wrong: dict[str, object], said: str) -> None:
@@ -29,6 +35,22 @@ def test_invalid_setting_is_named(wrong: dict[str, object], said: str) -> None:
 def test_valid_admin_keys_are_accepted() -> None:
     assert GatewaySettings(admin_key=f"tra-{'0' * 32}").admin_key
     assert GatewaySettings(admin_key="").admin_key == ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "origins"),
+    [
+        ("", set()),
+        (" , ", set()),
+        ("*", {"*"}),
+        (
+            "https://a.example,http://localhost:3000 , http://[::1]:8080",
+            {"https://a.example", "http://localhost:3000", "http://[::1]:8080"},
+        ),
+    ],
+)
+def test_origins_are_listed_with_commas(setting: str, origins: set[str]) -> None:
+    assert GatewaySettings(cors_origins=setting).allowed_origins == origins
 
 
 def test_default_addresses_match_the_other_services() -> None:

@@ -40,6 +40,7 @@ from torchrelay.gateway.edge.grpc_limits import GrpcLimits
 from torchrelay.gateway.edge.grpc_server import PublicGrpcServer
 from torchrelay.gateway.edge.http_server import HttpLimits, http_server
 from torchrelay.gateway.edge.read_limits import ReadLimits
+from torchrelay.gateway.http.cors import CorsApp
 from torchrelay.gateway.http.dependencies import ModelChanged, Services
 from torchrelay.gateway.http.rest_app import make_app, public_pages
 from torchrelay.gateway.http.router import AsgiRouter
@@ -126,11 +127,12 @@ async def _servers(
     # No TLS here: tenants connect through an ingress, whose names and certificates are not the cluster's.
     rest = make_app(services)
     pages = public_pages(rest, services.health)
-    app = AsgiRouter(token_path.asgi, pages, rest, services.keys, shares, settings.max_body_bytes)
+    router = AsgiRouter(token_path.asgi, pages, rest, services.keys, shares, settings.max_body_bytes)
+    app = CorsApp(router, settings.allowed_origins) if settings.allowed_origins else router
     http_limits, grpc_limits = edge_limits(settings, raise_descriptor_limit())
     drain_s = settings.drain_s + ERROR_DRAIN_S
     async with http_server(
-        app, settings.host, settings.http_port, drain_s, http_limits, app.group_of, app.group_of_key
+        app, settings.host, settings.http_port, drain_s, http_limits, router.group_of, router.group_of_key
     ) as http:
         rpc = PublicGrpcServer(settings.host, settings.grpc_port, grpc_limits, services.health.fault)
         token_path.servicer.add_to(rpc.server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
@@ -12,6 +13,7 @@ from torchrelay.common.process.settings import ServiceSettings
 
 ADMIN_PREFIX = "tra-"
 MIN_ADMIN_KEY_CHARS = 32  # 128 bits in hex
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s,A-Z]+")  # as browsers send it: in lower case, without a path
 
 
 class GatewaySettings(ServiceSettings):
@@ -69,6 +71,11 @@ class GatewaySettings(ServiceSettings):
         2.0, gt=0, description="Seconds of CPU for rendering a prompt's chat template, and again for tokenizing it."
     )
 
+    cors_origins: str = Field(
+        "",
+        description="Origins whose pages may call the REST API from a browser, with commas, such as "
+        "https://app.example; *: all; empty: none.",
+    )
     max_open_requests: int = Field(8192, ge=1, description="Requests with a key in progress at once.")
     max_open_requests_per_tenant: int = Field(512, ge=1, description="The share of one tenant in them.")
     max_buffered_body_bytes: int = Field(64 << 20, ge=1, description="Bytes of request bodies in memory at once.")
@@ -123,6 +130,20 @@ class GatewaySettings(ServiceSettings):
     )
     housekeeping_s: float = Field(60.0, gt=0, description="Interval of the search for expired uploads and versions.")
     drain_s: float = Field(5.0, ge=0, description="Time for running streams to end at shutdown.")
+
+    @property
+    def allowed_origins(self) -> frozenset[str]:
+        """The origins of ``cors_origins``."""
+        return frozenset(filter(None, map(str.strip, self.cors_origins.split(","))))
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, origins: str) -> str:
+        for origin in filter(None, map(str.strip, origins.split(","))):
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                wanted = "must be * or origins such as https://app.example or http://localhost:3000, with commas"
+                raise ValueError(f"{wanted}, not {origin!r}")
+        return origins
 
     @field_validator("admin_key")
     @classmethod
