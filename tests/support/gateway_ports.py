@@ -14,6 +14,7 @@ from torchrelay.gateway.core import (
     Price,
     Principal,
     PublishedModel,
+    RequestRate,
     Reservation,
     Version,
 )
@@ -59,6 +60,7 @@ class InMemoryPorts:
         self.released: dict[str, int] = {}
         self.admitted: list[tuple[int, int]] = []  # tokens of prompt and of output at most, per call of ``admit``
         self.max_output_tokens: int | None = None  # what is left of the budget
+        self.rate: RequestRate | None = None  # of every key, after each ``admit``
         self.refusal: TorchrelayError | None = None  # what ``admit`` raises
         self.open_error: Exception | None = None
         self.is_open_error_late = False  # the row is there, its answer got lost
@@ -111,7 +113,7 @@ class InMemoryPorts:
             most = self.max_output_tokens // min_output_tokens * min_output_tokens
             max_output_tokens = min(max_output_tokens, most)
         reservation_id = f"r-{len(self.reserved) + len(self.released)}"
-        reservation = Reservation(reservation_id, principal.tenant_id, 1, max_output_tokens)
+        reservation = Reservation(reservation_id, principal.tenant_id, 1, max_output_tokens, self.rate)
         self.reserved.add(reservation.reservation_id)
         return reservation
 

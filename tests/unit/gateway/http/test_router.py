@@ -71,6 +71,16 @@ async def test_public_pages_read_no_body_and_name_no_tenant(rig: RestRig, path: 
         await raw.wait_closed()
 
 
+async def test_every_answer_has_an_id_of_its_own(rig: RestRig) -> None:
+    answers = []
+    for method, path in [*ROUTES, ("GET", "/health"), ("GET", "/openapi.json"), ("GET", "/none")]:
+        answers.append(await rig.acme.request(method, path))
+        answers.append(await rig.acme.request(method, path, headers={"authorization": ""}))
+    assert {answer.status_code for answer in answers} >= {200, 400, 401, 403, 404}
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert all(each.startswith("req-") for each in ids) and len(set(ids)) == len(ids)
+
+
 async def test_openapi_schema_declares_bearer_keys(rig: RestRig) -> None:
     schema = (await rig.acme.get("/openapi.json")).json()
     assert schema["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"

@@ -17,10 +17,10 @@ from tests.support.silent_proxy import SilentProxy
 from tests.support.wait import HANG_S, eventually
 from tests.unit.gateway.conftest import AccountingRig, Clock
 from torchrelay.common.errors import QuotaExceeded, RateLimited
-from torchrelay.gateway.core import ModelShape, Price, Principal, PublishedModel, Version
+from torchrelay.gateway.core import ModelShape, Price, Principal, PublishedModel, RequestRate, Version
 from torchrelay.gateway.limits import script_runner
 from torchrelay.gateway.limits.circuit import Circuit
-from torchrelay.gateway.limits.limiter import Limiter
+from torchrelay.gateway.limits.limiter import Limiter, RequestRateExceeded
 from torchrelay.gateway.limits.script_runner import SKIP_S, RedisScriptRunner
 from torchrelay.gateway.sql.tables import balances
 
@@ -81,6 +81,21 @@ async def test_requests_per_minute_of_a_key_are_limited(limits: Limiter, clock: 
         await limits.admit(limited, MODEL, 1, 1)
     other_key = replace(limited, key_id=f"{limited.key_id}-other")
     await limits.admit(other_key, MODEL, 1, 1)
+
+
+async def test_what_is_left_of_a_rate_is_reported(limits: Limiter, clock: Clock, principal: Principal) -> None:
+    limited = replace(principal, requests_per_minute=3)
+    for num_left in (2, 1, 0):
+        assert (await limits.admit(limited, MODEL, 1, 1)).rate == RequestRate(3, num_left)
+    clock.now += 10
+    with pytest.raises(RequestRateExceeded) as caught:
+        await limits.admit(limited, MODEL, 1, 1)
+    assert (caught.value.rate, caught.value.rate.full_in_s) == (RequestRate(3, 0.5), 50)
+    clock.now += 20  # 1.5 are left, before this request
+    both = await limits.admit(replace(limited, budget_nano=10**6), MODEL, 1, 1)
+    assert (both.rate, both.reserved_nano) == (RequestRate(3, 0.5), 11)
+    assert (await limits.admit(replace(principal, budget_nano=10**6), MODEL, 1, 1)).rate is None
+    assert (await limits.admit(principal, MODEL, 1, 1)).rate is None
 
 
 async def test_largest_cost_is_reserved_until_the_release(

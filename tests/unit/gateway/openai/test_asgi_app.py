@@ -13,11 +13,12 @@ import pytest
 from starlette.types import Message
 
 from tests.support.gateway_ports import ADMIN_KEY, KEY
-from tests.support.wait import eventually
+from tests.support.wait import HANG_S, eventually
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
 from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.control.v1 import scheduler_pb2
-from torchrelay.gateway.core import FinishCause, PublishedModel
+from torchrelay.gateway.core import FinishCause, PublishedModel, RequestRate
+from torchrelay.gateway.limits.limiter import RequestRateExceeded
 
 
 def events_of(body: str) -> list[dict[str, Any]]:
@@ -261,6 +262,24 @@ async def test_compressed_body_is_refused_by_name(rig: TokenPathRig) -> None:
         error = response.json()["error"]
         assert error["message"] == "Content-Encoding 'gzip' is not supported: send the body without compression"
         assert error["param"] == "Content-Encoding"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_tell_their_time_and_what_is_left_of_the_rate(rig: TokenPathRig, stream: bool) -> None:
+    names = [f"x-ratelimit-{name}-requests" for name in ("limit", "remaining", "reset")]
+    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 2, "stream": stream}
+    unlimited = await rig.http.post("/v1/completions", json=body)
+    assert not set(names) & set(unlimited.headers)
+    rig.ports.rate = RequestRate(per_minute=60, num_left=57.5)
+    limited = await rig.http.post("/v1/completions", json=body)
+    assert [limited.headers[name] for name in names] == ["60", "57", "2.500s"]
+    rig.ports.refusal = RequestRateExceeded(RequestRate(per_minute=60, num_left=0), retry_after_s=1)
+    refused = await rig.http.post("/v1/completions", json=body)
+    assert [refused.headers[name] for name in ("retry-after", *names)] == ["1", "60", "0", "60.000s"]
+    invalid = await rig.http.post("/v1/completions", json={**body, "n": 0})
+    assert [each.status_code for each in (unlimited, limited, refused, invalid)] == [200, 200, 429, 400]
+    for each in (unlimited, limited, refused, invalid):
+        assert int(each.headers["openai-processing-ms"]) <= HANG_S * 1000
 
 
 async def test_other_refusals_have_their_status(rig: TokenPathRig) -> None:

@@ -12,6 +12,8 @@ from torchrelay.common.errors import (
     Unavailable,
     UploadRefused,
 )
+from torchrelay.gateway.core import RequestRate
+from torchrelay.gateway.limits.limiter import RequestRateExceeded
 from torchrelay.gateway.openai.errors import error_body, error_headers
 
 
@@ -28,6 +30,17 @@ from torchrelay.gateway.openai.errors import error_body, error_headers
 )
 def test_errors_have_openais_shape(error: TorchrelayError, kind: str, code: str) -> None:
     assert error_body(error) == {"error": {"message": "no", "type": kind, "param": "n", "code": code}}
+
+
+def test_exceeded_rate_has_openais_headers() -> None:
+    error = RequestRateExceeded(RequestRate(per_minute=30, num_left=0.25), retry_after_s=1.5)
+    assert error_body(error)["error"]["code"] == "rate_limited"
+    assert error_headers(error) == {
+        "retry-after": "2",
+        "x-ratelimit-limit-requests": "30",
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "59.500s",
+    }
 
 
 def test_errors_have_retry_and_authenticate_headers() -> None:

@@ -150,6 +150,19 @@ class ChoiceUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestRate:
+    """A key's limit of requests per minute, and what is left of it, which refills evenly."""
+
+    per_minute: int
+    num_left: float
+
+    @property
+    def full_in_s(self) -> float:
+        """Seconds until the whole limit is left again, without further requests."""
+        return (self.per_minute - self.num_left) * 60 / self.per_minute
+
+
+@dataclass(frozen=True, slots=True)
 class Reservation:
     """Budget reserved by ``Limiter.admit`` and returned by ``Limiter.release``."""
 
@@ -157,3 +170,4 @@ class Reservation:
     tenant_id: str
     reserved_nano: int  # 0: nothing reserved
     max_output_tokens: int  # whose cost it covers, over all choices
+    rate: RequestRate | None = None  # None: the key has no limit, or Redis does not answer

@@ -7,7 +7,6 @@ from typing import Any
 from starlette.types import Send
 
 from torchrelay.common.errors import TorchrelayError
-from torchrelay.common.ids import new_id
 from torchrelay.gateway.anthropic import errors, replies, requests
 from torchrelay.gateway.anthropic.replies import MessageEncoder
 from torchrelay.gateway.core import Principal
@@ -45,9 +44,9 @@ class MessagesApp(CompletionsApp):
     """The ASGI application, for the requests that the router sends it: HTTP, and a path of ``PATHS``."""
 
     def _exchange(self, request: HttpRequest, send: Send) -> MessageExchange:
-        return MessageExchange(request, send, new_id("req"), self._write_gap_s)
+        return MessageExchange(request, send, self._write_gap_s)
 
-    async def _complete(self, exchange: HttpExchange, path: str, principal: Principal, arrived_unix_us: int) -> None:
+    async def _complete(self, exchange: HttpExchange, path: str, principal: Principal) -> None:
         with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
             body = requests.decode_body(await exchange.request.read(self._max_body_bytes, body_bytes))
             if path == _COUNT_TOKENS:
@@ -55,7 +54,7 @@ class MessagesApp(CompletionsApp):
                 await exchange.reply({"input_tokens": num_tokens})
                 return
             params, is_stream = requests.params_of(body), bool(body.stream)
-            entering = self._pipeline.session(principal, params, exchange.request_id, arrived_unix_us)
+            entering = self._pipeline.session(principal, params, exchange.request_id, exchange.arrived_unix_us)
             reply_format = ReplyFormat(is_chat=True, has_tools=bool(params.tools))
             del body, params  # otherwise kept until the end of the answer
             async with entering as session:

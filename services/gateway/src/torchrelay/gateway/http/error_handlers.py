@@ -67,6 +67,8 @@ async def _frameworks(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(body(error.status_code, message, code=code), error.status_code, error.headers)
 
 
-async def _unexpected(_request: Request, error: Exception) -> JSONResponse:
-    log.error("unexpected", error=type(error).__name__)  # the server logs the traceback
-    return JSONResponse(body(500, "internal error", code="internal"), 500)
+async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    # The server logs the traceback.
+    log.error("unexpected", error=type(error).__name__, request_id=request.state.request_id)
+    message = "internal error; include the request id when reporting it"
+    return JSONResponse(body(500, message, code="internal"), 500)

@@ -15,12 +15,13 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrelay.common.errors import InvalidRequest, TorchrelayError
+from torchrelay.common.ids import new_id
 from torchrelay.gateway.anthropic.asgi_app import PATHS as MESSAGES_PATHS
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.edge.turns import ClientGroup
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
-from torchrelay.gateway.openai.asgi_app import CLOSE, PATHS
+from torchrelay.gateway.openai.asgi_app import CLOSE, PATHS, encoded_headers
 from torchrelay.gateway.openai.errors import error_body, error_headers
 from torchrelay.gateway.openai.http_request import HttpRequest, authorization_of
 from torchrelay.gateway.openai.unusable_text import check_text
@@ -57,28 +58,30 @@ class AsgiRouter:
             await self._tokens(scope, receive, send)
             return
         request = HttpRequest(scope, receive)
-        closing = _closing(request, send)
+        request_id = new_id("req")
+        scope.setdefault("state", {})["request_id"] = request_id
+        answering = _answering(request, request_id, send)
         if scope["method"] == "GET" and (page := self._pages.get(scope["path"])) is not None:
-            await _send(closing, *await page())
+            await _send(answering, *await page())
             return
         try:
             caller = await request.authenticate(self._keys)
             if "\0" in scope["path"] or b"%00" in scope["query_string"]:
                 raise InvalidRequest("the path and the query must not have a NUL character")
-            scope.setdefault("state", {})["caller"] = caller
+            scope["state"]["caller"] = caller
             with self._shares.requests.held(caller.tenant_id):
                 if scope["method"] == "PUT" and _UPLOAD_OF_FILE.match(scope["path"]):
                     with self._shares.uploads.held(caller.tenant_id):
-                        await self._rest(scope, _streamed(request), closing)
+                        await self._rest(scope, _streamed(request), answering)
                 elif scope["method"] == "POST" and _COMMIT.fullmatch(scope["path"]):
                     with self._shares.uploads.held(caller.tenant_id):
-                        await self._with_body(request, caller.tenant_id, scope, send)
+                        await self._with_body(request, caller.tenant_id, scope, answering)
                 else:
-                    await self._with_body(request, caller.tenant_id, scope, send)
+                    await self._with_body(request, caller.tenant_id, scope, answering)
         except ClientDisconnected:
             return
         except TorchrelayError as error:
-            await _refuse(error, closing)
+            await _refuse(error, answering)
 
     def group_of(self, scope: Mapping[str, Any]) -> ClientGroup | None:
         """The group that takes the turn of a request; None: a known caller's on the token path, which never waits."""
@@ -132,19 +135,20 @@ def _streamed(request: HttpRequest) -> Receive:
     return streamed
 
 
-def _closing(request: HttpRequest, send: Send) -> Callable[[Message], Awaitable[None]]:
-    """Announces the end of the connection in an answer that ends it."""
+def _answering(request: HttpRequest, request_id: str, send: Send) -> Callable[[Message], Awaitable[None]]:
+    """Adds the request's id to the answer, and the end of the connection if the answer ends it."""
 
-    async def closing(message: Message) -> None:
-        if message["type"] == "http.response.start" and request.must_close:
-            message = {**message, "headers": [*message["headers"], CLOSE]}
+    async def answering(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message["headers"], (b"x-request-id", request_id.encode())]
+            message = {**message, "headers": [*headers, CLOSE] if request.must_close else headers}
         await send(message)
 
-    return closing
+    return answering
 
 
 async def _refuse(error: TorchrelayError, send: Send) -> None:
-    headers = [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
+    headers = encoded_headers(error_headers(error))
     await _send(send, error.http_status, msgspec.json.encode(error_body(error)), headers)
 
 

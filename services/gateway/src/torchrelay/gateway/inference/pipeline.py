@@ -13,7 +13,7 @@ from opentelemetry.metrics import Meter
 from torchrelay.common.errors import PermissionDenied, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import span_of
 from torchrelay.common.tokens.text_stream import prompt_end
-from torchrelay.gateway.core import FinishCause, Principal
+from torchrelay.gateway.core import FinishCause, Principal, RequestRate
 from torchrelay.gateway.inference.core import (
     ClientDisconnected,
     GenerateParams,
@@ -39,6 +39,7 @@ class RequestSession:
 
     request: RunningRequest
     texts: tuple[ChoiceDetokenizer, ...]
+    rate: RequestRate | None  # of the caller's key
     tokens: TokenBytes | None = None  # if logprobs were requested
 
     def placed(self, delta: TokenDelta) -> Iterator[tuple[PlacedToken, int, TokenLogprobs]]:
@@ -183,7 +184,9 @@ class RequestPipeline:
         request.start()
         stops = params.stop, sampling.stop_token_ids
         texts = tuple(ChoiceDetokenizer(decoder.tokens, last_tokens, *stops) for _ in range(params.num_choices))
-        return RequestSession(request, texts, None if params.top_logprobs is None else decoder.token_bytes)
+        return RequestSession(
+            request, texts, reservation.rate, None if params.top_logprobs is None else decoder.token_bytes
+        )
 
     async def drain(self, timeout_s: float, end_s: float) -> None:
         """Waits ``timeout_s`` for running requests, then ends the rest and waits ``end_s`` for them to close."""

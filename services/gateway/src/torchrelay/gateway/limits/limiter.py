@@ -21,7 +21,7 @@ from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.common.ids import new_id
 from torchrelay.gateway.billing.money import dollars
 from torchrelay.gateway.billing.price_list import cost_nano
-from torchrelay.gateway.core import Principal, PublishedModel, Reservation
+from torchrelay.gateway.core import Principal, PublishedModel, RequestRate, Reservation
 from torchrelay.gateway.limits.lua_scripts import ADMIT, RELEASE
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import balances
@@ -31,6 +31,15 @@ if TYPE_CHECKING:
 
 _SPENT_TTL_S = 60
 _RESERVED_RETRY_S = 1.0  # running requests usually cost a small part of their reservation
+
+
+class RequestRateExceeded(RateLimited):
+    """A key has used its requests per minute."""
+
+    def __init__(self, rate: RequestRate, retry_after_s: float) -> None:
+        message = f"rate limit exceeded: this key allows {rate.per_minute} requests per minute"
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.rate = rate
 
 
 class Limiter:
@@ -79,10 +88,9 @@ class Limiter:
             spent_nano = await self._spent(principal.tenant_id)
             answer = await self._try_admit(principal, reservation, least, step, spent_nano)
         if answer[0] == b"rate":
-            raise RateLimited(
-                f"rate limit exceeded: this key allows {principal.requests_per_minute} requests per minute",
-                retry_after_s=float(answer[1]),
-            )
+            assert principal.requests_per_minute is not None
+            rate = RequestRate(principal.requests_per_minute, float(answer[2]))
+            raise RequestRateExceeded(rate, retry_after_s=float(answer[1]))
         if answer[0] == b"budget":
             spent_nano, reserved_nano = map(int, answer[1:])
             if spent_nano + least <= (principal.budget_nano or 0):
@@ -92,6 +100,8 @@ class Limiter:
             else:
                 wish = f"this one costs at least {dollars(least)}; shorten the prompt"
             raise _over_budget(principal, wish, spent_nano, reserved_nano)
+        if len(answer) > 2 and answer[2] and principal.requests_per_minute is not None:
+            reservation = replace(reservation, rate=RequestRate(principal.requests_per_minute, float(answer[2])))
         if has_budget and len(answer) > 1 and int(answer[1]) < reserved:
             num_fewer_tokens = (reserved - int(answer[1])) // price.output_nano
             return replace(

@@ -32,6 +32,7 @@ if budget >= 0 then
   end
 end
 
+local left = ''
 if per_minute > 0 then
   local state = redis.call('HMGET', bucket, 'tokens', 'at')
   local tokens, at = tonumber(state[1] or per_minute), tonumber(state[2] or now)
@@ -40,7 +41,8 @@ if per_minute > 0 then
   if enough then tokens = tokens - 1 end
   redis.call('HSET', bucket, 'tokens', tostring(tokens), 'at', string.format('%.6f', math.max(now, at)))
   redis.call('EXPIRE', bucket, 120)
-  if not enough then return {'rate', tostring((1 - tokens) * 60 / per_minute)} end
+  left = tostring(tokens)
+  if not enough then return {'rate', tostring((1 - tokens) * 60 / per_minute), left} end
 end
 
 if budget >= 0 and amount > 0 then
@@ -48,7 +50,7 @@ if budget >= 0 and amount > 0 then
   redis.call('ZADD', leases, now + lease_s, id)
   redis.call('INCRBY', reserved_key, string.format('%.0f', amount))
 end
-return {'ok', string.format('%.0f', amount)}
+return {'ok', string.format('%.0f', amount), left}
 """
 
 # Idempotent, since it is repeated when its answer was lost. The cost of a reservation that Redis does not know, because

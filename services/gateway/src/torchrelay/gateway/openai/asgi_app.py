@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import msgspec
@@ -13,7 +13,7 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.gateway.core import Principal
+from torchrelay.gateway.core import Principal, RequestRate
 from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, TokenDelta, Usage
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.interfaces import Authenticator
@@ -61,7 +61,6 @@ class CompletionsApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = self._exchange(HttpRequest(scope, receive), send)
-        arrived_unix_us = now_unix_us()
         try:
             principal = await exchange.request.authenticate(self._keys)
             if scope["method"] != "POST":
@@ -69,7 +68,7 @@ class CompletionsApp:
                 await exchange.refuse(MethodNotAllowed(message), [(b"allow", b"POST")])
                 return
             with self._shares.requests.held(principal.tenant_id):
-                await self._complete(exchange, scope["path"], principal, arrived_unix_us)
+                await self._complete(exchange, scope["path"], principal)
         except ClientDisconnected:
             return
         except TorchrelayError as error:
@@ -79,13 +78,13 @@ class CompletionsApp:
             await exchange.fail(TorchrelayError("internal error; include the request id when reporting it"))
 
     def _exchange(self, request: HttpRequest, send: Send) -> HttpExchange:
-        return HttpExchange(request, send, new_id("req"), self._write_gap_s)
+        return HttpExchange(request, send, self._write_gap_s)
 
-    async def _complete(self, exchange: HttpExchange, path: str, principal: Principal, arrived_unix_us: int) -> None:
+    async def _complete(self, exchange: HttpExchange, path: str, principal: Principal) -> None:
         with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
             encoded = await exchange.request.read(self._max_body_bytes, body_bytes)
             params, reply_format, is_stream = _decode_request(encoded, PATHS[path])
-            entering = self._pipeline.session(principal, params, exchange.request_id, arrived_unix_us)
+            entering = self._pipeline.session(principal, params, exchange.request_id, exchange.arrived_unix_us)
             del encoded, params  # otherwise kept until the end of the answer
             async with entering as session:
                 body_bytes.release()  # the prompt is encoded
@@ -110,15 +109,17 @@ class HttpExchange:
 
     id_headers: ClassVar[Sequence[bytes]] = (b"x-request-id",)
 
-    def __init__(self, request: HttpRequest, send: Send, request_id: str, write_gap_s: float) -> None:
+    def __init__(self, request: HttpRequest, send: Send, write_gap_s: float) -> None:
         self.request = request
         self._send = send
         self._has_begun = False
         self._write_gap_s = write_gap_s
-        self.request_id = request_id
+        self.request_id, self.arrived_unix_us = new_id("req"), now_unix_us()
+        self._rate: RequestRate | None = None
 
     async def answer(self, session: RequestSession, reply_format: ReplyFormat, is_stream: bool) -> None:
         """Runs the request to its end, or until its client disconnects."""
+        self._rate = session.rate
         watcher = asyncio.ensure_future(self._watch(session))
         try:
             await (self._stream(session, reply_format) if is_stream else self._answer_at_once(session, reply_format))
@@ -157,8 +158,7 @@ class HttpExchange:
         if self._has_begun:
             await self._send({"type": "http.response.body", "body": self.error_event(error)})
             return
-        headers = [(name.encode(), value.encode()) for name, value in errors.error_headers(error).items()]
-        await self.refuse(error, headers)
+        await self.refuse(error, encoded_headers(errors.error_headers(error)))
 
     async def _reply(self, status: int, encoded: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         await self._begin(status, [_JSON, (b"content-length", str(len(encoded)).encode()), *headers])
@@ -171,7 +171,11 @@ class HttpExchange:
 
     async def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._has_begun = True
+        elapsed_ms = max(0, now_unix_us() - self.arrived_unix_us) // 1000  # until the answer begins
         listed = [*headers, *((name, self.request_id.encode()) for name in self.id_headers)]
+        listed.append((b"openai-processing-ms", b"%d" % elapsed_ms))
+        if self._rate is not None:
+            listed += encoded_headers(errors.rate_headers(self._rate))
         await self._send({"type": "http.response.start", "status": status, "headers": listed})
 
     async def _answer_at_once(self, session: RequestSession, reply_format: ReplyFormat) -> None:
@@ -218,6 +222,11 @@ class StreamEncoder(Protocol):
     def of(self, deltas: Iterable[TokenDelta]) -> bytes: ...
 
     def end(self, usage: Usage) -> bytes: ...
+
+
+def encoded_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """Headers as ASGI has them."""
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
 
 
 class SseEncoder:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format, on every HTTP path: status, body and headers of a ``TorchrelayError``."""
+"""Errors in OpenAI's format, on every HTTP path: status, body and headers of a ``TorchrelayError``; rate limits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from typing import TypedDict
 
 from torchrelay.common.errors import TorchrelayError, Unauthenticated
+from torchrelay.gateway.core import RequestRate
+from torchrelay.gateway.limits.limiter import RequestRateExceeded
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _TYPES |= dict.fromkeys((405, 408, 413, 414, 422, 431), "invalid_request_error")
@@ -33,10 +35,20 @@ def body(status: int, message: str, *, param: str | None = None, code: str | Non
     return {"error": {"message": message, "type": _TYPES.get(status, "api_error"), "param": param, "code": code}}
 
 
+def rate_headers(rate: RequestRate) -> dict[str, str]:
+    """OpenAI's headers about a key's requests per minute; the last one says in how long all of them are left again."""
+    return {
+        "x-ratelimit-limit-requests": str(rate.per_minute),
+        "x-ratelimit-remaining-requests": str(int(rate.num_left)),
+        "x-ratelimit-reset-requests": f"{rate.full_in_s:.3f}s",
+    }
+
+
 def error_headers(error: TorchrelayError) -> dict[str, str]:
-    """Headers of the error: Retry-After, WWW-Authenticate."""
+    """Headers of the error: Retry-After, WWW-Authenticate, those of a key's rate."""
     if error.retry_after_s is not None:
-        return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+        retry = {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+        return retry | (rate_headers(error.rate) if isinstance(error, RequestRateExceeded) else {})
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     return {}
