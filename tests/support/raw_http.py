@@ -36,12 +36,15 @@ class RawConnection:
         self._writer.write(data)
         await self._writer.drain()
 
-    async def answer(self, timeout_s: float = HANG_S) -> RawAnswer:
-        """The next answer. Raises ``asyncio.IncompleteReadError`` if the connection ends before it."""
+    async def answer(self, timeout_s: float = HANG_S, *, has_body: bool = True) -> RawAnswer:
+        """The next answer; that of a HEAD has no body, whatever length it declares.
+
+        Raises ``asyncio.IncompleteReadError`` if the connection ends before it.
+        """
         async with asyncio.timeout(timeout_s):
             head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
             headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:-2])}
-            body = await self._reader.readexactly(int(headers.get("content-length", "0")))
+            body = await self._reader.readexactly(int(headers.get("content-length", "0")) if has_body else 0)
             return RawAnswer(int(head[0].split()[1]), headers, body)
 
     async def wait_closed(self, timeout_s: float = HANG_S) -> None:

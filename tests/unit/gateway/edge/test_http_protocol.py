@@ -8,6 +8,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import pytest
@@ -108,6 +110,7 @@ async def test_head_above_a_limit_is_refused(connected: Connected, sent: bytes, 
         answer = await raw.answer()
         assert (answer.status, answer.headers["connection"]) == (status, "close")
         assert said in answer.message
+        assert parsedate_to_datetime(answer.headers["date"]).tzinfo is UTC
         await raw.wait_closed()
 
 
@@ -156,6 +159,45 @@ async def test_head_with_an_offer_has_the_same_limits(connected: Connected) -> N
     async with connected() as raw:
         await raw.send(OFFER + b"x: " + b"a" * 2000 + b"\r\n\r\n")
         assert (await raw.answer()).status == 431
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_answer_without_length_is_chunked_only_for_clients_that_know_chunks(version: bytes) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first ", "more_body": True})
+        await send({"type": "http.response.body", "body": b"last"})
+
+    async with http_server(app, "127.0.0.1", 0, 1) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET / HTTP/%s\r\nhost: x\r\nconnection: close\r\n\r\n" % version)
+        head_, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    assert b"\r\nconnection: close" in head_
+    is_chunked = version == b"1.1"
+    assert (b"transfer-encoding" in head_) == is_chunked
+    assert body == (b"6\r\nfirst \r\n4\r\nlast\r\n0\r\n\r\n" if is_chunked else b"first last")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+async def test_answer_to_http_1_0_keeps_its_declared_length(connected: Connected, method: str) -> None:
+    async with connected() as raw:
+        await raw.send(f"{method} / HTTP/1.0\r\nhost: x\r\n\r\n".encode())
+        answer = await raw.answer(has_body=method == "GET")
+        assert (answer.status, answer.headers["content-length"]) == (200, "1")
+        assert (answer.headers["connection"], answer.body) == ("close", b"0" if method == "GET" else b"")
+        await raw.wait_closed()
+
+
+async def test_crash_of_the_application_is_answered_to_http_1_0() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("a defect")
+
+    async with http_server(app, "127.0.0.1", 0, 1) as server, raw_connection(server.port) as raw:
+        await raw.send(b"GET / HTTP/1.0\r\nhost: x\r\n\r\n")
+        answer = await raw.answer()
+        assert (answer.status, answer.body) == (500, b"Internal Server Error")
+        assert parsedate_to_datetime(answer.headers["date"]).tzinfo is UTC
 
 
 async def test_requests_sent_ahead_are_bounded(connected: Connected, app: BodyApp) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import AsyncExitStack
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
@@ -79,6 +81,55 @@ async def test_every_answer_has_an_id_of_its_own(rig: RestRig) -> None:
     assert {answer.status_code for answer in answers} >= {200, 400, 401, 403, 404}
     ids = [answer.headers["x-request-id"] for answer in answers]
     assert all(each.startswith("req-") for each in ids) and len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/openapi.json"])
+async def test_public_pages_allow_only_reading(rig: RestRig, path: str) -> None:
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        refused = await rig.acme.request(method, path)
+        assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
+        assert refused.json()["error"]["code"] == "method_not_allowed"
+        assert (await rig.acme.request(method, path, headers={"authorization": ""})).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/openapi.json", "/v1/models", "/v1/models/acme/absent", "/v1/none"])
+@pytest.mark.parametrize("has_key", [True, False])
+async def test_head_is_answered_as_get_without_the_body(rig: RestRig, path: str, has_key: bool) -> None:
+    key = {"authorization": rig.acme.headers["authorization"]} if has_key else {}
+    got = await rig.acme.get(path, headers=key or {"authorization": ""})
+    async with raw_connection(rig.port) as raw:
+        await raw.send(head("HEAD", path, **key))
+        answer = await raw.answer(has_body=False)
+        assert (answer.status, answer.headers["content-type"]) == (got.status_code, "application/json")
+        if path != "/v1/none":  # which names the method
+            assert answer.headers["content-length"] == got.headers["content-length"]
+        if "connection" not in answer.headers:
+            await raw.send(head("GET", path, **key))
+            assert (await raw.answer()).body == got.content
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/models", "GET, HEAD"),
+        ("/v1/models/x", "DELETE, GET, HEAD, PATCH"),
+        ("/v1/models/acme/x", "DELETE, GET, HEAD, PATCH"),
+        ("/v1/keys", "GET, HEAD, POST"),
+        ("/v1/keys/x", "DELETE"),
+        ("/v1/uploads/x", "DELETE, GET, HEAD"),
+        ("/v1/prices", "GET, HEAD, PUT"),
+        ("/v1/orphans", "DELETE, GET, HEAD"),
+    ],
+)
+async def test_all_methods_of_a_path_are_listed(rig: RestRig, path: str, allowed: str) -> None:
+    refused = await rig.admin.request("TRACE", path)
+    assert (refused.status_code, refused.headers["allow"]) == (405, allowed)
+
+
+async def test_answers_have_the_date(rig: RestRig) -> None:
+    for path in ("/health", "/v1/models", "/v1/none"):
+        (date,) = (await rig.acme.get(path)).headers.get_list("date")
+        assert parsedate_to_datetime(date).tzinfo is UTC
 
 
 async def test_openapi_schema_declares_bearer_keys(rig: RestRig) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import httptools
 import msgspec
+from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from torchrelay.gateway.edge.connection_table import ConnectionTable
@@ -25,6 +26,9 @@ from torchrelay.gateway.openai.errors import body
 MAX_PIPELINED = 4  # requests on one connection that wait for the answer to an earlier one
 # Bytes discarded after an answer that was sent before the end of a body.
 _TENANT_LINGER_BYTES, _KEYLESS_LINGER_BYTES = 8 << 20, 64 << 10
+
+
+_VERSIONS_WITHOUT_CHUNKS = ("0.9", "1.0")  # of HTTP
 
 
 class _Refused(Exception):
@@ -48,6 +52,12 @@ class Edge:
     first_reads: Turns = field(default_factory=Turns)
     first_reads_of_tenants: Turns = field(default_factory=Turns)
     requests: Turns = field(default_factory=Turns)
+
+
+async def _send_unframed(cycle: RequestResponseCycle, send: Send, message: Message) -> None:
+    """Sends a body as it is; the end of the connection ends it if its length was not declared."""
+    cycle.expected_content_length = len(message.get("body", b""))
+    await send(message)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -180,6 +190,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._edge.table.begin_request(self.transport)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] in _VERSIONS_WITHOUT_CHUNKS:
+            cycle.chunked_encoding = False
+            cycle.send = partial(_send_unframed, cycle, cycle.send)  # type: ignore[method-assign, arg-type]
         if (group := self._edge.group_of(cycle.scope)) is None:
             super()._start_asgi_task(cycle, app)
         else:
@@ -210,8 +223,9 @@ class BoundedProtocol(HttpToolsProtocol):
         is_answered = cycle is not None and not cycle.response_complete
         if not is_answered or (self.is_in_body and not cycle.response_started and not self.pipeline):
             encoded = msgspec.json.encode(body(status, message, code="invalid_request"))
+            date = b"".join(b"%s: %s\r\n" % header for header in self.server_state.default_headers)
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(encoded)
-            self.transport.write(STATUS_LINE[status] + head + encoded)
+            self.transport.write(STATUS_LINE[status] + date + head + encoded)
         if is_answered:
             cycle.disconnected = True
             cycle.message_event.set()

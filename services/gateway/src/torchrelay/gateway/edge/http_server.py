@@ -81,7 +81,6 @@ async def http_server(
         access_log=False,
         proxy_headers=False,  # nothing uses the client's address
         server_header=False,
-        date_header=False,
         timeout_keep_alive=limits.idle_s,
         timeout_graceful_shutdown=math.ceil(drain_s),
         backlog=BACKLOG,

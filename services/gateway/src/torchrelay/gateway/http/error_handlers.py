@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
 
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
@@ -19,7 +20,9 @@ from torchrelay.gateway.openai.errors import body, error_body, error_headers
 log = get_logger(__name__)
 
 
-def install_error_handlers(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """``routes``: all those of ``app``, for the methods that a path allows."""
+    app.state.routes = routes
     app.add_exception_handler(TorchrelayError, _ours)
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _frameworks)
@@ -58,13 +61,21 @@ def first_fault(faults: Sequence[Any], content_type: str) -> tuple[str, str | No
 async def _frameworks(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
+    headers = {"allow": _allowed(request)} if error.status_code == 405 else error.headers
     # OpenAI's clients leave the version to their base address.
     hint = f"; did you mean /v1{path}?" if f"/v1{path}" in PATHS else ""
     message, code = {
         404: (f"{path} not found{hint}", "not_found"),
         405: (f"method {method} is not allowed for {path}", "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), "invalid_request"))
-    return JSONResponse(body(error.status_code, message, code=code), error.status_code, error.headers)
+    return JSONResponse(body(error.status_code, message, code=code), error.status_code, headers)
+
+
+def _allowed(request: Request) -> str:
+    """All methods of the path; the framework's list has only those of the first route."""
+    routes = (route for route in request.app.state.routes if route.matches(request.scope)[0] is not Match.NONE)
+    methods = {method for route in routes for method in route.methods}
+    return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:

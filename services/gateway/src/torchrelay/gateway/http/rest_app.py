@@ -14,15 +14,17 @@ from torchrelay.gateway.http.error_handlers import install_error_handlers
 from torchrelay.gateway.http.router import Page
 from torchrelay.gateway.http.routes import billing, explain, keys, models, orphans, tenants, uploads
 
+_ROOT = msgspec.json.encode({"name": "Torchrelay", "api": "/v1", "schema": "/openapi.json", "health": "/health"})
+
 
 def make_app(services: Services) -> FastAPI:
     """All routes except the token path."""
     app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
-    install_error_handlers(app)
-    for part in (tenants, keys, uploads, models, orphans, billing, explain):
-        app.include_router(part.router)
-
+    routers = [part.router for part in (tenants, keys, uploads, models, orphans, billing, explain)]
+    install_error_handlers(app, [route for router in routers for route in router.routes])
+    for router in routers:
+        app.include_router(router)
     return app
 
 
@@ -35,9 +37,13 @@ def public_pages(app: FastAPI, health: Health) -> Mapping[str, Page]:
         body = {"status": report.status, "unavailable": [*report.essential], "degraded": [*report.others]}
         return 503 if report.essential else 200, msgspec.json.encode(body)
 
+    async def root_page() -> tuple[int, bytes]:
+        """Where to go on; some clients ask for it to see whether a server is there."""
+        return 200, _ROOT
+
     described = cache(lambda: msgspec.json.encode(app.openapi()))
 
     async def openapi_page() -> tuple[int, bytes]:
         return 200, described()
 
-    return {"/health": health_page, "/openapi.json": openapi_page}
+    return {"/": root_page, "/health": health_page, "/openapi.json": openapi_page}

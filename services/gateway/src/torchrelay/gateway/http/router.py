@@ -22,7 +22,7 @@ from torchrelay.gateway.edge.turns import ClientGroup
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.gateway.openai.asgi_app import CLOSE, PATHS, encoded_headers
-from torchrelay.gateway.openai.errors import error_body, error_headers
+from torchrelay.gateway.openai.errors import body, error_body, error_headers
 from torchrelay.gateway.openai.http_request import HttpRequest, authorization_of
 from torchrelay.gateway.openai.unusable_text import check_text
 
@@ -57,6 +57,8 @@ class AsgiRouter:
         if scope["path"] in _TOKEN_PATHS:
             await self._tokens(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # the server sends of a HEAD's answer only the head
+            scope = {**scope, "method": "GET"}
         request = HttpRequest(scope, receive)
         request_id = new_id("req")
         scope.setdefault("state", {})["request_id"] = request_id
@@ -68,6 +70,11 @@ class AsgiRouter:
             caller = await request.authenticate(self._keys)
             if "\0" in scope["path"] or b"%00" in scope["query_string"]:
                 raise InvalidRequest("the path and the query must not have a NUL character")
+            if scope["path"] in self._pages:
+                message = f"method {scope['method']} is not allowed for {scope['path']}; use GET"
+                refusal = msgspec.json.encode(body(405, message, code="method_not_allowed"))
+                await _send(answering, 405, refusal, [(b"allow", b"GET, HEAD")])
+                return
             scope["state"]["caller"] = caller
             with self._shares.requests.held(caller.tenant_id):
                 if scope["method"] == "PUT" and _UPLOAD_OF_FILE.match(scope["path"]):
@@ -98,9 +105,9 @@ class AsgiRouter:
 
     async def _with_body(self, request: HttpRequest, tenant_id: str, scope: Scope, send: Send) -> None:
         with self._shares.body_bytes.account(tenant_id) as body_bytes:
-            body = bytes(await request.read(self._max_body_bytes, body_bytes))
-            check_text(body)
-            await self._rest(scope, _replayed(body, request.receive), send)
+            encoded = bytes(await request.read(self._max_body_bytes, body_bytes))
+            check_text(encoded)
+            await self._rest(scope, _replayed(encoded, request.receive), send)
 
 
 def _with_plain_path(scope: Scope) -> Scope:
@@ -114,9 +121,9 @@ def _with_plain_path(scope: Scope) -> Scope:
     return scope
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def _replayed(encoded: bytes, receive: Receive) -> Receive:
     """A body that has been read, and then what follows it."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    messages: list[Message] = [{"type": "http.request", "body": encoded, "more_body": False}]
 
     async def replayed() -> Message:
         return messages.pop() if messages else await receive()
@@ -152,8 +159,8 @@ async def _refuse(error: TorchrelayError, send: Send) -> None:
     await _send(send, error.http_status, msgspec.json.encode(error_body(error)), headers)
 
 
-async def _send(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    length = (b"content-length", str(len(body)).encode())
+async def _send(send: Send, status: int, encoded: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    length = (b"content-length", str(len(encoded)).encode())
     listed = [(b"content-type", b"application/json"), length, *headers]
     await send({"type": "http.response.start", "status": status, "headers": listed})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": encoded})
