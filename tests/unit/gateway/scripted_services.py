@@ -21,11 +21,12 @@ from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerServicer, add_Sche
 class ScriptedStore(ParamStoreServicer):
     """Keeps uploads and versions in memory. ``stored_bytes`` is a version's size.
 
-    ``refusal`` is raised by Commit, ``put_refusal`` by PutFile at once.
+    ``begin_refusal`` is raised by BeginUpload, ``refusal`` by Commit, ``put_refusal`` by PutFile at once.
     """
 
     def __init__(self) -> None:
         self.uploads: dict[str, dict[str, tuple[param_store_pb2.DeclaredFile, bytearray]]] = {}
+        self.begin_refusal: TorchrelayError | None = None
         self.refusal: TorchrelayError | None = None
         self.put_refusal: TorchrelayError | None = None
         self.openings: list[param_store_pb2.PutFileRequest.Open] = []
@@ -39,6 +40,8 @@ class ScriptedStore(ParamStoreServicer):
         self.content = "one"
 
     async def BeginUpload(self, request: Any, context: Any) -> param_store_pb2.UploadState:
+        if self.begin_refusal is not None:
+            raise self.begin_refusal
         self.uploads.setdefault(request.upload_id, {file.path: (file, bytearray()) for file in request.files})
         return self._state(request.upload_id)
 

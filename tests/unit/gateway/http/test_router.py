@@ -229,12 +229,20 @@ async def test_queries_wait_only_for_those_of_their_tenant(rig: RestRig) -> None
     assert {each.status_code for each in replies[6:]} == {200, 429}
 
 
-async def test_refusal_keeps_non_ascii_names(rig: RestRig) -> None:
-    rig.store.refusal = UploadRefused("模型.safetensors: the header is longer than the file", field="模型.safetensors")
-    files = [{"path": "模型.safetensors", "size": 0, "sha256": "0" * 64}]
+@pytest.mark.parametrize("name", ["模型.safetensors", "😀" * 500, "é" * 480 + ".safetensors", "a\tb", "a\x7f\u202eb"])
+async def test_refusal_keeps_non_ascii_names(rig: RestRig, name: str) -> None:
+    files = [{"path": name, "size": 0, "sha256": "0" * 64}]
+    refusal = UploadRefused(f"{name}: the header of {name} is longer than the file", field=name)
+    rig.store.begin_refusal = refusal
+    begun = await rig.acme.post("/v1/uploads", json={"model": "m", "files": files})
+    rig.store.begin_refusal, rig.store.refusal = None, refusal
     upload = (await rig.acme.post("/v1/uploads", json={"model": "m", "files": files})).json()["id"]
-    reply = await rig.acme.post(f"/v1/uploads/{upload}/commit")
-    assert (reply.status_code, json.loads(reply.text)["error"]["param"]) == (422, "模型.safetensors")
+    committed = await rig.acme.post(f"/v1/uploads/{upload}/commit")
+    for reply in (begun, committed):
+        assert reply.status_code == 422
+        error = json.loads(reply.text)["error"]
+        assert error["message"].startswith(name) and name.startswith(error["param"])
+        assert len(error["param"]) >= min(len(name), 256)
 
 
 async def test_known_caller_takes_turns_outside_the_token_path(rig: RestRig) -> None:

@@ -13,7 +13,7 @@ from torchrelay.common.errors import TorchrelayError, Unavailable, error_class
 _CODE, _FIELD, _RETRY = "torchrelay-code", "torchrelay-field", "torchrelay-retry-after-s"
 _BINARY_FIELD = "torchrelay-field-bin"  # of a field that is not ASCII; gRPC carries binary metadata under such names
 # Metadata above 8 KiB ends a call without its cause. Both are cut where a tenant's names make them longer.
-_MAX_FIELD_BYTES, _MAX_MESSAGE_CHARS = 1024, 1024
+_MAX_FIELD_BYTES, _MAX_MESSAGE_CHARS, _MAX_MESSAGE_BYTES = 1024, 1024, 6144
 
 Status: TypeAlias = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 
@@ -63,4 +63,15 @@ def status_of(error: TorchrelayError) -> Status:
         trailing.append((_FIELD, field.decode()) if is_plain else (_BINARY_FIELD, field))
     if error.retry_after_s is not None:
         trailing.append((_RETRY, str(error.retry_after_s)))
-    return grpc.StatusCode[error.grpc_status], error.message[:_MAX_MESSAGE_CHARS], tuple(trailing)
+    return grpc.StatusCode[error.grpc_status], _cut(error.message), tuple(trailing)
+
+
+def _cut(message: str) -> str:
+    """The beginning of a message that fits. gRPC sends what is not printable ASCII as ``%C3%A9``: 12 bytes an emoji."""
+    num_bytes = 0
+    for place, character in enumerate(message[:_MAX_MESSAGE_CHARS]):
+        is_plain = " " <= character <= "~" and character != "%"
+        num_bytes += 1 if is_plain else 3 * len(character.encode(errors="replace"))
+        if num_bytes > _MAX_MESSAGE_BYTES:
+            return message[:place]
+    return message[:_MAX_MESSAGE_CHARS]
