@@ -83,15 +83,27 @@ async def test_invalid_json_is_refused(rig: RestRig) -> None:
     assert (reply.status_code, fault(reply)["message"]) == (400, "the body is not valid JSON")
 
 
-@pytest.mark.parametrize(
-    ("headers", "given"),
-    [({}, "which is missing"), ({"content-type": "text/plain"}, "not 'text/plain'")],
-)
-async def test_undeclared_json_names_the_header(rig: RestRig, headers: dict[str, str], given: str) -> None:
-    reply = await rig.acme.post("/v1/uploads", content=b'{"model": "m", "files": []}', headers=headers)
+async def test_undeclared_json_names_the_header(rig: RestRig) -> None:
+    reply = await rig.acme.post("/v1/uploads", content=b'{"model": "m", "files": []}')
     error = fault(reply)
     assert (reply.status_code, error["param"]) == (400, None)
-    assert error["message"] == f"send the body with the header `content-type: application/json`, {given}"
+    assert error["message"] == "send the body with the header `content-type: application/json`, which is missing"
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "application/jsonl"])
+async def test_body_that_is_declared_as_something_else_is_refused(rig: RestRig, content_type: str) -> None:
+    for method, path in (("POST", "/v1/uploads"), ("POST", "/v1/keys"), ("PATCH", "/v1/models/x")):
+        reply = await rig.acme.request(method, path, content=b"{}", headers={"content-type": content_type})
+        error = fault(reply)
+        assert (reply.status_code, error["param"], error["code"]) == (415, "Content-Type", "invalid_request")
+        hint = "send JSON, as `Content-Type: application/json`"
+        assert error["message"] == f"Content-Type {content_type!r} is not supported: {hint}"
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON", "application/x+json"])
+async def test_json_may_be_declared_with_parameters(rig: RestRig, content_type: str) -> None:
+    reply = await rig.acme.post("/v1/keys", content=b'{"name": "x"}', headers={"content-type": content_type})
+    assert reply.status_code == 201
 
 
 async def test_oversized_body_is_refused_with_or_without_a_length(rig: RestRig) -> None:

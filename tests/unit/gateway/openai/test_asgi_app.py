@@ -254,6 +254,21 @@ async def test_invalid_fields_are_named(rig: TokenPathRig) -> None:
     assert not rig.ports.opened and not rig.ports.reserved
 
 
+async def test_body_other_than_json_is_refused_by_name(rig: TokenPathRig) -> None:
+    body = json.dumps({"model": "echo", "prompt": PROMPT, "messages": [{"role": "user", "content": "hi"}]}).encode()
+    for path in ("completions", "chat/completions"):
+        for content_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+            refused = await rig.http.post(f"/v1/{path}", content=body, headers={"Content-Type": content_type})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"], error["type"]) == (
+                415,
+                "Content-Type",
+                "invalid_request_error",
+            )
+        for headers in ({}, {"Content-Type": "application/json;charset=UTF-8"}):
+            assert (await rig.http.post(f"/v1/{path}", content=body, headers=headers)).status_code == 200
+
+
 async def test_compressed_body_is_refused_by_name(rig: TokenPathRig) -> None:
     body = gzip.compress(b'{"model": "echo", "prompt": [1]}')
     for path in ("completions", "chat/completions"):

@@ -96,6 +96,13 @@ def test_service_tier_names_the_class(tier: str | None, service_class: ServiceCl
     assert params_of_completion(decode_completion(completion(service_tier=tier))).service_class is service_class
 
 
+def test_seeds_of_64_bits_are_accepted() -> None:
+    for seed in (-(1 << 63), -1, 0, (1 << 63) - 1):
+        assert params_of_chat(decode_chat(chat(seed=seed))).seed == seed % (1 << 64)
+    body = decode_chat(chat(stream=True, stream_options={"include_usage": True}))
+    assert body.stream_options is not None and body.stream_options.include_usage
+
+
 @pytest.mark.parametrize("tier", ["fast", "", "Priority"])
 def test_unknown_service_tier_is_refused(tier: str) -> None:
     with pytest.raises(InvalidRequest, match=f"must be one of .*flex.* not '{tier}'") as caught:
@@ -205,6 +212,13 @@ def test_nan_and_infinity_are_refused_by_name(name: str, number: str) -> None:
         (chat(logprobs=True, top_logprobs=-1), "top_logprobs", "must be between 0 and 20"),
         (chat(top_logprobs=3), "logprobs", "top_logprobs requires logprobs to be true"),
         (chat(logprobs=3), "logprobs", "logprobs must be true or false, not 3"),
+        (chat(tool_choice="auto"), "tool_choice", "tool_choice is allowed only with tools"),
+        (chat(tool_choice="required", tools=[]), "tool_choice", "tool_choice is allowed only with tools"),
+        (chat(parallel_tool_calls=True), "parallel_tool_calls", "parallel_tool_calls is allowed only with tools"),
+        (chat(function_call="auto"), "function_call", "function_call is allowed only with functions"),
+        (chat(stream_options={}), "stream_options", "stream_options is allowed only with stream: true"),
+        (chat(tools=[{}], tool_choice="auto"), "tools", "not supported yet"),
+        (chat(seed=1 << 63), "seed", "seed must be between -2**63 and 2**63 - 1, not 9223372036854775808"),
         (chat(repetition_penalty=1.1), "repetition_penalty", "not supported yet"),
         (chat(min_tokens=3), "min_tokens", "not supported yet"),
     ],
@@ -222,6 +236,10 @@ def test_faults_in_a_chat_name_their_field(body: bytes, field: str, said: str) -
         (b"{}", "model"),
         (b'{"model": "m"}', "prompt"),
         (completion(seed=1 << 70), "seed"),
+        (completion(seed=1 << 63), "seed"),
+        (completion(seed=-(1 << 63) - 1), "seed"),
+        (completion(stream_options={"include_usage": True}), "stream_options"),
+        (completion(stream_options={}, stream=False), "stream_options"),
         (completion(stop=[1]), "stop"),
         (completion(stream_options={"include_usage": 3}), "stream_options"),
         (completion(prompt=[1, "a"]), "prompt"),

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Match
 
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.common.validation import describe_error, quote_value
+from torchrelay.common.validation import describe_error
 from torchrelay.gateway.openai.asgi_app import PATHS
 from torchrelay.gateway.openai.errors import body, error_body, error_headers
 
@@ -34,17 +34,14 @@ async def _ours(_request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(error_body(error), error.http_status, error_headers(error))
 
 
-async def _malformed(request: Request, error: Exception) -> JSONResponse:
+async def _malformed(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    message, param = first_fault(error.errors(), request.headers.get("content-type", ""))
+    message, param = first_fault(error.errors())
     return JSONResponse(body(400, message, param=param, code="invalid_request"), 400)
 
 
-def first_fault(faults: Sequence[Any], content_type: str) -> tuple[str, str | None]:
-    """The message of a validation error and the field it is about (``files.0.size``).
-
-    ``content_type``: what the request says of its body; empty when it says nothing.
-    """
+def first_fault(faults: Sequence[Any]) -> tuple[str, str | None]:
+    """The message of a validation error and the field it is about (``files.0.size``)."""
     fault = faults[0]
     where = [str(part) for part in fault["loc"][1:]]
     if fault["type"] == "json_invalid":
@@ -52,8 +49,7 @@ def first_fault(faults: Sequence[Any], content_type: str) -> tuple[str, str | No
     if fault["type"] == "missing" and not where:
         return "the request must have a body", None
     if isinstance(fault["input"], bytes) and not where:  # FastAPI parses only what is declared as JSON
-        given = f"not {quote_value(content_type)}" if content_type else "which is missing"
-        return f"send the body with the header `content-type: application/json`, {given}", None
+        return "send the body with the header `content-type: application/json`, which is missing", None
     field = ".".join(where)
     return describe_error(field or "the body", fault), field or None
 

@@ -10,7 +10,7 @@ from torchrelay.gateway.core import RequestRate
 from torchrelay.gateway.limits.limiter import RequestRateExceeded
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_TYPES |= dict.fromkeys((405, 408, 413, 414, 422, 431), "invalid_request_error")
+_TYPES |= dict.fromkeys((405, 408, 413, 414, 415, 422, 431), "invalid_request_error")
 _TYPES |= {409: "conflict_error", 429: "rate_limit_error"}
 
 

@@ -43,6 +43,18 @@ def authorization_of(scope: Mapping[str, Any]) -> str | None:
     return None if key is None else f"Bearer {key.decode('latin-1')}"
 
 
+class OtherThanJson(InvalidRequest):
+    """A body that its header declares as something else."""
+
+    http_status = 415
+
+    def __init__(self, content_type: str) -> None:
+        text = (
+            f"Content-Type {quote_value(content_type)} is not supported: send JSON, as `Content-Type: application/json`"
+        )
+        super().__init__(text, field="Content-Type")
+
+
 class HttpRequest:
     """An HTTP request. Nothing of its body is read before ``read`` or ``receive`` is called."""
 
@@ -51,6 +63,7 @@ class HttpRequest:
         self.receive = receive
         self._declared_bytes = 0
         self._encoding = "identity"
+        self._content_type = ""  # empty: the client does not say
         self.has_unread_body = False
         self._has_key = True  # until ``authenticate`` fails
         self.authorization = authorization_of(scope)
@@ -62,6 +75,8 @@ class HttpRequest:
                 self.has_unread_body = True
             elif name == b"content-encoding":
                 self._encoding = value.decode("latin-1").strip().lower()
+            elif name == b"content-type":
+                self._content_type = value.decode("latin-1").strip()
 
     @property
     def must_close(self) -> bool:
@@ -80,11 +95,13 @@ class HttpRequest:
     async def read(self, max_bytes: int, account: ShareAccount) -> bytearray:
         """The whole body, counted in ``account`` as it arrives.
 
-        Raises ``EncodedBody``; ``BodyTooLarge``, at once if that much is declared; ``ClientDisconnected`` before the
-        end of the body, and as ``ShareAccount.take``.
+        Raises ``EncodedBody``; ``OtherThanJson``; ``BodyTooLarge``, at once if that much is declared;
+        ``ClientDisconnected`` before the end of the body, and as ``ShareAccount.take``.
         """
         if self._encoding not in ("identity", "") and self.has_unread_body:
             raise EncodedBody(self._encoding)
+        if self._content_type and self.has_unread_body and not _is_json(self._content_type):
+            raise OtherThanJson(self._content_type)
         if self._declared_bytes > max_bytes:
             raise BodyTooLarge(max_bytes)
         received = bytearray()
@@ -99,3 +116,8 @@ class HttpRequest:
             received += part
             self.has_unread_body = message.get("more_body", False)
         return received
+
+
+def _is_json(content_type: str) -> bool:
+    media_type = content_type.partition(";")[0].rstrip().lower()
+    return media_type == "application/json" or (media_type.startswith("application/") and media_type.endswith("+json"))

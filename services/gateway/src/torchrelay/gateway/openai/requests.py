@@ -92,6 +92,7 @@ class ChatBody(BaseBody, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
+    function_call: Any = None
     response_format: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -143,6 +144,12 @@ def decode_chat(encoded: bytes | bytearray) -> ChatBody:
     """Raises ``InvalidRequest`` naming the faulty field."""
     body = decode(_CHAT, encoded)
     response_format = body.response_format or {}
+    if not body.tools:
+        _require(
+            "tools", tool_choice=body.tool_choice not in (None, "none"), parallel_tool_calls=body.parallel_tool_calls
+        )
+    if not body.functions:
+        _require("functions", function_call=body.function_call not in (None, "none"))
     _refuse(
         body,
         parallel_tool_calls=bool(body.tools) and body.parallel_tool_calls is False,
@@ -203,8 +210,8 @@ def params_of_completion(body: CompletionBody) -> GenerateParams:
 
 
 def _params(body: BaseBody, **fields: Any) -> GenerateParams:
-    if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
-        raise InvalidRequest("seed must fit into 64 bits", field="seed")
+    if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 63:
+        raise InvalidRequest(f"seed must be between -2**63 and 2**63 - 1, not {body.seed}", field="seed")
     sampling = shared_sampling(body)
     fields |= check_sampling(
         sampling,
@@ -244,8 +251,17 @@ def _message(message: ChatMessageBody, index: int) -> ChatMessage:
     return plain
 
 
+def _require(name: str, **others: object) -> None:
+    """Raises ``InvalidRequest`` for the first of ``others``, which are allowed only with the field ``name``."""
+    for other, is_given in others.items():
+        if is_given:
+            raise InvalidRequest(f"{other} is allowed only with {name}", field=other)
+
+
 def _refuse(body: BaseBody, **refusals: bool) -> None:
     """Raises ``InvalidRequest`` for the first field that asks for something unsupported."""
+    if not body.stream:
+        _require("stream: true", stream_options=body.stream_options is not None)
     for name, is_requested in (_have_effect(body, _WITHOUT_EFFECT) | refusals).items():
         if is_requested:
             raise InvalidRequest(f"{name} is not supported yet", field=name)
