@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.core import ServiceClass
-from torchrelay.gateway.openai.requests import decode_chat, decode_completion, params_of_chat, params_of_completion
+from torchrelay.gateway.openai.requests import (
+    IGNORED,
+    decode_chat,
+    decode_completion,
+    params_of_chat,
+    params_of_completion,
+)
 
 
 def completion(**fields: Any) -> bytes:
@@ -47,6 +54,26 @@ def test_unknown_and_empty_fields_are_ignored() -> None:
         ("guided_regex", "a", None),
         ("guided_choice", ["a"], None),
         ("guided_grammar", "a", None),
+        ("top_a", 0.2, 0),
+        ("typical_p", 0.9, 1.0),
+        ("tfs_z", 0.9, 1),
+        ("mirostat", 2, 0),
+        ("dry_multiplier", 0.8, 0.0),
+        ("xtc_probability", 0.5, 0),
+        ("no_repeat_ngram_size", 3, 0),
+        ("length_penalty", 0.8, 1.0),
+        ("early_stopping", True, False),
+        ("regex", "a+", None),
+        ("ebnf", "root ::= 'a'", None),
+        ("grammar", "root ::= 'a'", None),
+        ("json_schema", "{}", None),
+        ("logits_processors", ["x"], []),
+        ("custom_logit_processor", "x", None),
+        ("lora_path", "x", None),
+        ("plugins", [{"id": "web"}], []),
+        ("web_search_options", {}, None),
+        ("modalities", ["text", "audio"], ["text"]),
+        ("audio", {"voice": "x"}, None),
     ],
 )
 def test_fields_of_other_servers_are_not_ignored(name: str, value: object, harmless: object) -> None:
@@ -55,6 +82,24 @@ def test_fields_of_other_servers_are_not_ignored(name: str, value: object, harml
         with pytest.raises(InvalidRequest, match=f"^{name} is not supported yet") as caught:
             decode(body(**{name: value}))
         assert caught.value.field == name
+
+
+def test_fields_of_other_routers_are_ignored_and_documented() -> None:
+    listed = Path("docs/rest.md").read_text().partition("**Accepted and without effect**")[2].partition("\n\n")[0]
+    assert {name for name in IGNORED if f"`{name}`" in listed} == IGNORED
+    routers = {
+        "provider": {"order": ["a", "b"], "allow_fallbacks": False},
+        "models": ["m", "n"],
+        "route": "fallback",
+        "transforms": ["middle-out"],
+        "usage": {"include": True},
+        "user": "u-1",
+    }
+    for extras in (routers, dict.fromkeys(IGNORED, "x")):
+        assert params_of_chat(decode_chat(chat(**extras))) == params_of_chat(decode_chat(chat()))
+        assert params_of_completion(decode_completion(completion(**extras))) == params_of_completion(
+            decode_completion(completion())
+        )
 
 
 @pytest.mark.parametrize(
@@ -207,6 +252,7 @@ def test_nan_and_infinity_are_refused_by_name(name: str, number: str) -> None:
         (chat(messages=[{"role": "user", "content": None}]), "messages", "must have content"),
         (chat(messages=[{"role": "user", "content": []}]), "messages", "must have content"),
         (chat(max_token=5), "max_token", "unknown field max_token; did you mean max_tokens?"),
+        (chat(prediction={}, zzz=1, top_b=2), "top_b", "did you mean top_p?"),
         (chat(temperatur=1), "temperatur", "did you mean temperature?"),
         (chat(logprobs=True, top_logprobs=21), "top_logprobs", "top_logprobs must be between 0 and 20, not 21"),
         (chat(logprobs=True, top_logprobs=-1), "top_logprobs", "must be between 0 and 20"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Set
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,16 +29,16 @@ _PRIVATE_FIELDS = {"messages", "prompt"}  # never quoted in errors
 _MAX_INSPECTED_BYTES = 1 << 16  # parsing megabytes again to find a faulty value would take seconds
 
 
-def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray) -> B:
-    """Raises ``InvalidRequest``."""
+def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray, ignored: Set[str]) -> B:
+    """Raises ``InvalidRequest``, also for a name that looks like a typo, unless it is one of ``ignored``."""
     try:
         body = decoder.decode(encoded)
-        if typo := typo_hint(_NAMES.decode(encoded).keys(), type(body).__struct_fields__):
+        if typo := typo_hint(_NAMES.decode(encoded).keys(), type(body).__struct_fields__, ignored):
             raise InvalidRequest(f"unknown field {typo[0]}; did you mean {typo[1]}?", field=typo[0])
         return body
     except msgspec.ValidationError as error:
         if "got `float`" in str(error) and (rewritten := _with_whole_numbers(encoded)) is not None:
-            return decode(decoder, rewritten)
+            return decode(decoder, rewritten, ignored)
         message, name = _explain(str(error), encoded)
         raise InvalidRequest(message, field=name) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -83,6 +83,26 @@ class BaseBody(msgspec.Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    top_a: Any = None
+    typical_p: Any = None
+    tfs_z: Any = None
+    mirostat: Any = None
+    dry_multiplier: Any = None
+    xtc_probability: Any = None
+    no_repeat_ngram_size: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    grammar: Any = None
+    json_schema: Any = None
+    logits_processors: Any = None
+    custom_logit_processor: Any = None
+    lora_path: Any = None
+    plugins: Any = None
+    web_search_options: Any = None
+    modalities: Any = None
+    audio: Any = None
 
 
 class ChatBody(BaseBody, kw_only=True):
@@ -127,6 +147,26 @@ _WITHOUT_EFFECT: Final[dict[str, Any]] = {
     "guided_regex": None,
     "guided_choice": None,
     "guided_grammar": None,
+    "top_a": 0,
+    "typical_p": 1,
+    "tfs_z": 1,
+    "mirostat": 0,
+    "dry_multiplier": 0,
+    "xtc_probability": 0,
+    "no_repeat_ngram_size": 0,
+    "length_penalty": 1,
+    "early_stopping": False,
+    "regex": None,
+    "ebnf": None,
+    "grammar": None,
+    "json_schema": None,
+    "logits_processors": [],
+    "custom_logit_processor": None,
+    "lora_path": None,
+    "plugins": [],
+    "web_search_options": None,
+    "modalities": ["text"],
+    "audio": None,
 }
 _WITHOUT_EFFECT_ON_CHAT: Final[dict[str, Any]] = {
     "chat_template": None,
@@ -136,13 +176,24 @@ _WITHOUT_EFFECT_ON_CHAT: Final[dict[str, Any]] = {
     "continue_final_message": False,
 }
 
+# Fields that other servers and routers know and that leave the answer of a single platform as it is: they name the
+# caller or its application, or are hints for caches, thinking models and a choice between providers.
+IGNORED: Final = frozenset(
+    (
+        *("user", "metadata", "store", "safety_identifier", "client_metadata", "session_id", "trace", "request_id"),
+        *("prompt_cache_key", "prompt_cache_retention", "cache_salt", "cache_prompt", "id_slot", "priority"),
+        *("prediction", "reasoning_effort", "reasoning", "include_reasoning", "verbosity", "usage"),
+        *("provider", "models", "route", "transforms", "preset"),
+    )
+)
+
 _CHAT: msgspec.json.Decoder[ChatBody] = msgspec.json.Decoder(ChatBody)
 _COMPLETION: msgspec.json.Decoder[CompletionBody] = msgspec.json.Decoder(CompletionBody)
 
 
 def decode_chat(encoded: bytes | bytearray) -> ChatBody:
     """Raises ``InvalidRequest`` naming the faulty field."""
-    body = decode(_CHAT, encoded)
+    body = decode(_CHAT, encoded, IGNORED)
     response_format = body.response_format or {}
     if not body.tools:
         _require(
@@ -163,7 +214,7 @@ def decode_chat(encoded: bytes | bytearray) -> ChatBody:
 
 def decode_completion(encoded: bytes | bytearray) -> CompletionBody:
     """Raises ``InvalidRequest`` naming the faulty field."""
-    body = decode(_COMPLETION, encoded)
+    body = decode(_COMPLETION, encoded, IGNORED)
     _refuse(body, best_of=(body.best_of or 1) > 1, echo=bool(body.echo), suffix=bool(body.suffix))
     return body
 

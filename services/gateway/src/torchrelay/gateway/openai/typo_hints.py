@@ -9,13 +9,14 @@ MIN_CHARS = 4  # nearly everything is one edit away from shorter names
 MAX_UNKNOWN = 32  # names of a body that are examined
 
 
-def typo_hint(given: Collection[str], known: Collection[str]) -> tuple[str, str] | None:
+def typo_hint(given: Collection[str], known: Collection[str], ignored: Collection[str] = ()) -> tuple[str, str] | None:
     """The first unknown name of ``given`` that is one edit away from a known one, with that one, if any.
 
-    Known names that are given too do not count: beside ``model``, ``models`` is somebody's extension.
+    Known names that are given too do not count: beside ``stop``, ``stops`` is somebody's extension. Nor do names of
+    ``ignored``, which are known to have no effect.
     """
     # Not difflib: a cutoff that accepts swaps in short names ("modle") rejects other servers' fields (min_tokens).
-    unknown = list(islice((name for name in given if name not in known), MAX_UNKNOWN))
+    unknown = list(islice((name for name in given if name not in known and name not in ignored), MAX_UNKNOWN))
     if not unknown:
         return None
     missing = [name for name in known if name not in given and len(name) >= MIN_CHARS]
