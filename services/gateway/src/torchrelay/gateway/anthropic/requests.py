@@ -20,6 +20,7 @@ from torchrelay.gateway.openai.tools import declared_tools
 
 _ROLES: Final = ("user", "assistant")
 _THOUGHTS: Final = ("thinking", "redacted_thinking")  # blocks of earlier answers, which no chat template takes
+_IGNORED: Final = frozenset(("metadata", "thinking"))
 _TIERS: Final = {"auto": "auto", "standard_only": "default"}
 
 
@@ -65,7 +66,7 @@ _DECODER: msgspec.json.Decoder[Body] = msgspec.json.Decoder(Body)
 
 def decode_body(encoded: bytes | bytearray) -> Body:
     """Raises ``InvalidRequest`` naming the faulty field."""
-    return decode(_DECODER, encoded)
+    return decode(_DECODER, encoded, _IGNORED)
 
 
 def params_of(body: Body) -> GenerateParams:
