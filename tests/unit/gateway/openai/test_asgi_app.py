@@ -212,7 +212,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"prompt": None}, "prompt", "invalid_request"),
     ("completions", {"prompt": ""}, "prompt", "invalid_request"),
     ("completions", {"prompt": []}, "prompt", "invalid_request"),
-    ("completions", {"prompt": ["a", "b"]}, "prompt", "invalid_request"),
+    ("completions", {"prompt": ["a", 5]}, "prompt", "invalid_request"),
     ("completions", {"prompt": [1 << 19]}, "prompt", "invalid_request"),
     ("completions", {"prompt": [-1]}, "prompt", "invalid_request"),
     ("completions", {"prompt": "a" * 20_000}, "prompt", "context_length_exceeded"),

@@ -268,7 +268,7 @@ def test_nan_and_infinity_are_refused_by_name(name: str, number: str) -> None:
         (chat(parallel_tool_calls=True), "parallel_tool_calls", "parallel_tool_calls is allowed only with tools"),
         (chat(function_call="auto"), "function_call", "function_call is allowed only with functions"),
         (chat(stream_options={}), "stream_options", "stream_options is allowed only with stream: true"),
-        (chat(tools=[{}], tool_choice="auto"), "tools", "not supported yet"),
+        (chat(tools=[{}], tool_choice="auto"), "tools", "tools[0].type must be 'function'"),
         (chat(seed=1 << 63), "seed", "seed must be between -2**63 and 2**63 - 1, not 9223372036854775808"),
         (chat(repetition_penalty=1.1), "repetition_penalty", "not supported yet"),
         (chat(min_tokens=3), "min_tokens", "not supported yet"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import Send
@@ -10,11 +11,12 @@ from torchrelay.common.errors import TorchrelayError
 from torchrelay.gateway.anthropic import errors, replies, requests
 from torchrelay.gateway.anthropic.replies import MessageEncoder
 from torchrelay.gateway.core import Principal
-from torchrelay.gateway.inference.core import Usage
+from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.gateway.inference.pipeline import RequestSession
+from torchrelay.gateway.limits.shares import ShareAccount
 from torchrelay.gateway.openai.asgi_app import CompletionsApp, HttpExchange
 from torchrelay.gateway.openai.http_request import HttpRequest
-from torchrelay.gateway.openai.replies import ChoiceBuffer, ReplyFormat
+from torchrelay.gateway.openai.replies import Answer, ReplyFormat
 
 _COUNT_TOKENS = "/v1/messages/count_tokens"
 PATHS = frozenset(("/v1/messages", _COUNT_TOKENS))
@@ -31,13 +33,12 @@ class MessageExchange(HttpExchange):
     def error_event(self, error: TorchrelayError) -> bytes:
         return replies.error_event(self.error_body(error))
 
-    def encoder(self, session: RequestSession, reply_format: ReplyFormat) -> MessageEncoder:
+    def encoder(self, session: RequestSession, reply_format: ReplyFormat, first_index: int) -> MessageEncoder:
         return MessageEncoder(session, reply_format.has_tools)
 
-    def whole(
-        self, session: RequestSession, reply_format: ReplyFormat, choices: list[ChoiceBuffer], usage: Usage
-    ) -> bytes:
-        return replies.whole_message(session, reply_format.has_tools, choices[0], usage)
+    def whole(self, sessions: Sequence[RequestSession], reply_format: ReplyFormat, answers: Sequence[Answer]) -> bytes:
+        [session], [answer] = sessions, answers
+        return replies.whole_message(session, reply_format.has_tools, answer.choices[0], answer.usage)
 
 
 class MessagesApp(CompletionsApp):
@@ -46,17 +47,16 @@ class MessagesApp(CompletionsApp):
     def _exchange(self, request: HttpRequest, send: Send) -> MessageExchange:
         return MessageExchange(request, send, self._write_gap_s)
 
-    async def _complete(self, exchange: HttpExchange, path: str, principal: Principal) -> None:
+    async def _complete(self, exchange: HttpExchange, path: str, principal: Principal, held: ShareAccount) -> None:
+        if path != _COUNT_TOKENS:
+            await super()._complete(exchange, path, principal, held)
+            return
         with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
             body = requests.decode_body(await exchange.request.read(self._max_body_bytes, body_bytes))
-            if path == _COUNT_TOKENS:
-                num_tokens = await self._pipeline.num_prompt_tokens(principal, requests.prompt_of(body))
-                await exchange.reply({"input_tokens": num_tokens})
-                return
-            params, is_stream = requests.params_of(body), bool(body.stream)
-            entering = self._pipeline.session(principal, params, exchange.request_id, exchange.arrived_unix_us)
-            reply_format = ReplyFormat(is_chat=True, has_tools=bool(params.tools))
-            del body, params  # otherwise kept until the end of the answer
-            async with entering as session:
-                body_bytes.release()  # the prompt is encoded
-                await exchange.answer(session, reply_format, is_stream)
+            num_tokens = await self._pipeline.num_prompt_tokens(principal, requests.prompt_of(body))
+        await exchange.reply({"input_tokens": num_tokens})
+
+    def _decoded(self, encoded: bytearray, path: str) -> tuple[list[GenerateParams], ReplyFormat, bool]:
+        body = requests.decode_body(encoded)
+        params = requests.params_of(body)
+        return [params], ReplyFormat(is_chat=True, has_tools=bool(params.tools)), bool(body.stream)

@@ -14,6 +14,7 @@ from torchrelay.gateway.core import ServiceClass
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_MESSAGES: Final = 32_768  # each costs microseconds on the event loop
+MAX_PROMPTS: Final = 32  # of one request; clients that send batches send 20 by default
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 512
 MAX_STOP_TOKENS: Final = 64

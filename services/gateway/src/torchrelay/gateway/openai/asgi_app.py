@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -20,13 +21,15 @@ from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.inference.pipeline import RequestPipeline, RequestSession
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
+from torchrelay.gateway.limits.shares import ShareAccount
 from torchrelay.gateway.openai import errors, replies, requests
 from torchrelay.gateway.openai.http_request import HttpRequest
 from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
-from torchrelay.gateway.openai.replies import ChoiceBuffer, ReplyFormat, StreamReply
+from torchrelay.gateway.openai.replies import Answer, ChoiceBuffer, ReplyFormat, StreamReply
 from torchrelay.gateway.openai.tool_calls import ToolCall, ToolCallParser
 
 log = get_logger(__name__)
+T = TypeVar("T")
 
 PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # whether it is a chat
 # Tokens arriving within one gap are written together, each still its own event: a write costs several times as much as
@@ -67,8 +70,9 @@ class CompletionsApp:
                 message = f"method {scope['method']} is not allowed for {scope['path']}; use POST"
                 await exchange.refuse(MethodNotAllowed(message), [(b"allow", b"POST")])
                 return
-            with self._shares.requests.held(principal.tenant_id):
-                await self._complete(exchange, scope["path"], principal)
+            with self._shares.requests.account(principal.tenant_id) as held:
+                held.take(1)
+                await self._complete(exchange, scope["path"], principal, held)
         except ClientDisconnected:
             return
         except TorchrelayError as error:
@@ -80,28 +84,39 @@ class CompletionsApp:
     def _exchange(self, request: HttpRequest, send: Send) -> HttpExchange:
         return HttpExchange(request, send, self._write_gap_s)
 
-    async def _complete(self, exchange: HttpExchange, path: str, principal: Principal) -> None:
+    async def _complete(self, exchange: HttpExchange, path: str, principal: Principal, held: ShareAccount) -> None:
+        """Answers each prompt by a request of its own, all at once; the first one has the id of the reply."""
         with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
             encoded = await exchange.request.read(self._max_body_bytes, body_bytes)
-            params, reply_format, is_stream = _decode_request(encoded, PATHS[path])
-            entering = self._pipeline.session(principal, params, exchange.request_id, exchange.arrived_unix_us)
-            del encoded, params  # otherwise kept until the end of the answer
-            async with entering as session:
-                body_bytes.release()  # the prompt is encoded
-                await exchange.answer(session, reply_format, is_stream)
+            prompts, reply_format, is_stream = self._decoded(encoded, path)
+            del encoded  # otherwise kept until the end of the answer, as each prompt would be in ``prompts``
+            held.take(len(prompts) - 1)
+            async with AsyncExitStack() as stack:
+                sessions: list[RequestSession] = []
+                while prompts:
+                    request_id = f"{exchange.request_id}-{len(sessions)}" if sessions else exchange.request_id
+                    entering = self._pipeline.session(principal, prompts.pop(0), request_id, exchange.arrived_unix_us)
+                    sessions.append(await stack.enter_async_context(entering))
+                body_bytes.release()  # the prompts are encoded
+                await exchange.answer(sessions, reply_format, is_stream)
+
+    def _decoded(self, encoded: bytearray, path: str) -> tuple[list[GenerateParams], ReplyFormat, bool]:
+        """The parameters of each prompt, the format of the reply, and whether it is streamed."""
+        return _decode_request(encoded, PATHS[path])
 
 
-def _decode_request(encoded: bytearray, is_chat: bool) -> tuple[GenerateParams, ReplyFormat, bool]:
+def _decode_request(encoded: bytearray, is_chat: bool) -> tuple[list[GenerateParams], ReplyFormat, bool]:
+    """The parameters of each prompt, the format of the reply, and whether it is streamed."""
     body: requests.BaseBody
     if is_chat:
         body = chat = requests.decode_chat(encoded)
-        params = requests.params_of_chat(chat)
+        prompts = [requests.params_of_chat(chat)]
     else:
         body = completion = requests.decode_completion(encoded)
-        params = requests.params_of_completion(completion)
+        prompts = [requests.params_of_completion(each) for each in requests.one_per_prompt(completion)]
     wants_usage = bool(body.stream_options and body.stream_options.include_usage)
-    reply_format = ReplyFormat(is_chat, bool(params.tools), wants_usage, bool(body.return_token_ids))
-    return params, reply_format, bool(body.stream)
+    reply_format = ReplyFormat(is_chat, bool(prompts[0].tools), wants_usage, bool(body.return_token_ids))
+    return prompts, reply_format, bool(body.stream)
 
 
 class HttpExchange:
@@ -117,12 +132,12 @@ class HttpExchange:
         self.request_id, self.arrived_unix_us = new_id("req"), now_unix_us()
         self._rate: RequestRate | None = None
 
-    async def answer(self, session: RequestSession, reply_format: ReplyFormat, is_stream: bool) -> None:
-        """Runs the request to its end, or until its client disconnects."""
-        self._rate = session.rate
-        watcher = asyncio.ensure_future(self._watch(session))
+    async def answer(self, sessions: Sequence[RequestSession], reply_format: ReplyFormat, is_stream: bool) -> None:
+        """Runs the requests to their ends, or until their client disconnects."""
+        self._rate = sessions[-1].rate
+        watcher = asyncio.ensure_future(self._watch(sessions))
         try:
-            await (self._stream(session, reply_format) if is_stream else self._answer_at_once(session, reply_format))
+            await (self._stream(sessions, reply_format) if is_stream else self._answer_at_once(sessions, reply_format))
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
@@ -135,15 +150,13 @@ class HttpExchange:
         """The last event of a failed stream."""
         return replies.error_event(self.error_body(error))
 
-    def encoder(self, session: RequestSession, reply_format: ReplyFormat) -> StreamEncoder:
-        return SseEncoder(session, reply_format)
+    def encoder(self, session: RequestSession, reply_format: ReplyFormat, first_index: int) -> StreamEncoder:
+        """The encoder of the events of a prompt's answer; ``first_index`` is that of its first choice."""
+        return SseEncoder(session, reply_format, self.request_id, first_index)
 
-    def whole(
-        self, session: RequestSession, reply_format: ReplyFormat, choices: list[ChoiceBuffer], usage: Usage
-    ) -> bytes:
+    def whole(self, sessions: Sequence[RequestSession], reply_format: ReplyFormat, answers: Sequence[Answer]) -> bytes:
         """The JSON of a finished request."""
-        logprobs = _logprob_formatter(session, reply_format)
-        return replies.whole_reply(session.request.resolved, reply_format, choices, usage, logprobs)
+        return replies.whole_reply(reply_format, answers)
 
     async def reply(self, body: Any) -> None:
         """Answers with JSON."""
@@ -164,10 +177,11 @@ class HttpExchange:
         await self._begin(status, [_JSON, (b"content-length", str(len(encoded)).encode()), *headers])
         await self._send({"type": "http.response.body", "body": encoded})
 
-    async def _watch(self, session: RequestSession) -> None:
+    async def _watch(self, sessions: Sequence[RequestSession]) -> None:
         while (await self.request.receive())["type"] != "http.disconnect":
             pass
-        session.request.stop()
+        for session in sessions:
+            session.request.stop()
 
     async def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self._has_begun = True
@@ -178,27 +192,20 @@ class HttpExchange:
             listed += encoded_headers(errors.rate_headers(self._rate))
         await self._send({"type": "http.response.start", "status": status, "headers": listed})
 
-    async def _answer_at_once(self, session: RequestSession, reply_format: ReplyFormat) -> None:
-        request = session.request
-        choices = [ChoiceBuffer() for _ in session.texts]
-        while not request.is_finished:
-            for delta in await request.next():
-                choice, text = choices[delta.choice], session.texts[delta.choice]
-                choice.token_ids += delta.token_ids
-                if session.tokens is None:
-                    choice.text += [text.step(token_id) for token_id in delta.token_ids]
-                else:
-                    for piece, entry in _text_and_logprobs(session, delta):
-                        choice.text.append(piece)
-                        choice.logprobs.append(entry)
-                if delta.finish is not None:
-                    choice.text.append(text.flush())
-                    choice.finish = delta.finish
-        await request.settled(SETTLE_TIMEOUT_S)
-        await self._reply(200, self.whole(session, reply_format, choices, request.usage))
+    async def _answer_at_once(self, sessions: Sequence[RequestSession], reply_format: ReplyFormat) -> None:
+        answers = await _all_of([_whole_answer(session, reply_format) for session in sessions])
+        await self._reply(200, self.whole(sessions, reply_format, answers))
 
-    async def _stream(self, session: RequestSession, reply_format: ReplyFormat) -> None:
-        request, events = session.request, self.encoder(session, reply_format)
+    async def _stream(self, sessions: Sequence[RequestSession], reply_format: ReplyFormat) -> None:
+        encoders = [
+            self.encoder(session, reply_format, number * len(session.texts)) for number, session in enumerate(sessions)
+        ]
+        await _all_of([self._stream_events(*each) for each in zip(sessions, encoders, strict=True)])
+        end = encoders[0].end(replies.total_usage([session.request.usage for session in sessions]))
+        await self._send({"type": "http.response.body", "body": end})
+
+    async def _stream_events(self, session: RequestSession, events: StreamEncoder) -> None:
+        request = session.request
         loop, written_at = asyncio.get_running_loop(), 0.0
         while not request.is_finished:
             deltas = await request.next()
@@ -211,7 +218,6 @@ class HttpExchange:
             if is_fast and not request.is_finished:
                 await request.pause(self._write_gap_s)
         await request.settled(SETTLE_TIMEOUT_S)
-        await self._send({"type": "http.response.body", "body": events.end(request.usage)})
 
 
 class StreamEncoder(Protocol):
@@ -224,6 +230,38 @@ class StreamEncoder(Protocol):
     def end(self, usage: Usage) -> bytes: ...
 
 
+async def _whole_answer(session: RequestSession, reply_format: ReplyFormat) -> Answer:
+    request, logprobs = session.request, _logprob_formatter(session, reply_format)
+    choices = [ChoiceBuffer() for _ in session.texts]
+    while not request.is_finished:
+        for delta in await request.next():
+            choice, text = choices[delta.choice], session.texts[delta.choice]
+            choice.token_ids += delta.token_ids
+            if logprobs is None:
+                choice.text += [text.step(token_id) for token_id in delta.token_ids]
+            else:
+                for piece, entry in _text_and_logprobs(session, delta):
+                    choice.text.append(piece)
+                    choice.logprobs.append(entry)
+            if delta.finish is not None:
+                choice.text.append(text.flush())
+                choice.finish = delta.finish
+    await request.settled(SETTLE_TIMEOUT_S)
+    return Answer(request.resolved, choices, request.usage, logprobs)
+
+
+async def _all_of(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all parts, which run at once. Raises the first error, and cancels the other parts then."""
+    if len(parts) == 1:
+        return [await parts[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(part) for part in parts]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
 def encoded_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     """Headers as ASGI has them."""
     return [(name.encode(), value.encode()) for name, value in headers.items()]
@@ -232,8 +270,8 @@ def encoded_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
 class SseEncoder:
     """Encodes token deltas as server-sent events."""
 
-    def __init__(self, session: RequestSession, reply_format: ReplyFormat) -> None:
-        self.reply = StreamReply(session.request.resolved, reply_format)
+    def __init__(self, session: RequestSession, reply_format: ReplyFormat, reply_id: str, first_index: int) -> None:
+        self.reply = StreamReply(session.request.resolved, reply_format, reply_id, first_index)
         self._logprobs = _logprob_formatter(session, reply_format)
         self._session = session
         self._calls = [ToolCallParser() for _ in session.texts] if reply_format.has_tools else None

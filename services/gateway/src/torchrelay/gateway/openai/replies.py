@@ -52,6 +52,14 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
+def total_usage(usages: Sequence[Usage]) -> Usage:
+    return Usage(
+        sum(usage.num_prompt_tokens for usage in usages),
+        sum(usage.num_cached_prompt_tokens for usage in usages),
+        sum(usage.num_output_tokens for usage in usages),
+    )
+
+
 @dataclass(slots=True)
 class ChoiceBuffer:
     """A choice of a non-streamed reply, as it accumulates."""
@@ -71,16 +79,21 @@ def _call_object(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def whole_reply(
-    resolved: ResolvedRequest,
-    reply_format: ReplyFormat,
-    choices: Sequence[ChoiceBuffer],
-    usage: Usage,
-    logprobs: LogprobFormatter | None = None,
-) -> bytes:
-    """The JSON of a finished request."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All choices of a prompt."""
+
+    resolved: ResolvedRequest
+    choices: Sequence[ChoiceBuffer]
+    usage: Usage
+    logprobs: LogprobFormatter | None
+
+
+def whole_reply(reply_format: ReplyFormat, answers: Sequence[Answer]) -> bytes:
+    """The JSON of a finished request; the choices of each prompt follow those of the prompt before."""
     listed: list[dict[str, Any]] = []
-    for index, choice in enumerate(choices):
+    pairs = [(answer, choice) for answer in answers for choice in answer.choices]
+    for index, (answer, choice) in enumerate(pairs):
         text, calls = "".join(choice.text), list[ToolCall]()
         if reply_format.has_tools:
             text, calls = divided(text)
@@ -88,7 +101,7 @@ def whole_reply(
         if calls:
             message |= {"content": text or None, "tool_calls": [_call_object(call) for call in calls]}
         content = {"message": message} if reply_format.is_chat else {"text": text}
-        shown = None if logprobs is None else logprobs.of(choice.logprobs)
+        shown = None if answer.logprobs is None else answer.logprobs.of(choice.logprobs)
         entry: dict[str, Any] = {
             "index": index,
             **content,
@@ -98,15 +111,16 @@ def whole_reply(
         if reply_format.return_token_ids:
             entry["token_ids"] = choice.token_ids
             if not reply_format.is_chat:
-                entry["prompt_token_ids"] = resolved.prompt
+                entry["prompt_token_ids"] = answer.resolved.prompt
         listed.append(entry)
+    resolved = answers[0].resolved
     reply: dict[str, Any] = {
         "id": resolved.request_id,
         "object": "chat.completion" if reply_format.is_chat else "text_completion",
         "created": int(time.time()),
         "model": resolved.model.name,
         "choices": listed,
-        "usage": usage_object(usage),
+        "usage": usage_object(total_usage([answer.usage for answer in answers])),
     }
     if reply_format.return_token_ids and reply_format.is_chat:
         reply["prompt_token_ids"] = resolved.prompt
@@ -114,20 +128,24 @@ def whole_reply(
 
 
 class StreamReply:
-    """The events of a streamed reply: one per token, one at the end of each choice, then usage if requested."""
+    """The events of a streamed reply: one per token, one at the end of each choice, then usage if requested.
 
-    def __init__(self, resolved: ResolvedRequest, reply_format: ReplyFormat) -> None:
+    ``reply_id`` and ``first_index`` differ from the request's own if it is one of several prompts.
+    """
+
+    def __init__(self, resolved: ResolvedRequest, reply_format: ReplyFormat, reply_id: str, first_index: int) -> None:
         kind = b"chat.completion.chunk" if reply_format.is_chat else b"text_completion"
         self._format = reply_format
         self._head = b'data: {"id":%s,"object":"%s","created":%d,"model":%s' % (
-            encode_json(resolved.request_id),
+            encode_json(reply_id),
             kind,
             int(time.time()),
             encode_json(resolved.model.name),
         )
         opening = b'"delta":{"content":' if reply_format.is_chat else b'"text":'
         self._heads = [
-            b'%s,"choices":[{"index":%d,%s' % (self._head, choice, opening) for choice in range(resolved.num_choices)
+            b'%s,"choices":[{"index":%d,%s' % (self._head, first_index + choice, opening)
+            for choice in range(resolved.num_choices)
         ]
         self._after_text = b"}" if reply_format.is_chat else b""
         self._usage_field = b',"usage":null' if reply_format.include_usage else b""

@@ -16,6 +16,7 @@ from torchrelay.common.sampling import shared_sampling
 from torchrelay.gateway.inference.core import ChatMessage, GenerateParams
 from torchrelay.gateway.inference.parameter_ranges import (
     MAX_COMPLETION_LOGPROBS,
+    MAX_PROMPTS,
     bias_tokens,
     check_num_messages,
     check_role,
@@ -242,8 +243,25 @@ def params_of_chat(body: ChatBody) -> GenerateParams:
     )
 
 
+def one_per_prompt(body: CompletionBody) -> list[CompletionBody]:
+    """The body itself, or one for each of its prompts. Raises ``InvalidRequest``."""
+    prompts = body.prompt
+    if isinstance(prompts, str) or len(prompts) < 2 or isinstance(prompts[0], int):
+        return [body]
+    if len(prompts) > MAX_PROMPTS:
+        message = f"prompt has {len(prompts):,} prompts; at most {MAX_PROMPTS} are allowed"
+        raise InvalidRequest(message, field="prompt")
+    if len(set(map(type, prompts))) > 1:
+        raise _malformed_prompt()
+    return [msgspec.structs.replace(body, prompt=each) for each in prompts]
+
+
+def _malformed_prompt() -> InvalidRequest:
+    return InvalidRequest("prompt must be a text, a list of token ids, or a list of either", field="prompt")
+
+
 def params_of_completion(body: CompletionBody) -> GenerateParams:
-    """Raises ``InvalidRequest``."""
+    """The parameters of a body with one prompt. Raises ``InvalidRequest``."""
     fields: dict[str, Any] = {"max_tokens": body.max_tokens}
     if body.logprobs is not None:
         fields["top_logprobs"] = check_top_logprobs(body.logprobs, MAX_COMPLETION_LOGPROBS, "logprobs")
@@ -253,7 +271,7 @@ def params_of_completion(body: CompletionBody) -> GenerateParams:
     if isinstance(prompt, str):
         return _params(body, text=prompt, **fields)
     if not set(map(type, prompt)) <= {int}:
-        raise InvalidRequest("several prompts per request are not supported yet", field="prompt")
+        raise _malformed_prompt()
     token_ids: tuple[Any, ...] = tuple(prompt)
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 1 << 32:
         raise InvalidRequest("token ids must be non-negative and below 2**32", field="prompt")
