@@ -88,6 +88,8 @@ def test_missing_folder_or_nested_model_is_hinted(model_folder: Path) -> None:
 
     above, needed = model_folder.parent, "give the folder of a Hugging Face model"
     assert refusal(above / "Tyni") == (f"{above / 'Tyni'} does not exist", needed)
+    download = "; to download a model first: hf download acme/tiny --local-dir DIR"
+    assert refusal(Path("acme/tiny")) == ("acme/tiny does not exist", needed + download)
     config = model_folder / "config.json"
     assert refusal(config) == (f"{config} is not a folder", needed)
     beneath = f"{model_folder} has one: torchrelay upload {model_folder} --name NAME"

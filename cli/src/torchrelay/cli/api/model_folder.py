@@ -69,8 +69,12 @@ def model_files(folder: Path, progress: ProgressCallback) -> list[LocalFile]:
 def model_paths(folder: Path) -> list[Path]:
     """The model's files by name. Raises ``CliError`` when the folder is not a model."""
     if not folder.is_dir():
-        fault = "is not a folder" if folder.exists() else "does not exist"
-        raise CliError(f"{folder} {fault}", _NEED_FOLDER)
+        if folder.exists():
+            raise CliError(f"{folder} is not a folder", _NEED_FOLDER)
+        name = str(folder)
+        is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+        hint = f"; to download a model first: hf download {name} --local-dir DIR" if is_hub_name else ""
+        raise CliError(f"{folder} does not exist", _NEED_FOLDER + hint)
     present = sorted(path for path in folder.iterdir() if path.is_file())
     names = {path.name for path in present}
     if "config.json" not in names:

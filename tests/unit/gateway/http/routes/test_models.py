@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from anthropic.types import ModelInfo
 
 from tests.unit.gateway.http.conftest import RestRig
 from tests.unit.gateway.http.routes.test_uploads import published
@@ -21,6 +22,19 @@ async def test_model_is_read_changed_and_deleted_by_both_names(rig: RestRig) -> 
     assert (await rig.acme.get("/v1/models/glossary")).status_code == 404
     assert (await rig.acme.delete("/v1/models/glossary")).status_code == 404
     assert rig.events[-1] == ("deleted", "acme/glossary")
+
+
+async def test_anthropic_clients_get_models_in_their_format(rig: RestRig) -> None:
+    version = {"anthropic-version": "2023-06-01"}
+    none = {"data": [], "has_more": False, "first_id": None, "last_id": None}
+    assert (await rig.acme.get("/v1/models?limit=1000", headers=version)).json() == none
+    model = await published(rig.acme)
+    listed = (await rig.acme.get("/v1/models?limit=1000", headers=version)).json()
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("acme/glossary", "acme/glossary", False)
+    assert (await rig.acme.get("/v1/models/glossary", headers=version)).json() == listed["data"][0]
+    shown = ModelInfo.model_validate(listed["data"][0])
+    assert (shown.type, shown.id, shown.display_name) == ("model", "acme/glossary", "acme/glossary")
+    assert (shown.created_at.timestamp(), shown.max_input_tokens) == (model["created"], model["context_length"])
 
 
 async def test_another_tenants_model_looks_absent(rig: RestRig) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Header
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from torchrelay.common.errors import PermissionDenied
@@ -17,6 +18,7 @@ from torchrelay.gateway.http.whole_number import WholeNumber
 
 router = APIRouter(prefix="/v1/models")
 _TARGET_BOUNDS = Field(json_schema_extra={"minimum": 0, "maximum": MOST_TARGET_S})
+AnthropicVersion = Annotated[str | None, Header()]  # Anthropic's clients send it, and expect its format
 TargetS = Annotated[float, _TARGET_BOUNDS, AfterValidator(checked_target_s)]
 
 
@@ -52,15 +54,24 @@ _OPERATORS_FIELDS = [name for name in SettingsBody.model_fields if name not in S
 
 
 @router.get("")
-async def all_models(services: ServicesOf, caller: Caller) -> dict[str, Any]:
+async def all_models(
+    services: ServicesOf, caller: Caller, anthropic_version: AnthropicVersion = None
+) -> dict[str, Any]:
     async with services.queries.turn(caller.tenant_id):
         models = await services.catalog.models(caller)
-    return {"object": "list", "data": [shown(services, model) for model in models]}
+    if anthropic_version is None:
+        return {"object": "list", "data": [shown(services, model) for model in models]}
+    ids: list[str | None] = [*(model.name for model in models)] or [None]
+    listed = [shown_to_anthropic(model) for model in models]
+    return {"data": listed, "has_more": False, "first_id": ids[0], "last_id": ids[-1]}
 
 
 @router.get("/{name:path}")
-async def one_model(services: ServicesOf, caller: Caller, name: str) -> dict[str, Any]:
-    return shown(services, await services.catalog.resolve(caller, name))
+async def one_model(
+    services: ServicesOf, caller: Caller, name: str, anthropic_version: AnthropicVersion = None
+) -> dict[str, Any]:
+    model = await services.catalog.resolve(caller, name)
+    return shown(services, model) if anthropic_version is None else shown_to_anthropic(model)
 
 
 @router.patch("/{name:path}")
@@ -81,6 +92,19 @@ async def delete(services: ServicesOf, caller: Caller, name: str) -> dict[str, A
     await services.catalog.delete(model)
     await services.model_changed("deleted", model.name, None)
     return {"id": model.name, "object": "model", "deleted": True}
+
+
+def shown_to_anthropic(model: PublishedModel) -> dict[str, Any]:
+    """A model in Anthropic's format."""
+    created = datetime.fromtimestamp(model.created_unix_us // 1_000_000, UTC)
+    return {
+        "type": "model",
+        "id": model.name,
+        "display_name": model.name,
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": model.version.shape.max_context_tokens,
+    }
 
 
 def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
