@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.support.wait import HANG_S
 from torchrelay.common.errors import Conflict
-from torchrelay.param_store.grpc.cancellable_acquire import acquire_on_thread
+from torchrelay.param_store.grpc.cancellable_acquire import acquire_on_thread, release_on_thread
 
 
 async def test_acquired_resource_returned() -> None:
@@ -53,3 +54,16 @@ async def test_failed_cancelled_acquire_releases_nothing() -> None:
     with pytest.raises(asyncio.CancelledError):
         await call
     assert given_back == []
+
+
+async def test_resource_is_released_though_its_call_is_cancelled_before_a_thread_is_free() -> None:
+    threads, may_go_on, released = ThreadPoolExecutor(1), threading.Event(), threading.Event()
+    asyncio.get_running_loop().set_default_executor(threads)
+    threads.submit(may_go_on.wait, HANG_S)
+    releasing = asyncio.create_task(release_on_thread(released.set))
+    await asyncio.sleep(0)
+    releasing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await releasing
+    may_go_on.set()
+    assert await asyncio.to_thread(released.wait, HANG_S)

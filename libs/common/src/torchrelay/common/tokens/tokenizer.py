@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import Decoder
@@ -23,9 +23,9 @@ from torchrelay.common.tokens.tokenizer_document import (
     read_tokenizer,
 )
 from torchrelay.common.tokens.tokenizer_limits import TokenizerRefused
+from torchrelay.common.tokens.vocabulary import added_ids, vocabulary_ids
 
 BPE_CACHE_WORDS = 4096
-MAX_ID: Final = (1 << 32) - 1
 ADDED_TOKENS_PER_SLICE = 1024
 
 _OPTIONS = (
@@ -101,16 +101,16 @@ def _load_from_lists(read: Callable[[], TokenizerDocument]) -> Tokenizer:
     for part in document.vocabulary():
         ids.update(part)
     merges = [pair for pairs in document.merges() for pair in pairs]
-    shell = _without_vocabulary(document)
+    shell = _withoutvocabulary_ids(document)
     del document
     return _load_in_parts(shell, lambda options: BPE(ids, merges, **options))
 
 
 def _load_decoding(read: Callable[[], TokenizerDocument]) -> TokenDecoder:
     document = read()
-    ids, repeated = _vocabulary(document)
+    ids, repeated = vocabulary_ids(document)
     document = replace(document, model={})  # the JSON is freed before the decoder is built
-    added = _added_ids(document, ids, len(ids) + len(repeated))
+    added = added_ids(document, ids, len(ids) + len(repeated))
     changed, decoder = _normalized(document)
     # Several may have one id, by their text or by chance: the last is declared, the last that changes is spelt.
     declared = {added[token.content]: token.content for token in document.added_tokens if token.content}
@@ -143,42 +143,10 @@ def _normalized(document: TokenizerDocument) -> tuple[dict[str, str], Decoder | 
     return changed, stand_in.decoder
 
 
-def _vocabulary(document: TokenizerDocument) -> tuple[dict[str, int], list[tuple[str, int]]]:
-    """Ids by token, and the other ids of tokens that come more than once."""
-    ids: dict[str, int] = {}
-    repeated: list[tuple[str, int]] = []
-    is_object = not document.has_scores
-    for part in document.vocabulary():
-        for token, token_id in part:
-            if not 0 <= token_id <= MAX_ID:
-                raise TokenizerRefused("model.vocab", f"{token[:40]!r} with the id {token_id} is not a token")
-            if token in ids and not is_object:  # of equal keys the last counts
-                repeated.append((token, ids[token]))
-            ids[token] = token_id
-    return ids, repeated
-
-
-def added_token_ids(document: TokenizerDocument) -> dict[str, int]:
-    """The ids that the library gives the added tokens, by their text. Raises ``TokenizerRefused``."""
-    ids, repeated = _vocabulary(document)
-    return _added_ids(document, ids, len(ids) + len(repeated))
-
-
 def _emptied(ids: dict[str, int]) -> Iterator[tuple[str, int]]:
     """The entries, each freed as it is used."""
     while ids:
         yield ids.popitem()
-
-
-def _added_ids(document: TokenizerDocument, ids: Mapping[str, int], num_tokens: int) -> dict[str, int]:
-    """The ids that the library gives the added tokens: those of the vocabulary, otherwise the next from its size on."""
-    added: dict[str, int] = {}
-    for token in document.added_tokens:
-        if token.content and token.content not in added:
-            known = ids.get(token.content)
-            added[token.content] = num_tokens if known is None else known
-            num_tokens += known is None
-    return added
 
 
 def _load_whole(document: TokenizerDocument) -> Tokenizer:
@@ -251,7 +219,7 @@ def _split(document: TokenizerDocument, folder: Path) -> TokenizerDocument:
     (folder / _VOCAB).write_bytes(document.model["vocab"])
     with (folder / _MERGES).open("wb") as file:
         file.writelines(_lines(pairs) for pairs in document.merges())
-    return _without_vocabulary(document)
+    return _withoutvocabulary_ids(document)
 
 
 def _require_bpe(document: TokenizerDocument) -> None:
@@ -259,7 +227,7 @@ def _require_bpe(document: TokenizerDocument) -> None:
         raise _UnsupportedTokenizer
 
 
-def _without_vocabulary(document: TokenizerDocument) -> TokenizerDocument:
+def _withoutvocabulary_ids(document: TokenizerDocument) -> TokenizerDocument:
     return replace(document, model={name: raw.copy() for name, raw in document.model.items() if name in _OPTIONS})
 
 

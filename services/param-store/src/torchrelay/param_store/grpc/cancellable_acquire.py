@@ -1,4 +1,4 @@
-"""Acquires a resource on a thread, for a call that may be cancelled at any time."""
+"""Acquires and releases a resource on a thread, for a call that may be cancelled at any time."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ async def acquire_on_thread(acquire: Callable[[], T], release: Callable[[T], obj
     except asyncio.CancelledError:
         running.add_done_callback(lambda ended: _release(ended, release))
         raise
+
+
+async def release_on_thread(release: Callable[[], object]) -> None:
+    """Calls ``release`` on a thread, which no cancellation prevents: a cancelled ``to_thread`` may never begin."""
+    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, release))
 
 
 def _release(ended: asyncio.Future[T], release: Callable[[T], object]) -> None:

@@ -15,7 +15,7 @@ from torchrelay.common.host.disk import write_error
 from torchrelay.common.net.rpc.options import ACCEPTED
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import param_store_pb2 as pb
-from torchrelay.param_store.grpc.cancellable_acquire import acquire_on_thread
+from torchrelay.param_store.grpc.cancellable_acquire import acquire_on_thread, release_on_thread
 from torchrelay.param_store.grpc.messages import file_state, upload_state, version_description
 from torchrelay.param_store.remote.versions import Version
 from torchrelay.param_store.store import Store
@@ -72,7 +72,7 @@ class UploadRpcs:
             raise write_error(error, f"{opening.path}: cannot be written", upload.folder) from error
         finally:
             if writer is not None:
-                await asyncio.to_thread(writer.close)
+                await release_on_thread(writer.close)
         return file_state(upload.file_progress(opening.path))
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> AsyncIterator[pb.CommitProgress]:
@@ -98,7 +98,7 @@ class UploadRpcs:
         finally:
             if not packed:
                 self.store.publish_queue.release(turn)
-                await asyncio.to_thread(upload.end_commit)
+                await release_on_thread(upload.end_commit)
         # Once publishing has begun it must end and be recorded, even if the client is gone: cancelling this call
         # cancels only its wait.
         loop, threads, num_bytes = asyncio.get_running_loop(), self.store.publish_threads, upload.num_bytes

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from torchrelay.common.tokens.tokenizer import added_token_ids
 from torchrelay.common.tokens.tokenizer_document import AddedTokenEntry, TokenizerDocument
+from torchrelay.common.tokens.vocabulary import added_token_ids
 from torchrelay.param_store.model_files import ADDED_TOKENS, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from torchrelay.param_store.packer.core import PackRefused, quoted
 
