@@ -99,10 +99,12 @@ async def test_slot_reports_each_layer_that_arrives(tmp_path: Path, model: Model
         assert slot.hosted is not None
         await slot.hosted.settled.wait()
         reported: list[int] = []
+        shares: list[float] = []
 
         async def watch() -> None:
             async for _ in slot.changes():
                 reported.append(slot.report().num_layers_ready)
+                shares.append(slot.report().loaded_share)
 
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(watch())
@@ -110,6 +112,9 @@ async def test_slot_reports_each_layer_that_arrives(tmp_path: Path, model: Model
                 missing = range(-(-segment.end // manifest.chunk_bytes))
                 pack.let(*(index for index in missing if not pack.ready_flags()[index]))
                 await eventually(lambda number=number: bool(reported) and reported[-1] >= number)  # type: ignore[misc]
+                loaded = manifest.segments[reported[-1] :]  # the last layer may have come with the head
+                ends = [segment.end for segment in (loaded if len(loaded) == 2 else loaded[:1])]
+                assert any(shares[-1] == pytest.approx(end / manifest.segments[-1].end) for end in ends)
             watching.cancel()
         assert len(set(reported)) > 1
         pack.let_all()

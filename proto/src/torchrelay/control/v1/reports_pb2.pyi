@@ -287,6 +287,7 @@ class SlotState(_message.Message):
     LOAD_PHASES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     STORE_WAS_LOST_FIELD_NUMBER: _builtins.int
+    LOADED_SHARE_FIELD_NUMBER: _builtins.int
     state: Global___SlotState.State.ValueType
     instance_id: _builtins.str
     model: _builtins.str
@@ -298,6 +299,8 @@ class SlotState(_message.Message):
     """why the last load failed; cleared by the next Load"""
     store_was_lost: _builtins.bool
     """it failed because the store could not be reached"""
+    loaded_share: _builtins.float
+    """of the pack's bytes, while it loads"""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.Role.ValueType]:
         """roles played now"""
@@ -320,10 +323,11 @@ class SlotState(_message.Message):
         load_phases: _abc.Iterable[_types_pb2.Phase] | None = ...,
         error: _builtins.str = ...,
         store_was_lost: _builtins.bool = ...,
+        loaded_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "instance_id", b"instance_id", "load_phases", b"load_phases", "model", b"model", "num_layers", b"num_layers", "num_layers_ready", b"num_layers_ready", "pack_id", b"pack_id", "roles", b"roles", "state", b"state", "store_was_lost", b"store_was_lost", "version_id", b"version_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "instance_id", b"instance_id", "load_phases", b"load_phases", "loaded_share", b"loaded_share", "model", b"model", "num_layers", b"num_layers", "num_layers_ready", b"num_layers_ready", "pack_id", b"pack_id", "roles", b"roles", "state", b"state", "store_was_lost", b"store_was_lost", "version_id", b"version_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

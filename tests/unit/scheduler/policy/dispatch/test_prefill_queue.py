@@ -69,6 +69,19 @@ def test_on_an_instance_that_loads_nothing_has_begun() -> None:
     assert queue.ahead_s(30.5) == pytest.approx(1.5)
 
 
+def test_loading_instance_has_computed_the_layers_that_it_has() -> None:
+    queue = PrefillQueue()
+    assert queue.left_by_layer_s(0.5, 10.0) == 0.0
+    queue.bind(A, 1.0, now=10.0)
+    queue.bind(B, 2.0, now=10.0)
+    assert queue.left_by_layer_s(0.5, 10.4) == pytest.approx(2.6), "one prompt at a time"
+    assert queue.left_by_layer_s(0.5, 12.0) == pytest.approx(1.5), "it waits for the other layers"
+    queue.bind(C, 1.0, now=12.0)
+    assert [queue.left_by_layer_s(0.5, now) for now in (12.0, 12.1, 14.0)] == pytest.approx([2.5, 2.4, 2.0])
+    queue.leave(A, now=14.0)
+    assert queue.left_by_layer_s(1.0, 14.0) == pytest.approx(0.0)
+
+
 def test_pauses_accumulate_and_pass_without_prompts() -> None:
     queue = PrefillQueue()
     queue.bind(A, 1.0, now=10.0, pause_s=0.15)

@@ -69,3 +69,10 @@ def test_overdue_load_is_expected_later_and_later() -> None:
     loading = Instance("i", "m", "v", "p", "w", "w", "h", BOTH, InstancePhase.LOADING, since=0.0, created_at=100.0)
     left_s = [load_left_s(loading, 10.0, 100.0 + elapsed_s) for elapsed_s in (0.0, 6.0, 10.0, 15.0, 60.0)]
     assert left_s == [10.0, 4.0, 1.0, 5.0, 50.0]
+
+
+def test_load_left_follows_bytes_and_shrinks_between_layers() -> None:
+    loading = Instance("i", "m", "v", "p", "w", "w", "h", BOTH, InstancePhase.LOADING, since=0.0, created_at=100.0)
+    quarter = replace(loading, num_layers_ready=1, num_layers=8, loaded_share=0.25, progressed_at=102.0)
+    left_s = [load_left_s(quarter, 10.0, now) for now in (102.0, 103.0, 104.0, 107.0, 110.0)]
+    assert left_s == pytest.approx([6.0, 5.0, 4.0, 1.0, 2.0])

@@ -123,6 +123,15 @@ def test_source_computes_on_until_next_worker_is_almost_free() -> None:
     assert 0.2 < placement.prompt_source.wait_s < 0.38
 
 
+def test_prompt_behind_computed_layers_is_in_time() -> None:
+    cluster = Cluster(loaded=(), loading=("w1",))
+    cluster.admit(4)
+    cluster.load(16)
+    cluster.admit(1)
+    placement = cluster.scene.placement("r4")
+    assert placement is not None and placement.predicted.ttft_s == pytest.approx(1.28, abs=0.1), "not 5 x 0.48 s"
+
+
 def test_loaded_instance_is_kept_for_recalled_prompts() -> None:
     cluster = Cluster()
     cluster.admit(12)

@@ -154,13 +154,16 @@ class Loader:
 
     async def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:
         """Opens every segment that has become complete, and notifies the watchers, who derive the remaining time."""
-        assert self._instance is not None and self._slot.hosted is not None
+        assert self._instance is not None and self.slab is not None and self._slot.hosted is not None
         for segment in range(self._next_segment, num_ready):
             self._instance.segment_ready(segment)
             if segment == 1:
                 self._slot.add_phase("first_layer", begin_us)
         self._next_segment = num_ready
         self._slot.hosted.num_layers_ready = max(0, min(num_ready - 1, num_segments - 2))
+        if num_ready:
+            ends = [segment.end for segment in self.slab.manifest.segments]
+            self._slot.hosted.loaded_share = ends[num_ready - 1] / ends[-1]
         if num_ready == num_segments:
             self._slot.add_phase("last_layer", begin_us)
         await self._slot.notify_watchers()

@@ -36,6 +36,7 @@ class HostedInstance:
     version: types_pb2.ModelVersion
     roles: list[types_pb2.Role.ValueType]
     num_layers_ready: int = 0
+    loaded_share: float = 0.0  # of the pack's bytes
     phases: list[types_pb2.Phase] = field(default_factory=list)
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # built, or given up
 
@@ -148,6 +149,7 @@ class Slot:
             roles=hosted.roles,
             num_layers_ready=hosted.num_layers_ready,
             num_layers=hosted.version.shape.num_layers,
+            loaded_share=hosted.loaded_share,
             load_phases=hosted.phases,
             error=self.error,
         )

@@ -133,6 +133,7 @@ class SlotStatus:
     roles: Roles = frozenset()
     num_layers_ready: int = 0
     num_layers: int = 0
+    loaded_share: float = 0.0  # of the pack's bytes
     load_phases: tuple[TimedPhase, ...] = ()
     error: str = ""
     store_was_lost: bool = False  # the load failed because the store could not be reached
@@ -288,6 +289,8 @@ class Instance:
     roles_retry_at: float = 0.0  # no new order before this time, as the last one failed
     num_layers_ready: int = 0
     num_layers: int = 0
+    loaded_share: float = 0.0  # of the pack's bytes
+    progressed_at: float = 0.0  # when the last layer was loaded
     reason: Reason = field(default_factory=Reason)  # why it was loaded, or why it is being drained
     unload_retry_at: float | None = None  # when to tell its worker again to end the drain
 

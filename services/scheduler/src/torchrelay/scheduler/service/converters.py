@@ -57,6 +57,7 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> core.Work
             roles=frozenset(_known_roles(slot.roles)),
             num_layers_ready=slot.num_layers_ready,
             num_layers=slot.num_layers,
+            loaded_share=slot.loaded_share,
             load_phases=tuple(
                 TimedPhase(phase.name, phase.begin_unix_us, phase.end_unix_us, report.worker_id)
                 for phase in slot.load_phases

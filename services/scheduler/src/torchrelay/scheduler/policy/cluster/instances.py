@@ -218,6 +218,9 @@ def _updated(known: Instance, worker: WorkerStatus, now: float) -> Instance:
         confirmed=True,
         num_layers_ready=slot.num_layers_ready,
         num_layers=slot.num_layers,
+        # A worker of an earlier release reports its layers alone.
+        loaded_share=slot.loaded_share or slot.num_layers_ready / max(slot.num_layers, 1),
+        progressed_at=known.progressed_at if slot.num_layers_ready == known.num_layers_ready else now,
     )
 
 

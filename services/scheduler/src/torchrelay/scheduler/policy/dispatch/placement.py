@@ -183,7 +183,8 @@ def _prefills(admission: core.Admission, candidates: Sequence[Candidate], now: f
         else:
             prefill_s, alone_s = candidate.prompt_time.alone_s(steps_s) * candidate.correction, steps_s
         if load_left_s:
-            ttft_s = entry.computed_s(queued_s + prefill_s, now) + paused_s
+            left_s = work.queue.left_by_layer_s(entry.loaded_share(now), now)
+            ttft_s = entry.computed_s(left_s + prefill_s, now) + paused_s
         else:
             ttft_s = queued_s + overdue_s + paused_s + prefill_s
         # Later requests would wait behind batch work that is bound to a load.

@@ -16,6 +16,7 @@ from torchrelay.scheduler.policy.core import AttemptKey
 @dataclass(slots=True)
 class PrefillQueue:
     _bound: dict[AttemptKey, float] = field(default_factory=dict)  # predicted seconds
+    _bound_at: dict[AttemptKey, float] = field(default_factory=dict)
     _work_s: float = 0.0
     _head_since: float = 0.0  # when the instance could begin with the first prompt
     _owed_s: float = 0.0  # pauses owed to answers, as of the last time that a prompt was bound
@@ -31,7 +32,7 @@ class PrefillQueue:
         self._owed_s = max(self._owed_s - self._passed_s(now), 0.0) + pause_s
         if not self._bound:
             self._head_since, self._work_s = now, 0.0
-        self._bound[key] = prefill_s
+        self._bound[key], self._bound_at[key] = prefill_s, now
         self._work_s += prefill_s
 
     def leave(self, key: AttemptKey, now: float) -> None:
@@ -41,6 +42,7 @@ class PrefillQueue:
         if key == next(iter(self._bound)):
             self._head_since = now
         self._work_s -= self._bound.pop(key)
+        del self._bound_at[key]
         self._left_at = now
 
     def answers_left(self) -> None:
@@ -80,6 +82,16 @@ class PrefillQueue:
     def work_s(self) -> float:
         """Predicted time of all bound prompts, as if none had begun."""
         return max(self._work_s, 0.0) if self._bound else 0.0
+
+    def left_by_layer_s(self, loaded_share: float, now: float) -> float:
+        """Predicted time of what an instance has left that has ``loaded_share`` of its layers, and computes each of
+        them as soon as it can.
+        """
+        if not self._bound:
+            return 0.0
+        begun_s = zip(self._bound.values(), self._bound_at.values(), strict=True)
+        computed_s = sum(min(prefill_s * loaded_share, now - bound_at) for prefill_s, bound_at in begun_s)
+        return max(self._work_s - min(computed_s, now - next(iter(self._bound_at.values()))), 0.0)
 
     def end_at(self) -> float:
         """When all bound prompts are predicted to be computed; the queue must not be empty."""

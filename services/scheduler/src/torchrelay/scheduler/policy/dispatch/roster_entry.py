@@ -55,8 +55,14 @@ class RosterEntry:
         """
         return max(self.load_left_s(now) + prompts_s / self.num_layers, prompts_s)
 
+    def free_s(self, queue: PrefillQueue, now: float) -> float:
+        """Expected time until the bound prompts are computed; a loading instance is then loaded, too."""
+        if self.phase is InstancePhase.LOADING:
+            return self.computed_s(queue.left_by_layer_s(self.loaded_share(now), now), now)
+        return self.ahead_s(queue, now)
+
     def queued_s(self, queue: PrefillQueue, now: float) -> float:
-        """Work of the bound prompts that are not computed; a loading instance has begun none."""
+        """Work of the bound prompts that are not computed, as if a loading instance had begun none."""
         bound_s = queue.work_s() if self.phase is InstancePhase.LOADING else queue.ahead_s(now)
         return bound_s + (self.excess_until - now) if self.excess_until > now else bound_s
 

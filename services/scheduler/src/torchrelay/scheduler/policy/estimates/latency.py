@@ -74,12 +74,13 @@ def load_s(pack_bytes: int, tier: Tier, config: PolicyConfig) -> float:
 
 
 def load_left_s(instance: Instance, whole_load_s: float, now: float) -> float:
-    """Time until all layers are loaded, extrapolated from the loaded layers if there are any. An overdue load is
-    expected to take as long again as it is overdue.
+    """Time until all layers are loaded, extrapolated from the time and the bytes up to the last layer that was loaded,
+    if there is one. An overdue load is expected to take as long again as it is overdue.
     """
     if instance.phase is not InstancePhase.LOADING:
         return 0.0
-    elapsed_s = max(now - instance.created_at, 0.0)
+    since, left_s = instance.created_at, whole_load_s
     if instance.num_layers_ready:
-        return elapsed_s * (instance.num_layers - instance.num_layers_ready) / instance.num_layers_ready
-    return max(abs(whole_load_s - elapsed_s), whole_load_s / 10)
+        since = instance.progressed_at
+        left_s = (since - instance.created_at) * (1 / instance.loaded_share - 1)
+    return max(abs(left_s - max(now - since, 0.0)), left_s / 10)

@@ -119,7 +119,7 @@ def _choose_late(state: State, admission: Admission, model: Model, now: float) -
         return
     timely, share = state.queues.timely_beside(admission.key, _MAX_TIMELY)
     work_of, prompt_s = state.attempts.at, backlogs.computation_s(state, model, entries)
-    busy_s = (entry.load_left_s(now) + entry.ahead_s(work_of(entry.instance_id).queue, now) for entry in entries)
+    busy_s = (entry.free_s(work_of(entry.instance_id).queue, now) for entry in entries)
     free_at = [now + seconds for seconds in nsmallest(_MAX_INSTANCES, busy_s)]
     prompts = [
         TimedPrompt(request.key, request.deadline, prompt_s(request.num_prefill_tokens), _may_be_late(request))
