@@ -39,7 +39,8 @@ class Running(RuleBasedStateMachine):
         self.scene.settle(
             a_store("store-0", "host-0"),
             a_store("store-1", "host-1"),
-            a_worker("well", "host-0", kv_pool_bytes=4 * MB),
+            # Five of the longest requests at once: the queues' 24 take 30 s and their turns, of the clients' 60 s.
+            a_worker("well", "host-0", kv_pool_bytes=8 * MB),
             *others,
         )
 

@@ -101,7 +101,7 @@ def _load_from_lists(read: Callable[[], TokenizerDocument]) -> Tokenizer:
     for part in document.vocabulary():
         ids.update(part)
     merges = [pair for pairs in document.merges() for pair in pairs]
-    shell = _withoutvocabulary_ids(document)
+    shell = _without_vocabulary(document)
     del document
     return _load_in_parts(shell, lambda options: BPE(ids, merges, **options))
 
@@ -219,7 +219,7 @@ def _split(document: TokenizerDocument, folder: Path) -> TokenizerDocument:
     (folder / _VOCAB).write_bytes(document.model["vocab"])
     with (folder / _MERGES).open("wb") as file:
         file.writelines(_lines(pairs) for pairs in document.merges())
-    return _withoutvocabulary_ids(document)
+    return _without_vocabulary(document)
 
 
 def _require_bpe(document: TokenizerDocument) -> None:
@@ -227,7 +227,7 @@ def _require_bpe(document: TokenizerDocument) -> None:
         raise _UnsupportedTokenizer
 
 
-def _withoutvocabulary_ids(document: TokenizerDocument) -> TokenizerDocument:
+def _without_vocabulary(document: TokenizerDocument) -> TokenizerDocument:
     return replace(document, model={name: raw.copy() for name, raw in document.model.items() if name in _OPTIONS})
 
 
