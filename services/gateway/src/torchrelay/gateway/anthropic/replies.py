@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torchrelay.gateway.anthropic.requests import input_of
 from torchrelay.gateway.core import FinishCause
 from torchrelay.gateway.inference.core import TokenDelta, Usage
 from torchrelay.gateway.inference.pipeline import RequestSession
@@ -29,7 +29,7 @@ def whole_message(session: RequestSession, has_tools: bool, choice: ChoiceBuffer
     if has_tools:
         text, calls = divided(text)
     content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
-    content += [_tool_use(call, input_of(call.arguments)) for call in calls]
+    content += [_tool_use(call, json.loads(call.arguments)) for call in calls]
     ending = _ending(choice.finish, session.texts[0].stop_string, has_calls=bool(calls))
     return encode_json({**_head(session), "content": content, **ending, "usage": usage_object(usage)})
 

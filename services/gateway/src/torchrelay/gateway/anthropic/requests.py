@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
@@ -167,8 +166,3 @@ def _text(content: str | list[Block], where: str) -> str:
             message = f"{where} has content of type {block.type[:40]!r}, which is not supported here; send text"
             raise InvalidRequest(message, field=where.partition("[")[0])
     return "\n".join(block.text or "" for block in content)
-
-
-def input_of(arguments: str) -> Any:
-    """The arguments of a call, as an object."""
-    return json.loads(arguments)

@@ -102,21 +102,17 @@ class CompletionsApp:
 
     def _decoded(self, encoded: bytearray, path: str) -> tuple[list[GenerateParams], ReplyFormat, bool]:
         """The parameters of each prompt, the format of the reply, and whether it is streamed."""
-        return _decode_request(encoded, PATHS[path])
-
-
-def _decode_request(encoded: bytearray, is_chat: bool) -> tuple[list[GenerateParams], ReplyFormat, bool]:
-    """The parameters of each prompt, the format of the reply, and whether it is streamed."""
-    body: requests.BaseBody
-    if is_chat:
-        body = chat = requests.decode_chat(encoded)
-        prompts = [requests.params_of_chat(chat)]
-    else:
-        body = completion = requests.decode_completion(encoded)
-        prompts = [requests.params_of_completion(each) for each in requests.one_per_prompt(completion)]
-    wants_usage = bool(body.stream_options and body.stream_options.include_usage)
-    reply_format = ReplyFormat(is_chat, bool(prompts[0].tools), wants_usage, bool(body.return_token_ids))
-    return prompts, reply_format, bool(body.stream)
+        body: requests.BaseBody
+        is_chat = PATHS[path]
+        if is_chat:
+            body = chat = requests.decode_chat(encoded)
+            prompts = [requests.params_of_chat(chat)]
+        else:
+            body = completion = requests.decode_completion(encoded)
+            prompts = [requests.params_of_completion(each) for each in requests.one_per_prompt(completion)]
+        wants_usage = bool(body.stream_options and body.stream_options.include_usage)
+        reply_format = ReplyFormat(is_chat, bool(prompts[0].tools), wants_usage, bool(body.return_token_ids))
+        return prompts, reply_format, bool(body.stream)
 
 
 class HttpExchange:
