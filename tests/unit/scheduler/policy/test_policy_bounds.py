@@ -39,8 +39,9 @@ class Running(RuleBasedStateMachine):
         self.scene.settle(
             a_store("store-0", "host-0"),
             a_store("store-1", "host-1"),
-            # Five of the longest requests at once: the queues' 24 take 30 s and their turns, of the clients' 60 s.
-            a_worker("well", "host-0", kv_pool_bytes=8 * MB),
+            # As many of the longest requests at once as may be open: three models take turns of about 6 s, and a model
+            # whose 12 waiting requests needed a third turn would exceed its clients' 60 s.
+            a_worker("well", "host-0", kv_pool_bytes=16 * MB),
             *others,
         )
 
