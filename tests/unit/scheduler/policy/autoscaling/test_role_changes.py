@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.autoscaling.test_decision import (
@@ -204,10 +204,12 @@ def a_cluster(playing: Mapping[str, Roles], obedient: bool = True) -> PaperClust
 
 
 def order(scene: PaperCluster, worker_id: str, roles: Roles) -> None:
-    """Orders other roles, as the autoscaler does."""
+    """Orders other roles of the worker's instance, as the autoscaler does."""
     state = scene.policy.state
+    instance = state.instances.on_worker(worker_id)
+    assert instance is not None
     (change,) = [action for action in decided(DECODE_SHORT, TWO_PREFILLS) if isinstance(action, SetRoles)]
-    scaling._set_roles(state, replace(change, instance_id=f"i of {worker_id}", roles=roles), scene.now)
+    scaling._set_roles(state, replace(change, instance_id=instance.instance_id, roles=roles), scene.now)
     scene.do(state.take_effects())
 
 
@@ -315,6 +317,17 @@ def test_short_role_of_a_running_model_is_filled_by_set_roles() -> None:
         ),
         max_size=40,
     )
+)
+@example(  # the worker of the change has another instance by then
+    [
+        ("time", 0.3),
+        ("gateway", 0),
+        ("calls", 13),
+        ("time", 2.0),
+        ("gateway", 0),
+        ("time", 2.0),
+        ("change", 0),
+    ]
 )
 @settings(max_examples=60, deadline=None)
 def test_no_call_is_lost_by_role_changes(steps: list[tuple[str, float]]) -> None:
