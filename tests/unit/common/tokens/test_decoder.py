@@ -20,9 +20,9 @@ from tests.support.token_decoders import decoder_of
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.tokens import token_decoder, tokenizer, tokenizer_document
 from torchrelay.common.tokens.text_stream import MAX_HELD_TOKENS, TextStream
+from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.common.tokens.tokenizer import load_decoder, load_tokenizer
 from torchrelay.common.tokens.tokenizer_limits import MAX_ADDED_TOKENS, MAX_ADDED_TOKENS_CHARS, MAX_VOCABULARY_ENTRIES
-from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 
 
 def with_added_tokens(model: Any, decoder: Any) -> bytes:

@@ -16,7 +16,7 @@ from tests.unit.gateway.openai.test_asgi_app import events_of
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.tokens.text_stream import TextStream
-from torchrelay.gateway.inference.text.token_bytes import TokenBytes
+from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.inference.v1 import inference_pb2 as pb
 from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
 

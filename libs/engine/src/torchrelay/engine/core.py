@@ -6,9 +6,10 @@ A *group* is one attempt at a request: one prompt and one or more *choices* (the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, Protocol
 
 from torchrelay.common.errors import Overloaded, Unavailable
 from torchrelay.common.latency.latency_model import NO_WORK, StepWork
@@ -31,6 +32,36 @@ class LoadFailed(Unavailable):
 MIN_TEMPERATURE: Final = 1e-5
 
 
+class GrammarState(Protocol):
+    """What a grammar allows after some output. ``common.tokens.grammar`` implements it."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow."""
+
+    @property
+    def error(self) -> str:
+        """The reason why the grammar allows no token; empty if it does."""
+
+    def allowed(self) -> bytes:
+        """The mask of the next token, a bit per token, the least significant bit of a byte first; then a bit that
+        tells whether the output may end.
+        """
+
+    def advance(self, token_id: int) -> None: ...
+
+
+class Grammar(Protocol):
+    """A grammar that the text of an output must follow."""
+
+    @property
+    def end_id(self) -> int:
+        """The number of tokens, which is also the place of the last bit of ``GrammarState.allowed``."""
+
+    def start(self, output: Sequence[int] = ()) -> GrammarState:
+        """The state after ``output``."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams(SharedSampling):
     """How the next token is chosen and when a choice ends; greedy when ``temperature`` is (nearly) 0."""
@@ -40,6 +71,7 @@ class SamplingParams(SharedSampling):
     seed: int = 0
     max_tokens: int = 16  # per choice, forced output included
     stop_token_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -50,11 +82,19 @@ class SamplingParams(SharedSampling):
         """Whether the next token depends on the tokens of the output."""
         return bool(self.presence_penalty or self.frequency_penalty)
 
-    def finish_of(self, token_id: int, position: int) -> Finish | None:
-        """The way in which this token at this output position ends its choice; None: the choice continues."""
-        if token_id in self.stop_token_ids:
+    def finish_of(self, token_id: int, position: int, state: GrammarState | None = None) -> Finish | None:
+        """The way in which this token at this output position ends its choice; None: the choice continues.
+
+        ``state``: that of the grammar after the token.
+        """
+        if token_id in self.stop_token_ids or (state is not None and state.is_complete):
             return Finish.STOP
         return Finish.LENGTH if position + 1 >= self.max_tokens else None
+
+
+def grammar_state(sampling: SamplingParams, output: Sequence[int]) -> GrammarState | None:
+    """The state of the grammar after ``output``; None without a grammar."""
+    return None if sampling.grammar is None else sampling.grammar.start(output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +137,7 @@ class Finish(Enum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     NOT_FINITE = "not_finite"  # the logits had NaN or infinity: nothing was sampled, ``token_id`` is NO_TOKEN
+    NO_TOKEN_ALLOWED = "no_token_allowed"  # by the grammar, or by its limits; ``token_id`` is NO_TOKEN
 
 
 NO_TOKEN: Final = -1

@@ -18,7 +18,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.quantities import format_count
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
-from torchrelay.engine.core import Finish, NewToken, PromptProgress
+from torchrelay.engine.core import NO_TOKEN, Finish, NewToken, PromptProgress
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.fetch.follow import Receiver
 from torchrelay.transfer.transport.interface import Transport
@@ -27,7 +27,7 @@ from torchrelay.worker.attempts.attempt import (
     Attempt,
     dispatch_outputs,
     group_id_of,
-    non_finite_logits_error,
+    no_token_error,
 )
 from torchrelay.worker.attempts.hosted_tokenizer import HostedTokenizer
 from torchrelay.worker.attempts.outbox import Outbox
@@ -209,6 +209,10 @@ class WorkerRole(ABC):
                 list(start.prompt_end),
                 {choice.choice: list(choice.forced_output) for choice in start.choices},
             )
+            if start.sampling.grammar:
+                attempt.grammar = await self.worker.tokenizers.grammar(
+                    hosted.version.tokenizer_digest, start.sampling.grammar
+                )
             await hosted.settled.wait()  # a loading instance takes requests once it is mapped
             if self.is_running(attempt):
                 attempt.is_started = True
@@ -258,8 +262,8 @@ class WorkerRole(ABC):
             attempt = self.attempts.get(token.group_id)
             if attempt is None or token.choice not in attempt.open_choices:
                 continue
-            if token.finish is Finish.NOT_FINITE:
-                self.fail(attempt, non_finite_logits_error(token))
+            if token.token_id == NO_TOKEN:
+                self.fail(attempt, no_token_error(token))
                 continue
             try:
                 output = self._advance(attempt, token)

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.support.sample_tokenizers import byte_fallback_tokenizer, tiny_tokenizer
 from tests.support.token_decoders import decoder_of
 from torchrelay.common.tokens.text_stream import prompt_end
+from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer, PlacedToken
-from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 
 
 def word_tokenizer(decoder: Any, *pieces: str) -> Tokenizer:

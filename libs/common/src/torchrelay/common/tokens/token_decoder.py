@@ -28,6 +28,11 @@ class SpellingTable:
         self._joined = bytes(joined)
         self.num_bytes = sum(map(sys.getsizeof, (self._ids, self._ends, self._joined)))
 
+    @property
+    def end_id(self) -> int:
+        """The number after the highest id."""
+        return self._ids[-1] + 1 if self._ids else 0
+
     def get(self, token_id: int) -> str | None:
         ids, index = self._ids, token_id
         if not 0 <= index < len(ids) or ids[index] != token_id:  # ids below it are missing
@@ -59,6 +64,7 @@ class TokenDecoder:
         spellings = SpellingTable({token_id: token for token, token_id in tokens})
         added = SpellingTable(declared)
         self.spelling = spellings.get
+        self.num_ids = spellings.end_id  # all ids are below it
         self.declared = added.get
         self._special = special = special - {""}  # the library declares no empty token
         self._decoder = decoder

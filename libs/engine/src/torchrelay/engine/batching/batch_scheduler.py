@@ -23,7 +23,7 @@ from torchrelay.engine.batching.sequences import (
     SequenceGroup,
     slots_of,
 )
-from torchrelay.engine.core import KvPoolFull, NewToken
+from torchrelay.engine.core import KvPoolFull, NewToken, grammar_state
 
 
 class BatchScheduler:
@@ -204,7 +204,8 @@ class BatchScheduler:
             output = [*context.forced, first_tokens[choice]]
             counts = Counter(output) if spec.sampling.penalised else None
             slots = slots_of(table, size)
-            decoding = DecodeSequence(group, choice, table, slots, context.num_tokens, output, counts)
+            state = grammar_state(spec.sampling, output)
+            decoding = DecodeSequence(group, choice, table, slots, context.num_tokens, output, counts, state)
             group.decodings.append(decoding)
             self._decoding[decoding] = None
         self._release(spare)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrelay.common.latency.latency_model import StepWork, attended_positions
-from torchrelay.engine.core import ChoiceSpec, GroupSpec, KvBlock
+from torchrelay.engine.core import ChoiceSpec, GrammarState, GroupSpec, KvBlock
 
 Slots = npt.NDArray[np.int64]
 
@@ -94,6 +94,7 @@ class DecodeSequence:
     num_computed: int  # positions whose KV is computed
     output: list[int]  # forced tokens included
     counts: Counter[int] | None = None  # of each token of the output so far, if penalties need them
+    grammar: GrammarState | None = None  # after the output so far; sampling advances it
 
     @property
     def spec(self) -> GroupSpec:

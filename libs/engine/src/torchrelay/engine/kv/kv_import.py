@@ -12,7 +12,7 @@ from torchrelay.engine import profile
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import PrefillContext, SequenceGroup
 from torchrelay.engine.buffers import as_tensor
-from torchrelay.engine.core import GroupSpec
+from torchrelay.engine.core import GroupSpec, grammar_state
 from torchrelay.engine.kernels.cpu.threads import one_thread
 from torchrelay.engine.kv.layout import KvLayout, KvLocation
 from torchrelay.engine.kv.pool import PagedKv
@@ -93,12 +93,12 @@ class KvImport(PageImport):
         self._check_complete()
         if any(not 0 <= token < self._vocab_size for token in first_tokens.values()):
             raise InvalidRequest(f"first tokens must be between 0 and {self._vocab_size - 1}")
+        sampling = self.group.sampling
         for context in tuple(self.imported.contexts):
-            unfinished = {
-                choice: token
-                for choice, token in first_tokens.items()
-                if self.group.sampling.finish_of(token, len(context.forced)) is None
-            }
+            position, unfinished = len(context.forced), dict[int, int]()
+            for choice, token in first_tokens.items():
+                if sampling.finish_of(token, position, grammar_state(sampling, (*context.forced, token))) is None:
+                    unfinished[choice] = token
             self._scheduler.start(context, unfinished)
 
     def drop(self) -> None:

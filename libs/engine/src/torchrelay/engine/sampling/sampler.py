@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,11 +10,22 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillContext
-from torchrelay.engine.core import NO_TOKEN, Finish, GroupSpec, Logprobs, NewToken, SamplingParams
+from torchrelay.engine.core import (
+    NO_TOKEN,
+    Finish,
+    GrammarState,
+    GroupSpec,
+    Logprobs,
+    NewToken,
+    SamplingParams,
+    grammar_state,
+)
 from torchrelay.engine.sampling import distributions
 
 _COUNTER = struct.Struct("<QQQ")
@@ -31,6 +43,7 @@ class TokenDraw:
     position: int
     counts: Mapping[int, int] | None = None  # of each token of the output so far, if penalties need them
     num_cached: int = 0
+    grammar: GrammarState | None = None  # after the output so far
 
     @property
     def params(self) -> SamplingParams:
@@ -39,11 +52,18 @@ class TokenDraw:
     @property
     def is_plain(self) -> bool:
         """Whether the token is the most likely one as it is, which is computed for the whole batch at once."""
-        return self.params.greedy and not self.params.logit_bias and not self.params.penalised
+        params = self.params
+        return params.greedy and not params.logit_bias and not params.penalised and self.grammar is None
 
-    def token(self, token_id: int, logprobs: Logprobs | None) -> NewToken:
-        is_none = token_id == NO_TOKEN
-        finish = Finish.NOT_FINITE if is_none else self.params.finish_of(token_id, self.position)
+    def token(self, token_id: int, logprobs: Logprobs | None, *, is_finite: bool) -> NewToken:
+        """The sampled token. Advances the grammar past it."""
+        finish: Finish | None
+        if token_id == NO_TOKEN:
+            finish = Finish.NO_TOKEN_ALLOWED if is_finite else Finish.NOT_FINITE
+        else:
+            if self.grammar is not None and token_id not in self.params.stop_token_ids:
+                self.grammar.advance(token_id)
+            finish = self.params.finish_of(token_id, self.position, self.grammar)
         group_id = self.group.group_id
         return NewToken(group_id, self.choice, self.position, token_id, finish, self.num_cached, logprobs)
 
@@ -51,7 +71,7 @@ class TokenDraw:
 def draws_of(plan: BatchPlan) -> list[TokenDraw]:
     """The draws of a plan: one per running choice, then the first tokens of each context that the plan ends."""
     draws = [
-        TokenDraw(row, each.spec, each.choice, each.next_position, each.counts)
+        TokenDraw(row, each.spec, each.choice, each.next_position, each.counts, grammar=each.grammar)
         for row, each in enumerate(plan.decoding)
     ]
     ended = (chunk.context for chunk in plan.chunks if chunk.ends_context)
@@ -66,7 +86,15 @@ def _draws_of_context(row: int, context: PrefillContext) -> list[TokenDraw]:
     num_cached = min(context.num_cached, spec.num_prompt_tokens)
     counts = Counter(context.forced) if spec.sampling.penalised else None
     return [
-        TokenDraw(row, spec, choice, len(context.forced), counts, 0 if choice in context.begun else num_cached)
+        TokenDraw(
+            row,
+            spec,
+            choice,
+            len(context.forced),
+            counts,
+            0 if choice in context.begun else num_cached,
+            grammar_state(spec.sampling, context.forced),
+        )
         for choice in context.choices
     ]
 
@@ -80,7 +108,8 @@ def uniform(seed: int, choice: int, position: int) -> float:
 def sample_tokens(logits: Tensor, draws: Sequence[TokenDraw]) -> list[NewToken]:
     """The token of each draw; ``logits`` is [rows, vocab].
 
-    A draw from a row that is not finite ends with ``Finish.NOT_FINITE``: the maximum would be an arbitrary token.
+    A draw from a row that is not finite ends with ``Finish.NOT_FINITE``: the maximum would be an arbitrary token. A
+    draw whose grammar allows no token ends with ``Finish.NO_TOKEN_ALLOWED``.
     """
     if not draws:
         return []
@@ -90,13 +119,16 @@ def sample_tokens(logits: Tensor, draws: Sequence[TokenDraw]) -> list[NewToken]:
         for place, token_id in zip(places, sample(logits, [draws[place] for place in places]), strict=True):
             tokens[place] = token_id
     logprobs_by_draw: dict[int, Logprobs] = {}
-    asked = [draw.params.top_logprobs is not None and is_finite[draw.row] for draw in draws]
+    asked = [
+        draw.params.top_logprobs is not None and token_id != NO_TOKEN
+        for draw, token_id in zip(draws, tokens, strict=True)
+    ]
     for places in _bounded_batches(asked, logits):
         logprobs_by_draw |= zip(
             places, _logprobs_of(logits, [(draws[place], tokens[place]) for place in places]), strict=True
         )
     return [
-        draw.token(token_id, logprobs_by_draw.get(place))
+        draw.token(token_id, logprobs_by_draw.get(place), is_finite=is_finite[draw.row])
         for place, (draw, token_id) in enumerate(zip(draws, tokens, strict=True))
     ]
 
@@ -109,9 +141,56 @@ def _bounded_batches(is_wanted: Sequence[bool], logits: Tensor) -> Iterator[list
 
 
 def sample(logits: Tensor, draws: Sequence[TokenDraw]) -> list[int]:
-    """A token for each draw from a finite row, after biases and penalties: the most likely or a random token."""
+    """A token for each draw from a finite row, after biases and penalties: the most likely or a random token, of those
+    that the grammar allows. NO_TOKEN if it allows none.
+    """
     wanted = _rows(logits, draws).float()  # a copy, which may be overwritten
     distributions.apply_biases_and_penalties(wanted, [draw.params for draw in draws], [draw.counts for draw in draws])
+    barred = apply_masks(wanted, draws)
+    tokens = _chosen(wanted, draws)
+    return [NO_TOKEN if row in barred else token_id for row, token_id in enumerate(tokens)]
+
+
+def apply_masks(logits: Tensor, draws: Sequence[TokenDraw]) -> set[int]:
+    """Sets the logits of the tokens that grammars do not allow to minus infinity; returns the rows without any other.
+
+    Those rows stay as they are. ``logits`` has a row per draw.
+    """
+    rows, masks, barred = list[int](), list[npt.NDArray[np.bool_]](), set[int]()
+    for row, draw in enumerate(draws):
+        if draw.grammar is None:
+            continue
+        mask = _mask_of(draw.grammar, draw.params, logits.shape[1])
+        if draw.grammar.error or not mask.any():
+            barred.add(row)
+            continue
+        rows.append(row)
+        masks.append(mask)
+    if rows:
+        is_barred = torch.from_numpy(~np.stack(masks)).to(logits.device)
+        if len(rows) == len(draws):
+            logits.masked_fill_(is_barred, -math.inf)
+        else:
+            index = torch.tensor(rows, device=logits.device)
+            logits[index] = logits[index].masked_fill_(is_barred, -math.inf)
+    return barred
+
+
+def _mask_of(state: GrammarState, params: SamplingParams, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """The tokens that may follow, [vocab_size]: the grammar's, and the stop tokens where the output may end."""
+    assert params.grammar is not None
+    end_id = params.grammar.end_id
+    bits = np.unpackbits(np.frombuffer(state.allowed(), np.uint8), bitorder="little").view(np.bool_)
+    mask = np.zeros(vocab_size, np.bool_)
+    num_known = min(vocab_size, end_id)
+    mask[:num_known] = bits[:num_known]
+    if bits[end_id]:
+        mask[[token_id for token_id in params.stop_token_ids if token_id < vocab_size]] = True
+    return mask
+
+
+def _chosen(wanted: Tensor, draws: Sequence[TokenDraw]) -> list[int]:
+    """The most likely or a random token of each row, fp32, which is overwritten."""
     random = [place for place, draw in enumerate(draws) if not draw.params.greedy]
     if not random:
         return _listed(wanted.max(dim=-1).indices)
@@ -121,7 +200,7 @@ def sample(logits: Tensor, draws: Sequence[TokenDraw]) -> list[int]:
     if len(random) == len(draws):
         return _listed(distributions.draw_by_cdf(distributions.probabilities(wanted, params), numbers))
     tokens = wanted.max(dim=-1).indices
-    places = torch.tensor(random, device=logits.device)
+    places = torch.tensor(random, device=wanted.device)
     tokens[places] = distributions.draw_by_cdf(distributions.probabilities(wanted[places], params), numbers)
     return _listed(tokens)
 

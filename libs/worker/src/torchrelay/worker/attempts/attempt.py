@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.sampling import shared_sampling
+from torchrelay.common.tokens.grammar import Grammar
 from torchrelay.common.tokens.stop_strings import StopChecker
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
@@ -44,6 +45,7 @@ class Attempt:
     start: pb.AttemptStart
     outbox: Outbox
     stops: dict[int, StopChecker]
+    grammar: Grammar | None = None
     began_us: int = field(default_factory=now_unix_us)
     open_choices: set[int] = field(default_factory=set)
     phases: list[types_pb2.Phase] = field(default_factory=list)
@@ -74,6 +76,7 @@ class Attempt:
                 seed=sampling.seed,
                 max_tokens=sampling.max_tokens,
                 stop_token_ids=frozenset(sampling.stop_token_ids),
+                grammar=self.grammar,
             ),
             choices=tuple(ChoiceSpec(c.choice, tuple(c.forced_output)) for c in self.start.choices),
             tenant_id=self.start.tenant_id,
@@ -132,12 +135,18 @@ class Attempt:
         ]
 
 
-def non_finite_logits_error(token: NewToken) -> pb.RunError:
-    """The error of an attempt whose logits are NaN or infinite."""
-    message = (
-        f"the model's logits are not finite (NaN or infinity) at output position {token.position}: they overflow"
-        " with this prompt, and no token can be sampled"
-    )
+def no_token_error(token: NewToken) -> pb.RunError:
+    """The error of an attempt for which no token can be sampled."""
+    if token.finish is Finish.NOT_FINITE:
+        message = (
+            f"the model's logits are not finite (NaN or infinity) at output position {token.position}: they overflow"
+            " with this prompt, and no token can be sampled"
+        )
+    else:
+        message = (
+            f"the format that the answer must follow allows no token at output position {token.position}: it is too"
+            " complex, or the model's tokens cannot spell what must come next"
+        )
     return pb.RunError(code=pb.RunError.CODE_INTERNAL, message=message)
 
 

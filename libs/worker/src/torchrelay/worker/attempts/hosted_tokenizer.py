@@ -1,16 +1,18 @@
-"""The tokenizer of the hosted model, which a worker needs only to match stop strings."""
+"""The tokenizer of the hosted model, which a worker needs only to match stop strings and to follow grammars."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import grpc
 from blake3 import blake3
+from cachetools import LRUCache
 
 from torchrelay.common.errors import DataCorrupted, InvalidRequest, Unavailable
 from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.common.tokens.grammar import Grammar, GrammarCompiler
 from torchrelay.common.tokens.stop_strings import StopChecker
 from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer import load_decoder
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 READ_TIMEOUT_S = 10.0  # for a small file from this host
 LOAD_TIMEOUT_S = 30.0
+MAX_GRAMMARS: Final = 32  # compiled, of the hosted model: some hold megabytes
 TOKENS_PER_TURN = 128  # of forced output: a millisecond of work between turns of the event loop
 
 
@@ -33,7 +36,10 @@ class HostedTokenizer:
         self._load_timeout_s = load_timeout_s
         self._digest = ""
         self._loaded: TokenDecoder | InvalidRequest | None = None
+        self._compiler: GrammarCompiler | None = None
+        self._grammars: LRUCache[str, Grammar] = LRUCache(MAX_GRAMMARS)
         self._lock = asyncio.Lock()
+        self._compiling = asyncio.Lock()
 
     async def checkers(
         self, digest: str, stop_strings: list[str], prompt_end: list[int], forced: dict[int, list[int]]
@@ -49,6 +55,18 @@ class HostedTokenizer:
                 checker.step(token_id)
             await asyncio.sleep(0)
         return checkers
+
+    async def grammar(self, digest: str, source: str) -> Grammar:
+        """The compiled grammar. Raises ``TorchrelayError``."""
+        decoder = await self._get(digest)
+        async with self._compiling:
+            if self._compiler is None or self._compiler.decoder is not decoder:
+                self._compiler = await asyncio.to_thread(GrammarCompiler, decoder)
+                self._grammars.clear()
+            grammar = self._grammars.get(source)
+            if grammar is None:
+                grammar = self._grammars[source] = await asyncio.to_thread(self._compiler.compile, source)
+            return grammar
 
     async def _get(self, digest: str) -> TokenDecoder:
         try:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.sampling import SHARED_NAMES
+from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.gateway.inference.core import GenerateParams, TokenDelta, TokenLogprobs, Usage
 from torchrelay.gateway.inference.parameter_ranges import (
     check_num_messages,
@@ -16,7 +17,6 @@ from torchrelay.gateway.inference.parameter_ranges import (
 )
 from torchrelay.gateway.inference.pipeline import RequestSession
 from torchrelay.gateway.inference.text.detokenizer import PlacedToken
-from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 from torchrelay.inference.v1 import inference_pb2 as pb
 
 _OPTIONAL: Final[tuple[Any, ...]] = (*SHARED_NAMES, "max_tokens", "top_logprobs", "seed")

@@ -13,6 +13,7 @@ from opentelemetry.metrics import Meter
 from torchrelay.common.errors import PermissionDenied, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import span_of
 from torchrelay.common.tokens.text_stream import prompt_end
+from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.gateway.core import FinishCause, Principal, RequestRate
 from torchrelay.gateway.inference.core import (
     ClientDisconnected,
@@ -30,7 +31,6 @@ from torchrelay.gateway.inference.metrics import InferenceMetrics
 from torchrelay.gateway.inference.sampling import GenerationBounds, sampling_of
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer, PlacedToken
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
-from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.gateway.inference.core import TokenLogprobs
-from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 
 _MAX_ENTRIES: Final = 2048  # kept of one request
 

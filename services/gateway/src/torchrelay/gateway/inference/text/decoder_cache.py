@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.common.errors import QueueFull, Unavailable
+from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer import load_decoder
 from torchrelay.gateway.inference.text.processes.bounded_queue import BoundedQueue
 from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
 from torchrelay.gateway.inference.text.processes.tenant_lru import TenantLru
-from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 
 MAX_WAITING = 64  # of one tenant
 MAX_WAIT_S = 30.0

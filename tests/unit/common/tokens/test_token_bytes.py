@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.token_decoders import decoder_of
-from torchrelay.gateway.inference.text.token_bytes import TokenBytes
+from torchrelay.common.tokens.token_bytes import TokenBytes
 
 
 def byte_fallback_tokenizer(*, strips: bool) -> Tokenizer:
