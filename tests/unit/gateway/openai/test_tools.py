@@ -7,8 +7,9 @@ from typing import Any
 
 import openai
 import pytest
+from tokenizers import Tokenizer
 
-from tests.support.sample_tokenizers import EOS
+from tests.support.sample_tokenizers import EOS, tiny_tokenizer
 from tests.unit.gateway.openai.test_asgi_app import events_of
 from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig
 
@@ -56,14 +57,19 @@ async def test_streamed_calls_have_their_places(rig: TokenPathRig) -> None:
     choices = [choice for chunk in chunks for choice in chunk.choices]
     assert "".join(choice.delta.content or "" for choice in choices) == "I look."
     calls = [call for choice in choices for call in choice.delta.tool_calls or []]
-    assert [call.index for call in calls] == [0, 1]
-    assert all(call.function is not None and call.function.arguments == ARGUMENTS for call in calls)
+    for index in (0, 1):
+        first, *others = [call for call in calls if call.index == index]
+        assert first.id and first.type == "function" and first.function is not None
+        assert (first.function.name, first.function.arguments) == ("weather", "")
+        pieces = [call.function.arguments for call in others if call.function is not None]
+        assert len(pieces) > 3 and "".join(piece or "" for piece in pieces) == ARGUMENTS
+        assert not any(call.id or call.type for call in others)
     assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == billed(rig, chunks[0].id)
 
 
 async def test_answer_without_a_call_is_unchanged(rig: TokenPathRig) -> None:
-    for answer in (" It rains. \n", CALL[:-1]):
+    for answer in (" It rains. \n", CALL.replace("weather", "other")[:-20]):
         reply = await rig.client.chat.completions.create(**asked(answer))
         assert reply.choices[0].message.content == answer and reply.choices[0].message.tool_calls is None
         assert reply.choices[0].finish_reason == "stop"
@@ -72,10 +78,65 @@ async def test_answer_without_a_call_is_unchanged(rig: TokenPathRig) -> None:
         assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_cut_call_is_content(rig: TokenPathRig) -> None:
-    reply = await rig.client.chat.completions.create(**asked(CALL, max_tokens=20))
+async def test_cut_call_has_the_arguments_that_were_written(rig: TokenPathRig) -> None:
+    [choice] = (await rig.client.chat.completions.create(**asked(CALL, max_tokens=50))).choices
+    assert choice.finish_reason == "length" and choice.message.content is None and choice.message.tool_calls
+    [cut] = choice.message.tool_calls
+    assert cut.type == "function" and cut.function.name == "weather"
+    assert 0 < len(cut.function.arguments) < len(ARGUMENTS) and ARGUMENTS.startswith(cut.function.arguments)
+    body = asked(CALL, max_tokens=50, stream=True)
+    events = events_of((await rig.http.post("/v1/chat/completions", json=body)).text)
+    pieces = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == cut.function.arguments
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_cut_call_of_an_unknown_tool_is_content(rig: TokenPathRig) -> None:
+    written = CALL.replace("weather", "other")
+    reply = await rig.client.chat.completions.create(**asked(written, max_tokens=40))
     assert reply.choices[0].finish_reason == "length" and reply.choices[0].message.tool_calls is None
-    assert reply.choices[0].message.content and CALL.startswith(reply.choices[0].message.content)
+    assert reply.choices[0].message.content and written.startswith(reply.choices[0].message.content)
+
+
+def special_tokenizer(*tokens: str) -> bytes:
+    tokenizer = Tokenizer.from_str(tiny_tokenizer().decode())
+    tokenizer.add_special_tokens(list(tokens))
+    return tokenizer.to_str().encode()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("opening", "answer"),
+    [
+        ("[TOOL_CALLS]", f'I look.[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUMENTS}}}]'),
+        ("[TOOL_CALLS]", f"I look.[TOOL_CALLS]weather[ARGS]{ARGUMENTS}"),
+        ("<|python_tag|>", f'I look.<|python_tag|>{{"name": "weather", "parameters": {ARGUMENTS}}}'),
+        (
+            "<function=",
+            "I look.<tool_call><function=weather><parameter=city>Köln 🔥</parameter></function></tool_call>",
+        ),
+    ],
+)
+async def test_calls_in_other_syntaxes(make_rig: MakeRig, opening: str, answer: str, is_stream: bool) -> None:
+    tokenizer = special_tokenizer("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<tool_call>")
+    rig = await make_rig(template=TEMPLATE.replace("<tool_call>", opening), tokenizer=tokenizer)
+    body = asked(answer, stream=is_stream, stop=["no such text", "I look!"])
+    response = await rig.http.post("/v1/chat/completions", json=body)
+    choices = [event["choices"][0] for event in events_of(response.text)] if is_stream else response.json()["choices"]
+    messages = [choice["delta" if is_stream else "message"] for choice in choices]
+    assert "".join(message.get("content") or "" for message in messages) == "I look."
+    functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    assert functions[0]["name"] == "weather"
+    assert "".join(function["arguments"] for function in functions) == ARGUMENTS
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+async def test_special_tokens_stay_hidden_without_tools(make_rig: MakeRig) -> None:
+    tokenizer = special_tokenizer("[TOOL_CALLS]", "[ARGS]")
+    rig = await make_rig(template=TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]"), tokenizer=tokenizer)
+    body = asked("I look.[TOOL_CALLS]weather[ARGS]{}") | {"tools": None}
+    [choice] = (await rig.client.chat.completions.create(**body)).choices
+    assert choice.message.content == "I look.weather{}" and choice.message.tool_calls is None
 
 
 async def test_call_and_result_reach_the_template(rig: TokenPathRig) -> None:

@@ -118,3 +118,22 @@ def test_invalid_bytes_are_exact() -> None:
     text, tokens = placed(tokenizer, [], [invalid, letter, invalid])
     assert text == "\ufffdh\ufffd"
     assert [token.encoded for token in tokens] == [b"\xff", b"h", b"\xff"]
+
+
+MARKED = Tokenizer.from_str(tiny_tokenizer().decode())
+MARKED.add_special_tokens(["[A]", "[B]"])
+
+
+@given(st.lists(st.sampled_from(["[A]", "[B]", "<|end|>", *"helo 🔥"]), max_size=12).map("".join), st.booleans())
+@example("he[A]l[B]lo", True)
+def test_markers_are_shown_in_their_places_and_change_nothing_else(answer: str, is_placed: bool) -> None:
+    decoder, stops = decoder_of(MARKED), ["el", "lo", "🔥🔥"]
+    tokens, plain = TokenBytes(decoder), ChoiceDetokenizer(decoder, (), stops, ())
+    marked = ChoiceDetokenizer(decoder, (), stops, (), frozenset({"[A]"}))
+    expected, shown = "", ""
+    for token_id in MARKED.encode(answer).ids:
+        expected += plain.step(token_id)
+        shown += marked.step_placed(token_id, tokens.in_text(token_id)).shown if is_placed else marked.step(token_id)
+    expected, shown = expected + plain.flush(), shown + marked.flush()
+    assert shown.replace("[A]", "") == expected and marked.stop_string == plain.stop_string
+    assert answer.replace("[B]", "").replace("<|end|>", "").startswith(shown)

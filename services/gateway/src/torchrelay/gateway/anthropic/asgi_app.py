@@ -34,11 +34,11 @@ class MessageExchange(HttpExchange):
         return replies.error_event(self.error_body(error))
 
     def encoder(self, session: RequestSession, reply_format: ReplyFormat, first_index: int) -> MessageEncoder:
-        return MessageEncoder(session, reply_format.has_tools)
+        return MessageEncoder(session, reply_format.shows_reasoning)
 
     def whole(self, sessions: Sequence[RequestSession], reply_format: ReplyFormat, answers: Sequence[Answer]) -> bytes:
         [session], [answer] = sessions, answers
-        return replies.whole_message(session, reply_format.has_tools, answer.choices[0], answer.usage)
+        return replies.whole_message(session, reply_format.shows_reasoning, answer.choices[0], answer.usage)
 
 
 class MessagesApp(CompletionsApp):
@@ -58,5 +58,5 @@ class MessagesApp(CompletionsApp):
 
     def _decoded(self, encoded: bytearray, path: str) -> tuple[list[GenerateParams], ReplyFormat, bool]:
         body = requests.decode_body(encoded)
-        params = requests.params_of(body)
-        return [params], ReplyFormat(is_chat=True, has_tools=bool(params.tools)), bool(body.stream)
+        reply_format = ReplyFormat(is_chat=True, shows_reasoning=requests.shows_reasoning(body))
+        return [requests.params_of(body)], reply_format, bool(body.stream)

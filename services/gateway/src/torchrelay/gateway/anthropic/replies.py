@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torchrelay.gateway.core import FinishCause
+from torchrelay.gateway.inference.answers.parts import CallArguments, CallBegin, Part, Reasoning, joined
 from torchrelay.gateway.inference.core import TokenDelta, Usage
 from torchrelay.gateway.inference.pipeline import RequestSession
-from torchrelay.gateway.openai.replies import ChoiceBuffer, encode_json
-from torchrelay.gateway.openai.tool_calls import ToolCall, ToolCallParser, divided
+from torchrelay.gateway.openai.replies import ChoiceBuffer, encode_json, ended
 
 
 def usage_object(usage: Usage) -> dict[str, int]:
@@ -23,48 +23,58 @@ def usage_object(usage: Usage) -> dict[str, int]:
     }
 
 
-def whole_message(session: RequestSession, has_tools: bool, choice: ChoiceBuffer, usage: Usage) -> bytes:
+def whole_message(session: RequestSession, shows_reasoning: bool, choice: ChoiceBuffer, usage: Usage) -> bytes:
     """The JSON of a finished message."""
-    text, calls = "".join(choice.text), list[ToolCall]()
-    if has_tools:
-        text, calls = divided(text)
-    content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
-    content += [_tool_use(call, json.loads(call.arguments)) for call in calls]
-    ending = _ending(choice.finish, session.texts[0].stop_string, has_calls=bool(calls))
+    parsed = joined(choice.parts)
+    content: list[dict[str, Any]] = []
+    if parsed.reasoning and shows_reasoning:
+        content.append(_thinking(parsed.reasoning))
+    if parsed.content:
+        content.append({"type": "text", "text": parsed.content})
+    content += [_tool_use(call.id, call.name, _input(call.arguments)) for call in parsed.calls]
+    ending = _ending(choice.finish, session.texts[0].stop_string, has_calls=bool(parsed.calls))
     return encode_json({**_head(session), "content": content, **ending, "usage": usage_object(usage)})
 
 
 class MessageEncoder:
     """Encodes token deltas as the events of a message."""
 
-    def __init__(self, session: RequestSession, has_tools: bool) -> None:
+    def __init__(self, session: RequestSession, shows_reasoning: bool) -> None:
         self._session, self._text = session, session.texts[0]
-        self._parser = ToolCallParser() if has_tools else None
+        self._parser = session.answer_parser()
+        self._shows_reasoning = shows_reasoning
         self._finish: FinishCause | None = None
-        self._has_begun = self._is_text_open = False
+        self._has_begun = False
+        self._open: str = ""  # the type of the block that goes on
         self._num_blocks = 0
 
     def keep_alive(self) -> bytes:
         return b"".join([*self._begin(), _event({"type": "ping"})])
 
     def of(self, deltas: Iterable[TokenDelta]) -> bytes:
-        """The events of tokens: the beginning of the message, of blocks, their text, and their end."""
+        """The events of tokens: the beginning of the message, of blocks, their parts, and their end.
+
+        A ping if there are none, as while the model thinks unseen.
+        """
         events = [*self._begin()]
         for delta in deltas:
-            text = "".join([self._text.step(token_id) for token_id in delta.token_ids])
+            parts: list[Part] = []
+            for token_id in delta.token_ids:
+                piece = self._text.step(token_id)
+                parts += [piece] if self._parser is None else self._parser.push(piece)
             if delta.finish is not None:
                 self._finish = delta.finish
-                text += self._text.flush()
-            for part in self._parts(text):
-                events += self._shown(part) if isinstance(part, str) else self._called(part)
-        return b"".join(events)
+                parts += ended(self._parser, self._text.flush())
+            for part in parts:
+                events += self._shown(part)
+        return b"".join(events) or self.keep_alive()
 
     def end(self, usage: Usage) -> bytes:
         """The last events."""
         has_calls = self._parser is not None and self._parser.num_calls > 0
         ending = _ending(self._finish, self._text.stop_string, has_calls=has_calls)
         last = {"type": "message_delta", "delta": ending, "usage": usage_object(usage)}
-        return b"".join([*self._begin(), *self._end_text(), _event(last), _event({"type": "message_stop"})])
+        return b"".join([*self._begin(), *self._end_block(), _event(last), _event({"type": "message_stop"})])
 
     def _begin(self) -> Iterator[bytes]:
         if not self._has_begun:
@@ -73,40 +83,40 @@ class MessageEncoder:
             message = {**_head(self._session), "content": [], "stop_reason": None, "stop_sequence": None}
             yield _event({"type": "message_start", "message": {**message, "usage": usage}})
 
-    def _parts(self, text: str) -> Sequence[str | ToolCall]:
-        if self._parser is None:
-            return [text]
-        parts = self._parser.push(text)
-        return parts if self._finish is None else [*parts, self._parser.flush()]
+    def _shown(self, part: Part) -> Iterator[bytes]:
+        match part:
+            case "":
+                return
+            case str():
+                yield from self._in_block({"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": part})
+            case Reasoning(text):
+                if self._shows_reasoning:
+                    yield from self._in_block(_thinking(""))
+                    yield self._delta({"type": "thinking_delta", "thinking": text})
+            case CallBegin():
+                yield from self._end_block()
+                yield from self._in_block(_tool_use(part.id, part.name, {}))
+            case CallArguments():
+                yield self._delta({"type": "input_json_delta", "partial_json": part.text})
 
-    def _shown(self, text: str) -> Iterator[bytes]:
-        if not text:
-            return
-        if not self._is_text_open:
-            self._is_text_open = True
-            yield self._block({"type": "text", "text": ""})
-        yield self._delta({"type": "text_delta", "text": text})
-
-    def _called(self, call: ToolCall) -> Iterator[bytes]:
-        yield from self._end_text()
-        yield self._block(_tool_use(call, {}))
-        yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-        yield self._end_block()
-
-    def _end_text(self) -> Iterator[bytes]:
-        if self._is_text_open:
-            self._is_text_open = False
-            yield self._end_block()
-
-    def _block(self, block: dict[str, Any]) -> bytes:
-        return _event({"type": "content_block_start", "index": self._num_blocks, "content_block": block})
+    def _in_block(self, block: dict[str, Any]) -> Iterator[bytes]:
+        """Begins the block, unless one of its type goes on."""
+        if self._open != block["type"]:
+            yield from self._end_block()
+            self._open = block["type"]
+            yield _event({"type": "content_block_start", "index": self._num_blocks, "content_block": block})
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event({"type": "content_block_delta", "index": self._num_blocks, "delta": delta})
 
-    def _end_block(self) -> bytes:
-        self._num_blocks += 1
-        return _event({"type": "content_block_stop", "index": self._num_blocks - 1})
+    def _end_block(self) -> Iterator[bytes]:
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": ""})
+        if self._open:
+            self._open = ""
+            self._num_blocks += 1
+            yield _event({"type": "content_block_stop", "index": self._num_blocks - 1})
 
 
 def error_event(body: dict[str, Any]) -> bytes:
@@ -123,8 +133,21 @@ def _head(session: RequestSession) -> dict[str, Any]:
     return {"id": resolved.request_id, "type": "message", "role": "assistant", "model": resolved.model.name}
 
 
-def _tool_use(call: ToolCall, arguments: Any) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+def _tool_use(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+
+
+def _thinking(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The arguments as an object, which is empty where the model wrote no object."""
+    try:
+        decoded = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return decoded if isinstance(decoded, dict) else {}
 
 
 def _ending(cause: FinishCause | None, stop_string: str, *, has_calls: bool) -> dict[str, Any]:

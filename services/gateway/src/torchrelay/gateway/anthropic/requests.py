@@ -1,12 +1,13 @@
 """Request bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``, decoded and validated.
 
-``cache_control``, ``metadata`` and ``thinking`` change no answer here and are ignored, as are unknown fields.
+``cache_control`` and ``metadata`` change no answer here and are ignored, as are unknown fields. A model thinks as its
+template says; ``thinking`` decides whether the answer shows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -18,8 +19,8 @@ from torchrelay.gateway.openai.body_decoder import decode
 from torchrelay.gateway.openai.tools import declared_tools
 
 _ROLES: Final = ("user", "assistant")
-_THOUGHTS: Final = ("thinking", "redacted_thinking")  # blocks of earlier answers, which no chat template takes
-_IGNORED: Final = frozenset(("metadata", "thinking"))
+_THOUGHTS: Final = ("thinking", "redacted_thinking")  # blocks of earlier answers
+_IGNORED: Final = frozenset(("metadata",))
 _TIERS: Final = {"auto": "auto", "standard_only": "default"}
 
 
@@ -33,6 +34,7 @@ class Block(msgspec.Struct):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
+    thinking: str | None = None
 
 
 class Message(msgspec.Struct):
@@ -43,6 +45,14 @@ class Message(msgspec.Struct):
 class ToolChoice(msgspec.Struct):
     type: str
     disable_parallel_tool_use: bool = False
+
+
+class Thinking(msgspec.Struct):
+    """``budget_tokens`` is a hint: nothing ends the reasoning of a model before ``max_tokens``."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None
+    display: str | None = None
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -58,6 +68,7 @@ class Body(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
     service_tier: str | None = None
+    thinking: Thinking | None = None
 
 
 _DECODER: msgspec.json.Decoder[Body] = msgspec.json.Decoder(Body)
@@ -66,6 +77,12 @@ _DECODER: msgspec.json.Decoder[Body] = msgspec.json.Decoder(Body)
 def decode_body(encoded: bytes | bytearray) -> Body:
     """Raises ``InvalidRequest`` naming the faulty field."""
     return decode(_DECODER, encoded, _IGNORED)
+
+
+def shows_reasoning(body: Body) -> bool:
+    """Whether the answer has blocks of thinking: only if the request asks for them, as Anthropic's answers."""
+    thinking = body.thinking
+    return thinking is not None and thinking.type != "disabled" and thinking.display != "omitted"
 
 
 def params_of(body: Body) -> GenerateParams:
@@ -149,6 +166,8 @@ def _answer(content: str | list[Block], where: str) -> ChatMessage:
     blocks = [Block("text", content)] if isinstance(content, str) else content
     texts = [block for block in blocks if block.type not in (*_THOUGHTS, "tool_use")]
     message: ChatMessage = {"role": "assistant", "content": _text(texts, where)}
+    if thoughts := "\n".join(block.thinking for block in blocks if block.type == "thinking" and block.thinking):
+        message["reasoning_content"] = thoughts
     calls = [block for block in blocks if block.type == "tool_use"]
     if calls:
         message["tool_calls"] = [

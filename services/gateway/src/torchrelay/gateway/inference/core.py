@@ -12,7 +12,8 @@ from torchrelay.common.sampling import SharedSampling
 from torchrelay.control.v1 import generation_pb2, scheduler_pb2
 from torchrelay.gateway.core import FinishCause, Principal, PublishedModel, ServiceClass
 
-# As a chat template sees it: "role", "content" and optionally "name", "tool_calls" and "tool_call_id".
+# As a chat template sees it: "role", "content" and optionally "name", "tool_calls", "tool_call_id" and
+# "reasoning_content".
 ChatMessage: TypeAlias = dict[str, Any]
 
 
@@ -67,6 +68,7 @@ class Usage:
     num_prompt_tokens: int
     num_cached_prompt_tokens: int
     num_output_tokens: int
+    num_reasoning_tokens: int | None = None  # of these; None for a model that shows no reasoning
 
 
 @dataclass(frozen=True, slots=True)

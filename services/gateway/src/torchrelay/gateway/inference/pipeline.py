@@ -15,6 +15,9 @@ from torchrelay.common.process.telemetry import span_of
 from torchrelay.common.tokens.text_stream import prompt_end
 from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.gateway.core import FinishCause, Principal, RequestRate
+from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
+from torchrelay.gateway.inference.answers.parts import ParameterTypes, parameter_types
+from torchrelay.gateway.inference.answers.syntax import PLAIN, AnswerSyntax
 from torchrelay.gateway.inference.core import (
     ClientDisconnected,
     GenerateParams,
@@ -41,6 +44,14 @@ class RequestSession:
     texts: tuple[ChoiceDetokenizer, ...]
     rate: RequestRate | None  # of the caller's key
     tokens: TokenBytes | None = None  # if logprobs were requested
+    syntax: AnswerSyntax = PLAIN  # of an answer to messages
+    tools: ParameterTypes | None = None  # that the answer may call
+
+    def answer_parser(self) -> AnswerParser | None:
+        """A parser of a choice's text; None if the text is all content."""
+        if self.syntax.thoughts is None and not self.tools:
+            return None
+        return AnswerParser(self.syntax, self.tools)
 
     def placed(self, delta: TokenDelta) -> Iterator[tuple[PlacedToken, int, TokenLogprobs]]:
         """(part in the text, id, logprobs) of each token, of a request with logprobs."""
@@ -151,7 +162,8 @@ class RequestPipeline:
         if principal.is_admin:  # it has no tenant to resolve short model names in, or to bill
             raise PermissionDenied("the admin key cannot call models; create a tenant key (torchrelay key create)")
         model = await self._catalog.resolve(principal, params.model)
-        prompt = await self._prompts.token_ids(principal, model, params)
+        encoded = await self._prompts.encode(principal, model, params)
+        prompt, syntax = encoded.token_ids, encoded.syntax
         sampling = sampling_of(params, model, len(prompt), self._bounds)
         decoder = await self._prompts.decoder(principal, model)
         last_tokens = prompt_end(decoder.tokens, prompt)
@@ -182,10 +194,15 @@ class RequestPipeline:
         )
         self.requests.add(request)
         request.start()
-        stops = params.stop, sampling.stop_token_ids
-        texts = tuple(ChoiceDetokenizer(decoder.tokens, last_tokens, *stops) for _ in range(params.num_choices))
+        text_ends = params.stop, sampling.stop_token_ids, syntax.markers(has_tools=bool(params.tools))
+        texts = tuple(ChoiceDetokenizer(decoder.tokens, last_tokens, *text_ends) for _ in range(params.num_choices))
         return RequestSession(
-            request, texts, reservation.rate, None if params.top_logprobs is None else decoder.token_bytes
+            request,
+            texts,
+            reservation.rate,
+            None if params.top_logprobs is None else decoder.token_bytes,
+            syntax,
+            parameter_types(params.tools) or None,
         )
 
     async def drain(self, timeout_s: float, end_s: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
@@ -15,6 +16,7 @@ from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.core import Principal, RequestRate
+from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
 from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, TokenDelta, Usage
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.interfaces import Authenticator
@@ -26,7 +28,6 @@ from torchrelay.gateway.openai import errors, replies, requests
 from torchrelay.gateway.openai.http_request import HttpRequest
 from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
 from torchrelay.gateway.openai.replies import Answer, ChoiceBuffer, ReplyFormat, StreamReply
-from torchrelay.gateway.openai.tool_calls import ToolCall, ToolCallParser
 
 log = get_logger(__name__)
 T = TypeVar("T")
@@ -111,7 +112,7 @@ class CompletionsApp:
             body = completion = requests.decode_completion(encoded)
             prompts = [requests.params_of_completion(each) for each in requests.one_per_prompt(completion)]
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
-        reply_format = ReplyFormat(is_chat, bool(prompts[0].tools), wants_usage, bool(body.return_token_ids))
+        reply_format = ReplyFormat(is_chat, wants_usage, bool(body.return_token_ids))
         return prompts, reply_format, bool(body.stream)
 
 
@@ -228,22 +229,30 @@ class StreamEncoder(Protocol):
 
 async def _whole_answer(session: RequestSession, reply_format: ReplyFormat) -> Answer:
     request, logprobs = session.request, _logprob_formatter(session, reply_format)
-    choices = [ChoiceBuffer() for _ in session.texts]
+    choices = [ChoiceBuffer(session.answer_parser()) for _ in session.texts]
     while not request.is_finished:
         for delta in await request.next():
             choice, text = choices[delta.choice], session.texts[delta.choice]
             choice.token_ids += delta.token_ids
             if logprobs is None:
-                choice.text += [text.step(token_id) for token_id in delta.token_ids]
+                for token_id in delta.token_ids:
+                    choice.add(text.step(token_id))
             else:
                 for piece, entry in _text_and_logprobs(session, delta):
-                    choice.text.append(piece)
+                    choice.add(piece)
                     choice.logprobs.append(entry)
             if delta.finish is not None:
-                choice.text.append(text.flush())
-                choice.finish = delta.finish
+                choice.end(text.flush(), delta.finish)
     await request.settled(SETTLE_TIMEOUT_S)
-    return Answer(request.resolved, choices, request.usage, logprobs)
+    usage = with_reasoning(request.usage, session, [choice.parser for choice in choices])
+    return Answer(request.resolved, choices, usage, logprobs)
+
+
+def with_reasoning(usage: Usage, session: RequestSession, parsers: Iterable[AnswerParser | None]) -> Usage:
+    """The usage with the number of reasoning tokens that the parsers have counted, if the model shows any."""
+    if session.syntax.thoughts is None:
+        return usage
+    return replace(usage, num_reasoning_tokens=sum(parser.num_reasoning_tokens for parser in parsers if parser))
 
 
 async def _all_of(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -270,14 +279,15 @@ class SseEncoder:
         self.reply = StreamReply(session.request.resolved, reply_format, reply_id, first_index)
         self._logprobs = _logprob_formatter(session, reply_format)
         self._session = session
-        self._calls = [ToolCallParser() for _ in session.texts] if reply_format.has_tools else None
+        self._has_annotations = self._logprobs is not None or reply_format.return_token_ids
+        self._parsers = [session.answer_parser() for _ in session.texts]
         self._unstarted = set(range(len(session.texts)))  # choices without a first event
 
     def keep_alive(self) -> bytes:
         return replies.KEEP_ALIVE
 
     def end(self, usage: Usage) -> bytes:
-        return self.reply.usage(usage) + replies.DONE
+        return self.reply.usage(with_reasoning(usage, self._session, self._parsers)) + replies.DONE
 
     def of(self, deltas: Iterable[TokenDelta]) -> bytes:
         """An event per token, preceded by a role and followed by a finish event for each choice."""
@@ -289,8 +299,8 @@ class SseEncoder:
             if unstarted and choice in unstarted:
                 unstarted.discard(choice)
                 events.append(reply.role(choice))
-            if self._calls is not None:
-                events += self._with_calls(delta, text, self._calls[choice])
+            if (parser := self._parsers[choice]) is not None:
+                events += self._parts(delta, text, parser)
                 continue
             if self._logprobs is None:
                 for token_id in delta.token_ids:
@@ -302,26 +312,27 @@ class SseEncoder:
                 events.append(reply.finish(choice, text.flush(), str(delta.finish)))
         return b"".join(events)
 
-    def _with_calls(self, delta: TokenDelta, text: ChoiceDetokenizer, parser: ToolCallParser) -> Iterator[bytes]:
-        """The events of tokens, each followed by those of the calls that it ends."""
+    def _parts(self, delta: TokenDelta, text: ChoiceDetokenizer, parser: AnswerParser) -> Iterator[bytes]:
+        """The events of the parts that each token completes, of which there is at least one."""
         reply, choice = self.reply, delta.choice
-        for token_id in delta.token_ids:
-            content, calls = self._divided(choice, parser, text.step(token_id))
-            yield reply.token(choice, content, token_id)
-            yield from calls
+        for token_id, piece, logprobs in self._pieces(delta, text):
+            parts = parser.push(piece)
+            last = parts[-1] if parts else ""
+            content = last if isinstance(last, str) else ""
+            yield from (reply.part(choice, part) for part in (parts[:-1] if content else parts))
+            if content or not parts or self._has_annotations:
+                yield reply.annotated_token(choice, content, token_id, logprobs)
         if delta.finish is not None:
-            content, calls = self._divided(choice, parser, text.flush())
-            yield from calls
-            content += parser.flush()
-            yield reply.finish(choice, content, replies.finish_reason(delta.finish, parser.num_calls))
+            yield from (reply.part(choice, part) for part in replies.ended(parser, text.flush()))
+            yield reply.finish(choice, "", replies.finish_reason(delta.finish, parser.num_calls))
 
-    def _divided(self, choice: int, parser: ToolCallParser, text: str) -> tuple[str, list[bytes]]:
-        """The content that ``text`` completes, and the events of the calls."""
-        first = parser.num_calls
-        parts = parser.push(text)
-        calls = [part for part in parts if isinstance(part, ToolCall)]
-        events = [self.reply.tool_call(choice, index, call) for index, call in enumerate(calls, first)]
-        return "".join(part for part in parts if isinstance(part, str)), events
+    def _pieces(self, delta: TokenDelta, text: ChoiceDetokenizer) -> Iterator[tuple[int, str, Any]]:
+        """Each token with its text, and its logprobs if requested."""
+        if self._logprobs is None:
+            yield from ((token_id, text.step(token_id), None) for token_id in delta.token_ids)
+            return
+        for piece, entry in _text_and_logprobs(self._session, delta):
+            yield entry.token_id, piece, self._logprobs.of([entry])
 
 
 def _logprob_formatter(session: RequestSession, reply_format: ReplyFormat) -> LogprobFormatter | None:

@@ -14,9 +14,17 @@ from typing import Any
 import msgspec
 
 from torchrelay.gateway.core import FinishCause
+from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
+from torchrelay.gateway.inference.answers.parts import (
+    CallArguments,
+    CallBegin,
+    Part,
+    Reasoning,
+    ToolCall,
+    joined,
+)
 from torchrelay.gateway.inference.core import ResolvedRequest, Usage
 from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
-from torchrelay.gateway.openai.tool_calls import ToolCall, divided
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"
@@ -38,21 +46,26 @@ class ReplyFormat:
     """The format of a reply."""
 
     is_chat: bool
-    has_tools: bool = False  # its text may have tool calls
     include_usage: bool = False
     return_token_ids: bool = False
+    shows_reasoning: bool = True  # of a message of Anthropic's
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    return {
+    counts: dict[str, Any] = {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_prompt_tokens},
     }
+    if usage.num_reasoning_tokens is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": usage.num_reasoning_tokens}
+    return counts
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
+    if len(usages) == 1:
+        return usages[0]
     return Usage(
         sum(usage.num_prompt_tokens for usage in usages),
         sum(usage.num_cached_prompt_tokens for usage in usages),
@@ -64,15 +77,44 @@ def total_usage(usages: Sequence[Usage]) -> Usage:
 class ChoiceBuffer:
     """A choice of a non-streamed reply, as it accumulates."""
 
-    text: list[str] = field(default_factory=list)
+    parser: AnswerParser | None = None  # of its text
+    parts: list[Part] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish: FinishCause | None = None
     logprobs: list[LogprobEntry] = field(default_factory=list)  # one per token, if requested
+
+    def add(self, text: str) -> None:
+        """Adds the text of a token."""
+        if self.parser is None:
+            self.parts.append(text)
+        else:
+            self.parts += self.parser.push(text)
+
+    def end(self, text: str, cause: FinishCause) -> None:
+        """Adds the last text, which belongs to no token."""
+        self.parts += ended(self.parser, text)
+        self.finish = cause
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        return None if self.parser is None else self.parser.num_reasoning_tokens
+
+
+def ended(parser: AnswerParser | None, text: str) -> list[Part]:
+    """The last parts of a choice whose text ends with ``text``."""
+    if parser is None:
+        return [text]
+    return [*parser.push(text), *parser.flush()] if text else parser.flush()
 
 
 def finish_reason(cause: FinishCause | None, has_calls: object) -> str:
     """The cause as clients know it: an answer that ends by itself after calls ends with them."""
     return "tool_calls" if has_calls and cause is FinishCause.STOP else str(cause)
+
+
+def reasoning_fields(reasoning: str) -> dict[str, Any]:
+    """The reasoning, or a piece of it, under the name of DeepSeek's API and that of vLLM and OpenRouter."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning}
 
 
 def _call_object(call: ToolCall) -> dict[str, Any]:
@@ -94,10 +136,11 @@ def whole_reply(reply_format: ReplyFormat, answers: Sequence[Answer]) -> bytes:
     listed: list[dict[str, Any]] = []
     pairs = [(answer, choice) for answer in answers for choice in answer.choices]
     for index, (answer, choice) in enumerate(pairs):
-        text, calls = "".join(choice.text), list[ToolCall]()
-        if reply_format.has_tools:
-            text, calls = divided(text)
+        parsed = joined(choice.parts)
+        text, calls = parsed.content, parsed.calls
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if parsed.reasoning:
+            message |= reasoning_fields(parsed.reasoning)
         if calls:
             message |= {"content": text or None, "tool_calls": [_call_object(call) for call in calls]}
         content = {"message": message} if reply_format.is_chat else {"text": text}
@@ -177,9 +220,18 @@ class StreamReply:
         )
         return self._heads[choice] + encode_json(text) + tail + self._usage_field + b"}\n\n"
 
-    def tool_call(self, choice: int, index: int, call: ToolCall) -> bytes:
-        """The event of a call; ``index``: its place among the calls of the choice."""
-        delta = {"tool_calls": [{"index": index, **_call_object(call)}]}
+    def part(self, choice: int, part: Part) -> bytes:
+        """The event of a part of a chat, beside those of its tokens."""
+        match part:
+            case str():
+                delta: dict[str, Any] = {"content": part}
+            case Reasoning(text):
+                delta = reasoning_fields(text)
+            case CallBegin():
+                begun = ToolCall(part.id, part.name)
+                delta = {"tool_calls": [{"index": part.index, **_call_object(begun)}]}
+            case CallArguments(index, text):
+                delta = {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
         head = b'%s,"choices":[{"index":%d,"delta":%s' % (self._head, choice, encode_json(delta))
         return head + b',"logprobs":null,"finish_reason":null}]' + self._usage_field + b"}\n\n"
 

@@ -45,6 +45,8 @@ class ChatMessageBody(msgspec.Struct):
     name: str | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class BaseBody(msgspec.Struct, kw_only=True):
@@ -315,6 +317,8 @@ def _message(message: ChatMessageBody, index: int) -> ChatMessage:
         plain["name"] = message.name
     if message.tool_calls:
         plain["tool_calls"] = called_tools(message.tool_calls)
+    if reasoning := message.reasoning_content or message.reasoning:
+        plain["reasoning_content"] = reasoning  # as templates that take it call it
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain

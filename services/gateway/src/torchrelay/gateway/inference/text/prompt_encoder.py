@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from typing import Final
 
 from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.gateway.core import Principal, PublishedModel
+from torchrelay.gateway.inference.answers.syntax import PLAIN, AnswerSyntax
 from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.gateway.inference.text.decoder_cache import DecoderCache, ModelDecoder
 from torchrelay.gateway.inference.text.model_files import ModelFiles
@@ -33,6 +35,14 @@ from torchrelay.gateway.inference.text.refusals import (
 MAX_CHARS_PER_CONTEXT_TOKEN: Final = 32
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt, and the syntax of the answer to its messages."""
+
+    token_ids: tuple[int, ...]
+    syntax: AnswerSyntax = PLAIN
+
+
 class PromptEncoder:
     """Has prompts rendered and encoded by text processes, and loads the decoders of the answers.
 
@@ -57,19 +67,24 @@ class PromptEncoder:
         return decoder
 
     async def token_ids(self, principal: Principal, model: PublishedModel, params: GenerateParams) -> tuple[int, ...]:
+        """The prompt. Raises as ``encode``."""
+        return (await self.encode(principal, model, params)).token_ids
+
+    async def encode(self, principal: Principal, model: PublishedModel, params: GenerateParams) -> EncodedPrompt:
         """The prompt. Raises ``InvalidRequest`` if it is empty, has an unknown id, or the template rejects it."""
         if params.token_ids is None:
             prompt = await self._encode(principal, model, params)
         else:
-            prompt, vocab_size = params.token_ids, model.version.shape.vocab_size
-            if prompt and max(prompt) >= vocab_size:
-                message = f"token id {max(prompt)} is out of range; the model's token ids are 0 to {vocab_size - 1}"
+            prompt, vocab_size = EncodedPrompt(params.token_ids), model.version.shape.vocab_size
+            if params.token_ids and max(params.token_ids) >= vocab_size:
+                highest = max(params.token_ids)
+                message = f"token id {highest} is out of range; the model's token ids are 0 to {vocab_size - 1}"
                 raise InvalidRequest(message, field="prompt")
-        if not prompt:
+        if not prompt.token_ids:
             raise InvalidRequest("the prompt must not be empty", field=params.prompt_field)
         return prompt
 
-    async def _encode(self, principal: Principal, model: PublishedModel, params: GenerateParams) -> tuple[int, ...]:
+    async def _encode(self, principal: Principal, model: PublishedModel, params: GenerateParams) -> EncodedPrompt:
         shape, field = model.version.shape, params.prompt_field
         max_chars = shape.max_context_tokens * MAX_CHARS_PER_CONTEXT_TOKEN
         text = params.text or ""
@@ -98,8 +113,8 @@ class PromptEncoder:
         except PromptKilled as killed:
             raise kill_error(killed, self._limits, field) from killed
         match answer:
-            case TokenIds(packed):
-                return tuple(array("i", packed))
+            case TokenIds(packed, syntax):
+                return EncodedPrompt(tuple(array("i", packed)), syntax)
             case Refusal():
                 raise refusal_error(answer, model, field)
             case _:

@@ -28,7 +28,7 @@ def refusal_error(refusal: Refusal, model: PublishedModel, field: str) -> Torchr
             message = f"the chat template of {model.name} knows no tools; send the request without tools and tool_calls"
             return InvalidRequest(message, field="tools")
         case "tool_calls":
-            message = f"{model.name} writes tool calls in a syntax that is not supported yet; only <tool_call> is"
+            message = f"{model.name} writes tool calls in a syntax that is not supported yet"
             return InvalidRequest(message, field="tools")
         case "template":
             return InvalidRequest(f"the model's chat template failed: {refusal.detail}", field=field)

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import msgspec
 
+from torchrelay.gateway.inference.answers.syntax import PLAIN, AnswerSyntax
+from torchrelay.gateway.inference.text.processes.answer_syntax import declared_syntax
 from torchrelay.gateway.inference.text.processes.chat_template import ChatTemplate
 
 MAX_TEMPLATE_CHARS: Final = 1 << 20
@@ -20,6 +22,7 @@ class ChatFormat:
     template: ChatTemplate | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)
     tool_template: ChatTemplate | None = None  # for requests with tools, if the configuration has another for them
+    declared_syntax: AnswerSyntax = PLAIN  # of answers
 
 
 def template_file(encoded: bytes) -> ChatTemplate:
@@ -33,7 +36,7 @@ def tokenizer_config(encoded: bytes) -> ChatFormat:
     sources = _templates_of(config.get("chat_template"))
     default, tool_use = (_template(source) if source else None for source in sources)
     tokens = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
-    return ChatFormat(default, tokens, tool_use)
+    return ChatFormat(default, tokens, tool_use, declared_syntax(config.get("response_template")))
 
 
 def _template(source: str) -> ChatTemplate:

@@ -17,6 +17,8 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchrelay.common.chat_syntax import template_environment
+from torchrelay.gateway.inference.answers.syntax import AnswerSyntax
+from torchrelay.gateway.inference.text.processes.answer_syntax import syntax_of
 
 
 def raise_exception(message: object) -> NoReturn:
@@ -130,10 +132,10 @@ class ChatTemplate:
         has_calls = any("tool_calls" in message for message in messages)
         return (not tools or "tools" in self._source) and (not has_calls or "tool_calls" in self._source)
 
-    @property
-    def asks_for_tool_calls(self) -> bool:
-        """Whether the template shows the model the syntax of calls that answers are searched for."""
-        return "<tool_call>" in self._source
+    @cached_property
+    def answer_syntax(self) -> AnswerSyntax:
+        """The syntax of answers that the template shows to the model."""
+        return syntax_of(self._source)
 
     def messages(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages as the template expects them: contents as lists of parts if it loops over these, and the role

@@ -13,6 +13,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from torchrelay.gateway.inference.answers.syntax import PLAIN, AnswerSyntax
+
 LENGTH_BYTES: Final = 4  # big endian, before each frame
 MAX_ANSWER_BYTES: Final = 64 << 20
 
@@ -24,7 +26,7 @@ RefusalCause: TypeAlias = Literal[
     "file",  # it cannot be read: ``detail``
     "no_template",
     "no_tools",  # the template ignores tools, or their calls
-    "tool_calls",  # the template asks for calls in another syntax than ``<tool_call>``
+    "tool_calls",  # the template asks for calls in an unknown syntax
     "template",  # it failed: ``detail``
     "characters",  # the text is too long: ``number`` characters
     "tokenizer",  # it cannot encode this text
@@ -80,6 +82,7 @@ class Loaded(msgspec.Struct, tag=True, frozen=True):
 
 class TokenIds(msgspec.Struct, tag=True, frozen=True):
     packed: bytes  # int32, in the machine's byte order
+    syntax: AnswerSyntax = PLAIN  # of the answer to messages
 
 
 class Refusal(msgspec.Struct, tag=True, frozen=True):

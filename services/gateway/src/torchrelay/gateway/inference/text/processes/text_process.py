@@ -22,7 +22,9 @@ import msgspec
 from tokenizers import Encoding, Tokenizer
 
 from torchrelay.common.tokens.tokenizer import load_tokenizer
+from torchrelay.gateway.inference.answers.syntax import PLAIN, AnswerSyntax
 from torchrelay.gateway.inference.text.processes import chat_format
+from torchrelay.gateway.inference.text.processes.answer_syntax import merged
 from torchrelay.gateway.inference.text.processes.chat_format import ChatFormat
 from torchrelay.gateway.inference.text.processes.chat_template import ChatTemplate, OutputTooLong
 from torchrelay.gateway.inference.text.processes.frames import (
@@ -85,12 +87,13 @@ class TextService:
 
     def token_ids(self, prompt: Prompt) -> Answer:
         try:
-            text = prompt.text if prompt.messages is None else self._render(prompt)
-            return TokenIds(self._encode(prompt, text).tobytes())
+            text, syntax = (prompt.text, PLAIN) if prompt.messages is None else self._render(prompt)
+            return TokenIds(self._encode(prompt, text).tobytes(), syntax)
         except PromptRefused as error:
             return error.refusal
 
-    def _render(self, prompt: Prompt) -> str:
+    def _render(self, prompt: Prompt) -> tuple[str, AnswerSyntax]:
+        """The text of the prompt, and the syntax of its answer."""
         format_ = self._format(prompt)
         template = format_.tool_template or format_.template if prompt.tools else format_.template
         if template is None:
@@ -98,7 +101,8 @@ class TextService:
         given = prompt.messages or ()
         if not template.takes(given, prompt.tools):
             raise PromptRefused(Refusal("no_tools"))
-        if prompt.tools and not template.asks_for_tool_calls:
+        syntax = merged(template.answer_syntax, format_.declared_syntax)
+        if prompt.tools and syntax.calls is None:
             raise PromptRefused(Refusal("tool_calls"))
         variables = {
             **format_.special_tokens,
@@ -121,14 +125,18 @@ class TextService:
             raise PromptRefused(Refusal("template", "nested too deeply")) from error
         except Exception as error:  # a template can raise anything
             raise PromptRefused(Refusal("template", _reason(error))) from error
-        return text
+        if syntax.thoughts is not None and text.rstrip().endswith(syntax.thoughts[0]):
+            syntax = msgspec.structs.replace(syntax, begins_thinking=True)
+        return text, syntax
 
     def _format(self, prompt: Prompt) -> ChatFormat:
-        config = self._file(prompt, TOKENIZER_CONFIG)
+        config: ChatFormat | None = self._file(prompt, TOKENIZER_CONFIG)
         template: ChatTemplate | None = self._file(prompt, CHAT_TEMPLATE)
         if config is None:
             return ChatFormat(template)
-        return config if template is None else ChatFormat(template, config.special_tokens)
+        if template is None:
+            return config
+        return ChatFormat(template, config.special_tokens, declared_syntax=config.declared_syntax)
 
     def _file(self, prompt: Prompt, name: str) -> Any:
         return next((self._loaded[file] for file in prompt.files if file[0] == name), None)
