@@ -37,6 +37,7 @@ FOLDERS = {
     "deploy/images": "image recipes, one per service",
     "proto/control/v1": "between services",
     "proto/inference/v1": "for tenants",
+    "proto/inference/v2": "for tenants, the Open Inference Protocol",
     "services/gateway/sql/migrations": "Alembic's environment",
     "services/gateway/sql/migrations/versions": "the steps from one schema to the next",
     "docs": "one page per concept",

@@ -19,6 +19,7 @@ from tests.support.echo_worker import EchoModel, EchoWorker
 from tests.support.gateway_ports import KEY, InMemoryPorts, published_model
 from tests.support.sample_tokenizers import EOS, tiny_tokenizer
 from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.health import Faults, no_fault
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.gateway.edge.http_server import HttpLimits, http_server
 from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
@@ -83,9 +84,10 @@ async def make_rig(tokenizer_json: bytes) -> AsyncIterator[MakeRig]:
             meter: Meter | None = None,
             tokenizer: bytes = tokenizer_json,
             template: str = TEMPLATE,
+            fault: Faults = no_fault,
             **settings: object,
         ) -> TokenPathRig:
-            return await _make(stack, tokenizer, template, write_gap_s, meter, settings)
+            return await _make(stack, tokenizer, template, write_gap_s, meter, fault, settings)
 
         yield make
 
@@ -101,6 +103,7 @@ async def _make(
     template: str,
     write_gap_s: float,
     meter: Meter | None,
+    fault: Faults,
     settings: dict[str, object],
 ) -> TokenPathRig:
     config = json.dumps({"eos_token": EOS, "chat_template": template}).encode()
@@ -139,12 +142,14 @@ async def _make(
             shares=shares,
             scheduler=channels[0],
             store=channels[1],
+            fault=fault,
             write_gap_s=write_gap_s,
             meter=meter,
         )
     )
     grpc_server = RpcServer("127.0.0.1")
-    token_path.servicer.add_to(grpc_server.server)
+    for servicer in token_path.servicers:
+        servicer.add_to(grpc_server.server)
     await grpc_server.start()
     stack.push_async_callback(grpc_server.stop, 0)
     http_limits = HttpLimits(stall_s=gateway_settings.answer_silence_s)

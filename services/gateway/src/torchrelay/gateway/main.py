@@ -93,6 +93,7 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
                 shares=components.shares,
                 scheduler=components.scheduler_channel,
                 store=components.store_channel,
+                fault=components.services.health.fault,
             )
         )
         announcing = announce_minimums(
@@ -135,7 +136,8 @@ async def _servers(
         app, settings.host, settings.http_port, drain_s, http_limits, router.group_of, router.group_of_key
     ) as http:
         rpc = PublicGrpcServer(settings.host, settings.grpc_port, grpc_limits, services.health.fault)
-        token_path.servicer.add_to(rpc.server)
+        for servicer in token_path.servicers:
+            servicer.add_to(rpc.server)
         await rpc.start()
         try:
             host = settings.advertised_host

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -10,12 +10,15 @@ import grpc
 from opentelemetry.metrics import Meter
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from torchrelay.common.net.rpc.health import Faults, no_fault
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
 from torchrelay.gateway.anthropic.asgi_app import PATHS as MESSAGES_PATHS
 from torchrelay.gateway.anthropic.asgi_app import MessagesApp
 from torchrelay.gateway.background import background
 from torchrelay.gateway.clients.file_reader import StoreFileReader
+from torchrelay.gateway.grpc.public_calls import PublicCalls
+from torchrelay.gateway.grpc.reflection import ReflectionServicer
 from torchrelay.gateway.grpc.servicer import GatewayServicer
 from torchrelay.gateway.inference.execution.admission_stream import AdmissionStream
 from torchrelay.gateway.inference.execution.attempt import Upstreams
@@ -31,6 +34,7 @@ from torchrelay.gateway.inference.text.processes.text_pool import PoolSettings
 from torchrelay.gateway.inference.text.processes.text_processes import TextProcesses, default_num_processes
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
+from torchrelay.gateway.open_inference.servicer import OpenInferenceServicer
 from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S, CompletionsApp
 from torchrelay.gateway.settings import GatewaySettings
 
@@ -39,10 +43,10 @@ FLUSH_TIMEOUT_S = 0.5  # for the last releases to reach the scheduler
 
 @dataclass(frozen=True, slots=True)
 class TokenPath:
-    """``asgi`` serves the paths of OpenAI and Anthropic, ``servicer`` gRPC."""
+    """``asgi`` serves the paths of OpenAI and Anthropic, ``servicers`` gRPC."""
 
     asgi: ASGIApp
-    servicer: GatewayServicer
+    servicers: Sequence[GatewayServicer | OpenInferenceServicer | ReflectionServicer]
     pipeline: RequestPipeline
     admissions: AdmissionStream
 
@@ -68,6 +72,7 @@ async def open_token_path(
     shares: ConnectionShares,
     scheduler: grpc.aio.Channel,
     store: grpc.aio.Channel,
+    fault: Faults = no_fault,
     write_gap_s: float = WRITE_GAP_S,
     meter: Meter | None = None,
 ) -> AsyncIterator[TokenPath]:
@@ -98,10 +103,13 @@ async def open_token_path(
         apps = [
             App(keys, pipeline, shares, settings.max_body_bytes, write_gap_s) for App in (CompletionsApp, MessagesApp)
         ]
-        servicer = GatewayServicer(
-            keys, catalog, pipeline, shares, settings.body_silence_s, answer_silence_s=settings.answer_silence_s
+        calls = PublicCalls(keys, shares, settings.body_silence_s, settings.answer_silence_s)
+        servicers = (
+            GatewayServicer(calls, catalog, pipeline),
+            OpenInferenceServicer(calls, catalog, pipeline, fault),
+            ReflectionServicer(calls),
         )
-        yield TokenPath(_by_path(*apps), servicer, pipeline, admissions)
+        yield TokenPath(_by_path(*apps), servicers, pipeline, admissions)
 
 
 async def _open_prompts(

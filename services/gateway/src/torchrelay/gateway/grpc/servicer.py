@@ -1,58 +1,32 @@
-"""``inference.v1.Inference``: the same requests as over REST, with the key in the call's metadata.
-
-Both methods are registered as if their request were a stream: grpcio then calls them when the metadata has arrived, and
-the message is received only after the key has been checked, and in the tenant's turn. It is received as bytes, because
-grpcio ends a call whose message it cannot decode with an internal error.
-"""
+"""``inference.v1.Inference``: the same requests as over REST, with the key in the call's metadata."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import grpc
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import DeadlineExceeded, InvalidRequest
 from torchrelay.common.ids import new_id
-from torchrelay.common.net.rpc.errors import status_of
 from torchrelay.gateway.core import Principal
-from torchrelay.gateway.edge.grpc_server import show_key
 from torchrelay.gateway.grpc.converters import choice_deltas, params_of_request, usage_message
 from torchrelay.gateway.grpc.message_decoder import decode
+from torchrelay.gateway.grpc.public_calls import Context, PublicCalls
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
-from torchrelay.gateway.inference.interfaces import Authenticator, ModelCatalog
+from torchrelay.gateway.inference.interfaces import ModelCatalog
 from torchrelay.gateway.inference.pipeline import RequestPipeline
-from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.inference.v1 import inference_pb2 as pb
-
-Context = grpc.aio.ServicerContext[Any, Any]
-_MESSAGES_AWAITED = 4  # that take the whole time limit, before a call's own; else silent calls delay it forever
 
 
 class GatewayServicer:
-    """``inference.v1.Inference``.
+    """``inference.v1.Inference``."""
 
-    ``message_timeout_s``: how long a message may take to arrive. ``answer_silence_s``: how long a client may take
-    nothing of its answer.
-    """
-
-    def __init__(
-        self,
-        keys: Authenticator,
-        catalog: ModelCatalog,
-        pipeline: RequestPipeline,
-        shares: ConnectionShares,
-        message_timeout_s: float,
-        answer_silence_s: float,
-    ) -> None:
-        self._keys = keys
+    def __init__(self, calls: PublicCalls, catalog: ModelCatalog, pipeline: RequestPipeline) -> None:
+        self._calls = calls
         self._catalog = catalog
         self._pipeline = pipeline
-        self._shares = shares
-        self._message_timeout_s = message_timeout_s
-        self._answer_silence_s = answer_silence_s
+        self._shares = calls.shares
 
     def add_to(self, server: grpc.aio.Server) -> None:
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -71,22 +45,20 @@ class GatewayServicer:
 
     async def generate(self, _messages: object, context: Context) -> None:
         arrived_unix_us, timeout_s = now_unix_us(), context.time_remaining()
-        principal = await self._authenticate(context)
+        principal = await self._calls.authenticate(context)
         with self._shares.requests.held(principal.tenant_id):
             try:
                 await self._answer(context, principal, arrived_unix_us, timeout_s)
                 return
             except ClientDisconnected:
                 pass
-            message = f"nothing of the answer was taken for {self._answer_silence_s:g} s (setting answer_silence_s)"
-            # grpcio cannot reset a call: this waits until the client reads on or leaves, in its tenant's share.
-            await context.abort(*status_of(DeadlineExceeded(message)))
+            await self._calls.abort_untaken(context)
 
     async def _answer(
         self, context: Context, principal: Principal, arrived_unix_us: int, timeout_s: float | None
     ) -> None:
         with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
-            request = decode(pb.GenerateRequest, await self._receive(context, principal))
+            request = decode(pb.GenerateRequest, await self._calls.receive(context, principal))
             body_bytes.take(request.ByteSize())
             params, request_id = params_of_request(request), new_id("req")
             wants_ids = request.return_token_ids
@@ -98,22 +70,15 @@ class GatewayServicer:
                 while not session.request.is_finished:
                     if new_tokens := await session.request.next():
                         deltas = choice_deltas(session, new_tokens, with_ids=wants_ids)
-                        await self._write(context, pb.GenerateEvent(request_id=request_id, choices=deltas))
+                        await self._calls.write(context, pb.GenerateEvent(request_id=request_id, choices=deltas))
                 await session.request.settled(SETTLE_TIMEOUT_S)
                 usage = usage_message(session.request.usage)
-                await self._write(context, pb.GenerateEvent(request_id=request_id, usage=usage))
-
-    async def _write(self, context: Context, event: pb.GenerateEvent) -> None:
-        try:
-            async with asyncio.timeout(self._answer_silence_s):
-                await context.write(event)
-        except TimeoutError:
-            raise ClientDisconnected from None
+                await self._calls.write(context, pb.GenerateEvent(request_id=request_id, usage=usage))
 
     async def list_models(self, _messages: object, context: Context) -> pb.ListModelsReply:
-        principal = await self._authenticate(context)
+        principal = await self._calls.authenticate(context)
         with self._shares.requests.held(principal.tenant_id):
-            decode(pb.ListModelsRequest, await self._receive(context, principal))
+            decode(pb.ListModelsRequest, await self._calls.receive(context, principal))
             async with self._shares.queries.turn(principal.tenant_id):
                 models = await self._catalog.models(principal)
         return pb.ListModelsReply(
@@ -126,29 +91,3 @@ class GatewayServicer:
                 for model in models
             ]
         )
-
-    async def _receive(self, context: Context, principal: Principal) -> bytes:
-        """The encoded request. gRPC buffers 64 KiB of it; a longer message arrives in the tenant's turn."""
-        limit_s = self._message_timeout_s
-        try:
-            # A message first waits for the tenant's other messages, then has a time limit of its own.
-            async with (
-                asyncio.timeout(_MESSAGES_AWAITED * limit_s),
-                self._shares.messages.turn(principal.tenant_id),
-                asyncio.timeout(limit_s),
-            ):
-                # By the iterator, grpcio would keep it to the end of the call, and beyond.
-                message: bytes | object = await context.read()
-        except TimeoutError:
-            # Also when it waited for the tenant's other messages all that time.
-            raise DeadlineExceeded(f"the message did not arrive within {self._message_timeout_s:g} s") from None
-        if not isinstance(message, bytes):  # grpc.aio.EOF
-            raise InvalidRequest("the call has no message")
-        return message
-
-    async def _authenticate(self, context: Context) -> Principal:
-        metadata = context.invocation_metadata() or ()
-        key = next((value for name, value in metadata if name == "authorization"), None)
-        principal = await self._keys.authenticate(key.decode("latin-1") if isinstance(key, bytes) else key)
-        show_key(principal.tenant_id)
-        return principal

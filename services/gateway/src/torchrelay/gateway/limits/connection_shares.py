@@ -18,6 +18,7 @@ class ConnectionShares:
     uploads: Shares  # files that are being sent, and commits
     queries: TenantSemaphore  # lists and sums over tables
     messages: TenantSemaphore  # of gRPC, while they arrive
+    further_messages: TenantSemaphore  # of streams, while they arrive or are waited for
 
 
 def messages_at_once(max_bytes: int, max_body_bytes: int) -> int:
@@ -39,11 +40,16 @@ def connection_shares(settings: GatewaySettings, queries_at_once: int = 1) -> Co
         _shares(settings, "bytes of request bodies in memory", "max_buffered_body_bytes"),
         _shares(settings, "uploads of files under way", "max_uploads"),
         TenantSemaphore(Shares(queries), at_once=1, total_at_once=queries_at_once),
-        TenantSemaphore(
-            None,  # each message belongs to a request, whose share is held
-            at_once=messages_at_once(settings.max_buffered_body_bytes_per_tenant, settings.max_body_bytes),
-            total_at_once=messages_at_once(settings.max_buffered_body_bytes, settings.max_body_bytes),
-        ),
+        _messages(settings),
+        _messages(settings),
+    )
+
+
+def _messages(settings: GatewaySettings) -> TenantSemaphore:
+    return TenantSemaphore(
+        None,  # each message belongs to a request, whose share is held
+        at_once=messages_at_once(settings.max_buffered_body_bytes_per_tenant, settings.max_body_bytes),
+        total_at_once=messages_at_once(settings.max_buffered_body_bytes, settings.max_body_bytes),
     )
 
 

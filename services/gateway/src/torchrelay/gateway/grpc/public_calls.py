@@ -1,0 +1,87 @@
+"""The bounds of calls of the public gRPC API: their key, their messages and what they write.
+
+Methods are registered as if their request were a stream: grpcio then calls them when the metadata has arrived, and
+the message is received only after the key has been checked, and in the tenant's turn. It is received as bytes, because
+grpcio ends a call whose message it cannot decode with an internal error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeAlias
+
+import grpc
+
+from torchrelay.common.errors import DeadlineExceeded, InvalidRequest
+from torchrelay.common.net.rpc.errors import status_of
+from torchrelay.gateway.core import Principal
+from torchrelay.gateway.edge.grpc_server import show_key
+from torchrelay.gateway.inference.core import ClientDisconnected
+from torchrelay.gateway.inference.interfaces import Authenticator
+from torchrelay.gateway.limits.connection_shares import ConnectionShares
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+_MESSAGES_AWAITED = 4  # that take the whole time limit, before a call's own; else silent calls delay it forever
+
+
+class PublicCalls:
+    """``message_timeout_s``: how long a message may take to arrive. ``answer_silence_s``: how long a client may take
+    nothing of its answer.
+    """
+
+    def __init__(
+        self, keys: Authenticator, shares: ConnectionShares, message_timeout_s: float, answer_silence_s: float
+    ) -> None:
+        self.shares = shares
+        self._keys = keys
+        self._message_timeout_s = message_timeout_s
+        self._answer_silence_s = answer_silence_s
+
+    async def authenticate(self, context: Context) -> Principal:
+        metadata = context.invocation_metadata() or ()
+        key = next((value for name, value in metadata if name == "authorization"), None)
+        principal = await self._keys.authenticate(key.decode("latin-1") if isinstance(key, bytes) else key)
+        show_key(principal.tenant_id)
+        return principal
+
+    async def receive(self, context: Context, principal: Principal) -> bytes:
+        """The encoded request. gRPC buffers 64 KiB of it; a longer message arrives in the tenant's turn."""
+        message = await self._next(context, principal, is_first=True)
+        if message is None:
+            raise InvalidRequest("the call has no message")
+        return message
+
+    async def receive_next(self, context: Context, principal: Principal) -> bytes | None:
+        """A further message of a call, or None. Such messages have turns of their own: a call may be silent before."""
+        return await self._next(context, principal, is_first=False)
+
+    async def _next(self, context: Context, principal: Principal, *, is_first: bool) -> bytes | None:
+        limit_s = self._message_timeout_s
+        turns = self.shares.messages if is_first else self.shares.further_messages
+        try:
+            # A message first waits for the tenant's other messages, then has a time limit of its own.
+            async with (
+                asyncio.timeout(_MESSAGES_AWAITED * limit_s),
+                turns.turn(principal.tenant_id),
+                asyncio.timeout(limit_s),
+            ):
+                # By the iterator, grpcio would keep it to the end of the call, and beyond.
+                message: bytes | object = await context.read()
+        except TimeoutError:
+            # Also when it waited for the tenant's other messages all that time.
+            raise DeadlineExceeded(f"the message did not arrive within {limit_s:g} s") from None
+        return message if isinstance(message, bytes) else None  # grpc.aio.EOF
+
+    async def write(self, context: Context, message: Any) -> None:
+        """Raises ``ClientDisconnected`` if the client takes nothing."""
+        try:
+            async with asyncio.timeout(self._answer_silence_s):
+                await context.write(message)
+        except TimeoutError:
+            raise ClientDisconnected from None
+
+    async def abort_untaken(self, context: Context) -> None:
+        """Ends a call whose client takes nothing of its answer."""
+        message = f"nothing of the answer was taken for {self._answer_silence_s:g} s (setting answer_silence_s)"
+        # grpcio cannot reset a call: this waits until the client reads on or leaves, in its tenant's share.
+        await context.abort(*status_of(DeadlineExceeded(message)))

@@ -1,0 +1,67 @@
+"""Parameters of a request: those of ``/v1/completions``, in the request's map or as JSON in ``sampling_parameters``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.inference.core import GenerateParams
+from torchrelay.gateway.open_inference.tensors import TEXT_INPUT
+from torchrelay.gateway.openai import requests
+from torchrelay.inference.v2 import open_inference_pb2 as pb
+
+_KNOWN: Final = frozenset(requests.CompletionBody.__struct_fields__) | requests.IGNORED
+# Fields with a place of their own in the request, or without one in the response.
+_ELSEWHERE: Final = frozenset(("model", "prompt", "stream_options", "logprobs", "return_token_ids", "echo"))
+_TEXTS: Final = frozenset(("stop", "service_tier", "user", "session_id", "request_id"))  # never read as JSON
+_OF_CLIENTS: Final = "triton_"  # what its clients say of themselves
+
+
+def params_of(request: pb.ModelInferRequest, inputs: Mapping[str, Any]) -> tuple[GenerateParams, bool]:
+    """The parameters of an answer, and whether it is streamed. Raises ``InvalidRequest``."""
+    if inputs.get("exclude_input_in_output") is False:
+        message = "exclude_input_in_output: false is not supported; the text of an answer is without the prompt"
+        raise InvalidRequest(message, field="exclude_input_in_output")
+    fields = dict(_given(request.parameters)) | _sampling(inputs.get("sampling_parameters", "{}"))
+    is_stream = inputs.get("stream", fields.pop("stream", False))
+    if not isinstance(is_stream, bool):
+        raise InvalidRequest("stream must be a boolean", field="stream")
+    for name in fields:
+        if name not in _KNOWN or name in _ELSEWHERE:
+            raise InvalidRequest(f"{name[:80]!r} is no parameter of this protocol", field=name[:80])
+    body = {**fields, "model": request.model_name, "prompt": inputs[TEXT_INPUT]}
+    completion = requests.decode_completion(json.dumps(body).encode())
+    return requests.params_of_completion(completion), is_stream
+
+
+def _given(parameters: Mapping[str, pb.InferParameter]) -> Iterator[tuple[str, Any]]:
+    for name, parameter in parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is None:
+            raise InvalidRequest(f"the parameter {name[:80]!r} has no value", field=name[:80])
+        if not name.startswith(_OF_CLIENTS):
+            value = getattr(parameter, choice)
+            yield name, _typed(name, value) if isinstance(value, str) else value
+
+
+def _sampling(text: str) -> dict[str, Any]:
+    """The parameters in a JSON object, whose values may be strings of JSON, as some clients write them."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("sampling_parameters must be a JSON object", field="sampling_parameters")
+    return {name: _typed(name, value) if isinstance(value, str) else value for name, value in fields.items()}
+
+
+def _typed(name: str, text: str) -> Any:
+    """The value that a string stands for, as the parameters of the standard have neither fractions nor lists."""
+    if name in _TEXTS and not text.startswith("["):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
