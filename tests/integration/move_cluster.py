@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -28,6 +29,7 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.sampling import shared_sampling
 from torchrelay.common.tokens.stop_strings import StopChecker
 from torchrelay.common.tokens.text_stream import prompt_end
 from torchrelay.common.tokens.token_decoder import TokenDecoder
@@ -145,7 +147,11 @@ class Prompt:
         prompt = replace(self, end=prompt_end(_decoder(model), self.tokens))
         instance = model.instance()
         choices = tuple(ChoiceSpec(choice) for choice in range(self.num_choices))
-        instance.prefill(GroupSpec("reference", self.tokens, len(self.tokens), self.sampling, choices))
+        distinct = array("q", sorted(set(self.tokens)) if self.sampling.penalises_prompt else ())
+        group = GroupSpec(
+            "reference", self.tokens, len(self.tokens), self.sampling, choices, distinct_prompt_tokens=distinct
+        )
+        instance.prefill(group)
         steps = run(instance)
         logprobs: dict[int, list[float]] = defaultdict(list)
         for token in (token for step in steps for token in step.tokens if token.logprobs):
@@ -361,12 +367,8 @@ class MoveCluster:
         model = self.ports.published["acme/moved"]
         principal = replace(PRINCIPAL, tenant_id=answer.tenant_id)
         reservation = await self.ports.admit(principal, model, len(prompt.tokens), sampling.max_tokens)
-        fields: dict[str, Any] = {
-            name: getattr(sampling, name)
-            for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
-        }
         message = pb.Sampling(
-            **fields,
+            **shared_sampling(sampling),
             seed=sampling.seed,
             max_tokens=sampling.max_tokens,
             top_logprobs=sampling.top_logprobs,

@@ -51,6 +51,7 @@ def prompts_of(model: Model) -> list[Prompt]:
         Prompt("shared prefix, sampled", (*SHARED, *prompt_of(20, 5)), sampled),
         Prompt("sampled", prompt_of(40, 6), sampled),
         Prompt("penalties", prompt_of(33, 7), replace(sampled, frequency_penalty=0.7, presence_penalty=0.2)),
+        Prompt("repetition penalty", prompt_of(33, 13), replace(sampled, repetition_penalty=1.4)),
         Prompt("nucleus", prompt_of(50, 8), replace(sampled, top_p=0.8, top_k=40, min_p=0.01)),
         Prompt("logprobs", prompt_of(30, 9), replace(greedy, top_logprobs=2)),
         Prompt("two choices", prompt_of(45, 10), sampled, num_choices=2),

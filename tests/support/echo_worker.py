@@ -154,7 +154,9 @@ class EchoWorker:
         if not start.sampling.stop_strings:
             return None
         assert self.model.tokenizer is not None
-        checker = StopChecker(decoder_of(self.model.tokenizer), start.sampling.stop_strings, start.prompt_end)
+        checker = StopChecker(
+            decoder_of(self.model.tokenizer), start.sampling.stop_strings, start.prompt_end, start.sampling.min_tokens
+        )
         for token in forced:
             checker.step(token)
         return checker

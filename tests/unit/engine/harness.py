@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -114,7 +115,8 @@ def group_of(
 ) -> GroupSpec:
     """A group with a choice per entry of ``forced``."""
     choices = tuple(ChoiceSpec(choice, tuple(output)) for choice, output in enumerate(forced))
-    return GroupSpec(group_id, tuple(prompt), len(prompt), sampling, choices)
+    distinct = array("q", sorted(set(prompt)) if sampling.penalises_prompt else ())
+    return GroupSpec(group_id, tuple(prompt), len(prompt), sampling, choices, distinct_prompt_tokens=distinct)
 
 
 def run(instance: Instance) -> list[StepResult]:
@@ -184,7 +186,7 @@ def hand_over(
     firsts = [token for token in last.tokens if token.group_id == group.group_id]
     assert sorted(blocks) == list(range(layout.num_kv_chunks))
     trailer = layout.unpack_trailer(group.group_id, layout.pack_trailer(firsts))
-    blind = GroupSpec(group.group_id, (), group.num_prompt_tokens, group.sampling, group.choices)
+    blind = replace(group, prompt=())
     kv_import = target.import_kv(blind, layout)
     for index in list(blocks)[::order]:
         kv_import.write(index, blocks[index])

@@ -11,6 +11,7 @@ from tests.support.token_decoders import decoder_of
 from torchrelay.common.tokens.stop_strings import StopChecker, StopTrimmer
 from torchrelay.common.tokens.text_stream import TextStream, prompt_end
 from torchrelay.common.tokens.tokenizer import load_decoder, load_tokenizer
+from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
 
 TOKENIZER = Tokenizer.from_str(tiny_tokenizer().decode())
 TOKENS = decoder_of(TOKENIZER)
@@ -56,6 +57,26 @@ def test_checker_and_trimmer_agree_on_final_token(prompt: str, text: str, stops:
     for token_id in TOKENIZER.encode(text).ids:
         trimmer.push(stream.step(token_id))
         assert checker.step(token_id) == bool(trimmer.matched)
+
+
+@given(
+    text=st.text("ab STOP", max_size=30),
+    stops=st.lists(st.text("ab STOP", min_size=1, max_size=3), min_size=1, max_size=2),
+    min_tokens=st.integers(0, 12),
+)
+def test_first_tokens_are_not_searched(text: str, stops: list[str], min_tokens: int) -> None:
+    """The checker stops at the same token as one that only sees the tokens from ``min_tokens`` on; so does the text."""
+    ids = TOKENIZER.encode(text).ids
+    checker, later = StopChecker(TOKENS, stops, (), min_tokens), StopChecker(TOKENS, stops)
+    shown, trimmed = ChoiceDetokenizer(TOKENS, (), stops, (), min_tokens), ChoiceDetokenizer(TOKENS, (), stops, ())
+    for place, token_id in enumerate(ids):
+        if place < min_tokens:
+            assert not checker.step(token_id)
+            assert shown.step(token_id) == TOKENIZER.decode([token_id]) and not shown.stop_string
+        else:
+            assert checker.step(token_id) == later.step(token_id)
+            assert shown.step(token_id) == trimmed.step(token_id)
+            assert shown.stop_string == trimmed.stop_string
 
 
 def test_space_after_prompt_is_part_of_stop_string() -> None:

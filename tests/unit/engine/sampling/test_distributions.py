@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from torchrelay.engine.sampling.sampler import TokenDraw, sample_tokens
 Row = npt.NDArray[np.float64]
 LOGITS = [0.3, 2.0, -1.0, 1.2, 2.4, -math.inf, 0.0, 1.9]
 COUNTS = {4: 3, 1: 1, 7: 1}
+PROMPT = (2, 3, 4)
 NUM_DRAWS = 6400
 
 
@@ -29,9 +31,13 @@ def definition(logits: Sequence[float], params: SamplingParams, counts: dict[int
     scores = np.array(logits, np.float64)
     for token, bias in params.logit_bias:
         scores[token] += bias
+    for token in {*counts, *PROMPT} if params.penalises_prompt else ():
+        scores[token] *= params.repetition_penalty ** (-1 if scores[token] > 0 else 1)
     for token, count in counts.items():
         scores[token] -= params.presence_penalty * (count > 0) + params.frequency_penalty * count
     weights: Row = np.exp((scores - scores.max()) / params.temperature)
+    if params.min_tokens:
+        weights[list(params.stop_token_ids)] = 0
     actual: Row = weights / weights.sum()
     if params.top_k:
         actual[actual < np.sort(actual)[::-1][min(params.top_k, len(actual)) - 1]] = 0
@@ -65,7 +71,9 @@ def chi_square_is_likely(actual: Counter[int], wanted: Row, num_draws: int) -> b
 
 
 def draw_of(params: SamplingParams, row: int = 0, position: int = 0, counts: dict[int, int] | None = None) -> TokenDraw:
-    group = GroupSpec("r/0", (1,), 1, replace(params, max_tokens=10**6), (ChoiceSpec(0),))
+    distinct = array("q", PROMPT if params.penalises_prompt else ())
+    sampling = replace(params, max_tokens=10**6)
+    group = GroupSpec("r/0", (1,), 1, sampling, (ChoiceSpec(0),), distinct_prompt_tokens=distinct)
     return TokenDraw(row, group, 0, position, counts)
 
 
@@ -92,6 +100,10 @@ SAMPLERS: list[dict[str, Any]] = [
     {"presence_penalty": 1.5},
     {"frequency_penalty": 0.7},
     {"presence_penalty": -1.0, "frequency_penalty": 2.0, "logit_bias": ((4, 3.0),), "temperature": 0.8},
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.7, "temperature": 0.9},
+    {"repetition_penalty": 2.0, "presence_penalty": 0.4, "frequency_penalty": 0.3, "logit_bias": ((2, 3.0), (7, -4.0))},
+    {"min_tokens": 10**6, "stop_token_ids": frozenset((4, 1))},
     {"presence_penalty": 0.5, "frequency_penalty": 0.22, "logit_bias": ((2, 4.0),), "top_p": 0.8, "min_p": 0.1},
 ]
 
@@ -135,6 +147,7 @@ def test_rows_of_batch_are_sampled_independently() -> None:
             top_p=float(random.choice([1.0, 0.2, 0.9, 0.999])),
             min_p=float(random.choice([0.0, 0.01, 0.3])),
             presence_penalty=float(random.choice([0.0, 1.0])),
+            repetition_penalty=float(random.choice([1.0, 1.3])),
             logit_bias=((3, 5.0),) if row % 3 == 0 else (),
             top_logprobs=row % 4 or None,
             seed=row,
@@ -147,17 +160,16 @@ def test_rows_of_batch_are_sampled_independently() -> None:
     for row, own in enumerate(params):
         if not own.greedy:
             wanted = definition(logits[row].tolist(), own, {row: 2})
-            actual = (
-                probabilities(apply_biases_and_penalties(logits[row : row + 1].clone(), [own], [{row: 2}]), [own])[0]
-                .double()
-                .numpy()
-            )
+            actual = probabilities(_penalised(logits, row, own), [own])[0].double().numpy()
             assert np.allclose(actual / actual.sum(), wanted, atol=1e-5), (row, own)
             assert wanted[together[row].token_id] > 0
         else:
-            assert together[row].token_id == int(
-                apply_biases_and_penalties(logits[row : row + 1].clone(), [own], [{row: 2}]).argmax()
-            )
+            assert together[row].token_id == int(_penalised(logits, row, own).argmax())
+
+
+def _penalised(logits: torch.Tensor, row: int, params: SamplingParams) -> torch.Tensor:
+    prompt = array("q", PROMPT if params.penalises_prompt else ())
+    return apply_biases_and_penalties(logits[row : row + 1].clone(), [params], [{row: 2}], [prompt])
 
 
 @pytest.mark.parametrize(
@@ -214,3 +226,19 @@ def test_non_finite_row_ends_only_its_draws(broken: float, dtype: torch.dtype) -
 def test_row_of_minus_infinity_is_not_finite() -> None:
     (token,) = sample_tokens(torch.full((1, 8), -torch.inf), [draw_of(SamplingParams())])
     assert token.finish is Finish.NOT_FINITE
+
+
+def test_end_tokens_are_impossible_before_min_tokens() -> None:
+    params = SamplingParams(temperature=0, min_tokens=3, stop_token_ids=frozenset((4, 99)))
+    tokens = [sample_tokens(torch.tensor([LOGITS]), [draw_of(params, 0, position)])[0] for position in range(5)]
+    assert [token.token_id for token in tokens] == [1, 1, 1, 4, 4]
+    assert [token.finish for token in tokens] == [None, None, None, Finish.STOP, Finish.STOP]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 2e-5, 1.0])
+def test_end_token_is_drawn_early_if_no_other_is_possible(temperature: float) -> None:
+    logits = torch.full((1, 8), -torch.inf)
+    logits[0, 3] = 1.0
+    params = SamplingParams(temperature=temperature, min_tokens=3, stop_token_ids=frozenset((3,)))
+    (token,) = sample_tokens(logits, [draw_of(params)])
+    assert (token.token_id, token.finish) == (3, Finish.STOP)

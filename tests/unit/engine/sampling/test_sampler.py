@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.checkpoints import make_overflowing_checkpoint
+from tests.support.checkpoints import make_overflowing_checkpoint, reference_model
 from tests.unit.engine.harness import Model, ModelOf, assert_idle, group_of, hand_over, outputs, prompt_of, run
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.engine.core import NO_TOKEN, Finish, NewToken, SamplingParams
@@ -27,10 +29,11 @@ SEEDED: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_p": 0.9, "top_k": 50},
     {"temperature": 1.2, "min_p": 0.02, "presence_penalty": 0.6, "frequency_penalty": 0.3, "logit_bias": ((9, 3.0),)},
     {"temperature": 0.0, "frequency_penalty": 1.0},
+    {"temperature": 0.8, "repetition_penalty": 1.3, "min_tokens": 20, "stop_token_ids": frozenset(range(0, 250, 2))},
 ]
 
 
-@pytest.mark.parametrize("settings", SEEDED, ids=["cut", "penalised", "greedy"])
+@pytest.mark.parametrize("settings", SEEDED, ids=["cut", "penalised", "greedy", "repetition"])
 def test_seed_gives_same_tokens_in_any_batch(model_of: ModelOf, settings: dict[str, Any]) -> None:
     """Alone, in a batch of 32 that sample in every way, and resumed on another worker, here or handed over."""
     model = model_of("qwen2")
@@ -41,7 +44,7 @@ def test_seed_gives_same_tokens_in_any_batch(model_of: ModelOf, settings: dict[s
     expected = outputs(run(alone))["a/0", 0]
     crowd = model.instance(token_budget=32)
     for number in range(31):
-        other = SamplingParams(**SEEDED[number % 3], seed=number, max_tokens=24, top_logprobs=number % 2 or None)
+        other = SamplingParams(**SEEDED[number % 4], seed=number, max_tokens=24, top_logprobs=number % 2 or None)
         crowd.prefill(group_of(prompt_of(5 + number, salt=number), f"{number}/0", other))
     crowd.prefill(group)
     assert outputs(run(crowd))["a/0", 0] == expected
@@ -112,6 +115,31 @@ def test_logit_bias_forces_and_forbids_tokens(model_of: ModelOf) -> None:
     assert not set(tokens(logit_bias=tuple((token, -100.0) for token in set(free)))) & set(free)
     assert tokens(logit_bias=((free[0], 0.0),)) == free
     assert len(set(tokens(presence_penalty=50.0, logit_bias=tuple((t, 90.0) for t in range(30, 60))))) == 24
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
+def test_repetition_penalty_equals_transformers(model_of: ModelOf, penalty: float) -> None:
+    model = model_of("qwen3")
+    prompt = list(prompt_of(30))
+    reference = reference_model(model.folder)
+    ids = torch.tensor([prompt])
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "repetition_penalty": penalty}
+    expected = reference.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
+    assert expected != model.expected(tuple(prompt))[:20]
+    instance = model.instance()
+    sampling = SamplingParams(temperature=0, max_tokens=20, repetition_penalty=penalty)
+    instance.prefill(group_of(prompt, sampling=sampling))
+    assert outputs(run(instance))["r/0", 0] == expected
+
+
+def test_repetition_penalty_needs_tokens_of_the_vocabulary(model_of: ModelOf) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.3)
+    group = replace(group_of(prompt_of(5), sampling=sampling), distinct_prompt_tokens=array("q", [5, 1 << 20]))
+    instance = model_of().instance()
+    with pytest.raises(InvalidRequest, match="token ids must be between 0 and"):
+        instance.prefill(group)
+    with pytest.raises(InvalidRequest, match="token ids must be between 0 and"):
+        instance.import_kv(replace(group, prompt=()), instance.kv_layout(group))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -58,14 +58,29 @@ def test_sampling_parameters_reach_the_workers() -> None:
         logit_bias=((5, -100.0),),
         top_logprobs=0,
         stop_token_ids=(9,),
+        repetition_penalty=1.2,
+        min_tokens=3,
     )
     sampling = sampling_of(params, MODEL, 1, BOUNDS)
     assert (sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.1, 0.5, -0.5)
+    assert (sampling.repetition_penalty, sampling.min_tokens) == (1.2, 3)
     assert dict(sampling.logit_bias) == {5: -100.0}
     assert sampling.HasField("top_logprobs") and sampling.top_logprobs == 0
     assert list(sampling.stop_token_ids) == [2, 3, 9]
     assert list(sampling_of(replace(params, ignore_eos=True), MODEL, 1, BOUNDS).stop_token_ids) == [9]
     assert not sampling_of(GenerateParams("m", text="x"), MODEL, 1, BOUNDS).HasField("top_logprobs")
+
+
+def test_min_tokens_raise_the_default_and_stay_below_max_tokens() -> None:
+    assert sampling_of(GenerateParams("m", text="x", min_tokens=60), MODEL, 10, BOUNDS).max_tokens == 60
+    assert sampling_of(GenerateParams("m", text="x", min_tokens=8, max_tokens=8), MODEL, 10, BOUNDS).max_tokens == 8
+    for params, said in (
+        (GenerateParams("m", text="x", min_tokens=9, max_tokens=8), "must be at most max_tokens .8., not 9"),
+        (GenerateParams("m", text="x", min_tokens=91), "10 prompt and 91 output tokens .min_tokens. exceed"),
+    ):
+        with pytest.raises(InvalidRequest, match=said) as caught:
+            sampling_of(params, MODEL, 10, BOUNDS)
+        assert caught.value.field == "min_tokens"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def chat(**fields: Any) -> bytes:
 
 
 def test_unknown_and_empty_fields_are_ignored() -> None:
-    text = completion(user="u", metadata={}, presence_penalty=0, logit_bias={}, best_of=1, echo=False, min_tokens=0)
+    text = completion(user="u", metadata={}, presence_penalty=0, logit_bias={}, best_of=1, echo=False)
     assert params_of_completion(decode_completion(text)) == params_of_completion(decode_completion(completion()))
     talk = chat(
         tools=[], tool_choice="none", response_format={"type": "text"}, logprobs=False, top_logprobs=0, store=True
@@ -270,8 +270,9 @@ def test_nan_and_infinity_are_refused_by_name(name: str, number: str) -> None:
         (chat(stream_options={}), "stream_options", "stream_options is allowed only with stream: true"),
         (chat(tools=[{}], tool_choice="auto"), "tools", "tools[0].type must be 'function'"),
         (chat(seed=1 << 63), "seed", "seed must be between -2**63 and 2**63 - 1, not 9223372036854775808"),
-        (chat(repetition_penalty=1.1), "repetition_penalty", "not supported yet"),
-        (chat(min_tokens=3), "min_tokens", "not supported yet"),
+        (chat(repetition_penalty=0), "repetition_penalty", "repetition_penalty must be between 0.01 and 10, not 0"),
+        (chat(repetition_penalty=11), "repetition_penalty", "must be between 0.01 and 10"),
+        (chat(min_tokens=-1), "min_tokens", "min_tokens must be at least 0, not -1"),
     ],
 )
 def test_faults_in_a_chat_name_their_field(body: bytes, field: str, said: str) -> None:

@@ -31,6 +31,14 @@ async def test_group_carries_request_parameters() -> None:
     assert [(c.choice, c.forced_output) for c in group.choices] == [(0, ()), (3, (9, 9))]
 
 
+async def test_group_has_the_distinct_tokens_of_the_prompt() -> None:
+    assert not Attempt(start(), Outbox("gw"), {}).group().distinct_prompt_tokens
+    sampling = pb.Sampling(repetition_penalty=1.3, min_tokens=4)
+    group = Attempt(start(sampling=sampling, distinct_prompt_tokens=[5, 6, 7]), Outbox("gw"), {}).group()
+    assert list(group.distinct_prompt_tokens) == [5, 6, 7]
+    assert (group.sampling.repetition_penalty, group.sampling.min_tokens) == (1.3, 4)
+
+
 async def test_ignore_eos_keeps_own_stop_tokens() -> None:
     attempt = Attempt(start(sampling=pb.Sampling(ignore_eos=True, stop_token_ids=[5])), Outbox("gw"), {})
     assert attempt.group().sampling.stop_token_ids == frozenset({2, 5})  # the gateway omits the model's

@@ -23,6 +23,9 @@ class SharedSampling:
     min_p: float = _ranged(0.0, 0.0, 1.0)  # 0: off
     presence_penalty: float = _ranged(0.0, -2.0, 2.0)  # subtracted from the logit of every token in the output so far
     frequency_penalty: float = _ranged(0.0, -2.0, 2.0)  # the same, per occurrence
+    # Divides the positive logits, and multiplies the negative ones, of every token in the prompt and the output so far.
+    repetition_penalty: float = _ranged(1.0, 0.01, 10.0)  # 1: off
+    min_tokens: int = 0  # no token or stop string ends the output before it has so many tokens
 
 
 RANGES: Final[dict[str, tuple[float, float]]] = {

@@ -6,8 +6,9 @@ A *group* is one attempt at a request: one prompt and one or more *choices* (the
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol
 
@@ -80,7 +81,12 @@ class SamplingParams(SharedSampling):
     @property
     def penalised(self) -> bool:
         """Whether the next token depends on the tokens of the output."""
-        return bool(self.presence_penalty or self.frequency_penalty)
+        return bool(self.presence_penalty or self.frequency_penalty or self.penalises_prompt)
+
+    @property
+    def penalises_prompt(self) -> bool:
+        """Whether the next token depends on the distinct tokens of the prompt."""
+        return self.repetition_penalty not in (0, 1)
 
     def finish_of(self, token_id: int, position: int, state: GrammarState | None = None) -> Finish | None:
         """The way in which this token at this output position ends its choice; None: the choice continues.
@@ -107,7 +113,7 @@ class ChoiceSpec:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """An attempt. ``prompt`` is empty when KV is imported: the decode side never sees the prompt."""
+    """An attempt. ``prompt`` is empty when KV is imported: the decode side never sees it."""
 
     group_id: str  # "<request_id>/<attempt>"
     prompt: tuple[int, ...]
@@ -116,6 +122,7 @@ class GroupSpec:
     choices: tuple[ChoiceSpec, ...]
     tenant_id: str = ""  # cached prefixes are shared within, and turns taken between, tenants
     deadline_s: float | None = None  # by the instance's clock; the group ends then, without another token
+    distinct_prompt_tokens: array[int] = field(default_factory=lambda: array("q"))  # only for a repetition penalty
 
     def contexts(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """(choices, forced output) of each distinct context, in the order of first appearance, as a hand-over numbers

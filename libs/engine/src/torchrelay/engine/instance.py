@@ -16,7 +16,7 @@ from torchrelay.engine.batching.decode_shares import Latency, no_latency
 from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import SequenceGroup
-from torchrelay.engine.batching.validation import check_logit_bias, check_tokens
+from torchrelay.engine.batching.validation import check_sampled_tokens, check_tokens
 from torchrelay.engine.core import GroupSpec, KvBlock, StepResult
 from torchrelay.engine.execution.model_runner import ModelRunner
 from torchrelay.engine.execution.resident_model import ResidentModel
@@ -174,7 +174,7 @@ class Instance:
         if layout.block_tokens < 1 or layout != KvLayout.of(self.kv_shape, layout.block_tokens, group):
             message = f"the KV offered for {group.group_id} does not match the model and the request"
             raise InvalidRequest(message, field="sequences")
-        check_logit_bias(group, self.config.vocab_size)
+        check_sampled_tokens(group, self.config.vocab_size)
         kv_import = KvImport(group, layout, self.model.pages, self._scheduler, self.config.vocab_size)
         self._interruptions.deadlines.add(kv_import.imported)
         return kv_import

@@ -208,6 +208,7 @@ class WorkerRole(ABC):
                 list(start.sampling.stop_strings),
                 list(start.prompt_end),
                 {choice.choice: list(choice.forced_output) for choice in start.choices},
+                start.sampling.min_tokens,
             )
             if start.sampling.grammar:
                 attempt.grammar = await self.worker.tokenizers.grammar(

@@ -84,6 +84,8 @@ class Sampling(_message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0: greedy"""
@@ -102,6 +104,10 @@ class Sampling(_message.Message):
     frequency_penalty: _builtins.float
     top_logprobs: _builtins.int
     """likely tokens to tell beside the chosen one; absent: not even that one"""
+    repetition_penalty: _builtins.float
+    """0 or 1: off"""
+    min_tokens: _builtins.int
+    """no token or stop string ends the output before it has so many tokens"""
     grammar: _builtins.str
     """of the output's text, as llguidance reads it; empty: none"""
     @_builtins.property
@@ -130,11 +136,13 @@ class Sampling(_message.Message):
         frequency_penalty: _builtins.float = ...,
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         top_logprobs: _builtins.int | None = ...,
+        repetition_penalty: _builtins.float = ...,
+        min_tokens: _builtins.int = ...,
         grammar: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "seed", b"seed", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
@@ -188,6 +196,7 @@ class AttemptStart(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PROMPT_SOURCE_FIELD_NUMBER: _builtins.int
     PROMPT_END_FIELD_NUMBER: _builtins.int
+    DISTINCT_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """of the worker this is sent to; refused by any other"""
     tenant_id: _builtins.str
@@ -221,6 +230,10 @@ class AttemptStart(_message.Message):
     def prompt_end(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the prompt's last tokens, on which the output's text depends; for stop strings"""
 
+    @_builtins.property
+    def distinct_prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """sorted; only where the repetition penalty needs them"""
+
     def __init__(
         self,
         *,
@@ -237,10 +250,11 @@ class AttemptStart(_message.Message):
         traceparent: _builtins.str = ...,
         prompt_source: _types_pb2.PromptSource | None = ...,
         prompt_end: _abc.Iterable[_builtins.int] | None = ...,
+        distinct_prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "key", b"key", "kv_ticket", b"kv_ticket", "prompt_source", b"prompt_source", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "deadline_unix_ms", b"deadline_unix_ms", "decode", b"decode", "instance_id", b"instance_id", "key", b"key", "kv_ticket", b"kv_ticket", "num_prompt_tokens", b"num_prompt_tokens", "prompt", b"prompt", "prompt_end", b"prompt_end", "prompt_source", b"prompt_source", "sampling", b"sampling", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "deadline_unix_ms", b"deadline_unix_ms", "decode", b"decode", "distinct_prompt_tokens", b"distinct_prompt_tokens", "instance_id", b"instance_id", "key", b"key", "kv_ticket", b"kv_ticket", "num_prompt_tokens", b"num_prompt_tokens", "prompt", b"prompt", "prompt_end", b"prompt_end", "prompt_source", b"prompt_source", "sampling", b"sampling", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

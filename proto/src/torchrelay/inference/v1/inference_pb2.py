@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'torchrelay/inference/v1/inference.proto\x12\x17torchrelay.inference.v1\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\">\n\x08Messages\x12\x32\n\x08messages\x18\x01 \x03(\x0b\x32 .torchrelay.inference.v1.Message\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc2\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x31\n\x04\x63hat\x18\x03 \x01(\x0b\x32!.torchrelay.inference.v1.MessagesH\x00\x12=\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32!.torchrelay.inference.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x04\x88\x01\x01\x12\x0e\n\x01n\x18\t \x01(\rH\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x18\n\x10return_token_ids\x18\x0b \x01(\x08\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x12\n\x05top_k\x18\r \x01(\rH\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\x0e \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0f \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x10 \x01(\x01H\t\x88\x01\x01\x12K\n\nlogit_bias\x18\x11 \x03(\x0b\x32\x37.torchrelay.inference.v1.GenerateRequest.LogitBiasEntry\x12\x19\n\x0ctop_logprobs\x18\x12 \x01(\rH\n\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x13 \x03(\r\x12\x14\n\x0cservice_tier\x18\x14 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x15 \x01(\x08H\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x04\n\x02_nB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0f\n\r_top_logprobsB\x15\n\x13_add_special_tokens\"\x89\x01\n\rGenerateEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x35\n\x07\x63hoices\x18\x02 \x03(\x0b\x32$.torchrelay.inference.v1.ChoiceDelta\x12-\n\x05usage\x18\x03 \x01(\x0b\x32\x1e.torchrelay.inference.v1.Usage\"\x8d\x01\n\x0b\x43hoiceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x37\n\x08logprobs\x18\x05 \x03(\x0b\x32%.torchrelay.inference.v1.TokenLogprob\"r\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\x12\x30\n\x03top\x18\x04 \x03(\x0b\x32#.torchrelay.inference.v1.TopLogprob\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\x13\n\x11ListModelsRequest\"E\n\x0fListModelsReply\x12\x32\n\x06models\x18\x01 \x03(\x0b\x32\".torchrelay.inference.v1.ModelInfo\"@\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x03 \x01(\x03\x32\xcf\x01\n\tInference\x12^\n\x08Generate\x12(.torchrelay.inference.v1.GenerateRequest\x1a&.torchrelay.inference.v1.GenerateEvent0\x01\x12\x62\n\nListModels\x12*.torchrelay.inference.v1.ListModelsRequest\x1a(.torchrelay.inference.v1.ListModelsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'torchrelay/inference/v1/inference.proto\x12\x17torchrelay.inference.v1\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\">\n\x08Messages\x12\x32\n\x08messages\x18\x01 \x03(\x0b\x32 .torchrelay.inference.v1.Message\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa2\x07\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x31\n\x04\x63hat\x18\x03 \x01(\x0b\x32!.torchrelay.inference.v1.MessagesH\x00\x12=\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32!.torchrelay.inference.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x04\x88\x01\x01\x12\x0e\n\x01n\x18\t \x01(\rH\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x18\n\x10return_token_ids\x18\x0b \x01(\x08\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x12\n\x05top_k\x18\r \x01(\rH\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\x0e \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0f \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x10 \x01(\x01H\t\x88\x01\x01\x12K\n\nlogit_bias\x18\x11 \x03(\x0b\x32\x37.torchrelay.inference.v1.GenerateRequest.LogitBiasEntry\x12\x19\n\x0ctop_logprobs\x18\x12 \x01(\rH\n\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x13 \x03(\r\x12\x14\n\x0cservice_tier\x18\x14 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x15 \x01(\x08H\x0b\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x16 \x01(\x01H\x0c\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x17 \x01(\rH\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x04\n\x02_nB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0f\n\r_top_logprobsB\x15\n\x13_add_special_tokensB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokens\"\x89\x01\n\rGenerateEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x35\n\x07\x63hoices\x18\x02 \x03(\x0b\x32$.torchrelay.inference.v1.ChoiceDelta\x12-\n\x05usage\x18\x03 \x01(\x0b\x32\x1e.torchrelay.inference.v1.Usage\"\x8d\x01\n\x0b\x43hoiceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\x37\n\x08logprobs\x18\x05 \x03(\x0b\x32%.torchrelay.inference.v1.TokenLogprob\"r\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\x12\x30\n\x03top\x18\x04 \x03(\x0b\x32#.torchrelay.inference.v1.TopLogprob\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x14\n\x0ctotal_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\x13\n\x11ListModelsRequest\"E\n\x0fListModelsReply\x12\x32\n\x06models\x18\x01 \x03(\x0b\x32\".torchrelay.inference.v1.ModelInfo\"@\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x03 \x01(\x03\x32\xcf\x01\n\tInference\x12^\n\x08Generate\x12(.torchrelay.inference.v1.GenerateRequest\x1a&.torchrelay.inference.v1.GenerateEvent0\x01\x12\x62\n\nListModels\x12*.torchrelay.inference.v1.ListModelsRequest\x1a(.torchrelay.inference.v1.ListModelsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,25 +40,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=174
   _globals['_TOKENIDS']._serialized_end=197
   _globals['_GENERATEREQUEST']._serialized_start=200
-  _globals['_GENERATEREQUEST']._serialized_end=1034
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=818
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=866
-  _globals['_GENERATEEVENT']._serialized_start=1037
-  _globals['_GENERATEEVENT']._serialized_end=1174
-  _globals['_CHOICEDELTA']._serialized_start=1177
-  _globals['_CHOICEDELTA']._serialized_end=1318
-  _globals['_TOKENLOGPROB']._serialized_start=1320
-  _globals['_TOKENLOGPROB']._serialized_end=1434
-  _globals['_TOPLOGPROB']._serialized_start=1436
-  _globals['_TOPLOGPROB']._serialized_end=1498
-  _globals['_USAGE']._serialized_start=1500
-  _globals['_USAGE']._serialized_end=1602
-  _globals['_LISTMODELSREQUEST']._serialized_start=1604
-  _globals['_LISTMODELSREQUEST']._serialized_end=1623
-  _globals['_LISTMODELSREPLY']._serialized_start=1625
-  _globals['_LISTMODELSREPLY']._serialized_end=1694
-  _globals['_MODELINFO']._serialized_start=1696
-  _globals['_MODELINFO']._serialized_end=1760
-  _globals['_INFERENCE']._serialized_start=1763
-  _globals['_INFERENCE']._serialized_end=1970
+  _globals['_GENERATEREQUEST']._serialized_end=1130
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=876
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=924
+  _globals['_GENERATEEVENT']._serialized_start=1133
+  _globals['_GENERATEEVENT']._serialized_end=1270
+  _globals['_CHOICEDELTA']._serialized_start=1273
+  _globals['_CHOICEDELTA']._serialized_end=1414
+  _globals['_TOKENLOGPROB']._serialized_start=1416
+  _globals['_TOKENLOGPROB']._serialized_end=1530
+  _globals['_TOPLOGPROB']._serialized_start=1532
+  _globals['_TOPLOGPROB']._serialized_end=1594
+  _globals['_USAGE']._serialized_start=1596
+  _globals['_USAGE']._serialized_end=1698
+  _globals['_LISTMODELSREQUEST']._serialized_start=1700
+  _globals['_LISTMODELSREQUEST']._serialized_end=1719
+  _globals['_LISTMODELSREPLY']._serialized_start=1721
+  _globals['_LISTMODELSREPLY']._serialized_end=1790
+  _globals['_MODELINFO']._serialized_start=1792
+  _globals['_MODELINFO']._serialized_end=1856
+  _globals['_INFERENCE']._serialized_start=1859
+  _globals['_INFERENCE']._serialized_end=2066
 # @@protoc_insertion_point(module_scope)

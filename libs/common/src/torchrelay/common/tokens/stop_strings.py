@@ -1,7 +1,8 @@
 """Stop strings, judged by worker and gateway alike.
 
 Both decode the same text in the same way, so they agree on the token that ends a choice: the worker stops computing
-(``StopChecker``), the gateway trims the text (``StopTrimmer``).
+(``StopChecker``), the gateway trims the text (``StopTrimmer``). The text of an answer's first ``min_tokens`` tokens is
+not searched.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from torchrelay.common.tokens.token_decoder import TokenDecoder
 class StopChecker:
     """Detects the token that completes a stop string (worker side)."""
 
-    def __init__(self, decoder: TokenDecoder, stop_strings: Sequence[str], prompt_end: Iterable[int] = ()) -> None:
+    def __init__(
+        self, decoder: TokenDecoder, stop_strings: Sequence[str], prompt_end: Iterable[int] = (), min_tokens: int = 0
+    ) -> None:
         self._text = TextStream(decoder, prompt_end)
+        self._num_unsearched = min_tokens  # tokens to come
         self._stops = tuple(stop_strings)
         self._num_kept_chars = max((len(stop) for stop in self._stops), default=1) - 1
         self._tail = ""
@@ -26,7 +30,11 @@ class StopChecker:
         """True once the text up to and including ``token_id`` contains a stop string."""
         if self._stopped:
             return True
-        seen = self._tail + self._text.step(token_id)
+        text = self._text.step(token_id)
+        if self._num_unsearched > 0:
+            self._num_unsearched -= 1
+            return False
+        seen = self._tail + text
         self._stopped = any(stop in seen for stop in self._stops)
         self._tail = seen[max(0, len(seen) - self._num_kept_chars) :]
         return self._stopped

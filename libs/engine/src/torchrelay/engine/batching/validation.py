@@ -31,11 +31,14 @@ def check_tokens(spec: GroupSpec, vocab_size: int) -> None:
     tokens = (*spec.prompt, *forced, 0)
     if min(tokens) < 0 or max(tokens) >= vocab_size:
         raise InvalidRequest(f"token ids must be between 0 and {vocab_size - 1}", field="prompt")
-    check_logit_bias(spec, vocab_size)
+    check_sampled_tokens(spec, vocab_size)
 
 
-def check_logit_bias(spec: GroupSpec, vocab_size: int) -> None:
-    """Checks the token ids of the logit bias. Raises ``InvalidRequest``."""
+def check_sampled_tokens(spec: GroupSpec, vocab_size: int) -> None:
+    """Checks the token ids whose logits the sampler changes. Raises ``InvalidRequest``."""
+    distinct = spec.distinct_prompt_tokens
+    if distinct and not 0 <= min(distinct) <= max(distinct) < vocab_size:
+        raise InvalidRequest(f"token ids must be between 0 and {vocab_size - 1}", field="prompt")
     if any(not 0 <= token < vocab_size for token, _ in spec.sampling.logit_bias):
         raise InvalidRequest(f"token ids of logit_bias must be between 0 and {vocab_size - 1}", field="logit_bias")
 

@@ -7,7 +7,8 @@ reach the highest of its three cutoffs. Ties at a cutoff are all kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +20,8 @@ from torch import Tensor
 from torchrelay.engine.core import SamplingParams
 
 _NUM_ORDERED: Final = 256  # most likely tokens to sort: enough for nearly every top-k and top-p; else all are sorted
+# Far below every logit, and finite also when it is divided by the lowest temperature.
+_FORBIDDEN: Final = -1e30
 _BLOCK: Final = 32  # tokens summed at once: a running sum is not vectorised and would cost six times the rest
 
 
@@ -32,11 +35,15 @@ def finite_argmax(logits: Tensor) -> tuple[list[bool], list[int]]:
 
 
 def apply_biases_and_penalties(
-    logits: Tensor, params: Sequence[SamplingParams], counts: Sequence[Mapping[int, int] | None]
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    counts: Sequence[Mapping[int, int] | None],
+    prompts: Sequence[array[int]],
 ) -> Tensor:
-    """Adds biases and subtracts penalties, as OpenAI defines them, in place; fp32 ``logits``.
+    """Applies biases, the repetition penalty (Keskar et al. 2019) and OpenAI's penalties, in place; fp32 ``logits``.
 
-    ``counts`` has the token counts of each row's output so far, where penalties need them.
+    ``counts`` has the token counts of each row's output so far, where penalties need them; ``prompts`` the distinct
+    tokens of its prompt, where the repetition penalty needs them.
     """
     rows: list[int] = []
     tokens: list[int] = []
@@ -47,12 +54,30 @@ def apply_biases_and_penalties(
         biases += [bias for _, bias in each.logit_bias]
     if rows:
         _add(logits, np.asarray(rows), np.asarray(tokens), np.asarray(biases, np.float32))
+    for row, (each, seen, prompt) in enumerate(zip(params, counts, prompts, strict=True)):
+        if each.penalises_prompt:
+            output = np.fromiter(seen or (), np.int64)
+            penalised = torch.from_numpy(np.concatenate((np.frombuffer(prompt, np.int64), output))).to(logits.device)
+            before = logits[row, penalised]
+            factor = each.repetition_penalty
+            # A token of both prompt and output is written twice, with the same value.
+            logits[row, penalised] = torch.where(before > 0, before / factor, before * factor)
     for row, (each, seen) in enumerate(zip(params, counts, strict=True)):
         if each.penalised and seen:
             ids = np.fromiter(seen.keys(), np.int64, len(seen))
             times = np.fromiter(seen.values(), np.float32, len(seen))
             penalties = each.presence_penalty + each.frequency_penalty * times
             _add(logits, np.full(len(ids), row), ids, -penalties.astype(np.float32))
+    return logits
+
+
+def forbid_tokens(logits: Tensor, forbidden: Sequence[Iterable[int]]) -> Tensor:
+    """Makes tokens of each row impossible, unless the row has no other possible token; in place, fp32 ``logits``."""
+    vocab_size = logits.shape[1]
+    pairs = [(row, token) for row, tokens in enumerate(forbidden) for token in tokens if token < vocab_size]
+    if pairs:
+        rows, tokens = torch.tensor(pairs, device=logits.device).unbind(1)
+        logits[rows, tokens] = _FORBIDDEN
     return logits
 
 

@@ -53,7 +53,14 @@ class TokenDraw:
     def is_plain(self) -> bool:
         """Whether the token is the most likely one as it is, which is computed for the whole batch at once."""
         params = self.params
-        return params.greedy and not params.logit_bias and not params.penalised and self.grammar is None
+        changes_logits = params.logit_bias or params.penalised or self.forbidden or self.grammar is not None
+        return params.greedy and not changes_logits
+
+    @property
+    def forbidden(self) -> frozenset[int]:
+        """The tokens that would end the output too early."""
+        params = self.params
+        return params.stop_token_ids if self.position < params.min_tokens else frozenset()
 
     def token(self, token_id: int, logprobs: Logprobs | None, *, is_finite: bool) -> NewToken:
         """The sampled token. Advances the grammar past it."""
@@ -145,7 +152,13 @@ def sample(logits: Tensor, draws: Sequence[TokenDraw]) -> list[int]:
     that the grammar allows. NO_TOKEN if it allows none.
     """
     wanted = _rows(logits, draws).float()  # a copy, which may be overwritten
-    distributions.apply_biases_and_penalties(wanted, [draw.params for draw in draws], [draw.counts for draw in draws])
+    distributions.apply_biases_and_penalties(
+        wanted,
+        [draw.params for draw in draws],
+        [draw.counts for draw in draws],
+        [draw.group.distinct_prompt_tokens for draw in draws],
+    )
+    distributions.forbid_tokens(wanted, [draw.forbidden for draw in draws])
     barred = apply_masks(wanted, draws)
     tokens = _chosen(wanted, draws)
     return [NO_TOKEN if row in barred else token_id for row, token_id in enumerate(tokens)]
@@ -160,7 +173,7 @@ def apply_masks(logits: Tensor, draws: Sequence[TokenDraw]) -> set[int]:
     for row, draw in enumerate(draws):
         if draw.grammar is None:
             continue
-        mask = _mask_of(draw.grammar, draw.params, logits.shape[1])
+        mask = _mask_of(draw.grammar, draw, logits.shape[1])
         if draw.grammar.error or not mask.any():
             barred.add(row)
             continue
@@ -176,16 +189,16 @@ def apply_masks(logits: Tensor, draws: Sequence[TokenDraw]) -> set[int]:
     return barred
 
 
-def _mask_of(state: GrammarState, params: SamplingParams, vocab_size: int) -> npt.NDArray[np.bool_]:
+def _mask_of(state: GrammarState, draw: TokenDraw, vocab_size: int) -> npt.NDArray[np.bool_]:
     """The tokens that may follow, [vocab_size]: the grammar's, and the stop tokens where the output may end."""
-    assert params.grammar is not None
-    end_id = params.grammar.end_id
+    assert draw.params.grammar is not None
+    end_id = draw.params.grammar.end_id
     bits = np.unpackbits(np.frombuffer(state.allowed(), np.uint8), bitorder="little").view(np.bool_)
     mask = np.zeros(vocab_size, np.bool_)
     num_known = min(vocab_size, end_id)
     mask[:num_known] = bits[:num_known]
     if bits[end_id]:
-        mask[[token_id for token_id in params.stop_token_ids if token_id < vocab_size]] = True
+        mask[[token_id for token_id in draw.params.stop_token_ids - draw.forbidden if token_id < vocab_size]] = True
     return mask
 
 

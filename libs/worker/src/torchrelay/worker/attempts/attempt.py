@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ class Attempt:
             choices=tuple(ChoiceSpec(c.choice, tuple(c.forced_output)) for c in self.start.choices),
             tenant_id=self.start.tenant_id,
             deadline_s=None if (left_s := self.left_s()) is None else time.monotonic() + left_s,
+            distinct_prompt_tokens=array("q", self.start.distinct_prompt_tokens),
         )
 
     def left_s(self) -> float | None:

@@ -42,13 +42,18 @@ class HostedTokenizer:
         self._compiling = asyncio.Lock()
 
     async def checkers(
-        self, digest: str, stop_strings: list[str], prompt_end: list[int], forced: dict[int, list[int]]
+        self,
+        digest: str,
+        stop_strings: list[str],
+        prompt_end: list[int],
+        forced: dict[int, list[int]],
+        min_tokens: int = 0,
     ) -> dict[int, StopChecker]:
         """A checker per choice, advanced past its forced output. Raises ``TorchrelayError``."""
         if not stop_strings:
             return {}
         decoder = await self._get(digest)
-        checkers = {choice: StopChecker(decoder, stop_strings, prompt_end) for choice in forced}
+        checkers = {choice: StopChecker(decoder, stop_strings, prompt_end, min_tokens) for choice in forced}
         steps = [(checkers[choice], token_id) for choice, tokens in forced.items() for token_id in tokens]
         for begin in range(0, len(steps), TOKENS_PER_TURN):
             for checker, token_id in steps[begin : begin + TOKENS_PER_TURN]:

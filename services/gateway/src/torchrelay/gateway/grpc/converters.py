@@ -41,6 +41,7 @@ def params_of_request(request: pb.GenerateRequest) -> GenerateParams:
         ("model", bool(request.model)),
         ("max_tokens", fields.get("max_tokens", 1) >= 1),
         ("top_k", fields.get("top_k", 0) < 1 << 31),
+        ("min_tokens", fields.get("min_tokens", 0) < 1 << 31),
         ("n", not request.HasField("n") or request.n >= 1),
     ):
         if not is_valid:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -59,6 +60,11 @@ class ResolvedRequest:
     deadline_unix_us: int = 0  # 0: none
     is_callers_deadline: bool = False  # the operator's deadline bills nothing before the first token
     service_class: ServiceClass = ServiceClass.STANDARD
+
+    @property
+    def distinct_prompt_tokens(self) -> Sequence[int]:
+        """The prompt's tokens, sorted, if the repetition penalty needs them; otherwise empty."""
+        return sorted(set(self.prompt)) if self.sampling.repetition_penalty not in (0, 1) else ()
 
 
 @dataclass(frozen=True, slots=True)

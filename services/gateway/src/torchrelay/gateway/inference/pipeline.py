@@ -194,7 +194,8 @@ class RequestPipeline:
         )
         self.requests.add(request)
         request.start()
-        text_ends = params.stop, sampling.stop_token_ids, syntax.markers(has_tools=bool(params.tools))
+        markers = syntax.markers(has_tools=bool(params.tools))
+        text_ends = params.stop, sampling.stop_token_ids, params.min_tokens, markers
         texts = tuple(ChoiceDetokenizer(decoder.tokens, last_tokens, *text_ends) for _ in range(params.num_choices))
         return RequestSession(
             request,

@@ -51,8 +51,17 @@ def _max_tokens(params: GenerateParams, context: int, num_prompt_tokens: int, bo
     num_left = context - num_prompt_tokens
     if num_left < 1:
         raise context_exceeded(num_prompt_tokens, context, params.prompt_field)
+    if params.min_tokens > num_left:
+        message = (
+            f"{num_prompt_tokens} prompt and {params.min_tokens} output tokens (min_tokens) exceed the context length"
+            f" of {context}"
+        )
+        raise ContextLengthExceeded(message, field="min_tokens")
     if params.max_tokens is None:
-        return min(bounds.default_max_tokens, num_left)
+        return min(max(bounds.default_max_tokens, params.min_tokens), num_left)
+    if params.min_tokens > params.max_tokens:
+        message = f"min_tokens must be at most {params.max_tokens_field} ({params.max_tokens}), not {params.min_tokens}"
+        raise InvalidRequest(message, field="min_tokens")
     if params.max_tokens > num_left:
         message = (
             f"{num_prompt_tokens} prompt and {params.max_tokens} output tokens exceed the context length of {context}"

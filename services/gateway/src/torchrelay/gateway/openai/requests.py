@@ -60,6 +60,8 @@ class BaseBody(msgspec.Struct, kw_only=True):
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
     logit_bias: dict[str, float] | None = None
     n: Count | None = None
     stop: str | list[str] | None = None
@@ -72,8 +74,6 @@ class BaseBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     service_tier: str | None = None
     # Fields of other servers; see ``_WITHOUT_EFFECT``.
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
@@ -136,8 +136,6 @@ class CompletionBody(BaseBody, kw_only=True):
 
 # Fields that would change the answer and are not supported: beside null, the values that ask for nothing.
 _WITHOUT_EFFECT: Final[dict[str, Any]] = {
-    "repetition_penalty": 1,
-    "min_tokens": 0,
     "skip_special_tokens": True,
     "include_stop_str_in_output": False,
     "truncate_prompt_tokens": None,

@@ -115,6 +115,7 @@ class Attempt:
             deadline_unix_ms=self.resolved.deadline_unix_us // 1000,
             traceparent=self.traceparent,
             prompt_end=self.resolved.prompt_end,
+            distinct_prompt_tokens=self.resolved.distinct_prompt_tokens,
         )
         if role == "prefill":
             start.prompt.extend(self.resolved.prompt)

@@ -33,6 +33,7 @@ class ChoiceDetokenizer:
         "_markers",
         "_num_chars",
         "_num_shown",
+        "_num_unsearched",
         "_stops",
         "_stream",
     )
@@ -43,6 +44,7 @@ class ChoiceDetokenizer:
         prompt_end: Iterable[int],
         stop_strings: Sequence[str],
         stop_token_ids: Iterable[int],
+        min_tokens: int = 0,
         markers: Set[str] = frozenset(),
     ) -> None:
         """``markers``: special tokens that the shown text has, although the text that ``stop_strings`` end has not."""
@@ -52,13 +54,14 @@ class ChoiceDetokenizer:
         self._ends = frozenset(stop_token_ids)
         self._stream = TextStream(decoder, prompt_end)
         self._stops = StopTrimmer(stop_strings) if stop_strings else None
+        self._num_unsearched = min_tokens if stop_strings else 0  # tokens to come whose text is not searched
         self._num_chars = 0  # of the stream's text
         self._begun = b""  # what placed tokens have of the stream's next text
 
     def step(self, token_id: int) -> str:
         """The text that can be shown after ``token_id``."""
         piece = "" if token_id in self._ends else self._stream.step(token_id)
-        shown = piece if self._stops is None else self._stops.push(piece)
+        shown = self._before_stop(piece)
         if not self._markers:
             return shown
         self._num_chars += len(piece)
@@ -76,8 +79,15 @@ class ChoiceDetokenizer:
         elif piece and "\ufffd" not in piece and piece.encode().startswith(begun):
             encoded = piece.encode()[len(begun) :]
         self._begun = b"" if piece else begun + encoded
-        shown = piece if self._stops is None else self._stops.push(piece)
+        shown = self._before_stop(piece)
         return PlacedToken(self._with_markers(token_id, shown) if self._markers else shown, encoded, offset)
+
+    def _before_stop(self, piece: str) -> str:
+        """The text that can be shown after a token that completes ``piece``, without markers."""
+        if self._num_unsearched > 0:
+            self._num_unsearched -= 1
+            return piece
+        return piece if self._stops is None else self._stops.push(piece)
 
     def _with_markers(self, token_id: int, shown: str) -> str:
         """``shown`` after ``token_id``, with the markers within it."""
