@@ -111,7 +111,6 @@ def test_fields_of_other_routers_are_ignored_and_documented() -> None:
     ("name", "value", "harmless"),
     [
         ("chat_template", "{{ messages }}", None),
-        ("chat_template_kwargs", {"enable_thinking": False}, {}),
         ("documents", [{}], []),
         ("add_generation_prompt", False, True),
         ("continue_final_message", True, False),
@@ -122,6 +121,12 @@ def test_template_fields_of_other_servers_are_not_ignored(name: str, value: obje
     with pytest.raises(InvalidRequest, match=f"^{name} is not supported yet") as caught:
         decode_chat(chat(**{name: value}))
     assert caught.value.field == name
+
+
+def test_template_kwargs_are_passed_on() -> None:
+    kwargs = {"enable_thinking": False, "thinking_budget": 4, "style": {"tone": ["plain"]}}
+    assert params_of_chat(decode_chat(chat(chat_template_kwargs=kwargs))).template_kwargs == kwargs
+    assert params_of_chat(decode_chat(chat(chat_template_kwargs={}))) == params_of_chat(decode_chat(chat()))
 
 
 @pytest.mark.parametrize("given", [None, True, False])
@@ -272,6 +277,10 @@ def test_nan_and_infinity_are_refused_by_name(name: str, number: str) -> None:
         (chat(seed=1 << 63), "seed", "seed must be between -2**63 and 2**63 - 1, not 9223372036854775808"),
         (chat(repetition_penalty=0), "repetition_penalty", "repetition_penalty must be between 0.01 and 10, not 0"),
         (chat(repetition_penalty=11), "repetition_penalty", "must be between 0.01 and 10"),
+        (chat(chat_template_kwargs=[]), "chat_template_kwargs", "must be an object"),
+        (chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs", "must not contain messages"),
+        (chat(chat_template_kwargs={"x": "y" * 17_000}), "chat_template_kwargs", "at most 32 entries, and 16,384"),
+        (chat(chat_template_kwargs={str(each): 1 for each in range(33)}), "chat_template_kwargs", "at most 32 entries"),
         (chat(min_tokens=-1), "min_tokens", "min_tokens must be at least 0, not -1"),
     ],
 )

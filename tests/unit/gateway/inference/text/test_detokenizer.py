@@ -129,7 +129,7 @@ MARKED.add_special_tokens(["[A]", "[B]"])
 def test_markers_are_shown_in_their_places_and_change_nothing_else(answer: str, is_placed: bool) -> None:
     decoder, stops = decoder_of(MARKED), ["el", "lo", "🔥🔥"]
     tokens, plain = TokenBytes(decoder), ChoiceDetokenizer(decoder, (), stops, ())
-    marked = ChoiceDetokenizer(decoder, (), stops, (), frozenset({"[A]"}))
+    marked = ChoiceDetokenizer(decoder, (), stops, (), markers=frozenset({"[A]"}))
     expected, shown = "", ""
     for token_id in MARKED.encode(answer).ids:
         expected += plain.step(token_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
@@ -27,6 +27,7 @@ class GenerateParams(SharedSampling):
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     tools: tuple[dict[str, Any], ...] = ()  # that the answer may call, beside messages
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # more variables for the chat template
     max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, addend to its logit)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
+import msgspec
+
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.sampling import RANGES
 from torchrelay.gateway.core import ServiceClass
@@ -21,6 +23,12 @@ MAX_STOP_TOKENS: Final = 64
 MAX_BIASES: Final = 1024
 MAX_TOP_LOGPROBS: Final = 20
 MAX_COMPLETION_LOGPROBS: Final = 5
+MAX_TEMPLATE_KWARGS: Final = 32
+MAX_TEMPLATE_KWARGS_BYTES: Final = 16 << 10
+# Variables that chat templates get from the rest of the request, and arguments of those who render them.
+_RESERVED_KWARGS: Final = frozenset(
+    ("messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message")
+) | frozenset(("chat_template", "tokenize"))
 _BIAS: Final = (-100.0, 100.0)
 _SERVICE_CLASSES: Final = {
     "auto": None,
@@ -35,6 +43,16 @@ def check_num_messages(count: int) -> None:
     if not 0 < count <= MAX_MESSAGES:
         wrong = "must not be empty" if not count else f"has {count:,} entries; at most {MAX_MESSAGES:,} are allowed"
         raise InvalidRequest(f"messages {wrong}", field="messages")
+
+
+def check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    field = "chat_template_kwargs"
+    if len(kwargs) > MAX_TEMPLATE_KWARGS or len(msgspec.json.encode(kwargs)) > MAX_TEMPLATE_KWARGS_BYTES:
+        message = f"{field} may have at most {MAX_TEMPLATE_KWARGS} entries, and {MAX_TEMPLATE_KWARGS_BYTES:,} bytes"
+        raise InvalidRequest(message, field=field)
+    if reserved := sorted(_RESERVED_KWARGS & kwargs.keys()):
+        raise InvalidRequest(f"{field} must not contain {reserved[0]}, which is set otherwise", field=field)
+    return kwargs
 
 
 def check_role(role: str, index: int) -> None:

@@ -21,6 +21,7 @@ from torchrelay.gateway.inference.parameter_ranges import (
     check_num_messages,
     check_role,
     check_sampling,
+    check_template_kwargs,
     check_top_logprobs,
 )
 from torchrelay.gateway.openai.body_decoder import decode
@@ -171,7 +172,6 @@ _WITHOUT_EFFECT: Final[dict[str, Any]] = {
 }
 _WITHOUT_EFFECT_ON_CHAT: Final[dict[str, Any]] = {
     "chat_template": None,
-    "chat_template_kwargs": {},
     "documents": [],
     "add_generation_prompt": True,
     "continue_final_message": False,
@@ -237,6 +237,7 @@ def params_of_chat(body: ChatBody) -> GenerateParams:
         body,
         messages=tuple(_message(message, index) for index, message in enumerate(body.messages)),
         tools=tools,
+        template_kwargs=check_template_kwargs(body.chat_template_kwargs or {}),
         max_tokens=max_tokens,
         max_tokens_field=field,
         top_logprobs=check_top_logprobs(body.top_logprobs or 0) if body.logprobs else None,

@@ -6,6 +6,8 @@ from array import array
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.gateway.core import Principal, PublishedModel
 from torchrelay.gateway.inference.answers.syntax import PLAIN, AnswerSyntax
@@ -92,6 +94,7 @@ class PromptEncoder:
             raise too_many_characters(len(text), model, field)
         file_ids = [_tokenizer_file(model)]
         if params.messages is not None:
+            _check_integers(params)
             digests = model.version.file_digests
             file_ids += [(name, digests[name]) for name in (TOKENIZER_CONFIG, CHAT_TEMPLATE) if name in digests]
         prompt = Prompt(
@@ -101,6 +104,7 @@ class PromptEncoder:
             max_chars=max_chars,
             messages=params.messages,
             tools=params.tools,
+            template_kwargs=params.template_kwargs,
             text=text,
             adds_special_tokens=_adds_special_tokens(params),
         )
@@ -124,6 +128,17 @@ class PromptEncoder:
 def _adds_special_tokens(params: GenerateParams) -> bool:
     """By default none to messages, since chat templates write them."""
     return params.messages is None if params.add_special_tokens is None else params.add_special_tokens
+
+
+def _check_integers(params: GenerateParams) -> None:
+    """Raises ``InvalidRequest`` for integers that the message to a text process cannot hold."""
+    calls = [message["tool_calls"] for message in params.messages or () if "tool_calls" in message]
+    values = {"tools": params.tools, "messages": calls, "chat_template_kwargs": params.template_kwargs}
+    for name, value in values.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except OverflowError as error:
+            raise InvalidRequest(f"{name} contains an integer below -2**63 or above 2**64 - 1", field=name) from error
 
 
 def _tokenizer_file(model: PublishedModel) -> FileId:

@@ -68,6 +68,7 @@ class Prompt(msgspec.Struct, tag=True, frozen=True):
     max_chars: int
     messages: tuple[dict[str, Any], ...] | None = None
     tools: tuple[dict[str, Any], ...] = ()  # for the chat template
+    template_kwargs: dict[str, Any] = {}  # more variables for it
     text: str = ""
     adds_special_tokens: bool = False  # those of the tokenizer, such as BOS
 

@@ -106,6 +106,7 @@ class TextService:
             raise PromptRefused(Refusal("tool_calls"))
         variables = {
             **format_.special_tokens,
+            **prompt.template_kwargs,
             "tools": prompt.tools or None,  # templates test for none, not for definedness
             "documents": None,
             "add_generation_prompt": True,
