@@ -244,6 +244,22 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
+def declare_embeddings(folder: Path, size: int = 64, *, mode: str = "lasttoken", is_normalized: bool = True) -> Path:
+    """Writes the files with which sentence-transformers saves a model of embeddings."""
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (kind, path) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules if is_normalized else modules[:2]))
+    modes = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
+    pooling: dict[str, Any] = {f"pooling_mode_{each}": each == mode for each in modes}
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    pooling |= {"word_embedding_dimension": size, "include_prompt": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return folder
+
+
 def reference_model(folder: Path, auto_class: str = "AutoModelForCausalLM") -> Any:
     """The checkpoint in transformers, in its own dtype, ready for ``generate``."""
     # Plain attention: the quicker kinds leave soft caps out.

@@ -8,6 +8,7 @@ What tests want to happen is set on the objects: pauses, refusals, errors, death
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from torchrelay.common.tokens.stop_strings import StopChecker
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 
+NUM_DIMENSIONS = 8  # of embeddings
 Key: TypeAlias = tuple[str, int]
 Answer: TypeAlias = Callable[[Sequence[int], int, int, int], int]  # prompt, seed, choice, position -> token
 
@@ -30,6 +32,14 @@ Answer: TypeAlias = Callable[[Sequence[int], int, int, int], int]  # prompt, see
 def echo(prompt: Sequence[int], seed: int, choice: int, position: int) -> int:
     """The prompt over and over; each choice begins one token later."""
     return prompt[(position + choice) % len(prompt)]
+
+
+def embedding_of(prompt: Sequence[int]) -> list[float]:
+    """A vector whose length is not 1 and which depends on the order of the prompt."""
+    return [
+        float(sum((place + 1) * token for place, token in enumerate(prompt)) % (7 + size)) - 2.5
+        for size in range(NUM_DIMENSIONS)
+    ]
 
 
 def token_logprobs(token: int, position: int, num_top: int) -> pb.TokenLogprobs:
@@ -109,6 +119,8 @@ class EchoWorker:
         self.is_silent = False  # it says nothing, not even that it lives
         self.progress: types_pb2.EngineProgress | None = None  # of its beats; None: it advances all the time
         self.prefill_delay_s = 0.0
+        self.may_embed = asyncio.Event()
+        self.may_embed.set()
         self.num_streams = 0
         self._num_beats = 0
         self.num_running = 0
@@ -263,6 +275,19 @@ class _Role:
             return
         began_us = time.time_ns() // 1000
         model, prompt = self._worker.model, tuple(start.prompt)
+        if start.pooling:
+            await asyncio.sleep(self._worker.prefill_delay_s)
+            await self._worker.may_embed.wait()
+            gateway.outputs.append(
+                pb.ChoiceOutput(
+                    key=start.key,
+                    finish_reason=pb.FINISH_REASON_STOP,
+                    embedding=struct.pack(f"<{NUM_DIMENSIONS}f", *embedding_of(prompt)),
+                    num_prompt_tokens=len(prompt),
+                    num_cached_prompt_tokens=self._worker.num_cached,
+                )
+            )
+            return
         outputs = []
         for choice in start.choices:
             outputs.append(self._choice(start, choice, len(choice.forced_output), prompt).step(model, prompt))

@@ -9,6 +9,7 @@ from torchrelay.common.errors import ModelNotFound, NotFound, TorchrelayError, U
 from torchrelay.gateway.auth.api_keys import ADMIN
 from torchrelay.gateway.core import (
     ChoiceUsage,
+    EmbeddingSpec,
     ModelShape,
     OpenedRequest,
     Price,
@@ -30,6 +31,7 @@ def published_model(
     vocab_size: int = 1 << 20,
     context: int = 4096,
     eos_token_ids: tuple[int, ...] = (),
+    embedding: EmbeddingSpec | None = None,
 ) -> PublishedModel:
     """A model whose numbers mean nothing to anybody but the gateway."""
     version = Version(
@@ -43,6 +45,7 @@ def published_model(
         stored_bytes=1 << 20,
         eos_token_ids=eos_token_ids,
         file_digests=dict(file_digests),
+        embedding=embedding,
     )
     price = Price("price-1", "", 1, 1, 2, 0)
     return PublishedModel(name, PRINCIPAL.tenant_id, version, price, 0.0, 0, 1_700_000_000_000_000)
@@ -59,6 +62,7 @@ class InMemoryPorts:
         self.reserved: set[str] = set()
         self.released: dict[str, int] = {}
         self.admitted: list[tuple[int, int]] = []  # tokens of prompt and of output at most, per call of ``admit``
+        self.admitted_rates: list[int | None] = []  # of the key, per call of ``admit``
         self.max_output_tokens: int | None = None  # what is left of the budget
         self.rate: RequestRate | None = None  # of every key, after each ``admit``
         self.refusal: TorchrelayError | None = None  # what ``admit`` raises
@@ -109,6 +113,7 @@ class InMemoryPorts:
         if self.refusal is not None:
             raise self.refusal
         self.admitted.append((num_prompt_tokens, max_output_tokens))
+        self.admitted_rates.append(principal.requests_per_minute)
         if self.max_output_tokens is not None and min_output_tokens is not None:
             most = self.max_output_tokens // min_output_tokens * min_output_tokens
             max_output_tokens = min(max_output_tokens, most)

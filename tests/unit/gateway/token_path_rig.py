@@ -15,12 +15,14 @@ from opentelemetry.metrics import Meter
 from tokenizers import Tokenizer
 
 from tests.support.echo_services import EchoScheduler, EchoStore
-from tests.support.echo_worker import EchoModel, EchoWorker
+from tests.support.echo_worker import NUM_DIMENSIONS, EchoModel, EchoWorker
 from tests.support.gateway_ports import KEY, InMemoryPorts, published_model
 from tests.support.sample_tokenizers import EOS, tiny_tokenizer
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.health import Faults, no_fault
 from torchrelay.common.net.rpc.server import RpcServer
+from torchrelay.control.v1 import types_pb2
+from torchrelay.gateway.core import EmbeddingSpec
 from torchrelay.gateway.edge.http_server import HttpLimits, http_server
 from torchrelay.gateway.limits.connection_shares import ConnectionShares, connection_shares
 from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S
@@ -116,6 +118,16 @@ async def _make(
         published_model("acme/echo", file_digests=digests, vocab_size=size, context=512, eos_token_ids=(eos,)),
         published_model(
             "acme/plain", file_digests={"tokenizer.json": digests["tokenizer.json"]}, vocab_size=size, context=512
+        ),
+        *(
+            published_model(
+                name,
+                file_digests=digests,
+                vocab_size=size,
+                context=64,
+                embedding=EmbeddingSpec(types_pb2.POOLING_LAST_TOKEN, NUM_DIMENSIONS, is_normalized),
+            )
+            for name, is_normalized in (("acme/embed", True), ("acme/embed-raw", False))
         ),
     ]
     ports = InMemoryPorts(models)

@@ -107,13 +107,14 @@ async def running_store(folder: Path, background: tuple[Work, ...] = (), **chang
 
 def declared(folder: Path) -> list[pb.DeclaredFile]:
     return [
-        pb.DeclaredFile(path=path.name, num_bytes=path.stat().st_size, sha256=sha256_of(path.read_bytes()))
-        for path in sorted(folder.iterdir())
+        pb.DeclaredFile(path=name, num_bytes=len(content), sha256=sha256_of(content))
+        for name, content in contents(folder).items()
     ]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 async def put(

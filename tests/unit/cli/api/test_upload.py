@@ -83,7 +83,7 @@ def test_upload_refuses_other_folder_before_sending(
 
 def test_cli_and_store_agree_on_model_files() -> None:
     names = ["config.json", "tokenizer.json", "merges.txt", "vocab.json", "chat_template.jinja", "model.safetensors"]
-    names += ["special_tokens_map.json", "added_tokens.json"]
+    names += ["special_tokens_map.json", "added_tokens.json", "modules.json", "1_Pooling/config.json"]
     assert all(is_model_file(name) for name in names)
     check_declared([DeclaredFile(name, 10, "0" * 64) for name in names], 0, 1 << 40)
     assert not any(is_model_file(name) for name in ("README.md", "pytorch_model.bin", "consolidated.safetensors"))

@@ -37,7 +37,7 @@ class Sevens:
         places = [(each.spec, each.choice, each.next_position) for each in plan.decoding]
         for context in [chunk.context for chunk in plan.chunks if chunk.ends_context]:
             places += [(context.group.spec, choice, len(context.forced)) for choice in context.choices]
-        return plan, [NewToken(s.group_id, c, p, 7, s.sampling.finish_of(7, p)) for s, c, p in places]
+        return plan, [NewToken(s.group_id, c, p, 7, s.sampling.finish_of(7, p)) for s, c, p in places], []
 
     def run_one_layer(self, groups, token_budget):
         plans = list(plans_within_budget(groups, token_budget))

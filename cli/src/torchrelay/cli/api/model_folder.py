@@ -25,8 +25,10 @@ _DOCUMENTS = frozenset(
         "vocab.json",
         "merges.txt",
         "model.safetensors.index.json",
+        "modules.json",
     }
 )
+_POOLING = "1_Pooling/config.json"  # beside modules.json: how texts are embedded
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _NEED_FOLDER = "give the folder of a Hugging Face model"
 
@@ -42,7 +44,7 @@ class LocalFile:
 
 def is_model_file(name: str) -> bool:
     """Whether a file of this name is uploaded; READMEs and weights in other formats are not."""
-    return name in _DOCUMENTS or is_weights_file(name)
+    return name in _DOCUMENTS or name == _POOLING or is_weights_file(name)
 
 
 def is_weights_file(name: str) -> bool:
@@ -62,7 +64,7 @@ def model_files(folder: Path, progress: ProgressCallback) -> list[LocalFile]:
                 size += len(block)
                 done += len(block)
                 progress("hash", done, total)
-        files.append(LocalFile(path.name, size, digest.hexdigest()))
+        files.append(LocalFile(path.relative_to(folder).as_posix(), size, digest.hexdigest()))
     return files
 
 
@@ -89,7 +91,10 @@ def model_paths(folder: Path) -> list[Path]:
             f"{folder} has no safetensors weights (model.safetensors, or model-00001-of-0000N.safetensors)",
             "save the model as safetensors: model.save_pretrained(FOLDER, safe_serialization=True)",
         )
-    return [path for path in present if is_model_file(path.name)]
+    files = [path for path in present if is_model_file(path.name)]
+    if "modules.json" in names and (folder / _POOLING).is_file():
+        files.append(folder / _POOLING)
+    return files
 
 
 def _folder_beneath(folder: Path) -> str:

@@ -103,6 +103,12 @@ def grammar_state(sampling: SamplingParams, output: Sequence[int]) -> GrammarSta
     return None if sampling.grammar is None else sampling.grammar.start(output)
 
 
+class Pooling(Enum):
+    """The hidden states of a prompt, after the final norm, that become its embedding."""
+
+    LAST_TOKEN = "last_token"
+
+
 @dataclass(frozen=True, slots=True)
 class ChoiceSpec:
     """A choice at the start of an attempt; ``forced_output`` is from earlier attempts and is not sampled again."""
@@ -123,6 +129,7 @@ class GroupSpec:
     tenant_id: str = ""  # cached prefixes are shared within, and turns taken between, tenants
     deadline_s: float | None = None  # by the instance's clock; the group ends then, without another token
     distinct_prompt_tokens: array[int] = field(default_factory=lambda: array("q"))  # only for a repetition penalty
+    pooling: Pooling | None = None  # the group ends with an embedding of its prompt instead of tokens
 
     def contexts(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """(choices, forced output) of each distinct context, in the order of first appearance, as a hand-over numbers
@@ -136,7 +143,12 @@ class GroupSpec:
     @property
     def num_kv_tokens(self) -> int:
         """Positions of KV that a choice needs to run to its end; the last token needs none."""
-        return self.num_prompt_tokens + self.sampling.max_tokens - 1
+        return self.num_prompt_tokens + max(self.num_output_tokens - 1, 0)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that a choice may have, forced output included."""
+        return 0 if self.pooling else self.sampling.max_tokens
 
 
 class Finish(Enum):
@@ -169,6 +181,15 @@ class NewToken:
     finish: Finish | None = None
     num_cached: int = 0  # with the first token: prompt tokens whose KV was cached
     logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """The pooled hidden states of a group's prompt, with which the group has ended."""
+
+    group_id: str
+    values: bytes  # fp32, little-endian; empty: some are NaN or infinite
+    num_cached: int  # prompt tokens whose KV was cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +244,7 @@ class StepResult:
     expired: tuple[str, ...] = ()  # groups that ended by their deadline
     prompts: tuple[PromptProgress, ...] = ()  # that this step has advanced without ending them
     ran_one_layer: bool = False  # of prompts, which count as prefilled once they end
+    embeddings: tuple[Embedding, ...] = ()
 
 
 EMPTY_STEP: Final = StepResult((), (), 0, 0, 0.0)

@@ -18,7 +18,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.quantities import format_count
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
-from torchrelay.engine.core import NO_TOKEN, Finish, NewToken, PromptProgress
+from torchrelay.engine.core import NO_TOKEN, Embedding, Finish, NewToken, PromptProgress
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.fetch.follow import Receiver
 from torchrelay.transfer.transport.interface import Transport
@@ -113,6 +113,9 @@ class WorkerRole(ABC):
 
     def advance_prompts(self, prompts: Sequence[PromptProgress]) -> None:  # noqa: B027
         """Reports the prompts that a step has advanced without ending them."""
+
+    def deliver_embeddings(self, embeddings: Sequence[Embedding]) -> None:  # noqa: B027
+        """Sends the embeddings of one engine step to their gateways; their attempts have ended."""
 
     def pages_freed(self) -> None:  # noqa: B027
         """Reacts to KV pages that may have been freed."""

@@ -224,6 +224,7 @@ class Worker:
             role.mark_prefilled(result.prefilled)
             role.advance_prompts(result.prompts)
             role.deliver(result.tokens)
+            role.deliver_embeddings(result.embeddings)
             role.expire(result.expired)
         if result.prefilled or result.expired or any(token.finish for token in result.tokens):
             self.pages_freed()

@@ -197,6 +197,7 @@ class AttemptStart(_message.Message):
     PROMPT_SOURCE_FIELD_NUMBER: _builtins.int
     PROMPT_END_FIELD_NUMBER: _builtins.int
     DISTINCT_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """of the worker this is sent to; refused by any other"""
     tenant_id: _builtins.str
@@ -204,6 +205,8 @@ class AttemptStart(_message.Message):
     deadline_unix_ms: _builtins.int
     """0: none"""
     traceparent: _builtins.str
+    pooling: _types_pb2.Pooling.ValueType
+    """set: the prefill worker ends the attempt with an embedding, and no decode worker has it"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
@@ -251,10 +254,11 @@ class AttemptStart(_message.Message):
         prompt_source: _types_pb2.PromptSource | None = ...,
         prompt_end: _abc.Iterable[_builtins.int] | None = ...,
         distinct_prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        pooling: _types_pb2.Pooling.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "key", b"key", "kv_ticket", b"kv_ticket", "prompt_source", b"prompt_source", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "deadline_unix_ms", b"deadline_unix_ms", "decode", b"decode", "distinct_prompt_tokens", b"distinct_prompt_tokens", "instance_id", b"instance_id", "key", b"key", "kv_ticket", b"kv_ticket", "num_prompt_tokens", b"num_prompt_tokens", "prompt", b"prompt", "prompt_end", b"prompt_end", "prompt_source", b"prompt_source", "sampling", b"sampling", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "deadline_unix_ms", b"deadline_unix_ms", "decode", b"decode", "distinct_prompt_tokens", b"distinct_prompt_tokens", "instance_id", b"instance_id", "key", b"key", "kv_ticket", b"kv_ticket", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "prompt", b"prompt", "prompt_end", b"prompt_end", "prompt_source", b"prompt_source", "sampling", b"sampling", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -408,6 +412,7 @@ class ChoiceOutput(_message.Message):
     PHASES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     first_position: _builtins.int
     """position of token_ids[0] in the output, from 0"""
@@ -415,6 +420,8 @@ class ChoiceOutput(_message.Message):
     num_cached_prompt_tokens: _builtins.int
     num_prompt_tokens: _builtins.int
     """computed or found cached so far; only while a long prompt is computed, without tokens"""
+    embedding: _builtins.bytes
+    """the pooled hidden states in fp32, little-endian, where asked for; then no tokens"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
@@ -444,10 +451,11 @@ class ChoiceOutput(_message.Message):
         phases: _abc.Iterable[_types_pb2.Phase] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         num_prompt_tokens: _builtins.int = ...,
+        embedding: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "error", b"error", "finish_reason", b"finish_reason", "first_position", b"first_position", "key", b"key", "logprobs", b"logprobs", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_prompt_tokens", b"num_prompt_tokens", "phases", b"phases", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "embedding", b"embedding", "error", b"error", "finish_reason", b"finish_reason", "first_position", b"first_position", "key", b"key", "logprobs", b"logprobs", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_prompt_tokens", b"num_prompt_tokens", "phases", b"phases", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -361,6 +361,7 @@ class VersionDescription(_message.Message):
     FILE_DIGESTS_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     version_id: _builtins.str
     pack_id: _builtins.str
     pack_bytes: _builtins.int
@@ -377,6 +378,10 @@ class VersionDescription(_message.Message):
 
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def embedding(self) -> Global___Embedding:
+        """absent: the model declares none"""
+
     def __init__(
         self,
         *,
@@ -390,14 +395,43 @@ class VersionDescription(_message.Message):
         file_digests: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         stored_bytes: _builtins.int = ...,
+        embedding: Global___Embedding | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "file_digests", b"file_digests", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "routing_block_tokens", b"routing_block_tokens", "shape", b"shape", "stored_bytes", b"stored_bytes", "version_id", b"version_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "embedding", b"embedding", "eos_token_ids", b"eos_token_ids", "file_digests", b"file_digests", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "routing_block_tokens", b"routing_block_tokens", "shape", b"shape", "stored_bytes", b"stored_bytes", "version_id", b"version_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VersionDescription: _TypeAlias = VersionDescription  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """The embeddings that a model declares by modules.json."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLING_FIELD_NUMBER: _builtins.int
+    NUM_DIMENSIONS_FIELD_NUMBER: _builtins.int
+    IS_NORMALIZED_FIELD_NUMBER: _builtins.int
+    pooling: _types_pb2.Pooling.ValueType
+    num_dimensions: _builtins.int
+    is_normalized: _builtins.bool
+    """to length 1"""
+    def __init__(
+        self,
+        *,
+        pooling: _types_pb2.Pooling.ValueType = ...,
+        num_dimensions: _builtins.int = ...,
+        is_normalized: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_normalized", b"is_normalized", "num_dimensions", b"num_dimensions", "pooling", b"pooling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
 class DescribeRequest(_message.Message):

@@ -36,6 +36,26 @@ ROLE_PREFILL: Role.ValueType  # 1
 ROLE_DECODE: Role.ValueType  # 2
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """none: the model or request has no embedding"""
+    POOLING_LAST_TOKEN: _Pooling.ValueType  # 1
+    """that of the prompt's last token"""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """Which hidden states of a prompt, after the final norm, become its embedding."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""none: the model or request has no embedding"""
+POOLING_LAST_TOKEN: Pooling.ValueType  # 1
+"""that of the prompt's last token"""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
 @_typing.final
 class ModelShape(_message.Message):
     """The numbers of a model that decide where it fits; taken from the pack's manifest."""

@@ -56,6 +56,15 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingSpec:
+    """The embeddings that a model declares."""
+
+    pooling: int  # a number of the protocol
+    num_dimensions: int
+    is_normalized: bool  # to length 1
+
+
+@dataclass(frozen=True, slots=True)
 class Version:
     """A published, immutable version of a model, as described by the param-store at commit."""
 
@@ -69,6 +78,7 @@ class Version:
     stored_bytes: int
     eos_token_ids: tuple[int, ...] = ()
     file_digests: Mapping[str, str] = field(default_factory=dict)  # "tokenizer.json" -> BLAKE3
+    embedding: EmbeddingSpec | None = None  # None: the model declares none
 
 
 LEAST_TARGET_S, MOST_TARGET_S = 0.001, 86_400.0

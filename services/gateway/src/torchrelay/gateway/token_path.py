@@ -36,6 +36,8 @@ from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.gateway.open_inference.servicer import OpenInferenceServicer
 from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S, CompletionsApp
+from torchrelay.gateway.openai.embeddings.asgi_app import PATH as EMBEDDINGS_PATH
+from torchrelay.gateway.openai.embeddings.asgi_app import EmbeddingsApp
 from torchrelay.gateway.settings import GatewaySettings
 
 FLUSH_TIMEOUT_S = 0.5  # for the last releases to reach the scheduler
@@ -51,11 +53,12 @@ class TokenPath:
     admissions: AdmissionStream
 
 
-def _by_path(completions: ASGIApp, messages: ASGIApp) -> ASGIApp:
+def _by_path(completions: ASGIApp, messages: ASGIApp, embeddings: ASGIApp) -> ASGIApp:
     """Sends each request to the application of its path."""
+    others = {**dict.fromkeys(MESSAGES_PATHS, messages), EMBEDDINGS_PATH: embeddings}
 
     async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
-        await (messages if scope["path"] in MESSAGES_PATHS else completions)(scope, receive, send)
+        await others.get(scope["path"], completions)(scope, receive, send)
 
     return asgi
 
@@ -101,7 +104,8 @@ async def open_token_path(
         )
         stack.push_async_callback(pipeline.stop_all, settings.drain_s)
         apps = [
-            App(keys, pipeline, shares, settings.max_body_bytes, write_gap_s) for App in (CompletionsApp, MessagesApp)
+            App(keys, pipeline, shares, settings.max_body_bytes, write_gap_s)
+            for App in (CompletionsApp, MessagesApp, EmbeddingsApp)
         ]
         calls = PublicCalls(keys, shares, settings.body_silence_s, settings.answer_silence_s)
         servicers = (

@@ -16,9 +16,11 @@ TEMPLATE = "chat_template.jinja"
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
+MODULES, POOLING = "modules.json", "1_Pooling/config.json"  # of sentence-transformers: how texts are embedded
 PASSED_ON = (GENERATION, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS)
 MAX_FILE_BYTES = {  # of all files but weights; an upload may have no others
     **dict.fromkeys((CONFIG, GENERATION), 1 << 20),
+    **dict.fromkeys((MODULES, POOLING), 64 << 10),
     **dict.fromkeys((INDEX_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS), 4 << 20),
     **dict.fromkeys((TOKENIZER, "vocab.json", "merges.txt"), 64 << 20),
     TEMPLATE: 256 << 10,

@@ -1,4 +1,4 @@
-"""The prefill role: runs prompts, delivers first tokens and sends KV to decode workers."""
+"""The prefill role: runs prompts, delivers first tokens or embeddings, and sends KV to decode workers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.common.quantities import format_count
 from torchrelay.control.v1 import decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.engine.core import Finish, GroupSpec, KvBlock, NewToken, PromptProgress
+from torchrelay.engine.core import Embedding, Finish, GroupSpec, KvBlock, NewToken, PromptProgress
 from torchrelay.prefill.byte_budget import ByteBudget
 from torchrelay.prefill.kv_sender import KvSender
 from torchrelay.prefill.prompt_moves import PromptReceiver, RecalledPrompts, check_request, export_request
-from torchrelay.worker.attempts.attempt import Attempt, dispatch_outputs, group_id_of
+from torchrelay.worker.attempts.attempt import NON_FINITE_EMBEDDING_ERROR, Attempt, dispatch_outputs, group_id_of
 from torchrelay.worker.role import RoleContext, WorkerRole
 from torchrelay.worker.slot.slot import LOADING
 
@@ -75,7 +75,9 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
 
     async def begin(self, attempt: Attempt) -> None:
         group = attempt.group()
-        if attempt.start.decode.worker_id == self.worker.settings.worker_id:
+        if group.pooling is not None:
+            await self._submit(attempt, group, None)
+        elif attempt.start.decode.worker_id == self.worker.settings.worker_id:
             await self._begin_local(attempt, group)
         else:
             await self._begin_remote(attempt, group)
@@ -238,6 +240,23 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
                 output = attempt.prompt_output(progress)
                 self.worker.usage.advance(attempt, output)
                 outputs.append((attempt.outbox, output))
+        dispatch_outputs(outputs)
+
+    def deliver_embeddings(self, embeddings: Sequence[Embedding]) -> None:
+        outputs = []
+        for embedding in embeddings:
+            attempt = self.attempts.get(embedding.group_id)
+            if attempt is None:
+                continue
+            if not embedding.values:
+                self.fail(attempt, NON_FINITE_EMBEDDING_ERROR)
+                continue
+            self.record_phases(attempt)
+            output = attempt.embedding_output(embedding)
+            self.worker.usage.advance(attempt, output)
+            outputs.append((attempt.outbox, output))
+            attempt.open_choices.clear()
+            self.forget(attempt)
         dispatch_outputs(outputs)
 
     def record_phases(self, attempt: Attempt) -> None:

@@ -184,7 +184,7 @@ class BatchScheduler:
             chunk.context.num_computed = chunk.end
         for decoding, token in zip(plan.decoding, tokens, strict=False):
             self.advance(decoding, token)
-        for context in (chunk.context for chunk in plan.chunks if chunk.ends_context):
+        for context in plan.ended_contexts:
             group = context.group
             unfinished = [token for token in tokens if token.group_id == group.spec.group_id and token.finish is None]
             first_tokens = {token.choice: token.token_id for token in unfinished}

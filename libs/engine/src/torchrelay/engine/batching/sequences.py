@@ -215,6 +215,22 @@ class BatchPlan:
             num_decode_attended=sum(each.num_computed + 1 for each in self.decoding),
         )
 
+    @property
+    def ended_contexts(self) -> tuple[PrefillContext, ...]:
+        """The contexts whose last position is in this batch."""
+        return tuple(chunk.context for chunk in self.chunks if chunk.ends_context)
+
+    @property
+    def contexts_with_tokens(self) -> tuple[PrefillContext, ...]:
+        """The ended contexts that are followed by a first token."""
+        return tuple(context for context in self.ended_contexts if context.group.spec.pooling is None)
+
+    @property
+    def pooled_rows(self) -> dict[int, PrefillContext]:
+        """The contexts that end with an embedding, by the row of their last position among the batch's outputs."""
+        rows = enumerate(self.ended_contexts, len(self.decoding))
+        return {row: context for row, context in rows if context.group.spec.pooling is not None}
+
     def live_part(self) -> tuple[BatchPlan, list[int]]:
         """The part of the batch that has not ended meanwhile, and its rows."""
         rows = [row for row, each in enumerate(self.decoding) if each.is_live]

@@ -12,11 +12,14 @@ def check_lengths(spec: GroupSpec, max_context_tokens: int) -> None:
         raise InvalidRequest("prompt must have at least one token, and the group at least one choice", field="prompt")
     if len({choice.choice for choice in spec.choices}) < len(spec.choices):
         raise InvalidRequest("choices must be distinct", field="choices")
-    if any(len(choice.forced_output) >= spec.sampling.max_tokens for choice in spec.choices):
-        raise InvalidRequest("forced_output must be shorter than max_tokens", field="max_tokens")
-    if spec.num_prompt_tokens + spec.sampling.max_tokens > max_context_tokens:
+    if spec.pooling is None:
+        if any(len(choice.forced_output) >= spec.sampling.max_tokens for choice in spec.choices):
+            raise InvalidRequest("forced_output must be shorter than max_tokens", field="max_tokens")
+    elif len(spec.choices) > 1 or spec.choices[0].forced_output:
+        raise InvalidRequest("an embedding has one choice, without forced_output", field="choices")
+    if spec.num_prompt_tokens + spec.num_output_tokens > max_context_tokens:
         raise ContextLengthExceeded(
-            f"{spec.num_prompt_tokens} prompt tokens and {spec.sampling.max_tokens} to generate exceed the context of"
+            f"{spec.num_prompt_tokens} prompt tokens and {spec.num_output_tokens} to generate exceed the context of"
             f" {max_context_tokens} tokens",
             field="max_tokens",
         )

@@ -1,4 +1,4 @@
-"""Computes batches layer by layer, and samples their tokens."""
+"""Computes batches layer by layer; samples their tokens and pools their embeddings."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from torch import Tensor
 from torchrelay.engine import profile
 from torchrelay.engine.batching.layerwise import plans_within_budget
 from torchrelay.engine.batching.sequences import BatchPlan, SequenceGroup
-from torchrelay.engine.core import NewToken
+from torchrelay.engine.core import Embedding, NewToken
 from torchrelay.engine.execution.resident_model import ResidentModel
 from torchrelay.engine.kv.export import KvExport
 from torchrelay.engine.model.batch import Batch
+from torchrelay.engine.model.pooling import pool
 from torchrelay.engine.profile import Activity
 from torchrelay.engine.sampling.sampler import draws_of, sample_tokens
 
 
 class ModelRunner:
-    """Runs plans through the layers. Time counts as ``COMPUTE`` until tokens are returned, then as ``SCHEDULING``.
+    """Runs plans through the layers. Time counts as ``COMPUTE`` until tokens are sampled, then as ``SCHEDULING``.
 
     ``interrupt`` is called before each call of layers; it may end groups, and tells whether it has.
     """
@@ -31,14 +32,15 @@ class ModelRunner:
         self._export = export
         self._interrupt = interrupt
 
-    def run(self, plan: BatchPlan) -> tuple[BatchPlan, list[NewToken]]:
-        """Computes a plan from its layer boundary to its tokens; returns the part of it that was left, and the tokens.
+    def run(self, plan: BatchPlan) -> tuple[BatchPlan, list[NewToken], list[Embedding]]:
+        """Computes a plan from its layer boundary to its outputs; returns the part of it that was left, its tokens and
+        its embeddings.
 
         Raises ``LoadFailed``.
         """
         profile.enter(Activity.COMPUTE)
-        left, logits = self._logits(plan)
-        return left, self._sample(left, logits)
+        left, logits, embeddings = self._outputs(plan)
+        return left, self._sample(left, logits), embeddings
 
     def run_one_layer(self, groups: Sequence[SequenceGroup], token_budget: int) -> None:
         """Computes one layer of groups that run layer by layer and are at the same boundary."""
@@ -57,22 +59,36 @@ class ModelRunner:
         for group in groups:
             group.layer += 1
 
-    def _logits(self, plan: BatchPlan) -> tuple[BatchPlan, Tensor]:
-        """Runs a plan through all layers above its boundary; returns the part of it that was left, and its logits."""
+    def _outputs(self, plan: BatchPlan) -> tuple[BatchPlan, Tensor, list[Embedding]]:
+        """Runs a plan through all layers above its boundary; returns the part of it that was left, the logits of its
+        tokens, and its embeddings.
+        """
         if self._interrupt():
             plan, _ = plan.live_part()
         if not plan:
-            return plan, torch.empty(0)
+            return plan, torch.empty(0), []
         batch = self._lay_out(plan)
         if self._graphs is not None and (replayed := self._graphs.run(batch)) is not None:
-            return plan, replayed
+            return plan, replayed, []
         hidden, batch = self.run_layers(plan.layer, self._num_layers, self._hidden(batch), batch)
         if batch.num_outputs:
             hidden, batch = self._live_part(hidden, batch)
         if not batch.num_outputs:
-            return batch.plan, hidden[:0]
+            return batch.plan, hidden[:0], []
         ends = hidden if batch.output_rows is None else hidden[batch.output_rows]
-        return batch.plan, self._decoder.logits(ends)
+        return batch.plan, *self._logits_and_embeddings(batch.plan, ends)
+
+    def _logits_and_embeddings(self, plan: BatchPlan, ends: Tensor) -> tuple[Tensor, list[Embedding]]:
+        """The logits of the rows that a token follows, and the embeddings of the others. ``ends``: a row per output."""
+        pooled = plan.pooled_rows
+        if not pooled:
+            return self._decoder.logits(ends), []
+        embeddings = [
+            pool(context.group.spec, context.num_cached, self._decoder.final_norm(ends[row : row + 1]))
+            for row, context in pooled.items()
+        ]
+        others = [row for row in range(len(ends)) if row not in pooled]
+        return self._decoder.logits(ends[others]) if others else ends[:0], embeddings
 
     def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
         """Runs layers [begin, end) of a batch, [rows, hidden] to the same; hands over finished KV blocks.

@@ -13,7 +13,7 @@ from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.layerwise import plans_within_budget, runnable_groups
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, SequenceGroup
-from torchrelay.engine.core import EMPTY_STEP, LoadFailed, NewToken, PromptProgress, StepResult
+from torchrelay.engine.core import EMPTY_STEP, Embedding, LoadFailed, NewToken, PromptProgress, StepResult
 from torchrelay.engine.profile import Activity
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Stepper:
             plans = self._plan()
             by_layer = self._runnable_groups()
             work = self.work = _merged(plans).work
-            tokens, computed = self._compute(plans)
+            tokens, embeddings, computed = self._compute(plans)
             whole = _merged(computed)
             ended = [chunk for chunk in whole.chunks if chunk.ends_context]
             num_prefilled = sum(chunk.num_tokens for chunk in whole.chunks)
@@ -75,7 +75,15 @@ class Stepper:
             self._io_wait_s = 0.0
             prompts, ran_one_layer = _progress(whole.chunks), bool(by_layer)
             return StepResult(
-                tuple(tokens), _prefilled(ended), num_prefilled, num_decoded, *times, expired, prompts, ran_one_layer
+                tuple(tokens),
+                _prefilled(ended),
+                num_prefilled,
+                num_decoded,
+                *times,
+                expired,
+                prompts,
+                ran_one_layer,
+                tuple(embeddings),
             )
         finally:
             profile.take()  # the time of a step that failed does not count for the next one
@@ -88,9 +96,10 @@ class Stepper:
         self._scheduler.admit(by_layer=True)
         return ()
 
-    def _compute(self, plans: Sequence[BatchPlan]) -> tuple[list[NewToken], tuple[BatchPlan, ...]]:
-        """Computes the plans; returns the new tokens, and the parts of the plans that were left."""
+    def _compute(self, plans: Sequence[BatchPlan]) -> tuple[list[NewToken], list[Embedding], tuple[BatchPlan, ...]]:
+        """Computes the plans; returns the new tokens, the embeddings, and the parts of the plans that were left."""
         tokens: list[NewToken] = []
+        embeddings: list[Embedding] = []
         computed: list[BatchPlan] = []
         try:
             for number, plan in enumerate(plans):
@@ -98,14 +107,15 @@ class Stepper:
                     plan, _ = plan.live_part()
                 if not plan:
                     continue
-                left, new_tokens = self._runner.run(plan)
+                left, new_tokens, new_embeddings = self._runner.run(plan)
                 self._scheduler.commit(left, new_tokens)
                 tokens += new_tokens
+                embeddings += new_embeddings
                 computed.append(left)
         except LoadFailed:
             self._scheduler.put_back(plans)
             raise
-        return tokens, tuple(computed)
+        return tokens, embeddings, tuple(computed)
 
     def _runnable_groups(self) -> tuple[SequenceGroup, ...]:
         groups = self._scheduler.by_layer

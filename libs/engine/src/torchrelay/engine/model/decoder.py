@@ -72,9 +72,13 @@ class Decoder:
             fed_forward = self._norm(fed_forward, weights.mlp_out_norm)
         return hidden + fed_forward
 
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] after the last layer -> the same."""
+        return self._norm(hidden, self._weights.final_norm())
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] after the last layer -> [rows, vocab], in the model's dtype."""
-        logits = linear(self._norm(hidden, self._weights.final_norm()), self._weights.head())
+        logits = linear(self.final_norm(hidden), self._weights.head())
         cap = self._config.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

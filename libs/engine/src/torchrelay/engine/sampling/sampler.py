@@ -81,8 +81,7 @@ def draws_of(plan: BatchPlan) -> list[TokenDraw]:
         TokenDraw(row, each.spec, each.choice, each.next_position, each.counts, grammar=each.grammar)
         for row, each in enumerate(plan.decoding)
     ]
-    ended = (chunk.context for chunk in plan.chunks if chunk.ends_context)
-    for row, context in enumerate(ended, len(plan.decoding)):
+    for row, context in enumerate(plan.contexts_with_tokens, len(plan.decoding)):
         draws += _draws_of_context(row, context)
     return draws
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torchrelay.common.clock import now_unix_us
+from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.sampling import shared_sampling
 from torchrelay.common.tokens.grammar import Grammar
 from torchrelay.common.tokens.stop_strings import StopChecker
@@ -17,10 +18,12 @@ from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.engine.core import (
     ChoiceSpec,
+    Embedding,
     Finish,
     GroupSpec,
     Logprobs,
     NewToken,
+    Pooling,
     PromptProgress,
     SamplingParams,
 )
@@ -31,6 +34,7 @@ FINISH_REASONS = {
     Finish.LENGTH: pb.FINISH_REASON_LENGTH,
     Finish.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
+_POOLINGS = {types_pb2.POOLING_UNSPECIFIED: None, types_pb2.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN}
 DEADLINE_ERROR = pb.RunError(code=pb.RunError.CODE_DEADLINE, message="the request's deadline passed")
 
 
@@ -64,8 +68,10 @@ class Attempt:
         return group_id_of(self.start.key)
 
     def group(self) -> GroupSpec:
-        """The engine's view of the attempt."""
+        """The engine's view of the attempt. Raises ``InvalidRequest`` for a pooling that this worker does not know."""
         sampling = self.start.sampling
+        if self.start.pooling not in _POOLINGS:
+            raise InvalidRequest(f"this worker does not know pooling {self.start.pooling}", field="pooling")
         return GroupSpec(
             group_id=self.group_id,
             prompt=tuple(self.start.prompt),
@@ -83,6 +89,7 @@ class Attempt:
             tenant_id=self.start.tenant_id,
             deadline_s=None if (left_s := self.left_s()) is None else time.monotonic() + left_s,
             distinct_prompt_tokens=array("q", self.start.distinct_prompt_tokens),
+            pooling=_POOLINGS[self.start.pooling],
         )
 
     def left_s(self) -> float | None:
@@ -118,6 +125,20 @@ class Attempt:
             logprobs=[_logprobs_to_proto(token.logprobs)] if token.logprobs else [],
         )
 
+    def embedding_output(self, embedding: Embedding) -> pb.ChoiceOutput:
+        """The message that ends the attempt with its embedding."""
+        (choice,) = self.open_choices
+        phases, self.phases = self.phases, []
+        return pb.ChoiceOutput(
+            key=self.start.key,
+            choice=choice,
+            finish_reason=pb.FINISH_REASON_STOP,
+            num_prompt_tokens=self.start.num_prompt_tokens,
+            num_cached_prompt_tokens=embedding.num_cached,
+            phases=phases,
+            embedding=embedding.values,
+        )
+
     def prompt_output(self, progress: PromptProgress) -> pb.ChoiceOutput:
         """The message that reports the computed part of the prompt before there is a token."""
         choice = min(self.open_choices)
@@ -150,6 +171,12 @@ def no_token_error(token: NewToken) -> pb.RunError:
             " complex, or the model's tokens cannot spell what must come next"
         )
     return pb.RunError(code=pb.RunError.CODE_INTERNAL, message=message)
+
+
+NON_FINITE_EMBEDDING_ERROR = pb.RunError(
+    code=pb.RunError.CODE_INTERNAL,
+    message="the model's hidden states are not finite (NaN or infinity): they overflow with this input",
+)
 
 
 def _logprobs_to_proto(logprobs: Logprobs) -> pb.TokenLogprobs:

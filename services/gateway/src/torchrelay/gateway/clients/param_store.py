@@ -17,7 +17,7 @@ from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.gateway.clients.client_stream import write_while_open
 from torchrelay.gateway.clients.endpoint import param_store_endpoint
 from torchrelay.gateway.clients.rechunk import ByteStream, rechunk
-from torchrelay.gateway.core import ModelShape, Version
+from torchrelay.gateway.core import EmbeddingSpec, ModelShape, Version
 
 _LOOKUP_TIMEOUT_S = 10.0  # for calls that move no model bytes
 _LIST_TIMEOUT_S = 60.0
@@ -156,4 +156,9 @@ def version_of(description: param_store_pb2.VersionDescription) -> Version:
         stored_bytes=description.stored_bytes,
         eos_token_ids=tuple(description.eos_token_ids),
         file_digests=dict(description.file_digests),
+        embedding=_embedding_of(description.embedding) if description.HasField("embedding") else None,
     )
+
+
+def _embedding_of(declared: param_store_pb2.Embedding) -> EmbeddingSpec:
+    return EmbeddingSpec(declared.pooling, declared.num_dimensions, declared.is_normalized)

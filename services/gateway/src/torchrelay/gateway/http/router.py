@@ -22,11 +22,12 @@ from torchrelay.gateway.edge.turns import ClientGroup
 from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.gateway.openai.asgi_app import CLOSE, PATHS, encoded_headers
+from torchrelay.gateway.openai.embeddings.asgi_app import PATH as EMBEDDINGS_PATH
 from torchrelay.gateway.openai.errors import body, error_body, error_headers
 from torchrelay.gateway.openai.http_request import HttpRequest, authorization_of
 from torchrelay.gateway.openai.unusable_text import check_text
 
-_TOKEN_PATHS = PATHS.keys() | MESSAGES_PATHS
+_TOKEN_PATHS = PATHS.keys() | MESSAGES_PATHS | {EMBEDDINGS_PATH}
 _UPLOAD_OF_FILE = re.compile("/v1/uploads/[^/]+/files/")
 _COMMIT = re.compile("/v1/uploads/[^/]+/commit")
 

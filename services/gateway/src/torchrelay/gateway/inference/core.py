@@ -38,12 +38,13 @@ class GenerateParams(SharedSampling):
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own
     ignore_eos: bool = False
     add_special_tokens: bool | None = None  # to a prompt that is not ids; None: if it is text, not messages
+    text_field: str = "prompt"  # the field of ``text`` or ``token_ids``
     service_class: ServiceClass | None = None  # None: the caller's
 
     @property
     def prompt_field(self) -> str:
         """The ``param`` of errors about the prompt."""
-        return "prompt" if self.messages is None else "messages"
+        return self.text_field if self.messages is None else "messages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class ResolvedRequest:
     deadline_unix_us: int = 0  # 0: none
     is_callers_deadline: bool = False  # the operator's deadline bills nothing before the first token
     service_class: ServiceClass = ServiceClass.STANDARD
+    pooling: int = 0  # of the protocol: instead of tokens the prompt's embedding is computed; 0: tokens
 
     @property
     def distinct_prompt_tokens(self) -> Sequence[int]:
@@ -109,6 +111,12 @@ class LogprobDelta(TokenDelta, frozen=True):
         """(token, logprobs) of a delta of a request with logprobs."""
         assert isinstance(delta, LogprobDelta), "every delta of such a request has logprobs"
         return tuple(zip(delta.token_ids, delta.logprobs, strict=True))
+
+
+class EmbeddingDelta(TokenDelta, frozen=True):
+    """The embedding of the prompt, and with it the end of the request."""
+
+    values: bytes  # fp32, little-endian
 
 
 @dataclass(frozen=True, slots=True)

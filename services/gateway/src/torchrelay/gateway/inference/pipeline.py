@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from opentelemetry.metrics import Meter
 
-from torchrelay.common.errors import PermissionDenied, TorchrelayError, Unavailable
+from torchrelay.common.errors import InvalidRequest, PermissionDenied, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import span_of
 from torchrelay.common.tokens.text_stream import prompt_end
 from torchrelay.common.tokens.token_bytes import TokenBytes
-from torchrelay.gateway.core import FinishCause, Principal, RequestRate
+from torchrelay.control.v1 import generation_pb2
+from torchrelay.gateway.core import EmbeddingSpec, FinishCause, Principal, PublishedModel, RequestRate, Reservation
 from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
 from torchrelay.gateway.inference.answers.parts import ParameterTypes, parameter_types
 from torchrelay.gateway.inference.answers.syntax import PLAIN, AnswerSyntax
@@ -31,7 +33,7 @@ from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
 from torchrelay.gateway.inference.execution.running_request import RunningRequest
 from torchrelay.gateway.inference.interfaces import ModelCatalog, RequestLimiter
 from torchrelay.gateway.inference.metrics import InferenceMetrics
-from torchrelay.gateway.inference.sampling import GenerationBounds, sampling_of
+from torchrelay.gateway.inference.sampling import GenerationBounds, context_exceeded, sampling_of
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer, PlacedToken
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 
@@ -68,6 +70,11 @@ def earlier_deadline(arrived_unix_us: int, callers_s: float | None, operators_s:
     """
     timeout_s, is_callers = min((math.inf if callers_s is None else callers_s, True), (operators_s or math.inf, False))
     return (0, False) if timeout_s == math.inf else (arrived_unix_us + int(timeout_s * 1e6), is_callers)
+
+
+def _refuse_admin(principal: Principal) -> None:
+    if principal.is_admin:  # it has no tenant to resolve short model names in, or to bill
+        raise PermissionDenied("the admin key cannot call models; create a tenant key (torchrelay key create)")
 
 
 class RequestPipeline:
@@ -116,13 +123,36 @@ class RequestPipeline:
         ``arrived_unix_us``: when the server began handling it, the origin of its timeline. ``timeout_s``: how long
         after that its caller waits; None: indefinitely. Raises ``TorchrelayError`` if it cannot be started.
         """
+        name = params.model
+        starting = self._start(principal, params, request_id, arrived_unix_us, timeout_s)
+        del params  # megabytes of text, perhaps; they are kept until the prompt is encoded
+        async with self._entered(starting, request_id, name) as session:
+            yield session
+
+    @asynccontextmanager
+    async def embedding(
+        self,
+        principal: Principal,
+        model: PublishedModel,
+        prompt: tuple[int, ...],
+        request_id: str,
+        arrived_unix_us: int,
+    ) -> AsyncIterator[RequestSession]:
+        """Starts a request for the embedding of an encoded prompt; the same as ``session`` otherwise."""
+        starting = self._start_embedding(principal, model, prompt, request_id, arrived_unix_us)
+        async with self._entered(starting, request_id, model.name) as session:
+            yield session
+
+    @asynccontextmanager
+    async def _entered(
+        self, starting: Coroutine[Any, Any, RequestSession], request_id: str, model_name: str
+    ) -> AsyncIterator[RequestSession]:
         self._num_inside += 1
         self._idle.clear()
         outcome = TorchrelayError.code
         try:
-            with span_of("gateway.request", request_id=request_id, model=params.model[:200]):
-                session = await self._start(principal, params, request_id, arrived_unix_us, timeout_s)
-                del params  # megabytes of text, perhaps; the prompt is encoded
+            with span_of("gateway.request", request_id=request_id, model=model_name[:200]):
+                session = await starting
                 try:
                     yield session
                 except (asyncio.CancelledError, GeneratorExit, ClientDisconnected):
@@ -150,6 +180,25 @@ class RequestPipeline:
         model = await self._catalog.resolve(principal, params.model)
         return len(await self._prompts.token_ids(principal, model, params))
 
+    async def embedding_model(self, principal: Principal, name: str) -> tuple[PublishedModel, EmbeddingSpec]:
+        """A model, and the embeddings that it declares. Raises ``InvalidRequest`` if it declares none."""
+        _refuse_admin(principal)
+        model = await self._catalog.resolve(principal, name)
+        if model.version.embedding is None:
+            message = f"{model.name} declares no embeddings; publish it with modules.json and 1_Pooling/config.json"
+            raise InvalidRequest(message, field="model")
+        return model, model.version.embedding
+
+    async def embedding_prompt(
+        self, principal: Principal, model: PublishedModel, params: GenerateParams
+    ) -> tuple[int, ...]:
+        """The token ids of a text to embed, which may fill the context. Raises ``InvalidRequest``."""
+        prompt = await self._prompts.token_ids(principal, model, params)
+        context = model.version.shape.max_context_tokens
+        if len(prompt) > context:
+            raise context_exceeded(len(prompt), context, params.prompt_field)
+        return prompt
+
     async def _start(
         self,
         principal: Principal,
@@ -159,8 +208,7 @@ class RequestPipeline:
         timeout_s: float | None,
     ) -> RequestSession:
         deadline_unix_us, is_callers_deadline = earlier_deadline(arrived_unix_us, timeout_s, self._request_timeout_s)
-        if principal.is_admin:  # it has no tenant to resolve short model names in, or to bill
-            raise PermissionDenied("the admin key cannot call models; create a tenant key (torchrelay key create)")
+        _refuse_admin(principal)
         model = await self._catalog.resolve(principal, params.model)
         encoded = await self._prompts.encode(principal, model, params)
         prompt, syntax = encoded.token_ids, encoded.syntax
@@ -172,28 +220,20 @@ class RequestPipeline:
         most = sampling.max_tokens * params.num_choices
         reservation = await self._limits.admit(principal, model, len(prompt), most, least)
         sampling.max_tokens = reservation.max_output_tokens // params.num_choices
-        request = RunningRequest(
-            ResolvedRequest(
-                request_id,
-                principal,
-                model,
-                prompt,
-                last_tokens,
-                sampling,
-                params.num_choices,
-                arrived_unix_us,
-                deadline_unix_us,
-                is_callers_deadline,
-                principal.service_class if params.service_class is None else params.service_class,
-            ),
-            self._upstreams,
-            self._ledger_writer,
-            reservation,
-            max_attempts=self._max_attempts,
-            keep_alive_s=self._keep_alive_s,
+        resolved = ResolvedRequest(
+            request_id,
+            principal,
+            model,
+            prompt,
+            last_tokens,
+            sampling,
+            params.num_choices,
+            arrived_unix_us,
+            deadline_unix_us,
+            is_callers_deadline,
+            principal.service_class if params.service_class is None else params.service_class,
         )
-        self.requests.add(request)
-        request.start()
+        request = self._run(resolved, reservation)
         markers = syntax.markers(has_tools=bool(params.tools))
         text_ends = params.stop, sampling.stop_token_ids, params.min_tokens, markers
         texts = tuple(ChoiceDetokenizer(decoder.tokens, last_tokens, *text_ends) for _ in range(params.num_choices))
@@ -205,6 +245,46 @@ class RequestPipeline:
             syntax,
             parameter_types(params.tools) or None,
         )
+
+    async def _start_embedding(
+        self,
+        principal: Principal,
+        model: PublishedModel,
+        prompt: tuple[int, ...],
+        request_id: str,
+        arrived_unix_us: int,
+    ) -> RequestSession:
+        deadline_unix_us, _ = earlier_deadline(arrived_unix_us, None, self._request_timeout_s)
+        embedding = model.version.embedding
+        assert embedding is not None, "embedding_model has refused any other"
+        reservation = await self._limits.admit(principal, model, len(prompt), 0, 0)
+        resolved = ResolvedRequest(
+            request_id,
+            principal,
+            model,
+            prompt,
+            prompt_end=(),
+            sampling=generation_pb2.Sampling(),
+            num_choices=1,
+            arrived_unix_us=arrived_unix_us,
+            deadline_unix_us=deadline_unix_us,
+            service_class=principal.service_class,
+            pooling=embedding.pooling,
+        )
+        return RequestSession(self._run(resolved, reservation), (), reservation.rate)
+
+    def _run(self, resolved: ResolvedRequest, reservation: Reservation) -> RunningRequest:
+        request = RunningRequest(
+            resolved,
+            self._upstreams,
+            self._ledger_writer,
+            reservation,
+            max_attempts=self._max_attempts,
+            keep_alive_s=self._keep_alive_s,
+        )
+        self.requests.add(request)
+        request.start()
+        return request
 
     async def drain(self, timeout_s: float, end_s: float) -> None:
         """Waits ``timeout_s`` for running requests, then ends the rest and waits ``end_s`` for them to close."""

@@ -127,11 +127,11 @@ class HttpExchange:
         self._has_begun = False
         self._write_gap_s = write_gap_s
         self.request_id, self.arrived_unix_us = new_id("req"), now_unix_us()
-        self._rate: RequestRate | None = None
+        self.rate: RequestRate | None = None
 
     async def answer(self, sessions: Sequence[RequestSession], reply_format: ReplyFormat, is_stream: bool) -> None:
         """Runs the requests to their ends, or until their client disconnects."""
-        self._rate = sessions[-1].rate
+        self.rate = sessions[-1].rate
         watcher = asyncio.ensure_future(self._watch(sessions))
         try:
             await (self._stream(sessions, reply_format) if is_stream else self._answer_at_once(sessions, reply_format))
@@ -185,8 +185,8 @@ class HttpExchange:
         elapsed_ms = max(0, now_unix_us() - self.arrived_unix_us) // 1000  # until the answer begins
         listed = [*headers, *((name, self.request_id.encode()) for name in self.id_headers)]
         listed.append((b"openai-processing-ms", b"%d" % elapsed_ms))
-        if self._rate is not None:
-            listed += encoded_headers(errors.rate_headers(self._rate))
+        if self.rate is not None:
+            listed += encoded_headers(errors.rate_headers(self.rate))
         await self._send({"type": "http.response.start", "status": status, "headers": listed})
 
     async def _answer_at_once(self, sessions: Sequence[RequestSession], reply_format: ReplyFormat) -> None:

@@ -9,6 +9,7 @@ from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import reports_pb2, types_pb2
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES
 from torchrelay.param_store.copies.arena_copies import CopyReport
+from torchrelay.param_store.embedding import EmbeddingSpec
 from torchrelay.param_store.nic_counters import read_nic_counters
 from torchrelay.param_store.remote.versions import Version
 from torchrelay.param_store.store import Store
@@ -53,6 +54,13 @@ def version_description(version: Version) -> pb.VersionDescription:
         file_digests=version.document.files,
         eos_token_ids=version.eos_token_ids,
         stored_bytes=version.stored_bytes,
+        embedding=None if version.embedding is None else _embedding(version.embedding),
+    )
+
+
+def _embedding(spec: EmbeddingSpec) -> pb.Embedding:
+    return pb.Embedding(
+        pooling=types_pb2.POOLING_LAST_TOKEN, num_dimensions=spec.num_dimensions, is_normalized=spec.is_normalized
     )
 
 

@@ -20,7 +20,13 @@ from typing import Any
 
 from torchrelay.param_store.packer.checkpoint import read_checkpoint, weight_files
 from torchrelay.param_store.packer.core import PackRefused
-from torchrelay.param_store.packer.documents import check_eos, check_other_documents, check_tokenizer, read_model_config
+from torchrelay.param_store.packer.documents import (
+    check_embedding,
+    check_eos,
+    check_other_documents,
+    check_tokenizer,
+    read_model_config,
+)
 from torchrelay.param_store.packer.pack_plan import plan_pack, tensors_of_text
 from torchrelay.param_store.packer.pack_writer import write_pack
 from torchrelay.transfer.manifest import pack_id_of
@@ -37,6 +43,7 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
     """Validates ``folder`` and writes the pack and its manifest. Raises ``PackRefused``."""
     document, config = read_model_config(folder)
     check_eos(folder, document, config.vocab_size)
+    check_embedding(folder, config.hidden_size)
     check_other_documents(folder)
     completed_files = check_tokenizer(folder, config.vocab_size)
     tensors = tensors_of_text(document, read_checkpoint(folder))

@@ -16,6 +16,7 @@ from torchrelay.common.tokens.tokenizer_limits import MAX_TOKEN_CHARS, Tokenizer
 from torchrelay.modelspec.config import ModelConfig, read_config
 from torchrelay.modelspec.errors import UnsupportedModel
 from torchrelay.modelspec.text_part import text_config
+from torchrelay.param_store.embedding import UnsupportedEmbedding, declared_embedding
 from torchrelay.param_store.model_files import (
     ADDED_TOKENS,
     CONFIG,
@@ -135,6 +136,14 @@ def check_eos(folder: Path, config: dict[str, Any], vocab_size: int) -> None:
                 raise PackRefused(file, text)
         if token_ids:
             return  # of the other file, tokens beyond the vocabulary are ignored
+
+
+def check_embedding(folder: Path, hidden_size: int) -> None:
+    """Checks the files that declare embeddings, if there are any. Raises ``PackRefused``."""
+    try:
+        declared_embedding(lambda file: _read_bounded(folder, file) if (folder / file).exists() else None, hidden_size)
+    except UnsupportedEmbedding as error:
+        raise PackRefused(error.file, error.detail) from None
 
 
 def _optional(folder: Path, file: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torchrelay.common.errors import Conflict, DataCorrupted, NotFound, Torchrel
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.tokens.prefix_hashes import ROUTING_TOKENS
 from torchrelay.modelspec.config import ModelConfig, read_config
+from torchrelay.param_store.embedding import EmbeddingSpec, declared_embedding
 from torchrelay.param_store.model_files import eos_token_ids
 from torchrelay.param_store.remote.keys import file_key, manifest_key, pack_key, version_key
 from torchrelay.param_store.remote.remote_store import RemoteStore
@@ -45,6 +46,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     manifest: Manifest
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
+    embedding: EmbeddingSpec | None
     stored_bytes: int
 
 
@@ -127,16 +129,19 @@ class Versions:
         if pack_id_of(encoded) != pack_id:
             raise DataCorrupted(f"the manifest of pack {pack_id} is damaged in the remote store")
         manifest = decode_manifest(encoded)
-        files = document.files
+        files, config = document.files, read_config(manifest.config)
+
+        def read(name: str) -> bytes | None:
+            return self.read_file(files[name]) if name in files else None
+
         return Version(
             version_id=version_id,
             document=document,
             pack_id=pack_id,
             manifest=manifest,
-            config=read_config(manifest.config),
-            eos_token_ids=tuple(
-                eos_token_ids(lambda name: self.read_file(files[name]) if name in files else None, manifest.config)
-            ),
+            config=config,
+            eos_token_ids=tuple(eos_token_ids(read, manifest.config)),
+            embedding=declared_embedding(read, config.hidden_size),
             stored_bytes=manifest.num_bytes
             + len(encoded)
             + sum(self._remote.size(file_key(digest)) for digest in document.files.values()),

@@ -65,6 +65,7 @@ class StagedUpload:
         (folder / "files").mkdir(parents=True, exist_ok=True)  # an earlier attempt may have failed here on a full disk
         complete = []
         for file in record.files:
+            (folder / "files" / file.path).parent.mkdir(exist_ok=True)
             if path := known.get((file.sha256, file.num_bytes)):
                 with suppress(OSError):  # if it was removed meanwhile, the client sends it again
                     os.link(path, folder / "files" / file.path)

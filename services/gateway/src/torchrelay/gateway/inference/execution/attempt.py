@@ -97,9 +97,10 @@ class Attempt:
         )
 
     def place(self, placement: scheduler_pb2.Placement, listener: Listener) -> None:
-        """Starts the attempt on both its workers."""
+        """Starts the attempt on both its workers; one with an embedding on the prefill worker alone."""
         self.placement, self.placed_unix_us = placement, now_unix_us()
-        self._start("decode", placement, placement.decode, listener)
+        if not self.resolved.pooling:
+            self._start("decode", placement, placement.decode, listener)
         self._start("prefill", placement, placement.prefill, listener)
 
     def _start(
@@ -116,6 +117,7 @@ class Attempt:
             traceparent=self.traceparent,
             prompt_end=self.resolved.prompt_end,
             distinct_prompt_tokens=self.resolved.distinct_prompt_tokens,
+            pooling=types_pb2.Pooling.ValueType(self.resolved.pooling),
         )
         if role == "prefill":
             start.prompt.extend(self.resolved.prompt)

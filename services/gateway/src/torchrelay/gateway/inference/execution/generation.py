@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.gateway.core import ChoiceUsage, FinishCause
-from torchrelay.gateway.inference.core import LogprobDelta, TokenDelta, TokenLogprobs, Usage
+from torchrelay.gateway.inference.core import EmbeddingDelta, LogprobDelta, TokenDelta, TokenLogprobs, Usage
 
 FIRST_ATTEMPT = 1
 LEAST_LOGPROB = -9999.0
@@ -176,6 +176,11 @@ class Generation:
         """How often the choices of ``attempt`` have been placed, including this attempt."""
         return max((c.num_attempts for c in self.choices if c.attempt == attempt), default=0)
 
+    @property
+    def has_output(self) -> bool:
+        """Whether anything was accepted that only a computed prompt gives."""
+        return self.num_output_tokens > 0
+
     def usage(self, num_prompt_tokens: int) -> Usage:
         return Usage(num_prompt_tokens, self._num_cached or 0, self.num_output_tokens)
 
@@ -184,10 +189,10 @@ class Generation:
     ) -> list[ChoiceUsage]:
         """The accepted usage per choice; ``unfinished`` is the cause for choices that have not finished.
 
-        Before the first token only a request that its caller ended is billed: for the part of its prompt that was
+        Before the first output only a request that its caller ended is billed: for the part of its prompt that was
         computed.
         """
-        if not self.num_output_tokens:
+        if not self.has_output:
             num_prompt_tokens = min(self._num_prompt, num_prompt_tokens) if by_caller else 0
         return [
             ChoiceUsage(
@@ -232,6 +237,30 @@ class LogprobGeneration(Generation):
     def _restart(self, progress: ChoiceProgress) -> None:
         self._waiting[progress.choice].clear()
         super()._restart(progress)
+
+
+class EmbeddingGeneration(Generation):
+    """A generation that ends with the embedding of the prompt instead of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(num_choices=1, max_tokens=0)
+
+    @property
+    def has_output(self) -> bool:
+        return self.is_finished
+
+    def accept(self, output: pb.ChoiceOutput) -> EmbeddingDelta | None:
+        """Raises ``TorchrelayError`` if the output has tokens or an end instead of an embedding."""
+        progress = self._carried(output.key.attempt, output.choice)
+        if progress is None:
+            return None
+        if not output.embedding:
+            if output.token_ids or output.finish_reason:
+                raise TorchrelayError("the worker returned no embedding although it was requested")
+            return None
+        self._num_cached = output.num_cached_prompt_tokens
+        progress.finish = FinishCause.STOP
+        return EmbeddingDelta(progress.choice, (), progress.finish, output.embedding)
 
 
 def _logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:

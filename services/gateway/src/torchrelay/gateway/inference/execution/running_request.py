@@ -26,7 +26,12 @@ from torchrelay.gateway.inference.core import (
     WorkerLost,
 )
 from torchrelay.gateway.inference.execution.attempt import Attempt, Upstreams
-from torchrelay.gateway.inference.execution.generation import AttemptPlan, Generation, LogprobGeneration
+from torchrelay.gateway.inference.execution.generation import (
+    AttemptPlan,
+    EmbeddingGeneration,
+    Generation,
+    LogprobGeneration,
+)
 from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter, Opening
 from torchrelay.gateway.inference.execution.notifier import Notifier
 
@@ -72,6 +77,14 @@ def run_error(error: pb.RunError) -> TorchrelayError:
     return Unavailable(message)
 
 
+def generation_of(resolved: ResolvedRequest) -> Generation:
+    """The state of a request that has just begun."""
+    if resolved.pooling:
+        return EmbeddingGeneration()
+    kind = LogprobGeneration if resolved.sampling.HasField("top_logprobs") else Generation
+    return kind(resolved.num_choices, resolved.sampling.max_tokens)
+
+
 class RunningRequest:
     """A request under way. ``start`` admits it; ``close`` frees and settles it, once, without waiting."""
 
@@ -90,8 +103,7 @@ class RunningRequest:
         self._ledger_writer = ledger_writer
         self._reservation = reservation
         self._max_attempts = max_attempts
-        kind = LogprobGeneration if resolved.sampling.HasField("top_logprobs") else Generation
-        self._generation = kind(resolved.num_choices, resolved.sampling.max_tokens)
+        self._generation = generation_of(resolved)
         self._notifier = Notifier(FIRST_KEEP_ALIVE_S, keep_alive_s)
         self._attempts: dict[int, Attempt] = {}
         self._lost_workers: list[str] = []

@@ -81,7 +81,7 @@ class PromptEncoder:
             if params.token_ids and max(params.token_ids) >= vocab_size:
                 highest = max(params.token_ids)
                 message = f"token id {highest} is out of range; the model's token ids are 0 to {vocab_size - 1}"
-                raise InvalidRequest(message, field="prompt")
+                raise InvalidRequest(message, field=params.prompt_field)
         if not prompt.token_ids:
             raise InvalidRequest("the prompt must not be empty", field=params.prompt_field)
         return prompt

@@ -1,0 +1,135 @@
+"""``/v1/embeddings`` as a bare ASGI application like that of the completions.
+
+Each input is a request of its own with its own bill; a limited number of them run at once. All inputs are encoded
+before the first one runs, so that a faulty input costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.core import Principal
+from torchrelay.gateway.inference.core import ClientDisconnected, EmbeddingDelta
+from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
+from torchrelay.gateway.inference.pipeline import RequestSession
+from torchrelay.gateway.limits.shares import ShareAccount
+from torchrelay.gateway.openai.asgi_app import CompletionsApp, HttpExchange
+from torchrelay.gateway.openai.embeddings.requests import (
+    EmbeddingsBody,
+    decode_embeddings,
+    num_dimensions,
+    params_of,
+)
+from torchrelay.gateway.openai.embeddings.vectors import encoded, shortened
+from torchrelay.gateway.openai.http_request import HttpRequest
+
+PATH: Final = "/v1/embeddings"
+MAX_RUNNING: Final = 32  # inputs of one request at once
+T = TypeVar("T")
+Input = TypeVar("Input")
+
+
+class EmbeddingsApp(CompletionsApp):
+    """The ASGI application, for the requests that the router sends it: HTTP, and ``PATH``."""
+
+    async def _complete(self, exchange: HttpExchange, path: str, principal: Principal, held: ShareAccount) -> None:
+        with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
+            body = decode_embeddings(await exchange.request.read(self._max_body_bytes, body_bytes))
+            work = self._reply(exchange, principal, body, held, body_bytes)
+            reply = await _until_disconnect(exchange.request, work)
+        await exchange.reply(reply)
+
+    async def _reply(
+        self,
+        exchange: HttpExchange,
+        principal: Principal,
+        body: EmbeddingsBody,
+        held: ShareAccount,
+        body_bytes: ShareAccount,
+    ) -> dict[str, Any]:
+        params = params_of(body)
+        num_inputs = len(params)
+        body.input = ""  # the texts are in ``params`` now, which are dropped once they are encoded
+        held.take(min(num_inputs, MAX_RUNNING) - 1)
+        model, embedding = await self._pipeline.embedding_model(principal, body.model)
+        size = num_dimensions(body, embedding)
+
+        async def prompt_of(index: int) -> tuple[int, ...]:
+            try:
+                return await self._pipeline.embedding_prompt(principal, model, params[index])
+            except InvalidRequest as error:
+                if num_inputs > 1 and error.field == "input":
+                    error.message = f"input[{index}]: {error.message}"
+                raise
+
+        prompts = await _each(range(num_inputs), prompt_of)
+        params.clear()
+        body_bytes.release()
+
+        async def vector_of(index: int) -> msgspec.Raw:
+            # The request counts once in the rate of its key, however many inputs it has.
+            caller = replace(principal, requests_per_minute=None) if index else principal
+            request_id = f"{exchange.request_id}-{index}" if index else exchange.request_id
+            running = self._pipeline.embedding(caller, model, prompts[index], request_id, exchange.arrived_unix_us)
+            async with running as session:
+                exchange.rate = exchange.rate or session.rate
+                values = await _values(session)
+            return encoded(shortened(values, size, embedding.is_normalized), body.encoding_format == "base64")
+
+        vectors = await _each(range(num_inputs), vector_of)
+        num_tokens = sum(map(len, prompts))
+        data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {"object": "list", "data": data, "model": model.name, "usage": usage}
+
+
+async def _values(session: RequestSession) -> bytes:
+    request, values = session.request, b""
+    while not request.is_finished:
+        for delta in await request.next():
+            assert isinstance(delta, EmbeddingDelta), "the only delta of such a request"
+            values = delta.values
+    await request.settled(SETTLE_TIMEOUT_S)
+    return values
+
+
+async def _each(inputs: Sequence[Input], work: Callable[[Input], Awaitable[T]]) -> list[T]:
+    """The result of ``work`` for each input, ``MAX_RUNNING`` at once. Raises the first error, and cancels the rest."""
+    turns = asyncio.Semaphore(MAX_RUNNING)
+
+    async def in_turn(given: Input) -> T:
+        async with turns:
+            return await work(given)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(in_turn(given)) for given in inputs]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _until_disconnect(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``. If the client disconnects first, cancels it and raises ``ClientDisconnected``."""
+    working = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnected
+        return working.result()
+    finally:
+        working.cancel()
+        disconnect.cancel()
+        await asyncio.gather(working, disconnect, return_exceptions=True)
+
+
+async def _disconnect(request: HttpRequest) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,94 @@
+"""The embeddings that a model declares in the files of sentence-transformers.
+
+modules.json lists what happens to a text: a transformer, the pooling of its hidden states, perhaps a normalization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from torchrelay.param_store.model_files import MODULES, POOLING
+
+_MODE: Final = "pooling_mode_"
+_LAST_TOKEN: Final = f"{_MODE}lasttoken"
+_PACKAGE: Final = "sentence_transformers."
+_IS_NORMALIZED: Final = {  # by the kinds of modules
+    ("Transformer", "Pooling"): False,
+    ("Transformer", "Pooling", "Normalize"): True,
+}
+_PATHS: Final = {"Transformer": "", "Pooling": POOLING.partition("/")[0]}
+T = TypeVar("T")
+
+
+class EmbeddingSpec(msgspec.Struct, frozen=True):
+    """The embedding of a text: the last token's hidden state, normalized to length 1 or as it is."""
+
+    num_dimensions: int
+    is_normalized: bool
+
+
+class UnsupportedEmbedding(Exception):
+    """The files declare an embedding that is not supported, or are not valid."""
+
+    def __init__(self, file: str, detail: str) -> None:
+        super().__init__(f"{file}: {detail}")
+        self.file, self.detail = file, detail
+
+
+class _Module(msgspec.Struct):
+    type: str
+    path: str = ""
+
+
+def declared_embedding(read: Callable[[str], bytes | None], hidden_size: int) -> EmbeddingSpec | None:
+    """The embedding that a model declares, if any. ``read``: the content of a file of the model; None if it has none.
+
+    Raises ``UnsupportedEmbedding``.
+    """
+    encoded = read(MODULES)
+    if encoded is None:
+        return None
+    is_normalized = _is_normalized(_decoded(MODULES, encoded, list[_Module]))
+    pooling = read(POOLING)
+    if pooling is None:
+        raise UnsupportedEmbedding(POOLING, f"it is missing from the upload, although {MODULES} lists a Pooling")
+    _check_pooling(_decoded(POOLING, pooling, dict[str, Any]), hidden_size)
+    return EmbeddingSpec(hidden_size, is_normalized)
+
+
+def _is_normalized(modules: list[_Module]) -> bool:
+    kinds = tuple(module.type.rpartition(".")[2] for module in modules)
+    if kinds not in _IS_NORMALIZED or not all(module.type.startswith(_PACKAGE) for module in modules):
+        given = ", ".join(module.type for module in modules) or "none"
+        raise UnsupportedEmbedding(
+            MODULES,
+            "the modules must be Transformer, Pooling and perhaps Normalize of sentence_transformers, not "
+            f"{given}; without this file the model is published without embeddings",
+        )
+    for kind, module in zip(kinds, modules, strict=True):
+        if kind in _PATHS and module.path != _PATHS[kind]:
+            raise UnsupportedEmbedding(MODULES, f"the path of {kind} must be {_PATHS[kind]!r}, not {module.path!r}")
+    return _IS_NORMALIZED[kinds]
+
+
+def _check_pooling(pooling: dict[str, Any], hidden_size: int) -> None:
+    modes = [name for name, is_on in pooling.items() if name.startswith(_MODE) and is_on]
+    if modes != [_LAST_TOKEN]:
+        given = ", ".join(modes) or "none"
+        raise UnsupportedEmbedding(POOLING, f"the pooling of a decoder must be {_LAST_TOKEN}, not {given}")
+    size = pooling.get("word_embedding_dimension")
+    if size != hidden_size:
+        detail = f"word_embedding_dimension is {size!r}, and hidden_size in config.json {hidden_size}"
+        raise UnsupportedEmbedding(POOLING, detail)
+
+
+def _decoded(file: str, encoded: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(encoded, type=kind)
+    except RecursionError:
+        raise UnsupportedEmbedding(file, "its JSON is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UnsupportedEmbedding(file, f"it is not valid: {error}") from None

@@ -1,0 +1,209 @@
+"""``/v1/embeddings`` by OpenAI's client and by plain HTTP: vectors, bills, limits and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import struct
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.echo_worker import NUM_DIMENSIONS, embedding_of
+from tests.support.gateway_ports import KEY, PRINCIPAL
+from tests.support.wait import eventually
+from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
+from torchrelay.common.errors import QuotaExceeded
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import types_pb2
+from torchrelay.gateway.core import FinishCause, RequestRate
+from torchrelay.gateway.openai.embeddings.asgi_app import MAX_RUNNING
+from torchrelay.gateway.openai.embeddings.requests import MAX_INPUTS
+
+INPUTS = [PROMPT, [50, 51, 52], [60, 61, 62, 63, 64]]
+
+
+def unit(prompt: list[int], size: int = NUM_DIMENSIONS) -> list[float]:
+    vector = embedding_of(prompt)[:size]
+    return [value / math.hypot(*vector) for value in vector]
+
+
+@pytest.mark.parametrize("encoding_format", ["float", "base64"])
+async def test_official_client_gets_a_vector_per_input(rig: TokenPathRig, encoding_format: Any) -> None:
+    reply = await rig.client.embeddings.create(model="embed", input=INPUTS, encoding_format=encoding_format)
+    assert (reply.object, reply.model, [each.index for each in reply.data]) == ("list", "acme/embed", [0, 1, 2])
+    for prompt, given in zip(INPUTS, reply.data, strict=True):
+        vector: Any = given.embedding
+        if encoding_format == "base64":
+            vector = struct.unpack(f"<{NUM_DIMENSIONS}f", base64.b64decode(vector))
+        assert list(vector) == pytest.approx(unit(prompt), rel=1e-6)
+    assert reply.usage.model_dump() == {"prompt_tokens": 15, "total_tokens": 15}
+
+
+async def test_client_decodes_base64_by_default(rig: TokenPathRig) -> None:
+    reply = await rig.client.embeddings.create(model="embed", input="one two")
+    prompt = rig.tokenizer.encode("one two").ids
+    assert reply.data[0].embedding == pytest.approx(unit(prompt), rel=1e-6)
+    assert reply.usage.prompt_tokens == len(prompt)
+
+
+async def test_numbers_of_both_formats_are_the_same_floats(rig: TokenPathRig) -> None:
+    vectors = []
+    for encoding_format in ("float", "base64"):
+        body = {"model": "embed", "input": PROMPT, "encoding_format": encoding_format}
+        (entry,) = (await rig.http.post("/v1/embeddings", json=body)).json()["data"]
+        vectors.append(entry["embedding"])
+    assert vectors[0] == list(struct.unpack(f"<{NUM_DIMENSIONS}f", base64.b64decode(vectors[1])))
+
+
+async def test_dimensions_shorten_and_normalize_again(rig: TokenPathRig) -> None:
+    reply = await rig.client.embeddings.create(model="embed", input=PROMPT, dimensions=3, encoding_format="float")
+    assert reply.data[0].embedding == pytest.approx(unit(PROMPT, 3), rel=1e-6)
+    raw = await rig.client.embeddings.create(model="embed-raw", input=PROMPT, dimensions=3, encoding_format="float")
+    assert raw.data[0].embedding == embedding_of(PROMPT)[:3]
+
+
+async def test_each_input_is_billed_by_its_tokens_alone(rig: TokenPathRig) -> None:
+    for worker in rig.workers:
+        worker.num_cached = 2
+    response = await rig.http.post("/v1/embeddings", json={"model": "embed", "input": INPUTS})
+    request_id = response.headers["x-request-id"]
+    ids = [request_id, f"{request_id}-1", f"{request_id}-2"]
+    assert sorted(rig.ports.settled) == ids
+    for name, prompt in zip(ids, INPUTS, strict=True):
+        (usage,) = rig.ports.settled[name]
+        assert (usage.num_prompt_tokens, usage.num_cached_prompt_tokens) == (len(prompt), 2)
+        assert (usage.num_output_tokens, usage.cause) == (0, FinishCause.STOP)
+    assert {(opened.max_tokens, opened.num_choices) for opened in rig.ports.opened} == {(0, 1)}
+    assert sorted(rig.ports.admitted) == [(3, 0), (5, 0), (7, 0)] and not rig.ports.reserved
+    await eventually(lambda: rig.token_path.admissions.num_open == 0)
+
+
+async def test_only_a_prefill_worker_gets_the_attempt(rig: TokenPathRig) -> None:
+    await rig.client.embeddings.create(model="embed", input=PROMPT)
+    ((role, start),) = [start for worker in rig.workers for start in worker.starts]
+    assert (role, start.pooling, start.sampling.max_tokens) == ("prefill", types_pb2.POOLING_LAST_TOKEN, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "said"),
+    [
+        ({"model": "echo"}, "model", "acme/echo declares no embeddings"),
+        ({"model": "nothing"}, "model", "nothing"),
+        ({"input": []}, "input", "input must not be empty"),
+        ({"input": ""}, "input", "the prompt must not be empty"),
+        ({"input": ["a", [1]]}, "input", "input must be a text, a list of token ids, or a list of either"),
+        ({"input": [1, "a"]}, "input", "input must be"),
+        ({"input": [[1], [-1]]}, "input", "token ids must be"),
+        ({"input": [[1], []]}, "input", "input[1]: the prompt must not be empty"),
+        ({"input": [[1], [2], [1 << 20]]}, "input", "input[2]: token id"),
+        ({"input": [[1], [1] * 65]}, "input", "input[1]: the prompt has 65 tokens; the model's context length is 64"),
+        ({"input": ["a", "word " * 200]}, "input", "input[1]: the prompt has"),
+        ({"input": "word " * 200}, "input", "the prompt has"),
+        ({"input": ["a"] * (MAX_INPUTS + 1)}, "input", "at most 2,048"),
+        ({"input": {}}, "input", "input"),
+        ({"encoding_format": "int8"}, "encoding_format", "one of float, base64"),
+        ({"dimensions": 0}, "dimensions", "at least 1"),
+        ({"dimensions": 9}, "dimensions", "dimensions must be at most 8"),
+        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "is not supported"),
+        ({"input_type": "query"}, "input_type", "is not supported"),
+        ({"dimension": 3}, "dimension", "did you mean dimensions?"),
+    ],
+)
+async def test_faulty_request_computes_nothing(
+    rig: TokenPathRig, changes: dict[str, Any], param: str, said: str
+) -> None:
+    refused = await rig.http.post("/v1/embeddings", json={"model": "embed", "input": "a", **changes})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (404 if changes.get("model") == "nothing" else 400, param)
+    assert said in error["message"]
+    assert not rig.ports.opened and not rig.ports.admitted
+    assert rig.shares.requests.num_held == 0
+
+
+async def test_input_may_fill_the_context(rig: TokenPathRig) -> None:
+    reply = await rig.client.embeddings.create(model="embed", input=[list(range(1, 65))])
+    assert reply.usage.prompt_tokens == 64
+
+
+async def test_many_inputs_run_a_limited_number_at_once(make_rig: MakeRig) -> None:
+    rig = await make_rig(max_open_requests_per_tenant=MAX_RUNNING)
+    for worker in rig.workers:
+        worker.may_embed.clear()
+    inputs = [[1 + number % 100, 2 + number // 100] for number in range(150)]
+    asking = asyncio.ensure_future(rig.client.embeddings.create(model="embed", input=inputs, encoding_format="float"))
+    await eventually(lambda: len(rig.token_path.pipeline.requests) == MAX_RUNNING)
+    assert rig.shares.requests.num_held == MAX_RUNNING
+    for worker in rig.workers:
+        worker.may_embed.set()
+    reply = await asking
+    assert [each.index for each in reply.data] == list(range(150))
+    for prompt, each in zip(inputs, reply.data, strict=True):
+        assert each.embedding == pytest.approx(unit(prompt), rel=1e-6)
+    assert len(rig.ports.opened) == len(rig.ports.settled) == 150
+    assert rig.shares.requests.num_held == 0
+
+
+async def test_request_counts_once_in_the_rate_of_its_key(rig: TokenPathRig) -> None:
+    rig.ports.principals[KEY] = replace(PRINCIPAL, requests_per_minute=5)
+    rig.ports.rate = RequestRate(5, 4.0)
+    response = await rig.http.post("/v1/embeddings", json={"model": "embed", "input": INPUTS})
+    assert sorted(rig.ports.admitted_rates, key=str) == [5, None, None]
+    assert response.headers["x-ratelimit-remaining-requests"] == "4"
+
+
+async def test_client_that_leaves_ends_all_inputs(rig: TokenPathRig) -> None:
+    for worker in rig.workers:
+        worker.prompt_progress = (2,)  # and no end
+    asking = asyncio.ensure_future(rig.http.post("/v1/embeddings", json={"model": "embed", "input": INPUTS}))
+    await eventually(lambda: sum(len(worker.starts) for worker in rig.workers) == 3)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await eventually(lambda: len(rig.ports.settled) == 3 and not rig.ports.reserved)
+    for usages in rig.ports.settled.values():
+        assert [(usage.num_output_tokens, usage.cause) for usage in usages] == [(0, FinishCause.CANCELLED)]
+    await eventually(lambda: rig.token_path.admissions.num_open == 0)
+
+
+async def test_failure_of_one_input_is_the_answer(rig: TokenPathRig) -> None:
+    for worker in rig.workers:
+        worker.may_embed.clear()
+    asking = asyncio.ensure_future(rig.http.post("/v1/embeddings", json={"model": "embed", "input": INPUTS}))
+    await eventually(lambda: len(rig.token_path.pipeline.requests) == 3)
+    next(iter(rig.token_path.pipeline.requests)).stop(QuotaExceeded("a cause"))
+    response = await asking
+    assert (response.status_code, response.json()["error"]["message"]) == (403, "a cause")
+    await eventually(lambda: len(rig.ports.settled) == 3 and not rig.ports.reserved)
+    assert not any(usage.num_prompt_tokens for usages in rig.ports.settled.values() for usage in usages)
+
+
+async def test_lost_worker_is_replaced(rig: TokenPathRig) -> None:
+    for worker in rig.workers:
+        worker.errors["prefill"] = [pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message="gone")]
+    reply = await rig.client.embeddings.create(model="embed", input=PROMPT, encoding_format="float")
+    assert reply.data[0].embedding == pytest.approx(unit(PROMPT), rel=1e-6)
+    ((usage,),) = rig.ports.settled.values()
+    assert usage.num_prompt_tokens == len(PROMPT)
+    assert len([start for worker in rig.workers for start in worker.starts]) > 1
+
+
+async def test_worker_without_embeddings_is_an_error(rig: TokenPathRig) -> None:
+    for worker in rig.workers:
+        worker.errors["prefill"] = [pb.RunError(code=pb.RunError.CODE_INTERNAL, message="not finite")]
+    response = await rig.http.post("/v1/embeddings", json={"model": "embed", "input": PROMPT})
+    assert (response.status_code, response.json()["error"]["message"]) == (500, "not finite")
+    await eventually(lambda: len(rig.ports.settled) == 1)
+    ((usage,),) = rig.ports.settled.values()
+    assert (usage.num_prompt_tokens, usage.cause) == (0, FinishCause.ERROR)
+
+
+async def test_other_methods_are_refused(rig: TokenPathRig) -> None:
+    assert (await rig.http.get("/v1/embeddings")).status_code == 405
+    other = await rig.http.post("/v1/embeddings", json={}, headers={"authorization": "Bearer tr-other"})
+    assert other.status_code == 401
+    admin = await rig.http.post(
+        "/v1/embeddings", json={"model": "acme/embed", "input": "a"}, headers={"authorization": "Bearer tr-admin"}
+    )
+    assert admin.status_code == 403

@@ -1,0 +1,97 @@
+"""The embeddings that an upload declares in the files of sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoints import declare_embeddings
+from tests.unit.param_store.model_folders import write_folder
+from tests.unit.param_store.running_store import publish, running_store
+from torchrelay.control.v1 import types_pb2
+from torchrelay.param_store.embedding import EmbeddingSpec, UnsupportedEmbedding, declared_embedding
+from torchrelay.param_store.packer.__main__ import pack
+from torchrelay.param_store.packer.core import PackRefused
+
+TRANSFORMER = {"path": "", "type": "sentence_transformers.models.Transformer"}
+POOLING = {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+NORMALIZE = {"path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
+LAST_TOKEN = {"word_embedding_dimension": 64, "pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
+MODULES_FILE, POOLING_FILE = "modules.json", "1_Pooling/config.json"
+
+
+def declared(modules: Any, pooling: Any = LAST_TOKEN) -> EmbeddingSpec | None:
+    files = {MODULES_FILE: modules, POOLING_FILE: pooling}
+    return declared_embedding(
+        {name: json.dumps(content).encode() for name, content in files.items() if content is not None}.get, 64
+    )
+
+
+def test_last_token_with_and_without_normalization() -> None:
+    assert declared([TRANSFORMER, POOLING, NORMALIZE]) == EmbeddingSpec(64, True)
+    assert declared([TRANSFORMER, POOLING]) == EmbeddingSpec(64, False)
+    assert declared(None) is None, "a pooling alone declares nothing"
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "file", "said"),
+    [
+        ([TRANSFORMER], LAST_TOKEN, MODULES_FILE, "must be Transformer, Pooling and perhaps Normalize"),
+        ([], LAST_TOKEN, MODULES_FILE, "not none"),
+        ([TRANSFORMER, POOLING, {"type": "x.Dense"}, NORMALIZE], LAST_TOKEN, MODULES_FILE, "x.Dense"),
+        ([{**TRANSFORMER, "type": "custom.Transformer"}, POOLING], LAST_TOKEN, MODULES_FILE, "custom.Transformer"),
+        ([TRANSFORMER, {**POOLING, "path": "pool"}], LAST_TOKEN, MODULES_FILE, "path of Pooling must be '1_Pooling'"),
+        ({"a": 1}, LAST_TOKEN, MODULES_FILE, "it is not valid"),
+        ([1], LAST_TOKEN, MODULES_FILE, "it is not valid"),
+        ([TRANSFORMER, POOLING], None, POOLING_FILE, "it is missing from the upload"),
+        ([TRANSFORMER, POOLING], [], POOLING_FILE, "it is not valid"),
+        ([TRANSFORMER, POOLING], {"word_embedding_dimension": 64}, POOLING_FILE, "not none"),
+        (
+            [TRANSFORMER, POOLING],
+            {**LAST_TOKEN, "pooling_mode_mean_tokens": True},
+            POOLING_FILE,
+            "not pooling_mode_lasttoken, pooling_mode_mean_tokens",
+        ),
+        (
+            [TRANSFORMER, POOLING],
+            {**LAST_TOKEN, "word_embedding_dimension": 32},
+            POOLING_FILE,
+            "word_embedding_dimension is 32, and hidden_size in config.json 64",
+        ),
+    ],
+)
+def test_other_embeddings_are_refused_by_file(modules: Any, pooling: Any, file: str, said: str) -> None:
+    with pytest.raises(UnsupportedEmbedding) as refused:
+        declared(modules, pooling)
+    assert refused.value.file == file and said in refused.value.detail
+
+
+@pytest.mark.parametrize("encoded", [b"[" * 100_000, b"\xff", b'[{"type":"a","x":' + b"[" * 50_000])
+def test_broken_documents_are_refused(encoded: bytes) -> None:
+    with pytest.raises(UnsupportedEmbedding):
+        declared_embedding({MODULES_FILE: encoded}.get, 64)
+
+
+def test_packer_refuses_what_is_not_supported(tmp_path: Path) -> None:
+    folder = declare_embeddings(write_folder(tmp_path / "model"), mode="mean_tokens")
+    with pytest.raises(PackRefused) as refused:
+        pack(folder, tmp_path / "a.pack", 0)
+    assert (refused.value.file, refused.value.detail) == (
+        POOLING_FILE,
+        "the pooling of a decoder must be pooling_mode_lasttoken, not pooling_mode_mean_tokens",
+    )
+    declare_embeddings(folder)
+    pack(folder, tmp_path / "a.pack", 0)
+
+
+async def test_published_version_has_the_embedding(tmp_path: Path) -> None:
+    folder = declare_embeddings(write_folder(tmp_path / "model"))
+    async with running_store(tmp_path / "store") as store:
+        version = await publish(store, folder)
+        assert (version.embedding.pooling, version.embedding.num_dimensions) == (types_pb2.POOLING_LAST_TOKEN, 64)
+        assert version.embedding.is_normalized and {MODULES_FILE, POOLING_FILE} <= set(version.file_digests)
+        plain = await publish(store, write_folder(tmp_path / "plain"))
+        assert not plain.HasField("embedding") and plain.pack_id == version.pack_id
