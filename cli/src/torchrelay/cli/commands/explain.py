@@ -16,6 +16,7 @@ from torchrelay.cli.views.timeline import explanation
 EXAMPLE = """Example:  torchrelay explain req-8x2kq0v3m1c9d7fzabcd
 
 Or:       torchrelay explain acme/glossary   (local platform)"""
+_REQUEST_PREFIXES = ("req-", "resp_")  # the latter: of the Responses API
 SUBJECT = "The request id below an answer of `chat` (REST: x-request-id), or a model's name for its latest decisions."
 
 
@@ -31,7 +32,7 @@ def explain(
     Time zero is when the gateway received the request, before it checked key and prompt.
     """
     access = tenant_access(home, url, key)
-    is_request = subject.startswith("req-")
+    is_request = subject.startswith(_REQUEST_PREFIXES)
     if not is_request:
         subject = _full_model_name(access, subject)
     if access.home is not None:
