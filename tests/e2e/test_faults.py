@@ -61,6 +61,27 @@ def test_stream_survives_a_killed_decode_worker(shaken: Tenant) -> None:
     platform.await_restart("decode-0", killed)
 
 
+def test_answer_in_a_format_survives_a_killed_decode_worker(shaken: Tenant) -> None:
+    """The grammar goes on where the lost worker left it."""
+    platform, model = shaken.platform, shaken.model()
+    options: dict[str, Any] = {
+        "max_tokens": 480,
+        "temperature": 1.0,
+        "seed": 5,
+        "guided_regex": "([a-z]{5} [0-9]{2}-){50}",
+    }
+    expected = complete(platform, shaken.key, model, PROMPT, **options)["choices"][0]
+    assert expected["finish_reason"] == "stop" and len(expected["token_ids"]) == 450
+    killed = 0
+    for state in stream(platform, shaken.key, model, PROMPT, **options):
+        if not killed and len(state.token_ids) >= 20:
+            killed = platform.kill("decode-0")
+            num_seen = len(state.token_ids)
+    assert num_seen < 450
+    assert state.error is None and state.done and state.token_ids == expected["token_ids"]
+    platform.await_restart("decode-0", killed)
+
+
 def test_workers_compute_while_their_store_restarts(shaken: Tenant) -> None:
     platform, model = shaken.platform, shaken.model()
     options = {"max_tokens": NUM_TOKENS, "ignore_eos": True}

@@ -136,7 +136,16 @@ async def test_conversation_reaches_the_template(rig: TokenPathRig) -> None:
         ({"top_k": -1}, "top_k must be at least 0"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "only custom tools are"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "not 'a b'"),
-        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "type 'any' is not supported yet"),
+        ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "must be auto, any, none, or a tool with its name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "w"}}, "'w', which is not among tools"),
+        (
+            {"output_config": {"format": {"type": "text", "schema": {}}}},
+            "output_config.format.type must be json_schema",
+        ),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object", "if": {}}}}},
+            "output_config: no answer can follow this format: ",
+        ),
         ({"stop_sequences": [""]}, "stop strings"),
         ({"service_tier": "fast"}, "auto or standard_only"),
         ({"max_token": 3, "max_tokens": None}, "did you mean max_tokens"),

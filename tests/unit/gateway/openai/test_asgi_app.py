@@ -238,7 +238,13 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("chat/completions", {"model": "acme/plain"}, "messages", "invalid_request"),
     ("chat/completions", {"tools": [{}]}, "tools", "invalid_request"),
-    ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format", "invalid_request"),
+    ("chat/completions", {"response_format": {"type": "xml"}}, "response_format", "invalid_request"),
+    ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format", "invalid_request"),
+    ("chat/completions", {"guided_regex": "("}, "guided_regex", "invalid_request"),
+    ("completions", {"structured_outputs": {"choice": []}}, "structured_outputs", "invalid_request"),
+    ("completions", {"guided_json": {}, "guided_regex": "a"}, "guided_regex", "invalid_request"),
+    ("completions", {"guided_json": "{"}, "guided_json", "invalid_request"),
+    ("completions", {"prompt": [1], "guided_grammar": "start: x"}, "guided_grammar", "invalid_request"),
     ("chat/completions", {"max_completion_tokens": 9999}, "max_completion_tokens", "context_length_exceeded"),
 ]
 

@@ -175,10 +175,19 @@ async def test_template_gets_tools_unless_none_may_be_called(rig: TokenPathRig) 
         ({"tools": [{"type": "function"}]}, "tools", "tools[0]: "),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "not 'a b'"),
         ({"tools": [TOOL] * 129}, "tools", "at most 128"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools", "strict"),
-        ({"tool_choice": "required"}, "tool_choice", "not supported yet"),
-        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice", "not supported yet"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "not supported yet"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": PARAMETERS, "strict": True}}]},
+            "tools",
+            "tools[0].function.parameters: an object of a strict schema must have 'additionalProperties': false",
+        ),
+        ({"tool_choice": "sometimes"}, "tool_choice", 'must be "none", "auto", "required"'),
+        ({"tool_choice": {"type": "function", "function": {"name": "w"}}}, "tool_choice", "'w', which is not among"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "x"}]}}},
+            "tool_choice",
+            "must be functions",
+        ),
+        ({"extra_body": {"guided_grammar": 'start: "a"'}}, "guided_grammar", "cannot be combined with tools"),
         ({"logprobs": True}, "logprobs", "not supported yet"),
     ],
 )

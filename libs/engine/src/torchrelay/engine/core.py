@@ -34,7 +34,7 @@ MIN_TEMPERATURE: Final = 1e-5
 
 
 class GrammarState(Protocol):
-    """What a grammar allows after some output. ``common.tokens.grammar`` implements it."""
+    """The state of a grammar after some output. ``common.tokens.grammar`` implements it."""
 
     @property
     def is_complete(self) -> bool:

@@ -33,7 +33,7 @@ def grammar_error(grammar: str) -> str:
 
 
 class GrammarState:
-    """What a grammar allows after some output."""
+    """The state of a grammar after some output."""
 
     def __init__(self, matcher: LLMatcher, end_id: int) -> None:
         self._matcher = matcher
@@ -93,7 +93,7 @@ class GrammarCompiler:
 
 
 class _Vocabulary:
-    """The vocabulary as llguidance reads it. Special tokens have no text, so no grammar allows them.
+    """The vocabulary as llguidance reads it. Special tokens have no text: a grammar allows those that it names by id.
 
     Its end of sequence is a token of its own after all others: which tokens end an answer differs by request.
     """
@@ -103,8 +103,14 @@ class _Vocabulary:
     def __init__(self, decoder: TokenDecoder) -> None:
         token_bytes = TokenBytes(decoder)
         self.eos_token_id = decoder.num_ids
-        self.tokens = [*map(token_bytes.in_text, range(decoder.num_ids)), b"\xff<end>"]
-        self.special_token_ids = [self.eos_token_id]
+        self.tokens = [token_bytes.in_text(i) or self._special(decoder, i) for i in range(decoder.num_ids)]
+        self.tokens.append(b"\xff<end>")
+        self.special_token_ids = [i for i, encoded in enumerate(self.tokens) if encoded.startswith(b"\xff")]
+
+    @staticmethod
+    def _special(decoder: TokenDecoder, token_id: int) -> bytes:
+        spelling = decoder.spelling(token_id)
+        return b"" if spelling is None else b"\xff" + spelling.encode()
 
     def __call__(self, text: bytes) -> Iterable[int]:
         """The tokens of a text that a grammar forces; see ``_UNFORCED``."""

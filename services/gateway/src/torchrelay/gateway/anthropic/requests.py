@@ -13,10 +13,11 @@ import msgspec
 from msgspec import Meta
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.inference.answers.answer_format import AnswerFormat, json_rule
 from torchrelay.gateway.inference.core import ChatMessage, GenerateParams
 from torchrelay.gateway.inference.parameter_ranges import check_num_messages, check_sampling
 from torchrelay.gateway.openai.body_decoder import decode
-from torchrelay.gateway.openai.tools import declared_tools
+from torchrelay.gateway.openai.tools import chosen_tools, declared_tools
 
 _ROLES: Final = ("user", "assistant")
 _THOUGHTS: Final = ("thinking", "redacted_thinking")  # blocks of earlier answers
@@ -44,6 +45,7 @@ class Message(msgspec.Struct):
 
 class ToolChoice(msgspec.Struct):
     type: str
+    name: str | None = None
     disable_parallel_tool_use: bool = False
 
 
@@ -53,6 +55,15 @@ class Thinking(msgspec.Struct):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=1)] | None = None
     display: str | None = None
+
+
+class OutputFormat(msgspec.Struct):
+    type: str
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    format: OutputFormat | None = None
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -69,6 +80,7 @@ class Body(msgspec.Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     service_tier: str | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
 
 _DECODER: msgspec.json.Decoder[Body] = msgspec.json.Decoder(Body)
@@ -104,32 +116,50 @@ def prompt_of(body: Body) -> GenerateParams:
     given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
     sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     checked = check_sampling(sampling, {}, body.stop_sequences or [], [], _TIERS[tier])
+    tools, format_ = _tools(body)
     return GenerateParams(
         model=body.model,
         messages=tuple(_messages(body)),
-        tools=_tools(body),
+        tools=tools,
+        answer_format=format_,
         max_tokens=body.max_tokens,
         **sampling,
         **checked,
     )
 
 
-def _tools(body: Body) -> tuple[dict[str, Any], ...]:
-    """The tools as OpenAI has them, which chat templates expect; none if none may be called."""
-    choice = body.tool_choice or ToolChoice("auto")
-    if choice.type not in ("auto", "none") or choice.disable_parallel_tool_use:
-        wish = "disable_parallel_tool_use" if choice.type in ("auto", "none") else f"type {choice.type[:40]!r}"
-        raise InvalidRequest(f"tool_choice: {wish} is not supported yet; auto and none are", field="tool_choice")
+def _tools(body: Body) -> tuple[tuple[dict[str, Any], ...], AnswerFormat | None]:
+    """The tools as OpenAI has them, which chat templates expect, and the format of the answer."""
     declared: list[dict[str, Any]] = []
     for index, tool in enumerate(body.tools or []):
         if tool.get("type", "custom") != "custom":
             message = f"tools[{index}] of type {str(tool['type'])[:40]!r} is not supported; only custom tools are"
             raise InvalidRequest(message, field="tools")
-        function: dict[str, Any] = {name: tool[name] for name in ("name", "description") if name in tool}
+        function: dict[str, Any] = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
         function["parameters"] = tool.get("input_schema")
         declared.append({"type": "function", "function": function})
-    tools = declared_tools(declared)
-    return () if choice.type == "none" else tools
+    given = body.tool_choice or ToolChoice("auto")
+    choice: Any = given.type
+    match given:
+        case ToolChoice("auto" | "none"):
+            pass
+        case ToolChoice("any"):
+            choice = "required"
+        case ToolChoice("tool", str(name)):
+            choice = {"type": "function", "name": name}
+        case _:
+            message = f"tool_choice must be auto, any, none, or a tool with its name, not {given.type[:40]!r}"
+            raise InvalidRequest(message, field="tool_choice")
+    return chosen_tools(declared_tools(declared), choice, not given.disable_parallel_tool_use, _format(body))
+
+
+def _format(body: Body) -> AnswerFormat | None:
+    if body.output_config is None or (asked := body.output_config.format) is None:
+        return None
+    if asked.type != "json_schema":
+        message = f"output_config.format.type must be json_schema, not {asked.type[:40]!r}"
+        raise InvalidRequest(message, field="output_config")
+    return AnswerFormat(content=json_rule(asked.schema), field="output_config")
 
 
 def _messages(body: Body) -> Iterator[ChatMessage]:

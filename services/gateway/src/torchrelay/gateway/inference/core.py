@@ -12,6 +12,7 @@ from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.sampling import SharedSampling
 from torchrelay.control.v1 import generation_pb2, scheduler_pb2
 from torchrelay.gateway.core import FinishCause, Principal, PublishedModel, ServiceClass
+from torchrelay.gateway.inference.answers.answer_format import AnswerFormat
 
 # As a chat template sees it: "role", "content" and optionally "name", "tool_calls", "tool_call_id" and
 # "reasoning_content".
@@ -28,6 +29,7 @@ class GenerateParams(SharedSampling):
     token_ids: tuple[int, ...] | None = None
     tools: tuple[dict[str, Any], ...] = ()  # that the answer may call, beside messages
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # more variables for the chat template
+    answer_format: AnswerFormat | None = None  # None: that of strict tools, or none
     max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, addend to its logit)

@@ -178,7 +178,7 @@ class RequestPipeline:
     async def num_prompt_tokens(self, principal: Principal, params: GenerateParams) -> int:
         """The number of prompt tokens that a request would have; runs nothing. Raises ``TorchrelayError``."""
         model = await self._catalog.resolve(principal, params.model)
-        return len(await self._prompts.token_ids(principal, model, params))
+        return len((await self._prompts.encode(principal, model, params)).token_ids)
 
     async def embedding_model(self, principal: Principal, name: str) -> tuple[PublishedModel, EmbeddingSpec]:
         """A model, and the embeddings that it declares. Raises ``InvalidRequest`` if it declares none."""
@@ -212,7 +212,7 @@ class RequestPipeline:
         model = await self._catalog.resolve(principal, params.model)
         encoded = await self._prompts.encode(principal, model, params)
         prompt, syntax = encoded.token_ids, encoded.syntax
-        sampling = sampling_of(params, model, len(prompt), self._bounds)
+        sampling = sampling_of(params, model, len(prompt), self._bounds, encoded.grammar)
         decoder = await self._prompts.decoder(principal, model)
         last_tokens = prompt_end(decoder.tokens, prompt)
         # Without a limit of its own, an answer gets what is left of the budget: at least a token per choice.

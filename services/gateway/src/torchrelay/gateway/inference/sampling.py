@@ -22,7 +22,11 @@ class GenerationBounds:
 
 
 def sampling_of(
-    params: GenerateParams, model: PublishedModel, num_prompt_tokens: int, bounds: GenerationBounds
+    params: GenerateParams,
+    model: PublishedModel,
+    num_prompt_tokens: int,
+    bounds: GenerationBounds,
+    grammar: str = "",
 ) -> pb.Sampling:
     """The sampling of all attempts of a request; a missing seed is drawn here, once.
 
@@ -44,6 +48,7 @@ def sampling_of(
         stop_token_ids=(*eos_token_ids, *params.stop_token_ids),
         stop_strings=params.stop,
         ignore_eos=params.ignore_eos,
+        grammar=grammar,
     )
 
 

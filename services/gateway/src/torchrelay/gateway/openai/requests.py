@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.sampling import shared_sampling
+from torchrelay.gateway.inference.answers.answer_format import AnswerFormat
 from torchrelay.gateway.inference.core import ChatMessage, GenerateParams
 from torchrelay.gateway.inference.parameter_ranges import (
     MAX_COMPLETION_LOGPROBS,
@@ -24,8 +25,9 @@ from torchrelay.gateway.inference.parameter_ranges import (
     check_template_kwargs,
     check_top_logprobs,
 )
+from torchrelay.gateway.openai.answer_formats import ResponseFormat, StructuredOutputs, answer_format
 from torchrelay.gateway.openai.body_decoder import decode
-from torchrelay.gateway.openai.tools import CalledTool, called_tools, declared_tools
+from torchrelay.gateway.openai.tools import CalledTool, called_tools, chosen_tools, declared_tools
 
 Count = Annotated[int, Meta(ge=1)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -82,11 +84,12 @@ class BaseBody(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     use_beam_search: bool | None = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     top_a: Any = None
     typical_p: Any = None
     tfs_z: Any = None
@@ -117,7 +120,6 @@ class ChatBody(BaseBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
-    response_format: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template: str | None = None
@@ -144,11 +146,6 @@ _WITHOUT_EFFECT: Final[dict[str, Any]] = {
     "allowed_token_ids": [],
     "bad_words": [],
     "use_beam_search": False,
-    "structured_outputs": None,
-    "guided_json": None,
-    "guided_regex": None,
-    "guided_choice": None,
-    "guided_grammar": None,
     "top_a": 0,
     "typical_p": 1,
     "tfs_z": 1,
@@ -195,7 +192,6 @@ _COMPLETION: msgspec.json.Decoder[CompletionBody] = msgspec.json.Decoder(Complet
 def decode_chat(encoded: bytes | bytearray) -> ChatBody:
     """Raises ``InvalidRequest`` naming the faulty field."""
     body = decode(_CHAT, encoded, IGNORED)
-    response_format = body.response_format or {}
     if not body.tools:
         _require(
             "tools", tool_choice=body.tool_choice not in (None, "none"), parallel_tool_calls=body.parallel_tool_calls
@@ -204,10 +200,7 @@ def decode_chat(encoded: bytes | bytearray) -> ChatBody:
         _require("functions", function_call=body.function_call not in (None, "none"))
     _refuse(
         body,
-        parallel_tool_calls=bool(body.tools) and body.parallel_tool_calls is False,
-        tool_choice=body.tool_choice not in (None, "none", "auto"),
         functions=bool(body.functions),
-        response_format=response_format.get("type", "text") != "text",
         **_have_effect(body, _WITHOUT_EFFECT_ON_CHAT),
     )
     return body
@@ -228,9 +221,8 @@ def params_of_chat(body: ChatBody) -> GenerateParams:
         max_tokens, field = body.max_completion_tokens, "max_completion_tokens"
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs to be true", field="logprobs")
-    tools = declared_tools(body.tools or [])
-    if body.tool_choice == "none":
-        tools = ()  # a model calls none that it does not know
+    format_ = _format(body)
+    tools, format_ = chosen_tools(declared_tools(body.tools or []), body.tool_choice, body.parallel_tool_calls, format_)
     if tools and body.logprobs:
         raise InvalidRequest("logprobs of an answer with tools are not supported yet", field="logprobs")
     return _params(
@@ -238,6 +230,7 @@ def params_of_chat(body: ChatBody) -> GenerateParams:
         messages=tuple(_message(message, index) for index, message in enumerate(body.messages)),
         tools=tools,
         template_kwargs=check_template_kwargs(body.chat_template_kwargs or {}),
+        answer_format=format_,
         max_tokens=max_tokens,
         max_tokens_field=field,
         top_logprobs=check_top_logprobs(body.top_logprobs or 0) if body.logprobs else None,
@@ -263,7 +256,7 @@ def _malformed_prompt() -> InvalidRequest:
 
 def params_of_completion(body: CompletionBody) -> GenerateParams:
     """The parameters of a body with one prompt. Raises ``InvalidRequest``."""
-    fields: dict[str, Any] = {"max_tokens": body.max_tokens}
+    fields: dict[str, Any] = {"max_tokens": body.max_tokens, "answer_format": _format(body)}
     if body.logprobs is not None:
         fields["top_logprobs"] = check_top_logprobs(body.logprobs, MAX_COMPLETION_LOGPROBS, "logprobs")
     prompt = body.prompt
@@ -277,6 +270,11 @@ def params_of_completion(body: CompletionBody) -> GenerateParams:
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 1 << 32:
         raise InvalidRequest("token ids must be non-negative and below 2**32", field="prompt")
     return _params(body, token_ids=token_ids, **fields)
+
+
+def _format(body: BaseBody) -> AnswerFormat | None:
+    guided = StructuredOutputs(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+    return answer_format(body.response_format, body.structured_outputs, guided)
 
 
 def _params(body: BaseBody, **fields: Any) -> GenerateParams:

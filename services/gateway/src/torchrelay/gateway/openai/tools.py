@@ -9,8 +9,11 @@ from typing import Any, Final
 import msgspec
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.inference.answers.answer_format import AnswerFormat
+from torchrelay.gateway.openai.strict_schemas import check_strict
 
 MAX_TOOLS: Final = 128  # as OpenAI
+_NO_PARAMETERS: Final = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -56,8 +59,52 @@ def declared_tools(tools: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
             message = f"{where}.function.name must have 1 to 64 letters, digits, _ or -, not {function.name[:80]!r}"
             raise InvalidRequest(message, field="tools")
         if function.strict:
-            raise InvalidRequest(f"{where}.function.strict is not supported yet", field="tools")
+            check_strict(function.parameters or _NO_PARAMETERS, f"{where}.function.parameters", "tools")
     return tuple(tools)
+
+
+def chosen_tools(
+    tools: tuple[dict[str, Any], ...], choice: Any, parallel: bool | None, format_: AnswerFormat | None
+) -> tuple[tuple[dict[str, Any], ...], AnswerFormat | None]:
+    """The tools that the prompt shows, and the format of the answer with ``tool_choice`` as ``choice``.
+
+    Raises ``InvalidRequest``.
+    """
+    if not tools or choice == "none":
+        return (), format_  # a model calls none that it does not know
+    match choice:
+        case None | "auto":
+            needs_call, named = False, ""
+        case "required":
+            needs_call, named = True, ""
+        case {"type": "function", "function": {"name": str(named)}} | {"type": "function", "name": str(named)}:
+            needs_call = True
+            if named not in (tool["function"]["name"] for tool in tools):
+                raise InvalidRequest(f"tool_choice names {named[:80]!r}, which is not among tools", field="tool_choice")
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
+            names = [_name_of(tool) for tool in allowed]
+            shown = tuple(tool for tool in tools if tool["function"]["name"] in names)
+            if len(shown) != len(names):
+                raise InvalidRequest("tool_choice allows a tool that is not among tools", field="tool_choice")
+            return chosen_tools(shown, mode, parallel, format_)
+        case _:
+            message = 'tool_choice must be "none", "auto", "required", a function or allowed_tools'
+            raise InvalidRequest(message, field="tool_choice")
+    if format_ is not None and format_.grammar:
+        raise InvalidRequest(f"{format_.field} cannot be combined with tools", field=format_.field)
+    if needs_call or parallel is False:
+        given = format_ or AnswerFormat(field="tools")
+        format_ = msgspec.structs.replace(
+            given, needs_call=needs_call, tool=named, allows_several_calls=parallel is not False
+        )
+    return tools, format_
+
+
+def _name_of(tool: Any) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return name
+    raise InvalidRequest("tool_choice.allowed_tools.tools must be functions with names", field="tool_choice")
 
 
 def called_tools(calls: list[CalledTool]) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -39,10 +39,11 @@ MAX_CHARS_PER_CONTEXT_TOKEN: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt, and the syntax of the answer to its messages."""
+    """A prompt, the syntax of the answer to its messages, and the grammar that the answer follows, if any."""
 
     token_ids: tuple[int, ...]
     syntax: AnswerSyntax = PLAIN
+    grammar: str = ""
 
 
 class PromptEncoder:
@@ -73,15 +74,18 @@ class PromptEncoder:
         return (await self.encode(principal, model, params)).token_ids
 
     async def encode(self, principal: Principal, model: PublishedModel, params: GenerateParams) -> EncodedPrompt:
-        """The prompt. Raises ``InvalidRequest`` if it is empty, has an unknown id, or the template rejects it."""
-        if params.token_ids is None:
+        """The prompt. Raises ``InvalidRequest`` if it is empty, has an unknown id, or the template rejects it, and if
+        no answer can follow the format.
+        """
+        prompt = EncodedPrompt(params.token_ids or ())
+        if params.token_ids is None or params.answer_format is not None:
             prompt = await self._encode(principal, model, params)
-        else:
-            prompt, vocab_size = EncodedPrompt(params.token_ids), model.version.shape.vocab_size
-            if params.token_ids and max(params.token_ids) >= vocab_size:
-                highest = max(params.token_ids)
+        if params.token_ids is not None:
+            vocab_size, highest = model.version.shape.vocab_size, max(params.token_ids, default=0)
+            if highest >= vocab_size:
                 message = f"token id {highest} is out of range; the model's token ids are 0 to {vocab_size - 1}"
                 raise InvalidRequest(message, field=params.prompt_field)
+            prompt = replace(prompt, token_ids=params.token_ids)
         if not prompt.token_ids:
             raise InvalidRequest("the prompt must not be empty", field=params.prompt_field)
         return prompt
@@ -105,6 +109,7 @@ class PromptEncoder:
             messages=params.messages,
             tools=params.tools,
             template_kwargs=params.template_kwargs,
+            answer_format=params.answer_format,
             text=text,
             adds_special_tokens=_adds_special_tokens(params),
         )
@@ -117,8 +122,11 @@ class PromptEncoder:
         except PromptKilled as killed:
             raise kill_error(killed, self._limits, field) from killed
         match answer:
-            case TokenIds(packed, syntax):
-                return EncodedPrompt(tuple(array("i", packed)), syntax)
+            case TokenIds(packed, syntax, grammar):
+                return EncodedPrompt(tuple(array("i", packed)), syntax, grammar)
+            case Refusal("format"):
+                format_field = "tools" if params.answer_format is None else params.answer_format.field
+                raise refusal_error(answer, model, format_field)
             case Refusal():
                 raise refusal_error(answer, model, field)
             case _:

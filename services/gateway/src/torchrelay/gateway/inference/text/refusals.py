@@ -42,6 +42,8 @@ def refusal_error(refusal: Refusal, model: PublishedModel, field: str) -> Torchr
                 f"the model's token ids are 0 to {shape.vocab_size - 1}"
             )
             return InvalidRequest(message, field=field)
+        case "format":
+            return InvalidRequest(f"{field}: no answer can follow this format: {refusal.detail}", field=field)
         case "tokens":
             return context_exceeded(refusal.number, shape.max_context_tokens, field)
         case _:

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from torchrelay.gateway.inference.answers.answer_format import AnswerFormat
 from torchrelay.gateway.inference.answers.syntax import PLAIN, AnswerSyntax
 
 LENGTH_BYTES: Final = 4  # big endian, before each frame
@@ -32,6 +33,7 @@ RefusalCause: TypeAlias = Literal[
     "tokenizer",  # it cannot encode this text
     "vocabulary",  # the token ``detail`` with id ``number`` is beyond the model's vocabulary
     "tokens",  # the prompt is too long: ``number`` tokens
+    "format",  # of the answer; it cannot be followed: ``detail``
 ]
 
 
@@ -69,6 +71,7 @@ class Prompt(msgspec.Struct, tag=True, frozen=True):
     messages: tuple[dict[str, Any], ...] | None = None
     tools: tuple[dict[str, Any], ...] = ()  # for the chat template
     template_kwargs: dict[str, Any] = {}  # more variables for it
+    answer_format: AnswerFormat | None = None
     text: str = ""
     adds_special_tokens: bool = False  # those of the tokenizer, such as BOS
 
@@ -84,6 +87,7 @@ class Loaded(msgspec.Struct, tag=True, frozen=True):
 class TokenIds(msgspec.Struct, tag=True, frozen=True):
     packed: bytes  # int32, in the machine's byte order
     syntax: AnswerSyntax = PLAIN  # of the answer to messages
+    grammar: str = ""  # of the answer; empty: any text
 
 
 class Refusal(msgspec.Struct, tag=True, frozen=True):

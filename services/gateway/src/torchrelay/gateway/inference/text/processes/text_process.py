@@ -19,9 +19,13 @@ from functools import partial
 from typing import Any, BinaryIO
 
 import msgspec
+from llguidance.gbnf_to_lark import any_to_lark
 from tokenizers import Encoding, Tokenizer
 
+from torchrelay.common.tokens.grammar import grammar_error
 from torchrelay.common.tokens.tokenizer import load_tokenizer
+from torchrelay.gateway.inference.answers.answer_format import AnswerFormat
+from torchrelay.gateway.inference.answers.grammars import grammar_source
 from torchrelay.gateway.inference.answers.syntax import PLAIN, AnswerSyntax
 from torchrelay.gateway.inference.text.processes import chat_format
 from torchrelay.gateway.inference.text.processes.answer_syntax import merged
@@ -88,7 +92,8 @@ class TextService:
     def token_ids(self, prompt: Prompt) -> Answer:
         try:
             text, syntax = (prompt.text, PLAIN) if prompt.messages is None else self._render(prompt)
-            return TokenIds(self._encode(prompt, text).tobytes(), syntax)
+            token_ids = self._encode(prompt, text)
+            return TokenIds(token_ids.tobytes(), syntax, self._grammar(prompt, syntax))
         except PromptRefused as error:
             return error.refusal
 
@@ -129,6 +134,29 @@ class TextService:
         if syntax.thoughts is not None and text.rstrip().endswith(syntax.thoughts[0]):
             syntax = msgspec.structs.replace(syntax, begins_thinking=True)
         return text, syntax
+
+    def _grammar(self, prompt: Prompt, syntax: AnswerSyntax) -> str:
+        """The grammar of the answer; empty if any text will do."""
+        tokenizer: Tokenizer = self._file(prompt, TOKENIZER)
+
+        def special_id(text: str) -> int | None:
+            number = tokenizer.token_to_id(text)
+            added = tokenizer.get_added_tokens_decoder() if number is not None else {}
+            return number if number in added and added[number].special else None
+
+        try:
+            with cpu_limit(signal.ITIMER_VIRTUAL, self._limits.prompt_cpu_s):
+                source = grammar_source(prompt.answer_format or AnswerFormat(), prompt.tools, syntax, special_id)
+                # What is converted from GBNF begins with options, which are the platform's to set.
+                grammar = any_to_lark(source).removeprefix("%llguidance {}") if source else ""
+                error = grammar_error(grammar) if grammar else ""
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as raised:  # NOTE: a panic of llguidance is not an Exception
+            raise PromptRefused(Refusal("format", _reason(raised))) from raised
+        if error:
+            raise PromptRefused(Refusal("format", error))
+        return grammar
 
     def _format(self, prompt: Prompt) -> ChatFormat:
         config: ChatFormat | None = self._file(prompt, TOKENIZER_CONFIG)
@@ -213,6 +241,7 @@ def warm_up() -> None:
     for source in ("{{ strftime_now('%Y') }}{{ x | tojson }}", "{{ raise_exception(1) }}", "{% for %}"):
         with suppress(Exception):
             ChatTemplate(source).render({"x": {}}, 100)
+    grammar_error("start: /a/")
 
 
 def serve(commands: BinaryIO, answers: socket.socket, service: TextService) -> None:

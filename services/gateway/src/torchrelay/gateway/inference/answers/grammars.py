@@ -1,0 +1,140 @@
+"""The grammars that hold answers to their formats, in Lark as llguidance reads it. Pure.
+
+An answer is reasoning, if the model thinks, then text, calls of tools, or both.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torchrelay.gateway.inference.answers.answer_format import JSON_STYLE, AnswerFormat
+from torchrelay.gateway.inference.answers.syntax import ARGUMENTS, AnswerSyntax, CallSyntax
+
+SpecialId: TypeAlias = Callable[[str], int | None]  # the id of a special token, which is no text; None: it is text
+_ANY_TEXT = "/(.|\\n)*/"
+
+
+class UnsupportedFormat(Exception):
+    """The model's syntax of calls allows no such format."""
+
+
+def grammar_source(
+    format_: AnswerFormat, tools: Sequence[dict[str, Any]], syntax: AnswerSyntax, special_id: SpecialId
+) -> str:
+    """The grammar of an answer that may call ``tools``; empty if any text will do.
+
+    The arguments of strict tools follow their schemas. Those of others do if calls have a format for another reason,
+    as far as the keywords are known. Raises ``UnsupportedFormat``.
+    """
+    if format_.grammar:
+        return format_.grammar
+    functions = [tool["function"] for tool in tools]
+    called = [function for function in functions if format_.tool in ("", function["name"])]
+    is_any_strict = any(function.get("strict") for function in functions)
+    limits_calls = format_.needs_call or bool(format_.content) or not format_.allows_several_calls or is_any_strict
+    if called and limits_calls:
+        assert syntax.calls is not None, "tools are refused without a syntax of calls"
+        rules = _CallRules(syntax.calls, special_id).rules(format_, called)
+    elif format_.content:
+        rules = [f"answer: {format_.content}"]
+    else:
+        return ""
+    return "\n".join([*_start(syntax, special_id), *rules])
+
+
+def _start(syntax: AnswerSyntax, special_id: SpecialId) -> list[str]:
+    if syntax.thoughts is None:
+        return ["start: answer"]
+    opening, closing = (_Marker.of(marker, special_id) for marker in syntax.thoughts)
+    thought, rules = _until(closing, "thought")
+    prefix = f"{thought} SPACE" if syntax.begins_thinking else f"({opening.rule} {thought} SPACE)?"
+    return [f"start: {prefix} answer", "SPACE: /[ \\n]{0,3}/", *rules]
+
+
+@dataclass(frozen=True, slots=True)
+class _Marker:
+    text: str
+    rule: str
+    is_special: bool
+
+    @classmethod
+    def of(cls, text: str, special_id: SpecialId) -> _Marker:
+        number = special_id(text)
+        if number is None:
+            return cls(text, json.dumps(text, ensure_ascii=False), False)
+        return cls(text, f"<[{number}]>", True)
+
+
+def _until(marker: _Marker, name: str) -> tuple[str, list[str]]:
+    """The rule of any text up to the end of the first ``marker``, and the rules that it needs."""
+    if marker.is_special:
+        return f"({_ANY_TEXT} {marker.rule})", []
+    return name, [f"{name}[lazy]: /(.|\\n)*{_escaped(marker.text)}/"]
+
+
+def _escaped(text: str) -> str:
+    """The text in a regular expression."""
+    return re.sub(r"([^a-zA-Z0-9_ <>])", r"\\\1", text).replace("\n", "\\n")
+
+
+class _CallRules:
+    """The rules ``answer`` and below, of answers with calls in a syntax."""
+
+    def __init__(self, syntax: CallSyntax, special_id: SpecialId) -> None:
+        if syntax.style == "xml":
+            raise UnsupportedFormat("the model writes calls as XML, whose arguments no format is applied to")
+        self._syntax = syntax
+        self._opening = _Marker.of(syntax.opening, special_id)
+        self._closing = _Marker.of(syntax.closing, special_id) if syntax.closing else None
+        arguments_id = special_id(ARGUMENTS) if syntax.style == "mistral" else None
+        self._arguments_marker = None if arguments_id is None else f"<[{arguments_id}]>"
+
+    def rules(self, format_: AnswerFormat, functions: Sequence[dict[str, Any]]) -> list[str]:
+        objects = " | ".join(f"call_{number}" for number in range(len(functions)))
+        rules = [self._call(number, function) for number, function in enumerate(functions)]
+        several = format_.allows_several_calls
+        calls, call_rules = self._calls(several=several)
+        rules += [f"object: {objects}", *call_rules]
+        if format_.needs_call:
+            return [f"answer: {calls}", *rules]
+        if format_.content:
+            if self._syntax.style == "llama":  # the beginning of a call may be that of the content
+                message = "the model writes calls as plain JSON: set tool_choice to none or required"
+                raise UnsupportedFormat(message)
+            return [f"answer: content | {calls}", f"content: {format_.content}", *rules]
+        if self._syntax.style == "llama":  # text that begins like a call is one
+            return [f"answer: /([^{{](.|\\n)*)?/ | {calls}", *rules]
+        text, text_rules = _until(self._opening, "text")
+        more = f"({text} body)+" if several else f"{text} body"
+        if not several:
+            return [f"answer: {_ANY_TEXT} | {more}", *rules, *text_rules]
+        return [f"answer: {_ANY_TEXT} | {more} {_ANY_TEXT}", *rules, *text_rules]
+
+    def _calls(self, *, several: bool) -> tuple[str, list[str]]:
+        """The rule of an answer of calls alone, and the rules that it needs; ``body`` is a call after its opening."""
+        opening, closing = self._opening.rule, "" if self._closing is None else self._closing.rule
+        match self._syntax.style:
+            case "llama":
+                return f"{opening}? object" + (' (";" /[ \\n]?/ object)*' if several else ""), []
+            case "mistral" if self._arguments_marker is None:
+                more = " (/, ?/ object)*" if several else ""
+                return f"{opening} body", [f'body: /[ \\n]?\\[/ object{more} "]"']
+            case "mistral":
+                return f"({opening} body)" + ("+" if several else ""), ["body: object"]
+        body = f'body: "\\n"? object "\\n"? {closing}'
+        return f"{opening} body" + (f' ("\\n"? {opening} body)*' if several else ""), [body]
+
+    def _call(self, number: int, function: dict[str, Any]) -> str:
+        parameters = {**(function.get("parameters") or {"type": "object"}), "x-guidance": JSON_STYLE}
+        if not function.get("strict"):
+            parameters["x-guidance"] = {**JSON_STYLE, "lenient": True}
+        arguments, name = f"%json {json.dumps(parameters)}", function["name"]
+        if self._arguments_marker is not None:
+            return f'call_{number}: "{name}" {self._arguments_marker} {arguments}'
+        key = self._syntax.arguments_keys[-1 if self._syntax.style == "llama" else 0]
+        opening = f'/\\{{ ?"{_escaped(self._syntax.name_key)}": ?"{name}", ?"{_escaped(key)}": ?/'
+        return f"call_{number}: {opening} {arguments} /[ \\n]?\\}}/"

@@ -1,0 +1,100 @@
+"""The format that a request asks of its answer: OpenAI's ``response_format``, and the fields of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.inference.answers.answer_format import AnswerFormat, choice_rule, json_rule, regex_rule
+from torchrelay.gateway.openai.strict_schemas import check_strict
+
+MAX_CHOICES: Final = 1024
+_ANY_OBJECT: Final = {"type": "object"}
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    name: str
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's, which once were fields of their own: ``guided_json`` and so on."""
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+def answer_format(
+    response_format: ResponseFormat | None, structured: StructuredOutputs | None, guided: StructuredOutputs
+) -> AnswerFormat | None:
+    """The format; None if any text will do. Raises ``InvalidRequest`` naming the field at fault."""
+    asked = [*_of_response_format(response_format)]
+    if structured is not None:
+        asked += _of_structured(structured, "structured_outputs", "structured_outputs.")
+    asked += _of_structured(guided, "", "guided_")
+    if len(asked) > 1:
+        names = " and ".join(format_.field for format_ in asked)
+        raise InvalidRequest(f"an answer has one format: {names} are given together", field=asked[1].field)
+    return asked[0] if asked else None
+
+
+def _of_response_format(asked: ResponseFormat | None) -> Iterator[AnswerFormat]:
+    match asked:
+        case None | ResponseFormat(type="text"):
+            return
+        case ResponseFormat(type="json_object"):
+            yield AnswerFormat(content=json_rule(_ANY_OBJECT))
+        case ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat() as declared):
+            schema = _ANY_OBJECT if declared.schema is None else declared.schema
+            if declared.strict:
+                check_strict(schema, "response_format.json_schema.schema", "response_format")
+            yield AnswerFormat(content=json_rule(schema))
+        case ResponseFormat(type="json_schema"):
+            raise InvalidRequest("response_format.json_schema is missing", field="response_format")
+        case _:
+            message = f"response_format.type must be text, json_object or json_schema, not {asked.type[:40]!r}"
+            raise InvalidRequest(message, field="response_format")
+
+
+def _of_structured(asked: StructuredOutputs, field: str, prefix: str) -> Iterator[AnswerFormat]:
+    """The formats of all fields that are given. ``field`` names all of them in errors, ``prefix`` begins each name."""
+    if asked.json not in (None, False):
+        name = f"{prefix}json"
+        yield AnswerFormat(content=json_rule(_schema_of(asked.json, name)), field=field or name)
+    if asked.json_object:
+        yield AnswerFormat(content=json_rule(_ANY_OBJECT), field=field or f"{prefix}json_object")
+    if asked.regex is not None:
+        yield AnswerFormat(content=regex_rule(asked.regex), field=field or f"{prefix}regex")
+    if asked.choice is not None:
+        name = f"{prefix}choice"
+        if not 0 < len(asked.choice) <= MAX_CHOICES or not all(asked.choice):
+            message = f"{name} must have 1 to {MAX_CHOICES} texts, none of them empty"
+            raise InvalidRequest(message, field=field or name)
+        yield AnswerFormat(content=choice_rule(asked.choice), field=field or name)
+    if asked.grammar is not None:
+        name = f"{prefix}grammar"
+        if not asked.grammar.strip():
+            raise InvalidRequest(f"{name} must not be empty", field=field or name)
+        yield AnswerFormat(grammar=asked.grammar, field=field or name)
+
+
+def _schema_of(given: Any, name: str) -> Any:
+    """A schema, which vLLM also takes as a JSON string."""
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"{name} is no JSON: {error}", field=name.partition(".")[0]) from error
+    return given

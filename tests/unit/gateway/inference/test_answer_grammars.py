@@ -1,0 +1,192 @@
+"""Grammars of answers, asked byte by byte with special tokens as tokens of their own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from msgspec.structs import replace as replaced
+from tokenizers.decoders import ByteFallback
+
+from torchrelay.common.tokens.grammar import GrammarCompiler, grammar_error
+from torchrelay.common.tokens.token_decoder import TokenDecoder
+from torchrelay.gateway.inference.answers.answer_format import AnswerFormat, choice_rule, json_rule, regex_rule
+from torchrelay.gateway.inference.answers.grammars import UnsupportedFormat, grammar_source
+from torchrelay.gateway.inference.answers.syntax import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    PLAIN,
+    QWEN_CODER,
+    AnswerSyntax,
+)
+
+_SPECIAL = {"[TOOL_CALLS]": 256, "[ARGS]": 257, "<|python_tag|>": 258, "</think>": 259}
+_COMPILER = GrammarCompiler(
+    TokenDecoder(
+        [*((f"<0x{byte:02X}>", byte) for byte in range(256)), *_SPECIAL.items()],
+        {},
+        set(_SPECIAL),
+        ByteFallback(),
+    )
+)
+
+
+def _tool(name: str, parameters: dict[str, Any] | None = None, strict: bool = False) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": name, "strict": strict}
+    return {"type": "function", "function": function | ({"parameters": parameters} if parameters else {})}
+
+
+_NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+_TOOLS = [_tool("f", _NUMBER), _tool("g-2")]
+
+
+def _tokens(text: str) -> list[int]:
+    tokens: list[int] = []
+    while text:
+        marker = next((marker for marker in _SPECIAL if text.startswith(marker)), None)
+        tokens += text[0].encode() if marker is None else [_SPECIAL[marker]]
+        text = text[1 if marker is None else len(marker) :]
+    return tokens
+
+
+def _verdict(source: str, text: str) -> str:
+    """ "ends": nothing may follow; "may end"; "goes on": it is a beginning; "refused"."""
+    assert grammar_error(source) == ""
+    grammar = _COMPILER.compile(source)
+    state = grammar.start(_tokens(text))
+    if state.error:
+        return "refused"
+    if state.is_complete:
+        return "ends"
+    return "may end" if state.allowed()[grammar.end_id // 8] >> grammar.end_id % 8 & 1 else "goes on"
+
+
+def _source(format_: AnswerFormat, tools: list[dict[str, Any]] | None = None, syntax: AnswerSyntax = PLAIN) -> str:
+    return grammar_source(format_, tools or [], syntax, _SPECIAL.get)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "verdict"),
+    [
+        (json_rule({"type": "object"}), '{"a": [1, null]}', "ends"),
+        (json_rule({"type": "object"}), "[]", "refused"),
+        (json_rule({"type": "object"}), '{"a":' + " " * 41, "refused"),  # no endless space
+        (json_rule(_NUMBER), '{\n    "x": -12\n}', "ends"),
+        (json_rule(_NUMBER), '{"x": 1.5', "refused"),
+        (json_rule(True), "null", "ends"),
+        (regex_rule(r"a/b\/\d+"), "a/b/12", "may end"),
+        (regex_rule("a\nb"), "a\nb", "ends"),
+        (regex_rule("[/]"), "/", "ends"),
+        (choice_rule(["yes", 'no "\\ \n🔥', "yes!"]), 'no "\\ \n🔥', "ends"),
+        (choice_rule(["yes", "yes!"]), "yes", "may end"),
+        (choice_rule(["yes", "yes!"]), "nay", "refused"),
+    ],
+)
+def test_text_follows_rule(rule: str, text: str, verdict: str) -> None:
+    assert _verdict(_source(AnswerFormat(content=rule)), text) == verdict
+
+
+def test_without_format_any_text_will_do() -> None:
+    assert _source(AnswerFormat()) == _source(AnswerFormat(), _TOOLS, AnswerSyntax(HERMES)) == ""
+
+
+_CALLS = {
+    HERMES: '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>',
+    LLAMA: '{{"name": "{name}", "parameters": {arguments}}}',
+    MISTRAL: "[TOOL_CALLS]{name}[ARGS]{arguments}",
+}
+
+
+@pytest.mark.parametrize("calls", _CALLS, ids=lambda calls: calls.style)
+def test_calls(calls: Any) -> None:
+    syntax, pattern = AnswerSyntax(calls), _CALLS[calls]
+    f, g = pattern.format(name="f", arguments='{"x": 3}'), pattern.format(name="g-2", arguments='{"y": {}}')
+    two = f + {"llama": "; ", "json": "\n", "mistral": ""}[calls.style] + g
+    wrong, unknown = pattern.format(name="f", arguments='{"y": 3}'), pattern.format(name="h", arguments="{}")
+
+    required = _source(AnswerFormat(needs_call=True), _TOOLS, syntax)
+    assert {_verdict(required, text) for text in (f, g, two)} == {"may end"}
+    assert {_verdict(required, text) for text in ("hello", wrong, unknown)} == {"refused"}
+
+    named = _source(AnswerFormat(needs_call=True, tool="g-2", allows_several_calls=False), _TOOLS, syntax)
+    assert (_verdict(named, g), _verdict(named, f), _verdict(named, g + two[len(f) :])) == (
+        "ends",
+        "refused",
+        "refused",
+    )
+
+    strict = [_tool("f", _NUMBER, strict=True), _TOOLS[1]]
+    free = _source(AnswerFormat(), strict, syntax)
+    assert {_verdict(free, text) for text in ("hello", "", two)} == {"may end"}
+    assert {_verdict(free, text) for text in (wrong, unknown)} == {"refused"}
+    if calls.style != "llama":
+        assert _verdict(free, f"I call {two} now") == "may end"
+        assert _verdict(free, f"I call {wrong}") == _verdict(free, f"{f} and {wrong}") == "refused"
+
+    single = _source(AnswerFormat(allows_several_calls=False), _TOOLS, syntax)
+    assert (_verdict(single, "hello"), _verdict(single, two)) == ("may end", "refused")
+
+    if calls.style == "llama":
+        with pytest.raises(UnsupportedFormat, match="tool_choice"):
+            _source(AnswerFormat(content=json_rule(_NUMBER)), _TOOLS, syntax)
+        return
+    content = _source(AnswerFormat(content=json_rule(_NUMBER)), _TOOLS, syntax)
+    assert (_verdict(content, '{"x": 1}'), _verdict(content, f)) == ("ends", "may end")
+    assert _verdict(content, "hello") == "refused"
+
+
+def test_mistral_without_argument_marker_writes_lists() -> None:
+    def special(text: str) -> int | None:
+        return _SPECIAL[text] if text == "[TOOL_CALLS]" else None
+
+    source = grammar_source(AnswerFormat(needs_call=True), _TOOLS, AnswerSyntax(MISTRAL), special)
+    call = '{"name": "f", "arguments": {"x": 3}}'
+    assert _verdict(source, f"[TOOL_CALLS] [{call}, {call}]") == "ends"
+    assert _verdict(source, f"[TOOL_CALLS] {call}") == "refused"
+
+
+def test_schemas_of_tools_keep_their_definitions_and_unknown_keywords_bind_only_strict_tools() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/x"}},
+        "required": ["x"],
+        "$defs": {"x": {"enum": ["a"]}},
+    }
+    unknown = {"type": "object", "dependentRequired": {"x": ["y"]}}
+    tools = [_tool("f", parameters), _tool("g", unknown)]
+    source = _source(AnswerFormat(needs_call=True), tools, AnswerSyntax(HERMES))
+    call = _CALLS[HERMES]
+    assert _verdict(source, call.format(name="f", arguments='{"x": "a"}')) == "may end"
+    assert _verdict(source, call.format(name="f", arguments='{"x": "b"}')) == "refused"
+    strict = grammar_source(AnswerFormat(), [_tool("g", unknown, strict=True)], AnswerSyntax(HERMES), _SPECIAL.get)
+    assert "dependentRequired" in grammar_error(strict)
+
+
+@pytest.mark.parametrize("begins_thinking", [False, True])
+@pytest.mark.parametrize("closing", ["</think>", "</thought>"])
+def test_reasoning_precedes_the_format(closing: str, begins_thinking: bool) -> None:
+    """The closing marker is a special token, or text."""
+    syntax = AnswerSyntax(None, ("<think>", closing), begins_thinking)
+    source = _source(AnswerFormat(content=json_rule(_NUMBER)), [], syntax)
+    opening, answer = "" if begins_thinking else "<think>", '{"x": 1}'
+    assert _verdict(source, f"{opening}\nSo 3 < 4.{closing}\n\n{answer}") == "ends"
+    assert _verdict(source, f"{opening}So") == "goes on"
+    assert _verdict(source, f"{opening}So{closing}\n\nyes") == "refused"
+    assert _verdict(source, answer) == ("goes on" if begins_thinking else "ends")
+    named = replaced(syntax, calls=HERMES)
+    call = _CALLS[HERMES].format(name="f", arguments='{"x": 3}')
+    required = _source(AnswerFormat(needs_call=True), _TOOLS, named)
+    assert _verdict(required, f"{opening}So{closing}\n{call}") == "may end"
+
+
+def test_calls_as_xml_take_no_format() -> None:
+    with pytest.raises(UnsupportedFormat):
+        _source(AnswerFormat(needs_call=True), _TOOLS, AnswerSyntax(QWEN_CODER))
+
+
+def test_own_grammar_is_used_as_it_is_and_cannot_change_options() -> None:
+    source = 'start: "a" | "b"'
+    assert _source(AnswerFormat(grammar=source)) == source
+    assert "%llguidance" in grammar_error(f"%llguidance {json.dumps({'no_forcing': False})}\n{source}")

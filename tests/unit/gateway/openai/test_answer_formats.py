@@ -1,0 +1,119 @@
+"""Formats of answers in requests, and the grammar that workers get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.gateway.token_path_rig import TokenPathRig
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.control.v1 import generation_pb2
+from torchrelay.gateway.inference.answers.answer_format import AnswerFormat, choice_rule, json_rule, regex_rule
+from torchrelay.gateway.openai.answer_formats import ResponseFormat, StructuredOutputs, answer_format
+from torchrelay.gateway.openai.strict_schemas import check_strict
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "string"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+def format_of(**fields: Any) -> AnswerFormat | None:
+    given = msgspec.convert(fields.get("response_format"), ResponseFormat | None)
+    structured = msgspec.convert(fields.get("structured_outputs"), StructuredOutputs | None)
+    guided = {name.removeprefix("guided_"): value for name, value in fields.items() if name.startswith("guided_")}
+    return answer_format(given, structured, msgspec.convert(guided, StructuredOutputs))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, AnswerFormat(content=json_rule({"type": "object"}))),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+                }
+            },
+            AnswerFormat(content=json_rule(SCHEMA)),
+        ),
+        ({"guided_json": SCHEMA}, AnswerFormat(content=json_rule(SCHEMA), field="guided_json")),
+        (
+            {"guided_json": msgspec.json.encode(SCHEMA).decode()},
+            AnswerFormat(content=json_rule(SCHEMA), field="guided_json"),
+        ),
+        ({"guided_choice": ["a", "b"]}, AnswerFormat(content=choice_rule(["a", "b"]), field="guided_choice")),
+        ({"guided_grammar": "root ::= 'a'"}, AnswerFormat(grammar="root ::= 'a'", field="guided_grammar")),
+        (
+            {"structured_outputs": {"regex": "a/b"}},
+            AnswerFormat(content=regex_rule("a/b"), field="structured_outputs"),
+        ),
+        (
+            {"structured_outputs": {"json_object": True}},
+            AnswerFormat(content=json_rule({"type": "object"}), field="structured_outputs"),
+        ),
+    ],
+)
+def test_format_of_fields(fields: dict[str, Any], expected: AnswerFormat | None) -> None:
+    assert format_of(**fields) == expected
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {**SCHEMA, **changes}
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"type": "array"}, "must be an object at its root"),
+        ({"anyOf": [SCHEMA]}, "must be an object at its root"),
+        (changed(additionalProperties=True), "s: an object of a strict schema must have 'additionalProperties': false"),
+        (changed(required=[]), "it lacks 'a'"),
+        (changed(properties={"a": {"allOf": []}}), "s.properties.a: a strict schema cannot have 'allOf'"),
+        (
+            changed(properties={"a": {"type": "array", "items": changed(required=None)}}),
+            "s.properties.a.items: 'required'",
+        ),
+        (changed(properties={"a": {"anyOf": [changed(required=[])]}}), "s.properties.a.anyOf[0]: 'required'"),
+        (changed(**{"$defs": {"d": {"type": "object"}}}), "s.$defs.d: an object"),
+    ],
+)
+def test_strict_schema_keeps_the_rules(schema: dict[str, Any], why: str) -> None:
+    check_strict(SCHEMA, "s", "f")
+    with pytest.raises(InvalidRequest) as caught:
+        check_strict(schema, "s", "f")
+    assert why in caught.value.message and caught.value.field == "f"
+
+
+def test_strict_schema_is_bounded() -> None:
+    deep: dict[str, Any] = SCHEMA
+    for _ in range(9):
+        deep = changed(properties={"a": deep})
+    check_strict(deep, "s", "f")
+    with pytest.raises(InvalidRequest, match="deeper than 10"):
+        check_strict(changed(properties={"a": deep}), "s", "f")
+    names = [f"p{number}" for number in range(5001)]
+    with pytest.raises(InvalidRequest, match="5,001 properties"):
+        check_strict(changed(properties={name: {} for name in names}, required=names), "s", "f")
+
+
+async def test_workers_get_the_grammar(rig: TokenPathRig) -> None:
+    """Also for a prompt of token ids, which no text process encodes."""
+    for prompt in ("hi", [1, 2]):
+        body = {"model": "echo", "prompt": prompt, "max_tokens": 2, "guided_choice": ["yes", "no"]}
+        assert (await rig.http.post("/v1/completions", json=body)).status_code == 200
+        assert _last_start(rig).sampling.grammar == 'start: answer\nanswer: "yes" | "no"'
+    plain = {"model": "echo", "prompt": "hi", "max_tokens": 2}
+    assert (await rig.http.post("/v1/completions", json=plain)).status_code == 200
+    assert _last_start(rig).sampling.grammar == ""
+
+
+def _last_start(rig: TokenPathRig) -> generation_pb2.AttemptStart:
+    return max((start for worker in rig.workers for _, start in worker.starts), key=lambda start: start.key.request_id)
