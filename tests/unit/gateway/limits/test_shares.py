@@ -29,6 +29,9 @@ def test_blocks_and_accounts_release_their_amounts() -> None:
     with pytest.raises(ZeroDivisionError), shares.held("acme"), shares.account("acme") as account:
         account.take(2)
         assert (shares.num_held, shares.held_by("acme"), account.amount) == (3, 3, 2)
+        account.release(1)
+        account.release(2)
+        assert (shares.num_held, shares.held_by("acme"), account.amount) == (2, 2, 1)
         account.release()
         account.release()
         assert shares.num_held == 1

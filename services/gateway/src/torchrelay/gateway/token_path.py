@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Final
 
 import grpc
 from opentelemetry.metrics import Meter
@@ -35,9 +36,11 @@ from torchrelay.gateway.inference.text.processes.text_processes import TextProce
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 from torchrelay.gateway.limits.connection_shares import ConnectionShares
 from torchrelay.gateway.open_inference.servicer import OpenInferenceServicer
-from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S, CompletionsApp
+from torchrelay.gateway.openai.asgi_app import PATHS, WRITE_GAP_S, CompletionsApp
 from torchrelay.gateway.openai.embeddings.asgi_app import PATH as EMBEDDINGS_PATH
 from torchrelay.gateway.openai.embeddings.asgi_app import EmbeddingsApp
+from torchrelay.gateway.responses.asgi_app import PATHS as RESPONSES_PATHS
+from torchrelay.gateway.responses.asgi_app import ResponsesApp
 from torchrelay.gateway.settings import GatewaySettings
 
 FLUSH_TIMEOUT_S = 0.5  # for the last releases to reach the scheduler
@@ -53,12 +56,19 @@ class TokenPath:
     admissions: AdmissionStream
 
 
-def _by_path(completions: ASGIApp, messages: ASGIApp, embeddings: ASGIApp) -> ASGIApp:
+_APPS: Final[Mapping[type[CompletionsApp], Iterable[str]]] = {
+    CompletionsApp: PATHS,
+    MessagesApp: MESSAGES_PATHS,
+    ResponsesApp: RESPONSES_PATHS,
+    EmbeddingsApp: (EMBEDDINGS_PATH,),
+}
+
+
+def _by_path(apps: Mapping[str, ASGIApp]) -> ASGIApp:
     """Sends each request to the application of its path."""
-    others = {**dict.fromkeys(MESSAGES_PATHS, messages), EMBEDDINGS_PATH: embeddings}
 
     async def asgi(scope: Scope, receive: Receive, send: Send) -> None:
-        await others.get(scope["path"], completions)(scope, receive, send)
+        await apps[scope["path"]](scope, receive, send)
 
     return asgi
 
@@ -103,17 +113,16 @@ async def open_token_path(
             meter=meter,
         )
         stack.push_async_callback(pipeline.stop_all, settings.drain_s)
-        apps = [
-            App(keys, pipeline, shares, settings.max_body_bytes, write_gap_s)
-            for App in (CompletionsApp, MessagesApp, EmbeddingsApp)
-        ]
+        apps: dict[str, ASGIApp] = {}
+        for App, paths in _APPS.items():
+            apps |= dict.fromkeys(paths, App(keys, pipeline, shares, settings.max_body_bytes, write_gap_s))
         calls = PublicCalls(keys, shares, settings.body_silence_s, settings.answer_silence_s)
         servicers = (
             GatewayServicer(calls, catalog, pipeline),
             OpenInferenceServicer(calls, catalog, pipeline, fault),
             ReflectionServicer(calls),
         )
-        yield TokenPath(_by_path(*apps), servicers, pipeline, admissions)
+        yield TokenPath(_by_path(apps), servicers, pipeline, admissions)
 
 
 async def _open_prompts(

@@ -26,8 +26,9 @@ from torchrelay.gateway.openai.embeddings.asgi_app import PATH as EMBEDDINGS_PAT
 from torchrelay.gateway.openai.errors import body, error_body, error_headers
 from torchrelay.gateway.openai.http_request import HttpRequest, authorization_of
 from torchrelay.gateway.openai.unusable_text import check_text
+from torchrelay.gateway.responses.asgi_app import PATHS as RESPONSES_PATHS
 
-_TOKEN_PATHS = PATHS.keys() | MESSAGES_PATHS | {EMBEDDINGS_PATH}
+_TOKEN_PATHS = PATHS.keys() | MESSAGES_PATHS | RESPONSES_PATHS | {EMBEDDINGS_PATH}
 _UPLOAD_OF_FILE = re.compile("/v1/uploads/[^/]+/files/")
 _COMMIT = re.compile("/v1/uploads/[^/]+/commit")
 

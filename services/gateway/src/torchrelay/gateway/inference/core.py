@@ -40,13 +40,14 @@ class GenerateParams(SharedSampling):
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own
     ignore_eos: bool = False
     add_special_tokens: bool | None = None  # to a prompt that is not ids; None: if it is text, not messages
+    messages_field: str = "messages"
     text_field: str = "prompt"  # the field of ``text`` or ``token_ids``
     service_class: ServiceClass | None = None  # None: the caller's
 
     @property
     def prompt_field(self) -> str:
         """The ``param`` of errors about the prompt."""
-        return self.text_field if self.messages is None else "messages"
+        return self.text_field if self.messages is None else self.messages_field
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,8 +90,8 @@ class ShareAccount:
             self._shares.take(self._tenant_id, amount)
             self.amount += amount
 
-    def release(self) -> None:
-        """Gives everything back; idempotent."""
-        if self.amount:
-            self._shares.give_back(self._tenant_id, self.amount)
-            self.amount = 0
+    def release(self, kept: int = 0) -> None:
+        """Gives back everything above ``kept``; idempotent."""
+        if self.amount > kept:
+            self._shares.give_back(self._tenant_id, self.amount - kept)
+            self.amount = kept

@@ -98,7 +98,7 @@ class CompletionsApp:
                     request_id = f"{exchange.request_id}-{len(sessions)}" if sessions else exchange.request_id
                     entering = self._pipeline.session(principal, prompts.pop(0), request_id, exchange.arrived_unix_us)
                     sessions.append(await stack.enter_async_context(entering))
-                body_bytes.release()  # the prompts are encoded
+                body_bytes.release(reply_format.num_held_bytes)  # the prompts are encoded
                 await exchange.answer(sessions, reply_format, is_stream)
 
     def _decoded(self, encoded: bytearray, path: str) -> tuple[list[GenerateParams], ReplyFormat, bool]:

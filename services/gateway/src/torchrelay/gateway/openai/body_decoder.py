@@ -25,7 +25,7 @@ _EXPECTED = re.compile(r"Expected `([^`]+)`(?: ([<>]=?) (-?\d+))?")
 _GOT = re.compile(r"got `(\w+)`")
 _KINDS = {"int": INTEGER, "float": NUMBER, "str": STRING, "bool": BOOLEAN, "array": LIST, "object": OBJECT}
 _BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
-_PRIVATE_FIELDS = {"messages", "prompt", "input"}  # never quoted in errors
+_PRIVATE_FIELDS = {"messages", "prompt", "input", "instructions"}  # never quoted in errors
 _MAX_INSPECTED_BYTES = 1 << 16  # parsing megabytes again to find a faulty value would take seconds
 
 

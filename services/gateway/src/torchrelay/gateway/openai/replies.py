@@ -50,6 +50,11 @@ class ReplyFormat:
     return_token_ids: bool = False
     shows_reasoning: bool = True  # of a message of Anthropic's
 
+    @property
+    def num_held_bytes(self) -> int:
+        """The bytes of the request's body that the reply repeats."""
+        return 0
+
 
 def usage_object(usage: Usage) -> dict[str, Any]:
     counts: dict[str, Any] = {

@@ -198,7 +198,7 @@ def decode_chat(encoded: bytes | bytearray) -> ChatBody:
         )
     if not body.functions:
         _require("functions", function_call=body.function_call not in (None, "none"))
-    _refuse(
+    refuse_unsupported(
         body,
         functions=bool(body.functions),
         **_have_effect(body, _WITHOUT_EFFECT_ON_CHAT),
@@ -209,7 +209,7 @@ def decode_chat(encoded: bytes | bytearray) -> ChatBody:
 def decode_completion(encoded: bytes | bytearray) -> CompletionBody:
     """Raises ``InvalidRequest`` naming the faulty field."""
     body = decode(_COMPLETION, encoded, IGNORED)
-    _refuse(body, best_of=(body.best_of or 1) > 1, echo=bool(body.echo), suffix=bool(body.suffix))
+    refuse_unsupported(body, best_of=(body.best_of or 1) > 1, echo=bool(body.echo), suffix=bool(body.suffix))
     return body
 
 
@@ -225,7 +225,7 @@ def params_of_chat(body: ChatBody) -> GenerateParams:
     tools, format_ = chosen_tools(declared_tools(body.tools or []), body.tool_choice, body.parallel_tool_calls, format_)
     if tools and body.logprobs:
         raise InvalidRequest("logprobs of an answer with tools are not supported yet", field="logprobs")
-    return _params(
+    return shared_params(
         body,
         messages=tuple(_message(message, index) for index, message in enumerate(body.messages)),
         tools=tools,
@@ -263,13 +263,13 @@ def params_of_completion(body: CompletionBody) -> GenerateParams:
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = list(prompt[0]) if isinstance(prompt[0], list) else prompt[0]
     if isinstance(prompt, str):
-        return _params(body, text=prompt, **fields)
+        return shared_params(body, text=prompt, **fields)
     if not set(map(type, prompt)) <= {int}:
         raise _malformed_prompt()
     token_ids: tuple[Any, ...] = tuple(prompt)
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 1 << 32:
         raise InvalidRequest("token ids must be non-negative and below 2**32", field="prompt")
-    return _params(body, token_ids=token_ids, **fields)
+    return shared_params(body, token_ids=token_ids, **fields)
 
 
 def _format(body: BaseBody) -> AnswerFormat | None:
@@ -277,7 +277,8 @@ def _format(body: BaseBody) -> AnswerFormat | None:
     return answer_format(body.response_format, body.structured_outputs, guided)
 
 
-def _params(body: BaseBody, **fields: Any) -> GenerateParams:
+def shared_params(body: BaseBody, **fields: Any) -> GenerateParams:
+    """The parameters of a body: ``fields``, and those that all paths share. Raises ``InvalidRequest``."""
     if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 63:
         raise InvalidRequest(f"seed must be between -2**63 and 2**63 - 1, not {body.seed}", field="seed")
     sampling = shared_sampling(body)
@@ -328,7 +329,7 @@ def _require(name: str, **others: object) -> None:
             raise InvalidRequest(f"{other} is allowed only with {name}", field=other)
 
 
-def _refuse(body: BaseBody, **refusals: bool) -> None:
+def refuse_unsupported(body: BaseBody, **refusals: bool) -> None:
     """Raises ``InvalidRequest`` for the first field that asks for something unsupported."""
     if not body.stream:
         _require("stream: true", stream_options=body.stream_options is not None)

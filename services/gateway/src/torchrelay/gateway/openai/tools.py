@@ -14,7 +14,7 @@ from torchrelay.gateway.openai.strict_schemas import check_strict
 
 MAX_TOOLS: Final = 128  # as OpenAI
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
-_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+TOOL_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class _Function(msgspec.Struct):
@@ -55,7 +55,7 @@ def declared_tools(tools: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
             function = msgspec.convert(tool, _Tool).function
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"{where}: {str(error).replace('`$.', '`')}", field="tools") from error
-        if not _NAME.fullmatch(function.name):
+        if not TOOL_NAME.fullmatch(function.name):
             message = f"{where}.function.name must have 1 to 64 letters, digits, _ or -, not {function.name[:80]!r}"
             raise InvalidRequest(message, field="tools")
         if function.strict:

@@ -1,0 +1,153 @@
+"""The input of a Responses request as messages for a chat template. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.inference.core import ChatMessage
+from torchrelay.gateway.inference.parameter_ranges import MAX_MESSAGES
+from torchrelay.gateway.openai.tools import CalledFunction, CalledTool, called_tools
+from torchrelay.gateway.responses.tools import INPUT, ToolName
+
+_ROLES: Final = ("user", "assistant", "system", "developer")
+_INSTRUCTING: Final = ("system", "developer")
+_TEXTS: Final = ("input_text", "output_text", "text")
+
+
+class Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class Item(msgspec.Struct):
+    """A message, a call or its result. Each type uses some of the fields."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | list[Part] | None = None
+
+
+def messages_of(given: str | Sequence[Item], instructions: str | None) -> tuple[ChatMessage, ...]:
+    """The messages of a conversation, begun by the instructions. Raises ``InvalidRequest``."""
+    conversation = _Conversation(instructions)
+    if isinstance(given, str):
+        conversation.messages.append({"role": "user", "content": given})
+    elif not 0 < len(given) <= MAX_MESSAGES:
+        wrong = "must not be empty" if not given else f"has {len(given):,} items; at most {MAX_MESSAGES:,} are allowed"
+        raise InvalidRequest(f"input {wrong}", field="input")
+    else:
+        for index, item in enumerate(given):
+            conversation.add(item, f"input[{index}]")
+    if not conversation.messages:
+        raise InvalidRequest("input has no message", field="input")
+    return tuple(conversation.messages)
+
+
+class _Conversation:
+    """Messages, as items are added.
+
+    A template knows fewer of them than there are items: what the system and the developer say at the beginning becomes
+    a single message, as does what an assistant says and calls without a pause for results.
+    """
+
+    def __init__(self, instructions: str | None) -> None:
+        self.messages: list[ChatMessage] = []
+        self._call_ids: set[str] = set()
+        self._thoughts: list[str] = []  # of the assistant, before its next message
+        if instructions:
+            self.messages.append({"role": "system", "content": instructions})
+
+    def add(self, item: Item, where: str) -> None:
+        match item.type or "message":
+            case "message":
+                self._add_message(item, where)
+            case "function_call":
+                self._add_call(item, _given(item.arguments, f"{where}.arguments"), where)
+            case "custom_tool_call":
+                written = _given(item.input, f"{where}.input")
+                self._add_call(item, msgspec.json.encode({INPUT: written}).decode(), where)
+            case "function_call_output" | "custom_tool_call_output":
+                self._add_result(item, where)
+            case "reasoning":
+                parts = item.content if isinstance(item.content, list) else ()
+                self._thoughts += [part.text for part in parts if part.text]
+            case "item_reference":
+                message = f"{where} refers to an item, and none is stored; send the item itself"
+                raise InvalidRequest(message, field="input")
+            case other:
+                message = f"{where}.type {other[:40]!r} is not supported; send messages, calls of functions and custom "
+                raise InvalidRequest(message + "tools, and their outputs", field="input")
+
+    def _add_message(self, item: Item, where: str) -> None:
+        role = _given(item.role, f"{where}.role")
+        if role not in _ROLES:
+            message = f"{where}.role must be one of {', '.join(_ROLES)}, not {role[:40]!r}"
+            raise InvalidRequest(message, field="input")
+        if role == "assistant":
+            self._say(_text(item.content or "", where))
+            return
+        if not item.content:
+            raise InvalidRequest(f"{where} of role {role} must have content", field="input")
+        text = _text(item.content, where)
+        self._thoughts.clear()  # reasoning without an answer
+        if role in _INSTRUCTING and len(self.messages) == 1 and self.messages[0]["role"] in _INSTRUCTING:
+            self.messages[0]["content"] += f"\n\n{text}"
+        else:
+            self.messages.append({"role": role, "content": text})
+
+    def _say(self, text: str) -> ChatMessage:
+        """The assistant's message that ``text`` is added to."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": ""})
+        message = self.messages[-1]
+        message["content"] = "\n".join(filter(None, (message["content"], text)))
+        if self._thoughts:
+            message["reasoning_content"] = "\n".join(
+                (*filter(None, [message.get("reasoning_content")]), *self._thoughts)
+            )
+            self._thoughts.clear()
+        return message
+
+    def _add_call(self, item: Item, arguments: str, where: str) -> None:
+        call_id = _given(item.call_id, f"{where}.call_id")
+        name = ToolName(_given(item.name, f"{where}.name"), item.namespace)
+        self._call_ids.add(call_id)
+        calls: list[dict[str, Any]] = self._say("").setdefault("tool_calls", [])
+        calls += called_tools([CalledTool(call_id, CalledFunction(name.shown, arguments))])
+
+    def _add_result(self, item: Item, where: str) -> None:
+        call_id = _given(item.call_id, f"{where}.call_id")
+        if call_id not in self._call_ids:
+            message = (
+                f"{where} is the output of {call_id[:80]!r}, and no earlier item calls it; repeat the call, since "
+            )
+            raise InvalidRequest(message + "responses are not stored", field="input")
+        if item.output is None:
+            raise InvalidRequest(f"{where}.output is missing", field="input")
+        self.messages.append({"role": "tool", "content": _text(item.output, where), "tool_call_id": call_id})
+
+
+def _given(value: str | None, name: str) -> str:
+    if value is None:
+        raise InvalidRequest(f"{name} is missing", field="input")
+    return value
+
+
+def _text(content: str | list[Part], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in _TEXTS or part.text is None:
+            message = f"{where} has content of type {part.type[:40]!r}, which is not supported here; send text"
+            raise InvalidRequest(message, field="input")
+    return "\n".join(part.text or "" for part in content)

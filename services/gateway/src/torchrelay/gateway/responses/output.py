@@ -1,0 +1,79 @@
+"""The output of a response: its items, as the parts of an answer arrive, and the events about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchrelay.gateway.inference.answers.parts import CallArguments, CallBegin, Part, Reasoning
+from torchrelay.gateway.responses.events import Event
+from torchrelay.gateway.responses.open_items import (
+    CallItem,
+    CustomCallItem,
+    Item,
+    MessageItem,
+    OpenItem,
+    ReasoningItem,
+)
+from torchrelay.gateway.responses.tools import ToolName
+
+
+class Output:
+    """The items so far.
+
+    ``tool_names``: by the name as the model knows it. ``allows_several``: calls; otherwise the first call ends the
+    output.
+    """
+
+    def __init__(self, tool_names: Mapping[str, ToolName], *, allows_several: bool) -> None:
+        self.items: list[Item] = []  # without the open one
+        self._tool_names = tool_names
+        self._allows_several = allows_several
+        self._is_over = False
+        self._open: OpenItem | None = None
+
+    def add(self, part: Part) -> list[Event]:
+        """The events about a further part of the answer."""
+        if self._is_over or not part:
+            return []
+        match part:
+            case str():
+                return self._in(MessageItem, part)
+            case Reasoning(text):
+                return self._in(ReasoningItem, text)
+            case CallBegin():
+                ended = self._end("completed")
+                return ended if self._is_over else [*ended, *self._begin(self._call(part))]
+            case CallArguments():
+                return [] if self._open is None else self._open.add(part.text)
+
+    def end(self, status: str) -> list[Event]:
+        """The last events. ``status``: of an item that ends with the answer."""
+        begun = [] if self.items or self._open else self._begin(MessageItem(0))
+        return [*begun, *self._end(status)]
+
+    def _in(self, kind: type[MessageItem] | type[ReasoningItem], text: str) -> list[Event]:
+        """Adds text to the open item, if it is of this kind, or else to a new one."""
+        if isinstance(self._open, kind):
+            return self._open.add(text)
+        ended = self._end("completed")
+        if self._is_over:
+            return ended
+        item = kind(len(self.items))
+        return [*ended, *self._begin(item), *item.add(text)]
+
+    def _call(self, part: CallBegin) -> CallItem:
+        name = self._tool_names.get(part.name) or ToolName(part.name)
+        return (CustomCallItem if name.is_custom else CallItem)(len(self.items), part, name)
+
+    def _begin(self, item: OpenItem) -> list[Event]:
+        self._open = item
+        return item.begin()
+
+    def _end(self, status: str) -> list[Event]:
+        if self._open is None:
+            return []
+        item, events = self._open.end(status)
+        self._is_over = isinstance(self._open, CallItem) and not self._allows_several
+        self._open = None
+        self.items.append(item)
+        return events

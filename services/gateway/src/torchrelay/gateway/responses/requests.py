@@ -1,0 +1,134 @@
+"""Request bodies of ``/v1/responses``, decoded and validated.
+
+The fields that chat completions have too, and OpenAI's Responses API does not, have the meaning that they have there
+(``seed``, ``stop``, ``top_k`` and others). Unknown fields are ignored, except likely typos.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.inference.core import GenerateParams
+from torchrelay.gateway.openai.body_decoder import decode
+from torchrelay.gateway.openai.requests import IGNORED, BaseBody, Count, refuse_unsupported, shared_params
+from torchrelay.gateway.responses.input_items import Item, messages_of
+from torchrelay.gateway.responses.tools import Tools, tools_of
+
+_MAX_PAIRS: Final = 16  # of metadata, as OpenAI
+_MAX_KEY_CHARS: Final = 64
+_MAX_VALUE_CHARS: Final = 512
+_LOGPROBS: Final = "message.output_text.logprobs"
+
+
+class TextFormat(msgspec.Struct):
+    type: str = "text"
+
+
+class TextConfig(msgspec.Struct):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponseBody(BaseBody, kw_only=True):
+    input: str | list[Item]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    metadata: dict[str, str] | None = None
+    max_tool_calls: Count | None = None
+    truncation: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+    # Refused, if they ask for anything.
+    background: bool | None = None
+    conversation: Any = None
+    previous_response_id: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+    # Those of chat completions, which have other names here.
+    max_completion_tokens: Any = None
+    response_format: Any = None
+    functions: Any = None
+    logprobs: Any = None
+
+
+_REFUSED: Final = {
+    "background": "background responses are not supported, since none are stored; use stream: true",
+    "conversation": "conversation is not supported, since none are stored; send all of its items as input",
+    "previous_response_id": "previous_response_id is not supported, since responses are not stored; send the items of "
+    "the conversation so far as input",
+    "prompt": "prompt is not supported, since none are stored; send instructions and input",
+    "context_management": "context_management is not supported; shorten the input",
+    "moderation": "moderation is not supported",
+    "max_tokens": "max_tokens is named max_output_tokens here",
+    "max_completion_tokens": "max_completion_tokens is named max_output_tokens here",
+    "response_format": "response_format is named text.format here",
+    "functions": "functions are named tools here",
+    "logprobs": f'logprobs are requested by include: ["{_LOGPROBS}"] here',
+}
+
+_DECODER: msgspec.json.Decoder[ResponseBody] = msgspec.json.Decoder(ResponseBody)
+
+
+def decode_body(encoded: bytes | bytearray) -> ResponseBody:
+    """Raises ``InvalidRequest`` naming the faulty field."""
+    body = decode(_DECODER, encoded, IGNORED)
+    for name, message in _REFUSED.items():
+        if getattr(body, name):
+            raise InvalidRequest(message, field=name)
+    format_type = body.text.format.type if body.text and body.text.format else "text"
+    if format_type != "text":
+        message = f"text.format of type {format_type[:40]!r} is not supported yet; text is"
+        raise InvalidRequest(message, field="text.format")
+    if body.tool_choice not in (None, "auto", "none"):
+        message = f"tool_choice {str(body.tool_choice)[:80]!r} is not supported yet; auto and none are"
+        raise InvalidRequest(message, field="tool_choice")
+    if body.truncation not in (None, "auto", "disabled"):
+        message = f"truncation must be auto or disabled, not {body.truncation[:40]!r}"
+        raise InvalidRequest(message, field="truncation")
+    refuse_unsupported(
+        body,
+        top_logprobs=bool(body.top_logprobs),
+        include=_LOGPROBS in (body.include or ()),
+        n=(body.n or 1) > 1,
+        return_token_ids=bool(body.return_token_ids),
+    )
+    _check_metadata(body.metadata or {})
+    return body
+
+
+def params_of(body: ResponseBody) -> tuple[GenerateParams, Tools]:
+    """Raises ``InvalidRequest``."""
+    tools = tools_of(body.tools or [])
+    params = shared_params(
+        body,
+        messages=messages_of(body.input, body.instructions),
+        messages_field="input",
+        tools=() if body.tool_choice == "none" else tuple(tools.functions),
+        max_tokens=body.max_output_tokens,
+        max_tokens_field="max_output_tokens",
+    )
+    return params, tools
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
+    if len(metadata) > _MAX_PAIRS:
+        message = f"metadata has {len(metadata)} entries; at most {_MAX_PAIRS} are allowed"
+        raise InvalidRequest(message, field="metadata")
+    for key, value in metadata.items():
+        if len(key) > _MAX_KEY_CHARS or len(value) > _MAX_VALUE_CHARS:
+            message = (
+                f"metadata may have keys of {_MAX_KEY_CHARS} and values of {_MAX_VALUE_CHARS} characters at most; "
+                f"those of {key[:40]!r} are longer"
+            )
+            raise InvalidRequest(message, field="metadata")
