@@ -70,7 +70,8 @@ CODEX: dict[str, Any] = {
 
 
 def decoded(**fields: Any) -> GenerateParams:
-    params, _ = params_of(decode_body(json.dumps({"model": "m", "input": "hi", **fields}).encode()))
+    body = decode_body(json.dumps({"model": "m", "input": "hi", **fields}).encode())
+    params, _ = params_of(body)
     return params
 
 
@@ -156,6 +157,10 @@ def test_arguments_that_are_no_object_are_shown_as_they_were_written() -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == "{broken"
 
 
+def test_template_gets_further_variables() -> None:
+    assert decoded(chat_template_kwargs={"enable_thinking": False}).template_kwargs == {"enable_thinking": False}
+
+
 def test_fields_without_effect_are_taken() -> None:
     decoded(
         **{"truncation": "auto", "store": True, "user": "u", "safety_identifier": "s", "max_tool_calls": 3},
@@ -192,6 +197,7 @@ def test_fields_without_effect_are_taken() -> None:
         ({"include": ["message.output_text.logprobs"]}, "include", "not supported yet"),
         ({"top_logprobs": 2}, "top_logprobs", "not supported yet"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
+        ({"continue_final_message": True}, "continue_final_message", "not supported yet"),
         ({"max_tokens": 5}, "max_tokens", "named max_output_tokens here"),
         ({"response_format": {"type": "json_object"}}, "response_format", "named text.format here"),
         ({"n": 2}, "n", "not supported yet"),

@@ -264,6 +264,15 @@ async def test_context_length_is_about_the_input(rig: TokenPathRig) -> None:
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
 
 
+async def test_integers_beyond_the_text_process_are_named(rig: TokenPathRig) -> None:
+    called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": json.dumps({"a": 1 << 64})}
+    tool = {**TOOL, "parameters": {"maximum": 1 << 64}}
+    for fields, param in (({"input": [called]}, "input"), ({"tools": [tool]}, "tools")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await rig.client.responses.create(**asked("", **fields))
+        assert caught.value.param == param and "contains an integer" in caught.value.message
+
+
 async def test_failed_stream_says_so(rig: TokenPathRig) -> None:
     for worker in rig.workers:
         worker.pause_at = 2

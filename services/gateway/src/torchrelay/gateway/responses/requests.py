@@ -12,6 +12,7 @@ import msgspec
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.inference.core import GenerateParams
+from torchrelay.gateway.inference.parameter_ranges import check_template_kwargs
 from torchrelay.gateway.openai.body_decoder import decode
 from torchrelay.gateway.openai.requests import IGNORED, BaseBody, Count, refuse_unsupported, shared_params
 from torchrelay.gateway.responses.input_items import Item, messages_of
@@ -48,6 +49,7 @@ class ResponseBody(BaseBody, kw_only=True):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     # Refused, if they ask for anything.
     background: bool | None = None
     conversation: Any = None
@@ -55,6 +57,10 @@ class ResponseBody(BaseBody, kw_only=True):
     prompt: Any = None
     context_management: Any = None
     moderation: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     # Those of chat completions, which have other names here.
     max_completion_tokens: Any = None
     response_format: Any = None
@@ -102,6 +108,10 @@ def decode_body(encoded: bytes | bytearray) -> ResponseBody:
         include=_LOGPROBS in (body.include or ()),
         n=(body.n or 1) > 1,
         return_token_ids=bool(body.return_token_ids),
+        chat_template=bool(body.chat_template),
+        documents=bool(body.documents),
+        continue_final_message=bool(body.continue_final_message),
+        add_generation_prompt=body.add_generation_prompt is False,
     )
     _check_metadata(body.metadata or {})
     return body
@@ -115,6 +125,7 @@ def params_of(body: ResponseBody) -> tuple[GenerateParams, Tools]:
         messages=messages_of(body.input, body.instructions),
         messages_field="input",
         tools=() if body.tool_choice == "none" else tuple(tools.functions),
+        template_kwargs=check_template_kwargs(body.chat_template_kwargs or {}),
         max_tokens=body.max_output_tokens,
         max_tokens_field="max_output_tokens",
     )

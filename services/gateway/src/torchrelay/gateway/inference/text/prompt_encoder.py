@@ -141,7 +141,7 @@ def _adds_special_tokens(params: GenerateParams) -> bool:
 def _check_integers(params: GenerateParams) -> None:
     """Raises ``InvalidRequest`` for integers that the message to a text process cannot hold."""
     calls = [message["tool_calls"] for message in params.messages or () if "tool_calls" in message]
-    values = {"tools": params.tools, "messages": calls, "chat_template_kwargs": params.template_kwargs}
+    values = {"tools": params.tools, params.messages_field: calls, "chat_template_kwargs": params.template_kwargs}
     for name, value in values.items():
         try:
             msgspec.msgpack.encode(value)
