@@ -58,6 +58,17 @@ async def test_streamed_reasoning_is_that_of_the_reply(rig: TokenPathRig, fields
     assert events[-1]["usage"] == whole["usage"]
 
 
+async def test_reasoning_may_be_left_out(rig: TokenPathRig) -> None:
+    reply = await posted(rig, "/v1/chat/completions", include_reasoning=False)
+    assert reply["choices"][0]["message"] == {"role": "assistant", "content": "Hot.", "refusal": None}
+    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] > 5
+    body = {**SAMPLE, "include_reasoning": False, "stream": True}
+    events = events_of((await rig.http.post("/v1/chat/completions", json=body)).text)
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    assert {name for delta in deltas for name in delta} == {"role", "content"}
+    assert "".join(delta.get("content", "") for delta in deltas) == "Hot."
+
+
 async def test_prompt_may_begin_the_reasoning(make_rig: MakeRig) -> None:
     rig = await make_rig(template=TEMPLATE + "{{ '<think>\n' }}")
     reply = await posted(rig, "/v1/chat/completions", messages=[{"role": "user", "content": "Hm.</think>Hot." + EOS}])

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
 from torchrelay.gateway.inference.answers.parts import CallArguments, CallBegin, ParsedAnswer, joined, parameter_types
 from torchrelay.gateway.inference.answers.syntax import (
+    COMMAND,
     HERMES,
     LLAMA,
     MISTRAL,
+    PHI,
     QWEN_CODER,
     AnswerSyntax,
     CallSyntax,
@@ -31,7 +33,6 @@ TOOLS = [
     },
 ]
 TYPES = parameter_types(TOOLS)
-LISTED = CallSyntax("json", "<|ACTION|>", "<|END|>", "tool", ("parameters",))
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln",  "days": 2.0}}\n</tool_call>'
 TIME = '<tool_call>{"arguments": {}, "name": "time"}</tool_call>'
@@ -113,13 +114,18 @@ XML_CASES = [
     ("<tool_call> {}", None, []),
     ("<tool_call><function=b><parameter=c>NaN</parameter></function>", "", [("b", '{"c": "NaN"}')]),
 ]
-LISTED_CASES = [
+COMMAND_CASES = [
     (
-        '<|ACTION|>[{"tool": "time", "parameters": {}}, {"tool": "b", "parameters": {"c": 1}}]<|END|>',
+        '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "time", "parameters": {}},'
+        ' {"tool_name": "weather", "parameters": {"c": 1}}\n]<|END_ACTION|>',
         "",
-        [("time", "{}"), ("b", '{"c": 1}')],
+        [("time", "{}"), ("weather", '{"c": 1}')],
     ),
-    ('<|ACTION|>{"name": "time", "parameters": {}}<|END|>', None, []),
+    ('<|START_ACTION|>{"name": "time", "parameters": {}}<|END_ACTION|>', None, []),
+]
+PHI_CASES = [
+    ('<|tool_call|>[{"name": "time", "arguments": {}}]', "", [("time", "{}")]),
+    ('<|tool_call|>[{"name": "b", "arguments": {}}]<|/tool_call|>!', "!", [("b", "{}")]),
 ]
 CASES = [
     (syntax, *case)
@@ -128,7 +134,8 @@ CASES = [
         (LLAMA, LLAMA_CASES),
         (MISTRAL, MISTRAL_CASES),
         (QWEN_CODER, XML_CASES),
-        (LISTED, LISTED_CASES),
+        (COMMAND, COMMAND_CASES),
+        (PHI, PHI_CASES),
     )
     for case in cases
 ]
@@ -165,7 +172,7 @@ FRAGMENTS = [
 ]
 SYNTAXES = [
     AnswerSyntax(calls, thoughts, is_inside)
-    for calls in (HERMES, LLAMA, MISTRAL, QWEN_CODER, LISTED, None)
+    for calls in (HERMES, LLAMA, MISTRAL, QWEN_CODER, COMMAND, None)
     for thoughts, is_inside in ((None, False), (("<think>", "</think>"), False), (("<think>", "</think>"), True))
 ]
 

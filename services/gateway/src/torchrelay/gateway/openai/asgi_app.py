@@ -17,6 +17,7 @@ from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.core import Principal, RequestRate
 from torchrelay.gateway.inference.answers.answer_parser import AnswerParser
+from torchrelay.gateway.inference.answers.parts import Part, Reasoning
 from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, TokenDelta, Usage
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.interfaces import Authenticator
@@ -108,11 +109,13 @@ class CompletionsApp:
         if is_chat:
             body = chat = requests.decode_chat(encoded)
             prompts = [requests.params_of_chat(chat)]
+            shows_reasoning = chat.include_reasoning is not False
         else:
             body = completion = requests.decode_completion(encoded)
             prompts = [requests.params_of_completion(each) for each in requests.one_per_prompt(completion)]
+            shows_reasoning = True  # as part of the text
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
-        reply_format = ReplyFormat(is_chat, wants_usage, bool(body.return_token_ids))
+        reply_format = ReplyFormat(is_chat, wants_usage, bool(body.return_token_ids), shows_reasoning)
         return prompts, reply_format, bool(body.stream)
 
 
@@ -279,6 +282,7 @@ class SseEncoder:
         self.reply = StreamReply(session.request.resolved, reply_format, reply_id, first_index)
         self._logprobs = _logprob_formatter(session, reply_format)
         self._session = session
+        self._shows_reasoning = reply_format.shows_reasoning
         self._has_annotations = self._logprobs is not None or reply_format.return_token_ids
         self._parsers = [session.answer_parser() for _ in session.texts]
         self._unstarted = set(range(len(session.texts)))  # choices without a first event
@@ -316,15 +320,18 @@ class SseEncoder:
         """The events of the parts that each token completes, of which there is at least one."""
         reply, choice = self.reply, delta.choice
         for token_id, piece, logprobs in self._pieces(delta, text):
-            parts = parser.push(piece)
+            parts = self._shown(parser.push(piece))
             last = parts[-1] if parts else ""
             content = last if isinstance(last, str) else ""
             yield from (reply.part(choice, part) for part in (parts[:-1] if content else parts))
             if content or not parts or self._has_annotations:
                 yield reply.annotated_token(choice, content, token_id, logprobs)
         if delta.finish is not None:
-            yield from (reply.part(choice, part) for part in replies.ended(parser, text.flush()))
+            yield from (reply.part(choice, part) for part in self._shown(replies.ended(parser, text.flush())))
             yield reply.finish(choice, "", replies.finish_reason(delta.finish, parser.num_calls))
+
+    def _shown(self, parts: list[Part]) -> list[Part]:
+        return parts if self._shows_reasoning else [part for part in parts if not isinstance(part, Reasoning)]
 
     def _pieces(self, delta: TokenDelta, text: ChoiceDetokenizer) -> Iterator[tuple[int, str, Any]]:
         """Each token with its text, and its logprobs if requested."""

@@ -48,7 +48,7 @@ class ReplyFormat:
     is_chat: bool
     include_usage: bool = False
     return_token_ids: bool = False
-    shows_reasoning: bool = True  # of a message of Anthropic's
+    shows_reasoning: bool = True
 
     @property
     def num_held_bytes(self) -> int:
@@ -144,7 +144,7 @@ def whole_reply(reply_format: ReplyFormat, answers: Sequence[Answer]) -> bytes:
         parsed = joined(choice.parts)
         text, calls = parsed.content, parsed.calls
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if parsed.reasoning:
+        if parsed.reasoning and reply_format.shows_reasoning:
             message |= reasoning_fields(parsed.reasoning)
         if calls:
             message |= {"content": text or None, "tool_calls": [_call_object(call) for call in calls]}

@@ -122,6 +122,7 @@ class ChatBody(BaseBody, kw_only=True):
     function_call: Any = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    include_reasoning: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[Any] | None = None
@@ -180,7 +181,7 @@ IGNORED: Final = frozenset(
     (
         *("user", "metadata", "store", "safety_identifier", "client_metadata", "session_id", "trace", "request_id"),
         *("prompt_cache_key", "prompt_cache_retention", "cache_salt", "cache_prompt", "id_slot", "priority"),
-        *("prediction", "reasoning_effort", "reasoning", "include_reasoning", "verbosity", "usage"),
+        *("prediction", "reasoning_effort", "reasoning", "verbosity", "usage"),
         *("provider", "models", "route", "transforms", "preset"),
     )
 )

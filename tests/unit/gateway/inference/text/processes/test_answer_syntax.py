@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from torchrelay.gateway.inference.answers.syntax import (
+    COMMAND,
     HERMES,
     LLAMA,
     MISTRAL,
+    NEMOTRON,
+    PHI,
     PLAIN,
     QWEN_CODER,
     AnswerSyntax,
@@ -20,6 +23,7 @@ from torchrelay.gateway.inference.text.processes.answer_syntax import declared_s
 from torchrelay.gateway.inference.text.processes.chat_format import tokenizer_config
 
 THINKS = ("<think>", "</think>")
+THINKS_COMMAND = ("<|START_THINKING|>", "<|END_THINKING|>")
 
 
 @pytest.mark.parametrize(
@@ -29,6 +33,10 @@ THINKS = ("<think>", "</think>")
         ("<tool_call>{{ tool | tojson }}</tool_call>", AnswerSyntax(HERMES)),
         ("<tool_call>\n<function=example>\n<parameter=a>", AnswerSyntax(QWEN_CODER)),
         ("{{ '[TOOL_CALLS]' }}", AnswerSyntax(MISTRAL)),
+        ("{{ '<|tool_call|>' }}", AnswerSyntax(PHI)),
+        ("<TOOLCALL>[", AnswerSyntax(NEMOTRON)),
+        ("<|START_THINKING|><|END_THINKING|><|START_ACTION|>", AnswerSyntax(COMMAND, THINKS_COMMAND)),
+        ("<tool_call>{name}\n<arg_key>", PLAIN),
         ("{{ '<|python_tag|>' }}", AnswerSyntax(LLAMA)),
         ('Respond in the format {"name": function name, "parameters": dictionary}', AnswerSyntax(LLAMA)),
         ("{{ content.split('</think>')[-1] }}<tool_call>", AnswerSyntax(HERMES, THINKS)),

@@ -11,9 +11,12 @@ from typing import Any, Final
 import msgspec
 
 from torchrelay.gateway.inference.answers.syntax import (
+    COMMAND,
     HERMES,
     LLAMA,
     MISTRAL,
+    NEMOTRON,
+    PHI,
     PYTHON_TAG,
     QWEN_CODER,
     AnswerSyntax,
@@ -21,10 +24,14 @@ from torchrelay.gateway.inference.answers.syntax import (
 )
 
 # What a template that asks for calls contains, most specific first.
-_CALLS: Final = (
+_CALLS: Final[tuple[tuple[str, CallSyntax | None], ...]] = (
+    ("<arg_key>", None),  # GLM's, which are neither JSON nor Qwen3-Coder's tags
     ("<function=", QWEN_CODER),
     (HERMES.opening, HERMES),
     (MISTRAL.opening, MISTRAL),
+    (PHI.opening, PHI),
+    (NEMOTRON.opening, NEMOTRON),
+    (COMMAND.opening, COMMAND),
     (PYTHON_TAG, LLAMA),
     ('{"name": function name, "parameters"', LLAMA),
 )
