@@ -112,7 +112,7 @@ def special_tokenizer(*tokens: str) -> bytes:
         ("[TOOL_CALLS]", f"I look.[TOOL_CALLS]weather[ARGS]{ARGUMENTS}"),
         ("<|python_tag|>", f'I look.<|python_tag|>{{"name": "weather", "parameters": {ARGUMENTS}}}'),
         (
-            "<function=",
+            "<tool_call><function=",
             "I look.<tool_call><function=weather><parameter=city>Köln 🔥</parameter></function></tool_call>",
         ),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 from hypothesis import given
@@ -223,3 +224,23 @@ def test_xml_arguments_are_shown_as_each_ends() -> None:
 def test_ids_of_mistrals_calls_are_as_its_templates_demand() -> None:
     [call] = parsed(AnswerSyntax(MISTRAL), ["[TOOL_CALLS]time[ARGS]{}"]).calls
     assert re.fullmatch(r"[a-zA-Z0-9]{9}", call.id)
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        (HERMES, "<tool_call>{" * 4000),
+        (HERMES, "<tool_call>{" * 4000 + "}" * 4000),
+        (MISTRAL, '[TOOL_CALLS][{"name": "b"}, {' * 4000),
+        (MISTRAL, '[TOOL_CALLS][{"name": "b"}, {' * 4000 + "}" * 4000),
+        (LLAMA, '<|python_tag|>{"name": "b"}; {' * 4000 + "}" * 4000),
+        (QWEN_CODER, "<tool_call><function=weather><parameter=a>" * 4000),
+        (QWEN_CODER, "<tool_call><function=b><parameter=a>" * 4000),
+    ],
+)
+def test_calls_within_calls_are_not_searched_again(syntax: CallSyntax, text: str) -> None:
+    """A search from each of them took seconds."""
+    began_s = time.process_time()
+    whole = divided(AnswerSyntax(syntax), [text])
+    assert time.process_time() - began_s < 1.0
+    assert divided(AnswerSyntax(syntax), [text[:100], text[100:]]) == whole

@@ -16,6 +16,7 @@ from torchrelay.gateway.inference.answers.syntax import (
     PHI,
     PLAIN,
     QWEN_CODER,
+    SEED,
     AnswerSyntax,
     CallSyntax,
 )
@@ -32,6 +33,11 @@ THINKS_COMMAND = ("<|START_THINKING|>", "<|END_THINKING|>")
         ("{{ messages }}", PLAIN),
         ("<tool_call>{{ tool | tojson }}</tool_call>", AnswerSyntax(HERMES)),
         ("<tool_call>\n<function=example>\n<parameter=a>", AnswerSyntax(QWEN_CODER)),
+        ("<function=example>{json}</function>", PLAIN),
+        (
+            "{% set t = '<seed:tool_call>' %}\n<function=a>{% set e = '</seed:think>' %}",
+            AnswerSyntax(SEED, ("<seed:think>", "</seed:think>")),
+        ),
         ("{{ '[TOOL_CALLS]' }}", AnswerSyntax(MISTRAL)),
         ("{{ '<|tool_call|>' }}", AnswerSyntax(PHI)),
         ("<TOOLCALL>[", AnswerSyntax(NEMOTRON)),

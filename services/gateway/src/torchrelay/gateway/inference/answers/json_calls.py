@@ -37,8 +37,7 @@ class JsonCalls(ToolCallParser):
             if (yield from self._calls()):
                 yield from self._close()
             else:
-                self._show(gap + opening)
-                reader.restore()
+                self._refuse(gap + opening)
 
     def _calls(self) -> Steps[bool]:
         """Reads an object or a list of objects; whether there was a call."""
@@ -57,7 +56,7 @@ class JsonCalls(ToolCallParser):
             yield from reader.space()
         if self.num_calls == first:
             return False
-        reader.restore()
+        self._refuse("")
         return True
 
     def _object(self) -> Steps[bool]:
@@ -79,10 +78,9 @@ class JsonCalls(ToolCallParser):
             if reader.is_over:
                 return False
             yield
-        call = self._parsed(reader.text[:end])
+        call = self._parsed(reader.take(end))
         if call is None:
             return False
-        reader.take(end)
         self._begin(call[0])
         self._argue(call[1])
         return True
@@ -138,16 +136,14 @@ class LlamaCalls(JsonCalls):
 
     def _read(self) -> Steps[None]:
         reader, opening = self._reader, self._syntax.opening
-        reader.mark()
-        yield from reader.space()
-        if not (yield from self._calls()):
-            reader.restore()
-        while (gap := (yield from self._content_until(opening))) is not None:
+        before: str | None = ""
+        while before is not None:
             reader.mark()
             yield from reader.space()
             if not (yield from self._calls()):
-                self._show(gap + opening)
-                reader.restore()
+                self._refuse(before)
+            gap = yield from self._content_until(opening)
+            before = None if gap is None else gap + opening
 
     def _calls(self) -> Steps[bool]:
         reader, first = self._reader, self.num_calls
@@ -155,8 +151,10 @@ class LlamaCalls(JsonCalls):
             reader.mark()
             yield from reader.space()
             if not (yield from reader.takes(";")):
-                break
+                reader.restore()
+                return True
             yield from reader.space()
-        if self.num_calls > first:
-            reader.restore()
-        return self.num_calls > first
+        if self.num_calls == first:
+            return False
+        self._refuse("")
+        return True

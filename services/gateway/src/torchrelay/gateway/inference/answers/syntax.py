@@ -6,7 +6,6 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-PYTHON_TAG: Final = "<|python_tag|>"
 CALL_ID: Final = "[CALL_ID]"
 ARGUMENTS: Final = "[ARGS]"
 
@@ -46,8 +45,9 @@ class AnswerSyntax(msgspec.Struct, frozen=True):
 PLAIN: Final = AnswerSyntax()
 HERMES: Final = CallSyntax("json", "<tool_call>", "</tool_call>")
 QWEN_CODER: Final = CallSyntax("xml", "<tool_call>", "</tool_call>")
+SEED: Final = CallSyntax("xml", "<seed:tool_call>", "</seed:tool_call>")
 MISTRAL: Final = CallSyntax("mistral", "[TOOL_CALLS]")
 PHI: Final = CallSyntax("json", "<|tool_call|>", "<|/tool_call|>")
 NEMOTRON: Final = CallSyntax("json", "<TOOLCALL>", "</TOOLCALL>")
 COMMAND: Final = CallSyntax("json", "<|START_ACTION|>", "<|END_ACTION|>", "tool_name", ("parameters",))
-LLAMA: Final = CallSyntax("llama", PYTHON_TAG)
+LLAMA: Final = CallSyntax("llama", "<|python_tag|>")

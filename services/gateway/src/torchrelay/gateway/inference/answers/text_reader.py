@@ -22,6 +22,7 @@ class TextReader:
         self._taken: list[str] | None = None
 
     def take(self, num_chars: int) -> str:
+        """Takes the next characters."""
         taken, self.text = self.text[:num_chars], self.text[num_chars:]
         if self._taken is not None:
             self._taken.append(taken)
@@ -31,12 +32,13 @@ class TextReader:
         """Lets ``restore`` put back what is taken from now on."""
         self._taken = []
 
-    def unmark(self) -> None:
-        self._taken = None
+    def unmark(self) -> str:
+        """The text that was taken since the mark."""
+        taken, self._taken = "".join(self._taken or ()), None
+        return taken
 
     def restore(self) -> None:
-        self.text = "".join(self._taken or ()) + self.text
-        self._taken = None
+        self.text = self.unmark() + self.text
 
     def begins_with(self, marker: str) -> Steps[bool]:
         while not self.is_over and len(self.text) < len(marker) and marker.startswith(self.text):

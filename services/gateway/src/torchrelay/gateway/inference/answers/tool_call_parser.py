@@ -70,8 +70,7 @@ class ToolCallParser(ABC):
                 reader.take(len(opening))
                 return gap
             if reader.is_over:
-                rest = reader.take(len(text))
-                self._show("" if self.num_calls and not rest.strip() else rest)
+                self._show_last(reader.take(len(text)))
                 return None
             shown = text[: len(text) - num_begun(text, opening)].rstrip()
             self._show(reader.take(len(shown)))
@@ -92,6 +91,23 @@ class ToolCallParser(ABC):
     def _show(self, content: str) -> None:
         if content:
             self._parts.append(content)
+
+    def _show_last(self, content: str) -> None:
+        self._show("" if self.num_calls and not content.strip() else content)
+
+    def _refuse(self, before: str) -> None:
+        """Shows what was taken since the mark as content, after ``before``; and the rest, if the text is over.
+
+        Nothing is searched again for calls: that would take the square of the time for calls within calls.
+        """
+        reader = self._reader
+        taken = before + reader.unmark()
+        if reader.is_over:
+            self._show_last(taken + reader.take(len(reader.text)))
+            return
+        shown = taken.rstrip()
+        self._show(shown)
+        reader.text = taken[len(shown) :] + reader.text
 
     def _begin(self, name: str) -> None:
         is_mistral = self._syntax.style == "mistral"

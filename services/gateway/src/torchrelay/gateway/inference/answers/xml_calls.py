@@ -26,8 +26,7 @@ class XmlCalls(ToolCallParser):
             if (yield from self._call()):
                 yield from self._close()
             else:
-                self._show(gap + opening)
-                reader.restore()
+                self._refuse(gap + opening)
 
     def _call(self) -> Steps[bool]:
         """Reads a function; whether it is a call."""
@@ -47,6 +46,8 @@ class XmlCalls(ToolCallParser):
         while (key := (yield from self._key())) is not None:
             value = yield from reader.until(_PARAMETER_END)
             if value is None:
+                if is_live:
+                    self._refuse("")
                 return is_live
             separator = "" if is_first else ", "
             arguments.append(f"{separator}{json.dumps(key, ensure_ascii=False)}: {self._json(name, key, value)}")

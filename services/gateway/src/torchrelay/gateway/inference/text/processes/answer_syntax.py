@@ -17,25 +17,26 @@ from torchrelay.gateway.inference.answers.syntax import (
     MISTRAL,
     NEMOTRON,
     PHI,
-    PYTHON_TAG,
     QWEN_CODER,
+    SEED,
     AnswerSyntax,
     CallSyntax,
 )
 
 # What a template that asks for calls contains, most specific first.
-_CALLS: Final[tuple[tuple[str, CallSyntax | None], ...]] = (
-    ("<arg_key>", None),  # GLM's, which are neither JSON nor Qwen3-Coder's tags
-    ("<function=", QWEN_CODER),
-    (HERMES.opening, HERMES),
-    (MISTRAL.opening, MISTRAL),
-    (PHI.opening, PHI),
-    (NEMOTRON.opening, NEMOTRON),
-    (COMMAND.opening, COMMAND),
-    (PYTHON_TAG, LLAMA),
-    ('{"name": function name, "parameters"', LLAMA),
+_CALLS: Final[tuple[tuple[tuple[str, ...], CallSyntax | None], ...]] = (
+    (("<arg_key>",), None),  # GLM's, which are neither JSON nor Qwen3-Coder's tags
+    ((SEED.opening, "<function="), SEED),
+    ((QWEN_CODER.opening, "<function="), QWEN_CODER),
+    *(((syntax.opening,), syntax) for syntax in (HERMES, MISTRAL, PHI, NEMOTRON, COMMAND, LLAMA)),
+    (('{"name": function name, "parameters"',), LLAMA),
 )
-_THOUGHTS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
+_THOUGHTS: Final = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
 _REASONING_FIELDS: Final = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -52,7 +53,7 @@ class _Field(msgspec.Struct):
 
 def syntax_of(template: str) -> AnswerSyntax:
     """The syntax that a chat template shows to the model."""
-    calls = next((syntax for text, syntax in _CALLS if text in template), None)
+    calls = next((syntax for texts, syntax in _CALLS if all(text in template for text in texts)), None)
     return AnswerSyntax(calls, next((pair for pair in _THOUGHTS if pair[1] in template), None))
 
 
