@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 from collections.abc import AsyncIterator, Iterable
@@ -267,3 +268,36 @@ async def test_client_that_leaves_a_stream_is_billed_for_what_it_got(make_rig: M
     await rig.token_path.pipeline.drain(10, 1)
     [usages] = rig.ports.settled.values()
     assert 0 < usages[0].num_output_tokens < 400
+
+
+async def test_silent_streams_leave_other_calls_their_turns(make_rig: MakeRig) -> None:
+    limits = {"max_body_bytes": 1 << 20, "max_buffered_body_bytes_per_tenant": 2 << 20}
+    rig = await make_rig(body_silence_s=60.0, **limits)
+    async with open_channel(rig.grpc_address) as channel:
+        stub: Any = GRPCInferenceServiceStub(channel)
+        streams = [stub.ModelStreamInfer(metadata=METADATA) for _ in range(3)]
+        for stream in streams:
+            await stream.initial_metadata()  # it waits for its first message
+        assert outputs(await stub.ModelInfer(request(), metadata=METADATA, timeout=10))["num_output_tokens"] == [12]
+        for stream in streams[:2]:
+            await stream.write(request())
+            assert outputs((await stream.read()).infer_response)["num_output_tokens"] == [12]
+            await stream.done_writing()
+        for stream in streams:
+            stream.cancel()
+
+
+async def test_stream_that_stays_silent_ends(make_rig: MakeRig) -> None:
+    async def requests() -> AsyncIterator[pb.ModelInferRequest]:
+        yield request()
+        await asyncio.Event().wait()
+
+    rig = await make_rig(body_silence_s=2.0)
+    responses: list[pb.ModelStreamInferResponse] = []
+    async with open_channel(rig.grpc_address) as channel:
+        stub: Any = GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for response in stub.ModelStreamInfer(requests(), metadata=METADATA):
+                responses.append(response)
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert [outputs(response.infer_response)["num_output_tokens"] for response in responses] == [[12]]
