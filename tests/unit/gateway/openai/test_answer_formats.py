@@ -9,7 +9,6 @@ import pytest
 
 from tests.unit.gateway.token_path_rig import TokenPathRig
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.control.v1 import generation_pb2
 from torchrelay.gateway.inference.answers.answer_format import AnswerFormat, choice_rule, json_rule, regex_rule
 from torchrelay.gateway.openai.answer_formats import ResponseFormat, StructuredOutputs, answer_format
 from torchrelay.gateway.openai.strict_schemas import check_strict
@@ -104,16 +103,12 @@ def test_strict_schema_is_bounded() -> None:
         check_strict(changed(properties={name: {} for name in names}, required=names), "s", "f")
 
 
-async def test_workers_get_the_grammar(rig: TokenPathRig) -> None:
-    """Also for a prompt of token ids, which no text process encodes."""
-    for prompt in ("hi", [1, 2]):
-        body = {"model": "echo", "prompt": prompt, "max_tokens": 2, "guided_choice": ["yes", "no"]}
-        assert (await rig.http.post("/v1/completions", json=body)).status_code == 200
-        assert _last_start(rig).sampling.grammar == 'start: answer\nanswer: "yes" | "no"'
-    plain = {"model": "echo", "prompt": "hi", "max_tokens": 2}
-    assert (await rig.http.post("/v1/completions", json=plain)).status_code == 200
-    assert _last_start(rig).sampling.grammar == ""
-
-
-def _last_start(rig: TokenPathRig) -> generation_pb2.AttemptStart:
-    return max((start for worker in rig.workers for _, start in worker.starts), key=lambda start: start.key.request_id)
+@pytest.mark.parametrize("prompt", ["hi", [1, 2]], ids=["text", "token ids"])
+async def test_workers_get_the_grammar(rig: TokenPathRig, prompt: str | list[int]) -> None:
+    body = {"model": "echo", "prompt": prompt, "max_tokens": 2}
+    for fields, grammar in (({}, ""), ({"guided_choice": ["yes", "no"]}, 'start: answer\nanswer: "yes" | "no"')):
+        for worker in rig.workers:
+            worker.starts.clear()
+        assert (await rig.http.post("/v1/completions", json={**body, **fields})).status_code == 200
+        starts = [start for worker in rig.workers for _, start in worker.starts]
+        assert starts and {start.sampling.grammar for start in starts} == {grammar}

@@ -40,7 +40,7 @@ def answer_format(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None, guided: StructuredOutputs
 ) -> AnswerFormat | None:
     """The format; None if any text will do. Raises ``InvalidRequest`` naming the field at fault."""
-    asked = [*_of_response_format(response_format)]
+    asked = [*of_response_format(response_format)]
     if structured is not None:
         asked += _of_structured(structured, "structured_outputs", "structured_outputs.")
     asked += _of_structured(guided, "", "guided_")
@@ -50,22 +50,23 @@ def answer_format(
     return asked[0] if asked else None
 
 
-def _of_response_format(asked: ResponseFormat | None) -> Iterator[AnswerFormat]:
+def of_response_format(asked: ResponseFormat | None, field: str = "response_format") -> Iterator[AnswerFormat]:
+    """The format, unless any text will do; ``field`` names it in errors. Raises ``InvalidRequest``."""
     match asked:
         case None | ResponseFormat(type="text"):
             return
         case ResponseFormat(type="json_object"):
-            yield AnswerFormat(content=json_rule(_ANY_OBJECT))
+            yield AnswerFormat(content=json_rule(_ANY_OBJECT), field=field)
         case ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat() as declared):
             schema = _ANY_OBJECT if declared.schema is None else declared.schema
             if declared.strict:
-                check_strict(schema, "response_format.json_schema.schema", "response_format")
-            yield AnswerFormat(content=json_rule(schema))
+                check_strict(schema, f"{field}: schema", field)
+            yield AnswerFormat(content=json_rule(schema), field=field)
         case ResponseFormat(type="json_schema"):
-            raise InvalidRequest("response_format.json_schema is missing", field="response_format")
+            raise InvalidRequest(f"{field}: the schema is missing", field=field)
         case _:
-            message = f"response_format.type must be text, json_object or json_schema, not {asked.type[:40]!r}"
-            raise InvalidRequest(message, field="response_format")
+            message = f"{field}.type must be text, json_object or json_schema, not {asked.type[:40]!r}"
+            raise InvalidRequest(message, field=field)
 
 
 def _of_structured(asked: StructuredOutputs, field: str, prefix: str) -> Iterator[AnswerFormat]:

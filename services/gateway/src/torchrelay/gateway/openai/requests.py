@@ -222,7 +222,7 @@ def params_of_chat(body: ChatBody) -> GenerateParams:
         max_tokens, field = body.max_completion_tokens, "max_completion_tokens"
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs to be true", field="logprobs")
-    format_ = _format(body)
+    format_ = format_of(body)
     tools, format_ = chosen_tools(declared_tools(body.tools or []), body.tool_choice, body.parallel_tool_calls, format_)
     if tools and body.logprobs:
         raise InvalidRequest("logprobs of an answer with tools are not supported yet", field="logprobs")
@@ -257,7 +257,7 @@ def _malformed_prompt() -> InvalidRequest:
 
 def params_of_completion(body: CompletionBody) -> GenerateParams:
     """The parameters of a body with one prompt. Raises ``InvalidRequest``."""
-    fields: dict[str, Any] = {"max_tokens": body.max_tokens, "answer_format": _format(body)}
+    fields: dict[str, Any] = {"max_tokens": body.max_tokens, "answer_format": format_of(body)}
     if body.logprobs is not None:
         fields["top_logprobs"] = check_top_logprobs(body.logprobs, MAX_COMPLETION_LOGPROBS, "logprobs")
     prompt = body.prompt
@@ -273,7 +273,8 @@ def params_of_completion(body: CompletionBody) -> GenerateParams:
     return shared_params(body, token_ids=token_ids, **fields)
 
 
-def _format(body: BaseBody) -> AnswerFormat | None:
+def format_of(body: BaseBody) -> AnswerFormat | None:
+    """The format that the answer must follow. Raises ``InvalidRequest``."""
     guided = StructuredOutputs(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
     return answer_format(body.response_format, body.structured_outputs, guided)
 

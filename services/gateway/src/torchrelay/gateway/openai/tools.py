@@ -70,6 +70,8 @@ def chosen_tools(
 
     Raises ``InvalidRequest``.
     """
+    if not tools and choice not in (None, "none", "auto"):
+        raise InvalidRequest("tool_choice asks for a call, but there are no tools to call", field="tool_choice")
     if not tools or choice == "none":
         return (), format_  # a model calls none that it does not know
     match choice:

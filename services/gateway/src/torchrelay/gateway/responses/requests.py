@@ -11,12 +11,15 @@ from typing import Any, Final
 import msgspec
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.inference.answers.answer_format import AnswerFormat
 from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.gateway.inference.parameter_ranges import check_template_kwargs
+from torchrelay.gateway.openai.answer_formats import JsonSchemaFormat, ResponseFormat, of_response_format
 from torchrelay.gateway.openai.body_decoder import decode
-from torchrelay.gateway.openai.requests import IGNORED, BaseBody, Count, refuse_unsupported, shared_params
+from torchrelay.gateway.openai.requests import IGNORED, BaseBody, Count, format_of, refuse_unsupported, shared_params
+from torchrelay.gateway.openai.tools import chosen_tools
 from torchrelay.gateway.responses.input_items import Item, messages_of
-from torchrelay.gateway.responses.tools import Tools, tools_of
+from torchrelay.gateway.responses.tools import Tools, chat_choice, tools_of
 
 _MAX_PAIRS: Final = 16  # of metadata, as OpenAI
 _MAX_KEY_CHARS: Final = 64
@@ -26,6 +29,9 @@ _LOGPROBS: Final = "message.output_text.logprobs"
 
 class TextFormat(msgspec.Struct):
     type: str = "text"
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class TextConfig(msgspec.Struct):
@@ -92,13 +98,6 @@ def decode_body(encoded: bytes | bytearray) -> ResponseBody:
     for name, message in _REFUSED.items():
         if getattr(body, name):
             raise InvalidRequest(message, field=name)
-    format_type = body.text.format.type if body.text and body.text.format else "text"
-    if format_type != "text":
-        message = f"text.format of type {format_type[:40]!r} is not supported yet; text is"
-        raise InvalidRequest(message, field="text.format")
-    if body.tool_choice not in (None, "auto", "none"):
-        message = f"tool_choice {str(body.tool_choice)[:80]!r} is not supported yet; auto and none are"
-        raise InvalidRequest(message, field="tool_choice")
     if body.truncation not in (None, "auto", "disabled"):
         message = f"truncation must be auto or disabled, not {body.truncation[:40]!r}"
         raise InvalidRequest(message, field="truncation")
@@ -120,16 +119,35 @@ def decode_body(encoded: bytes | bytearray) -> ResponseBody:
 def params_of(body: ResponseBody) -> tuple[GenerateParams, Tools]:
     """Raises ``InvalidRequest``."""
     tools = tools_of(body.tools or [])
+    shown, format_ = chosen_tools(
+        tuple(tools.functions), chat_choice(body.tool_choice, tools), body.parallel_tool_calls, _format(body)
+    )
     params = shared_params(
         body,
         messages=messages_of(body.input, body.instructions),
         messages_field="input",
-        tools=() if body.tool_choice == "none" else tuple(tools.functions),
+        tools=shown,
+        answer_format=format_,
         template_kwargs=check_template_kwargs(body.chat_template_kwargs or {}),
         max_tokens=body.max_output_tokens,
         max_tokens_field="max_output_tokens",
     )
     return params, tools
+
+
+def _format(body: ResponseBody) -> AnswerFormat | None:
+    asked = format_of(body)
+    if body.text is None or (declared := body.text.format) is None:
+        return asked
+    schema = None
+    if declared.schema is not None:
+        schema = JsonSchemaFormat(declared.name or "", declared.schema, declared.strict)
+    for format_ in of_response_format(ResponseFormat(declared.type, schema), "text.format"):
+        if asked is not None:
+            message = f"an answer has one format: text.format and {asked.field} are given together"
+            raise InvalidRequest(message, field=asked.field)
+        return format_
+    return asked
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:

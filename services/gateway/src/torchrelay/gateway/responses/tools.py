@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.openai.strict_schemas import check_strict
 from torchrelay.gateway.openai.tools import MAX_TOOLS, TOOL_NAME
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -103,11 +104,13 @@ def _add(tools: Tools, tool: Mapping[str, Any], where: str, namespace: str | Non
     kind = tool.get("type")
     if kind == "function":
         function = _converted(tool, _Function, where)
-        if function.strict:
-            raise InvalidRequest(f"{where}.strict is not supported yet", field="tools")
+        is_strict = bool(function.strict)
         description, parameters = function.description, function.parameters or {"type": "object", "properties": {}}
+        if is_strict:
+            check_strict(parameters, f"{where}.parameters", "tools")
         name = ToolName(function.name, namespace)
     elif kind == "custom":
+        is_strict = False
         custom = _converted(tool, _Custom, where)
         description, parameters = custom.description, _input_parameter(custom.format, where)
         name = ToolName(custom.name, namespace, is_custom=True)
@@ -123,7 +126,27 @@ def _add(tools: Tools, tool: Mapping[str, Any], where: str, namespace: str | Non
     shown: dict[str, Any] = {"name": name.shown}
     if description or preface:
         shown["description"] = f"{preface}{description or ''}".rstrip()
+    if is_strict:
+        shown["strict"] = True
     tools.functions.append({"type": "function", "function": {**shown, "parameters": parameters}})
+
+
+def chat_choice(choice: Any, tools: Tools) -> Any:
+    """A ``tool_choice`` as chat completions have it, with the names that the model knows."""
+    match choice:
+        case {"type": "function" | "custom", "name": str(name)}:
+            shown = [key for key, named in tools.names.items() if named.name == name and _is_of(named, choice)]
+            return {"type": "function", "name": shown[0] if shown else name}
+        case {"type": "allowed_tools", "mode": mode, "tools": list(allowed)}:
+            return {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": mode, "tools": [chat_choice(each, tools) for each in allowed]},
+            }
+    return choice
+
+
+def _is_of(named: ToolName, choice: Mapping[str, Any]) -> bool:
+    return choice.get("namespace") in (None, named.namespace)
 
 
 def _input_parameter(given: _InputFormat | None, where: str) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""``/v1/embeddings``: vectors of texts."""
+"""Vectors of texts, at ``/v1/embeddings``."""
