@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.e2e.conftest import SMALL, Tenant
-from tests.support.checkpoints import declare_embeddings, make_checkpoint, reference_model
+from tests.support.checkpoints import declare_embeddings, make_checkpoint, make_headless, reference_model
 from tests.support.completions import headers
 from tests.support.http import http
 from tests.support.platform import Platform, running_platform
@@ -22,8 +23,16 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return declare_embeddings(make_checkpoint(tmp_path_factory.mktemp("embed"), "qwen3"))
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with its head, for the reference."""
+    return make_checkpoint(tmp_path_factory.mktemp("whole"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def folder(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model as sentence-transformers saves it: without its head."""
+    copy = shutil.copytree(whole, tmp_path_factory.mktemp("embed") / "model")
+    return declare_embeddings(make_headless(copy))
 
 
 @torch.no_grad()
@@ -42,7 +51,7 @@ def usage(tenant: Tenant) -> tuple[int, int]:
     return total["prompt_tokens"], total["completion_tokens"]
 
 
-def test_vectors_and_bill_of_many_inputs(platform: Platform, tenant: Tenant, folder: Path) -> None:
+def test_vectors_and_bill_of_many_inputs(platform: Platform, tenant: Tenant, folder: Path, whole: Path) -> None:
     model = platform.upload(tenant.key, folder, "embed")
     platform.await_zero()
     prompts = [[(7 * place + number) % 251 for place in range(1 + 9 * number)] for number in range(50)]
@@ -52,7 +61,7 @@ def test_vectors_and_bill_of_many_inputs(platform: Platform, tenant: Tenant, fol
     assert reply.usage.prompt_tokens == reply.usage.total_tokens == sum(map(len, prompts))
     after = usage(tenant)
     assert (after[0] - before[0], after[1] - before[1]) == (sum(map(len, prompts)), 0)
-    checkpoint = reference_model(folder)
+    checkpoint = reference_model(whole)
     for prompt, given in zip(prompts, reply.data, strict=True):
         assert given.embedding == pytest.approx(reference(checkpoint, prompt), abs=TOLERANCE)
     text = client.embeddings.create(model=model, input="some words", dimensions=16)
@@ -60,9 +69,11 @@ def test_vectors_and_bill_of_many_inputs(platform: Platform, tenant: Tenant, fol
     plain = tenant.model("qwen3")
     with pytest.raises(openai.BadRequestError, match="declares no embeddings"):
         client.embeddings.create(model=plain, input="some words")
+    with pytest.raises(openai.BadRequestError, match="has no head for tokens"):
+        client.completions.create(model=model, prompt="some words")
 
 
-def test_killed_worker_costs_no_vector(tmp_path: Path, folder: Path) -> None:
+def test_killed_worker_costs_no_vector(tmp_path: Path, folder: Path, whole: Path) -> None:
     """The inputs that it had are computed elsewhere, or by its successor."""
     with running_platform(tmp_path / "home", (*SMALL, "--idle-timeout-s", "120")) as platform:
         tenant = Tenant(platform, "acme", platform.tenant("acme"), tmp_path)
@@ -84,7 +95,7 @@ def test_killed_worker_costs_no_vector(tmp_path: Path, folder: Path) -> None:
                     break
             platform.kill(worker)
             reply = asking.result()
-        checkpoint = reference_model(folder)
+        checkpoint = reference_model(whole)
         for prompt, given in zip(prompts, reply.data, strict=True):
             assert given.embedding == pytest.approx(reference(checkpoint, prompt), abs=TOLERANCE)
         assert usage(tenant) == (before[0] + sum(map(len, prompts)), before[1])

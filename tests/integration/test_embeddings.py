@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -92,5 +91,6 @@ async def test_cancel_and_unknown_pooling_leave_nothing(scene_of: Make) -> None:
         await unknown.finished()
         assert "pooling" in unknown.error().message
         cancelled = [await embed(scene, prompt_of(500, salt)) for salt in range(4)]
-        await asyncio.gather(*(request.streams[0].cancel(request.start.key) for request in cancelled))
+        for request in cancelled:
+            await request.streams[0].cancel(request.start.key)
         await scene.assert_idle()

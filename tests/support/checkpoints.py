@@ -260,6 +260,12 @@ def declare_embeddings(folder: Path, size: int = 64, *, mode: str = "lasttoken",
     return folder
 
 
+def make_headless(folder: Path) -> Path:
+    """Saves a checkpoint again as a model without a head, whose tensors have no prefix."""
+    _transformers().AutoModel.from_pretrained(folder, dtype="auto").save_pretrained(folder)
+    return folder
+
+
 def reference_model(folder: Path, auto_class: str = "AutoModelForCausalLM") -> Any:
     """The checkpoint in transformers, in its own dtype, ready for ``generate``."""
     # Plain attention: the quicker kinds leave soft caps out.

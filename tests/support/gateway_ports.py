@@ -32,6 +32,7 @@ def published_model(
     context: int = 4096,
     eos_token_ids: tuple[int, ...] = (),
     embedding: EmbeddingSpec | None = None,
+    has_no_head: bool = False,
 ) -> PublishedModel:
     """A model whose numbers mean nothing to anybody but the gateway."""
     version = Version(
@@ -46,6 +47,7 @@ def published_model(
         eos_token_ids=eos_token_ids,
         file_digests=dict(file_digests),
         embedding=embedding,
+        has_no_head=has_no_head,
     )
     price = Price("price-1", "", 1, 1, 2, 0)
     return PublishedModel(name, PRINCIPAL.tenant_id, version, price, 0.0, 0, 1_700_000_000_000_000)

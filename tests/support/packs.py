@@ -29,6 +29,8 @@ def build_pack(folder: Path) -> Pack:
     """The pack of a folder with one model.safetensors."""
     config = json.loads((folder / "config.json").read_text())
     header, body = read_safetensors(folder / "model.safetensors")
+    if "embed_tokens.weight" in header:  # saved without a head
+        header = {f"model.{name}": entry for name, entry in header.items()}
     dtype = next(iter(header.values()))["dtype"]
     layout = PackLayout.of(tensors_by_segment(read_config(config)), dtype, DTYPE_BYTES[dtype])
     data = bytearray(layout.num_bytes)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.checkpoints import make_headless
 from tests.unit.engine.harness import Model, ModelOf, assert_idle, group_of, outputs, prompt_of, run
 from torchrelay.common.errors import ContextLengthExceeded, InvalidRequest
 from torchrelay.engine.core import Embedding, GroupSpec, Pooling, SamplingParams, StepResult
@@ -111,6 +114,16 @@ def test_cancelled_embedding_frees_its_pages(model_of: ModelOf) -> None:
     assert not instance.step().embeddings
     instance.cancel("r/0")
     assert not embeddings(run(instance))
+    assert_idle(instance)
+
+
+def test_model_without_a_head_gives_embeddings_alone(model_of: ModelOf, tmp_path: Path) -> None:
+    whole = model_of("qwen3")
+    instance = Model(make_headless(shutil.copytree(whole.folder, tmp_path / "headless"))).instance()
+    given = vector(embed(instance, prompt_of(30)))
+    assert float((given - reference(whole, prompt_of(30))).abs().max()) < 2e-4
+    with pytest.raises(InvalidRequest, match="no head"):
+        instance.prefill(group_of(prompt_of(30)))
     assert_idle(instance)
 
 

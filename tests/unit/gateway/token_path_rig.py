@@ -119,6 +119,13 @@ async def _make(
         published_model(
             "acme/plain", file_digests={"tokenizer.json": digests["tokenizer.json"]}, vocab_size=size, context=512
         ),
+        published_model(
+            "acme/headless",
+            file_digests=digests,
+            vocab_size=size,
+            embedding=EmbeddingSpec(types_pb2.POOLING_LAST_TOKEN, NUM_DIMENSIONS, True),
+            has_no_head=True,
+        ),
         *(
             published_model(
                 name,

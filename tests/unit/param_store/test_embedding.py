@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import declare_embeddings
-from tests.unit.param_store.model_folders import write_folder
+from tests.unit.param_store.model_folders import Tensors, config_of, tensors_of, write_folder
 from tests.unit.param_store.running_store import publish, running_store
 from torchrelay.control.v1 import types_pb2
 from torchrelay.param_store.embedding import EmbeddingSpec, UnsupportedEmbedding, declared_embedding
@@ -95,3 +95,33 @@ async def test_published_version_has_the_embedding(tmp_path: Path) -> None:
         assert version.embedding.is_normalized and {MODULES_FILE, POOLING_FILE} <= set(version.file_digests)
         plain = await publish(store, write_folder(tmp_path / "plain"))
         assert not plain.HasField("embedding") and plain.pack_id == version.pack_id
+
+
+def saved_without_head(folder: Path, architecture: str = "Qwen3ForCausalLM", *, tied: bool = False) -> Path:
+    """A folder whose tensors have no prefix and whose head is missing, as of Qwen3-Embedding."""
+    config = config_of("Qwen3ForCausalLM", tie_word_embeddings=tied)
+    tensors = tensors_of(config).by_name
+    named = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    write_folder(folder, config)
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    Tensors(named).write(folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied", "has_head"),
+    [("Qwen3ForCausalLM", True, True), ("Qwen3ForCausalLM", False, False), ("Qwen3Model", False, False)],
+)
+async def test_checkpoint_saved_without_its_head(tmp_path: Path, architecture: str, tied: bool, has_head: bool) -> None:
+    folder = declare_embeddings(saved_without_head(tmp_path / "model", architecture, tied=tied))
+    async with running_store(tmp_path / "store") as store:
+        version = await publish(store, folder)
+        assert (version.HasField("embedding"), version.has_no_head) == (True, not has_head)
+        assert version.architecture == ("Qwen3ForCausalLM" if has_head else "Qwen3Model")
+
+
+def test_headless_model_must_declare_embeddings(tmp_path: Path) -> None:
+    with pytest.raises(PackRefused, match="Qwen3Model has no head for tokens, and no modules"):
+        pack(saved_without_head(tmp_path / "model", "Qwen3Model"), tmp_path / "a.pack", 0)
+    with pytest.raises(PackRefused, match="embed_tokens"):
+        pack(saved_without_head(tmp_path / "other"), tmp_path / "a.pack", 0)

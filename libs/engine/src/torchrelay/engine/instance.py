@@ -16,7 +16,7 @@ from torchrelay.engine.batching.decode_shares import Latency, no_latency
 from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import SequenceGroup
-from torchrelay.engine.batching.validation import check_sampled_tokens, check_tokens
+from torchrelay.engine.batching.validation import check_head, check_sampled_tokens, check_tokens
 from torchrelay.engine.core import GroupSpec, KvBlock, StepResult
 from torchrelay.engine.execution.model_runner import ModelRunner
 from torchrelay.engine.execution.resident_model import ResidentModel
@@ -161,6 +161,7 @@ class Instance:
         Raises ``InvalidRequest`` (also ``ContextLengthExceeded``) or ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
+        check_head(group, self.config.has_head)
         queued = SequenceGroup.of(group, on_kv)
         self._scheduler.submit(queued)
         self._interruptions.deadlines.add(queued)
@@ -175,6 +176,7 @@ class Instance:
             message = f"the KV offered for {group.group_id} does not match the model and the request"
             raise InvalidRequest(message, field="sequences")
         check_sampled_tokens(group, self.config.vocab_size)
+        check_head(group, self.config.has_head)
         kv_import = KvImport(group, layout, self.model.pages, self._scheduler, self.config.vocab_size)
         self._interruptions.deadlines.add(kv_import.imported)
         return kv_import
@@ -192,6 +194,7 @@ class Instance:
         ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
+        check_head(group, self.config.has_head)
         imported = SequenceGroup.of(group, on_kv, on_pages)
         model = self.model
         layout_of = partial(self._prefill_layout, group)

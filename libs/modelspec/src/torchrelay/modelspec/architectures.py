@@ -52,6 +52,12 @@ class Architecture:
     tied_embeddings: bool = False
     activation_key: str = "hidden_act"
     activation: str = "silu"
+    headless_suffix: str = "Model"  # that replaces ForCausalLM in the name
+
+    @property
+    def headless_name(self) -> str:
+        """The name of the same model without a head, which gives hidden states instead of tokens."""
+        return self.name.replace("ForCausalLM", self.headless_suffix)
 
 
 _GEMMA2 = Architecture(
@@ -77,6 +83,7 @@ _GEMMA3 = replace(
     full_every=6,
     local_rope=True,
     rope_theta=1_000_000.0,
+    headless_suffix="TextModel",
 )
 _MIXTRAL = Architecture(
     "MixtralForCausalLM",
@@ -126,3 +133,4 @@ ARCHITECTURES = {
         _QWEN3_MOE,
     )
 }
+HEADLESS = {architecture.headless_name: architecture for architecture in ARCHITECTURES.values()}

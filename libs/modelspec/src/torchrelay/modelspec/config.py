@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchrelay.modelspec.architectures import ARCHITECTURES, Architecture
+from torchrelay.modelspec.architectures import ARCHITECTURES, HEADLESS, Architecture
 from torchrelay.modelspec.errors import UnsupportedModel
 from torchrelay.modelspec.text_part import MULTIMODAL, is_multimodal, text_config
 
@@ -70,6 +70,7 @@ class ModelConfig:
     logit_cap: float | None
     experts: ExpertConfig | None
     tied_embeddings: bool
+    has_head: bool = True  # False: it gives hidden states instead of tokens
 
     @property
     def num_segments(self) -> int:
@@ -113,6 +114,7 @@ def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
         logit_cap=_soft_cap(config, architecture, "final_logit_softcapping", logit_cap),
         experts=_experts(config, architecture),
         tied_embeddings=bool(config.get("tie_word_embeddings", architecture.tied_embeddings)),
+        has_head=config["architectures"][0] not in HEADLESS,
     )
     _refuse_unsupported(config, parsed)
     return parsed
@@ -121,13 +123,14 @@ def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
 def _architecture(config: Mapping[str, Any]) -> Architecture:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    known = ARCHITECTURES | HEADLESS
+    if not isinstance(name, str) or name not in known:
         raise UnsupportedModel(
             f"architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}, and the text part of"
             f" {', '.join(MULTIMODAL)}",
             "architectures",
         )
-    return ARCHITECTURES[name]
+    return known[name]
 
 
 def _refuse_unsupported(config: Mapping[str, Any], parsed: ModelConfig) -> None:

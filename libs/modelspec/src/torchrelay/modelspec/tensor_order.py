@@ -31,7 +31,7 @@ def tensors_by_segment(config: ModelConfig) -> Iterator[tuple[TensorSpec, ...]]:
         yield (*_norms(config, prefix), *_attention(config, f"{prefix}self_attn."), *_mlp(config, prefix))
     norm = TensorSpec("model.norm.weight", (config.hidden_size,), "norm")
     head = TensorSpec("lm_head.weight", (config.vocab_size, config.hidden_size), "head")
-    yield (norm,) if config.tied_embeddings else (norm, head)
+    yield (norm, head) if config.has_head and not config.tied_embeddings else (norm,)
 
 
 def _norms(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:

@@ -362,6 +362,7 @@ class VersionDescription(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
+    HAS_NO_HEAD_FIELD_NUMBER: _builtins.int
     version_id: _builtins.str
     pack_id: _builtins.str
     pack_bytes: _builtins.int
@@ -370,6 +371,8 @@ class VersionDescription(_message.Message):
     routing_block_tokens: _builtins.int
     stored_bytes: _builtins.int
     """counts against the tenant's quota"""
+    has_no_head: _builtins.bool
+    """it gives embeddings, but no tokens"""
     @_builtins.property
     def shape(self) -> _types_pb2.ModelShape: ...
     @_builtins.property
@@ -396,10 +399,11 @@ class VersionDescription(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         stored_bytes: _builtins.int = ...,
         embedding: Global___Embedding | None = ...,
+        has_no_head: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "embedding", b"embedding", "eos_token_ids", b"eos_token_ids", "file_digests", b"file_digests", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "routing_block_tokens", b"routing_block_tokens", "shape", b"shape", "stored_bytes", b"stored_bytes", "version_id", b"version_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "embedding", b"embedding", "eos_token_ids", b"eos_token_ids", "file_digests", b"file_digests", "has_no_head", b"has_no_head", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "routing_block_tokens", b"routing_block_tokens", "shape", b"shape", "stored_bytes", b"stored_bytes", "version_id", b"version_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

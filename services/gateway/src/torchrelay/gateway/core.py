@@ -79,6 +79,7 @@ class Version:
     eos_token_ids: tuple[int, ...] = ()
     file_digests: Mapping[str, str] = field(default_factory=dict)  # "tokenizer.json" -> BLAKE3
     embedding: EmbeddingSpec | None = None  # None: the model declares none
+    has_no_head: bool = False  # it gives embeddings, but no tokens
 
 
 LEAST_TARGET_S, MOST_TARGET_S = 0.001, 86_400.0

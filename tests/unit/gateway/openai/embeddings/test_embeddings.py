@@ -207,3 +207,12 @@ async def test_other_methods_are_refused(rig: TokenPathRig) -> None:
         "/v1/embeddings", json={"model": "acme/embed", "input": "a"}, headers={"authorization": "Bearer tr-admin"}
     )
     assert admin.status_code == 403
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_model_without_a_head_gives_embeddings_alone(rig: TokenPathRig, path: str) -> None:
+    body = {"model": "headless", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    refused = await rig.http.post(f"/v1/{path}", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+    assert "acme/headless has no head for tokens" in refused.text
+    assert (await rig.client.embeddings.create(model="headless", input="a")).data

@@ -37,6 +37,12 @@ def check_tokens(spec: GroupSpec, vocab_size: int) -> None:
     check_sampled_tokens(spec, vocab_size)
 
 
+def check_head(spec: GroupSpec, has_head: bool) -> None:
+    """Checks that the model gives what the group asks for. Raises ``InvalidRequest``."""
+    if spec.pooling is None and not has_head:
+        raise InvalidRequest("the model has no head for tokens; it gives embeddings alone", field="pooling")
+
+
 def check_sampled_tokens(spec: GroupSpec, vocab_size: int) -> None:
     """Checks the token ids whose logits the sampler changes. Raises ``InvalidRequest``."""
     distinct = spec.distinct_prompt_tokens

@@ -110,6 +110,10 @@ class PackWeights:
         self._require(self._config.num_segments - 1)
         return self._groups[-1]["norm"]
 
+    @property
+    def has_head(self) -> bool:
+        return self._config.has_head
+
     def head(self) -> Matrix:
         if self._head is not None:
             return self._head

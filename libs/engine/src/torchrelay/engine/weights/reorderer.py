@@ -122,7 +122,8 @@ class Reorderer:
             if self._stop.is_set():
                 return
             self._weights.replace_layer(layer, reordered_layer(self._weights.layer(layer), self._gains))
-        self._weights.replace_head(reordered(self._weights.head(), self._gains))
+        if self._weights.has_head:
+            self._weights.replace_head(reordered(self._weights.head(), self._gains))
 
 
 def _lower_priority() -> None:

@@ -156,6 +156,7 @@ def version_of(description: param_store_pb2.VersionDescription) -> Version:
         stored_bytes=description.stored_bytes,
         eos_token_ids=tuple(description.eos_token_ids),
         file_digests=dict(description.file_digests),
+        has_no_head=description.has_no_head,
         embedding=_embedding_of(description.embedding) if description.HasField("embedding") else None,
     )
 

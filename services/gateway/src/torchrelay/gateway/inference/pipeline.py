@@ -210,6 +210,9 @@ class RequestPipeline:
         deadline_unix_us, is_callers_deadline = earlier_deadline(arrived_unix_us, timeout_s, self._request_timeout_s)
         _refuse_admin(principal)
         model = await self._catalog.resolve(principal, params.model)
+        if model.version.has_no_head:
+            message = f"{model.name} has no head for tokens: it gives embeddings alone, by /v1/embeddings"
+            raise InvalidRequest(message, field="model")
         encoded = await self._prompts.encode(principal, model, params)
         prompt, syntax = encoded.token_ids, encoded.syntax
         sampling = sampling_of(params, model, len(prompt), self._bounds, encoded.grammar)

@@ -54,6 +54,7 @@ def version_description(version: Version) -> pb.VersionDescription:
         file_digests=version.document.files,
         eos_token_ids=version.eos_token_ids,
         stored_bytes=version.stored_bytes,
+        has_no_head=not version.config.has_head,
         embedding=None if version.embedding is None else _embedding(version.embedding),
     )
 

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torchrelay.modelspec.config import read_config
 from torchrelay.param_store.packer.checkpoint import read_checkpoint, weight_files
 from torchrelay.param_store.packer.core import PackRefused
 from torchrelay.param_store.packer.documents import (
@@ -27,6 +28,7 @@ from torchrelay.param_store.packer.documents import (
     check_tokenizer,
     read_model_config,
 )
+from torchrelay.param_store.packer.embedding_checkpoint import prefixed_tensors, without_missing_head
 from torchrelay.param_store.packer.pack_plan import plan_pack, tensors_of_text
 from torchrelay.param_store.packer.pack_writer import write_pack
 from torchrelay.transfer.manifest import pack_id_of
@@ -43,10 +45,14 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
     """Validates ``folder`` and writes the pack and its manifest. Raises ``PackRefused``."""
     document, config = read_model_config(folder)
     check_eos(folder, document, config.vocab_size)
-    check_embedding(folder, config.hidden_size)
+    embeds = check_embedding(folder, config)
     check_other_documents(folder)
     completed_files = check_tokenizer(folder, config.vocab_size)
     tensors = tensors_of_text(document, read_checkpoint(folder))
+    if embeds:
+        tensors = prefixed_tensors(tensors)
+        document = without_missing_head(document, config, tensors)
+        config = read_config(document)
     plan = plan_pack(config, tensors, weight_files(sorted(path.name for path in folder.iterdir()))[0])
     num_bytes = plan.layout.num_bytes
     if largest_slot_bytes and num_bytes > largest_slot_bytes:

@@ -22,6 +22,7 @@ from torchrelay.param_store.model_files import (
     CONFIG,
     GENERATION,
     MAX_FILE_BYTES,
+    MODULES,
     PASSED_ON,
     SPECIAL_TOKENS,
     TEMPLATE,
@@ -138,12 +139,23 @@ def check_eos(folder: Path, config: dict[str, Any], vocab_size: int) -> None:
             return  # of the other file, tokens beyond the vocabulary are ignored
 
 
-def check_embedding(folder: Path, hidden_size: int) -> None:
-    """Checks the files that declare embeddings, if there are any. Raises ``PackRefused``."""
+def check_embedding(folder: Path, config: ModelConfig) -> bool:
+    """Checks the files that declare embeddings; returns whether there are any.
+
+    Raises ``PackRefused``, also for a model that gives neither tokens nor embeddings.
+    """
+
+    def read(file: str) -> bytes | None:
+        return _read_bounded(folder, file) if (folder / file).exists() else None
+
     try:
-        declared_embedding(lambda file: _read_bounded(folder, file) if (folder / file).exists() else None, hidden_size)
+        declared = declared_embedding(read, config.hidden_size)
     except UnsupportedEmbedding as error:
         raise PackRefused(error.file, error.detail) from None
+    if declared is None and not config.has_head:
+        name = config.architecture.headless_name
+        raise PackRefused(CONFIG, f"architectures: {name} has no head for tokens, and no {MODULES} declares embeddings")
+    return declared is not None
 
 
 def _optional(folder: Path, file: str) -> dict[str, Any]:

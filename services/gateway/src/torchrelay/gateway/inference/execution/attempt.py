@@ -222,7 +222,8 @@ class Attempt:
             phases.append(("queue", self.admitted_unix_us, self.placed_unix_us))
         if self.first_token_unix_us:
             phases.append(("first_token", self.placed_unix_us, self.first_token_unix_us))
-            phases.append(("decode", self.first_token_unix_us, self.ended_unix_us))
+            if not self.resolved.pooling:
+                phases.append(("decode", self.first_token_unix_us, self.ended_unix_us))
         own = [
             types_pb2.Phase(name=name, begin_unix_us=begin, end_unix_us=end, where=where) for name, begin, end in phases
         ]
