@@ -73,6 +73,34 @@ def test_logprobs_equal_transformers(platform: Platform, tenant: Tenant) -> None
         assert all(any(abs(value - logprob) < 1e-3 for logprob in possible) for value in values)
 
 
+def test_best_of_returns_the_likeliest_choice(platform: Platform, tenant: Tenant) -> None:
+    client = openai.OpenAI(base_url=f"{platform.http}/v1", api_key=tenant.key)
+    settings: dict[str, Any] = {"model": tenant.model("llama"), "prompt": "hello", "max_tokens": 6, "seed": 3}
+    every = client.completions.create(**settings, n=4, logprobs=0)
+    best = client.completions.create(**settings, best_of=4, echo=True)
+
+    def mean(choice: openai.types.CompletionChoice) -> float:
+        assert choice.logprobs is not None
+        logprobs = choice.logprobs.token_logprobs or []
+        return sum(logprobs) / len(logprobs)
+
+    assert [choice.text for choice in best.choices] == ["hello" + max(every.choices, key=mean).text]
+    assert best.usage == every.usage and best.choices[0].logprobs is None
+
+
+def test_penalty_and_min_tokens_change_the_answer(platform: Platform, tenant: Tenant) -> None:
+    """The prompt's tokens count, though the decode worker does not have the prompt."""
+    reference = reference_model(tenant.checkpoint("llama"))
+    ids = torch.tensor([PROMPT])
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "repetition_penalty": 1.4}
+    expected = reference.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(PROMPT) :].tolist()
+    model, options = tenant.model("llama"), {"temperature": 0, "repetition_penalty": 1.4, "max_tokens": 16}
+    answer = complete(platform, tenant.key, model, PROMPT, **options, ignore_eos=True)
+    assert tokens_of(answer) == expected
+    ended = complete(platform, tenant.key, model, PROMPT, **options, stop_token_ids=expected[:1], min_tokens=4)
+    assert len(tokens_of(ended)) > 4 and expected[0] not in tokens_of(ended)[:4]
+
+
 def test_chat_streams_its_logprobs(platform: Platform, tenant: Tenant) -> None:
     client = openai.OpenAI(base_url=f"{platform.http}/v1", api_key=tenant.key)
     wishes: dict[str, Any] = {"model": tenant.model("llama"), "max_tokens": 10, "seed": 2, "logprobs": True}

@@ -33,6 +33,16 @@ def prompt_end(decoder: TokenDecoder, prompt: Sequence[int]) -> tuple[int, ...]:
     return ids[len(ids) - stream.num_context_tokens :]
 
 
+def prompt_text(decoder: TokenDecoder, prompt: Sequence[int]) -> str:
+    """The text of a prompt, without a character that it does not complete: the answer's text has the whole character.
+
+    Raises ``TorchrelayError`` if the model's decoder cannot decode it.
+    """
+    text = _text(decoder, [spelling for token_id in prompt if (spelling := decoder.shown(token_id)) is not None])
+    held = TextStream(decoder, prompt_end(decoder, prompt)).held_text
+    return text[: len(text) - (len(held) - len(held.rstrip(_REPLACEMENT)))]
+
+
 def _num_cut(decoder: TokenDecoder, spellings: Sequence[str]) -> int:
     """The number of tokens that only end a character which tokens before them begin."""
     for begin in range(min(_MAX_CHARACTER_TOKENS, len(spellings))):

@@ -36,6 +36,8 @@ class GenerateParams(SharedSampling):
     top_logprobs: int | None = None  # alternatives to report beside the chosen token; None: no logprobs
     seed: int | None = None
     num_choices: int = 1
+    num_choices_field: str = "n"
+    echo: bool = False  # the reply begins with the prompt's text
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own
     ignore_eos: bool = False

@@ -13,7 +13,7 @@ from opentelemetry.metrics import Meter
 
 from torchrelay.common.errors import InvalidRequest, PermissionDenied, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import span_of
-from torchrelay.common.tokens.text_stream import prompt_end
+from torchrelay.common.tokens.text_stream import prompt_end, prompt_text
 from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.control.v1 import generation_pb2
 from torchrelay.gateway.core import EmbeddingSpec, FinishCause, Principal, PublishedModel, RequestRate, Reservation
@@ -48,6 +48,7 @@ class RequestSession:
     tokens: TokenBytes | None = None  # if logprobs were requested
     syntax: AnswerSyntax = PLAIN  # of an answer to messages
     tools: ParameterTypes | None = None  # that the answer may call
+    echo: str = ""  # the prompt's text, if the reply begins with it
 
     def answer_parser(self) -> AnswerParser | None:
         """A parser of a choice's text; None if the text is all content."""
@@ -218,6 +219,7 @@ class RequestPipeline:
         sampling = sampling_of(params, model, len(prompt), self._bounds, encoded.grammar)
         decoder = await self._prompts.decoder(principal, model)
         last_tokens = prompt_end(decoder.tokens, prompt)
+        echo = (prompt_text(decoder.tokens, prompt) if params.text is None else params.text) if params.echo else ""
         # Without a limit of its own, an answer gets what is left of the budget: at least a token per choice.
         least = params.num_choices if params.max_tokens is None else None
         most = sampling.max_tokens * params.num_choices
@@ -247,6 +249,7 @@ class RequestPipeline:
             None if params.top_logprobs is None else decoder.token_bytes,
             syntax,
             parameter_types(params.tools) or None,
+            echo,
         )
 
     async def _start_embedding(

@@ -34,7 +34,8 @@ def sampling_of(
     ``ContextLengthExceeded``.
     """
     if params.num_choices > bounds.max_choices:
-        raise InvalidRequest(f"n must be at most {bounds.max_choices}, not {params.num_choices}", field="n")
+        field = params.num_choices_field
+        raise InvalidRequest(f"{field} must be at most {bounds.max_choices}, not {params.num_choices}", field=field)
     vocab_size = model.version.shape.vocab_size
     check_vocabulary((token for token, _ in params.logit_bias), vocab_size, "logit_bias")
     check_vocabulary(params.stop_token_ids, vocab_size, "stop_token_ids")

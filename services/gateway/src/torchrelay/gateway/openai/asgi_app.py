@@ -105,7 +105,7 @@ class CompletionsApp:
     def _decoded(self, encoded: bytearray, path: str) -> tuple[list[GenerateParams], ReplyFormat, bool]:
         """The parameters of each prompt, the format of the reply, and whether it is streamed."""
         body: requests.BaseBody
-        is_chat = PATHS[path]
+        is_chat, num_best, has_logprobs = PATHS[path], 0, True
         if is_chat:
             body = chat = requests.decode_chat(encoded)
             prompts = [requests.params_of_chat(chat)]
@@ -114,8 +114,11 @@ class CompletionsApp:
             body = completion = requests.decode_completion(encoded)
             prompts = [requests.params_of_completion(each) for each in requests.one_per_prompt(completion)]
             shows_reasoning = True  # as part of the text
+            if requests.chooses_best(completion):
+                num_best, has_logprobs = completion.n or 1, completion.logprobs is not None
         wants_usage = bool(body.stream_options and body.stream_options.include_usage)
-        reply_format = ReplyFormat(is_chat, wants_usage, bool(body.return_token_ids), shows_reasoning)
+        has_ids = bool(body.return_token_ids)
+        reply_format = ReplyFormat(is_chat, wants_usage, has_ids, shows_reasoning, num_best, has_logprobs)
         return prompts, reply_format, bool(body.stream)
 
 
@@ -232,7 +235,7 @@ class StreamEncoder(Protocol):
 
 async def _whole_answer(session: RequestSession, reply_format: ReplyFormat) -> Answer:
     request, logprobs = session.request, _logprob_formatter(session, reply_format)
-    choices = [ChoiceBuffer(session.answer_parser()) for _ in session.texts]
+    choices = [ChoiceBuffer(session.answer_parser(), [session.echo] if session.echo else []) for _ in session.texts]
     while not request.is_finished:
         for delta in await request.next():
             choice, text = choices[delta.choice], session.texts[delta.choice]
@@ -248,7 +251,9 @@ async def _whole_answer(session: RequestSession, reply_format: ReplyFormat) -> A
                 choice.end(text.flush(), delta.finish)
     await request.settled(SETTLE_TIMEOUT_S)
     usage = with_reasoning(request.usage, session, [choice.parser for choice in choices])
-    return Answer(request.resolved, choices, usage, logprobs)
+    if reply_format.num_best:
+        choices = sorted(choices, key=ChoiceBuffer.mean_logprob, reverse=True)[: reply_format.num_best]
+    return Answer(request.resolved, choices, usage, logprobs if reply_format.has_logprobs else None)
 
 
 def with_reasoning(usage: Usage, session: RequestSession, parsers: Iterable[AnswerParser | None]) -> Usage:
@@ -302,7 +307,7 @@ class SseEncoder:
             text = self._session.texts[choice]
             if unstarted and choice in unstarted:
                 unstarted.discard(choice)
-                events.append(reply.role(choice))
+                events.append(reply.opening(choice, self._session.echo))
             if (parser := self._parsers[choice]) is not None:
                 events += self._parts(delta, text, parser)
                 continue

@@ -49,6 +49,8 @@ class ReplyFormat:
     include_usage: bool = False
     return_token_ids: bool = False
     shows_reasoning: bool = True
+    num_best: int = 0  # choices of each prompt to return, those with the highest mean logprob; 0: all
+    has_logprobs: bool = True  # where the request has them
 
     @property
     def num_held_bytes(self) -> int:
@@ -103,6 +105,9 @@ class ChoiceBuffer:
     @property
     def num_reasoning_tokens(self) -> int | None:
         return None if self.parser is None else self.parser.num_reasoning_tokens
+
+    def mean_logprob(self) -> float:
+        return sum(entry.logprobs.chosen for entry in self.logprobs) / max(1, len(self.logprobs))
 
 
 def ended(parser: AnswerParser | None, text: str) -> list[Part]:
@@ -202,10 +207,13 @@ class StreamReply:
         num_prompts = 1 if reply_format.is_chat else resolved.num_choices
         self._without_prompt = set(range(num_prompts if reply_format.return_token_ids else 0))
 
-    def role(self, choice: int) -> bytes:
-        """The first event of a chat choice; completions have none."""
+    def opening(self, choice: int, echo: str) -> bytes:
+        """The first event of a choice: the role in a chat; in a completion the prompt's text, if it is echoed."""
         if not self._format.is_chat:
-            return b""
+            if not echo:
+                return b""
+            tail = b'%s,"logprobs":null,"finish_reason":null}]' % self._ids(choice, b"")
+            return self._heads[choice] + encode_json(echo) + tail + self._usage_field + b"}\n\n"
         head = b'%s,"choices":[{"index":%d,"delta":{"role":"assistant","content":""}' % (self._head, choice)
         prompt = self._prompt_ids(0)  # of a chat, whichever choice begins first
         return head + b',"logprobs":null,"finish_reason":null}]' + self._usage_field + prompt + b"}\n\n"

@@ -133,7 +133,7 @@ class ChatBody(BaseBody, kw_only=True):
 class CompletionBody(BaseBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
-    best_of: int | None = None
+    best_of: Count | None = None
     echo: bool | None = None
     suffix: str | None = None
 
@@ -210,8 +210,25 @@ def decode_chat(encoded: bytes | bytearray) -> ChatBody:
 def decode_completion(encoded: bytes | bytearray) -> CompletionBody:
     """Raises ``InvalidRequest`` naming the faulty field."""
     body = decode(_COMPLETION, encoded, IGNORED)
-    refuse_unsupported(body, best_of=(body.best_of or 1) > 1, echo=bool(body.echo), suffix=bool(body.suffix))
+    refuse_unsupported(body)
+    if body.suffix:
+        message = (
+            "suffix is not supported yet: only models with fill-in-the-middle tokens can write what precedes it; for"
+            " such a model, put these tokens into the prompt"
+        )
+        raise InvalidRequest(message, field="suffix")
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequest("logprobs of an echoed prompt are not supported yet", field="logprobs")
+    if body.best_of is not None and body.best_of < (body.n or 1):
+        raise InvalidRequest(f"best_of must be at least n ({body.n or 1}), not {body.best_of}", field="best_of")
+    if body.stream and chooses_best(body):
+        raise InvalidRequest("best_of above n is not possible in a stream", field="best_of")
     return body
+
+
+def chooses_best(body: CompletionBody) -> bool:
+    """Whether more choices are computed than returned."""
+    return (body.best_of or 1) > (body.n or 1)
 
 
 def params_of_chat(body: ChatBody) -> GenerateParams:
@@ -257,7 +274,9 @@ def _malformed_prompt() -> InvalidRequest:
 
 def params_of_completion(body: CompletionBody) -> GenerateParams:
     """The parameters of a body with one prompt. Raises ``InvalidRequest``."""
-    fields: dict[str, Any] = {"max_tokens": body.max_tokens, "answer_format": format_of(body)}
+    fields: dict[str, Any] = {"max_tokens": body.max_tokens, "echo": bool(body.echo), "answer_format": format_of(body)}
+    if chooses_best(body):  # by their logprobs
+        fields |= {"num_choices": body.best_of, "num_choices_field": "best_of", "top_logprobs": 0}
     if body.logprobs is not None:
         fields["top_logprobs"] = check_top_logprobs(body.logprobs, MAX_COMPLETION_LOGPROBS, "logprobs")
     prompt = body.prompt
@@ -295,10 +314,9 @@ def shared_params(body: BaseBody, **fields: Any) -> GenerateParams:
         model=body.model,
         **{**sampling, "top_k": max(body.top_k or 0, 0)},  # -1: off, as in vLLM
         seed=None if body.seed is None else body.seed % (1 << 64),
-        num_choices=body.n or 1,
         ignore_eos=bool(body.ignore_eos),
         add_special_tokens=body.add_special_tokens,
-        **fields,
+        **{"num_choices": body.n or 1, **fields},
     )
 
 
