@@ -68,7 +68,10 @@ def test_first_tokens_are_not_searched(text: str, stops: list[str], min_tokens: 
     """The checker stops at the same token as one that only sees the tokens from ``min_tokens`` on; so does the text."""
     ids = TOKENIZER.encode(text).ids
     checker, later = StopChecker(TOKENS, stops, (), min_tokens), StopChecker(TOKENS, stops)
-    shown, trimmed = ChoiceDetokenizer(TOKENS, (), stops, (), min_tokens), ChoiceDetokenizer(TOKENS, (), stops, ())
+    shown, trimmed = (
+        ChoiceDetokenizer(TOKENS, (), stops, (), min_tokens=min_tokens),
+        ChoiceDetokenizer(TOKENS, (), stops, ()),
+    )
     for place, token_id in enumerate(ids):
         if place < min_tokens:
             assert not checker.step(token_id)
