@@ -190,3 +190,20 @@ async def test_counting_wakes_no_model(rig: TokenPathRig, client: Any) -> None:
     counted = await client.messages.count_tokens(model="echo", messages=messages, tools=[TOOL])
     assert counted.input_tokens > len("one")
     assert not any(worker.starts for worker in rig.workers) and not rig.ports.settled
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("container", "c-1"),
+        ("inference_geo", "us"),
+    ],
+)
+async def test_fields_that_would_change_the_answer_are_refused(rig: TokenPathRig, field: str, value: Any) -> None:
+    body = {"model": "echo", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+    refused = await rig.http.post("/v1/messages", json={**body, field: value})
+    assert refused.status_code == 400 and f"{field}" in refused.json()["error"]["message"]
+    harmless = {**body, field: None, "cache_control": {"type": "ephemeral"}, "speed": "fast"}
+    assert (await rig.http.post("/v1/messages", json=harmless)).status_code == 200
+    effort = await rig.http.post("/v1/messages", json={**body, "output_config": {"effort": "low"}})
+    assert effort.status_code == 200

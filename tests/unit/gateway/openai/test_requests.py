@@ -69,6 +69,7 @@ def test_unknown_and_empty_fields_are_ignored() -> None:
         ("web_search_options", {}, None),
         ("modalities", ["text", "audio"], ["text"]),
         ("audio", {"voice": "x"}, None),
+        ("moderation", {"model": "x"}, None),
     ],
 )
 def test_fields_of_other_servers_are_not_ignored(name: str, value: object, harmless: object) -> None:

@@ -21,7 +21,9 @@ from torchrelay.gateway.openai.tools import chosen_tools, declared_tools
 
 _ROLES: Final = ("user", "assistant")
 _THOUGHTS: Final = ("thinking", "redacted_thinking")  # blocks of earlier answers
-_IGNORED: Final = frozenset(("metadata",))
+# What changes no answer here: names of callers, hints for caches, and the wish for a faster answer.
+IGNORED: Final = frozenset(("metadata", "cache_control", "diagnostics", "speed", "user_profile_id", "workspace_id"))
+_REFUSED: Final = ("container", "inference_geo")
 _TIERS: Final = {"auto": "auto", "standard_only": "default"}
 
 
@@ -81,6 +83,8 @@ class Body(msgspec.Struct, kw_only=True):
     service_tier: str | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    container: Any = None
+    inference_geo: Any = None
 
 
 _DECODER: msgspec.json.Decoder[Body] = msgspec.json.Decoder(Body)
@@ -88,7 +92,11 @@ _DECODER: msgspec.json.Decoder[Body] = msgspec.json.Decoder(Body)
 
 def decode_body(encoded: bytes | bytearray) -> Body:
     """Raises ``InvalidRequest`` naming the faulty field."""
-    return decode(_DECODER, encoded, _IGNORED)
+    body = decode(_DECODER, encoded, IGNORED)
+    for name in _REFUSED:
+        if getattr(body, name) is not None:
+            raise InvalidRequest(f"{name} is not supported yet", field=name)
+    return body
 
 
 def shows_reasoning(body: Body) -> bool:

@@ -110,6 +110,7 @@ class BaseBody(msgspec.Struct, kw_only=True):
     web_search_options: Any = None
     modalities: Any = None
     audio: Any = None
+    moderation: Any = None
 
 
 class ChatBody(BaseBody, kw_only=True):
@@ -167,6 +168,7 @@ _WITHOUT_EFFECT: Final[dict[str, Any]] = {
     "web_search_options": None,
     "modalities": ["text"],
     "audio": None,
+    "moderation": None,
 }
 _WITHOUT_EFFECT_ON_CHAT: Final[dict[str, Any]] = {
     "chat_template": None,
@@ -180,7 +182,8 @@ _WITHOUT_EFFECT_ON_CHAT: Final[dict[str, Any]] = {
 IGNORED: Final = frozenset(
     (
         *("user", "metadata", "store", "safety_identifier", "client_metadata", "session_id", "trace", "request_id"),
-        *("prompt_cache_key", "prompt_cache_retention", "cache_salt", "cache_prompt", "id_slot", "priority"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt", "cache_prompt"),
+        *("id_slot", "priority"),
         *("prediction", "reasoning_effort", "reasoning", "verbosity", "usage"),
         *("provider", "models", "route", "transforms", "preset"),
     )
