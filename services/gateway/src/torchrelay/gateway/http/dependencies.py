@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 
 from torchrelay.common.errors import InvalidRequest, PermissionDenied
@@ -68,6 +69,18 @@ def _admin(caller: Caller) -> Principal:
 
 
 Admin = Annotated[Principal, Depends(_admin)]
+
+
+def check_query(request: Request) -> None:
+    """Raises ``InvalidRequest`` for a query parameter that the route does not have, or that comes twice."""
+    route: APIRoute = request.scope["route"]
+    known = {parameter.alias for parameter in route.dependant.query_params}
+    for name in request.query_params:
+        if name not in known:
+            hint = f"; known are {', '.join(sorted(known))}" if known else ""
+            raise InvalidRequest(f"unknown query parameter {name[:80]!r}{hint}", field=name[:80])
+        if len(request.query_params.getlist(name)) > 1:
+            raise InvalidRequest(f"the query parameter {name} must be given once", field=name)
 
 
 async def tenant_of(services: Services, caller: Principal, named: str | None) -> Tenant:

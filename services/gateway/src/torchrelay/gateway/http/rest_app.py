@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from functools import cache
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
 from torchrelay.common.health import Health
-from torchrelay.gateway.http.dependencies import Services
+from torchrelay.gateway.http.dependencies import Services, check_query
 from torchrelay.gateway.http.error_handlers import install_error_handlers
+from torchrelay.gateway.http.openapi import described
 from torchrelay.gateway.http.router import Page
 from torchrelay.gateway.http.routes import billing, explain, keys, models, orphans, tenants, uploads
 
@@ -24,7 +25,7 @@ def make_app(services: Services) -> FastAPI:
     routers = [part.router for part in (tenants, keys, uploads, models, orphans, billing, explain)]
     install_error_handlers(app, [route for router in routers for route in router.routes])
     for router in routers:
-        app.include_router(router)
+        app.include_router(router, dependencies=[Depends(check_query)])
     return app
 
 
@@ -41,9 +42,9 @@ def public_pages(app: FastAPI, health: Health) -> Mapping[str, Page]:
         """Where to go on; some clients ask for it to see whether a server is there."""
         return 200, _ROOT
 
-    described = cache(lambda: msgspec.json.encode(app.openapi()))
+    schema = cache(lambda: msgspec.json.encode(described(app)))
 
     async def openapi_page() -> tuple[int, bytes]:
-        return 200, described()
+        return 200, schema()
 
     return {"/": root_page, "/health": health_page, "/openapi.json": openapi_page}

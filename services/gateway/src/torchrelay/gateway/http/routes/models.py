@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Header
+from fastapi import APIRouter, Header, Query
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from torchrelay.common.errors import PermissionDenied
+from torchrelay.common.errors import InvalidRequest, PermissionDenied
 from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.schedules import MAX_ENTRIES, MAX_INSTANCES, parse_entry
 from torchrelay.gateway.core import MOST_TARGET_S, PublishedModel, checked_target_s
@@ -55,15 +55,22 @@ _OPERATORS_FIELDS = [name for name in SettingsBody.model_fields if name not in S
 
 @router.get("")
 async def all_models(
-    services: ServicesOf, caller: Caller, anthropic_version: AnthropicVersion = None
+    services: ServicesOf,
+    caller: Caller,
+    anthropic_version: AnthropicVersion = None,
+    limit: Annotated[int | None, Query(ge=1, le=1000)] = None,
+    after_id: str | None = None,
+    before_id: str | None = None,
 ) -> dict[str, Any]:
+    """By default all models; ``limit``, ``after_id`` and ``before_id`` select a page, as in Anthropic's API."""
     async with services.queries.turn(caller.tenant_id):
         models = await services.catalog.models(caller)
+    models, has_more = _page(models, limit, after_id, before_id)
     if anthropic_version is None:
         return {"object": "list", "data": [shown(services, model) for model in models]}
     ids: list[str | None] = [*(model.name for model in models)] or [None]
     listed = [shown_to_anthropic(model) for model in models]
-    return {"data": listed, "has_more": False, "first_id": ids[0], "last_id": ids[-1]}
+    return {"data": listed, "has_more": has_more, "first_id": ids[0], "last_id": ids[-1]}
 
 
 @router.get("/{name:path}")
@@ -92,6 +99,22 @@ async def delete(services: ServicesOf, caller: Caller, name: str) -> dict[str, A
     await services.catalog.delete(model)
     await services.model_changed("deleted", model.name, None)
     return {"id": model.name, "object": "model", "deleted": True}
+
+
+def _page(
+    models: list[PublishedModel], limit: int | None, after_id: str | None, before_id: str | None
+) -> tuple[list[PublishedModel], bool]:
+    """The first models after ``after_id``, or the last ones before ``before_id``; and whether there are more."""
+    if after_id is not None and before_id is not None:
+        raise InvalidRequest("after_id and before_id exclude each other", field="before_id")
+    within = [
+        model
+        for model in models
+        if (after_id is None or model.name > after_id) and (before_id is None or model.name < before_id)
+    ]
+    size = len(within) if limit is None else limit
+    page = within[-size:] if before_id is not None and size else within[:size]
+    return page, len(page) < len(within)
 
 
 def shown_to_anthropic(model: PublishedModel) -> dict[str, Any]:
