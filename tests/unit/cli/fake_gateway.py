@@ -71,7 +71,7 @@ class _Answering(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         path = urlsplit(self.path).path
         body = None
-        if self.command != "PUT":
+        if self.command != "PUT" or not path.startswith("/v1/uploads"):
             encoded = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             body = json.loads(encoded) if encoded else None
         self.gateway.asked.append((self.command, self.path, body))
@@ -107,6 +107,8 @@ class _Answering(BaseHTTPRequestHandler):
                 self._json({"data": [{"name": name} for name in self.gateway.tenants]})
             case "PATCH", ["tenants", name]:
                 self._json({"name": name, "storage_quota_bytes": None, "budget_nano": 200_000_000_000} | body)
+            case "PUT", ["models", _, "aliases"]:
+                self._json(MODEL | body)
             case method, ["models", *name] if name:
                 self._model(method, "/".join(name), body)
             case "GET", ["models"]:

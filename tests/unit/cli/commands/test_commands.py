@@ -9,6 +9,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from torchrelay.cli.home import Home
 COMMANDS = ["up", "upload", "uploads", "models", "chat", "usage", "bill", "top", "explain"]
 PROGRAM = (sys.executable, "-c", "from torchrelay.cli.main import main; main()")
 NESTED = ["key create", "key list", "key revoke", "tenant create", "tenant list", "tenant set"]
-NESTED += ["models set", "models delete", "uploads abort"]
+NESTED += ["models set", "models alias", "models delete", "uploads abort"]
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *NESTED])
@@ -107,6 +108,11 @@ def test_model_is_configured_and_deleted(run: Run, home: Home, gateway: FakeGate
     assert "acme/tiny: targets: first token in 9 s (batch)\n" in shown.stdout
     back = "back to the platform's default targets: first token (standard), between tokens"
     assert f"acme/tiny: {back}\n" in shown.stdout
+    shown = run("models", "alias", "tiny", "gpt-4o", "claude-x")
+    asked: tuple[str, str, Any] = gateway.asked.pop()
+    assert asked == ("PUT", "/v1/models/tiny/aliases", {"aliases": ["gpt-4o", "claude-x"]})
+    assert shown.stdout == "acme/tiny: aliases gpt-4o, claude-x\n"
+    assert run("models", "alias", "tiny").stdout == "acme/tiny: aliases none\n"
     deleted = run("models", "delete", "acme/tiny", "--yes")
     assert deleted.stdout == "deleted acme/tiny\n"
     assert "`torchrelay top` shows" in deleted.stderr

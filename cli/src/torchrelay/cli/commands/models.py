@@ -1,4 +1,4 @@
-"""`torchrelay models`: list, configure and delete models."""
+"""`torchrelay models`: list, configure, name and delete models."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def models(
     elif not listed["data"]:
         console.err().print("no models yet; publish one: torchrelay upload DIR")
     else:
-        console.out().print(models_table(listed["data"]))
+        console.out().print(models_table([model for model in listed["data"] if "alias_of" not in model]))
 
 
 def models_table(models: list[dict[str, Any]]) -> WidthAware:
@@ -82,7 +82,8 @@ def _more_settings(model: dict[str, Any]) -> list[str]:
     if between_s := model.get("tbt_target_s"):
         targets.append(f"{format_duration(between_s)} between tokens")
     schedule = [f"min {entry}" for entry in model.get("schedule", ())]
-    return [*schedule, f"targets: {'; '.join(targets)}"] if targets else schedule
+    aliases = [f"also {', '.join(model['aliases'])}"] if model.get("aliases") else []
+    return [*aliases, *schedule, *([f"targets: {'; '.join(targets)}"] if targets else [])]
 
 
 def _table(models: list[dict[str, Any]], is_small: bool) -> ResultTable:
@@ -166,6 +167,25 @@ def set_model(
         console.out().print(f"[bold]{model['id']}[/]: back to the platform's default targets: {', '.join(defaults)}")
     adopted = "within seconds" if schedule or min_instances is not None else "with the model's next request"
     console.err().print(f"[dim]running instances adopt it {adopted}[/]")
+
+
+@app.command(
+    epilog="Example:  torchrelay models alias glossary claude-sonnet-4-5\n\nNone:  torchrelay models alias glossary"
+)
+def alias(
+    name: NameArgument,
+    aliases: Annotated[
+        list[str] | None, typer.Argument(metavar="[ALIAS]...", help="All its aliases; without any it has none.")
+    ] = None,
+    home: HomeOption = None,
+    url: UrlOption = None,
+    key: KeyOption = None,
+) -> None:
+    """Set the further names under which its tenant may call a model; usage and bills name the model."""
+    with tenant_access(home, url, key).client() as client:
+        model = client.call("PUT", f"/v1/models/{quote(name)}/aliases", json={"aliases": aliases or []})
+    listed = ", ".join(model["aliases"]) or "none"
+    console.out().print(f"[bold]{model['id']}[/]: aliases {listed}")
 
 
 def _entries(given_entries: list[str] | None) -> list[str] | None:

@@ -119,6 +119,7 @@ class PublishedModel:
     min_instances: int = 0  # per role, loaded though nobody asks
     schedule: tuple[str, ...] = ()  # at times more of them: see ``catalog.schedules``
     targets: LatencyTargets = LatencyTargets()
+    aliases: tuple[str, ...] = ()  # further names in its tenant, sorted
 
 
 class FinishCause(StrEnum):

@@ -37,6 +37,64 @@ async def test_anthropic_clients_get_models_in_their_format(rig: RestRig) -> Non
     assert (shown.created_at.timestamp(), shown.max_input_tokens) == (model["created"], model["context_length"])
 
 
+async def test_aliases_resolve_and_are_listed(rig: RestRig) -> None:
+    model = await published(rig.acme)
+    aliases = ["claude-sonnet-4-5", "gpt-4o"]
+    changed = await rig.acme.put("/v1/models/acme%2Fglossary/aliases", json={"aliases": aliases[::-1]})
+    assert changed.json() == model | {"aliases": aliases}
+    for name in (*aliases, "acme/gpt-4o", "glossary"):
+        assert (await rig.acme.get(f"/v1/models/{name}")).json() == changed.json()
+    assert (await rig.admin.get("/v1/models/gpt-4o")).status_code == 404
+    ids = ["acme/glossary", *aliases]
+    listed = (await rig.acme.get("/v1/models")).json()["data"]
+    assert [entry["id"] for entry in listed] == ids
+    assert [entry.get("alias_of") for entry in listed] == [None, "acme/glossary", "acme/glossary"]
+    of_all = (await rig.admin.get("/v1/models")).json()["data"]
+    assert [entry["id"] for entry in of_all] == ["acme/glossary", *(f"acme/{alias}" for alias in aliases)]
+    version = {"anthropic-version": "2023-06-01"}
+    page = (await rig.acme.get("/v1/models?limit=2", headers=version)).json()
+    assert ([each["id"] for each in page["data"]], page["has_more"], page["last_id"]) == (ids[:2], True, ids[1])
+    rest = (await rig.acme.get(f"/v1/models?limit=2&after_id={ids[1]}", headers=version)).json()
+    assert ([each["id"] for each in rest["data"]], rest["has_more"]) == (ids[2:], False)
+    before = (await rig.acme.get(f"/v1/models?limit=1&before_id={ids[2]}", headers=version)).json()
+    assert ([each["id"] for each in before["data"]], before["has_more"]) == (ids[1:2], True)
+    refused = await rig.acme.get("/v1/models?after_id=none", headers=version)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after_id")
+    assert (await rig.acme.put("/v1/models/gpt-4o/aliases", json={"aliases": ["x"]})).json()["aliases"] == ["x"]
+    assert (await rig.acme.get("/v1/models/gpt-4o")).status_code == 404
+
+
+async def test_aliases_end_with_their_model(rig: RestRig) -> None:
+    await published(rig.acme)
+    await rig.acme.put("/v1/models/glossary/aliases", json={"aliases": ["gpt-4o"]})
+    assert (await rig.acme.delete("/v1/models/gpt-4o")).json()["id"] == "acme/glossary"
+    assert (await rig.acme.get("/v1/models/gpt-4o")).status_code == 404
+    await published(rig.acme)
+    assert (await rig.acme.get("/v1/models/glossary")).json()["aliases"] == []
+
+
+async def test_conflicting_aliases_are_refused(rig: RestRig) -> None:
+    await published(rig.acme)
+    await published(rig.acme, "other")
+    await rig.acme.put("/v1/models/glossary/aliases", json={"aliases": ["gpt-4o"]})
+    for names, said in (
+        (["other"], "'other' is the name of a model"),
+        (["glossary"], "'glossary' is the name of a model"),
+        (["gpt-4o"], "'gpt-4o' is an alias of the model 'glossary'"),
+    ):
+        refused = await rig.acme.put("/v1/models/other/aliases", json={"aliases": names})
+        assert (refused.status_code, refused.json()["error"]["message"]) == (409, said)
+    for malformed in (["No Name"], ["a/b"], [f"a{number}" for number in range(17)], "x"):
+        refused = await rig.acme.put("/v1/models/other/aliases", json={"aliases": malformed})
+        assert (refused.status_code, refused.json()["error"]["param"][:7]) == (400, "aliases")
+    upload = {"model": "gpt-4o", "files": [{"path": "config.json", "size": 2, "sha256": "0" * 64}]}
+    taken = await rig.acme.post("/v1/uploads", json=upload)
+    assert taken.status_code == 409 and "'gpt-4o' is an alias of the model 'glossary'" in taken.text
+    async with await rig.client_of("zoo") as zoo:
+        assert (await zoo.put("/v1/models/acme/glossary/aliases", json={"aliases": []})).status_code == 404
+        assert (await zoo.get("/v1/models/gpt-4o")).status_code == 404
+
+
 async def test_another_tenants_model_looks_absent(rig: RestRig) -> None:
     await published(rig.acme)
     async with await rig.client_of("zoo") as zoo:

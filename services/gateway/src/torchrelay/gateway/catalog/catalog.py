@@ -6,21 +6,24 @@ the same ``NotFound`` as one that does not exist.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import msgspec
-from sqlalchemy import ColumnElement, Row, Select, delete, exists, insert, or_, select, true, update
+from sqlalchemy import ColumnElement, Row, Select, and_, delete, exists, insert, or_, select, true, update
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import ModelNotFound
+from torchrelay.common.errors import Conflict, ModelNotFound
 from torchrelay.gateway.billing.price_list import price_at
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.core import LatencyTargets, Price, Principal, PublishedModel, Version
 from torchrelay.gateway.resource_names import is_name
 from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
-from torchrelay.gateway.sql.tables import models, retired_versions, tenants, versions
+from torchrelay.gateway.sql.tables import aliases, models, retired_versions, tenants, versions
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
+
+_ALIAS_OF_MODEL = (aliases.c.tenant_id == models.c.tenant_id, aliases.c.model == models.c.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class ScalingSettings:
 
 
 class Catalog:
-    """Owns the models and versions tables."""
+    """Owns the tables of models, their aliases and versions."""
 
     def __init__(
         self, database: Database, table_versions: TableVersions, prices: Prices, capacity: int = 10_000
@@ -73,15 +76,19 @@ class Catalog:
             if published is None:
                 raise _not_found(name)
             self._cache.put(full_name, version, published)
-        price = await self._prices.current(full_name)
+        price = await self._prices.current(published.name)
         return published if published.price is price else replace(published, price=price)
 
     async def _look_up(self, tenant: str, model: str) -> PublishedModel | None:
-        price = await self._prices.current(f"{tenant}/{model}")
         async with self._database.read() as connection:
-            query = _joined().where(tenants.c.name == tenant, models.c.name == model)
+            of_alias = exists().where(*_ALIAS_OF_MODEL, aliases.c.alias == model)
+            query = _joined().where(tenants.c.name == tenant, or_(models.c.name == model, of_alias))
             row = (await connection.execute(query)).one_or_none()
-        return _published(row, price) if row is not None else None
+            if row is None:
+                return None
+            named = await _aliases(connection, models.c.tenant_id == row.tenant_id)
+        price = await self._prices.current(f"{tenant}/{row.name}")
+        return _published(row, price, named)
 
     async def models(self, principal: Principal) -> list[PublishedModel]:
         """The models of the principal's tenant (all models for the admin), by name."""
@@ -96,8 +103,36 @@ class Catalog:
         query = _joined().where(condition).order_by(tenants.c.name, models.c.name)
         async with self._database.read() as connection:
             rows = (await connection.execute(query)).all()
+            named = await _aliases(connection, condition)
         now = now_unix_us()
-        return [_published(row, price_at(price_list, f"{row.tenant}/{row.name}", now)) for row in rows]
+        return [_published(row, price_at(price_list, f"{row.tenant}/{row.name}", now), named) for row in rows]
+
+    async def set_aliases(self, model: PublishedModel, names: Collection[str]) -> None:
+        """Replaces the model's aliases. Raises ``Conflict`` for a name that the tenant uses otherwise, and
+        ``ModelNotFound`` if the model was deleted meanwhile.
+        """
+        own_name = model.name.partition("/")[2]
+        async with self._database.write() as connection:
+            await bump_version(connection, "catalog")  # first: see publish_in
+            if (await connection.execute(select(models.c.name).where(*_is(model)))).one_or_none() is None:
+                raise _not_found(model.name)
+            of_tenant = aliases.c.tenant_id == model.tenant_id
+            await connection.execute(delete(aliases).where(of_tenant, aliases.c.model == own_name))
+            same_names = models.c.tenant_id == model.tenant_id, models.c.name.in_(names)
+            for taken in (await connection.execute(select(models.c.name).where(*same_names))).scalars():
+                raise Conflict(f"{taken!r} is the name of a model", field="aliases")
+            others = select(aliases.c.alias, aliases.c.model).where(of_tenant, aliases.c.alias.in_(names))
+            for taken, other in await connection.execute(others):
+                raise Conflict(f"{taken!r} is an alias of the model {other!r}", field="aliases")
+            rows = [{"tenant_id": model.tenant_id, "alias": name, "model": own_name} for name in sorted(set(names))]
+            if rows:
+                await connection.execute(insert(aliases), rows)
+        self._table_versions.invalidate()
+
+    async def check_is_no_alias(self, tenant_id: str, name: str) -> None:
+        """Raises ``Conflict`` if the name of a new model is an alias of another model."""
+        async with self._database.read() as connection:
+            await _check_is_no_alias(connection, tenant_id, name)
 
     async def set_scaling(self, model: PublishedModel, scaling: ScalingSettings) -> None:
         """Changes a model's settings without a new version. Raises ``ModelNotFound`` if it was deleted meanwhile."""
@@ -117,6 +152,10 @@ class Catalog:
             version_id = gone.scalar_one_or_none()  # may be newer than ``model.version``
             if version_id is None:
                 raise _not_found(model.name)
+            own_name = model.name.partition("/")[2]
+            await connection.execute(
+                delete(aliases).where(aliases.c.tenant_id == model.tenant_id, aliases.c.model == own_name)
+            )
             await _retire(self._database, connection, version_id, model.tenant_id)
         self._table_versions.invalidate()
 
@@ -130,6 +169,7 @@ class Catalog:
         # First, because it locks a row: changes to the catalog are serialized, so that each sees the versions that
         # the others reference or retire.
         await bump_version(connection, "catalog")
+        await _check_is_no_alias(connection, tenant_id, name)
         now = now_unix_us()
         await self._keep(connection, version)
         await connection.execute(delete(retired_versions).where(retired_versions.c.version_id == version.version_id))
@@ -177,7 +217,24 @@ def _joined() -> Select[tuple[object, ...]]:
     return query.join_from(models, tenants).join(versions)
 
 
-def _published(row: Row[tuple[object, ...]], price: Price) -> PublishedModel:
+async def _aliases(connection: SqlConnection, condition: ColumnElement[bool]) -> dict[tuple[str, str], list[str]]:
+    """The aliases of models that fulfil a condition, by (tenant, model)."""
+    query = select(aliases).select_from(models).join(aliases, and_(*_ALIAS_OF_MODEL)).where(condition)
+    by_model: dict[tuple[str, str], list[str]] = {}
+    for row in await connection.execute(query.order_by(aliases.c.alias)):
+        by_model.setdefault((row.tenant_id, row.model), []).append(row.alias)
+    return by_model
+
+
+async def _check_is_no_alias(connection: SqlConnection, tenant_id: str, name: str) -> None:
+    query = select(aliases.c.model).where(aliases.c.tenant_id == tenant_id, aliases.c.alias == name)
+    if (model := (await connection.execute(query)).scalar_one_or_none()) is not None:
+        raise Conflict(f"{name!r} is an alias of the model {model!r}; choose another name", field="model")
+
+
+def _published(
+    row: Row[tuple[object, ...]], price: Price, named: Mapping[tuple[str, str], Sequence[str]]
+) -> PublishedModel:
     return PublishedModel(
         name=f"{row.tenant}/{row.name}",
         tenant_id=row.tenant_id,
@@ -189,6 +246,7 @@ def _published(row: Row[tuple[object, ...]], price: Price) -> PublishedModel:
         min_instances=row.min_instances,
         schedule=msgspec.json.decode(row.schedule, type=tuple[str, ...]),
         targets=LatencyTargets(row.interactive_ttft_s, row.standard_ttft_s, row.batch_ttft_s, row.tbt_target_s),
+        aliases=tuple(named.get((row.tenant_id, row.name), ())),
     )
 
 

@@ -11,6 +11,8 @@ from fastapi import FastAPI
 from torchrelay.common.sampling import RANGES
 from torchrelay.gateway.anthropic.asgi_app import PATHS as MESSAGES_PATHS
 from torchrelay.gateway.anthropic.requests import Body as MessagesBody
+from torchrelay.gateway.openai.embeddings.asgi_app import PATH as EMBEDDINGS_PATH
+from torchrelay.gateway.openai.embeddings.requests import EmbeddingsBody
 from torchrelay.gateway.openai.errors import ErrorBody
 from torchrelay.gateway.openai.requests import ChatBody, CompletionBody
 
@@ -55,6 +57,7 @@ _ANTHROPIC_ERROR: Final = {
 TOKEN_PATHS: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/v1/chat/completions": (ChatBody, "An answer to messages, in OpenAI's format"),
     "/v1/completions": (CompletionBody, "The continuation of prompts, in OpenAI's format"),
+    EMBEDDINGS_PATH: (EmbeddingsBody, "Embeddings of texts, in OpenAI's format"),
     "/v1/messages": (MessagesBody, "An answer to messages, in Anthropic's format"),
     "/v1/messages/count_tokens": (MessagesBody, "The number of prompt tokens of messages; nothing runs"),
 }
@@ -104,7 +107,7 @@ def _add_ranges(properties: dict[str, Any]) -> None:
 
 def _token_operation(path: str, summary: str, body: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {_JSON: {"schema": {"type": "object"}}}
-    if path != "/v1/messages/count_tokens":
+    if path not in (EMBEDDINGS_PATH, "/v1/messages/count_tokens"):
         answer["text/event-stream"] = {"schema": {"type": "string"}}
     return {
         "summary": summary,

@@ -90,6 +90,15 @@ models = Table(
     Column("updated_unix_us", BigInteger, nullable=False),
 )
 
+# Further names of models, which no model of the tenant has.
+aliases = Table(
+    "aliases",
+    metadata,
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), primary_key=True),
+    Column("alias", String, primary_key=True),
+    Column("model", String, nullable=False),
+)
+
 # Versions no longer used by any model; their bytes are freed after a while, unless used again. Until then they count in
 # the quota of the tenant who used them last.
 retired_versions = Table(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from fastapi import APIRouter, Header, Query
@@ -12,11 +13,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torchrelay.common.errors import InvalidRequest, PermissionDenied
 from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.schedules import MAX_ENTRIES, MAX_INSTANCES, parse_entry
-from torchrelay.gateway.core import MOST_TARGET_S, PublishedModel, checked_target_s
+from torchrelay.gateway.core import MOST_TARGET_S, Principal, PublishedModel, checked_target_s
 from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf
 from torchrelay.gateway.http.whole_number import WholeNumber
+from torchrelay.gateway.resource_names import check_name
 
 router = APIRouter(prefix="/v1/models")
+MAX_ALIASES = 16  # of a model
+_Entry: TypeAlias = tuple[str, PublishedModel]  # of the list: a model under its name or an alias
 _TARGET_BOUNDS = Field(json_schema_extra={"minimum": 0, "maximum": MOST_TARGET_S})
 AnthropicVersion = Annotated[str | None, Header()]  # Anthropic's clients send it, and expect its format
 TargetS = Annotated[float, _TARGET_BOUNDS, AfterValidator(checked_target_s)]
@@ -31,6 +35,11 @@ class ScalingSettingsBody(BaseModel):
 
     def scaling(self) -> ScalingSettings:
         return ScalingSettings(self.idle_timeout_s, self.max_instances)
+
+
+class AliasesBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    aliases: list[str] = Field(max_length=MAX_ALIASES)
 
 
 class SettingsBody(ScalingSettingsBody):
@@ -65,11 +74,11 @@ async def all_models(
     """By default all models; ``limit``, ``after_id`` and ``before_id`` select a page, as in Anthropic's API."""
     async with services.queries.turn(caller.tenant_id):
         models = await services.catalog.models(caller)
-    models, has_more = _page(models, limit, after_id, before_id)
+    entries, has_more = _page(_entries(models, caller), limit, after_id, before_id)
     if anthropic_version is None:
-        return {"object": "list", "data": [shown(services, model) for model in models]}
-    ids: list[str | None] = [*(model.name for model in models)] or [None]
-    listed = [shown_to_anthropic(model) for model in models]
+        return {"object": "list", "data": [_entry(services, name, model) for name, model in entries]}
+    ids: list[str | None] = [*(name for name, _ in entries)] or [None]
+    listed = [shown_to_anthropic(model) | {"id": name} for name, model in entries]
     return {"data": listed, "has_more": has_more, "first_id": ids[0], "last_id": ids[-1]}
 
 
@@ -79,6 +88,15 @@ async def one_model(
 ) -> dict[str, Any]:
     model = await services.catalog.resolve(caller, name)
     return shown(services, model) if anthropic_version is None else shown_to_anthropic(model)
+
+
+@router.put("/{name:path}/aliases")
+async def set_aliases(services: ServicesOf, caller: Caller, name: str, body: AliasesBody) -> dict[str, Any]:
+    """Replaces the further names under which the tenant may call the model; usage and bills name the model."""
+    names = [check_name(alias, "aliases") for alias in body.aliases]
+    model = await services.catalog.resolve(caller, name)
+    await services.catalog.set_aliases(model, names)
+    return shown(services, await services.catalog.resolve(caller, model.name))
 
 
 @router.patch("/{name:path}")
@@ -101,17 +119,34 @@ async def delete(services: ServicesOf, caller: Caller, name: str) -> dict[str, A
     return {"id": model.name, "object": "model", "deleted": True}
 
 
+def _entries(models: Iterable[PublishedModel], caller: Principal) -> Iterator[_Entry]:
+    """Each model, followed by its aliases; without the tenant in the tenant's own list, as its clients send them."""
+    for model in models:
+        yield model.name, model
+        tenant = model.name.partition("/")[0]
+        yield from ((f"{tenant}/{alias}" if caller.is_admin else alias, model) for alias in model.aliases)
+
+
+def _entry(services: Services, name: str, model: PublishedModel) -> dict[str, Any]:
+    alias = {} if name == model.name else {"id": name, "alias_of": model.name}
+    return shown(services, model) | alias
+
+
 def _page(
-    models: list[PublishedModel], limit: int | None, after_id: str | None, before_id: str | None
-) -> tuple[list[PublishedModel], bool]:
-    """The first models after ``after_id``, or the last ones before ``before_id``; and whether there are more."""
+    listed: Iterable[_Entry], limit: int | None, after_id: str | None, before_id: str | None
+) -> tuple[list[_Entry], bool]:
+    """The first entries after ``after_id``, or the last ones before ``before_id``; and whether there are more."""
     if after_id is not None and before_id is not None:
         raise InvalidRequest("after_id and before_id exclude each other", field="before_id")
-    within = [
-        model
-        for model in models
-        if (after_id is None or model.name > after_id) and (before_id is None or model.name < before_id)
-    ]
+    within = list(listed)
+    places = {name: place for place, (name, _) in enumerate(within)}
+    for field, name in (("after_id", after_id), ("before_id", before_id)):
+        if name is not None and name not in places:
+            raise InvalidRequest(f"{field} must be the id of a listed model, not {name[:200]!r}", field=field)
+    if after_id is not None:
+        within = within[places[after_id] + 1 :]
+    if before_id is not None:
+        within = within[: places[before_id]]
     size = len(within) if limit is None else limit
     page = within[-size:] if before_id is not None and size else within[:size]
     return page, len(page) < len(within)
@@ -147,6 +182,7 @@ def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
         "max_instances": model.max_instances,
         "min_instances": model.min_instances,
         "schedule": model.schedule,
+        "aliases": model.aliases,
         **msgspec.to_builtins(model.targets),
         "effective_idle_timeout_s": model.idle_timeout_s or default.idle_timeout_s,
         "effective_max_instances": model.max_instances or default.max_instances,
