@@ -175,6 +175,8 @@ def test_tenant_limits_are_set(run: Run, home: Home, gateway: FakeGateway) -> No
     for wrong in ("-1", "nan", "inf", "much"):
         assert run("tenant", "set", "acme", f"--budget={wrong}").exit_code == 2
         assert run("tenant", "create", "acme", f"--budget={wrong}").exit_code == 2
+    refused = run("tenant", "create", "acme", "--storage-quota-gb", "lots")
+    assert "--storage-quota-gb" in refused.stderr and "'lots' must be a non-negative number" in refused.stderr
 
 
 def test_version_is_printed(run: Run) -> None:
@@ -283,6 +285,11 @@ def test_piped_question_is_answered(
     assert gateway.asked[-1][2]["messages"] == [{"role": "user", "content": "what is\na pack?"}]
     for said in ("", b"\xff\xfe\x00"):
         assert isinstance(run("chat", "tiny", said=said).exception, CliError)
+    for empty in ("", " \n"):
+        num_asked = len(gateway.asked)
+        refused = run("chat", "tiny", empty).exception
+        assert isinstance(refused, CliError) and refused.message == "the question is empty"
+        assert len(gateway.asked) == num_asked
     assert isinstance(run("chat", "tiny", "\udcff").exception, CliError)  # an argument that is no UTF-8
 
 
@@ -344,3 +351,14 @@ def test_key_id_is_extracted() -> None:
     assert id_of("tr-abc-secret") == "abc"
     assert id_of("abc") == "abc"
     assert id_of(ADMIN_KEY) == ADMIN_KEY
+
+
+def test_usage_of_unknown_names_says_so(run: Run, home: Home, gateway: FakeGateway) -> None:
+    home.save_key(TENANT_KEY)
+    gateway.published.add("tiny")
+    gateway.owners["key-1"] = "acme"
+    assert "no usage yet" in run("usage", "--model", "tiny", "--key-id", "key-1").stderr
+    unknown = run("usage", "--model", "other").exception
+    assert isinstance(unknown, CliError) and unknown.message == "the model 'other' does not exist"
+    unknown = run("usage", "--key-id", "key-2").exception
+    assert isinstance(unknown, CliError) and unknown.message == "the key 'key-2' does not exist"

@@ -46,6 +46,8 @@ def chat(
         if question is None and not sys.stdin.isatty():
             question = _piped_question()
         if question is not None:
+            if not question.strip():
+                raise CliError("the question is empty", 'ask: torchrelay chat MODEL "..."')
             if not conversation.ask(question):
                 raise typer.Exit(128 + signal.SIGINT)
             return

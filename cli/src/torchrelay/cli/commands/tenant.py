@@ -20,7 +20,7 @@ NANO = 1_000_000_000
 app = typer.Typer(no_args_is_help=True, help="Create, change and list tenants (admin).")
 
 
-def _limit(text: str) -> float | None:
+def _limit(text: str, option: str) -> float | None:
     """A non-negative number; ``none``: no limit."""
     if text == "none":
         return None
@@ -29,7 +29,7 @@ def _limit(text: str) -> float | None:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise typer.BadParameter(f"{text!r} must be a non-negative number or 'none'")
+        raise typer.BadParameter(f"{text!r} must be a non-negative number or 'none'", param_hint=option)
     return number
 
 
@@ -49,8 +49,11 @@ def _settings(
     storage_quota_gb: str | None, budget: str | None, service_class: str | None
 ) -> dict[str, int | str | None]:
     """The given options as fields of the REST API."""
-    given = {"storage_quota_bytes": (storage_quota_gb, 10**9), "budget_nano": (budget, NANO)}
-    read = {field: (_limit(text), unit) for field, (text, unit) in given.items() if text is not None}
+    given = {
+        "storage_quota_bytes": ("--storage-quota-gb", storage_quota_gb, 10**9),
+        "budget_nano": ("--budget", budget, NANO),
+    }
+    read = {field: (_limit(text, option), unit) for field, (option, text, unit) in given.items() if text is not None}
     limits = {field: None if number is None else round(number * unit) for field, (number, unit) in read.items()}
     classes = {} if service_class is None else {"service_class": None if service_class == "none" else service_class}
     return {**limits, **classes}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.table import Table
 
 from torchrelay.cli.api.access import Access, HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
-from torchrelay.cli.api.client import given
+from torchrelay.cli.api.client import GatewayClient, given
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.console import ResultTable
@@ -47,12 +48,24 @@ def usage(
     wanted = {"group_by": by.value, "from": begin, "to": end, "model": model, "key": key_id, "tenant": tenant}
     with access.client() as client:
         report = client.call("GET", "/v1/usage", params=given(**wanted))
+        if not report["data"]:
+            _check_names(client, f"{tenant}/{model}" if tenant and model and "/" not in model else model, key_id)
     if as_json:
         console.print_json(report)
     elif not report["data"]:
         console.err().print("no usage yet")
     else:
         console.out().print(usage_table(report, by.value))
+
+
+def _check_names(client: GatewayClient, model: str | None, key_id: str | None) -> None:
+    """Raises ``CliError`` for a model or key that does not exist."""
+    if model is not None:
+        client.call("GET", f"/v1/models/{quote(model)}")
+    if key_id is not None:
+        listed = client.call("GET", "/v1/keys")
+        if key_id not in (each["id"] for each in listed["data"]):
+            raise CliError(f"the key {key_id!r} does not exist", "see: torchrelay key list")
 
 
 def usage_table(report: dict[str, Any], by: str) -> Table:
