@@ -25,7 +25,8 @@ from torchrelay.gateway.edge.turns import ClientGroup
 LIMITS = ReadLimits(head_bytes=2048, num_headers=20, url_bytes=512)
 # What Java's client and `curl --http2` send by default over http://.
 OFFER = (
-    b"POST / HTTP/1.1\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAA\r\n"
+    b"POST / HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\n"
+    b"upgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAA\r\n"
 )
 QUICK = ReadLimits(head_s=0.5, silence_s=0.5, min_bytes_per_s=1 << 20)
 
@@ -96,6 +97,8 @@ def connected(app: BodyApp) -> Connected:
         (b"GET / HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", 400, "not valid HTTP"),
         (b"GET / HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", 400, "not valid HTTP"),
         (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400, "not valid HTTP"),
+        (b"GET / HTTP/1.1\r\n\r\n", 400, "must have one Host header"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nhost: y\r\n\r\n", 400, "must have one Host header"),
         (b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n", 400, "not valid HTTP"),
         (b"CONNECT /x HTTP/1.1\r\nhost: x\r\n\r\n", 400, "not valid HTTP"),
         (OFFER + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", 400, "not valid HTTP"),
@@ -116,16 +119,16 @@ async def test_head_above_a_limit_is_refused(connected: Connected, sent: bytes, 
 
 async def test_head_at_its_limits_is_answered(connected: Connected) -> None:
     async with connected() as raw:
-        await raw.send(b"GET /" + b"a" * 511 + b" HTTP/1.1\r\n" + b"a: b\r\n" * 20 + b"\r\n")
+        await raw.send(b"GET /" + b"a" * 511 + b" HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 19 + b"\r\n")
         assert (await raw.answer()).status == 200
-        await raw.send(b"GET / HTTP/1.1\r\nx: " + b"a" * 2000 + b"\r\n\r\n")
+        await raw.send(b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 2000 + b"\r\n\r\n")
         assert (await raw.answer()).status == 200
 
 
 async def test_head_in_pieces_counts_as_a_whole(connected: Connected) -> None:
     async with connected() as raw:
         await raw.send(head("POST", content_length=3) + b"ab")
-        for piece in (b"cPOST / HT", b"TP/1.1\r\nconte", b"nt-length: 2\r\n", b"\r\n", b"d", b"e"):
+        for piece in (b"cPOST / HT", b"TP/1.1\r\nhost: x\r\nconte", b"nt-length: 2\r\n", b"\r\n", b"d", b"e"):
             await raw.send(piece)
         assert [(await raw.answer()).body for _ in range(2)] == [b"3", b"5"]
         await raw.send(b"GET / HTTP/1.1\r\n")

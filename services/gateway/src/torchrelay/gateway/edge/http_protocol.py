@@ -176,6 +176,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.get_method() == b"CONNECT":
             self._refuse_by_parser(400, "the request is not valid HTTP for a server: CONNECT is a proxy's method")
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts < 1 and self.parser.get_http_version() == "1.1"):
+            self._refuse_by_parser(400, "a request of HTTP/1.1 must have one Host header")
         if self.parser.should_upgrade():
             line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
             headers = (b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade")
