@@ -15,6 +15,7 @@ from torchrelay.gateway.openai.embeddings.asgi_app import PATH as EMBEDDINGS_PAT
 from torchrelay.gateway.openai.embeddings.requests import EmbeddingsBody
 from torchrelay.gateway.openai.errors import ErrorBody
 from torchrelay.gateway.openai.requests import ChatBody, CompletionBody
+from torchrelay.gateway.responses.requests import ResponseBody
 
 _JSON: Final = "application/json"
 _REF: Final = "#/components/schemas/{name}"
@@ -58,6 +59,7 @@ TOKEN_PATHS: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/v1/chat/completions": (ChatBody, "An answer to messages, in OpenAI's format"),
     "/v1/completions": (CompletionBody, "The continuation of prompts, in OpenAI's format"),
     EMBEDDINGS_PATH: (EmbeddingsBody, "Embeddings of texts, in OpenAI's format"),
+    "/v1/responses": (ResponseBody, "An answer to a conversation, in the format of OpenAI's Responses"),
     "/v1/messages": (MessagesBody, "An answer to messages, in Anthropic's format"),
     "/v1/messages/count_tokens": (MessagesBody, "The number of prompt tokens of messages; nothing runs"),
 }
