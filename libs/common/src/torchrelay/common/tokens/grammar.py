@@ -82,7 +82,9 @@ class GrammarCompiler:
     def __init__(self, decoder: TokenDecoder) -> None:
         self.decoder = decoder
         self._vocabulary = _Vocabulary(decoder)
-        self._tokenizer = LLTokenizer(TokenizerWrapper(self._vocabulary))
+        # In two parts, because each holds the interpreter: for most of a second with 150,000 tokens.
+        bare = LLTokenizer(TokenizerWrapper(self._vocabulary), slices=[])
+        self._tokenizer = bare.with_slices(LLTokenizer.general_slices())
 
     def compile(self, grammar: str) -> Grammar:
         """Raises ``InvalidRequest``."""
