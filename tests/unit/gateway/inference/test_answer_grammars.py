@@ -72,7 +72,7 @@ def _source(format_: AnswerFormat, tools: list[dict[str, Any]] | None = None, sy
     [
         (json_rule({"type": "object"}), '{"a": [1, null]}', "ends"),
         (json_rule({"type": "object"}), "[]", "refused"),
-        (json_rule({"type": "object"}), '{"a":' + " " * 41, "refused"),  # no endless space
+        (json_rule({"type": "object"}), '{"a":' + " " * 2, "refused"),  # no endless space
         (json_rule(_NUMBER), '{\n    "x": -12\n}', "ends"),
         (json_rule(_NUMBER), '{"x": 1.5', "refused"),
         (json_rule(True), "null", "ends"),

@@ -326,3 +326,11 @@ async def test_client_that_leaves_pays_for_what_it_got(rig: TokenPathRig) -> Non
     await eventually(lambda: rig.ports.settled, "the bill of the client that left")
     [(request_id, [usage])] = rig.ports.settled.items()
     assert request_id.startswith("resp_") and 1 <= usage.num_output_tokens <= 3 and usage.cause == "cancelled"
+
+
+async def test_reply_repeats_the_format(rig: TokenPathRig) -> None:
+    asked_format = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": False}
+    for given, repeated in ((None, {"type": "text"}), (asked_format, asked_format)):
+        body = asked("hi") | ({} if given is None else {"text": {"format": given}})
+        reply = (await rig.http.post("/v1/responses", json=body)).json()
+        assert reply["text"] == {"format": repeated}

@@ -16,7 +16,7 @@ from torchrelay.gateway.openai.asgi_app import with_reasoning
 from torchrelay.gateway.openai.replies import KEEP_ALIVE, ChoiceBuffer, ReplyFormat, encode_json, ended
 from torchrelay.gateway.responses.events import Event, event_of
 from torchrelay.gateway.responses.output import Output
-from torchrelay.gateway.responses.requests import ResponseBody
+from torchrelay.gateway.responses.requests import ResponseBody, TextFormat
 from torchrelay.gateway.responses.tools import ToolName, Tools
 
 _TIERS: Final = {ServiceClass.STANDARD: "default", ServiceClass.BATCH: "flex", ServiceClass.INTERACTIVE: "priority"}
@@ -49,7 +49,7 @@ def format_of(body: ResponseBody, tools: Tools) -> ResponseFormat:
         "reasoning": {"effort": None, "summary": None},
         "safety_identifier": body.safety_identifier,
         "store": False,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": body.text.format if body.text and body.text.format else TextFormat("text")},
         "tool_choice": body.tool_choice or "auto",
         "tools": tools.declared,
         "top_logprobs": 0,

@@ -27,8 +27,8 @@ _MAX_VALUE_CHARS: Final = 512
 _LOGPROBS: Final = "message.output_text.logprobs"
 
 
-class TextFormat(msgspec.Struct):
-    type: str = "text"
+class TextFormat(msgspec.Struct, omit_defaults=True):
+    type: str
     name: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import msgspec
 
-# JSON as models write it, compact or indented, but without endless space.
-JSON_STYLE: Final = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+# JSON as models write it, compact or indented; not more, because weak models would write space to the end.
+JSON_STYLE: Final = {"whitespace_pattern": r"\x20|\n[\x20\x09]{0,20}"}
 
 
 class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
