@@ -94,3 +94,28 @@ async def test_undecodable_forced_output_fails_request() -> None:
     assert panic is not None
     with pytest.raises(TorchrelayError, match="failed to decode its tokens"):
         await HostedTokenizer(Files(one=encoded).read).checkers("one", ["STOP"], [], {0: [5, panic]})
+
+
+async def test_grammars_are_compiled_once_for_the_tokens_of_the_model() -> None:
+    other = json.loads(TINY)
+    other["model"]["vocab"] |= {"a": other["model"]["vocab"]["b"], "b": other["model"]["vocab"]["a"]}
+    hosted = HostedTokenizer(Files(one=TINY, two=json.dumps(other).encode()).read)
+    source = 'start: "a"'
+    first, again = await asyncio.gather(hosted.grammar("one", source), hosted.grammar("one", source))
+    assert first is again
+    changed = await hosted.grammar("two", source)
+    spellings = [load_decoder(file).spelling for file in (TINY, json.dumps(other).encode())]
+    for grammar, spelling in zip((first, changed), spellings, strict=True):
+        mask = int.from_bytes(grammar.start().allowed(), "little")
+        assert [spelling(i) for i in range(grammar.end_id) if mask >> i & 1] == ["a"]
+    assert spellings[0](TINY_A) != spellings[1](TINY_A)
+
+
+TINY_A = json.loads(TINY)["model"]["vocab"]["a"]
+
+
+async def test_unusable_grammar_is_refused_and_the_next_is_compiled() -> None:
+    hosted = HostedTokenizer(Files(one=TINY).read)
+    with pytest.raises(InvalidRequest, match="missing"):
+        await hosted.grammar("one", "start: missing")
+    assert (await hosted.grammar("one", 'start: "ab"')).start().allowed()
