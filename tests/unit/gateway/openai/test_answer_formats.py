@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -81,6 +83,8 @@ def changed(**changes: Any) -> dict[str, Any]:
             "s.properties.a.items: 'required'",
         ),
         (changed(properties={"a": {"anyOf": [changed(required=[])]}}), "s.properties.a.anyOf[0]: 'required'"),
+        (changed(properties=5), "s: 'properties' must be an object"),
+        (changed(properties=[5]), "s: 'properties' must be an object"),
         (changed(**{"$defs": {"d": {"type": "object"}}}), "s.$defs.d: an object"),
     ],
 )
@@ -99,8 +103,24 @@ def test_strict_schema_is_bounded() -> None:
     with pytest.raises(InvalidRequest, match="deeper than 10"):
         check_strict(changed(properties={"a": deep}), "s", "f")
     names = [f"p{number}" for number in range(5001)]
-    with pytest.raises(InvalidRequest, match="5,001 properties"):
+    with pytest.raises(InvalidRequest, match="more than 5,000 properties"):
         check_strict(changed(properties={name: {} for name in names}, required=names), "s", "f")
+
+
+def test_work_on_a_strict_schema_is_linear_in_its_size() -> None:
+    names = [f"p{number}" for number in range(100_000)]
+    wide = changed(properties={name: {} for name in names}, required=names)
+    deep: dict[str, Any] = {"$defs": {name: {} for name in names}}
+    for _ in range(200):
+        deep = {"$defs": {"d" * 80: deep}}
+    tracemalloc.start()
+    begin = time.process_time()
+    with pytest.raises(InvalidRequest, match="more than 5,000 properties"):
+        check_strict(wide, "s", "f")
+    check_strict({**SCHEMA, **deep}, "s", "f")
+    assert time.process_time() - begin < 10  # the square would take minutes
+    assert tracemalloc.get_traced_memory()[1] < 200 << 20  # paths as texts would take 2 GB
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("prompt", ["hi", [1, 2]], ids=["text", "token ids"])
