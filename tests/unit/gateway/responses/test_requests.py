@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.inference.core import ChatMessage, GenerateParams
+from torchrelay.gateway.inference.parameter_ranges import MAX_MESSAGES
+from torchrelay.gateway.responses.input_items import Item, messages_of
 from torchrelay.gateway.responses.replies import format_of
 from torchrelay.gateway.responses.requests import decode_body, params_of
 
@@ -152,6 +156,15 @@ def test_reasoning_is_that_of_the_answer_after_it() -> None:
     assert messages(user, thought, user, summary, said("assistant", "b")) == [user, user, said("assistant", "b")]
 
 
+@pytest.mark.parametrize("role", ["assistant", "system"])
+def test_many_items_take_no_longer_each(role: str) -> None:
+    items = [said(role, "x" * 240)] * MAX_MESSAGES
+    begin = time.process_time()
+    [message] = messages_of(msgspec.convert(items, list[Item]), None)
+    assert time.process_time() - begin < 5  # the square would take minutes
+    assert message["content"].count("x") == 240 * MAX_MESSAGES
+
+
 def test_arguments_that_are_no_object_are_shown_as_they_were_written() -> None:
     [message] = messages({**CALL, "arguments": "{broken"})
     assert message["tool_calls"][0]["function"]["arguments"] == "{broken"
@@ -198,7 +211,7 @@ def test_fields_without_effect_are_taken() -> None:
             "text.format and guided_regex are given together",
         ),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
-        ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "not among tools"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "not among tools"),
         ({"truncation": "middle"}, "truncation", "auto or disabled"),
         ({"include": ["message.output_text.logprobs"]}, "include", "not supported yet"),
         ({"top_logprobs": 2}, "top_logprobs", "not supported yet"),

@@ -41,7 +41,7 @@ def messages_of(given: str | Sequence[Item], instructions: str | None) -> tuple[
     """The messages of a conversation, begun by the instructions. Raises ``InvalidRequest``."""
     conversation = _Conversation(instructions)
     if isinstance(given, str):
-        conversation.messages.append({"role": "user", "content": given})
+        conversation.messages.append({"role": "user", "content": [given]})
     elif not 0 < len(given) <= MAX_MESSAGES:
         wrong = "must not be empty" if not given else f"has {len(given):,} items; at most {MAX_MESSAGES:,} are allowed"
         raise InvalidRequest(f"input {wrong}", field="input")
@@ -50,11 +50,12 @@ def messages_of(given: str | Sequence[Item], instructions: str | None) -> tuple[
             conversation.add(item, f"input[{index}]")
     if not conversation.messages:
         raise InvalidRequest("input has no message", field="input")
-    return tuple(conversation.messages)
+    return tuple(map(_joined, conversation.messages))
 
 
 class _Conversation:
-    """Messages, as items are added.
+    """Messages, as items are added. Their texts are lists of parts: to join each part at once would take the square of
+    the time.
 
     A template knows fewer of them than there are items: what the system and the developer say at the beginning becomes
     a single message, as does what an assistant says and calls without a pause for results.
@@ -65,7 +66,7 @@ class _Conversation:
         self._call_ids: set[str] = set()
         self._thoughts: list[str] = []  # of the assistant, before its next message
         if instructions:
-            self.messages.append({"role": "system", "content": instructions})
+            self.messages.append({"role": "system", "content": [instructions]})
 
     def add(self, item: Item, where: str) -> None:
         match item.type or "message":
@@ -101,20 +102,19 @@ class _Conversation:
         text = _text(item.content, where)
         self._thoughts.clear()  # reasoning without an answer
         if role in _INSTRUCTING and len(self.messages) == 1 and self.messages[0]["role"] in _INSTRUCTING:
-            self.messages[0]["content"] += f"\n\n{text}"
+            self.messages[0]["content"].append(text)
         else:
-            self.messages.append({"role": role, "content": text})
+            self.messages.append({"role": role, "content": [text]})
 
     def _say(self, text: str) -> ChatMessage:
         """The assistant's message that ``text`` is added to."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
+            self.messages.append({"role": "assistant", "content": []})
         message = self.messages[-1]
-        message["content"] = "\n".join(filter(None, (message["content"], text)))
+        if text:
+            message["content"].append(text)
         if self._thoughts:
-            message["reasoning_content"] = "\n".join(
-                (*filter(None, [message.get("reasoning_content")]), *self._thoughts)
-            )
+            message.setdefault("reasoning_content", []).extend(self._thoughts)
             self._thoughts.clear()
         return message
 
@@ -134,7 +134,16 @@ class _Conversation:
             raise InvalidRequest(message + "responses are not stored", field="input")
         if item.output is None:
             raise InvalidRequest(f"{where}.output is missing", field="input")
-        self.messages.append({"role": "tool", "content": _text(item.output, where), "tool_call_id": call_id})
+        self.messages.append({"role": "tool", "content": [_text(item.output, where)], "tool_call_id": call_id})
+
+
+def _joined(message: ChatMessage) -> ChatMessage:
+    """The message with its parts joined to texts."""
+    separator = "\n\n" if message["role"] in _INSTRUCTING else "\n"
+    texts = {"content": separator.join(message["content"])}
+    if "reasoning_content" in message:
+        texts["reasoning_content"] = "\n".join(message["reasoning_content"])
+    return {**message, **texts}
 
 
 def _given(value: str | None, name: str) -> str:
