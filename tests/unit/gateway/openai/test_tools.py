@@ -187,6 +187,11 @@ async def test_template_gets_tools_unless_none_may_be_called(rig: TokenPathRig) 
             "tool_choice",
             "must be functions",
         ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{}] * 129}}},
+            "tool_choice",
+            "allows 129 tools",
+        ),
         ({"extra_body": {"guided_grammar": 'start: "a"'}}, "guided_grammar", "cannot be combined with tools"),
         ({"logprobs": True}, "logprobs", "not supported yet"),
     ],

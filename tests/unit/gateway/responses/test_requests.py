@@ -236,6 +236,12 @@ def test_fields_without_effect_are_taken() -> None:
         ),
         ({"tools": [FUNCTION, FUNCTION]}, "tools", "tools[1] has the name of another tool"),
         ({"tools": [FUNCTION] * 129}, "tools", "at most 128"),
+        ({"tools": [{"type": ["function"]}]}, "tools", "tools[0].type must be function"),
+        (
+            {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [FUNCTION] * 129}},
+            "tool_choice",
+            "allows 129 tools",
+        ),
         (
             {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "mcp"}]}]},
             "tools",

@@ -84,9 +84,10 @@ def chosen_tools(
             if named not in (tool["function"]["name"] for tool in tools):
                 raise InvalidRequest(f"tool_choice names {named[:80]!r}, which is not among tools", field="tool_choice")
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
-            names = [_name_of(tool) for tool in allowed]
+            check_allowed(allowed)
+            names = {_name_of(tool) for tool in allowed}
             shown = tuple(tool for tool in tools if tool["function"]["name"] in names)
-            if len(shown) != len(names):
+            if len({tool["function"]["name"] for tool in shown}) != len(names):
                 raise InvalidRequest("tool_choice allows a tool that is not among tools", field="tool_choice")
             return chosen_tools(shown, mode, parallel, format_)
         case _:
@@ -100,6 +101,13 @@ def chosen_tools(
             given, needs_call=needs_call, tool=named, allows_several_calls=parallel is not False
         )
     return tools, format_
+
+
+def check_allowed(tools: list[Any]) -> None:
+    """Raises ``InvalidRequest`` if a ``tool_choice`` allows more tools than there can be."""
+    if len(tools) > MAX_TOOLS:
+        message = f"tool_choice allows {len(tools):,} tools; there are at most {MAX_TOOLS}"
+        raise InvalidRequest(message, field="tool_choice")
 
 
 def _name_of(tool: Any) -> str:

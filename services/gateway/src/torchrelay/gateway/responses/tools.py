@@ -14,7 +14,7 @@ import msgspec
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.openai.strict_schemas import check_strict
-from torchrelay.gateway.openai.tools import MAX_TOOLS, TOOL_NAME
+from torchrelay.gateway.openai.tools import MAX_TOOLS, TOOL_NAME, check_allowed
 
 S = TypeVar("S", bound=msgspec.Struct)
 INPUT: Final = "input"  # the parameter of a custom tool
@@ -83,7 +83,7 @@ def tools_of(given: list[dict[str, Any]]) -> Tools:
     _check_number(given, "tools")
     for index, tool in enumerate(given):
         where, kind = f"tools[{index}]", tool.get("type")
-        if kind in _HOSTED or str(kind).startswith(_DATED):
+        if str(kind) in _HOSTED or str(kind).startswith(_DATED):
             continue
         tools.declared.append(tool)
         if kind != "namespace":
@@ -138,6 +138,7 @@ def chat_choice(choice: Any, tools: Tools) -> Any:
             shown = [key for key, named in tools.names.items() if named.name == name and _is_of(named, choice)]
             return {"type": "function", "name": shown[0] if shown else name}
         case {"type": "allowed_tools", "mode": mode, "tools": list(allowed)}:
+            check_allowed(allowed)
             return {
                 "type": "allowed_tools",
                 "allowed_tools": {"mode": mode, "tools": [chat_choice(each, tools) for each in allowed]},
