@@ -12,7 +12,8 @@ import pytest
 from tests.unit.gateway.token_path_rig import TokenPathRig
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.inference.answers.answer_format import AnswerFormat, choice_rule, json_rule, regex_rule
-from torchrelay.gateway.openai.answer_formats import ResponseFormat, StructuredOutputs, answer_format
+from torchrelay.gateway.openai.answer_formats import JsonSchemaFormat, ResponseFormat, StructuredOutputs, answer_format
+from torchrelay.gateway.openai.requests import decode_completion
 from torchrelay.gateway.openai.strict_schemas import check_strict
 
 SCHEMA: dict[str, Any] = {
@@ -45,6 +46,10 @@ def format_of(**fields: Any) -> AnswerFormat | None:
             },
             AnswerFormat(content=json_rule(SCHEMA)),
         ),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            AnswerFormat(content=json_rule(SCHEMA)),
+        ),
         ({"guided_json": SCHEMA}, AnswerFormat(content=json_rule(SCHEMA), field="guided_json")),
         (
             {"guided_json": msgspec.json.encode(SCHEMA).decode()},
@@ -64,6 +69,18 @@ def format_of(**fields: Any) -> AnswerFormat | None:
 )
 def test_format_of_fields(fields: dict[str, Any], expected: AnswerFormat | None) -> None:
     assert format_of(**fields) == expected
+
+
+def test_schema_that_is_nested_too_deeply_is_refused() -> None:
+    for depth in (1000, 100_000):
+        with pytest.raises(InvalidRequest) as caught:
+            format_of(guided_json='{"a": ' * depth + "{}" + "}" * depth)
+        assert caught.value.field == "guided_json"
+    deep: dict[str, Any] = {}
+    for _ in range(2000):
+        deep = {"a": deep}
+    with pytest.raises(InvalidRequest, match="response_format: the schema is nested too deeply"):
+        answer_format(ResponseFormat("json_schema", JsonSchemaFormat("n", deep)), None, StructuredOutputs())
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -132,3 +149,10 @@ async def test_workers_get_the_grammar(rig: TokenPathRig, prompt: str | list[int
         assert (await rig.http.post("/v1/completions", json={**body, **fields})).status_code == 200
         starts = [start for worker in rig.workers for _, start in worker.starts]
         assert starts and {start.sampling.grammar for start in starts} == {grammar}
+
+
+def test_unknown_part_of_structured_outputs_is_refused() -> None:
+    body = {"model": "m", "prompt": "p", "structured_outputs": {"choice": ["a"], "structural_tag": "{}"}}
+    with pytest.raises(InvalidRequest) as caught:
+        decode_completion(msgspec.json.encode(body))
+    assert caught.value.field == "structured_outputs" and "structural_tag" in caught.value.message

@@ -13,9 +13,10 @@ import msgspec
 from msgspec import Meta
 
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.gateway.inference.answers.answer_format import AnswerFormat, json_rule
+from torchrelay.gateway.inference.answers.answer_format import AnswerFormat
 from torchrelay.gateway.inference.core import ChatMessage, GenerateParams
 from torchrelay.gateway.inference.parameter_ranges import check_num_messages, check_sampling
+from torchrelay.gateway.openai.answer_formats import schema_rule
 from torchrelay.gateway.openai.body_decoder import decode
 from torchrelay.gateway.openai.tools import chosen_tools, declared_tools
 
@@ -167,7 +168,7 @@ def _format(body: Body) -> AnswerFormat | None:
     if asked.type != "json_schema":
         message = f"output_config.format.type must be json_schema, not {asked.type[:40]!r}"
         raise InvalidRequest(message, field="output_config")
-    return AnswerFormat(content=json_rule(asked.schema), field="output_config")
+    return AnswerFormat(content=schema_rule(asked.schema, "output_config"), field="output_config")
 
 
 def _messages(body: Body) -> Iterator[ChatMessage]:

@@ -24,10 +24,11 @@ class JsonSchemaFormat(msgspec.Struct):
 class ResponseFormat(msgspec.Struct):
     type: str
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None  # of a JSON object, in the format of other servers
 
 
-class StructuredOutputs(msgspec.Struct):
-    """vLLM's, which once were fields of their own: ``guided_json`` and so on."""
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's, which once were fields of their own: ``guided_json`` and so on. Any other field changes the answer."""
 
     json: dict[str, Any] | bool | str | None = None
     regex: str | None = None
@@ -55,13 +56,13 @@ def of_response_format(asked: ResponseFormat | None, field: str = "response_form
     match asked:
         case None | ResponseFormat(type="text"):
             return
-        case ResponseFormat(type="json_object"):
-            yield AnswerFormat(content=json_rule(_ANY_OBJECT), field=field)
+        case ResponseFormat(type="json_object", schema=schema):
+            yield AnswerFormat(content=schema_rule(_ANY_OBJECT if schema is None else schema, field), field=field)
         case ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat() as declared):
             schema = _ANY_OBJECT if declared.schema is None else declared.schema
             if declared.strict:
                 check_strict(schema, f"{field}: schema", field)
-            yield AnswerFormat(content=json_rule(schema), field=field)
+            yield AnswerFormat(content=schema_rule(schema, field), field=field)
         case ResponseFormat(type="json_schema"):
             raise InvalidRequest(f"{field}: the schema is missing", field=field)
         case _:
@@ -73,7 +74,7 @@ def _of_structured(asked: StructuredOutputs, field: str, prefix: str) -> Iterato
     """The formats of all fields that are given. ``field`` names all of them in errors, ``prefix`` begins each name."""
     if asked.json not in (None, False):
         name = f"{prefix}json"
-        yield AnswerFormat(content=json_rule(_schema_of(asked.json, name)), field=field or name)
+        yield AnswerFormat(content=schema_rule(_schema_of(asked.json, name), field or name), field=field or name)
     if asked.json_object:
         yield AnswerFormat(content=json_rule(_ANY_OBJECT), field=field or f"{prefix}json_object")
     if asked.regex is not None:
@@ -91,11 +92,19 @@ def _of_structured(asked: StructuredOutputs, field: str, prefix: str) -> Iterato
         yield AnswerFormat(grammar=asked.grammar, field=field or name)
 
 
+def schema_rule(schema: Any, field: str) -> str:
+    """The rule of JSON that follows ``schema``. Raises ``InvalidRequest`` if it is nested too deeply."""
+    try:
+        return json_rule(schema)
+    except RecursionError:
+        raise InvalidRequest(f"{field}: the schema is nested too deeply", field=field) from None
+
+
 def _schema_of(given: Any, name: str) -> Any:
     """A schema, which vLLM also takes as a JSON string."""
     if isinstance(given, str):
         try:
             given = msgspec.json.decode(given)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(f"{name} is no JSON: {error}", field=name.partition(".")[0]) from error
     return given
