@@ -166,3 +166,16 @@ def test_unusable_grammar_is_refused_with_a_reason(source: str, why: str) -> Non
     assert error and why in error and "\n" not in error
     with pytest.raises(InvalidRequest):
         compiler().compile(source)
+
+
+@pytest.mark.parametrize(
+    ("num_properties", "is_required", "error"),
+    [(400, False, ""), (4000, True, ""), (3000, False, "too big"), (6000, True, "too big")],
+)
+def test_size_is_bounded(num_properties: int, is_required: bool, error: str) -> None:
+    names = [f"key{number}" for number in range(num_properties)]
+    schema: dict[str, Any] = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    if is_required:
+        schema["required"] = names
+    found = grammar_error(f"start: %json {json.dumps({**schema, 'additionalProperties': False})}")
+    assert error in found and bool(found) == bool(error)

@@ -15,9 +15,14 @@ from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.common.tokens.token_decoder import TokenDecoder
 
 _MAX_ERROR_CHARS: Final = 300
-# Of llguidance's defaults, the fuel of a step would allow 14 ms for each token, the states 500 MB.
+# Of llguidance's defaults, the fuel of a step would allow 14 ms for each token, the states 500 MB, and the size, whose
+# square a step may take, half a second: an object has eight symbols per optional property, four per required one.
 _LIMITS: Final = LLParserLimits(
-    initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, max_lexer_states=50_000, verbose_errors=False
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    max_lexer_states=50_000,
+    max_grammar_size=20_000,
+    verbose_errors=False,
 )
 
 # Otherwise text that a grammar forces would be allowed in a single division into tokens, which llguidance asks of a
