@@ -132,3 +132,14 @@ async def test_earlier_thinking_reaches_the_template(rig: TokenPathRig) -> None:
     count = await posted(rig, "/v1/messages/count_tokens", messages=messages)
     text = "aHot.<think>Hm.</think>b"
     assert count["input_tokens"] == len(rig.tokenizer.encode(text).ids)
+
+
+async def test_answer_by_a_grammar_of_the_caller_is_no_reasoning(make_rig: MakeRig) -> None:
+    rig = await make_rig(template=TEMPLATE + "<think>")
+    sample = {"messages": [{"role": "user", "content": f"Hot.{EOS}</think>"}], "max_tokens": 4}
+    free = (await posted(rig, "/v1/chat/completions", **sample))["choices"][0]["message"]
+    held = (await posted(rig, "/v1/chat/completions", **sample, guided_grammar="start: /(.|\\n)*/"))["choices"][0][
+        "message"
+    ]
+    assert free["reasoning_content"] and not free["content"]
+    assert held["content"] == free["reasoning_content"] and not held.get("reasoning_content")

@@ -142,7 +142,7 @@ def _format(body: ResponseBody) -> AnswerFormat | None:
     schema = None
     if declared.schema is not None:
         schema = JsonSchemaFormat(declared.name or "", declared.schema, declared.strict)
-    for format_ in of_response_format(ResponseFormat(declared.type, schema), "text.format"):
+    for format_ in of_response_format(ResponseFormat(declared.type, schema, declared.schema), "text.format"):
         if asked is not None:
             message = f"an answer has one format: text.format and {asked.field} are given together"
             raise InvalidRequest(message, field=asked.field)

@@ -92,6 +92,9 @@ class TextService:
     def token_ids(self, prompt: Prompt) -> Answer:
         try:
             text, syntax = (prompt.text, PLAIN) if prompt.messages is None else self._render(prompt)
+            if prompt.answer_format is not None and prompt.answer_format.grammar:
+                # The caller's grammar is that of the whole answer: it is reasoning only after an opening of its own.
+                syntax = msgspec.structs.replace(syntax, begins_thinking=False)
             token_ids = self._encode(prompt, text)
             return TokenIds(token_ids.tobytes(), syntax, self._grammar(prompt, syntax))
         except PromptRefused as error:
