@@ -156,3 +156,15 @@ def test_unknown_part_of_structured_outputs_is_refused() -> None:
     with pytest.raises(InvalidRequest) as caught:
         decode_completion(msgspec.json.encode(body))
     assert caught.value.field == "structured_outputs" and "structural_tag" in caught.value.message
+
+
+@pytest.mark.parametrize(("num_rules", "status"), [(300, 200), (1500, 400)])
+async def test_grammar_that_could_overflow_the_stack_of_a_worker_is_refused(
+    rig: TokenPathRig, num_rules: int, status: int
+) -> None:
+    rules = [f"r{number}: r{number + 1}" for number in range(num_rules)]
+    body = {"model": "echo", "prompt": "hi", "max_tokens": 2}
+    grammar = "\n".join(["start: r0", *rules, f'r{num_rules}: "a"'])
+    reply = await rig.http.post("/v1/completions", json={**body, "guided_grammar": grammar})
+    assert reply.status_code == status
+    assert (await rig.http.post("/v1/completions", json=body)).status_code == 200

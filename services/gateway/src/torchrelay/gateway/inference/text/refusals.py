@@ -67,11 +67,11 @@ def kill_error(killed: PromptKilled, limits: TextLimits, field: str) -> Torchrel
         message = f"the model's chat template failed: it took longer than {limits.prompt_cpu_s:g} s"
         return InvalidRequest(message, field=field)
     if killed.status == -signal.SIGVTALRM:
-        message = f"the model's tokenizer took longer than {limits.prompt_cpu_s:g} s for this text"
+        message = f"the model's tokenizer took longer than {limits.prompt_cpu_s:g} s for this text, or its format"
         return InvalidRequest(message, field=field)
     if killed.status == -signal.SIGKILL:
         return Unavailable("the process that tokenized the prompt was killed")
-    part = "chat template or tokenizer" if killed.loading is None else killed.loading
+    part = "chat template, tokenizer or format of the answer" if killed.loading is None else killed.loading
     message = f"the model's {part} exceeded the limit of {max_mb} MB of memory, or crashed its process"
     return InvalidRequest(message, field=killed.loading or field)
 

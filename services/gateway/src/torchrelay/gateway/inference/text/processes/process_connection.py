@@ -24,7 +24,13 @@ from torchrelay.gateway.inference.text.processes.frames import (
 )
 
 PROCESS_SCRIPT: Final = Path(__file__).with_name("text_process.py")
-ENVIRONMENT: Final = {"LANG": "C.UTF-8", "PYTHONUTF8": "1", "TOKENIZERS_PARALLELISM": "false"}
+# An arena of memory for each thread would take 64 MB of the address space.
+ENVIRONMENT: Final = {
+    "LANG": "C.UTF-8",
+    "PYTHONUTF8": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MALLOC_ARENA_MAX": "1",
+}
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0
 PIECE_BYTES = 256 << 10  # of a file in memory at once

@@ -12,11 +12,13 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
@@ -51,6 +53,9 @@ from torchrelay.gateway.inference.text.processes.frames import (
 )
 
 MAX_DETAIL_CHARS = 500
+# A quarter of what the threads of workers have: the recursion of llguidance, whose depth the grammar decides, must
+# overflow the stack here or nowhere.
+GRAMMAR_STACK_BYTES: Final = 2 << 20
 
 
 class PromptRefused(Exception):
@@ -69,8 +74,9 @@ _LOADERS: dict[str, Any] = {
 class TextService:
     """Answers commands, with the files that were loaded before."""
 
-    def __init__(self, limits: TextLimits) -> None:
+    def __init__(self, limits: TextLimits, grammar_error: Callable[[str], str]) -> None:
         self._limits = limits
+        self._grammar_error = grammar_error
         self._loaded: dict[FileId, Any] = {}
 
     def forget(self, files: tuple[FileId, ...]) -> None:
@@ -152,7 +158,7 @@ class TextService:
                 source = grammar_source(prompt.answer_format or AnswerFormat(), prompt.tools, syntax, special_id)
                 # What is converted from GBNF begins with options, which are the platform's to set.
                 grammar = any_to_lark(source).removeprefix("%llguidance {}") if source else ""
-                error = grammar_error(grammar) if grammar else ""
+                error = self._grammar_error(grammar) if grammar else ""
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as raised:  # NOTE: a panic of llguidance is not an Exception
@@ -247,6 +253,15 @@ def warm_up() -> None:
     grammar_error("start: /a/")
 
 
+def in_thread(stack_bytes: int) -> Callable[[str], str]:
+    """``grammar_error`` in a thread with a stack of this size, which exists from now on."""
+    threads = ThreadPoolExecutor(1)
+    before = threading.stack_size(stack_bytes)
+    threads.submit(grammar_error, "start: /a/").result()
+    threading.stack_size(before)
+    return lambda grammar: threads.submit(grammar_error, grammar).result()
+
+
 def serve(commands: BinaryIO, answers: socket.socket, service: TextService) -> None:
     """Answers commands until the gateway closes its end."""
     decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -268,8 +283,9 @@ def main() -> None:
     commands = connection.makefile("rb")
     warm_up()
     set_priority(int(sys.argv[2]))
+    check = in_thread(GRAMMAR_STACK_BYTES)
     drop_privileges(limits.max_memory_bytes)
-    serve(commands, connection, TextService(limits))
+    serve(commands, connection, TextService(limits, check))
 
 
 if __name__ == "__main__":
