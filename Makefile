@@ -10,7 +10,7 @@ SOURCES := $(addsuffix /src,$(PACKAGES)) bench deploy examples tests tools
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 .DEFAULT_GOAL := help
 
-.PHONY: help setup format check test ci up demo stubs architecture clean
+.PHONY: help setup format check test test-clients ci up demo stubs architecture clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -49,8 +49,20 @@ check: .venv/.installed ## Format, lint, strict types, import contracts and plai
 	$(BIN)/python tools/prose.py
 
 # Bytecode is kept even where the environment forbids it: tests start hundreds of processes.
-test: setup test-servers ## All tests: unit, integration, end to end, lab
+test: setup test-servers tests/clients/.installed ## All tests: unit, integration, end to end, lab
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(TEST_PROCESSES) --no-loadscope-reorder
+
+test-clients: setup tests/clients/.installed ## The platform with real client libraries: a part of make test
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest tests/clients
+
+# Node.js comes from PyPI: the clients need a newer one than Debian has.
+tests/clients/.installed: tests/clients/constraints.txt tests/clients/requirements.txt tests/clients/node/package-lock.json
+	@echo "setup: installing client libraries, in tests/clients/"
+	@$(PYTHON) tools/check_python.py
+	@$(PYTHON) -m venv tests/clients/.venv
+	@tests/clients/.venv/bin/pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt -r tests/clients/requirements.txt
+	@cd tests/clients/node && PATH="$(CURDIR)/tests/clients/.venv/bin:$$PATH" npm ci --silent --ignore-scripts --no-audit --no-fund
+	@touch $@
 
 ci: check test ## What CI runs
 
@@ -67,4 +79,4 @@ architecture: .venv/.installed ## Regenerate the tree in docs/architecture.md
 	$(BIN)/python tools/architecture.py
 
 clean: ## Remove the virtual environment, caches and what was compiled
-	rm -rf .venv .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis libs/engine/build libs/engine/src/torchrelay/engine/kernels/cpu/*.so
+	rm -rf .venv tests/clients/.venv tests/clients/.installed tests/clients/node/node_modules .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis libs/engine/build libs/engine/src/torchrelay/engine/kernels/cpu/*.so
