@@ -15,7 +15,12 @@ from torchrelay.gateway.inference.text.refusals import kill_error
         (signal.SIGPROF, None, "messages", "chat template failed: it took longer than 2 s"),
         (signal.SIGVTALRM, None, "messages", "tokenizer took longer than 2 s for this text"),
         (signal.SIGPROF, "tokenizer.json", "tokenizer.json", "takes more than 10 s of CPU to load"),
-        (signal.SIGABRT, None, "messages", "chat template, tokenizer or format of the answer exceeded the limit of 1024 MB of memory"),
+        (
+            signal.SIGABRT,
+            None,
+            "messages",
+            "chat template, tokenizer or format of the answer exceeded the limit of 1024 MB of memory",
+        ),
         (signal.SIGSEGV, "tokenizer.json", "tokenizer.json", "tokenizer.json exceeded the limit of 1024 MB of memory"),
         (signal.SIGKILL, None, None, "the process that tokenized the prompt was killed"),
     ],
