@@ -205,6 +205,8 @@ def test_fields_without_effect_are_taken() -> None:
         ({"prompt": {"id": "p"}}, "prompt", "send instructions and input"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format", "the schema is missing"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "must be text, json_object or json_schema"),
+        ({"response_format": 0}, "response_format", "object"),
+        ({"response_format": False}, "response_format", "object"),
         (
             {"text": {"format": {"type": "json_object"}}, "guided_regex": "a"},
             "guided_regex",

@@ -69,7 +69,6 @@ class ResponseBody(BaseBody, kw_only=True):
     add_generation_prompt: bool | None = None
     # Those of chat completions, which have other names here.
     max_completion_tokens: Any = None
-    response_format: Any = None
     functions: Any = None
     logprobs: Any = None
 
