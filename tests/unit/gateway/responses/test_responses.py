@@ -214,11 +214,13 @@ async def test_template_gets_tools_unless_none_may_be_called(rig: TokenPathRig, 
     assert names == ["weather", "agents__spawn"] and response.output[0].type == "function_call"
 
 
-async def test_without_parallel_calls_the_first_ends_the_output(rig: TokenPathRig) -> None:
-    body = asked(f"I look.{CALL}{CALL} And?", tools=[TOOL], parallel_tool_calls=False)
+async def test_without_parallel_calls_workers_get_a_grammar_of_one_call(rig: TokenPathRig) -> None:
+    body = asked(f"I look.{CALL}", tools=[TOOL], parallel_tool_calls=False)
     for response in await both(rig, body):
         assert [item.type for item in response.output] == ["message", "function_call"]
         assert response.parallel_tool_calls is False
+    grammars = {start.sampling.grammar.split("\n")[1] for worker in rig.workers for _, start in worker.starts}
+    assert grammars == {"answer: /(.|\\n)*/ | text body"}
 
 
 async def test_cut_answer_is_incomplete(rig: TokenPathRig) -> None:

@@ -18,22 +18,16 @@ from torchrelay.gateway.responses.tools import ToolName
 
 
 class Output:
-    """The items so far.
+    """The items so far. ``tool_names``: by the name as the model knows it."""
 
-    ``tool_names``: by the name as the model knows it. ``allows_several``: calls; otherwise the first call ends the
-    output.
-    """
-
-    def __init__(self, tool_names: Mapping[str, ToolName], *, allows_several: bool) -> None:
+    def __init__(self, tool_names: Mapping[str, ToolName]) -> None:
         self.items: list[Item] = []  # without the open one
         self._tool_names = tool_names
-        self._allows_several = allows_several
-        self._is_over = False
         self._open: OpenItem | None = None
 
     def add(self, part: Part) -> list[Event]:
         """The events about a further part of the answer."""
-        if self._is_over or not part:
+        if not part:
             return []
         match part:
             case str():
@@ -41,8 +35,7 @@ class Output:
             case Reasoning(text):
                 return self._in(ReasoningItem, text)
             case CallBegin():
-                ended = self._end("completed")
-                return ended if self._is_over else [*ended, *self._begin(self._call(part))]
+                return [*self._end("completed"), *self._begin(self._call(part))]
             case CallArguments():
                 return [] if self._open is None else self._open.add(part.text)
 
@@ -56,8 +49,6 @@ class Output:
         if isinstance(self._open, kind):
             return self._open.add(text)
         ended = self._end("completed")
-        if self._is_over:
-            return ended
         item = kind(len(self.items))
         return [*ended, *self._begin(item), *item.add(text)]
 
@@ -73,7 +64,6 @@ class Output:
         if self._open is None:
             return []
         item, events = self._open.end(status)
-        self._is_over = isinstance(self._open, CallItem) and not self._allows_several
         self._open = None
         self.items.append(item)
         return events

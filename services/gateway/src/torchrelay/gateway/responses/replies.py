@@ -28,7 +28,6 @@ class ResponseFormat(ReplyFormat):
 
     settings: bytes = b""
     tool_names: Mapping[str, ToolName] = field(default_factory=dict)
-    allows_several_calls: bool = True
 
     @property
     def num_held_bytes(self) -> int:
@@ -60,7 +59,6 @@ def format_of(body: ResponseBody, tools: Tools) -> ResponseFormat:
         is_chat=True,
         settings=encode_json(settings)[1:-1],
         tool_names=tools.names,
-        allows_several_calls=body.parallel_tool_calls is not False,
     )
 
 
@@ -70,7 +68,7 @@ class Reply:
     def __init__(self, session: RequestSession, reply_format: ResponseFormat) -> None:
         self._resolved = session.request.resolved
         self._settings = reply_format.settings
-        self._output = Output(reply_format.tool_names, allows_several=reply_format.allows_several_calls)
+        self._output = Output(reply_format.tool_names)
         self.status = "in_progress"
 
     def add(self, parts: Iterable[Part]) -> list[Event]:

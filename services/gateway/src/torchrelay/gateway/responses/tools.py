@@ -134,20 +134,24 @@ def _add(tools: Tools, tool: Mapping[str, Any], where: str, namespace: str | Non
 def chat_choice(choice: Any, tools: Tools) -> Any:
     """A ``tool_choice`` as chat completions have it, with the names that the model knows."""
     match choice:
-        case {"type": "function" | "custom", "name": str(name)}:
-            shown = [key for key, named in tools.names.items() if named.name == name and _is_of(named, choice)]
-            return {"type": "function", "name": shown[0] if shown else name}
         case {"type": "allowed_tools", "mode": mode, "tools": list(allowed)}:
             check_allowed(allowed)
-            return {
-                "type": "allowed_tools",
-                "allowed_tools": {"mode": mode, "tools": [chat_choice(each, tools) for each in allowed]},
-            }
+            shown = [_chat_tool(each, tools) for each in allowed]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": shown}}
+    return _chat_tool(choice, tools)
+
+
+def _chat_tool(choice: Any, tools: Tools) -> Any:
+    """The tool that ``choice`` names, as chat completions name it; anything else as it is."""
+    match choice:
+        case {"type": "function" | "custom", "name": str(name)}:
+            named = (key for key, tool in tools.names.items() if tool.name == name and _is_of(tool, choice))
+            return {"type": "function", "name": next(named, name)}
     return choice
 
 
-def _is_of(named: ToolName, choice: Mapping[str, Any]) -> bool:
-    return choice.get("namespace") in (None, named.namespace)
+def _is_of(tool: ToolName, choice: Mapping[str, Any]) -> bool:
+    return choice.get("namespace") in (None, tool.namespace)
 
 
 def _input_parameter(given: _InputFormat | None, where: str) -> dict[str, Any]:
