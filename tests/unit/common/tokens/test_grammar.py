@@ -179,3 +179,8 @@ def test_size_is_bounded(num_properties: int, is_required: bool, error: str) -> 
         schema["required"] = names
     found = grammar_error(f"start: %json {json.dumps({**schema, 'additionalProperties': False})}")
     assert error in found and bool(found) == bool(error)
+
+
+def test_options_are_refused_only_where_they_are_declared() -> None:
+    assert "%llguidance" in grammar_error('start: "a"\n  %llguidance {"no_forcing": false}')
+    assert grammar_error('start: %json {"enum": ["%llguidance"]}') == ""

@@ -5,6 +5,7 @@ A tenant writes them, so every part of their work has a limit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -14,7 +15,9 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.tokens.token_bytes import TokenBytes
 from torchrelay.common.tokens.token_decoder import TokenDecoder
 
+MAX_GRAMMAR_CHARS: Final = 1 << 19  # it travels with its prompt, in a message of 8 MB
 _MAX_ERROR_CHARS: Final = 300
+_OPTIONS: Final = re.compile(r"^\s*%llguidance", re.MULTILINE)  # JSON and patterns have no line ends of their own
 # Of llguidance's defaults, the fuel of a step would allow 14 ms for each token, the states 500 MB, and the size, whose
 # square a step may take, half a second: an object has eight symbols per optional property, four per required one.
 _LIMITS: Final = LLParserLimits(
@@ -32,7 +35,9 @@ _UNFORCED: Final = '\n%llguidance {"no_forcing": true}\n'
 
 def grammar_error(grammar: str) -> str:
     """The reason why a grammar is unusable; empty if it can be used. Takes milliseconds."""
-    if "%llguidance" in grammar:
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        return f"it has {len(grammar):,} characters; at most {MAX_GRAMMAR_CHARS:,} are allowed"
+    if _OPTIONS.search(grammar):
         return "%llguidance is not supported: the platform sets the options of grammars"
     return _first_line(LLMatcher.validate_grammar(grammar + _UNFORCED, limits=_LIMITS))
 
@@ -40,9 +45,8 @@ def grammar_error(grammar: str) -> str:
 class GrammarState:
     """The state of a grammar after some output."""
 
-    def __init__(self, matcher: LLMatcher, end_id: int) -> None:
+    def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
-        self._end_id = end_id
 
     @property
     def is_complete(self) -> bool:
@@ -78,7 +82,7 @@ class Grammar:
         matcher = self._matcher.deep_copy()
         if output:
             matcher.consume_tokens(list(output))
-        return GrammarState(matcher, self.end_id)
+        return GrammarState(matcher)
 
 
 class GrammarCompiler:

@@ -67,11 +67,12 @@ class HostedTokenizer:
         async with self._compiling:
             if self._compiler is None or self._compiler.decoder is not decoder:
                 self._compiler = await asyncio.to_thread(GrammarCompiler, decoder)
-                self._grammars.clear()
-            grammar = self._grammars.get(source)
-            if grammar is None:
-                grammar = self._grammars[source] = await asyncio.to_thread(self._compiler.compile, source)
+                self._grammars = LRUCache(MAX_GRAMMARS)
+            compiler, grammars = self._compiler, self._grammars
+        if (grammar := grammars.get(source)) is not None:
             return grammar
+        compiled = await asyncio.to_thread(compiler.compile, source)  # beside the grammars of others
+        return grammars.setdefault(source, compiled)
 
     async def _get(self, digest: str) -> TokenDecoder:
         try:
