@@ -243,6 +243,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ("chat/completions", {"response_format": {"type": "xml"}}, "response_format", "invalid_request"),
     ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format", "invalid_request"),
     ("chat/completions", {"guided_regex": "("}, "guided_regex", "invalid_request"),
+    ("chat/completions", {"guided_regex": ""}, "guided_regex", "invalid_request"),
+    ("chat/completions", {"guided_regex": "a" * 600_000}, "guided_regex", "invalid_request"),
     ("completions", {"structured_outputs": {"choice": []}}, "structured_outputs", "invalid_request"),
     ("completions", {"guided_json": {}, "guided_regex": "a"}, "guided_regex", "invalid_request"),
     ("completions", {"guided_json": "{"}, "guided_json", "invalid_request"),

@@ -31,8 +31,11 @@ def params_of(request: pb.ModelInferRequest, inputs: Mapping[str, Any]) -> tuple
     for name in fields:
         if name not in _KNOWN or name in _ELSEWHERE:
             raise InvalidRequest(f"{name[:80]!r} is no parameter of this protocol", field=name[:80])
-    body = {**fields, "model": request.model_name, "prompt": inputs[TEXT_INPUT]}
-    completion = requests.decode_completion(json.dumps(body).encode())
+    try:
+        body = json.dumps({**fields, "model": request.model_name, "prompt": inputs[TEXT_INPUT]}).encode()
+    except RecursionError:
+        raise InvalidRequest("the parameters are nested too deeply", field="sampling_parameters") from None
+    completion = requests.decode_completion(body)
     return requests.params_of_completion(completion), is_stream
 
 

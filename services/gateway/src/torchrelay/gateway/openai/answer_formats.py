@@ -78,6 +78,8 @@ def _of_structured(asked: StructuredOutputs, field: str, prefix: str) -> Iterato
     if asked.json_object:
         yield AnswerFormat(content=json_rule(_ANY_OBJECT), field=field or f"{prefix}json_object")
     if asked.regex is not None:
+        if not asked.regex:
+            raise InvalidRequest(f"{prefix}regex must not be empty", field=field or f"{prefix}regex")
         yield AnswerFormat(content=regex_rule(asked.regex), field=field or f"{prefix}regex")
     if asked.choice is not None:
         name = f"{prefix}choice"
