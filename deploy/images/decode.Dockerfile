@@ -17,7 +17,7 @@ COPY services/decode ./services/decode
 RUN python -m venv /opt/torchrelay \
     && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt hatchling setuptools \
     && /opt/torchrelay/bin/pip install --no-cache-dir $TORCH_OPTIONS torch==2.13.0 \
-    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto './libs/common[text]' ./libs/modelspec ./libs/transfer ./libs/engine ./libs/worker ./services/decode
+    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto './libs/common[grammars,text]' ./libs/modelspec ./libs/transfer ./libs/engine ./libs/worker ./services/decode
 
 FROM python:3.11.10-slim-bookworm
 RUN useradd --system --uid 10001 --create-home torchrelay

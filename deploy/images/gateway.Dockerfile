@@ -8,7 +8,7 @@ COPY libs/common ./libs/common
 COPY services/gateway ./services/gateway
 RUN python -m venv /opt/torchrelay \
     && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt hatchling \
-    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto './libs/common[templates,text]' ./services/gateway
+    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto './libs/common[grammars,templates,text]' ./services/gateway
 
 FROM python:3.11.10-slim-bookworm
 RUN useradd --system --uid 10001 --create-home torchrelay

@@ -17,7 +17,7 @@ COPY services/prefill ./services/prefill
 RUN python -m venv /opt/torchrelay \
     && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt hatchling setuptools \
     && /opt/torchrelay/bin/pip install --no-cache-dir $TORCH_OPTIONS torch==2.13.0 \
-    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto './libs/common[text]' ./libs/modelspec ./libs/transfer ./libs/engine ./libs/worker ./services/prefill
+    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto './libs/common[grammars,text]' ./libs/modelspec ./libs/transfer ./libs/engine ./libs/worker ./services/prefill
 
 FROM python:3.11.10-slim-bookworm
 RUN useradd --system --uid 10001 --create-home torchrelay

@@ -152,6 +152,9 @@ async def test_models_are_listed(rig: TokenPathRig, stub: Any) -> None:
     assert [(model.id, model.version) for model in reply.models] == [
         ("acme/echo", "v-acme/echo"),
         ("acme/plain", "v-acme/plain"),
+        ("acme/headless", "v-acme/headless"),
+        ("acme/embed", "v-acme/embed"),
+        ("acme/embed-raw", "v-acme/embed-raw"),
     ]
     assert reply.models[0].created_unix_s == 1_700_000_000
 
