@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.common.host.machine import Machine, available_memory_bytes, check_arena, check_kv_pools, check_threads
+from torchrelay.common.host.machine import (
+    Machine,
+    available_cores,
+    available_memory_bytes,
+    check_arena,
+    check_kv_pools,
+    check_threads,
+)
 
 GIB = 1 << 30
 MACHINE = Machine(num_cores=2, memory_bytes=8 * GIB, shared_memory_bytes=4 * GIB)
@@ -40,6 +48,14 @@ def test_excess_request_names_setting_and_machine() -> None:
     with pytest.raises(InvalidRequest, match=r"an arena of 9\.66 GB .* 8\.59 GB of memory are available"):
         check_arena(9 * GIB, 0, Machine(2, 8 * GIB, 100 * GIB))
     assert [error.value.field for error in (threads, pools, arena)] == ["threads", "kv_pool_bytes", "arena_bytes"]
+
+
+def test_container_cpu_limit_counts(tmp_path: Path) -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    assert available_cores(tmp_path) == num_cores
+    for limit, expected in (("max 100000", num_cores), ("50000 100000", 1), ("100001 100000", 2), ("900000 1000", 900)):
+        (tmp_path / "cpu.max").write_text(f"{limit}\n")
+        assert available_cores(tmp_path) == min(expected, num_cores)
 
 
 def test_container_memory_limit_counts(tmp_path: Path) -> None:

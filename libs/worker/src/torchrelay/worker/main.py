@@ -54,8 +54,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
     check_threads(settings.threads, machine)
     if settings.device == "cpu":
         check_kv_pools(settings.kv_pool_bytes, machine)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    torch.set_num_threads(settings.threads or min(torch.get_num_threads(), machine.num_cores))
     tls = settings.tls
     async with AsyncExitStack() as stack:
         nats = await connect_at_start(settings.nats_url, settings.worker_id)

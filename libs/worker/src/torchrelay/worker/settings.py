@@ -32,7 +32,7 @@ class WorkerSettings(ServiceSettings):
     data_port: int = Field(0, description="Data-plane port; 0: any free port.")
     device: str = Field("cpu", description="cpu, cuda:N, or auto: the first GPU where there is one.")
     kv_pool_bytes: int = Field(256 << 20, ge=1 << 20, description="Bytes of the KV page pool, faulted in at the start.")
-    threads: int = Field(0, ge=0, description="Compute threads; 0: one per core.")
+    threads: int = Field(0, ge=0, description="Compute threads; 0: one per core, within the container's CPU limit.")
     cores_file: Path | None = Field(
         None, description="File through which the workers of a host share its cores while several of them compute."
     )

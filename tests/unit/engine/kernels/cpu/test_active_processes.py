@@ -17,7 +17,8 @@ _COMPUTE = """
 import sys
 from pathlib import Path
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
-print(ActiveProcesses(Path(sys.argv[1]), max_processes=2).count_computing(), flush=True)
+processes = ActiveProcesses(Path(sys.argv[1]), max_processes=2)
+print(processes.count_computing(), flush=True)
 sys.stdin.read()
 """
 

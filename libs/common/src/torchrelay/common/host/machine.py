@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -28,7 +29,17 @@ class Machine:
     def here(cls) -> Machine:
         """This machine, now."""
         shared = available_shared_bytes(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
-        return cls(os.cpu_count() or 1, available_memory_bytes(), shared)
+        return cls(available_cores(), available_memory_bytes(), shared)
+
+
+def available_cores(cgroup: Path = _CGROUP) -> int:
+    """Cores that this process may use: what its affinity allows, or the container's CPU limit if less."""
+    num_cores = len(os.sched_getaffinity(0))
+    try:
+        limit_us, period_us = (cgroup / "cpu.max").read_text().split()
+        return min(num_cores, math.ceil(int(limit_us) / int(period_us)))
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return num_cores
 
 
 def available_shared_bytes(folder: Path) -> int:

@@ -9,7 +9,6 @@ the arena takes longer than that copy; only memory that is already pinned is cop
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -21,11 +20,12 @@ import torch
 from torch import Tensor
 
 from torchrelay.common.errors import DataCorrupted
+from torchrelay.common.host.machine import available_cores
 from torchrelay.engine.weights.device_link import CopyEvent, DeviceLink
 
 PIECE_BYTES: Final = 8 << 20
 # A core copies about 10 GB/s, and a link to a GPU carries 25 to 55. The other half of the cores receives the pack.
-NUM_THREADS: Final = max(1, min(8, (os.cpu_count() or 1) // 2))
+NUM_THREADS: Final = max(1, min(8, available_cores() // 2))
 _BUFFERS_PER_THREAD: Final = 2  # one is filled while the other is being copied
 
 

@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.host.file_locks import is_range_locked
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.transfer.arena.arena_file import is_at, open_locked
 from torchrelay.transfer.arena.prefault import prefault
@@ -160,6 +161,10 @@ class Arena:
         """All slabs, by offset."""
         with self._lock:
             return sorted(self._slabs.values(), key=lambda slab: slab.offset)
+
+    def is_mapped(self, slab: Slab) -> bool:
+        """Whether a worker maps the slab: any process of the host, in any container."""
+        return is_range_locked(self._file, slab.offset, slab.num_slab_bytes)
 
     def pin(self, pack_id: str, owner: str) -> None:
         """Prevents eviction and drops of the pack until this owner unpins it. Raises ``UnknownBuffer``."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from torchrelay.common.errors import NotFound
+from torchrelay.common.host.file_locks import share_range
 from torchrelay.transfer.arena.slab_format import ALIGN_BYTES, read_format
 from torchrelay.transfer.errors import ArenaCorrupted
 from torchrelay.transfer.manifest import Manifest, decode_manifest
@@ -17,6 +18,7 @@ from torchrelay.transfer.manifest import Manifest, decode_manifest
 class MappedSlab:
     """A slab that stays valid while it is mapped, whatever happens to the store.
 
+    The mapping holds a shared lock on its range of the file, by which a restarted store knows that the slab is in use.
     Raises ``NotFound`` when there is no such arena, ``ArenaCorrupted`` when there is no slab at this offset.
     """
 
@@ -61,6 +63,7 @@ def _map_read_only(path: Path, offset: int, num_bytes: int) -> mmap.mmap:
     try:
         if offset + num_bytes > os.fstat(file).st_size:
             raise ArenaCorrupted(f"a slab at offset {offset} with {num_bytes} bytes is beyond the arena's end")
+        share_range(file, offset, num_bytes)  # until the mapping, which keeps this open file, is collected
         return mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
     finally:
         os.close(file)

@@ -7,15 +7,17 @@ while others compute. A number that changes whenever a process starts or rests i
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+
+from torchrelay.common.host.file_locks import own_range
 
 MAX_PROCESSES: Final = 64
 # How long a process still counts that was killed or waits for bytes: longer than any layer should take.
@@ -23,7 +25,7 @@ ACTIVE_FOR_S: Final = 1.0
 
 
 class ActiveProcesses:
-    """A process's entry in the file: its pid, and the time until which others count it.
+    """A process's entry in the file: the time until which others count it. A lock on the entry shows that it is taken.
 
     The int64 at ``change_address`` is the time when a process last started or rested. It differs from ``change_seen``
     if a process has done so since this process last counted.
@@ -32,27 +34,18 @@ class ActiveProcesses:
     def __init__(
         self, path: Path, clock: Callable[[], float] = time.monotonic, max_processes: int = MAX_PROCESSES
     ) -> None:
-        """Takes an entry that is free, or whose process is gone. Raises ``OSError`` if there is no such entry."""
+        """Takes a free entry. Raises ``OSError`` if there is none."""
         self._clock = clock
         with path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            try:
-                file.truncate(16 * max_processes + 8)
-                memory = mmap.mmap(file.fileno(), 16 * max_processes + 8)
-                pids = np.frombuffer(memory, np.int64, max_processes)
-                self._until_s = np.frombuffer(memory, np.float64, max_processes, offset=8 * max_processes)
-                self._change = np.frombuffer(memory, np.int64, 1, offset=16 * max_processes)
-                free = [index for index, pid in enumerate(pids.tolist()) if not _is_running(pid)]
-                if not free:
-                    raise OSError(f"{path} is full: {max_processes} processes compute on this host")
-                # Entries of an earlier boot, whose clock was further ahead, would count for too long.
-                self._until_s[self._until_s > clock() + ACTIVE_FOR_S] = 0.0
-                self._entry = free[0]
-                self.change_address, self.change_seen = int(self._change.ctypes.data), int(self._change[0])
-                self._until_s[self._entry] = 0.0
-                pids[self._entry] = os.getpid()
-            finally:
-                fcntl.flock(file, fcntl.LOCK_UN)  # NOTE: closing does not: the mapping keeps the file open
+            os.ftruncate(file.fileno(), 8 * max_processes + 8)
+            self._entry = _take_entry(path, file.fileno(), max_processes)
+            memory = mmap.mmap(file.fileno(), 8 * max_processes + 8)  # keeps the open file, and so the lock
+        self._until_s = np.frombuffer(memory, np.float64, max_processes)
+        self._change = np.frombuffer(memory, np.int64, 1, offset=8 * max_processes)
+        # Entries of an earlier boot, whose clock was further ahead, would count for too long.
+        self._until_s[self._until_s > clock() + ACTIVE_FOR_S] = 0.0
+        self.change_address, self.change_seen = int(self._change.ctypes.data), int(self._change[0])
+        self._until_s[self._entry] = 0.0
 
     def count_computing(self) -> int:
         """Marks this process as computing; returns the number of computing processes, this one included."""
@@ -74,13 +67,10 @@ class ActiveProcesses:
         self._change[0] = time.monotonic_ns()  # not a counter: of two simultaneous increments one would be lost
 
 
-def _is_running(pid: int) -> bool:
-    if not pid:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+def _take_entry(path: Path, file: int, max_processes: int) -> int:
+    """Locks the first free entry of the file and returns its index."""
+    for entry in range(max_processes):
+        with suppress(BlockingIOError):
+            own_range(file, 8 * entry, 8)
+            return entry
+    raise OSError(f"{path} is full: {max_processes} processes compute on this host")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, Self
 
 from opentelemetry.metrics import Meter
 
+from torchrelay.common.host.machine import available_cores
 from torchrelay.gateway.inference.text.processes.frames import Answer, Prompt, TextLimits, frame_of
 from torchrelay.gateway.inference.text.processes.metrics import TextMetrics
 from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
@@ -22,7 +22,7 @@ SUSPECTS_NICENESS: Final = 19
 
 def default_num_processes() -> int:
     """A process per core, within limits; at least two, so that no tenant ever holds all."""
-    return min(max(2, os.cpu_count() or 1), MAX_DEFAULT_PROCESSES)
+    return min(max(2, available_cores()), MAX_DEFAULT_PROCESSES)
 
 
 class TextProcesses:
