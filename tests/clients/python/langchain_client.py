@@ -46,7 +46,7 @@ whole = reduce(add, required.stream([question]))
 report("required_tool", [each["name"] for each in whole.tool_calls])
 
 for method in ("json_schema", "function_calling"):
-    report(method, chat.with_structured_output(Leg, method=method).invoke("Run.").model_dump())
+    report(method, chat.with_structured_output(Leg, method=method, strict=True).invoke("Run.").model_dump())
 
 responses = ChatOpenAI(model=MODEL, base_url=URL, api_key=KEY, max_retries=0, use_responses_api=True)
 report("responses", responses.invoke("Run.").text)
