@@ -171,9 +171,9 @@ class History:
                 lambda: (
                     len(self.cluster.scheduler.placed.keys() & {each.request_id for each in answers}) == len(answers)
                 ),
-                limit_s=0.05,
+                limit_s=0.3,
             )
-            await eventually(lambda: any(self.cluster.boundaries), limit_s=0.05)
+            await eventually(lambda: any(self.cluster.boundaries), limit_s=0.3)
 
     async def cancel(self) -> None:
         number = self.random.randrange(len(self.answers))
@@ -296,8 +296,8 @@ async def test_random_histories_give_every_answer_and_bill_once(
 ) -> None:
     """``MOVE_HISTORY=seed`` runs a single history."""
     monkeypatch.setattr(prefill_role, "RECALL_DELAY_S", 0.1)
-    monkeypatch.setattr(prompt_moves, "_MESSAGE_S", 0.1)
-    monkeypatch.setattr(prompt_moves, "_KEPT_S", 0.2)
+    monkeypatch.setattr(prompt_moves, "_MESSAGE_S", 0.5)
+    monkeypatch.setattr(prompt_moves, "_KEPT_S", 1.0)
     monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 12)  # so that an export takes several steps
     seeds = [int(os.environ["MOVE_HISTORY"])] if "MOVE_HISTORY" in os.environ else range(SEED, SEED + NUM_HISTORIES)
     num_imports, num_steps = Counter[str](), Counter[str]()
