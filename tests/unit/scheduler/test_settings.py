@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from torchrelay.scheduler.policy.config import PoolMode
 from torchrelay.scheduler.settings import SchedulerSettings
 
 
@@ -14,3 +15,12 @@ def test_settings_become_config_and_bad_key_is_refused() -> None:
     for key in ("abcd", "not hex at all, is it"):
         with pytest.raises(ValidationError):
             SchedulerSettings(cluster_key=key)
+
+
+def test_pool_limits_become_config_and_must_agree() -> None:
+    key = "ab" * 16
+    settings = SchedulerSettings(cluster_key=key, pool_mode="advise", pool_min_slots=2, pool_max_slots=3)
+    assert settings.config.pool_mode is PoolMode.ADVISE and settings.config.pool_max_slots == 3
+    assert SchedulerSettings(cluster_key=key, pool_min_slots=2).config.pool_max_slots == 0
+    with pytest.raises(ValidationError, match="must be at least pool_min_slots"):
+        SchedulerSettings(cluster_key=key, pool_min_slots=3, pool_max_slots=2)

@@ -44,6 +44,7 @@ VARIABLES = {
     "TORCHRELAY_THREADS": "3",
     "TORCHRELAY_DEVICE": "auto",
     "TORCHRELAY_LOG_LEVEL": "WARNING",
+    "TORCHRELAY_POOL_MODE": "advise",
 }
 
 
@@ -68,6 +69,7 @@ def test_option_overrides_variable(run: Run, tmp_path: Path, monkeypatch: pytest
         threads=3,
         device="auto",
         log_level="warning",
+        pool_mode="advise",
     )
     assert given == [expected, replace(expected, http_port=8081, device="cpu", log_level="debug")]
 

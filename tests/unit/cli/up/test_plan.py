@@ -92,7 +92,9 @@ def test_metrics_ports_are_counted_up(home: Home, ports: Ports, monkeypatch: pyt
 
 
 def test_each_child_gets_its_certificate(home: Home, ports: Ports) -> None:
-    options = UpOptions(host="0.0.0.0", idle_timeout_s=3, kv_pool_bytes=1 << 20, arena_bytes=1 << 30)
+    options = UpOptions(
+        host="0.0.0.0", idle_timeout_s=3, kv_pool_bytes=1 << 20, arena_bytes=1 << 30, pool_mode="advise"
+    )
     stack = StackPlan(home, options, ports).stack()
     told = envs(stack)
     cluster_key = bytes.fromhex(home.cluster_key())
@@ -104,6 +106,7 @@ def test_each_child_gets_its_certificate(home: Home, ports: Ports) -> None:
     assert told["param-store"]["TORCHRELAY_ARENA_PATH"] == str(stack.arena)
     assert 0 < int(told["param-store"]["TORCHRELAY_STOP_LIMIT_S"]) < STOP_TIMEOUT_S
     assert told["scheduler"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"
+    assert told["scheduler"]["TORCHRELAY_POOL_MODE"] == "advise"
     assert told["gateway"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"  # what tenants are told
     assert told["gateway"]["TORCHRELAY_ADMIN_KEY"] == home.admin_key()
     holders_of_the_cluster_key = [name for name, env in told.items() if home.cluster_key() in env.values()]

@@ -7,7 +7,7 @@ from rich.console import Console, RenderableType
 
 from tests.unit.cli.fake_gateway import MODEL
 from torchrelay.cli.commands.models import models_table
-from torchrelay.cli.views.cluster import LiveScreen, Sample, cluster_screen, counters_of, rates_of
+from torchrelay.cli.views.cluster import LiveScreen, Sample, cluster_screen, counters_of, pools_table, rates_of
 from torchrelay.cli.views.console import printable, shorten_ids
 from torchrelay.cli.views.packs import join_names
 from torchrelay.cli.views.timeline import bar, explanation
@@ -211,3 +211,10 @@ def test_explanation_shows_milliseconds_and_reasons() -> None:
 
 def test_foreign_text_has_no_control_characters() -> None:
     assert printable("a\x1b[31mb\nc\td\x07é") == "a[31mb\nc\tdé"
+
+
+def test_top_shows_pools_with_the_reason() -> None:
+    pool = scheduler_pb2.PoolView(num_devices=1, num_slots=2, num_used=2, num_wanted=3, reason="3 slots needed: [why]")
+    line = next(line for line in drawn(pools_table([pool])).splitlines() if "1 device" in line)
+    assert line.strip().split(maxsplit=5) == ["1", "device", "2", "2", "3", "3 slots needed: [why]"]
+    assert "wanted" not in drawn(cluster_screen(view(), {}, "127.0.0.1:1"))

@@ -30,6 +30,7 @@ def up(
     threads: flags.Threads = 0,
     device: flags.Device = "cpu",
     tls: flags.WithTls = False,
+    pool_mode: flags.PoolModeOption = None,
     log_level: flags.Log = flags.LogLevel.info,
     quiet: flags.Quiet = False,
 ) -> None:
@@ -69,5 +70,6 @@ def up(
         device=device,
         log_level=log_level.value,
         tls=tls,
+        pool_mode=pool_mode.value if pool_mode is not None else "",
     )
     asyncio.run(run_up(Home.at(home), options, is_quiet=quiet))

@@ -16,6 +16,11 @@ class LogLevel(StrEnum):
     error = "error"
 
 
+class PoolMode(StrEnum):
+    off = "off"
+    advise = "advise"
+
+
 def check_device(device: str) -> str:
     """Returns ``device``. Raises ``typer.BadParameter`` when it is not a valid device."""
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
@@ -67,5 +72,13 @@ WithTls: TypeAlias = Annotated[
 ]
 Log: TypeAlias = Annotated[
     LogLevel, typer.Option(envvar="TORCHRELAY_LOG_LEVEL", case_sensitive=False, help="What the services log.")
+]
+PoolModeOption: TypeAlias = Annotated[
+    PoolMode | None,
+    typer.Option(
+        "--pool-mode",
+        envvar="TORCHRELAY_POOL_MODE",
+        help="advise: `top` and `events` show how many slots are needed; nothing changes.",
+    ),
 ]
 Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", help="Do not say what to do next.")]

@@ -61,6 +61,7 @@ class UpOptions:
     threads: int = 0
     device: str = "cpu"
     log_level: str = "info"
+    pool_mode: str = ""  # empty: as the settings file says
     tls: bool = False  # between the services, not for the public API
 
 
@@ -252,6 +253,8 @@ class StackPlan:
 
     def _scheduler(self) -> ChildSpec:
         env = {"TORCHRELAY_PORT": str(self._scheduler_port), "TORCHRELAY_CLUSTER_KEY": self._cluster_key.hex()}
+        if self._options.pool_mode:
+            env["TORCHRELAY_POOL_MODE"] = self._options.pool_mode
         if self._options.idle_timeout_s:
             env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
         if self._is_nats_embedded:

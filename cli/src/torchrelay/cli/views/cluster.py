@@ -14,7 +14,7 @@ from rich.text import Text
 from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
 from torchrelay.cli.views.packs import STATE_STYLES, PackIndex, copies_table, models_table, roles_text
 from torchrelay.cli.views.relays import relay_blocks
-from torchrelay.common.quantities import format_bytes, format_duration
+from torchrelay.common.quantities import format_bytes, format_count, format_duration
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2
 
 RATE_WINDOW_S = 5.0  # a worker that only decodes reports twice a second
@@ -114,6 +114,8 @@ def _screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_smal
         parts.append(moves_table(moved))
     if view.minimums:
         parts.append(minimums_table(view.minimums))
+    if view.pools:
+        parts.append(pools_table(view.pools))
     if not view.instances:
         parts.append(Text("no instances: every model is at zero", style="dim"))
     return Group(*parts)
@@ -189,6 +191,16 @@ def minimums_table(minimums: Iterable[scheduler_pb2.MinimumView]) -> Table:
     for each in minimums:
         change = f"{each.next_num_instances} in {format_duration(each.next_s)}" if each.next_s else ""
         table.add_line(Text(each.model), str(each.num_instances), change, Text(each.reason))
+    return table
+
+
+def pools_table(pools: Iterable[scheduler_pb2.PoolView]) -> Table:
+    """A row per pool: the slots that it has, and the advice how many it should have."""
+    numbers = ("slots", "used", "wanted")
+    table = ResultTable("pool", *numbers, "why", right=numbers, whole=("pool",), is_narrow=True)
+    for pool in pools:
+        counts = (pool.num_slots, pool.num_used, pool.num_wanted)
+        table.add_line(format_count(pool.num_devices, "device"), *map(str, counts), Text(pool.reason))
     return table
 
 

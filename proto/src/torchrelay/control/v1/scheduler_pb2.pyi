@@ -671,6 +671,7 @@ class ClusterView(_message.Message):
     RELAYS_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     MINIMUMS_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     largest_slot_bytes: _builtins.int
     """weights the largest known slot can hold; 0: no slot known"""
@@ -694,6 +695,10 @@ class ClusterView(_message.Message):
     def minimums(self) -> _containers.RepeatedCompositeFieldContainer[Global___MinimumView]:
         """of models that stay loaded, or will; for operators, never for tenants"""
 
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolView]:
+        """with pool_mode advise; for operators, never for tenants"""
+
     def __init__(
         self,
         *,
@@ -706,14 +711,51 @@ class ClusterView(_message.Message):
         relays: _abc.Iterable[Global___RelayView] | None = ...,
         versions: _abc.Iterable[Global___VersionView] | None = ...,
         minimums: _abc.Iterable[Global___MinimumView] | None = ...,
+        pools: _abc.Iterable[Global___PoolView] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand", "epoch", b"epoch", "instances", b"instances", "largest_slot_bytes", b"largest_slot_bytes", "minimums", b"minimums", "relays", b"relays", "stores", b"stores", "versions", b"versions", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand", "epoch", b"epoch", "instances", b"instances", "largest_slot_bytes", b"largest_slot_bytes", "minimums", b"minimums", "pools", b"pools", "relays", b"relays", "stores", b"stores", "versions", b"versions", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterView: _TypeAlias = ClusterView  # noqa: Y015
+
+@_typing.final
+class PoolView(_message.Message):
+    """All slots with the same number of devices."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_DEVICES_FIELD_NUMBER: _builtins.int
+    NUM_SLOTS_FIELD_NUMBER: _builtins.int
+    NUM_USED_FIELD_NUMBER: _builtins.int
+    NUM_WANTED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    num_devices: _builtins.int
+    """of each slot"""
+    num_slots: _builtins.int
+    num_used: _builtins.int
+    """that hold an instance"""
+    num_wanted: _builtins.int
+    """that the pool should have"""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        num_devices: _builtins.int = ...,
+        num_slots: _builtins.int = ...,
+        num_used: _builtins.int = ...,
+        num_wanted: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_devices", b"num_devices", "num_slots", b"num_slots", "num_used", b"num_used", "num_wanted", b"num_wanted", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolView: _TypeAlias = PoolView  # noqa: Y015
 
 @_typing.final
 class MinimumView(_message.Message):

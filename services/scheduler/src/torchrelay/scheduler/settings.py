@@ -10,7 +10,7 @@ from pydantic import Field, FilePath, ValidationInfo, field_validator
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.net.nats_client import MIN_STREAM_BYTES, StreamSizes
 from torchrelay.common.process.settings import ServiceSettings
-from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
 
 
 class SchedulerSettings(ServiceSettings):
@@ -41,6 +41,13 @@ class SchedulerSettings(ServiceSettings):
         "to zero, or sooner if its requests come later anyway; models may override it.",
     )
     max_instances: int = Field(8, ge=1, description="Maximum instances of a model per role; models may override it.")
+    pool_mode: PoolMode = Field(
+        PoolMode.OFF,
+        description="advise: torchrelay top and events show how many slots each pool should have; nothing changes.",
+    )
+    pool_min_slots: int = Field(0, ge=0, description="Minimum slots in the advice for each pool.")
+    pool_max_slots: int = Field(0, ge=0, description="Maximum slots in the advice for each pool; 0: no limit.")
+    pool_spare_slots: int = Field(0, ge=0, description="Free slots in the advice, beside those in use.")
     queue_limit: int = Field(
         1024, ge=1, description="Maximum waiting requests per model; further ones are refused with Retry-After."
     )
@@ -97,6 +104,13 @@ class SchedulerSettings(ServiceSettings):
     def _is_key(cls, value: str, info: ValidationInfo) -> str:
         if info.data.get("replay") is None and len(bytes.fromhex(value)) < 16:
             raise ValueError("must have at least 16 bytes in hex")
+        return value
+
+    @field_validator("pool_max_slots")
+    @classmethod
+    def _is_at_least_minimum(cls, value: int, info: ValidationInfo) -> int:
+        if 0 < value < info.data.get("pool_min_slots", 0):
+            raise ValueError("must be at least pool_min_slots, or 0 for no limit")
         return value
 
     @property

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
 from torchrelay.common.liveness import SILENT_S
 
 TICK_S: Final = 0.1
 TURN_S: Final = 0.02  # short, so that each turn evaluates few versions and delays no request for long
+
+
+class PoolMode(StrEnum):
+    """Whether the scheduler computes how many slots each pool should have."""
+
+    OFF = "off"
+    ADVISE = "advise"  # computes and shows the targets, and changes nothing
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,12 @@ class PolicyConfig:
     roles_retry_s: float = 1.0  # after an instance could not be given other roles
     drain_s: float = 30.0  # how long running requests of a drained instance may take
     drain_grace_s: float = 10.0  # after ``drain_s``, how long a slot may take to become free
+
+    # Pools
+    pool_mode: PoolMode = PoolMode.OFF
+    pool_min_slots: int = 0  # of each pool
+    pool_max_slots: int = 0  # 0: no limit
+    pool_spare_slots: int = 0  # free slots beside those in use
 
     # Failures
     load_tries: int = 3  # failed loads of a version before its waiting requests are refused

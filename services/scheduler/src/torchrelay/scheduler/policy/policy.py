@@ -23,6 +23,7 @@ from torchrelay.scheduler.policy.transitions import (
     dispatch,
     lifecycle,
     migrations,
+    pools,
     recalls,
     relay_plans,
     replication,
@@ -301,6 +302,7 @@ class Policy:
             self._evaluate(due, now, also=(*state.queues.versions, *state.instances.loading_versions))
         if is_whole:
             migrations.empty_draining(state, now)
+            pools.evaluate_pools(state, now)
         replication.replicate(state, now)
 
     def _turn(self, now: float) -> None:

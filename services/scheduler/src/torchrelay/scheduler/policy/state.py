@@ -14,6 +14,7 @@ from torchrelay.scheduler.policy.autoscaling.arrivals import Arrivals
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
+from torchrelay.scheduler.policy.autoscaling.pool_target import PoolTarget
 from torchrelay.scheduler.policy.autoscaling.version_turns import VersionTurns
 from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
@@ -82,6 +83,7 @@ class State:
     aliases: VersionAliases = field(default_factory=VersionAliases)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
     minimums: Minimums = field(default_factory=Minimums)
+    pool_targets: dict[int, PoolTarget] = field(default_factory=dict)  # by devices of a slot; empty: not evaluated
     forecasts: dict[str, tuple[float, float]] = field(default_factory=dict)  # by unused version; see ``Demand``
     effects: Effects = field(default_factory=Effects)
     instances_without_token: Recent[str, tuple[str, ...]] = field(  # by request id; see note_no_token

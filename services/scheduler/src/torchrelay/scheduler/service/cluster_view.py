@@ -34,6 +34,16 @@ def cluster_view(controller: Controller) -> scheduler_pb2.ClusterView:
         relays=relay_views(state, now),
         versions=_version_views(state),
         minimums=_minimum_views(state, now),
+        pools=[
+            scheduler_pb2.PoolView(
+                num_devices=target.load.num_devices,
+                num_slots=target.load.num_slots,
+                num_used=target.load.num_used,
+                num_wanted=target.num_wanted,
+                reason=target.reason.text,
+            )
+            for target in state.pool_targets.values()
+        ],
     )
 
 

@@ -1,0 +1,64 @@
+"""Targets of pools in a cluster on paper: what is shown, and that nothing else changes."""
+
+from __future__ import annotations
+
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
+from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
+
+ADVISE = PolicyConfig(pool_mode=PoolMode.ADVISE)
+FIRST, SECOND = a_model("acme/first", idle_timeout_s=1.0), a_model("acme/second")
+
+
+def targets(scene: PaperCluster) -> dict[int, tuple[int, int]]:
+    """By devices of a slot: the slots of the pool, and those that it should have."""
+    return {
+        size: (target.load.num_slots, target.num_wanted) for size, target in scene.policy.state.pool_targets.items()
+    }
+
+
+def test_waiting_model_wants_a_slot_where_none_is_and_gives_it_up() -> None:
+    scene = PaperCluster(ADVISE).settle(a_store("store-1", "host-1"))
+    scene.pass_time(1.0)
+    assert targets(scene) == {}
+    scene.admit(FIRST, "r1")
+    scene.pass_time(1.0)
+    assert targets(scene) == {1: (0, 1)}
+    scene.settle(a_worker("w-a"))
+    scene.finish_loads()
+    scene.pass_time(1.0)
+    assert targets(scene) == {1: (1, 1)}
+    scene.release("r1")
+    scene.pass_time(5.0)
+    assert targets(scene) == {1: (1, 0)}
+    events = [event for event in scene.events if event.topic == "scale.pool"]
+    assert [(event.fields["num_slots"], event.fields["num_wanted"]) for event in events] == [
+        (0, 1),
+        (1, 1),
+        (1, 0),
+    ]
+    assert events[0].reason == "would have 1 slot and has 0: 1 slot needed: 0 in use, 1 for acme/first"
+
+
+def test_busy_slot_is_no_slot_for_another_model_and_sizes_are_apart() -> None:
+    scene = PaperCluster(ADVISE).settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b", num_devices=2))
+    scene.admit(FIRST, "r1")
+    scene.finish_loads()
+    scene.admit(SECOND, "r2")
+    scene.pass_time(0.9)
+    assert targets(scene) == {1: (1, 2), 2: (1, 0)}
+
+
+def test_advice_changes_no_decision() -> None:
+    def kinds(config: PolicyConfig) -> tuple[list[str], int]:
+        scene = PaperCluster(config).settle(a_store("store-1", "host-1"), a_worker("w-a"))
+        scene.admit(FIRST, "r1")
+        scene.finish_loads()
+        scene.admit(SECOND, "r2")
+        scene.pass_time(3.0)
+        scene.release("r1")
+        scene.pass_time(20.0)
+        kinds = [event.kind for event in scene.events]
+        return [kind for kind in kinds if kind != "pool"], kinds.count("pool")
+
+    (advised, num_advised), (plain, num_plain) = kinds(ADVISE), kinds(PolicyConfig())
+    assert advised == plain and num_advised > 0 and num_plain == 0
