@@ -131,3 +131,17 @@ def test_foreign_listen_address_has_message(run: Run, tmp_path: Path, host: str)
     problem = run("up", "--home", str(tmp_path), "--host", host).exception
     assert isinstance(problem, CliError)
     assert problem.message == f"this machine cannot listen on {host.strip('[]')}"
+
+
+def test_range_of_workers_replaces_the_counts(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
+        assert options == UpOptions(num_prefill_workers=0, num_decode_workers=0, num_both_workers=2, least_workers=0)
+
+    monkeypatch.setattr(run_module, "run_up", run_up)
+    home = ("--home", str(tmp_path / "home"))
+    assert run("up", *home, "--workers", "0..2").exit_code == 0
+    for wrong in ("2", "0..0", "3..2", "a..b"):
+        said = run("up", *home, "--workers", wrong)
+        assert said.exit_code != 0 and "--workers" in said.stderr, wrong
+    said = run("up", *home, "--workers", "0..2", "--pool-mode", "advise")
+    assert str(said.exception) == "--workers and --pool-mode exclude each other"

@@ -232,3 +232,13 @@ def test_quiet_progress_prints_no_hints(home: Home, ports: Ports) -> None:
         StartupProgress(home, Console(file=told, width=200), is_quiet=is_quiet).up(stack.endpoints)
         assert "Torchrelay is up" in told.getvalue()
         assert ("key create" in told.getvalue()) != is_quiet
+
+
+def test_workers_of_a_range_start_with_no_wave(home: Home, ports: Ports) -> None:
+    options = UpOptions(num_prefill_workers=0, num_decode_workers=0, num_both_workers=2, least_workers=0)
+    stack = StackPlan(home, options, ports).stack()
+    assert stack.elastic == {"worker-0", "worker-1"} <= {spec.name for spec in stack.specs}
+    assert not stack.elastic & {spec.name for wave in stack.waves for spec in wave}
+    told = envs(stack)["scheduler"]
+    limits = {name: told[f"TORCHRELAY_POOL_{name}"] for name in ("MODE", "MIN_SLOTS", "MAX_SLOTS")}
+    assert limits == {"MODE": "follow", "MIN_SLOTS": "0", "MAX_SLOTS": "2"}

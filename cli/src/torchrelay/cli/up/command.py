@@ -23,6 +23,7 @@ def up(
     prefill_workers: flags.PrefillWorkers = 1,
     decode_workers: flags.DecodeWorkers = 1,
     both_workers: flags.BothWorkers = 0,
+    workers: flags.Workers = None,
     remote: flags.Remote = "",
     arena_mb: flags.ArenaMb = 0,
     kv_pool_mb: flags.KvPoolMb = 0,
@@ -40,6 +41,12 @@ def up(
     param-store, a scheduler, a gateway and workers, and restarts whatever dies. Keys, models and the ledger stay in the
     home folder.
     """
+    least_workers: int | None = None
+    if workers is not None:
+        if pool_mode is not None:
+            raise CliError("--workers and --pool-mode exclude each other", "pass one of them")
+        least_workers, both_workers = flags.worker_range(workers)
+        prefill_workers = decode_workers = 0
     if prefill_workers + both_workers < 1 or decode_workers + both_workers < 1:
         raise CliError(
             "no worker for prefill or decode", "pass --prefill-workers and --decode-workers, or --both-workers"
@@ -70,6 +77,7 @@ def up(
         device=device,
         log_level=log_level.value,
         tls=tls,
+        least_workers=least_workers,
         pool_mode=pool_mode.value if pool_mode is not None else "",
     )
     asyncio.run(run_up(Home.at(home), options, is_quiet=quiet))

@@ -21,6 +21,15 @@ class PoolMode(StrEnum):
     advise = "advise"
 
 
+def worker_range(text: str) -> tuple[int, int]:
+    """The least and the most workers of ``0..2``. Raises ``typer.BadParameter`` for anything else."""
+    match = re.fullmatch(r"(\d+)\.\.(\d+)", text)
+    least, most = (int(match[1]), int(match[2])) if match else (0, 0)
+    if most < max(least, 1):
+        raise typer.BadParameter(f"{text!r} is not a range of workers: use for example 0..2", param_hint="--workers")
+    return least, most
+
+
 def check_device(device: str) -> str:
     """Returns ``device``. Raises ``typer.BadParameter`` when it is not a valid device."""
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
@@ -50,6 +59,13 @@ GrpcPort: TypeAlias = Annotated[
 PrefillWorkers: TypeAlias = Annotated[int, typer.Option(min=0, help="Workers for prefill.")]
 DecodeWorkers: TypeAlias = Annotated[int, typer.Option(min=0, help="Workers for decode.")]
 BothWorkers: TypeAlias = Annotated[int, typer.Option(min=0, help="Workers for both roles.")]
+Workers: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Workers for both roles that start when needed, MIN..MAX; instead of the other counts.",
+        metavar="MIN..MAX",
+    ),
+]
 Remote: TypeAlias = Annotated[
     str,
     typer.Option(envvar="TORCHRELAY_REMOTE_URL", help="Pack store: a folder or s3://BUCKET/PREFIX; default: in home."),

@@ -14,8 +14,10 @@ from torchrelay.cli.api.scheduler_client import environment_settings
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.children.child import STOP_TIMEOUT_S, ChildSpec
+from torchrelay.cli.up.children.launcher import Launcher
 from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.disk import folder_bytes, stream_sizes
+from torchrelay.cli.up.pool_driver import PoolDriver
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
 from torchrelay.cli.up.remote_store import remote_url
 from torchrelay.common.host.addresses import REACHED_AT, join_address
@@ -61,6 +63,7 @@ class UpOptions:
     threads: int = 0
     device: str = "cpu"
     log_level: str = "info"
+    least_workers: int | None = None  # the others start when they are needed; None: all start with `up`
     pool_mode: str = ""  # empty: as the settings file says
     tls: bool = False  # between the services, not for the public API
 
@@ -142,7 +145,9 @@ class StackPlan:
             **self._tls_settings(COMMANDS),
         }
         home = self._home
-        return Stack(groups, endpoints, home.path, home.traces, self.arena, self._http_port, self._taken_http_port)
+        return Stack(
+            groups, endpoints, home.path, home.traces, self.arena, self._http_port, self._taken_http_port, self._elastic
+        )
 
     def _choose_http_port(self) -> tuple[int, int]:
         """The REST port, and the preferred one if it was taken (else 0): a home keeps its port when it can."""
@@ -255,6 +260,10 @@ class StackPlan:
         env = {"TORCHRELAY_PORT": str(self._scheduler_port), "TORCHRELAY_CLUSTER_KEY": self._cluster_key.hex()}
         if self._options.pool_mode:
             env["TORCHRELAY_POOL_MODE"] = self._options.pool_mode
+        if self._options.least_workers is not None:
+            env["TORCHRELAY_POOL_MODE"] = "follow"
+            env["TORCHRELAY_POOL_MIN_SLOTS"] = str(self._options.least_workers)
+            env["TORCHRELAY_POOL_MAX_SLOTS"] = str(self._options.num_both_workers)
         if self._options.idle_timeout_s:
             env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
         if self._is_nats_embedded:
@@ -266,6 +275,16 @@ class StackPlan:
         num_bytes = free_bytes(self._home.path) + folder_bytes(self._home.path / "nats")
         sizes = {f"TORCHRELAY_{name.upper()}": str(size) for name, size in asdict(stream_sizes(num_bytes)).items()}
         return {name: size for name, size in sizes.items() if name not in os.environ}
+
+    @property
+    def _elastic(self) -> frozenset[str]:
+        is_fixed = self._options.least_workers is None
+        return frozenset() if is_fixed else frozenset(name for name, _ in worker_roles(self._options))
+
+    def driver(self, launcher: Launcher) -> PoolDriver:
+        """The driver that makes the launcher follow the scheduler's target."""
+        token = self._home.call_token(SCHEDULER_NODE, Caller.CLI)
+        return PoolDriver(f"{LOOPBACK}:{self._scheduler_port}", self._tls, token, launcher)
 
     def _workers(self) -> list[ChildSpec]:
         return [self._worker(name, roles) for name, roles in worker_roles(self._options)]

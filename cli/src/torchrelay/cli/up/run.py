@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from torchrelay.cli.home import Home
+from torchrelay.cli.up.children.launcher import Launcher
 from torchrelay.cli.up.children.supervisor import Supervisor
 from torchrelay.cli.up.disk import check_disk
 from torchrelay.cli.up.external_servers import check_external_servers
@@ -44,7 +45,11 @@ async def _run_stack(home: Home, options: UpOptions, plan: StackPlan, is_quiet: 
             progress.memory_left(left)
     if stack.taken_http_port:
         progress.port_taken(stack.taken_http_port, stack.endpoints["http"])
-    stop, supervisor = asyncio.Event(), Supervisor(stack, progress)
+
+    async def drive(launcher: Launcher) -> None:
+        await plan.driver(launcher).run()
+
+    stop, supervisor = asyncio.Event(), Supervisor(stack, progress, drive if stack.elastic else None)
 
     @contextmanager
     def up() -> Iterator[None]:

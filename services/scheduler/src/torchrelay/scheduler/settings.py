@@ -43,11 +43,12 @@ class SchedulerSettings(ServiceSettings):
     max_instances: int = Field(8, ge=1, description="Maximum instances of a model per role; models may override it.")
     pool_mode: PoolMode = Field(
         PoolMode.OFF,
-        description="advise: torchrelay top and events show how many slots each pool should have; nothing changes.",
+        description="advise: torchrelay top and events show how many slots each pool should have; nothing changes. "
+        "follow: the same, for a launcher that starts and stops the workers.",
     )
-    pool_min_slots: int = Field(0, ge=0, description="Minimum slots in the advice for each pool.")
-    pool_max_slots: int = Field(0, ge=0, description="Maximum slots in the advice for each pool; 0: no limit.")
-    pool_spare_slots: int = Field(0, ge=0, description="Free slots in the advice, beside those in use.")
+    pool_min_slots: int = Field(0, ge=0, description="Minimum slots in the target of each pool.")
+    pool_max_slots: int = Field(0, ge=0, description="Maximum slots in the target of each pool; 0: no limit.")
+    pool_spare_slots: int = Field(0, ge=0, description="Free slots in the target, beside those in use.")
     queue_limit: int = Field(
         1024, ge=1, description="Maximum waiting requests per model; further ones are refused with Retry-After."
     )

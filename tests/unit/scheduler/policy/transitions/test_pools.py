@@ -39,6 +39,14 @@ def test_waiting_model_wants_a_slot_where_none_is_and_gives_it_up() -> None:
     assert events[0].reason == "would have 1 slot and has 0: 1 slot needed: 0 in use, 1 for acme/first"
 
 
+def test_minimum_of_a_pool_is_wanted_before_there_is_a_slot() -> None:
+    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW, pool_min_slots=1)).settle(a_store("store-1", "host-1"))
+    scene.pass_time(1.0)
+    assert targets(scene) == {1: (0, 1)}
+    (event,) = [event for event in scene.events if event.topic == "scale.pool"]
+    assert event.reason.startswith("wants 1 slot and has 0: ")
+
+
 def test_busy_slot_is_no_slot_for_another_model_and_sizes_are_apart() -> None:
     scene = PaperCluster(ADVISE).settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b", num_devices=2))
     scene.admit(FIRST, "r1")

@@ -22,12 +22,13 @@ class Stack:
     arena: Path | None = None  # shared memory to remove at the end
     http_port: int = 0
     taken_http_port: int = 0  # the preferred one, if it was taken
+    elastic: frozenset[str] = frozenset()  # children that a launcher starts and stops
 
     @property
     def waves(self) -> tuple[tuple[ChildSpec, ...], ...]:
         """Groups that start together; each wave starts when the previous one is ready."""
         brokers, *services = self.groups
-        return (brokers, tuple(spec for group in services for spec in group))
+        return (brokers, tuple(spec for group in services for spec in group if spec.name not in self.elastic))
 
     @property
     def specs(self) -> tuple[ChildSpec, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
@@ -11,6 +11,7 @@ from typing import Protocol
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children import logs
 from torchrelay.cli.up.children.child import Child, ChildSpec
+from torchrelay.cli.up.children.launcher import Launcher, LocalLauncher
 from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.disk import DiskState, disk_message, disk_state, log_limit_bytes
 from torchrelay.common.host.disk import free_bytes
@@ -41,10 +42,15 @@ def backoff_s(previous_s: float, ran_s: float) -> float:
 
 
 class Supervisor:
-    """Owns the children of one stack."""
+    """Owns the children of one stack. ``drive``: scales the elastic ones until it is cancelled."""
 
-    def __init__(self, stack: Stack, listener: SupervisorListener) -> None:
-        self._stack, self._listener = stack, listener
+    def __init__(
+        self,
+        stack: Stack,
+        listener: SupervisorListener,
+        drive: Callable[[Launcher], Coroutine[None, None, None]] | None = None,
+    ) -> None:
+        self._stack, self._listener, self._drive = stack, listener, drive
         self._children: dict[str, Child] = {}
 
     async def run(self, up: Callable[[], AbstractContextManager[None]], stop: asyncio.Event) -> None:
@@ -77,8 +83,12 @@ class Supervisor:
                     starting.create_task(self._start(spec))
         with up():
             async with asyncio.TaskGroup() as keeping:
-                for spec in self._stack.specs:
+                for spec in (spec for wave in self._stack.waves for spec in wave):
                     keeping.create_task(self._keep(spec))
+                if self._drive is not None:
+                    elastic = [spec for spec in self._stack.specs if spec.name in self._stack.elastic]
+                    launcher = LocalLauncher(elastic, keeping, self._run_elastic, self._stop)
+                    keeping.create_task(self._drive(launcher))
                 keeping.create_task(self._trim_logs())
                 keeping.create_task(self._watch_disk())
 
@@ -86,6 +96,20 @@ class Supervisor:
         child = self._children[spec.name] = await Child.start(spec)
         addresses = await child.ready()
         self._listener.ready(spec.name, child.age_s, addresses.get("http") or addresses.get("grpc") or "")
+
+    async def _run_elastic(self, spec: ChildSpec) -> None:
+        """Starts an elastic child and restarts it. Returns if the first start fails."""
+        try:
+            await self._start(spec)
+        except CliError as error:
+            self._listener.failed(error)
+            await self._stop(spec.name)
+            return
+        await self._keep(spec)
+
+    async def _stop(self, name: str) -> None:
+        if child := self._children.get(name):
+            await child.stop()
 
     async def _keep(self, spec: ChildSpec) -> None:
         """Restarts one child whenever it ends."""

@@ -17,6 +17,7 @@ class PoolMode(StrEnum):
 
     OFF = "off"
     ADVISE = "advise"  # computes and shows the targets, and changes nothing
+    FOLLOW = "follow"  # the same, and a launcher follows them
 
 
 @dataclass(frozen=True)

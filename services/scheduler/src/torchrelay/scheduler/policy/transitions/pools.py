@@ -29,22 +29,25 @@ def evaluate_pools(state: State, now: float) -> None:
     for num_devices, target in state.pool_targets.items():
         earlier = before.get(num_devices)
         if earlier is None or _numbers(earlier) != _numbers(target):
-            state.effects.events.append(_event(target, now))
+            state.effects.events.append(_event(target, state.config.pool_mode, now))
 
 
 def _numbers(target: PoolTarget) -> tuple[int, int]:
     return target.load.num_slots, target.num_wanted
 
 
-def _event(target: PoolTarget, now: float) -> SchedulerEvent:
+def _event(target: PoolTarget, mode: PoolMode, now: float) -> SchedulerEvent:
     name = f"pool-{target.load.num_devices}"
-    text = f"would have {format_count(target.num_wanted, 'slot')} and has {target.load.num_slots}: {target.reason.text}"
+    wants = "would have" if mode is PoolMode.ADVISE else "wants"
+    text = f"{wants} {format_count(target.num_wanted, 'slot')} and has {target.load.num_slots}: {target.reason.text}"
     fields = {"num_devices": target.load.num_devices, **target.reason.fields}
     return SchedulerEvent(now, "pool", "", name, text, "scale.pool", fields)
 
 
 def _pool_loads(state: State, now: float) -> list[PoolLoad]:
-    """The load of each pool that has a slot or that a model needs, the smallest slots first."""
+    """The load of each pool that has a slot or that a model needs, the smallest slots first. The pool of single
+    devices is there from the start if it has slots without demand.
+    """
     shortages = defaultdict[int, list[SlotShortage]](list)
     waiting = dict.fromkeys((*state.queues.versions, *state.minimums.in_force))
     for version_id in waiting:
@@ -61,9 +64,10 @@ def _pool_loads(state: State, now: float) -> list[PoolLoad]:
         is_open = state.attempts.at(instance.instance_id).num_open > 0
         if instance.accepted and not is_open and instance.version_id not in waiting and instance.staying:
             num_idle[worker.num_devices] += 1
+    kept = {1} if state.config.pool_min_slots or state.config.pool_spare_slots else set[int]()
     return [
         PoolLoad(size, num_slots[size], num_used[size], num_idle[size], tuple(shortages[size]))
-        for size in sorted({*num_slots, *shortages})
+        for size in sorted({*num_slots, *shortages, *kept})
     ]
 
 

@@ -1,0 +1,79 @@
+"""Makes a launcher follow the scheduler's target for the pool of `up`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+from contextlib import suppress
+
+import grpc
+
+from torchrelay.cli.up.children.launcher import Launcher
+from torchrelay.common.identity.callers import Caller
+from torchrelay.common.identity.tls import Tls
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.control.v1 import reports_pb2, scheduler_pb2, scheduler_pb2_grpc
+
+KEEP_S = 10.0  # how long a target must be lower before a worker is stopped
+_LOOK_EVERY_S = 1.0
+_RETRY_S = 0.5
+
+
+class PoolDriver:
+    """Follows the targets of the scheduler at ``address``. While the scheduler is away, nothing changes."""
+
+    def __init__(self, address: str, tls: Tls | None, token: str, launcher: Launcher) -> None:
+        self._address, self._tls, self._token, self._launcher = address, tls, token, launcher
+        self._view: scheduler_pb2.ClusterView | None = None
+        self._changed = asyncio.Event()
+        self._lower_since: float | None = None
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch())
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_EVERY_S):
+                        await self._changed.wait()
+                self._changed.clear()
+                if self._view is not None:
+                    await self.follow(self._view, time.monotonic())
+
+    async def follow(self, view: scheduler_pb2.ClusterView, now: float) -> None:
+        """Starts the workers that the target lacks at once; stops free workers after ``KEEP_S`` with a lower target."""
+        num_wanted = sum(pool.num_wanted for pool in view.pools if pool.num_devices == 1)  # as its workers have
+        members = self._launcher.members()
+        if num_wanted >= len(members):
+            self._lower_since = None
+            self._launcher.scale(num_wanted)
+            return
+        if self._lower_since is None:
+            self._lower_since = now
+        if now - self._lower_since >= KEEP_S:
+            for worker_id in free_workers(view, members)[: len(members) - num_wanted]:
+                await self._launcher.retire(worker_id)
+
+    async def _watch(self) -> None:
+        async with open_channel(self._address, self._tls, self._token, Caller.SCHEDULER) as channel:
+            stub = scheduler_pb2_grpc.SchedulerStub(channel)
+            while True:
+                try:
+                    async for view in stub.WatchCluster(scheduler_pb2.WatchClusterRequest()):
+                        self._view = view
+                        self._changed.set()
+                except grpc.aio.AioRpcError:
+                    self._view = None
+                await asyncio.sleep(_RETRY_S)
+
+
+def free_workers(view: scheduler_pb2.ClusterView, members: Collection[str]) -> list[str]:
+    """Members whose slot is free by their own report, and for which the scheduler has decided on no load."""
+    taken = {instance.worker_id for instance in view.instances}
+    free = reports_pb2.SlotState.STATE_FREE
+    return [
+        worker.worker_id
+        for worker in sorted(view.workers, key=lambda worker: worker.worker_id)
+        if worker.worker_id in members and worker.worker_id not in taken and worker.slot.state == free
+    ]

@@ -1,0 +1,56 @@
+"""Workers that a launcher starts and stops as children."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from torchrelay.cli.up.children.child import ChildSpec
+from torchrelay.cli.up.children.launcher import LocalLauncher
+
+
+async def test_workers_start_in_order_and_retire_by_name() -> None:
+    specs = [ChildSpec(f"worker-{number}", ("true",), Path("unused.log")) for number in range(3)]
+    started: list[str] = []
+    ended: list[str] = []
+    stopped: list[str] = []
+
+    async def run(spec: ChildSpec) -> None:
+        started.append(spec.name)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(spec.name)
+
+    async def stop(name: str) -> None:
+        assert name in ended, "nothing restarts it any more"
+        stopped.append(name)
+
+    async with asyncio.TaskGroup() as tasks:
+        launcher = LocalLauncher(specs, tasks, run, stop)
+        launcher.scale(2)
+        await asyncio.sleep(0)
+        assert started == ["worker-0", "worker-1"] == list(launcher.members())
+        launcher.scale(1)
+        assert len(launcher.members()) == 2, "scale stops none"
+        await launcher.retire("worker-0")
+        assert stopped == ["worker-0"] and list(launcher.members()) == ["worker-1"]
+        launcher.scale(9)
+        await asyncio.sleep(0)
+        assert sorted(launcher.members()) == ["worker-0", "worker-1", "worker-2"]
+        for name in tuple(launcher.members()):
+            await launcher.retire(name)
+        assert not launcher.members()
+
+
+async def test_worker_that_cannot_start_is_no_member() -> None:
+    async def run(spec: ChildSpec) -> None:
+        return
+
+    async def stop(name: str) -> None:
+        raise AssertionError(name)
+
+    async with asyncio.TaskGroup() as tasks:
+        launcher = LocalLauncher([ChildSpec("worker-0", ("true",), Path("unused.log"))], tasks, run, stop)
+        launcher.scale(1)
+    assert not launcher.members()

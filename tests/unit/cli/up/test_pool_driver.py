@@ -1,0 +1,65 @@
+"""When the driver of a pool starts and stops workers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from torchrelay.cli.up.pool_driver import KEEP_S, PoolDriver
+from torchrelay.control.v1 import reports_pb2, scheduler_pb2
+
+FREE, READY = reports_pb2.SlotState.STATE_FREE, reports_pb2.SlotState.STATE_READY
+
+
+@dataclass
+class ListedLauncher:
+    """A launcher whose workers are names."""
+
+    names: list[str] = field(default_factory=list)
+    num_scaled: int = 0
+
+    def members(self) -> Collection[str]:
+        return tuple(self.names)
+
+    def scale(self, num_slots: int) -> None:
+        self.num_scaled = num_slots
+        self.names += [f"w-{number}" for number in range(len(self.names), num_slots)]
+
+    async def retire(self, worker_id: str) -> None:
+        self.names.remove(worker_id)
+
+
+def view(
+    num_wanted: int, workers: dict[str, reports_pb2.SlotState.State.ValueType], loading: Collection[str] = ()
+) -> scheduler_pb2.ClusterView:
+    """``workers``: the states of their slots; ``loading``: workers for which a load was decided."""
+    reports = [
+        reports_pb2.WorkerReport(worker_id=name, slot=reports_pb2.SlotState(state=state))
+        for name, state in workers.items()
+    ]
+    return scheduler_pb2.ClusterView(
+        pools=[
+            scheduler_pb2.PoolView(num_devices=1, num_wanted=num_wanted),
+            scheduler_pb2.PoolView(num_devices=2, num_wanted=7),
+        ],
+        workers=reports,
+        instances=[scheduler_pb2.InstanceView(worker_id=name) for name in loading],
+    )
+
+
+async def test_workers_start_at_once_and_free_workers_stop_after_a_while() -> None:
+    launcher = ListedLauncher()
+    driver = PoolDriver("127.0.0.1:1", None, "", launcher)
+    await driver.follow(view(3, {}), 0.0)
+    assert launcher.names == ["w-0", "w-1", "w-2"]
+    lower = view(1, {"w-0": READY, "w-1": FREE, "w-2": FREE, "other": FREE}, loading=["w-1"])
+    await driver.follow(lower, 1.0)
+    await driver.follow(lower, 1.0 + KEEP_S / 2)
+    assert len(launcher.names) == 3
+    await driver.follow(lower, 1.0 + KEEP_S)
+    assert launcher.names == ["w-0", "w-1"], "only this member was free"
+    await driver.follow(view(2, {}), 2.0 + KEEP_S)
+    await driver.follow(view(0, {"w-0": FREE, "w-1": FREE}), 3.0 + KEEP_S)
+    assert launcher.names == ["w-0", "w-1"], "the target was lower for too short a time"
+    await driver.follow(view(0, {"w-0": FREE, "w-1": FREE}), 3.0 + 2 * KEEP_S)
+    assert launcher.names == []
