@@ -6,11 +6,12 @@ PACKAGES := proto libs/common libs/modelspec libs/transfer libs/engine libs/work
 	services/param-store services/prefill services/decode sim cli
 KERNELS := libs/engine/setup.py $(wildcard libs/engine/src/torchrelay/engine/kernels/cpu/*.[ch])
 SOURCES := $(addsuffix /src,$(PACKAGES)) bench deploy examples tests tools
+DIST ?= dist
 # One more than there are cores: tests of processes wait much of the time.
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 .DEFAULT_GOAL := help
 
-.PHONY: help setup format check test test-clients ci up demo stubs architecture clean
+.PHONY: help setup format check test test-clients ci up demo wheels stubs architecture clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -72,6 +73,14 @@ up: setup ## Start the platform on this machine; Ctrl-C stops it
 demo: setup ## Upload a model, talk to it, let it sleep, wake it, print the bill
 	$(BIN)/python examples/demo.py
 
+# The dates in the wheels are those of the commit, so the same commit gives the same bytes.
+wheels: .venv/.installed ## Build the wheels of all packages, in dist/
+	@rm -rf $(DIST)
+	@find libs/engine/build -name '*.py' -delete 2>/dev/null || true
+	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+		--wheel-dir $(DIST) $(addprefix ./,$(PACKAGES))
+	@ls $(DIST)
+
 stubs: .venv/.installed ## Regenerate the gRPC stubs after a change in proto/
 	tools/generate_stubs.sh
 
@@ -79,4 +88,4 @@ architecture: .venv/.installed ## Regenerate the tree in docs/architecture.md
 	$(BIN)/python tools/architecture.py
 
 clean: ## Remove the virtual environment, caches and what was compiled
-	rm -rf .venv tests/clients/.venv tests/clients/.installed tests/clients/node/node_modules .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis libs/engine/build libs/engine/src/torchrelay/engine/kernels/cpu/*.so
+	rm -rf .venv dist tests/clients/.venv tests/clients/.installed tests/clients/node/node_modules .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis libs/engine/build libs/engine/src/torchrelay/engine/kernels/cpu/*.so

@@ -71,6 +71,7 @@ LONG_MODULES: dict[str, float] = {
     "tests/integration/test_arena_full.py": 20,
     "tests/e2e/test_demo.py": 20,
     "tests/e2e/test_targets.py": 20,
+    "tests/e2e/test_wheels.py": 20,
     "tests/integration/test_text_isolation.py": 15,
     "tests/integration/test_hung_engine.py": 15,
     "tests/unit/engine/test_cancels.py": 15,

@@ -15,7 +15,7 @@ setup(
         Extension(
             f"torchrelay.engine.kernels.cpu._kernels_{level}",
             ["src/torchrelay/engine/kernels/cpu/kernels.c"],
-            depends=[str(header) for header in Path("src/torchrelay/engine/kernels/cpu").glob("*.h")],
+            depends=["setup.py", *map(str, Path("src/torchrelay/engine/kernels/cpu").glob("*.h"))],
             extra_compile_args=[*FLAGS, f"-march=x86-64-{level}"],
             extra_link_args=["-fopenmp"],
             libraries=["m"],

@@ -7,13 +7,9 @@ import json
 import re
 import runpy
 import shlex
-import tomllib
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -22,104 +18,30 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError
 
 from tests.support.brokers import free_port, listening, nats_server
+from tests.support.deploy import (
+    COMPOSE,
+    DEPLOY,
+    DISTRIBUTIONS,
+    REFERENCE,
+    REPO,
+    SERVICES,
+    SETTINGS,
+    distribution_in,
+    environment_of,
+    health_check_of,
+    health_options_of,
+    needed,
+    pip_installs,
+    recipe_of,
+    stages_of,
+)
 from tests.support.nats_wire import publication, refusal
+from torchrelay.cli.home import Home
+from torchrelay.cli.up.plan import StackPlan, UpOptions
+from torchrelay.cli.up.ports import Ports
 from torchrelay.common.net.nats_permissions import authorization
 from torchrelay.common.process.settings import ServiceSettings
-from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.param_store.settings import StoreSettings
-from torchrelay.scheduler.settings import SchedulerSettings
-from torchrelay.worker.settings import WorkerSettings
-
-REPO = Path(__file__).resolve().parents[3]
-DEPLOY = REPO / "deploy"
-COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-
-
-@dataclass(frozen=True)
-class Distribution:
-    """A package of ours, as its pyproject.toml tells."""
-
-    name: str
-    version: str
-    requires: tuple[str, ...]
-    programs: Mapping[str, str]
-
-
-def projects() -> list[Path]:
-    return [path.parent for path in REPO.glob("*/pyproject.toml")] + [
-        path.parent for path in REPO.glob("*/*/pyproject.toml")
-    ]
-
-
-def distribution_in(folder: Path) -> Distribution:
-    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    return Distribution(project["name"], project["version"], tuple(project["dependencies"]), project.get("scripts", {}))
-
-
-def needed(name: str) -> dict[str, set[str]]:
-    """Our distributions that a distribution needs, itself included, each with its extras."""
-    extras_by_name: dict[str, set[str]] = {}
-    left = [name]
-    while left:
-        distribution, _, extras = left.pop().removesuffix("]").partition("[")
-        known = distribution in extras_by_name
-        extras_by_name.setdefault(distribution, set()).update({extras} - {""})
-        if not known:
-            left += [each for each in DISTRIBUTIONS[distribution].requires if each.startswith("torchrelay-")]
-    return extras_by_name
-
-
-def recipe_of(name: str) -> Path:
-    """The recipe that compose builds the service's image with."""
-    build = SERVICES[name]["build"]
-    context = (DEPLOY / build["context"]).resolve()
-    assert context == REPO
-    path: Path = context / build["dockerfile"]
-    return path
-
-
-def stages_of(name: str) -> list[dict[str, list[str]]]:
-    """The values of each stage's instructions, by instruction, their lines joined."""
-    stages: list[dict[str, list[str]]] = []
-    for line in re.sub(r"\\\n|^#.*$", "", recipe_of(name).read_text(), flags=re.MULTILINE).splitlines():
-        instruction, _, value = line.partition(" ")
-        if instruction == "FROM":
-            stages.append(defaultdict(list))
-        if instruction:
-            stages[-1][instruction].append(value)
-    return stages
-
-
-def environment_of(image: Mapping[str, list[str]]) -> dict[str, str]:
-    return dict(word.split("=", 1) for value in image["ENV"] for word in shlex.split(value))
-
-
-def health_check_of(image: Mapping[str, list[str]]) -> list[str]:
-    command: list[str] = json.loads(image["HEALTHCHECK"][0].partition(" CMD ")[2])
-    return command
-
-
-def health_options_of(image: Mapping[str, list[str]]) -> dict[str, str]:
-    options = image["HEALTHCHECK"][0].partition(" CMD ")[0].split()
-    return dict(option.removeprefix("--").replace("-", "_").split("=") for option in options)
-
-
-def pip_installs(name: str) -> list[list[str]]:
-    """The words of each command that installs packages, the last of which installs those of this repository."""
-    commands = stages_of(name)[0]["RUN"][-1].split("&&")
-    return [words for words in map(shlex.split, commands) if "install" in words]
-
-
-SETTINGS: dict[str, type[ServiceSettings]] = {
-    "gateway": GatewaySettings,
-    "scheduler": SchedulerSettings,
-    "param-store": StoreSettings,
-    "prefill": WorkerSettings,
-    "decode": WorkerSettings,
-}
-DISTRIBUTIONS = {each.name: each for each in map(distribution_in, projects())}
-REFERENCE = re.compile(r"\$\{(\w+):\?[^}]*\}")
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +61,20 @@ def test_compose_lists_all_services() -> None:
     folders = {path.name for path in (DEPLOY.parent / "services").iterdir() if path.is_dir()}
     assert folders == set(SETTINGS)
     assert set(SERVICES) == folders | {"postgres", "redis", "nats"}
+
+
+def test_compose_runs_what_up_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same programs; with PostgreSQL, as SQLite has no process."""
+    for name in ("TORCHRELAY_REDIS_URL", "TORCHRELAY_NATS_URL"):
+        monkeypatch.delenv(name, raising=False)
+    home = Home(tmp_path)
+    home.make()
+    with closing(Ports()) as ports:
+        children = StackPlan(home, UpOptions(), ports).stack().specs
+    programs = {child.name.removesuffix("-0"): Path(child.command[0]).name for child in children}
+    assert programs.keys() | {"postgres"} == SERVICES.keys()
+    for name in SETTINGS:
+        assert json.loads(stages_of(name)[-1]["ENTRYPOINT"][0]) == [programs[name]]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
