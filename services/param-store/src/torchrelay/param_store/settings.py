@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import Field
 
 from torchrelay.common.errors import NotFound
-from torchrelay.common.host.machine import SHARED_MEMORY, Machine, available_shared_bytes, check_arena
+from torchrelay.common.host.machine import SHARED_MEMORY, Machine, check_arena
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.param_store.disk.disk_cache import default_limit_bytes
@@ -116,7 +116,7 @@ class StoreSettings(ServiceSettings):
         """
         if not self.arena_file.parent.is_dir():
             raise NotFound(f"the arena's folder {self.arena_file.parent} does not exist", field="arena_path")
-        machine = Machine.here()
+        machine = Machine.here(self.arena_file.parent)
         if self.arena_bytes:
             own_bytes = self.arena_file.stat().st_blocks * 512 if self.arena_file.exists() else 0
             check_arena(self.arena_bytes, own_bytes, machine)
@@ -124,5 +124,4 @@ class StoreSettings(ServiceSettings):
         # A crashed store's arena occupies part of the memory; with another size it would be discarded.
         if left := capacity_left_at(self.arena_file):
             return left
-        shared = available_shared_bytes(self.arena_file.parent)
-        return min((machine.memory_bytes or 0) // 2, shared, _DEFAULT_ARENA_LIMIT_BYTES)
+        return min((machine.memory_bytes or 0) // 2, machine.shared_memory_bytes or 0, _DEFAULT_ARENA_LIMIT_BYTES)

@@ -19,17 +19,21 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Cores, and the bytes of memory and of shared memory that are available; None: unknown."""
+    """Cores, and the bytes of memory and of shared memory that are available; None: unknown.
+
+    ``shared_memory``: a folder of the shared memory.
+    """
 
     num_cores: int
     memory_bytes: int | None
     shared_memory_bytes: int | None
+    shared_memory: Path = SHARED_MEMORY
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls, shared_memory: Path = SHARED_MEMORY) -> Machine:
         """This machine, now."""
-        shared = available_shared_bytes(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
-        return cls(available_cores(), available_memory_bytes(), shared)
+        shared = available_shared_bytes(shared_memory) if shared_memory.is_dir() else None
+        return cls(available_cores(), available_memory_bytes(), shared, shared_memory)
 
 
 def available_cores(cgroup: Path = _CGROUP) -> int:
@@ -87,7 +91,7 @@ def check_arena(num_bytes: int, num_bytes_there: int, machine: Machine) -> None:
     ``num_bytes_there``: what an arena left by an earlier process takes already.
     """
     limits = (
-        (machine.shared_memory_bytes, f"of {SHARED_MEMORY} are free"),
+        (machine.shared_memory_bytes, f"of {machine.shared_memory} are free"),
         (machine.memory_bytes, "of memory are available"),
     )
     for limit, what in limits:
