@@ -11,6 +11,7 @@ import httpx
 
 from tests.support.http import http
 from tests.support.platform import Platform
+from tests.support.wait import HANG_S
 
 
 def headers(key: str) -> dict[str, str]:
@@ -20,7 +21,7 @@ def headers(key: str) -> dict[str, str]:
 def complete(platform: Platform, key: str, model: str, prompt: list[int] | str, **options: Any) -> dict[str, Any]:
     """A greedy completion with token ids; asserts that it succeeds."""
     body = {"model": model, "prompt": prompt, "temperature": 0, "return_token_ids": True, **options}
-    response = http.post(f"{platform.http}/v1/completions", json=body, headers=headers(key), timeout=60)
+    response = http.post(f"{platform.http}/v1/completions", json=body, headers=headers(key), timeout=HANG_S)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -52,7 +53,7 @@ class Streamed:
 
 
 def stream(
-    platform: Platform, key: str, model: str, prompt: list[int] | str, timeout_s: float = 60, **options: Any
+    platform: Platform, key: str, model: str, prompt: list[int] | str, timeout_s: float = HANG_S, **options: Any
 ) -> Iterator[Streamed]:
     """A streamed greedy completion: yields its state after every event; the same object each time."""
     body = {"model": model, "prompt": prompt, "temperature": 0, "return_token_ids": True, "stream": True}

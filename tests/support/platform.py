@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
+from tests.support.wait import HANG_S
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.scheduler_client import scheduler_access, watch
 from torchrelay.cli.api.upload import ModelUpload
@@ -128,7 +129,7 @@ class Platform:
         with open_blocking_channel(address, token=self.home.call_token(node_id, *Caller)) as channel:
             yield channel
 
-    def await_zero(self, timeout_s: float = 60) -> scheduler_pb2.ClusterView:
+    def await_zero(self, timeout_s: float = HANG_S) -> scheduler_pb2.ClusterView:
         """Until no worker holds a model."""
         deadline = time.monotonic() + timeout_s
         for view in self.views():

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from inspect import isawaitable
 
-HANG_S = 60.0
+HANG_S = 120.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
 
 
