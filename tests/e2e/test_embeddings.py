@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from tests.e2e.conftest import SMALL, Tenant
-from tests.support.checkpoints import declare_embeddings, make_checkpoint, make_headless, reference_model
+from tests.support.checkpoints import (
+    WORDS,
+    declare_embeddings,
+    encoder_states,
+    make_checkpoint,
+    make_encoder,
+    make_headless,
+    reference_model,
+)
 from tests.support.completions import headers
 from tests.support.http import http
 from tests.support.platform import Platform, running_platform
@@ -71,6 +79,29 @@ def test_vectors_and_bill_of_many_inputs(platform: Platform, tenant: Tenant, fol
         client.embeddings.create(model=plain, input="some words")
     with pytest.raises(openai.BadRequestError, match="has no head for tokens"):
         client.completions.create(model=model, prompt="some words")
+
+
+def test_encoder_as_sentence_transformers_users_upload_it(platform: Platform, tenant: Tenant, tmp_path: Path) -> None:
+    """Texts get the tokenizer's [CLS] and [SEP], and are neither padded nor cut, whatever tokenizer.json says."""
+    folder = declare_embeddings(make_encoder(tmp_path / "bert"), mode="mean_tokens")
+    model = platform.upload(tenant.key, folder, "bert")
+    platform.await_zero()
+    texts = {
+        "what is a relay": [WORDS.index(word) for word in ("[CLS]", "what", "is", "a", "relay", "[SEP]")],
+        "a relays unheard": [WORDS.index(word) for word in ("[CLS]", "a", "relay", "##s", "[UNK]", "[SEP]")],
+        " ".join(["hosts"] * 98): [WORDS.index(word) for word in ("[CLS]", *["hosts"] * 98, "[SEP]")],
+    }
+    client, before = client_of(platform, tenant.key), usage(tenant)
+    reply = client.embeddings.create(model=model, input=list(texts))
+    assert reply.usage.prompt_tokens == 6 + 6 + 100
+    assert usage(tenant) == (before[0] + 112, before[1])
+    for prompt, given in zip(texts.values(), reply.data, strict=True):
+        mean = encoder_states(folder, prompt).mean(0)
+        assert given.embedding == pytest.approx((mean / mean.norm()).tolist(), abs=TOLERANCE)
+    with pytest.raises(openai.BadRequestError, match="101"):
+        client.embeddings.create(model=model, input=" ".join(["hosts"] * 99))
+    with pytest.raises(openai.BadRequestError, match="has no head for tokens"):
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": "a"}])
 
 
 def test_killed_worker_costs_no_vector(tmp_path: Path, folder: Path, whole: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 VOCAB_SIZE = 320  # a byte-level tokenizer of 256 + 3 tokens, and some that it never gives
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
@@ -109,6 +110,55 @@ def make_checkpoint(
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
+
+
+ENCODERS = {"BertModel": "BertConfig", "RobertaModel": "RobertaConfig", "XLMRobertaModel": "XLMRobertaConfig"}
+WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "what", "is", "a", "relay", "of", "weights", "##s", "two", "hosts", "pass")
+
+
+def make_encoder(folder: Path, model: str = "BertModel", dtype: str = "float32", seed: int = 0, **config: Any) -> Path:
+    """Writes config.json, model.safetensors and a tokenizer of a model in ``ENCODERS``. Every parameter is random."""
+    transformers = _transformers()
+    numbers: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    numbers |= {"num_attention_heads": 4, "vocab_size": 128, "max_position_embeddings": 100}
+    if model != "BertModel":
+        numbers |= {"pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+    settings = getattr(transformers, ENCODERS[model])(**{**numbers, **config})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        encoder = getattr(transformers, model)(settings).to(getattr(torch, dtype))
+        randomise(encoder, seed)
+    encoder.save_pretrained(folder)
+    _write_word_pieces(folder)
+    return folder
+
+
+def _write_word_pieces(folder: Path) -> None:
+    """A tokenizer as BERT's, which adds [CLS] and [SEP], and pads and truncates as all-MiniLM's file says."""
+    tokenizer = Tokenizer(models.WordPiece({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in WORDS[:4]])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", WORDS.index("[CLS]")), ("[SEP]", WORDS.index("[SEP]"))],
+    )
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=16, pad_token="[PAD]")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]", "cls_token": "[CLS]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@torch.no_grad()
+def encoder_states(folder: Path, prompt: Sequence[int]) -> torch.Tensor:
+    """The last hidden states of transformers, fp32 [positions, hidden]."""
+    model = _transformers().AutoModel.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval()
+    ids = torch.tensor([list(prompt)])
+    states: torch.Tensor = model(ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0].float()
+    return states
 
 
 _VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
@@ -217,7 +267,7 @@ def randomise(model: torch.nn.Module, seed: int, norm: float = 1.0) -> None:
     random = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape, generator=random, dtype=torch.float32)
-        if "norm" in name:
+        if "norm" in name.lower():
             values = norm + 0.3 * values
         elif "embed" in name:
             values *= 0.1  # small, so that a tied head does not just repeat its input

@@ -131,13 +131,13 @@ def run(instance: Instance) -> list[StepResult]:
 def last_logits(instance: Instance, prompt: Sequence[int]) -> torch.Tensor:
     """The logits of the first output token, fp32 [vocab]."""
     seen: list[torch.Tensor] = []
-    logits = instance.model.decoder.logits
+    logits = instance.model.transformer.logits
 
     def spy(hidden: torch.Tensor) -> torch.Tensor:
         seen.append(logits(hidden))
         return seen[-1]
 
-    instance.model.decoder.logits = spy  # type: ignore[method-assign]
+    instance.model.transformer.logits = spy  # type: ignore[method-assign]
     instance.prefill(group_of(prompt, sampling=SamplingParams(temperature=0, max_tokens=1)))
     run(instance)
     return seen[0][0].float()

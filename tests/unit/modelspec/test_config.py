@@ -162,6 +162,42 @@ def test_unsupported_feature_is_refused_by_field(change: dict[str, Any], field: 
     assert refused.value.field == field
 
 
+BERT = LLAMA | {"architectures": ["BertModel"]}
+ROBERTA = LLAMA | {"architectures": ["RobertaModel"]}
+
+
+def test_positions_of_encoders() -> None:
+    bert, roberta = read_config(BERT), read_config(ROBERTA)
+    assert (bert.max_context_tokens, bert.has_head, bert.norm_eps) == (128, False, 1e-12)
+    assert (roberta.max_context_tokens, roberta.has_head) == (126, False)
+    assert read_config(ROBERTA | {"pad_token_id": 0}).max_context_tokens == 127
+    assert bert.encoder is not None and bert.encoder.padding_id is None and bert.encoder.num_positions == 128
+    assert roberta.encoder is not None and roberta.encoder.padding_id == 1 and roberta.encoder.num_positions == 128
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (BERT | {"hidden_act": "silu"}, "hidden_act"),
+        (BERT | {"hidden_size": 66}, "hidden_size"),
+        (BERT | {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        (BERT | {"is_decoder": True}, "is_decoder"),
+        (BERT | {"add_cross_attention": True}, "add_cross_attention"),
+        (BERT | {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (BERT | {"type_vocab_size": 0}, "type_vocab_size"),
+        (BERT | {"layer_norm_eps": "small"}, "layer_norm_eps"),
+        (BERT | {"num_hidden_layers": 2**40}, "num_hidden_layers"),
+        (ROBERTA | {"pad_token_id": 127}, "pad_token_id"),
+        (ROBERTA | {"pad_token_id": -1}, "pad_token_id"),
+        (ROBERTA | {"pad_token_id": None}, "pad_token_id"),
+    ],
+)
+def test_unsupported_encoder_is_refused_by_field(config: dict[str, Any], field: str) -> None:
+    with pytest.raises(UnsupportedModel) as refused:
+        read_config(config)
+    assert refused.value.field == field
+
+
 KEYS = (
     *LLAMA,
     *[
@@ -176,6 +212,7 @@ KEYS = (
     ],
     *["rope_local_base_freq", "sliding_window", "sliding_window_pattern", "use_sliding_window", "max_window_layers"],
     *["query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"],
+    *["position_embedding_type", "pad_token_id", "type_vocab_size", "layer_norm_eps", "is_decoder"],
     *["num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"],
 )
 ROPE_KEYS = ("rope_type", "factor", "rope_theta", "full_attention", "sliding_attention", "low_freq_factor")

@@ -31,6 +31,19 @@ def test_segments_are_embeddings_then_layers_then_head() -> None:
     assert [slot.shape for slot in segments[1] if slot.group == "qkv"] == [(64, 64), (32, 64), (32, 64)]
 
 
+def test_norms_of_an_encoder_lie_before_the_layer_that_reads_them() -> None:
+    config = read_config(LLAMA | {"architectures": ["BertModel"]})
+    segments = list(tensors_by_segment(config))
+    assert len(segments) == config.num_segments == 4
+    assert {slot.group for slot in segments[0]} == {"embed", "positions", "token_types"}
+    assert [segment[0].name for segment in segments[1:]] == [
+        "embeddings.LayerNorm.weight",
+        "encoder.layer.0.output.LayerNorm.weight",
+        "encoder.layer.1.output.LayerNorm.weight",
+    ]
+    assert [slot.group for slot in segments[-1]] == ["norm", "norm_bias"]
+
+
 def test_tied_weights_are_stored_once() -> None:
     segments = list(tensors_by_segment(read_config(LLAMA | {"tie_word_embeddings": True})))
     assert [slot.name for slot in segments[-1]] == ["model.norm.weight"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,32 @@ LAST_TOKEN = {"word_embedding_dimension": 64, "pooling_mode_lasttoken": True, "p
 MODULES_FILE, POOLING_FILE = "modules.json", "1_Pooling/config.json"
 
 
-def declared(modules: Any, pooling: Any = LAST_TOKEN) -> EmbeddingSpec | None:
+def declared(modules: Any, pooling: Any = LAST_TOKEN, *, is_encoder: bool = False) -> EmbeddingSpec | None:
     files = {MODULES_FILE: modules, POOLING_FILE: pooling}
     return declared_embedding(
-        {name: json.dumps(content).encode() for name, content in files.items() if content is not None}.get, 64
+        {name: json.dumps(content).encode() for name, content in files.items() if content is not None}.get,
+        64,
+        is_encoder,
     )
 
 
 def test_last_token_with_and_without_normalization() -> None:
-    assert declared([TRANSFORMER, POOLING, NORMALIZE]) == EmbeddingSpec(64, True)
-    assert declared([TRANSFORMER, POOLING]) == EmbeddingSpec(64, False)
+    assert declared([TRANSFORMER, POOLING, NORMALIZE]) == EmbeddingSpec(types_pb2.POOLING_LAST_TOKEN, 64, True)
+    assert declared([TRANSFORMER, POOLING]) == EmbeddingSpec(types_pb2.POOLING_LAST_TOKEN, 64, False)
     assert declared(None) is None, "a pooling alone declares nothing"
+
+
+def test_poolings_of_encoders() -> None:
+    mean = {**LAST_TOKEN, "pooling_mode_lasttoken": False, "pooling_mode_mean_tokens": True}
+    first = {**LAST_TOKEN, "pooling_mode_lasttoken": False, "pooling_mode_cls_token": True}
+    normalized = [TRANSFORMER, POOLING, NORMALIZE]
+    assert declared(normalized, mean, is_encoder=True) == EmbeddingSpec(types_pb2.POOLING_MEAN, 64, True)
+    assert declared(normalized, first, is_encoder=True) == EmbeddingSpec(types_pb2.POOLING_FIRST_TOKEN, 64, True)
+    assert declared(None, is_encoder=True) == EmbeddingSpec(types_pb2.POOLING_MEAN, 64, False)
+    with pytest.raises(UnsupportedEmbedding, match=r"of an encoder must be .*mean_tokens or .*cls_token, not .*last"):
+        declared(normalized, LAST_TOKEN, is_encoder=True)
+    with pytest.raises(UnsupportedEmbedding, match="of a decoder must be pooling_mode_lasttoken"):
+        declared(normalized, mean)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +88,7 @@ def test_other_embeddings_are_refused_by_file(modules: Any, pooling: Any, file: 
 @pytest.mark.parametrize("encoded", [b"[" * 100_000, b"\xff", b'[{"type":"a","x":' + b"[" * 50_000])
 def test_broken_documents_are_refused(encoded: bytes) -> None:
     with pytest.raises(UnsupportedEmbedding):
-        declared_embedding({MODULES_FILE: encoded}.get, 64)
+        declared_embedding({MODULES_FILE: encoded}.get, 64, False)
 
 
 def test_packer_refuses_what_is_not_supported(tmp_path: Path) -> None:
@@ -118,6 +134,61 @@ async def test_checkpoint_saved_without_its_head(tmp_path: Path, architecture: s
         version = await publish(store, folder)
         assert (version.HasField("embedding"), version.has_no_head) == (True, not has_head)
         assert version.architecture == ("Qwen3ForCausalLM" if has_head else "Qwen3Model")
+
+
+def encoder_tensors(config: dict[str, Any]) -> Tensors:
+    """With the tensors that checkpoints have beside those that are served."""
+    tensors = tensors_of(config)
+    tensors.by_name["embeddings.position_ids"] = ("I64", (1, 512), bytes(8 * 512))
+    tensors.add("pooler.dense.weight", "F32", (64, 64), random.Random(0))
+    tensors.add("pooler.dense.bias", "F32", (64,), random.Random(0))
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["BertModel", "RobertaModel", "XLMRobertaModel"])
+async def test_published_encoder(tmp_path: Path, name: str) -> None:
+    config = config_of(name)
+    folder = write_folder(tmp_path / "model", config)
+    encoder_tensors(config).write(folder / "model.safetensors")
+    async with running_store(tmp_path / "store") as store:
+        version = await publish(store, folder)
+        assert (version.architecture, version.has_no_head) == (name, True)
+        assert version.embedding.pooling == types_pb2.POOLING_MEAN and not version.embedding.is_normalized
+        declare_embeddings(folder, mode="cls_token")
+        version = await publish(store, folder)
+        assert version.embedding.pooling == types_pb2.POOLING_FIRST_TOKEN and version.embedding.is_normalized
+        assert version.shape.max_context_tokens == (512 if name == "BertModel" else 510)
+
+
+def test_faulty_encoders_are_refused_by_file(tmp_path: Path) -> None:
+    def refusal(changes: dict[str, tuple[int, ...] | None], **config: Any) -> tuple[str, str]:
+        tensors = encoder_tensors(config_of("BertModel"))
+        for tensor, shape in changes.items():
+            tensors.by_name.pop(tensor, None)
+            if shape is not None:
+                tensors.add(tensor, "F32", shape, random.Random(0))
+        folder = write_folder(tmp_path / "model", config_of("BertModel"))
+        (folder / "config.json").write_text(json.dumps(config_of("BertModel", **config)))
+        tensors.write(folder / "model.safetensors")
+        with pytest.raises(PackRefused) as refused:
+            pack(folder, tmp_path / "a.pack", 0)
+        return refused.value.file, refused.value.detail
+
+    weights, norm = "model.safetensors", "encoder.layer.1.output.LayerNorm.bias"
+    assert refusal({norm: None}) == (weights, f"tensor '{norm}' is missing; config.json requires shape (64,)")
+    file, detail = refusal({}, max_position_embeddings=514)
+    assert file == weights and "embeddings.position_embeddings.weight" in detail and "(514, 64)" in detail
+    file, detail = refusal({"cls.predictions.bias": (96,)})
+    assert file == weights and "'cls.predictions.bias' is not part of BertModel" in detail
+    assert refusal({}, position_embedding_type="relative_key")[0] == "config.json"
+    declare_embeddings(tmp_path / "model", mode="max_tokens")
+    assert refusal({}) == (
+        POOLING_FILE,
+        "the pooling of an encoder must be pooling_mode_mean_tokens or pooling_mode_cls_token, not"
+        " pooling_mode_max_tokens",
+    )
+    declare_embeddings(tmp_path / "model", 32, mode="mean_tokens")
+    assert refusal({})[0] == POOLING_FILE
 
 
 def test_headless_model_must_declare_embeddings(tmp_path: Path) -> None:

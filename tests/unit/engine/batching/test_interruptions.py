@@ -36,7 +36,7 @@ class Between:
     def __init__(self, instance: Instance, after: int, action: Callable[[], None]) -> None:
         self.rows: list[int] = []
         self.free: list[int] = []
-        inner = instance.model.decoder.run_layer
+        inner = instance.model.transformer.run_layer
 
         def run_layer(layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
             self.rows.append(len(hidden))
@@ -46,7 +46,7 @@ class Between:
                 action()
             return hidden
 
-        instance.model.decoder.run_layer = run_layer  # type: ignore[method-assign]
+        instance.model.transformer.run_layer = run_layer  # type: ignore[method-assign]
 
 
 def late(group: GroupSpec, deadline_s: float | None) -> GroupSpec:

@@ -32,6 +32,7 @@ def no_window(config: ModelConfig) -> ModelConfig:
 
 
 def without_rope_scaling(config: ModelConfig) -> ModelConfig:
+    assert config.rope is not None
     return replace(config, rope=RopeConfig(config.rope.theta))
 
 

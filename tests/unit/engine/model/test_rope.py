@@ -11,6 +11,7 @@ from torchrelay.engine.model.rope import Rope, rotate
 def test_angles_equal_transformers(model_of: ModelOf, family: str) -> None:
     model = model_of(family)
     config = model.instance().config
+    assert config.rope is not None
     rope = Rope(config.rope, config.head_dim, torch.device("cpu"))
     positions = torch.arange(0, 500, 7)
     expected_cos, expected_sin = model.reference.model.rotary_emb(torch.zeros(1), positions[None])

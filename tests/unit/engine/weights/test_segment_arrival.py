@@ -23,13 +23,13 @@ class Watched:
         self.instance = Instance(self.pack.manifest, memoryview(self.data).toreadonly(), KvPool(1 << 20))
         self.num_layers = self.instance.config.num_layers
         self.ran: list[int] = []
-        inner = self.instance.model.decoder.run_layer
+        inner = self.instance.model.transformer.run_layer
 
         def run_layer(layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
             self.ran.append(layer)
             return inner(layer, hidden, batch)
 
-        self.instance.model.decoder.run_layer = run_layer  # type: ignore[method-assign]
+        self.instance.model.transformer.run_layer = run_layer  # type: ignore[method-assign]
 
     def deliver(self, segment: int) -> None:
         """Delivers the bytes of a segment."""

@@ -107,6 +107,8 @@ class Pooling(Enum):
     """The hidden states of a prompt, after the final norm, that become its embedding."""
 
     LAST_TOKEN = "last_token"
+    FIRST_TOKEN = "first_token"  # of encoders: [CLS]
+    MEAN = "mean"  # of encoders
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torchrelay.engine.batching.decode_shares import Latency, no_latency
 from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import SequenceGroup
-from torchrelay.engine.batching.validation import check_head, check_sampled_tokens, check_tokens
+from torchrelay.engine.batching.validation import check_output, check_sampled_tokens, check_tokens
 from torchrelay.engine.core import GroupSpec, KvBlock, StepResult
 from torchrelay.engine.execution.model_runner import ModelRunner
 from torchrelay.engine.execution.resident_model import ResidentModel
@@ -88,11 +88,14 @@ class Instance:
             page_tokens,
             backends or backends_for(device),
             link or link_to(device),
-            reorderer if cpu_reorder and device.type == "cpu" else None,
+            reorderer if cpu_reorder and device.type == "cpu" and config.encoder is None else None,
             on_segment,
             active_processes,
         )
         self.config, self.kv_shape = config, model.kv_shape
+        self._is_encoder = config.encoder is not None
+        if self._is_encoder:  # each position depends on all others: prompts are computed whole, and share no prefix
+            token_budget, prefix_cache = max(token_budget, config.max_context_tokens), False
         self._kv_block_tokens = kv_block_tokens
         self._tables = model.pages.tables
         prefixes = PrefixCache(self._tables.allocator, page_tokens, prefix_cache)
@@ -106,6 +109,7 @@ class Instance:
             on_leave,
             latency,
             config.num_layers,
+            whole_prompts=self._is_encoder,
         )
         self._interruptions = Interruptions(self._scheduler, clock)
         self._between_layers = between_layers
@@ -161,7 +165,7 @@ class Instance:
         Raises ``InvalidRequest`` (also ``ContextLengthExceeded``) or ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
-        check_head(group, self.config.has_head)
+        check_output(group, self.config.has_head, self._is_encoder)
         queued = SequenceGroup.of(group, on_kv)
         self._scheduler.submit(queued)
         self._interruptions.deadlines.add(queued)
@@ -176,7 +180,7 @@ class Instance:
             message = f"the KV offered for {group.group_id} does not match the model and the request"
             raise InvalidRequest(message, field="sequences")
         check_sampled_tokens(group, self.config.vocab_size)
-        check_head(group, self.config.has_head)
+        check_output(group, self.config.has_head, self._is_encoder)
         kv_import = KvImport(group, layout, self.model.pages, self._scheduler, self.config.vocab_size)
         self._interruptions.deadlines.add(kv_import.imported)
         return kv_import
@@ -194,7 +198,7 @@ class Instance:
         ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
-        check_head(group, self.config.has_head)
+        check_output(group, self.config.has_head, self._is_encoder)
         imported = SequenceGroup.of(group, on_kv, on_pages)
         model = self.model
         layout_of = partial(self._prefill_layout, group)
@@ -209,10 +213,11 @@ class Instance:
         """Stops a prompt that waits, or runs layer by layer, to be read and then cancelled. With nothing computed, it
         is cancelled at once.
 
-        Raises ``Conflict`` for a prompt whose chunks are at different layers, that decodes, or that is not here.
+        Raises ``Conflict`` for a prompt whose chunks are at different layers, that decodes, or that is not here, and
+        for one that an encoder has begun, which has no KV.
         """
         group = self._scheduler.get(group_id)
-        if group is None or not group.can_be_exported:
+        if group is None or not group.can_be_exported or (group.layer and self._is_encoder):
             raise Conflict(f"{group_id} is not at a layer boundary here")
         spec = group.spec_left()
         exported = PrefillExport(

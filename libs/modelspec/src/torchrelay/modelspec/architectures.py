@@ -1,4 +1,4 @@
-"""The decoder architectures that Torchrelay serves, described by switches and tensor names.
+"""The architectures that Torchrelay serves, described by switches and tensor names: decoders and encoders.
 
 A new one is an entry here, any switch it needs that does not exist yet, and its row in the tests.
 """
@@ -24,6 +24,16 @@ class ExpertNames:
     up: str
     down: str
     norm_topk_prob_key: str = ""  # whether the top-k weights are normalized to sum to one; "": always
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderDefaults:
+    """Encoders' keys in config.json, where they may be missing: the values that transformers takes instead."""
+
+    layer_norm_eps: float = 1e-12
+    type_vocab_size: int = 2
+    skips_padding: bool = False  # positions begin after pad_token_id, and padding has that position
+    pad_token_id: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,7 @@ class Architecture:
     activation_key: str = "hidden_act"
     activation: str = "silu"
     headless_suffix: str = "Model"  # that replaces ForCausalLM in the name
+    encoder: EncoderDefaults | None = None  # BERT's computation, which has no head and none of the switches above
 
     @property
     def headless_name(self) -> str:
@@ -131,6 +142,9 @@ ARCHITECTURES = {
         Architecture("Phi3ForCausalLM", fused=True, windows="every_layer", norm_eps=1e-5),
         _MIXTRAL,
         _QWEN3_MOE,
+        Architecture("BertModel", activation="gelu", encoder=EncoderDefaults()),
+        Architecture("RobertaModel", activation="gelu", encoder=EncoderDefaults(skips_padding=True)),
+        Architecture("XLMRobertaModel", activation="gelu", encoder=EncoderDefaults(skips_padding=True)),
     )
 }
 HEADLESS = {architecture.headless_name: architecture for architecture in ARCHITECTURES.values()}

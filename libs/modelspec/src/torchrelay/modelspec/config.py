@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchrelay.modelspec.architectures import ARCHITECTURES, HEADLESS, Architecture
+from torchrelay.modelspec.architectures import ARCHITECTURES, HEADLESS, Architecture, EncoderDefaults
 from torchrelay.modelspec.errors import UnsupportedModel
 from torchrelay.modelspec.text_part import MULTIMODAL, is_multimodal, text_config
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+ENCODER_ACTIVATIONS = ("gelu",)
 MAX_LAYERS, MAX_EXPERTS = 4096, 4096  # bounds the memory that a config alone can make its reader use
 MAX_HEAD_DIM = 1024  # kernels keep a few heads on the stack
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
@@ -48,6 +49,15 @@ class ExpertConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """The embeddings of positions and of token types, which encoders have instead of rotations."""
+
+    num_positions: int
+    num_token_types: int
+    padding_id: int | None  # positions begin after this number; None: at 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The computation that config.json describes."""
 
@@ -61,8 +71,8 @@ class ModelConfig:
     vocab_size: int
     max_context_tokens: int
     norm_eps: float
-    activation: str  # one of ACTIVATIONS
-    rope: RopeConfig
+    activation: str  # one of ACTIVATIONS or, of an encoder, ENCODER_ACTIVATIONS
+    rope: RopeConfig | None  # None: an encoder
     local_rope: RopeConfig | None  # of windowed layers; None: the same
     windows: tuple[int | None, ...]  # per layer: positions it attends to, its own included; None: all
     query_scale: float  # factor of the attention scores
@@ -71,6 +81,7 @@ class ModelConfig:
     experts: ExpertConfig | None
     tied_embeddings: bool
     has_head: bool = True  # False: it gives hidden states instead of tokens
+    encoder: EncoderConfig | None = None  # None: a decoder
 
     @property
     def num_segments(self) -> int:
@@ -90,6 +101,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
     architecture = _architecture(config)
+    if architecture.encoder is not None:
+        return _read_encoder(config, architecture, architecture.encoder)
     hidden, heads = _positive_int(config, "hidden_size"), _positive_int(config, "num_attention_heads")
     head_dim = _positive_int(config, "head_dim", architecture.head_dim or hidden // heads, at_most=MAX_HEAD_DIM)
     num_layers = _positive_int(config, "num_hidden_layers", at_most=MAX_LAYERS)
@@ -118,6 +131,55 @@ def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
     )
     _refuse_unsupported(config, parsed)
     return parsed
+
+
+def _read_encoder(config: Mapping[str, Any], architecture: Architecture, defaults: EncoderDefaults) -> ModelConfig:
+    hidden, heads = _positive_int(config, "hidden_size"), _positive_int(config, "num_attention_heads")
+    if hidden % heads:
+        raise UnsupportedModel("hidden_size must be a multiple of num_attention_heads", "hidden_size")
+    for key, served in (
+        ("position_embedding_type", "absolute"),
+        ("is_decoder", False),
+        ("add_cross_attention", False),
+        ("quantization_config", None),
+    ):
+        if config.get(key) not in (None, served):
+            raise UnsupportedModel(f"{key} {config[key]!r} is not supported; supported is {served!r}", key)
+    num_positions = _positive_int(config, "max_position_embeddings")
+    padding_id, num_skipped = None, 0
+    if defaults.skips_padding:
+        padding_id = config.get("pad_token_id", defaults.pad_token_id)
+        if type(padding_id) is not int or not 0 <= padding_id < num_positions - 1:
+            message = f"pad_token_id must be a whole number below max_position_embeddings - 1, not {padding_id!r}"
+            raise UnsupportedModel(message, "pad_token_id")
+        num_skipped = padding_id + 1
+    num_layers = _positive_int(config, "num_hidden_layers", at_most=MAX_LAYERS)
+    head_dim = hidden // heads
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden,
+        intermediate_size=_positive_int(config, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        vocab_size=_positive_int(config, "vocab_size"),
+        max_context_tokens=num_positions - num_skipped,
+        norm_eps=_positive_float(config, "layer_norm_eps", defaults.layer_norm_eps),
+        activation=_activation(config, architecture),
+        rope=None,
+        local_rope=None,
+        windows=(None,) * num_layers,
+        query_scale=head_dim**-0.5,
+        score_cap=None,
+        logit_cap=None,
+        experts=None,
+        tied_embeddings=False,
+        has_head=False,
+        encoder=EncoderConfig(
+            num_positions, _positive_int(config, "type_vocab_size", defaults.type_vocab_size), padding_id
+        ),
+    )
 
 
 def _architecture(config: Mapping[str, Any]) -> Architecture:
@@ -150,8 +212,9 @@ def _refuse_unsupported(config: Mapping[str, Any], parsed: ModelConfig) -> None:
 
 def _activation(config: Mapping[str, Any], architecture: Architecture) -> str:
     name = config.get(architecture.activation_key) or architecture.activation
-    if name not in ACTIVATIONS:
-        key, known = architecture.activation_key, ", ".join(ACTIVATIONS)
+    activations = ACTIVATIONS if architecture.encoder is None else ENCODER_ACTIVATIONS
+    if name not in activations:
+        key, known = architecture.activation_key, ", ".join(activations)
         raise UnsupportedModel(f"{key} {name!r} is not supported; supported are {known}", key)
     return str(name)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchrelay.modelspec.architectures import ExpertNames
-from torchrelay.modelspec.config import ExpertConfig, ModelConfig
+from torchrelay.modelspec.config import EncoderConfig, ExpertConfig, ModelConfig
 
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
@@ -25,6 +25,9 @@ class TensorSpec:
 
 def tensors_by_segment(config: ModelConfig) -> Iterator[tuple[TensorSpec, ...]]:
     """The tensors of segments 0, 1, ... in pack order."""
+    if config.encoder is not None:
+        yield from _encoder_segments(config, config.encoder)
+        return
     yield (TensorSpec("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), "embed"),)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
@@ -86,3 +89,41 @@ def _experts(experts: ExpertConfig, names: ExpertNames, hidden: int, prefix: str
             yield TensorSpec(prefix + name.format(expert), (inner, hidden), "gate_up")
     for expert in range(experts.count):
         yield TensorSpec(prefix + names.down.format(expert), (hidden, inner), "down")
+
+
+def _encoder_segments(config: ModelConfig, encoder: EncoderConfig) -> Iterator[tuple[TensorSpec, ...]]:
+    """A norm is in the segment of the layer that follows it, and the last one in a segment of its own, so that encoders
+    have as many segments as decoders.
+    """
+    hidden = config.hidden_size
+    yield (
+        TensorSpec("embeddings.word_embeddings.weight", (config.vocab_size, hidden), "embed"),
+        TensorSpec("embeddings.position_embeddings.weight", (encoder.num_positions, hidden), "positions"),
+        TensorSpec("embeddings.token_type_embeddings.weight", (encoder.num_token_types, hidden), "token_types"),
+    )
+    norm_before = "embeddings.LayerNorm"
+    for layer in range(config.num_layers):
+        prefix = f"encoder.layer.{layer}."
+        yield (*_layer_norm(hidden, norm_before, "input_norm"), *_encoder_layer(config, prefix))
+        norm_before = f"{prefix}output.LayerNorm"
+    yield tuple(_layer_norm(hidden, norm_before, "norm"))
+
+
+def _encoder_layer(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    for kind, group in (("weight", "qkv"), ("bias", "qkv_bias")):
+        for part in ("query", "key", "value"):
+            shape = (hidden, hidden) if kind == "weight" else (hidden,)
+            yield TensorSpec(f"{prefix}attention.self.{part}.{kind}", shape, group)
+    yield TensorSpec(f"{prefix}attention.output.dense.weight", (hidden, hidden), "o")
+    yield TensorSpec(f"{prefix}attention.output.dense.bias", (hidden,), "o_bias")
+    yield from _layer_norm(hidden, f"{prefix}attention.output.LayerNorm", "post_norm")
+    yield TensorSpec(f"{prefix}intermediate.dense.weight", (inner, hidden), "up")
+    yield TensorSpec(f"{prefix}intermediate.dense.bias", (inner,), "up_bias")
+    yield TensorSpec(f"{prefix}output.dense.weight", (hidden, inner), "down")
+    yield TensorSpec(f"{prefix}output.dense.bias", (hidden,), "down_bias")
+
+
+def _layer_norm(size: int, prefix: str, group: str) -> Iterator[TensorSpec]:
+    yield TensorSpec(f"{prefix}.weight", (size,), group)
+    yield TensorSpec(f"{prefix}.bias", (size,), f"{group}_bias")

@@ -411,7 +411,7 @@ Global___VersionDescription: _TypeAlias = VersionDescription  # noqa: Y015
 
 @_typing.final
 class Embedding(_message.Message):
-    """The embeddings that a model declares by modules.json."""
+    """The embeddings that a model declares by modules.json, or an encoder's without that file."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

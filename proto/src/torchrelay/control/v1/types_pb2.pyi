@@ -46,6 +46,10 @@ class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.Value
     """none: the model or request has no embedding"""
     POOLING_LAST_TOKEN: _Pooling.ValueType  # 1
     """that of the prompt's last token"""
+    POOLING_FIRST_TOKEN: _Pooling.ValueType  # 2
+    """that of an encoder's first token, [CLS]"""
+    POOLING_MEAN: _Pooling.ValueType  # 3
+    """the mean of an encoder's"""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
     """Which hidden states of a prompt, after the final norm, become its embedding."""
@@ -54,6 +58,10 @@ POOLING_UNSPECIFIED: Pooling.ValueType  # 0
 """none: the model or request has no embedding"""
 POOLING_LAST_TOKEN: Pooling.ValueType  # 1
 """that of the prompt's last token"""
+POOLING_FIRST_TOKEN: Pooling.ValueType  # 2
+"""that of an encoder's first token, [CLS]"""
+POOLING_MEAN: Pooling.ValueType  # 3
+"""the mean of an encoder's"""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final

@@ -1,6 +1,7 @@
 """The embeddings that a model declares in the files of sentence-transformers.
 
 modules.json lists what happens to a text: a transformer, the pooling of its hidden states, perhaps a normalization.
+Without that file an encoder's embedding is the mean, not normalized, as in sentence-transformers.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from torchrelay.control.v1 import types_pb2
 from torchrelay.param_store.model_files import MODULES, POOLING
 
 _MODE: Final = "pooling_mode_"
-_LAST_TOKEN: Final = f"{_MODE}lasttoken"
+_POOLINGS: Final[dict[bool, dict[str, int]]] = {  # of encoders and of decoders
+    True: {f"{_MODE}mean_tokens": types_pb2.POOLING_MEAN, f"{_MODE}cls_token": types_pb2.POOLING_FIRST_TOKEN},
+    False: {f"{_MODE}lasttoken": types_pb2.POOLING_LAST_TOKEN},
+}
 _PACKAGE: Final = "sentence_transformers."
 _IS_NORMALIZED: Final = {  # by the kinds of modules
     ("Transformer", "Pooling"): False,
@@ -24,8 +29,9 @@ T = TypeVar("T")
 
 
 class EmbeddingSpec(msgspec.Struct, frozen=True):
-    """The embedding of a text: the last token's hidden state, normalized to length 1 or as it is."""
+    """The embedding of a text: its pooled hidden states, normalized to length 1 or as they are."""
 
+    pooling: int  # a number of the protocol
     num_dimensions: int
     is_normalized: bool
 
@@ -43,20 +49,20 @@ class _Module(msgspec.Struct):
     path: str = ""
 
 
-def declared_embedding(read: Callable[[str], bytes | None], hidden_size: int) -> EmbeddingSpec | None:
-    """The embedding that a model declares, if any. ``read``: the content of a file of the model; None if it has none.
+def declared_embedding(read: Callable[[str], bytes | None], hidden_size: int, is_encoder: bool) -> EmbeddingSpec | None:
+    """The embedding of a model, if it has any. ``read``: the content of a file of the model; None if it has none.
 
     Raises ``UnsupportedEmbedding``.
     """
     encoded = read(MODULES)
     if encoded is None:
-        return None
+        return EmbeddingSpec(types_pb2.POOLING_MEAN, hidden_size, False) if is_encoder else None
     is_normalized = _is_normalized(_decoded(MODULES, encoded, list[_Module]))
     pooling = read(POOLING)
     if pooling is None:
         raise UnsupportedEmbedding(POOLING, f"it is missing from the upload, although {MODULES} lists a Pooling")
-    _check_pooling(_decoded(POOLING, pooling, dict[str, Any]), hidden_size)
-    return EmbeddingSpec(hidden_size, is_normalized)
+    number = _pooling(_decoded(POOLING, pooling, dict[str, Any]), hidden_size, is_encoder)
+    return EmbeddingSpec(number, hidden_size, is_normalized)
 
 
 def _is_normalized(modules: list[_Module]) -> bool:
@@ -74,15 +80,17 @@ def _is_normalized(modules: list[_Module]) -> bool:
     return _IS_NORMALIZED[kinds]
 
 
-def _check_pooling(pooling: dict[str, Any], hidden_size: int) -> None:
+def _pooling(pooling: dict[str, Any], hidden_size: int, is_encoder: bool) -> int:
     modes = [name for name, is_on in pooling.items() if name.startswith(_MODE) and is_on]
-    if modes != [_LAST_TOKEN]:
-        given = ", ".join(modes) or "none"
-        raise UnsupportedEmbedding(POOLING, f"the pooling of a decoder must be {_LAST_TOKEN}, not {given}")
+    known = _POOLINGS[is_encoder]
+    if len(modes) != 1 or modes[0] not in known:
+        given, kind = ", ".join(modes) or "none", "an encoder" if is_encoder else "a decoder"
+        raise UnsupportedEmbedding(POOLING, f"the pooling of {kind} must be {' or '.join(known)}, not {given}")
     size = pooling.get("word_embedding_dimension")
     if size != hidden_size:
         detail = f"word_embedding_dimension is {size!r}, and hidden_size in config.json {hidden_size}"
         raise UnsupportedEmbedding(POOLING, detail)
+    return known[modes[0]]
 
 
 def _decoded(file: str, encoded: bytes, kind: type[T]) -> T:

@@ -46,17 +46,17 @@ class Counted(CpuLayers):
 def logits_of(instance: Instance, num_groups: int) -> list[Tensor]:
     """The logits of every step, with prompts of several lengths that exceed windows and pages."""
     actual: list[Tensor] = []
-    logits = instance.model.decoder.logits
+    logits = instance.model.transformer.logits
 
     def spy(hidden: Tensor) -> Tensor:
         actual.append(logits(hidden))
         return actual[-1]
 
-    instance.model.decoder.logits = spy  # type: ignore[method-assign]
+    instance.model.transformer.logits = spy  # type: ignore[method-assign]
     for number in range(num_groups):
         instance.prefill(group_of(prompt_of(5 + 9 * number, number), f"{number}/0", SAMPLING))
     run(instance)
-    instance.model.decoder.logits = logits  # type: ignore[method-assign]
+    instance.model.transformer.logits = logits  # type: ignore[method-assign]
     return actual
 
 

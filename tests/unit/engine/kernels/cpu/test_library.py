@@ -21,6 +21,7 @@ from torchrelay.engine.kernels.cpu import library as module
 from torchrelay.engine.kernels.cpu.attention import CpuAttention
 from torchrelay.engine.kernels.cpu.library import LEVELS, kernels
 from torchrelay.engine.kernels.gather_attention import GatherAttention
+from torchrelay.engine.model.decoder import Decoder
 
 CPU = torch.device("cpu")
 
@@ -71,4 +72,4 @@ def test_engine_without_kernels_is_exact(model_of: ModelOf, family: str) -> None
 def test_engine_uses_built_kernels(model_of: ModelOf, built: module.Kernels) -> None:
     instance = model_of().instance()
     assert isinstance(instance.model.backend, CpuAttention)
-    assert instance.model.decoder.fused_ops is not None
+    assert isinstance(instance.model.transformer, Decoder) and instance.model.transformer.fused_ops is not None

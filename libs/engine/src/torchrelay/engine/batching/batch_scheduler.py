@@ -44,15 +44,17 @@ class BatchScheduler:
         on_leave: Callable[[PrefillContext], None] = lambda context: None,
         latency: Latency = no_latency,
         num_layers: int = 1,
+        whole_prompts: bool = False,
     ) -> None:
         """``copy_page(source, target)`` copies the KV of a page; ``on_leave`` is called with each context that ends
-        or is preempted.
+        or is preempted. With ``whole_prompts`` no prompt is divided; ``token_budget`` must then hold the longest.
         """
         self._pages = pages
         self._copy_page, self._on_leave = copy_page, on_leave
         self._prefixes = prefixes
         self._reservations = Reservations(pages, prefixes, max_context_tokens)
         self._token_budget, self._num_layers = token_budget, num_layers
+        self._whole_prompts = whole_prompts
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting: FairQueue[SequenceGroup] = FairQueue()
         self._prefilling: FairQueue[PrefillContext] = FairQueue()  # chunk by chunk, each through all layers
@@ -301,6 +303,8 @@ class BatchScheduler:
             needs_head_alone = context.group.layer == self._num_layers  # for its last position
             if chunks and chunks[-1].context.group.layer == self._num_layers and not needs_head_alone:
                 break  # the tokens of finished prompts do not wait for those of a whole step
+            if self._whole_prompts and context.num_tokens > num_left:
+                break
             end = context.num_tokens if needs_head_alone else context.num_computed + num_left
             chunk = PrefillChunk(context, context.num_computed, min(end, context.num_tokens))
             chunks.append(chunk)

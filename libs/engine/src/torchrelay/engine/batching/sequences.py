@@ -14,7 +14,7 @@ Each context of a running group is computed, and then becomes one decode sequenc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -216,6 +216,11 @@ class BatchPlan:
         )
 
     @property
+    def chunk_sizes(self) -> list[int]:
+        """The rows of each chunk."""
+        return [chunk.num_tokens for chunk in self.chunks]
+
+    @property
     def ended_contexts(self) -> tuple[PrefillContext, ...]:
         """The contexts whose last position is in this batch."""
         return tuple(chunk.context for chunk in self.chunks if chunk.ends_context)
@@ -226,10 +231,16 @@ class BatchPlan:
         return tuple(context for context in self.ended_contexts if context.group.spec.pooling is None)
 
     @property
-    def pooled_rows(self) -> dict[int, PrefillContext]:
-        """The contexts that end with an embedding, by the row of their last position among the batch's outputs."""
-        rows = enumerate(self.ended_contexts, len(self.decoding))
-        return {row: context for row, context in rows if context.group.spec.pooling is not None}
+    def pooled(self) -> Iterator[tuple[int, slice, PrefillContext]]:
+        """The contexts that end with an embedding: the place of their last position among the batch's outputs, the rows
+        of their chunk, and the context.
+        """
+        output = row = len(self.decoding)
+        for chunk in self.chunks:
+            if chunk.ends_context and chunk.context.group.spec.pooling is not None:
+                yield output, slice(row, row + chunk.num_tokens), chunk.context
+            output += chunk.ends_context
+            row += chunk.num_tokens
 
     def live_part(self) -> tuple[BatchPlan, list[int]]:
         """The part of the batch that has not ended meanwhile, and its rows."""

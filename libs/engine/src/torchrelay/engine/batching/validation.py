@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrelay.common.errors import ContextLengthExceeded, InvalidRequest
-from torchrelay.engine.core import GroupSpec
+from torchrelay.engine.core import GroupSpec, Pooling
 
 
 def check_lengths(spec: GroupSpec, max_context_tokens: int) -> None:
@@ -37,10 +37,13 @@ def check_tokens(spec: GroupSpec, vocab_size: int) -> None:
     check_sampled_tokens(spec, vocab_size)
 
 
-def check_head(spec: GroupSpec, has_head: bool) -> None:
+def check_output(spec: GroupSpec, has_head: bool, is_encoder: bool) -> None:
     """Checks that the model gives what the group asks for. Raises ``InvalidRequest``."""
     if spec.pooling is None and not has_head:
         raise InvalidRequest("the model has no head for tokens; it gives embeddings alone", field="pooling")
+    if spec.pooling is not None and (spec.pooling is Pooling.LAST_TOKEN) == is_encoder:
+        kind = "an encoder" if is_encoder else "a decoder"
+        raise InvalidRequest(f"pooling {spec.pooling.value} is not computed by {kind}", field="pooling")
 
 
 def check_sampled_tokens(spec: GroupSpec, vocab_size: int) -> None:

@@ -92,7 +92,7 @@ class DecodeGraphs:
         self._recorded.clear()
 
     def _compute(self, batch: Batch) -> Tensor:
-        hidden = self._decoder.embed(batch.token_ids)
+        hidden = self._decoder.embed(batch)
         for layer in range(self._num_layers):
             hidden = self._decoder.run_layer(layer, hidden, batch)
         return self._decoder.logits(hidden)

@@ -26,7 +26,7 @@ class ModelRunner:
     """
 
     def __init__(self, model: ResidentModel, export: KvExport, interrupt: Callable[[], bool]) -> None:
-        self._decoder, self._graphs, self._lay_out = model.decoder, model.graphs, model.lay_out
+        self._transformer, self._graphs, self._lay_out = model.transformer, model.graphs, model.lay_out
         self._hidden_states, self._device = model.hidden_states, model.device
         self._num_layers = model.config.num_layers
         self._export = export
@@ -75,20 +75,21 @@ class ModelRunner:
             hidden, batch = self._live_part(hidden, batch)
         if not batch.num_outputs:
             return batch.plan, hidden[:0], []
-        ends = hidden if batch.output_rows is None else hidden[batch.output_rows]
-        return batch.plan, *self._logits_and_embeddings(batch.plan, ends)
+        return batch.plan, *self._logits_and_embeddings(hidden, batch)
 
-    def _logits_and_embeddings(self, plan: BatchPlan, ends: Tensor) -> tuple[Tensor, list[Embedding]]:
-        """The logits of the rows that a token follows, and the embeddings of the others. ``ends``: a row per output."""
-        pooled = plan.pooled_rows
+    def _logits_and_embeddings(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, list[Embedding]]:
+        """The logits of the outputs that are tokens, and the embeddings that are the others."""
+        ends = hidden if batch.output_rows is None else hidden[batch.output_rows]
+        pooled = tuple(batch.plan.pooled)
         if not pooled:
-            return self._decoder.logits(ends), []
+            return self._transformer.logits(ends), []
         embeddings = [
-            pool(context.group.spec, context.num_cached, self._decoder.final_norm(ends[row : row + 1]))
-            for row, context in pooled.items()
+            pool(context.group.spec, context.num_cached, hidden[rows], self._transformer.final_norm)
+            for _, rows, context in pooled
         ]
-        others = [row for row in range(len(ends)) if row not in pooled]
-        return self._decoder.logits(ends[others]) if others else ends[:0], embeddings
+        are_pooled = {output for output, _, _ in pooled}
+        others = [output for output in range(len(ends)) if output not in are_pooled]
+        return self._transformer.logits(ends[others]) if others else ends[:0], embeddings
 
     def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
         """Runs layers [begin, end) of a batch, [rows, hidden] to the same; hands over finished KV blocks.
@@ -100,7 +101,7 @@ class ModelRunner:
             if not batch.plan:
                 break
             until = min(end, begin + self._export.layers_at_once(batch.handed_over))
-            hidden, reached = self._decoder.run_layers(begin, until, hidden, batch)
+            hidden, reached = self._transformer.run_layers(begin, until, hidden, batch)
             self._export.hand_over(batch.handed_over, range(begin, reached))
             begin = reached
         return hidden, batch
@@ -115,7 +116,7 @@ class ModelRunner:
     def _hidden(self, batch: Batch) -> Tensor:
         plan = batch.plan
         if not plan.layer:
-            return self._decoder.embed(batch.token_ids)
+            return self._transformer.embed(batch)
         return torch.cat([self._hidden_states.of(chunk.context)[chunk.begin : chunk.end] for chunk in plan.chunks])
 
     def _sample(self, plan: BatchPlan, logits: Tensor) -> list[NewToken]:

@@ -17,6 +17,7 @@ from torchrelay.engine.kv.layout import KvShape
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.model.batch import Batch, layer_kinds, make_batch
 from torchrelay.engine.model.decoder import Decoder
+from torchrelay.engine.model.encoder import Encoder
 from torchrelay.engine.profile import Activity
 from torchrelay.engine.weights.device_link import DeviceLink
 from torchrelay.engine.weights.pack_weights import PackWeights
@@ -60,14 +61,18 @@ class ResidentModel:
         self.hidden_states = HiddenStates(int(pool.num_bytes * _HIDDEN_STATES_SHARE) // hidden_bytes)
         self.backend = backends.attention(page_tokens)
         self._kinds, kinds = layer_kinds(config, pool.device)
-        whole_layers = backends.whole_layers and backends.whole_layers(config, dtype, kinds, active_processes)
-        self.decoder = Decoder(
-            config, self.weights, self.pages.kv, self.backend, kinds, backends.fused_ops, whole_layers
-        )
-        self.graphs = self._graphs(capturer)
+        self.graphs: DecodeGraphs | None = None
+        if config.encoder is not None:
+            self.transformer: Decoder | Encoder = Encoder(config, config.encoder, self.weights)
+        else:
+            whole_layers = backends.whole_layers and backends.whole_layers(config, dtype, kinds, active_processes)
+            self.transformer = decoder = Decoder(
+                config, self.weights, self.pages.kv, self.backend, kinds, backends.fused_ops, whole_layers
+            )
+            self.graphs = self._graphs(decoder, capturer)
         self.reorderer = reorderer and reorderer(self.weights, config.num_layers)
 
-    def _graphs(self, capturer: Capturer | None) -> DecodeGraphs | None:
+    def _graphs(self, decoder: Decoder, capturer: Capturer | None) -> DecodeGraphs | None:
         # With experts the rows decide which weights are used: each step differs.
         if capturer is None or self.config.experts is not None or not self.backend.replays:
             return None
@@ -75,7 +80,7 @@ class ResidentModel:
         scratch = ScratchSlot(self.pages.tables.scratch_slot, max_positions)
         gate = self.weights.gate
         return DecodeGraphs(
-            self.decoder, self.backend, self._kinds, self.config.num_layers, scratch, capturer, lambda: gate.all_open
+            decoder, self.backend, self._kinds, self.config.num_layers, scratch, capturer, lambda: gate.all_open
         )
 
     def segment_ready(self, segment: int) -> None:

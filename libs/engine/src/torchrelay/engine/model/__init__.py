@@ -1,1 +1,1 @@
-"""The decoder of all architectures, and the tensors of a batch."""
+"""The decoder of all architectures, the encoder, and the tensors of a batch."""

@@ -41,7 +41,9 @@ class Batch:
 
 
 def layer_kinds(config: ModelConfig, device: torch.device) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
-    """The kinds of a model's layers, and the index of each layer's kind."""
+    """The kinds of a model's layers, and the index of each layer's kind. An encoder's have none: they view no pages."""
+    if config.rope is None:
+        return (), ()
     rope = Rope(config.rope, config.head_dim, device)
     local = rope if config.local_rope is None else Rope(config.local_rope, config.head_dim, device)
     windows = tuple(dict.fromkeys(config.windows))

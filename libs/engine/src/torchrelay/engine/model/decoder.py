@@ -40,9 +40,9 @@ class Decoder:
         self._norm_kind = self._config.norm_eps, self._config.architecture.unit_offset_norms
         self._scoring = Scoring(self._config.query_scale, self._config.score_cap)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[rows] -> [rows, hidden]."""
-        hidden = F.embedding(token_ids, self._weights.embedding())
+    def embed(self, batch: Batch) -> Tensor:
+        """[rows, hidden]."""
+        hidden = F.embedding(batch.token_ids, self._weights.embedding())
         if not self._config.architecture.scaled_embeddings:
             return hidden
         # Rounded to the dtype as in transformers, but a plain number: a recorded step cannot create the tensor.

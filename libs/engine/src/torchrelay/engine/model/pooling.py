@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from torchrelay.engine.core import Embedding, GroupSpec, Pooling
 
 
-def pool(group: GroupSpec, num_cached: int, last: Tensor) -> Embedding:
-    """The embedding of a prompt; ``last`` is its last position, [1, hidden], after the final norm."""
-    assert group.pooling is Pooling.LAST_TOKEN, f"no pooling {group.pooling}"
-    values = last[0].float().cpu()
+def pool(group: GroupSpec, num_cached: int, hidden: Tensor, final_norm: Callable[[Tensor], Tensor]) -> Embedding:
+    """The embedding of a prompt. ``hidden`` has its positions after the last layer, [positions, hidden]: all of them
+    for an encoder's poolings, else at least the last.
+    """
+    match group.pooling:
+        case Pooling.LAST_TOKEN:
+            pooled = final_norm(hidden[-1:])[0].float()
+        case Pooling.FIRST_TOKEN:
+            pooled = final_norm(hidden[:1])[0].float()
+        case Pooling.MEAN:
+            pooled = final_norm(hidden).float().mean(0)
+        case _:
+            raise AssertionError(f"no pooling {group.pooling}")
+    values = pooled.cpu()
     is_finite = bool(torch.isfinite(values).all())
     return Embedding(group.group_id, values.numpy().tobytes() if is_finite else b"", num_cached)

@@ -68,7 +68,7 @@ class PackWeights:
             for name, slots in groupby(self._slots[segment], key=lambda slot: slot.group)
         }
         self._groups[segment] = groups
-        if 0 < segment <= self._config.num_layers:
+        if 0 < segment <= self._config.num_layers and self._config.encoder is None:
             self._layers[segment - 1] = _layer(groups, self._config)
         if self._link is not None:
             self._events[segment] = self._link.event()
@@ -82,6 +82,11 @@ class PackWeights:
     @property
     def num_bytes(self) -> int:
         return self._manifest.num_bytes
+
+    def segment(self, segment: int) -> Mapping[str, Tensor]:
+        """The tensors of a segment by group."""
+        self._require(segment)
+        return self._groups[segment]
 
     def embedding(self) -> Tensor:
         self._require(0)

@@ -34,7 +34,12 @@ FINISH_REASONS = {
     Finish.LENGTH: pb.FINISH_REASON_LENGTH,
     Finish.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
-_POOLINGS = {types_pb2.POOLING_UNSPECIFIED: None, types_pb2.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN}
+_POOLINGS = {
+    types_pb2.POOLING_UNSPECIFIED: None,
+    types_pb2.POOLING_LAST_TOKEN: Pooling.LAST_TOKEN,
+    types_pb2.POOLING_FIRST_TOKEN: Pooling.FIRST_TOKEN,
+    types_pb2.POOLING_MEAN: Pooling.MEAN,
+}
 DEADLINE_ERROR = pb.RunError(code=pb.RunError.CODE_DEADLINE, message="the request's deadline passed")
 
 

@@ -61,7 +61,9 @@ def version_description(version: Version) -> pb.VersionDescription:
 
 def _embedding(spec: EmbeddingSpec) -> pb.Embedding:
     return pb.Embedding(
-        pooling=types_pb2.POOLING_LAST_TOKEN, num_dimensions=spec.num_dimensions, is_normalized=spec.is_normalized
+        pooling=types_pb2.Pooling.ValueType(spec.pooling),
+        num_dimensions=spec.num_dimensions,
+        is_normalized=spec.is_normalized,
     )
 
 

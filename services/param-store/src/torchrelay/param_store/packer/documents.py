@@ -140,7 +140,7 @@ def check_eos(folder: Path, config: dict[str, Any], vocab_size: int) -> None:
 
 
 def check_embedding(folder: Path, config: ModelConfig) -> bool:
-    """Checks the files that declare embeddings; returns whether there are any.
+    """Checks the files that declare embeddings; returns whether the model gives any.
 
     Raises ``PackRefused``, also for a model that gives neither tokens nor embeddings.
     """
@@ -149,7 +149,7 @@ def check_embedding(folder: Path, config: ModelConfig) -> bool:
         return _read_bounded(folder, file) if (folder / file).exists() else None
 
     try:
-        declared = declared_embedding(read, config.hidden_size)
+        declared = declared_embedding(read, config.hidden_size, config.encoder is not None)
     except UnsupportedEmbedding as error:
         raise PackRefused(error.file, error.detail) from None
     if declared is None and not config.has_head:

@@ -141,7 +141,7 @@ class Versions:
             manifest=manifest,
             config=config,
             eos_token_ids=tuple(eos_token_ids(read, manifest.config)),
-            embedding=declared_embedding(read, config.hidden_size),
+            embedding=declared_embedding(read, config.hidden_size, config.encoder is not None),
             stored_bytes=manifest.num_bytes
             + len(encoded)
             + sum(self._remote.size(file_key(digest)) for digest in document.files.values()),
