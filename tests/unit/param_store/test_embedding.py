@@ -160,6 +160,20 @@ async def test_published_encoder(tmp_path: Path, name: str) -> None:
         assert version.shape.max_context_tokens == (512 if name == "BertModel" else 510)
 
 
+def test_encoder_with_the_head_of_its_pretraining(tmp_path: Path) -> None:
+    """The pack is that of the encoder alone."""
+    for number, (name, prefix) in enumerate([("XLMRobertaModel", ""), ("XLMRobertaForMaskedLM", "roberta.")]):
+        folder = write_folder(tmp_path / name, config_of(name))
+        tensors = encoder_tensors(config_of(name)).by_name
+        named = {prefix + key: tensor for key, tensor in tensors.items()}
+        if prefix:
+            named["lm_head.bias"] = ("F32", (96,), bytes(4 * 96))
+        Tensors(named).write(folder / "model.safetensors")
+        pack(folder, tmp_path / f"{number}.pack", 0)
+    assert (tmp_path / "0.pack").read_bytes() == (tmp_path / "1.pack").read_bytes()
+    assert (tmp_path / "0.manifest").read_bytes() == (tmp_path / "1.manifest").read_bytes()
+
+
 def test_faulty_encoders_are_refused_by_file(tmp_path: Path) -> None:
     def refusal(changes: dict[str, tuple[int, ...] | None], **config: Any) -> tuple[str, str]:
         tensors = encoder_tensors(config_of("BertModel"))

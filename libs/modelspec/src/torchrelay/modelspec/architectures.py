@@ -27,12 +27,13 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderDefaults:
-    """Encoders' keys in config.json, where they may be missing: the values that transformers takes instead."""
+class EncoderTraits:
+    """An encoder: its tensors' prefix in models with a head, and the values of keys that config.json may lack."""
 
+    prefix: str
+    skips_padding: bool = False  # positions begin after pad_token_id, and padding has that position
     layer_norm_eps: float = 1e-12
     type_vocab_size: int = 2
-    skips_padding: bool = False  # positions begin after pad_token_id, and padding has that position
     pad_token_id: int = 1
 
 
@@ -63,7 +64,7 @@ class Architecture:
     activation_key: str = "hidden_act"
     activation: str = "silu"
     headless_suffix: str = "Model"  # that replaces ForCausalLM in the name
-    encoder: EncoderDefaults | None = None  # BERT's computation, which has no head and none of the switches above
+    encoder: EncoderTraits | None = None  # BERT's computation, which has no head and none of the switches above
 
     @property
     def headless_name(self) -> str:
@@ -142,9 +143,15 @@ ARCHITECTURES = {
         Architecture("Phi3ForCausalLM", fused=True, windows="every_layer", norm_eps=1e-5),
         _MIXTRAL,
         _QWEN3_MOE,
-        Architecture("BertModel", activation="gelu", encoder=EncoderDefaults()),
-        Architecture("RobertaModel", activation="gelu", encoder=EncoderDefaults(skips_padding=True)),
-        Architecture("XLMRobertaModel", activation="gelu", encoder=EncoderDefaults(skips_padding=True)),
+        Architecture("BertModel", activation="gelu", encoder=EncoderTraits("bert.")),
+        Architecture("RobertaModel", activation="gelu", encoder=EncoderTraits("roberta.", skips_padding=True)),
+        Architecture("XLMRobertaModel", activation="gelu", encoder=EncoderTraits("roberta.", skips_padding=True)),
     )
 }
 HEADLESS = {architecture.headless_name: architecture for architecture in ARCHITECTURES.values()}
+# Names of pretrained encoders, which their descendants' config.json often keep; the head for masked words is left out.
+MASKED = {
+    name.replace("Model", "ForMaskedLM"): architecture
+    for name, architecture in ARCHITECTURES.items()
+    if architecture.encoder is not None
+}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchrelay.modelspec.architectures import ARCHITECTURES, HEADLESS, Architecture, EncoderDefaults
+from torchrelay.modelspec.architectures import ARCHITECTURES, HEADLESS, MASKED, Architecture, EncoderTraits
 from torchrelay.modelspec.errors import UnsupportedModel
 from torchrelay.modelspec.text_part import MULTIMODAL, is_multimodal, text_config
 
@@ -133,7 +133,7 @@ def _read_text_model(config: Mapping[str, Any]) -> ModelConfig:
     return parsed
 
 
-def _read_encoder(config: Mapping[str, Any], architecture: Architecture, defaults: EncoderDefaults) -> ModelConfig:
+def _read_encoder(config: Mapping[str, Any], architecture: Architecture, traits: EncoderTraits) -> ModelConfig:
     hidden, heads = _positive_int(config, "hidden_size"), _positive_int(config, "num_attention_heads")
     if hidden % heads:
         raise UnsupportedModel("hidden_size must be a multiple of num_attention_heads", "hidden_size")
@@ -147,8 +147,8 @@ def _read_encoder(config: Mapping[str, Any], architecture: Architecture, default
             raise UnsupportedModel(f"{key} {config[key]!r} is not supported; supported is {served!r}", key)
     num_positions = _positive_int(config, "max_position_embeddings")
     padding_id, num_skipped = None, 0
-    if defaults.skips_padding:
-        padding_id = config.get("pad_token_id", defaults.pad_token_id)
+    if traits.skips_padding:
+        padding_id = config.get("pad_token_id", traits.pad_token_id)
         if type(padding_id) is not int or not 0 <= padding_id < num_positions - 1:
             message = f"pad_token_id must be a whole number below max_position_embeddings - 1, not {padding_id!r}"
             raise UnsupportedModel(message, "pad_token_id")
@@ -165,7 +165,7 @@ def _read_encoder(config: Mapping[str, Any], architecture: Architecture, default
         head_dim=head_dim,
         vocab_size=_positive_int(config, "vocab_size"),
         max_context_tokens=num_positions - num_skipped,
-        norm_eps=_positive_float(config, "layer_norm_eps", defaults.layer_norm_eps),
+        norm_eps=_positive_float(config, "layer_norm_eps", traits.layer_norm_eps),
         activation=_activation(config, architecture),
         rope=None,
         local_rope=None,
@@ -177,7 +177,7 @@ def _read_encoder(config: Mapping[str, Any], architecture: Architecture, default
         tied_embeddings=False,
         has_head=False,
         encoder=EncoderConfig(
-            num_positions, _positive_int(config, "type_vocab_size", defaults.type_vocab_size), padding_id
+            num_positions, _positive_int(config, "type_vocab_size", traits.type_vocab_size), padding_id
         ),
     )
 
@@ -185,7 +185,7 @@ def _read_encoder(config: Mapping[str, Any], architecture: Architecture, default
 def _architecture(config: Mapping[str, Any]) -> Architecture:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    known = ARCHITECTURES | HEADLESS
+    known = ARCHITECTURES | HEADLESS | MASKED
     if not isinstance(name, str) or name not in known:
         raise UnsupportedModel(
             f"architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}, and the text part of"

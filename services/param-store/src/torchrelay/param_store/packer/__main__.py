@@ -28,7 +28,7 @@ from torchrelay.param_store.packer.documents import (
     check_tokenizer,
     read_model_config,
 )
-from torchrelay.param_store.packer.embedding_checkpoint import prefixed_tensors, without_missing_head
+from torchrelay.param_store.packer.embedding_checkpoint import served_tensors, without_missing_head
 from torchrelay.param_store.packer.pack_plan import plan_pack, tensors_of_text
 from torchrelay.param_store.packer.pack_writer import write_pack
 from torchrelay.transfer.manifest import pack_id_of
@@ -50,7 +50,7 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
     completed_files = check_tokenizer(folder, config.vocab_size)
     tensors = tensors_of_text(document, read_checkpoint(folder))
     if embeds:
-        tensors = prefixed_tensors(tensors)
+        tensors = served_tensors(config, tensors)
         document = without_missing_head(document, config, tensors)
         config = read_config(document)
     plan = plan_pack(config, tensors, weight_files(sorted(path.name for path in folder.iterdir()))[0])

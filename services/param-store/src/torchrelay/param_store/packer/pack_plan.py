@@ -72,7 +72,5 @@ def _refuse_surplus(config: ModelConfig, tensors: dict[str, StoredTensor], neede
     for name, stored in tensors.items():
         # Older exports contain the rotary frequencies and a copy of a tied head, which can both be derived.
         harmless = name.endswith(".rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
-        if config.encoder is not None:  # the numbers of positions, and a layer for sentence pairs that no pooling uses
-            harmless = name == "embeddings.position_ids" or name.startswith("pooler.dense.")
         if name not in needed and not harmless:
             raise PackRefused(stored.file, f"tensor {quoted(stored.name)} is not part of {config.architecture.name}")
