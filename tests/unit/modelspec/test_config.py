@@ -169,6 +169,7 @@ ROBERTA = LLAMA | {"architectures": ["RobertaModel"]}
 def test_positions_of_encoders() -> None:
     bert, roberta = read_config(BERT), read_config(ROBERTA)
     assert (bert.max_context_tokens, bert.has_head, bert.norm_eps) == (128, False, 1e-12)
+    assert (bert.num_heads, bert.num_kv_heads) == (4, 1), "its pages are small, since it writes nothing to them"
     assert (roberta.max_context_tokens, roberta.has_head) == (126, False)
     assert read_config(ROBERTA | {"pad_token_id": 0}).max_context_tokens == 127
     assert bert.encoder is not None and bert.encoder.padding_id is None and bert.encoder.num_positions == 128

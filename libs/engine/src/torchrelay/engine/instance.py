@@ -70,9 +70,9 @@ class Instance:
         """``data`` is the pack, which is only read; a CPU computes with it in place until ``close``.
 
         ``token_budget`` bounds the positions of one batch, ``kv_block_tokens`` is the block size of exported KV. With
-        ``prefix_cache`` prompts of one tenant compute a common prefix once. With ``cpu_reorder`` copies of the weights
-        that a CPU reads more quickly are made in the background once all weights have arrived. ``on_segment`` is
-        called, on any thread, when a segment becomes usable or when no more will arrive: there may be work now.
+        ``prefix_cache`` prompts of one tenant compute a common prefix once. With ``cpu_reorder`` copies of a decoder's
+        weights that a CPU reads more quickly are made in the background once all weights have arrived. ``on_segment``
+        is called, on any thread, when a segment becomes usable or when no more will arrive: there may be work now.
         ``active_processes`` are the processes that share this CPU's cores. ``latency`` returns the model of step times,
         with which no tenant's choices slow another's by more than its share. ``between_layers`` is called before each
         call of layers; it may import and continue other prompts than the step computes.

@@ -161,7 +161,7 @@ def _read_encoder(config: Mapping[str, Any], architecture: Architecture, traits:
         intermediate_size=_positive_int(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=heads,
-        num_kv_heads=heads,
+        num_kv_heads=1,  # it writes no KV: this is the size of the pages that bound how many prompts run at once
         head_dim=head_dim,
         vocab_size=_positive_int(config, "vocab_size"),
         max_context_tokens=num_positions - num_skipped,
