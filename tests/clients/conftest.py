@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,8 @@ class Clients:
 
     def run(self, *command: str) -> dict[str, Any]:
         """The results that a program prints, an object with a name a line, by their names."""
-        process = subprocess.run(
-            command, env=self.environment(), cwd=ROOT, capture_output=True, text=True, timeout=CLIENT_S
-        )
-        assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
         results: dict[str, Any] = {}
-        for line in process.stdout.splitlines():
+        for line in run(command, self.environment(), ROOT).splitlines():
             results |= json.loads(line)
         return results
 
@@ -93,6 +89,21 @@ class Clients:
         total = http.get(f"{self.platform.http}/v1/usage", headers=headers(self.key)).json()["total"]
         tokens: int = total["completion_tokens"]
         return tokens
+
+
+def run(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> str:
+    """The output of a program that ends well."""
+    process = subprocess.run(
+        command,
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=CLIENT_S,
+    )
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    return process.stdout
 
 
 @pytest.fixture(scope="package")
