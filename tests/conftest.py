@@ -76,14 +76,15 @@ LONG_MODULES: dict[str, float] = {
     "tests/integration/test_hung_engine.py": 15,
     "tests/unit/engine/test_cancels.py": 15,
 }
-PLATFORM_PACKAGES = ("tests/hostile/", "tests/e2e/")
+CLIENTS = "tests/clients/"
+PLATFORM_PACKAGES = (CLIENTS, "tests/hostile/", "tests/e2e/")
 
 
 class _Schedule(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Shares out whole modules, in the order of the collection."""
+    """Shares out whole modules, in the order of the collection; those of the clients together, for one platform."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0]
+        return CLIENTS if nodeid.startswith(CLIENTS) else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Schedule:
