@@ -28,6 +28,17 @@ async def test_token_paths_are_described(rig: RestRig) -> None:
     assert {"HTTPBearer": []} in schema["paths"]["/v1/messages"]["post"]["security"]
 
 
+async def test_streams_are_described_by_their_events(rig: RestRig) -> None:
+    paths = (await schema_of(rig))["paths"]
+    streams = {
+        path: paths[path]["post"]["responses"]["200"]["content"].get("text/event-stream") for path in TOKEN_PATHS
+    }
+    assert streams.pop("/v1/embeddings") is streams.pop("/v1/messages/count_tokens") is None
+    for event in streams.values():
+        assert event["schema"]["type"] == "object" and event["schema"]["required"] == ["data"]
+        assert event["schema"]["properties"].keys() == {"event", "data"}
+
+
 async def test_every_operation_has_a_key_and_true_errors(rig: RestRig) -> None:
     schema = await schema_of(rig)
     operations = [

@@ -54,6 +54,12 @@ _ANTHROPIC_ERROR: Final = {
         "request_id": {"type": "string"},
     },
 }
+# In OpenAPI 3.1 the schema of a stream describes each of its events.
+_EVENT: Final = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string", "description": "JSON, or `[DONE]`"}},
+}
 # The body of each token path, and its description.
 TOKEN_PATHS: Final[dict[str, tuple[type[msgspec.Struct], str]]] = {
     "/v1/chat/completions": (ChatBody, "An answer to messages, in OpenAI's format"),
@@ -110,7 +116,7 @@ def _add_ranges(properties: dict[str, Any]) -> None:
 def _token_operation(path: str, summary: str, body: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {_JSON: {"schema": {"type": "object"}}}
     if path not in (EMBEDDINGS_PATH, "/v1/messages/count_tokens"):
-        answer["text/event-stream"] = {"schema": {"type": "string"}}
+        answer["text/event-stream"] = {"schema": _EVENT}
     return {
         "summary": summary,
         "operationId": path.removeprefix("/v1/").replace("/", "_"),
