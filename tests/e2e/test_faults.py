@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,10 +15,10 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import SMALL, Tenant
-from tests.support.completions import complete, headers, stream
+from tests.support.completions import Streamed, complete, headers, stream
 from tests.support.http import http
 from tests.support.platform import Platform, running_platform
-from tests.support.wait import wait_until
+from tests.support.wait import HANG_S, wait_until
 from torchrelay.cli.up.plan import STORE_ID
 from torchrelay.control.v1.param_store_pb2 import WatchCopiesRequest
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
@@ -25,6 +28,8 @@ from torchrelay.control.v1.worker_pb2_grpc import WorkerStub
 pytestmark = pytest.mark.e2e
 PROMPT = list(range(30, 60))
 NUM_TOKENS = 400
+NUM_STREAMS = 8
+ENVIRONMENT = {"TORCHRELAY_SWEEP_AFTER_S": "2", "TORCHRELAY_GRACE_S": "40"}
 SERVICES = ["gateway", "scheduler", "param-store", "prefill-0", "decode-0"]
 
 
@@ -32,7 +37,7 @@ SERVICES = ["gateway", "scheduler", "param-store", "prefill-0", "decode-0"]
 def shaken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenant]:
     """A tenant of a platform that these tests may break."""
     options = (*SMALL, "--idle-timeout-s", "120")
-    with running_platform(tmp_path_factory.mktemp("shaken"), options, {"TORCHRELAY_SWEEP_AFTER_S": "2"}) as platform:
+    with running_platform(tmp_path_factory.mktemp("shaken"), options, ENVIRONMENT) as platform:
         yield Tenant(platform, "acme", platform.tenant("acme"), tmp_path_factory.mktemp("checkpoints"))
 
 
@@ -145,6 +150,36 @@ def test_killed_broker_restarts(shaken: Tenant, broker: str) -> None:
     platform.await_restart(broker, platform.kill(broker))
     answer = complete(platform, shaken.key, model, PROMPT, max_tokens=8)
     assert answer["choices"][0]["token_ids"] == expected
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_streams_end_unchanged_while_a_service_leaves(shaken: Tenant, service: str) -> None:
+    """Eight answers are open when the service gets SIGTERM."""
+    platform, model = shaken.platform, shaken.model()
+    options: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+    prompts = [[token + number for token in PROMPT] for number in range(NUM_STREAMS)]
+    expected = [
+        complete(platform, shaken.key, model, prompt, **options)["choices"][0]["token_ids"] for prompt in prompts
+    ]
+    before, pid = usage(shaken), platform.pid(service)
+    all_begun = threading.Barrier(NUM_STREAMS, lambda: os.kill(pid, signal.SIGTERM))
+
+    def answer(prompt: list[int]) -> Streamed:
+        is_begun = False
+        for state in stream(platform, shaken.key, model, prompt, **options):
+            if not is_begun and state.token_ids:
+                is_begun = True
+                all_begun.wait(HANG_S)
+        return state
+
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        answers = list(pool.map(answer, prompts))
+    platform.await_restart(service, pid)
+    assert [(state.error, state.done) for state in answers] == [(None, True)] * NUM_STREAMS
+    assert [state.token_ids for state in answers] == expected
+    after = usage(shaken)
+    assert after["completion_tokens"] - before["completion_tokens"] == NUM_STREAMS * NUM_TOKENS
+    assert after["prompt_tokens"] - before["prompt_tokens"] == NUM_STREAMS * len(PROMPT)
 
 
 def num_decoded(platform: Platform, *worker_ids: str) -> int:

@@ -27,7 +27,7 @@ from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.protocol.tickets import derive_node_key
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport.tcp import TcpTransport
-from torchrelay.worker.slot.slot import DRAINING, LOADING
+from torchrelay.worker.slot.slot import DRAINING, FREE, LOADING
 
 PROMPT = prompt_of(70)
 
@@ -279,3 +279,26 @@ async def test_shutdown_ends_a_load(tmp_path: Path, model: Model, nats_url: str)
     async with asyncio.timeout(HANG_S), loading(tmp_path, model, nats_url) as (scene, _):
         await scene.send(scene.request(PROMPT))
         assert await started(scene, scene.prefill)  # by itself the load would never end
+
+
+@pytest.mark.parametrize("grace_s", [60.0, 0.0])
+async def test_leaving_worker_empties_its_slot(tmp_path: Path, model: Model, nats_url: str, grace_s: float) -> None:
+    """Its running answer ends within the grace, or is given back to the gateway; nothing new is taken."""
+    async with loading(tmp_path, model, nats_url) as (scene, pack):
+        worker = scene.prefill.worker
+        request = await scene.send(scene.request(PROMPT, max_tokens=200))
+        pack.let_all()
+        await eventually(lambda: len(request.tokens()) > 3)
+        assert await worker.health_fault() == ""
+        leaving = asyncio.create_task(worker.leave(grace_s))
+        await eventually(lambda: worker.slot.state in (DRAINING, FREE))
+        assert await worker.health_fault() == "the worker leaves"
+        await leaving
+        assert worker.slot.state == FREE
+        if grace_s:
+            assert len(request.tokens()) == 200 and request.tokens()[:24] == model.expected(PROMPT)
+        else:
+            await request.finished()
+            assert request.outputs()[-1].error.code == pb.RunError.CODE_WRONG_INSTANCE
+        with pytest.raises(grpc.aio.AioRpcError, match="this worker leaves"):
+            await scene.prefill.load(scene.version, [PREFILL])

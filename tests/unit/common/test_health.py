@@ -82,3 +82,11 @@ async def test_raising_question_is_fault_and_repeated() -> None:
     assert (report.fault, dict(report.others)) == ("the database fails: KeyError", {"nats": "is not connected"})
     assert (await health.report()).fault == ""
     await health.close()
+
+
+async def test_leaving_service_is_unavailable_without_a_question() -> None:
+    database = Part()
+    health = Health({"database": database.ask}, {})
+    health.leave("gateway")
+    assert (await health.report()).status == "unavailable" and await health.fault() == "the gateway leaves"
+    assert database.num_asked == 0

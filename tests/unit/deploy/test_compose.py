@@ -192,6 +192,14 @@ def test_store_stop_limit_is_below_grace_period() -> None:
     assert int(store["environment"]["TORCHRELAY_STOP_LIMIT_S"]) < int(store["stop_grace_period"].removesuffix("s"))
 
 
+@pytest.mark.parametrize("name", ["prefill", "decode", "gateway"])
+def test_grace_ends_15_s_before_docker_kills(name: str) -> None:
+    service = SERVICES[name]
+    default_s = SETTINGS[name].model_fields["grace_s"].default
+    grace_s = float(service["environment"].get("TORCHRELAY_GRACE_S", default_s))
+    assert grace_s + 15 == float(service["stop_grace_period"].removesuffix("s"))
+
+
 def test_addresses_point_at_services_and_their_ports() -> None:
     for name in SETTINGS:
         for variable, value in SERVICES[name]["environment"].items():

@@ -148,7 +148,7 @@ async def _make(
     channels = [open_channel(scheduler.address), open_channel(store.address)]
     for channel in channels:
         stack.push_async_callback(channel.close)
-    gateway_settings = GatewaySettings.model_validate({"drain_s": 1.0, **settings})
+    gateway_settings = GatewaySettings.model_validate({"grace_s": 1.0, **settings})
     shares = connection_shares(gateway_settings)
     token_path = await stack.enter_async_context(
         open_token_path(
@@ -172,7 +172,7 @@ async def _make(
     await grpc_server.start()
     stack.push_async_callback(grpc_server.stop, 0)
     http_limits = HttpLimits(stall_s=gateway_settings.answer_silence_s)
-    serving = http_server(token_path.asgi, "127.0.0.1", 0, gateway_settings.drain_s, http_limits)
+    serving = http_server(token_path.asgi, "127.0.0.1", 0, gateway_settings.grace_s, http_limits)
     url = f"http://127.0.0.1:{(await stack.enter_async_context(serving)).port}"
     headers = {"authorization": f"Bearer {KEY}"}
     http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, headers=headers, timeout=20))

@@ -105,6 +105,7 @@ def test_each_child_gets_its_certificate(home: Home, ports: Ports) -> None:
     assert told["param-store"]["TORCHRELAY_ARENA_BYTES"] == str(1 << 30)
     assert told["param-store"]["TORCHRELAY_ARENA_PATH"] == str(stack.arena)
     assert 0 < int(told["param-store"]["TORCHRELAY_STOP_LIMIT_S"]) < STOP_TIMEOUT_S
+    assert {env["TORCHRELAY_GRACE_S"] for env in told.values() if "TORCHRELAY_HOST" in env} == {"5"}
     assert told["scheduler"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"
     assert told["scheduler"]["TORCHRELAY_POOL_MODE"] == "advise"
     assert told["gateway"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"  # what tenants are told

@@ -16,10 +16,16 @@ PROGRAM = """
 import asyncio, ctypes, os, sys, time
 from contextlib import asynccontextmanager
 from pathlib import Path
-from torchrelay.common.process.service import run_service
+from torchrelay.common.process.service import Serving, run_service
 from torchrelay.common.process.settings import ServiceSettings
 
 folder = Path(sys.argv[1])
+
+async def leave(grace_s):
+    (folder / "leaving").write_text(str(grace_s))
+    while not (folder / "done").exists():
+        await asyncio.sleep(0.01)
+    (folder / "left").touch()
 
 @asynccontextmanager
 async def serving():
@@ -39,7 +45,8 @@ async def serving():
             for begin_s in range(4):
                 loop.call_later(begin_s * 0.6, time.sleep, 0.5)
             loop.call_later(2.4, (folder / "dawdled").touch)
-        yield {"grpc": "127.0.0.1:1"}
+        addresses = {"grpc": "127.0.0.1:1"}
+        yield Serving(addresses, leave) if sys.argv[2] == "leaves" else addresses
         (folder / "ended").touch()
     finally:
         (folder / "cleaned").touch()
@@ -109,3 +116,26 @@ def test_slow_or_unwatched_service_survives(tmp_path: Path) -> None:
         await_file(folder / "dawdled")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("ends", ["done", "second_signal"])
+def test_sigterm_lets_the_service_leave(tmp_path: Path, ends: str) -> None:
+    process = run(tmp_path, "leaves")
+    await_file(tmp_path / "ready.json")
+    process.send_signal(signal.SIGTERM)
+    await_file(tmp_path / "leaving")
+    assert not (tmp_path / "ready.json").exists() and not (tmp_path / "ended").exists()
+    if ends == "done":
+        (tmp_path / "done").touch()
+    else:
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    assert (tmp_path / "ended").exists() and (tmp_path / "left").exists() is (ends == "done")
+
+
+def test_sigint_leaves_no_time(tmp_path: Path) -> None:
+    process = run(tmp_path, "leaves")
+    await_file(tmp_path / "ready.json")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    assert (tmp_path / "ended").exists() and not (tmp_path / "leaving").exists()

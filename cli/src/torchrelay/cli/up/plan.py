@@ -13,7 +13,7 @@ from urllib.parse import quote
 from torchrelay.cli.api.scheduler_client import environment_settings
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
-from torchrelay.cli.up.children.child import STOP_TIMEOUT_S, ChildSpec
+from torchrelay.cli.up.children.child import GRACE_S, STOP_TIMEOUT_S, ChildSpec
 from torchrelay.cli.up.children.launcher import Launcher
 from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.disk import folder_bytes, stream_sizes
@@ -227,6 +227,7 @@ class StackPlan:
             "TORCHRELAY_READY_FILE": str(ready_file),
             "TORCHRELAY_TRACE_FILE": str(self._home.traces),
             "TORCHRELAY_LOG_LEVEL": self._options.log_level,
+            "TORCHRELAY_GRACE_S": os.environ.get("TORCHRELAY_GRACE_S", str(GRACE_S)),
             **{f"TORCHRELAY_{setting.upper()}": path for setting, path in self._tls_settings(name).items()},
         }
         if self._metrics_port:  # consecutive ports from the configured one on

@@ -56,14 +56,24 @@ class Health:
         self._last = HealthReport()
         self._last_at_s = float("-inf")
         self._one_at_a_time = asyncio.Lock()
+        self._leaving = ""
 
     async def report(self) -> HealthReport:
-        """The current report. Takes at most ``WAIT_S``, and twice that for a call that waits for an earlier one."""
+        """The current report, or that the service leaves.
+
+        Takes at most ``WAIT_S``, and twice that for a call that waits for an earlier one.
+        """
+        if self._leaving:
+            return HealthReport({self._leaving: "leaves"})
         async with self._one_at_a_time:
             if time.monotonic() - self._last_at_s >= self._ask_every_s:
                 self._last = await self._ask_all()
                 self._last_at_s = time.monotonic()
             return self._last
+
+    def leave(self, name: str) -> None:
+        """Makes all further reports say that the service ``name`` leaves, so that it is sent nothing more."""
+        self._leaving = name
 
     async def _ask_all(self) -> HealthReport:
         for name, ask in {**self._essential, **self._others}.items():

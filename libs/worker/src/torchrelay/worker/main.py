@@ -18,7 +18,7 @@ from torchrelay.common.identity.callers import Caller
 from torchrelay.common.net.nats_client import connect_at_start
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.server import RpcServer
-from torchrelay.common.process.service import Addresses, run_service
+from torchrelay.common.process.service import Addresses, Serving, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.process.watchdog import end_process
@@ -69,7 +69,9 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
         await worker.engine.call(lambda: warm_up(worker.pool))
         worker.serve_data()
         stack.callback(worker.holder.close)  # even if what follows fails
-        server = RpcServer(settings.host, settings.port, tls, bytes.fromhex(settings.node_key), fault=worker.fault)
+        server = RpcServer(
+            settings.host, settings.port, tls, bytes.fromhex(settings.node_key), fault=worker.health_fault
+        )
         address = join_address(settings.advertised_host, server.port)
         reporter = Reporter(worker, address)
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(worker, reporter), server.server)
@@ -115,13 +117,13 @@ async def _end_when_hung(worker: Worker) -> None:
 
 
 @asynccontextmanager
-async def serving(settings: WorkerSettings) -> AsyncIterator[Addresses]:
+async def serving(settings: WorkerSettings) -> AsyncIterator[Serving]:
     """``running_worker`` with the signature that ``run_service`` needs."""
     async with running_worker(settings) as (worker, addresses), watched_engine(worker):
         # Imported modules are never freed, and a full collection walks them for 50 ms, perhaps during a cold start.
         gc.collect()
         gc.freeze()
-        yield addresses
+        yield Serving(addresses, worker.leave)
 
 
 def main() -> None:

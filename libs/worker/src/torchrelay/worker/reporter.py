@@ -53,6 +53,7 @@ class Reporter:
             latency=_latency_to_proto(latency) if latency else None,
             queued_prefill_s=sum(map(latency.prefill_s, queued)) if latency and latency.prefill.known else 0.0,
             engine=worker.progress(),
+            is_leaving=worker.slot.is_leaving,
         )
 
     def beat(self) -> reports_pb2.WorkerReport:

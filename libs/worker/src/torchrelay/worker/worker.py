@@ -128,6 +128,20 @@ class Worker:
         self.spawn(self._run_drain(drain_s, self._load), "drain")
         log.info("instance_draining", instance_id=instance_id)
 
+    async def leave(self, grace_s: float) -> None:
+        """Drains the slot for good: reports that this worker leaves, and returns once the slot is free.
+
+        After ``grace_s`` the attempts that still run fail, and their gateways resume them elsewhere.
+        """
+        await self.slot.leave()
+        load = self._load
+        if self.slot.hosted is None or load is None:
+            return
+        await self.unload(self.slot.hosted.instance_id, grace_s)
+        await asyncio.wait({load}, timeout=grace_s)  # the scheduler may have begun a longer drain before
+        self._end_load()
+        await asyncio.wait({load})
+
     def _check_roles(self, roles: list[types_pb2.Role.ValueType]) -> None:
         missing = set(roles) - {role.number for role in self.roles}
         if missing or not roles:
@@ -209,7 +223,7 @@ class Worker:
         return types_pb2.EngineProgress(**asdict(progress))
 
     async def fault(self) -> str:
-        """For health checks: why this worker cannot serve; empty if it can.
+        """Why this worker cannot serve; empty if it can.
 
         Waits longer than the scheduler, which places requests elsewhere: a worker that fails this check is killed.
         """
@@ -218,6 +232,10 @@ class Worker:
         if not self.liveness.is_stalled(now, self.settings.engine_stall_s):
             return ""
         return f"the engine has work and has made no step for {now - self.liveness.advanced_at:.0f} s"
+
+    async def health_fault(self) -> str:
+        """For health checks: why nothing more should be sent here; empty if it should."""
+        return "the worker leaves" if self.slot.is_leaving else await self.fault()
 
     def _on_step(self, result: StepResult) -> None:
         for role in self.roles:

@@ -19,7 +19,7 @@ from torchrelay.common.net.probes import GrpcProbe, RedisProbe
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.process.descriptors import raise_descriptor_limit
 from torchrelay.common.process.heap import keep_heap_small, return_free_memory
-from torchrelay.common.process.service import Addresses, run_service
+from torchrelay.common.process.service import Serving, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.auth.api_keys import ApiKeys, load_pepper
@@ -58,14 +58,14 @@ log = get_logger(__name__)
 GC_THRESHOLD = 20_000  # allocations between young collections; a request makes a few hundred
 POSTGRESQL_QUERIES = 4  # at once, of 10 connections; SQLite has two, of which authentication needs one
 MINIMUMS_EVERY_S = 5.0  # between looks at which models have a minimum of instances
-ERROR_DRAIN_S = 1.0  # after the drain, for remaining requests to report why they end
+END_S = 1.0  # for the remaining requests to report why they end
 
 
 @asynccontextmanager
-async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
+async def serving(settings: GatewaySettings) -> AsyncIterator[Serving]:
     """Runs the gateway inside the block; yields its HTTP and gRPC addresses.
 
-    Shutdown reverses startup: servers stop accepting and drain, the token path settles, background jobs end, the ledger
+    Shutdown reverses startup: servers end what still runs, the token path settles, background jobs end, the ledger
     commits pending writes, this gateway's heartbeat row is deleted, and the database is closed last.
     """
     gateway_id = new_id(settings.gateway_id)  # unique per process, so that the sweep sees the old one as gone
@@ -101,12 +101,12 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
         )
         await stack.enter_async_context(background(announcing))
         services = replace(components.services, model_changed=_model_changed(components.nats_events, token_path))
-        addresses = await stack.enter_async_context(_servers(settings, token_path, services, components.shares))
+        served = await stack.enter_async_context(_servers(settings, token_path, services, components.shares))
         # Everything allocated so far lives as long as the process; frozen, it is not traversed under load.
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
-        yield {**addresses, "gateway_id": gateway_id}
+        yield replace(served, addresses={**served.addresses, "gateway_id": gateway_id})
 
 
 def _model_changed(nats_events: NatsEvents, token_path: TokenPath) -> ModelChanged:
@@ -123,28 +123,35 @@ def _model_changed(nats_events: NatsEvents, token_path: TokenPath) -> ModelChang
 @asynccontextmanager
 async def _servers(
     settings: GatewaySettings, token_path: TokenPath, services: Services, shares: ConnectionShares
-) -> AsyncIterator[Addresses]:
-    """The HTTP and gRPC servers, which drain together. Requests that outlast the drain end with an error."""
+) -> AsyncIterator[Serving]:
+    """The HTTP and gRPC servers, which leave together. Requests that outlast the grace end with an error."""
     # No TLS here: tenants connect through an ingress, whose names and certificates are not the cluster's.
     rest = make_app(services)
     pages = public_pages(rest, services.health)
     router = AsgiRouter(token_path.asgi, pages, rest, services.keys, shares, settings.max_body_bytes)
     app = CorsApp(router, settings.allowed_origins) if settings.allowed_origins else router
     http_limits, grpc_limits = edge_limits(settings, raise_descriptor_limit())
-    drain_s = settings.drain_s + ERROR_DRAIN_S
     async with http_server(
-        app, settings.host, settings.http_port, drain_s, http_limits, router.group_of, router.group_of_key
+        app, settings.host, settings.http_port, settings.grace_s, http_limits, router.group_of, router.group_of_key
     ) as http:
         rpc = PublicGrpcServer(settings.host, settings.grpc_port, grpc_limits, services.health.fault)
         for servicer in token_path.servicers:
             servicer.add_to(rpc.server)
         await rpc.start()
+
+        async def leave(grace_s: float) -> None:
+            services.health.leave("gateway")
+            http.stop_accepting()
+            drain_s = max(grace_s - END_S, 0.0)
+            await all_ended(rpc.stop(grace_s), token_path.pipeline.drain(drain_s, END_S))
+
         try:
             host = settings.advertised_host
-            yield {"http": f"http://{join_address(host, http.port)}", "grpc": join_address(host, rpc.port)}
+            addresses = {"http": f"http://{join_address(host, http.port)}", "grpc": join_address(host, rpc.port)}
+            yield Serving(addresses, leave)
         finally:
             http.stop_accepting()
-            await all_ended(rpc.stop(drain_s), token_path.pipeline.drain(settings.drain_s, ERROR_DRAIN_S))
+            await all_ended(rpc.stop(END_S), token_path.pipeline.stop_all(END_S))
 
 
 def edge_limits(settings: GatewaySettings, num_descriptors: int) -> tuple[HttpLimits, GrpcLimits]:

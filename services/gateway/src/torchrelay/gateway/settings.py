@@ -129,7 +129,6 @@ class GatewaySettings(ServiceSettings):
         600.0, ge=0, description="Delay before the bytes of a replaced or deleted version are freed."
     )
     housekeeping_s: float = Field(60.0, gt=0, description="Interval of the search for expired uploads and versions.")
-    drain_s: float = Field(5.0, ge=0, description="Time for running streams to end at shutdown.")
 
     @property
     def allowed_origins(self) -> frozenset[str]:

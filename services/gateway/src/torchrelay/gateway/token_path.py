@@ -43,6 +43,7 @@ from torchrelay.gateway.responses.asgi_app import PATHS as RESPONSES_PATHS
 from torchrelay.gateway.responses.asgi_app import ResponsesApp
 from torchrelay.gateway.settings import GatewaySettings
 
+CLOSE_S = 5.0  # for requests that were ended to close, and then for the ledger to write them
 FLUSH_TIMEOUT_S = 0.5  # for the last releases to reach the scheduler
 
 
@@ -105,14 +106,14 @@ async def open_token_path(
             limits,
             prompts,
             Upstreams(admissions, workers, gateway_id),
-            await stack.enter_async_context(LedgerWriter(ledger, limits, settings.drain_s)),
+            await stack.enter_async_context(LedgerWriter(ledger, limits, CLOSE_S)),
             GenerationBounds(settings.default_max_tokens, settings.max_choices),
             max_attempts=settings.max_attempts,
             keep_alive_s=settings.keep_alive_s,
             request_timeout_s=settings.request_timeout_s,
             meter=meter,
         )
-        stack.push_async_callback(pipeline.stop_all, settings.drain_s)
+        stack.push_async_callback(pipeline.stop_all, CLOSE_S)
         apps: dict[str, ASGIApp] = {}
         for App, paths in _APPS.items():
             apps |= dict.fromkeys(paths, App(keys, pipeline, shares, settings.max_body_bytes, write_gap_s))

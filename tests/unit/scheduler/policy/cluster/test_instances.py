@@ -72,3 +72,12 @@ def test_older_report_does_not_undo_new_roles() -> None:
         instances.observe(worker, now=now)
         instance = instances.get("i1")
         assert instance is not None and instance.roles == roles
+
+
+def test_instance_of_a_leaving_worker_drains() -> None:
+    instances, worker = Instances(), a_worker("w", slot=replace(LOADING, phase=InstancePhase.READY))
+    instances.put(replace(an_instance(worker, accepted_at=1.0, confirmed=True), phase=InstancePhase.READY))
+    (moved,) = instances.observe(replace(worker, is_leaving=True), now=2.0)
+    assert moved.instance.phase is InstancePhase.DRAINING and not moved.instance.placeable
+    assert (moved.instance.since, moved.instance.reason.cause) == (2.0, "worker_leaves")
+    assert [instance.instance_id for instance in instances.draining] == ["i1"]

@@ -242,3 +242,11 @@ def test_why_no_model_can_be_loaded() -> None:
     assert membership.why_no_load() == "no worker that can decode answers"  # its host has no store
     membership.accept_store(a_store("s2", "host-2"))
     assert membership.why_no_load() == ""
+
+
+def test_free_slot_of_a_leaving_worker_takes_no_load() -> None:
+    membership, worker = Membership(fence_s=2.0), a_worker("w", seen_at=1.0)
+    membership.accept_worker(worker, streamed=True)
+    assert list(membership.free_workers) == ["w"]
+    membership.accept_worker(replace(worker, is_leaving=True), streamed=True)
+    assert list(membership.free_workers) == [] and list(membership.workers) == ["w"]

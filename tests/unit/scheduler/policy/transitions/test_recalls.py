@@ -194,3 +194,29 @@ def test_prompt_of_lost_or_suspected_worker_has_no_source(is_lost: bool) -> None
     ask_again(scene, [key])
     placement = scene.placement(key.request_id, attempt=2)
     assert placement is not None and placement.prefill.worker_id == "w2" and placement.prompt_source is None
+
+
+def leave(scene: PaperCluster, worker_id: str) -> None:
+    scene.workers[worker_id] = replace(scene.workers[worker_id], is_leaving=True)
+    scene.report(worker_id)
+
+
+def test_prompts_on_leaving_worker_wait_for_another() -> None:
+    scene = a_loading_instance()
+    scene.workers["w2"] = a_worker("w2", "host-2")
+    scene.report("w2")
+    assert recalled(scene) == []
+    leave(scene, "w1")
+    keys = recalled(scene)
+    assert sorted(keys) == [AttemptKey("r1", 1), AttemptKey("r2", 1)], "the first has begun"
+    told = [event.reason for event in scene.events if event.kind == "recall"]
+    assert told[0] == "attempt 1 has not begun, and w1 leaves"
+    ask_again(scene, keys)
+    placements = [scene.placement(key.request_id, attempt=2) for key in keys]
+    assert [placement and placement.prefill.worker_id for placement in placements] == ["w2"] * 2
+
+
+def test_prompts_on_last_worker_stay_while_it_leaves() -> None:
+    scene = a_loading_instance()
+    leave(scene, "w1")
+    assert recalled(scene) == []

@@ -23,6 +23,7 @@ from torchrelay.common.process.environment import plain_environment
 
 POLL_S = 0.02
 PROBE_TIMEOUT_S = 2.0
+GRACE_S = 5  # for open streams, when `up` stops: a person waits for it
 STOP_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 3.0
 TAIL_LINES = 8

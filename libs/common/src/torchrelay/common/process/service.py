@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.common.errors import TorchrelayError
@@ -19,6 +21,22 @@ from torchrelay.common.process.watchdog import watched_event_loop
 
 log = get_logger(__name__)
 Addresses = Mapping[str, str]
+SHUTDOWN_S = 12  # after the grace, for the shutdown itself
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A process that serves, and has to end or hand over its work before it shuts down.
+
+    ``leave(grace_s)`` reports that the process leaves, and returns once nothing runs here any more, at most after
+    ``grace_s``. A second signal cancels it.
+    """
+
+    addresses: Addresses
+    leave: Callable[[float], Coroutine[None, None, None]]
+
+
+Served = Addresses | Serving
 
 
 @contextmanager
@@ -39,17 +57,20 @@ def published_addresses(path: Path | None, addresses: Addresses) -> Iterator[Non
 def run_service(
     name: str,
     settings: ServiceSettings,
-    serving: Callable[[], AbstractAsyncContextManager[Addresses]],
+    serving: Callable[[], AbstractAsyncContextManager[Served]],
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
-    stop_limit_s: int = 0,
+    stop_limit_s: int | None = None,
 ) -> None:
     """Runs ``serving()`` until SIGTERM or SIGINT.
 
     ``serving`` is an async context manager that yields the process's addresses once it serves (for the ready file) and
-    shuts down in order on exit. If it raises, the process ends with status 1: with a sentence for an expected error
-    while it starts, otherwise with a traceback. ``stop_limit_s`` after the signal the kernel ends it, whatever it still
-    waits for; 0: never.
+    shuts down in order on exit. If it yields ``Serving``, SIGTERM first gives it ``grace_s`` to leave; SIGINT, or a
+    second signal, shuts it down at once. If ``serving`` raises, the process ends with status 1: with a sentence for an
+    expected error while it starts, otherwise with a traceback. ``stop_limit_s`` after the first signal the kernel ends
+    it, whatever it still waits for; None: soon after ``grace_s``; 0: never.
     """
+    if stop_limit_s is None:
+        stop_limit_s = math.ceil(settings.grace_s) + SHUTDOWN_S
     raise_descriptor_limit()
     try:
         with start_faults():
@@ -86,19 +107,23 @@ def start_faults() -> Iterator[None]:
 
 
 class _Stop:
-    """Handles a signal: a serving process shuts down in order; a starting one is cancelled, as it may be waiting for a
-    broker that never comes.
+    """Handles a signal: a serving process leaves and shuts down in order; a starting one is cancelled, as it may be
+    waiting for a broker that never comes.
+
+    ``at_once``: the process has no time to leave.
     """
 
     def __init__(self, limit_s: int) -> None:
-        self.requested = asyncio.Event()
+        self.requested, self.at_once = asyncio.Event(), asyncio.Event()
         self._limit_s = limit_s
         self._starting = asyncio.current_task()
 
     def started(self) -> None:
         self._starting = None
 
-    def __call__(self) -> None:
+    def __call__(self, number: signal.Signals) -> None:
+        if self.requested.is_set() or number is signal.SIGINT:
+            self.at_once.set()
         if self._limit_s and not self.requested.is_set():
             # By the kernel: threads that hang on a disk are joined when the interpreter exits, which may be never.
             signal.alarm(self._limit_s)
@@ -108,23 +133,39 @@ class _Stop:
 
 
 async def _until_signal(
-    settings: ServiceSettings, serving: Callable[[], AbstractAsyncContextManager[Addresses]], stop_limit_s: int
+    settings: ServiceSettings, serving: Callable[[], AbstractAsyncContextManager[Served]], stop_limit_s: int
 ) -> None:
     stop = _Stop(stop_limit_s)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop, number)
     try:
         async with AsyncExitStack() as stack:
-            with start_faults():
-                addresses = await stack.enter_async_context(serving())
-                stop.started()
-                stack.enter_context(published_addresses(settings.ready_file, addresses))
-            stack.enter_context(watched_event_loop(settings.watchdog_s))
-            log.info("serving", **addresses)
-            await stop.requested.wait()
+            with ExitStack() as published:  # `torchrelay up` takes a process without a ready file for one that leaves
+                with start_faults():
+                    served = await stack.enter_async_context(serving())
+                    stop.started()
+                    addresses = served.addresses if isinstance(served, Serving) else served
+                    published.enter_context(published_addresses(settings.ready_file, addresses))
+                stack.enter_context(watched_event_loop(settings.watchdog_s))
+                log.info("serving", **addresses)
+                await stop.requested.wait()
+            if isinstance(served, Serving):
+                await _leave(served, settings.grace_s, stop.at_once)
             log.info("stopping")
     except asyncio.CancelledError:
         if not stop.requested.is_set():
             raise
         log.info("stopped_while_starting")
+
+
+async def _leave(served: Serving, grace_s: float, at_once: asyncio.Event) -> None:
+    """Lets the process leave until ``at_once`` is set."""
+    if at_once.is_set():
+        return
+    log.info("leaving", grace_s=grace_s)
+    async with asyncio.TaskGroup() as tasks:
+        leaving, hurry = tasks.create_task(served.leave(grace_s)), tasks.create_task(at_once.wait())
+        await asyncio.wait({leaving, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        hurry.cancel()

@@ -111,6 +111,12 @@ class ServiceSettings(BaseSettings):
     watchdog_s: float = Field(
         20.0, ge=0, description="A process whose event loop stands still this long ends, to be started again; 0: never."
     )
+    grace_s: float = Field(
+        15.0,
+        ge=0,
+        description="Time after SIGTERM in which running streams end or move to another process, before this process"
+        " shuts down, which takes a few seconds more. A supervisor should wait 15 s longer than this until it kills.",
+    )
     tls_ca_file: Path | None = Field(
         None, description="PEM of the cluster's CA; with the next two, TLS between all processes."
     )

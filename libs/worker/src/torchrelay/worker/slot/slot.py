@@ -60,6 +60,7 @@ class Slot:
         self._changed = asyncio.Condition()
         self._version = 0
         self._is_closed = False
+        self.is_leaving = False  # the process was told to end, and loads nothing more
 
     def require_instance(self, instance_id: str) -> HostedInstance:
         """The instance in the slot. Raises ``Conflict`` if it is not ``instance_id``."""
@@ -76,7 +77,9 @@ class Slot:
         return hosted if role in hosted.roles else None
 
     async def begin_load(self, hosted: HostedInstance) -> None:
-        """Free -> Loading. Raises ``Conflict`` if the slot is taken."""
+        """Free -> Loading. Raises ``Conflict`` if the slot is taken, or its worker leaves."""
+        if self.is_leaving:
+            raise Conflict("this worker leaves, and loads nothing more", field="instance_id")
         if self.state != FREE:
             raise Conflict(
                 f"the slot is taken by {self.hosted.instance_id if self.hosted else '?'}", field="instance_id"
@@ -113,6 +116,11 @@ class Slot:
         async with self._changed:
             self._version += 1
             self._changed.notify_all()
+
+    async def leave(self) -> None:
+        """Takes no more loads, and reports that the worker leaves."""
+        self.is_leaving = True
+        await self.notify_watchers()
 
     async def close(self) -> None:
         """Ends the watchers' streams, which tells the scheduler that the worker leaves."""

@@ -164,6 +164,7 @@ class WorkerStatus:
     has_prefix_cache: bool = False  # a common prefix of prompts is computed once
     progress: EngineProgress = NO_ENGINE
     num_devices: int = 1  # of its slot
+    is_leaving: bool = False  # told to end: its slot drains, and takes no further load
 
     def roles_for(self, kv_bytes: int) -> Roles:
         """Roles that the slot can play for requests that need ``kv_bytes`` of KV each."""

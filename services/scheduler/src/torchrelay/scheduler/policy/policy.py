@@ -189,6 +189,8 @@ class Policy:
         changes = state.instances.observe(accepted, now)
         for change in changes:
             self._record_transition(change, now)
+        if accepted.is_leaving and not (before is not None and before.is_leaving):
+            self._worker_leaves(accepted, now)
         own = sorted({change.instance.version_id for change in changes})
         is_new = before is None or was_suspect
         if not is_new and all(change.is_progress for change in changes):
@@ -208,6 +210,10 @@ class Policy:
             wanting.update(scaling.starving_versions(state, now))
         if wanting:
             scaling.scale(state, now, sorted(wanting))
+
+    def _worker_leaves(self, worker: WorkerStatus, now: float) -> None:
+        if instance := self.state.instances.on_worker(worker.worker_id):
+            recalls.recall_from_leaving(self.state, instance, now)
 
     def _drop_worker(self, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
         if self.state.membership.drop_worker(worker_id, now):

@@ -77,6 +77,7 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> core.Work
         queued_prefill_s=report.queued_prefill_s,
         has_prefix_cache=report.has_prefix_cache,
         progress=progress_from_proto(report.engine),
+        is_leaving=report.is_leaving,
     )
 
 

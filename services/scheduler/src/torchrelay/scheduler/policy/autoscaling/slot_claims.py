@@ -19,7 +19,7 @@ from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Rol
 
 class SlotClaims:
     """The ledger of one decision: each slot that is being freed serves one waiting model, in the order of their claims.
-    A drain that overran its time frees nothing, so that no model waits for it.
+    A drain that overran its time frees nothing, so that no model waits for it, nor does a drain whose worker leaves.
     """
 
     def __init__(self, autoscaler_input: AutoscalerInput, config: PolicyConfig, decided: Iterable[Action]) -> None:
@@ -40,7 +40,9 @@ class SlotClaims:
         idle_ids = {load.instance.instance_id for load in self.idle}
         for instance_id, load in self._loads.items():
             instance = load.instance
-            leaves = instance.phase is InstancePhase.DRAINING and instance.since > begun_after
+            worker = autoscaler_input.workers.get(instance.worker_id)
+            is_kept = worker is not None and not worker.is_leaving
+            leaves = instance.phase is InstancePhase.DRAINING and instance.since > begun_after and is_kept
             if leaves:
                 self._unclaimed[instance_id] = instance
             if leaves or instance_id in idle_ids:

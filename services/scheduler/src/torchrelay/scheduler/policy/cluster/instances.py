@@ -12,6 +12,7 @@ from torchrelay.scheduler.policy.reasons import Reason
 STORE_LOST = "store_lost"  # the cause of a failed load
 _RESTARTED = Reason("worker_restarted", "the worker was restarted")
 _SLOT_TAKEN = Reason("slot_taken", "another instance took the slot")
+_LEAVING = Reason("worker_leaves", "its worker was told to end")
 _UNANSWERED = Reason("load_refused", "the worker did not answer, and did not begin to load")
 _CONFIRM_S = 0.5  # within this time an accepted instance appears in a report, or its load has failed
 
@@ -206,13 +207,15 @@ def _transition(known: Instance, worker: WorkerStatus, now: float) -> InstanceTr
 def _updated(known: Instance, worker: WorkerStatus, now: float) -> Instance:
     slot = worker.slot
     # A report that was sent before the worker received the drain does not undo it.
-    phase = known.phase if known.phase is InstancePhase.DRAINING else slot.phase
+    is_draining = known.phase is InstancePhase.DRAINING or worker.is_leaving
+    phase = InstancePhase.DRAINING if is_draining else slot.phase
     # Nor does one that was sent before the worker took its new roles and arrives after its reply.
     has_new_roles = now - known.roles_since < _CONFIRM_S
     return replace(
         known,
         phase=phase,
         since=now if phase is not known.phase else known.since,
+        reason=_LEAVING if worker.is_leaving else known.reason,
         roles=known.roles if has_new_roles else slot.roles or known.roles,
         accepted_at=known.accepted_at or now,
         confirmed=True,

@@ -45,7 +45,7 @@ class Membership:
     def __init__(self, fence_s: float) -> None:
         self._fence_s = fence_s
         self.workers: dict[str, WorkerStatus] = {}
-        self.free_workers = FreeWorkers()  # workers that report a free slot
+        self.free_workers = FreeWorkers()  # workers that report a free slot, and stay
         self.stores: dict[str, StoreStatus] = {}
         self.stores_by_host: dict[str, StoreStatus] = {}
         self._holders = PackHolders()
@@ -106,7 +106,7 @@ class Membership:
 
     def _put_worker(self, worker: WorkerStatus) -> None:
         self.workers[worker.worker_id] = worker
-        if worker.slot.phase is InstancePhase.FREE:
+        if worker.slot.phase is InstancePhase.FREE and not worker.is_leaving:
             self.free_workers.put(worker)
         else:
             self.free_workers.discard(worker.worker_id)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from torchrelay.common.liveness import SILENT_S
 from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
-from torchrelay.scheduler.policy.core import Instance, InstancePhase, PromptSource, Role, Roles
+from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, PromptSource, Role, Roles
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.state import State
@@ -50,15 +50,28 @@ def recall(state: State, now: float, version_ids: Iterable[str]) -> None:
 
 def recall_from_roles(state: State, instance: Instance, lost: Roles, now: float) -> None:
     """Recalls the prompts that have not begun and are bound to the instance for a role that it gives up."""
+    names = " and ".join(role.name.lower() for role in sorted(lost))
+    _recall_bound(state, instance, lost, f"{instance.worker_id} gives up {names}", now)
+
+
+def recall_from_leaving(state: State, instance: Instance, now: float) -> None:
+    """Recalls the prompts that have not begun and are bound to the instance of a worker that leaves, if another worker
+    stays: the last one computes them itself, as far as its grace allows.
+    """
+    if not all(worker.is_leaving for worker in state.membership.workers.values()):
+        _recall_bound(state, instance, BOTH, f"{instance.worker_id} leaves", now)
+
+
+def _recall_bound(state: State, instance: Instance, lost: Roles, why: str, now: float) -> None:
+    """Recalls the prompts that have not begun and are bound to the instance for one of these roles."""
     for source in state.instances.of_version(instance.version_id):
         work, is_loading = state.attempts.at(source.instance_id), source.phase is InstancePhase.LOADING
         for key, _ in work.queue.not_begun(now, is_loading=is_loading):
             placement = work.prefills[key].placement
             refs = {Role.PREFILL: placement.prefill, Role.DECODE: placement.decode}
-            given_up = [role for role in sorted(lost) if refs[role].instance_id == instance.instance_id]
-            if given_up and work.prefills[key].may_be_recalled:
-                names = " and ".join(role.name.lower() for role in given_up)
-                reason = f"attempt {key.attempt} has not begun, and {instance.worker_id} gives up {names}"
+            is_bound = any(refs[role].instance_id == instance.instance_id for role in lost)
+            if is_bound and work.prefills[key].may_be_recalled:
+                reason = f"attempt {key.attempt} has not begun, and {why}"
                 order(state, work.prefills[key], is_loading=is_loading, reason=reason, now=now)
 
 
