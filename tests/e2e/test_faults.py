@@ -175,11 +175,30 @@ def test_streams_end_unchanged_while_a_service_leaves(shaken: Tenant, service: s
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         answers = list(pool.map(answer, prompts))
     platform.await_restart(service, pid)
+    said = [line.split(maxsplit=1) for line in (platform.home.path / "up.log").read_text().splitlines()]
+    ends = [line[1] for line in said if line[:1] == [service] and line[1].startswith("ended")]
+    assert ends[-1].startswith("ended with status 0"), "within its grace"
     assert [(state.error, state.done) for state in answers] == [(None, True)] * NUM_STREAMS
     assert [state.token_ids for state in answers] == expected
     after = usage(shaken)
     assert after["completion_tokens"] - before["completion_tokens"] == NUM_STREAMS * NUM_TOKENS
     assert after["prompt_tokens"] - before["prompt_tokens"] == NUM_STREAMS * len(PROMPT)
+
+
+def test_second_sigterm_ends_the_grace_of_a_gateway(shaken: Tenant) -> None:
+    platform, model = shaken.platform, shaken.model()
+    before, pid = usage(shaken)["completion_tokens"], platform.pid("gateway")
+    ready_file, is_told = platform.home.run / "gateway.json", False
+    for state in stream(platform, shaken.key, model, PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True):
+        if not is_told:
+            is_told = True
+            os.kill(pid, signal.SIGTERM)
+            wait_until(lambda: not ready_file.exists(), "the departure of the gateway")
+            os.kill(pid, signal.SIGTERM)
+    assert state.error is not None and "shutting down" in state.error["message"]
+    platform.await_restart("gateway", pid)
+    num_billed = usage(shaken)["completion_tokens"] - before
+    assert len(state.token_ids) <= num_billed < NUM_TOKENS, "what was sent is billed, without a sweep"
 
 
 def num_decoded(platform: Platform, *worker_ids: str) -> int:

@@ -48,7 +48,7 @@ def gateway(
         "heartbeat-s": "0.2",
         "scheduler-address": "127.0.0.1:1",
         "store-address": "127.0.0.1:1",
-        "drain-s": "1",
+        "grace-s": "1",
         "cors-origins": "https://app.example",
     }
     flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
