@@ -188,13 +188,14 @@ def test_streams_end_unchanged_while_a_service_leaves(shaken: Tenant, service: s
 def test_second_sigterm_ends_the_grace_of_a_gateway(shaken: Tenant) -> None:
     platform, model = shaken.platform, shaken.model()
     before, pid = usage(shaken)["completion_tokens"], platform.pid("gateway")
-    ready_file, is_told = platform.home.run / "gateway.json", False
-    for state in stream(platform, shaken.key, model, PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True):
-        if not is_told:
-            is_told = True
-            os.kill(pid, signal.SIGTERM)
-            wait_until(lambda: not ready_file.exists(), "the departure of the gateway")
-            os.kill(pid, signal.SIGTERM)
+    ready_file = platform.home.run / "gateway.json"
+    answer = stream(platform, shaken.key, model, PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
+    state = next(answer)
+    os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: not ready_file.exists(), "the departure of the gateway")
+    os.kill(pid, signal.SIGTERM)
+    for _ in answer:  # to its end
+        pass
     assert state.error is not None and "shutting down" in state.error["message"]
     platform.await_restart("gateway", pid)
     num_billed = usage(shaken)["completion_tokens"] - before
