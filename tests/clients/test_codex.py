@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,14 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}\n{% if m.tool_calls %}<tool_call>{% endif %}{% endfor %}"
     "{% if messages[-1].role == 'tool' %}<|result|>{% elif tools %}<|call|>{% endif %}"
 )
+OPTIONS = ("--json", "--strict-config", "--skip-git-repo-check", "--sandbox", "danger-full-access")
 SETTINGS = """
 model_provider = "torchrelay"
 check_for_update_on_startup = false
 web_search = "disabled"
+
+[features]
+plugins = false  # whose lists Codex fetches from the internet
 
 [analytics]
 enabled = false
@@ -54,19 +59,23 @@ def test_codex_finishes_a_task_from_zero_and_its_usage_is_the_bill(clients: Clie
     settings.parent.mkdir(parents=True)
     settings.write_text(SETTINGS.format(url=platform.http))
     work.mkdir()
-    options = ("--json", "--strict-config", "--skip-git-repo-check", "--sandbox", "danger-full-access")
-    output = run(
-        (str(PROGRAMS / "node"), str(AGENT), "exec", *options, "--model", model, "Write the report."),
-        {
-            "PATH": "/usr/bin:/bin",
-            "HOME": str(tmp_path / "home"),
-            "TORCHRELAY_KEY": key,
-            "HTTP_PROXY": "http://127.0.0.1:9",  # refuses: nothing but the platform is reached
-            "HTTPS_PROXY": "http://127.0.0.1:9",
-            "NO_PROXY": "127.0.0.1",
-        },
-        work,
-    )
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        output = run(
+            (str(PROGRAMS / "node"), str(AGENT), "exec", *OPTIONS, "--model", model, "Write the report."),
+            {
+                "PATH": "/usr/bin:/bin",
+                "HOME": str(tmp_path / "home"),
+                "TORCHRELAY_KEY": key,
+                "HTTP_PROXY": address,
+                "HTTPS_PROXY": address,
+                "NO_PROXY": "127.0.0.1",
+            },
+            work,
+        )
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()  # a connection to any other server
     events = [json.loads(line) for line in output.splitlines()]
     assert (work / "report.txt").read_text() == REPORT
     messages = [event["item"] for event in events if event["type"] == "item.completed"]
