@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
 
@@ -45,6 +47,28 @@ def test_minimum_of_a_pool_is_wanted_before_there_is_a_slot() -> None:
     assert targets(scene) == {1: (0, 1)}
     (event,) = [event for event in scene.events if event.topic == "scale.pool"]
     assert event.reason.startswith("wants 1 slot and has 0: ")
+
+
+def test_request_waits_for_the_slot_that_a_launcher_starts() -> None:
+    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_store("store-1", "host-1"))
+    scene.pass_time(2 * scene.config.unserved_s)  # without any worker
+    scene.admit(FIRST, "r1")
+    scene.admit(a_model("acme/wide", num_devices=2), "r2")
+    scene.pass_time(5 * scene.config.unserved_s)
+    assert scene.refusal("r1") is None
+    assert scene.refusal("r2") is not None, "no launcher starts slots of two devices"
+    scene.settle(a_worker("w-a"))
+    scene.finish_loads()
+    assert scene.placement("r1") is not None
+
+
+@pytest.mark.parametrize("config", [ADVISE, PolicyConfig(pool_mode=PoolMode.FOLLOW, pool_min_slots=1)])
+def test_request_is_refused_where_no_launcher_starts_a_slot(config: PolicyConfig) -> None:
+    """Without a launcher, and where the pool has all the slots that it should have but its store is away."""
+    scene = PaperCluster(config).settle(*([a_worker("w-a")] if config.pool_min_slots else [a_store("s", "host-1")]))
+    scene.admit(FIRST, "r1")
+    scene.pass_time(2 * config.unserved_s)
+    assert scene.refusal("r1") is not None
 
 
 def test_busy_slot_is_no_slot_for_another_model_and_sizes_are_apart() -> None:

@@ -287,7 +287,6 @@ class Policy:
         state.load_failures.prune(now)
         for instance, reason in stalled_loads.detect(state, now):
             self._give_up_load(instance, reason, now)
-        lifecycle.refuse_unserved(state, now)
         is_in_turns, is_whole = state.strategies.decides_in_turns, now >= state.whole_scale_due
         if is_whole:
             lifecycle.refuse_infeasible(state, now)
@@ -309,6 +308,7 @@ class Policy:
         if is_whole:
             migrations.empty_draining(state, now)
             pools.evaluate_pools(state, now)
+            lifecycle.refuse_unserved(state, now)  # by the new targets
         replication.replicate(state, now)
 
     def _turn(self, now: float) -> None:

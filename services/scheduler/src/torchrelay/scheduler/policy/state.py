@@ -19,7 +19,7 @@ from torchrelay.scheduler.policy.autoscaling.version_turns import VersionTurns
 from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
-from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
 from torchrelay.scheduler.policy.core import MAX_VERSIONS, AttemptKey, Instance, Model, PromptSource
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
@@ -116,6 +116,12 @@ class State:
     def take_effects(self) -> Effects:
         effects, self.effects = self.effects, Effects()
         return effects
+
+    def is_starting_slots(self, num_devices: int) -> bool:
+        """Whether a launcher starts slots of this pool. Launchers start only slots of one device."""
+        target = self.pool_targets.get(num_devices)
+        is_followed = self.config.pool_mode is PoolMode.FOLLOW and num_devices == 1
+        return is_followed and target is not None and target.num_wanted > target.load.num_slots
 
     def note_model(self, model: Model, now: float, *, is_new_call: bool = True) -> None:
         """Stores the newest settings of a version; if there are too many, an unused version is evicted.

@@ -291,7 +291,7 @@ def absence_limit_s(state: State, admission: Admission) -> float:
 def refuse_unserved(state: State, now: float) -> None:
     """Refuses requests that need a load if no model could be loaded anywhere for some time.
 
-    As long as any model can be loaded, requests only wait for their turn.
+    As long as any model can be loaded, requests only wait for their turn; and while a launcher starts slots, for these.
     """
     why = state.membership.why_no_load()
     if not why:
@@ -300,6 +300,8 @@ def refuse_unserved(state: State, now: float) -> None:
     if state.unserved_since is None:
         state.unserved_since = now
     for admission in list(state.queues):
+        if state.is_starting_slots(state.models[admission.version_id].num_devices):
+            continue
         limit_s = absence_limit_s(state, admission)
         if now - state.unserved_since >= limit_s and not _has_served_roles(state, admission.version_id):
             message = f"{admission.model} cannot be loaded: {why}"
