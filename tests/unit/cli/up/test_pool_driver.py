@@ -25,7 +25,7 @@ class ListedLauncher:
         self.num_scaled = num_slots
         self.names += [f"w-{number}" for number in range(len(self.names), num_slots)]
 
-    async def retire(self, worker_id: str) -> None:
+    def retire(self, worker_id: str) -> None:
         self.names.remove(worker_id)
 
 
@@ -47,19 +47,19 @@ def view(
     )
 
 
-async def test_workers_start_at_once_and_free_workers_stop_after_a_while() -> None:
+def test_workers_start_at_once_and_free_workers_stop_after_a_while() -> None:
     launcher = ListedLauncher()
     driver = PoolDriver("127.0.0.1:1", None, "", launcher)
-    await driver.follow(view(3, {}), 0.0)
+    driver.follow(view(3, {}), 0.0)
     assert launcher.names == ["w-0", "w-1", "w-2"]
     lower = view(1, {"w-0": READY, "w-1": FREE, "w-2": FREE, "other": FREE}, loading=["w-1"])
-    await driver.follow(lower, 1.0)
-    await driver.follow(lower, 1.0 + KEEP_S / 2)
+    driver.follow(lower, 1.0)
+    driver.follow(lower, 1.0 + KEEP_S / 2)
     assert len(launcher.names) == 3
-    await driver.follow(lower, 1.0 + KEEP_S)
+    driver.follow(lower, 1.0 + KEEP_S)
     assert launcher.names == ["w-0", "w-1"], "only this member was free"
-    await driver.follow(view(2, {}), 2.0 + KEEP_S)
-    await driver.follow(view(0, {"w-0": FREE, "w-1": FREE}), 3.0 + KEEP_S)
+    driver.follow(view(2, {}), 2.0 + KEEP_S)
+    driver.follow(view(0, {"w-0": FREE, "w-1": FREE}), 3.0 + KEEP_S)
     assert launcher.names == ["w-0", "w-1"], "the target was lower for too short a time"
-    await driver.follow(view(0, {"w-0": FREE, "w-1": FREE}), 3.0 + 2 * KEEP_S)
+    driver.follow(view(0, {"w-0": FREE, "w-1": FREE}), 3.0 + 2 * KEEP_S)
     assert launcher.names == []

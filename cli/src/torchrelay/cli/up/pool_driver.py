@@ -39,9 +39,9 @@ class PoolDriver:
                         await self._changed.wait()
                 self._changed.clear()
                 if self._view is not None:
-                    await self.follow(self._view, time.monotonic())
+                    self.follow(self._view, time.monotonic())
 
-    async def follow(self, view: scheduler_pb2.ClusterView, now: float) -> None:
+    def follow(self, view: scheduler_pb2.ClusterView, now: float) -> None:
         """Starts the workers that the target lacks at once; stops free workers after ``KEEP_S`` with a lower target."""
         num_wanted = sum(pool.num_wanted for pool in view.pools if pool.num_devices == 1)  # as its workers have
         members = self._launcher.members()
@@ -53,7 +53,7 @@ class PoolDriver:
             self._lower_since = now
         if now - self._lower_since >= KEEP_S:
             for worker_id in free_workers(view, members)[: len(members) - num_wanted]:
-                await self._launcher.retire(worker_id)
+                self._launcher.retire(worker_id)
 
     async def _watch(self) -> None:
         async with open_channel(self._address, self._tls, self._token, Caller.SCHEDULER) as channel:

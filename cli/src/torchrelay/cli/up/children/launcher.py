@@ -13,13 +13,13 @@ class Launcher(Protocol):
     """Starts and stops workers, one slot each. Exactly one driver calls it."""
 
     def members(self) -> Collection[str]:
-        """Ids of the workers that it runs, starting ones included."""
+        """Ids of the workers that it runs, starting ones included, retiring ones not."""
 
     def scale(self, num_slots: int) -> None:
         """Starts workers until there are ``num_slots``, as far as it can; stops none."""
 
-    async def retire(self, worker_id: str) -> None:
-        """Stops a worker. Returns when its process is gone."""
+    def retire(self, worker_id: str) -> None:
+        """Begins to stop a member; other workers may start meanwhile."""
 
 
 class LocalLauncher:
@@ -34,6 +34,7 @@ class LocalLauncher:
     ) -> None:
         self._specs, self._tasks, self._run, self._stop = specs, tasks, run, stop
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._retiring: set[str] = set()  # their processes may still run
 
     def members(self) -> Collection[str]:
         return tuple(self._running)
@@ -42,17 +43,21 @@ class LocalLauncher:
         for spec in self._specs:
             if len(self._running) >= num_slots:
                 return
-            if spec.name not in self._running:
+            if spec.name not in self._running and spec.name not in self._retiring:
                 self._running[spec.name] = self._tasks.create_task(self._run_member(spec))
 
-    async def retire(self, worker_id: str) -> None:
-        if (task := self._running.get(worker_id)) is not None:
-            task.cancel()
-            await asyncio.wait({task})
+    def retire(self, worker_id: str) -> None:
+        self._retiring.add(worker_id)
+        self._tasks.create_task(self._retire(worker_id, self._running.pop(worker_id)))
+
+    async def _retire(self, worker_id: str, running: asyncio.Task[None]) -> None:
+        running.cancel()
+        await asyncio.wait({running})
         await self._stop(worker_id)
+        self._retiring.remove(worker_id)
 
     async def _run_member(self, spec: ChildSpec) -> None:
         try:
             await self._run(spec)
         finally:
-            del self._running[spec.name]
+            self._running.pop(spec.name, None)  # absent if it retires
