@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children import child as child_module
 from torchrelay.cli.up.children import supervisor as supervisor_module
 from torchrelay.cli.up.children.child import Child, ChildSpec
+from torchrelay.cli.up.children.launcher import Launcher
 from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.children.supervisor import BACKOFF_RESET_S, MAX_BACKOFF_S, Supervisor, backoff_s
 
@@ -29,9 +30,9 @@ from torchrelay.cli.up.children.supervisor import BACKOFF_RESET_S, MAX_BACKOFF_S
 class Life:
     """A supervisor under test: ``up`` is set once all is ready."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, drive: Callable[[Launcher], Coroutine[None, None, None]] | None = None) -> None:
         self.recorder, self.stop, self.up = Recorder(), asyncio.Event(), asyncio.Event()
-        self.supervisor = Supervisor(stack, self.recorder)
+        self.supervisor = Supervisor(stack, self.recorder, drive)
 
     @contextmanager
     def _up(self) -> Iterator[None]:
@@ -112,6 +113,29 @@ async def test_failed_restart_is_retried_with_backoff(programs: Programs) -> Non
         await eventually(lambda: len(life.recorder.waits_s) >= 3)
         bad.unlink()
         await eventually(lambda: life.recorder.said.count(("ready", "worker")) == 2)
+        life.stop.set()
+    assert life.recorder.waits_s[:3] == [0.1, 0.2, 0.4]
+    assert ("failed", "worker ended with status 7 while starting") in life.recorder.said
+
+
+async def test_failed_start_of_an_elastic_child_is_retried_with_backoff(programs: Programs) -> None:
+    """Its program fails for as long as a file is there; the driver wants it all the time."""
+    bad = programs.folder / "bad"
+    bad.touch()
+    code = f"import pathlib, sys\nif pathlib.Path({str(bad)!r}).exists(): sys.exit(7)\n"
+    worker = programs.spec("worker", code + programs.spec("x").command[2])
+
+    async def drive(launcher: Launcher) -> None:
+        while True:
+            launcher.scale(1)
+            await asyncio.sleep(0.01)
+
+    life = Life(replace(programs.stack([], [worker]), elastic=frozenset({"worker"})), drive)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(life.run())
+        await eventually(lambda: len(life.recorder.waits_s) >= 3)
+        bad.unlink()
+        await eventually(lambda: ("ready", "worker") in life.recorder.said)
         life.stop.set()
     assert life.recorder.waits_s[:3] == [0.1, 0.2, 0.4]
     assert ("failed", "worker ended with status 7 while starting") in life.recorder.said

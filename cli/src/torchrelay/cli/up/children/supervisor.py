@@ -52,6 +52,7 @@ class Supervisor:
     ) -> None:
         self._stack, self._listener, self._drive = stack, listener, drive
         self._children: dict[str, Child] = {}
+        self._start_backoff_s: dict[str, float] = {}  # of elastic children whose last start failed
 
     async def run(self, up: Callable[[], AbstractContextManager[None]], stop: asyncio.Event) -> None:
         """Starts everything, holds ``up()`` open while it runs, and stops everything after ``stop``.
@@ -98,13 +99,19 @@ class Supervisor:
         self._listener.ready(spec.name, child.age_s, addresses.get("http") or addresses.get("grpc") or "")
 
     async def _run_elastic(self, spec: ChildSpec) -> None:
-        """Starts an elastic child and restarts it. Returns if the first start fails."""
+        """Starts an elastic child and restarts it. If the first start fails, returns after a back-off, which doubles
+        with every such failure in a row.
+        """
         try:
             await self._start(spec)
         except CliError as error:
             self._listener.failed(error)
             await self._stop(spec.name)
+            wait_s = self._start_backoff_s[spec.name] = backoff_s(self._start_backoff_s.get(spec.name, 0.0), 0.0)
+            self._listener.ended(spec.name, "did not start", wait_s)
+            await asyncio.sleep(wait_s)
             return
+        self._start_backoff_s.pop(spec.name, None)
         await self._keep(spec)
 
     async def _stop(self, name: str) -> None:
