@@ -48,7 +48,7 @@ def test_valid_model_folder_passes(model_folder: Path) -> None:
         ("{", "is not valid JSON"),
         ("[]", "not a JSON object"),
         ("\udcff", "is not valid JSON"),
-        (json.dumps({**CONFIG, "architectures": ["BertModel"]}), "'BertModel' is not supported"),
+        (json.dumps({**CONFIG, "architectures": ["T5Model"]}), "'T5Model' is not supported"),
         (json.dumps({**CONFIG, "hidden_size": "64"}), "hidden_size"),
     ],
 )
