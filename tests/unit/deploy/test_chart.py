@@ -1,0 +1,413 @@
+"""The chart in every variant: valid for Kubernetes, consistent in itself, with settings that the services have."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from helm_python.chart import Chart
+from helm_python.errors import HelmError
+
+from tests.support.deploy import DEPLOY, DISTRIBUTIONS, SETTINGS, environment_of, health_check_of, stages_of
+from torchrelay.common.identity.credentials_file import main as write_credentials
+from torchrelay.common.process.settings import ServiceSettings
+from torchrelay.gateway.settings import GatewaySettings
+from torchrelay.param_store.settings import StoreSettings
+from torchrelay.scheduler.settings import SchedulerSettings
+from torchrelay.worker.settings import WorkerSettings
+
+CHART = DEPLOY / "chart"
+Manifest = dict[str, Any]
+SMALLEST: Manifest = {"secret": "torchrelay", "store": {"remoteUrl": "s3://bucket/packs"}}
+PEERS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "backends"}}}]
+TLS = {role: f"{role}-tls" for role in ("scheduler", "gateway", "store", "worker")}
+SHAPE = {"role": "decode", "replicas": 3, "cpus": 8, "memoryMebibytes": 65536, "kvPoolMebibytes": 16384}
+VARIANTS: dict[str, Manifest] = {
+    "smallest": {},
+    "tls": {"tls": TLS},
+    "metrics": {"metrics": {"enabled": True}},
+    "service-monitor": {"metrics": {"enabled": True, "serviceMonitor": True}, "network": {"prometheus": PEERS}},
+    "gpus": {
+        "workers": [
+            {**SHAPE, "name": "long", "role": "prefill", "gpus": 1, "nodeSelector": {"gpu": "h100"}},
+            {**SHAPE, "name": "short", "gpus": 0},
+        ],
+        "nodes": {"selector": {"pool": "models"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]},
+    },
+    "everything-else": {
+        "image": {"repository": "registry.example/torchrelay", "tag": "1.2.3", "pullSecrets": ["pull"]},
+        "graceSeconds": 60,
+        "nats": {"prefix": "blue", "replicas": 3},
+        "gateway": {"replicas": 5, "serviceType": "LoadBalancer", "settings": {"max_choices": 4}},
+        "scheduler": {"settings": {"idle_timeout_s": 0.5, "replicate": False}},
+        "store": {"remoteEndpoint": "https://s3.example", "credentialsSecret": "s3"},
+        "uploads": {"storageClass": "fast"},
+        "network": {
+            "clients": PEERS,
+            **{server: {"port": 9999, "peers": PEERS} for server in ("nats", "redis", "database", "objectStore")},
+            "egress": [{"to": PEERS, "ports": [{"port": 4317, "protocol": "TCP"}]}],
+        },
+    },
+}
+COMPONENTS = {"scheduler", "gateway", "store", "uploads", "worker"}
+# The callers of docs/security.md, with the port of the called.
+CALLS = {
+    ("gateway", "scheduler", 7101),
+    ("gateway", "uploads", 7103),
+    ("gateway", "worker", 7201),
+    ("scheduler", "worker", 7201),
+    ("scheduler", "store", 7103),
+    ("scheduler", "uploads", 7103),
+    ("worker", "store", 7103),
+    ("worker", "worker", 7201),
+    ("worker", "worker", 7202),
+    *((one, other, 7104) for one in ("store", "uploads") for other in ("store", "uploads")),
+}
+
+
+def merged(values: Manifest, other: Manifest) -> Manifest:
+    """The values, with those of ``other`` in their place."""
+    both = {name for name in values.keys() & other.keys() if isinstance(other[name], dict)}
+    return {**values, **other, **{name: merged(values[name], other[name]) for name in both}}
+
+
+@cache
+def rendered(variant: str) -> tuple[Manifest, ...]:
+    with Chart.load(CHART) as chart:
+        texts = chart.render(merged(SMALLEST, VARIANTS[variant]), name="demo", namespace="models")
+    return tuple(each for text in texts.values() for each in yaml.safe_load_all(text) if each)
+
+
+def of_kind(variant: str, *kinds: str) -> list[Manifest]:
+    return [each for each in rendered(variant) if each["kind"] in kinds]
+
+
+def workloads(variant: str) -> list[Manifest]:
+    return of_kind(variant, "Deployment", "DaemonSet", "StatefulSet")
+
+
+def pods(variant: str) -> list[Manifest]:
+    """The templates of the pods."""
+    return [each["spec"]["template"] for each in workloads(variant)]
+
+
+def component_of(pod: Manifest) -> str:
+    component: str = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+    return component
+
+
+def containers(pod: Manifest) -> list[Manifest]:
+    return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+
+
+def service_of(pod: Manifest) -> str:
+    """The service in the pod, by its image."""
+    (container,) = pod["spec"]["containers"]
+    return str(container["image"].rpartition("/")[2].partition(":")[0])
+
+
+def selects(selector: Manifest, labels: Mapping[str, str]) -> bool:
+    wanted = selector.get("matchLabels", selector)
+    assert wanted, "an empty selector"
+    return bool(wanted.items() <= labels.items())
+
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+@every_variant
+@pytest.mark.parametrize("version", ["1.33", "1.37"])
+def test_manifests_are_valid(variant: str, version: str) -> None:
+    for manifest in rendered(variant):
+        if manifest["apiVersion"] != "monitoring.coreos.com/v1":  # the Prometheus operator's
+            assert kubernetes_validate.validate(manifest, version, strict=True) == version
+    names = [(each["kind"], each["metadata"]["name"]) for each in rendered(variant)]
+    assert len(names) == len(set(names))
+    assert bool(of_kind(variant, "ServiceMonitor")) == (variant == "service-monitor")
+
+
+@every_variant
+def test_pods_are_restricted(variant: str) -> None:
+    """The rules of the restricted profile, and a root that cannot be written to."""
+    assert {component_of(pod) for pod in pods(variant)} == COMPONENTS
+    accounts = {each["metadata"]["name"] for each in of_kind(variant, "ServiceAccount")}
+    assert not of_kind(variant, "Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding")
+    for pod in pods(variant):
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True and spec["securityContext"]["runAsUser"] == 10001
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False and spec["serviceAccountName"] in accounts
+        assert not spec.keys() & {"hostNetwork", "hostPID", "hostIPC"}
+        kinds = {kind for volume in spec["volumes"] for kind in volume.keys() - {"name"}}
+        assert kinds <= {"emptyDir", "secret", "persistentVolumeClaim"}
+        for container in containers(pod):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
+            assert all("hostPort" not in port for port in container.get("ports", []))
+
+
+@every_variant
+def test_selectors_match_pods(variant: str) -> None:
+    labels = [pod["metadata"]["labels"] for pod in pods(variant)]
+    for workload in workloads(variant):
+        selector = workload["spec"]["selector"]
+        assert [selects(selector, each) for each in labels].count(True) == 1
+        assert selects(selector, workload["spec"]["template"]["metadata"]["labels"])
+    for budget in of_kind(variant, "PodDisruptionBudget"):
+        assert [selects(budget["spec"]["selector"], each) for each in labels].count(True) == 1
+    for monitor in of_kind(variant, "ServiceMonitor"):
+        watched = [
+            each
+            for each in of_kind(variant, "Service")
+            if selects(monitor["spec"]["selector"], each["metadata"]["labels"])
+        ]
+        assert [port["name"] for each in watched for port in each["spec"]["ports"]] == ["metrics"]
+    for service in of_kind(variant, "Service"):
+        selected = [pod for pod in pods(variant) if selects(service["spec"]["selector"], pod["metadata"]["labels"])]
+        assert selected
+        for pod in selected:
+            ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
+            for port in service["spec"]["ports"]:
+                assert ports[port["targetPort"]] == port["port"]
+
+
+def variables(container: Manifest) -> dict[str, Any]:
+    listed = [each["name"] for each in container["env"]]
+    assert len(listed) == len(set(listed))
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
+
+
+def resolved(variables: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Values as the kubelet and the Secret of the installation give them."""
+    secret = {"admin-key": f"tra-{'a' * 32}", "cluster-key": "ab" * 32, "database-url": "postgresql://u:p@db/name"}
+    fields = {"spec.nodeName": "node-1.example", "metadata.name": "pod-0", "status.podIP": "10.0.0.7"}
+    for name, value in variables.items():
+        if isinstance(value, str):
+            yield name, value
+        elif "fieldRef" in value:
+            yield name, fields[value["fieldRef"]["fieldPath"]]
+        else:
+            assert value["secretKeyRef"]["name"] == "torchrelay"
+            yield name, secret.get(value["secretKeyRef"]["key"], "redis://demo:6379")
+
+
+def expanded(word: str, variables: Mapping[str, str]) -> str:
+    """A word of a container's command with its variables, as Kubernetes expands them."""
+    return re.sub(r"\$\((\w+)\)", lambda match: variables[match[1]], word)
+
+
+@every_variant
+def test_environment_forms_valid_settings(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for pod in pods(variant):
+        with monkeypatch.context() as environment:
+            for container in pod["spec"].get("initContainers", []):
+                told = dict(resolved(variables(container)))
+                assert told.keys() == {"TORCHRELAY_CLUSTER_KEY", "POD_NAME", "NODE_NAME"}
+                environment.setenv("TORCHRELAY_CLUSTER_KEY", told["TORCHRELAY_CLUSTER_KEY"])
+                command = [expanded(word, told) for word in container["command"]]
+                written = [str(tmp_path / "settings.toml") if word.endswith(".toml") else word for word in command]
+                environment.setattr("sys.argv", written)
+                write_credentials()
+                environment.delenv("TORCHRELAY_CLUSTER_KEY")
+            (container,) = pod["spec"]["containers"]
+            ours = {
+                name: value for name, value in resolved(variables(container)) if not name.startswith("TORCHRELAY_TLS_")
+            }
+            if configuration := ours.pop("TORCHRELAY_CONFIG", ""):
+                assert configuration in command
+                environment.setenv("TORCHRELAY_CONFIG", str(tmp_path / "settings.toml"))
+            settings = SETTINGS[service_of(pod)]
+            assert {name.removeprefix("TORCHRELAY_").lower() for name in ours} <= settings.model_fields.keys()
+            for name, value in ours.items():
+                environment.setenv(name, value)
+            settings()
+
+
+@every_variant
+def test_tls_files_are_mounted(variant: str) -> None:
+    for pod in pods(variant):
+        (container,) = pod["spec"]["containers"]
+        files = {value for name, value in variables(container).items() if name.startswith("TORCHRELAY_TLS_")}
+        mounted = [each["mountPath"] for each in container["volumeMounts"] if each["name"] == "tls"]
+        secrets = [each["secret"]["secretName"] for each in pod["spec"]["volumes"] if each["name"] == "tls"]
+        role = "store" if component_of(pod) == "uploads" else component_of(pod)
+        expected = (3, ["/tls"], [f"{role}-tls"]) if variant == "tls" else (0, [], [])
+        assert (len(files), mounted, secrets) == expected
+
+
+@every_variant
+def test_addresses_and_ports_agree(variant: str) -> None:
+    services = {each["metadata"]["name"]: each["spec"]["ports"] for each in of_kind(variant, "Service")}
+    for pod in pods(variant):
+        (container,) = pod["spec"]["containers"]
+        told = variables(container)
+        for name in (name for name in told if name.endswith("_ADDRESS")):
+            host, _, port = told[name].partition(":")
+            assert int(port) in [each["port"] for each in services[host]]
+        listening = {int(told[name]) for name in told if name.endswith("_PORT")}
+        assert {port["containerPort"] for port in container["ports"]} == listening
+        if component_of(pod) == "gateway":
+            assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+        else:
+            check = health_check_of(stages_of(service_of(pod))[-1])
+            assert container["startupProbe"]["exec"]["command"] == check
+            assert container["livenessProbe"]["exec"]["command"] == check
+            assert environment_of(stages_of(service_of(pod))[-1])["TORCHRELAY_PORT"] == told["TORCHRELAY_PORT"]
+    local = [each for each in of_kind(variant, "Service") if each["spec"].get("internalTrafficPolicy") == "Local"]
+    assert [each["metadata"]["name"] for each in local] == ["demo-store"]
+
+
+def permits(rules: list[Manifest], direction: str, labels: Mapping[str, str], port: int) -> bool:
+    """Whether one of the rules names a pod of the installation with these labels, and the port."""
+    return any(
+        any(each["port"] == port for each in rule["ports"])
+        and any(selects(peer["podSelector"], labels) for peer in rule.get(direction, []) if "podSelector" in peer)
+        for rule in rules
+    )
+
+
+@every_variant
+def test_policies_permit_calls_between_services_and_no_others(variant: str) -> None:
+    labels = {component_of(pod): pod["metadata"]["labels"] for pod in pods(variant)}
+    policies = of_kind(variant, "NetworkPolicy")
+    assert all(policy["spec"]["policyTypes"] == ["Ingress", "Egress"] for policy in policies)
+
+    def rules(component: str, kind: str) -> list[Manifest]:
+        chosen = [each["spec"] for each in policies if selects(each["spec"]["podSelector"], labels[component])]
+        assert chosen
+        return [rule for spec in chosen for rule in spec.get(kind, [])]
+
+    ports = {port for *_, port in CALLS}
+    everything = [(one, other, port) for one in labels for other in labels for port in ports]
+    assert {call for call in everything if permits(rules(call[0], "egress"), "to", labels[call[1]], call[2])} == CALLS
+    assert {
+        call for call in everything if permits(rules(call[1], "ingress"), "from", labels[call[0]], call[2])
+    } == CALLS
+    # Rules without peers are for clients and servers outside, and of our ports for the gateway's and the metrics'.
+    for component in labels:
+        opened = {each["port"] for rule in rules(component, "ingress") if "from" not in rule for each in rule["ports"]}
+        assert opened <= {7301, 8080, 9464} and (component == "gateway" or opened <= {9464})
+        outside = {each["port"] for rule in rules(component, "egress") if "to" not in rule for each in rule["ports"]}
+        servers = {"gateway": {6379, 5432}, "store": {443}, "uploads": {443}}.get(component, set())
+        assert outside == ({53} if variant == "everything-else" else {53, 4222, *servers})
+
+
+@every_variant
+def test_secrets_reach_only_their_services(variant: str) -> None:
+    """The cluster key reaches the scheduler, and otherwise only containers that end before a service starts."""
+    for pod in pods(variant):
+        (container,) = pod["spec"]["containers"]
+        references = [
+            value["secretKeyRef"]["key"] for value in variables(container).values() if "secretKeyRef" in value
+        ]
+        role = "store" if component_of(pod) == "uploads" else component_of(pod)
+        own = {"scheduler": {"cluster-key"}, "gateway": {"admin-key", "database-url", "redis-url"}}
+        assert set(references) == {f"{role}-nats-url"} | own.get(role, set())
+        with_credentials = variant == "everything-else" and role == "store"
+        assert container.get("envFrom", []) == ([{"secretRef": {"name": "s3"}}] if with_credentials else [])
+
+
+@every_variant
+def test_workers_map_arena_of_their_nodes_store(variant: str) -> None:
+    (volume,), (claim,) = of_kind(variant, "PersistentVolume"), of_kind(variant, "PersistentVolumeClaim")
+    assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
+    assert volume["spec"]["claimRef"] == {"name": claim["metadata"]["name"], "namespace": "models"}
+    assert volume["spec"]["hostPath"]["path"] == "/dev/shm"
+    mounts = {}
+    for pod in pods(variant):
+        if component_of(pod) in ("store", "worker"):
+            (container,) = pod["spec"]["containers"]
+            (mount,) = (each for each in container["volumeMounts"] if each["name"] == "arena")
+            (source,) = (each for each in pod["spec"]["volumes"] if each["name"] == "arena")
+            assert source["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
+            mounts[component_of(pod)] = mount
+            told = variables(container)["TORCHRELAY_HOST_ID"]
+            assert told == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    assert mounts["worker"] == {**mounts["store"], "readOnly": True}
+    assert mounts["store"]["subPath"] == "torchrelay-models-demo"
+
+
+@every_variant
+def test_pods_have_time_to_stop(variant: str) -> None:
+    for pod in pods(variant):
+        grace_s = pod["spec"]["terminationGracePeriodSeconds"]
+        told = variables(pod["spec"]["containers"][0])
+        assert float(told.get("TORCHRELAY_GRACE_S", 0)) + 15 <= grace_s
+        assert float(told.get("TORCHRELAY_STOP_LIMIT_S", 0)) < grace_s
+
+
+def test_gpu_shapes_and_nodes() -> None:
+    long, short = (each["spec"] for each in pods("gpus") if component_of(each) == "worker")
+    assert long["nodeSelector"] == {"pool": "models", "gpu": "h100"} and short["nodeSelector"] == {"pool": "models"}
+    (store,) = (each["spec"] for each in pods("gpus") if component_of(each) == "store")
+    assert store["nodeSelector"] == {"pool": "models"} and store["tolerations"] == long["tolerations"]
+    assert long["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert variables(long["containers"][0])["TORCHRELAY_DEVICE"] == "cuda:0"
+    assert variables(short["containers"][0])["TORCHRELAY_DEVICE"] == "cpu"
+    assert "nvidia.com/gpu" not in short["containers"][0]["resources"]["limits"]
+
+
+def test_settings_of_values_reach_services() -> None:
+    told = {component_of(pod): variables(pod["spec"]["containers"][0]) for pod in pods("everything-else")}
+    assert told["scheduler"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "0.5"
+    assert told["scheduler"]["TORCHRELAY_REPLICATE"] == "false"
+    assert told["gateway"]["TORCHRELAY_MAX_CHOICES"] == "4"
+    images = {container["image"] for pod in pods("everything-else") for container in containers(pod)}
+    assert images == {f"registry.example/torchrelay/{name}:1.2.3" for name in SETTINGS}
+
+
+def test_chart_version_is_that_of_images() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == chart["version"] == DISTRIBUTIONS["torchrelay-gateway"].version
+
+
+@pytest.mark.parametrize(
+    ("part", "settings"),
+    [
+        ("scheduler", SchedulerSettings),
+        ("gateway", GatewaySettings),
+        ("store", StoreSettings),
+        ("worker", WorkerSettings),
+    ],
+)
+def test_values_take_all_settings_that_chart_does_not_set(part: str, settings: type[ServiceSettings]) -> None:
+    names = set(
+        json.loads((CHART / "values.schema.json").read_text())["$defs"][f"{part}Settings"]["propertyNames"]["enum"]
+    )
+    assert names <= settings.model_fields.keys()
+    for variant in ("tls", "service-monitor", "everything-else"):
+        for pod in pods(variant):
+            if component_of(pod) in (part, {"store": "uploads"}.get(part)):
+                given = {name.removeprefix("TORCHRELAY_").lower() for name in variables(pod["spec"]["containers"][0])}
+                assert not names & given - {"idle_timeout_s", "replicate", "max_choices"}
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ({"scheduler": {"replicas": 2}}, "/scheduler/replicas"),
+        ({"secret": ""}, "/secret"),
+        ({"store": {"remoteUrl": "file:///data"}}, "/store/remoteUrl"),
+        ({"workers": [{**SHAPE, "name": "short", "gpus": 0}]}, "/workers"),
+        ({"tls": {"gateway": "gateway-tls"}}, "/tls"),
+        ({"metrics": {"serviceMonitor": True}}, "/metrics"),
+        ({"gateway": {"settings": {"max_choises": 4}}}, "invalid propertyName 'max_choises'"),
+        ({"gateway": {"settings": {"database_url": "sqlite:///l.db"}}}, "invalid propertyName 'database_url'"),
+        ({"gatway": {}}, "gatway"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(values: Manifest, fault: str) -> None:
+    with Chart.load(CHART) as chart, pytest.raises(HelmError) as refused:
+        chart.render(merged(SMALLEST, values), name="demo", namespace="models")
+    assert fault in str(refused.value)
