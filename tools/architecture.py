@@ -35,6 +35,8 @@ FOLDERS = {
     "bench/streaming": "load on a gateway, and echo servers behind it",
     "deploy": "a compose file, and the program that makes its environment",
     "deploy/images": "image recipes, one per service",
+    "deploy/chart": "a Helm chart for Kubernetes",
+    "deploy/chart/templates": "manifests of the services, their rights and their network policies",
     "proto/control/v1": "between services",
     "proto/inference/v1": "for tenants",
     "proto/inference/v2": "for tenants, the Open Inference Protocol",
