@@ -199,7 +199,8 @@ async def test_restarted_scheduler_adopts_instances_and_requests(nats_url: str) 
             assert adopted.key.request_id == "r2"
             view = await cluster(address, lambda view: bool(view.demand))
             assert view.demand[0].num_running == 2
-            assert view.epoch == first.epoch > former_epoch
+            assert view.epoch > former_epoch
+            await eventually(lambda: first.epoch == view.epoch, "the worker learns the epoch")
             assert len(first.loads) == len(second.loads) == len(store.relays) == 1
 
 
