@@ -13,7 +13,7 @@ import pytest
 from starlette.types import Message
 
 from tests.support.gateway_ports import ADMIN_KEY, KEY
-from tests.support.wait import HANG_S, eventually
+from tests.support.wait import eventually
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig
 from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.control.v1 import scheduler_pb2
@@ -304,7 +304,7 @@ async def test_answers_tell_their_time_and_what_is_left_of_the_rate(rig: TokenPa
     invalid = await rig.http.post("/v1/completions", json={**body, "n": 0})
     assert [each.status_code for each in (unlimited, limited, refused, invalid)] == [200, 200, 429, 400]
     for each in (unlimited, limited, refused, invalid):
-        assert int(each.headers["openai-processing-ms"]) <= HANG_S * 1000
+        assert int(each.headers["openai-processing-ms"]) <= 60_000
 
 
 async def test_other_refusals_have_their_status(rig: TokenPathRig) -> None:
