@@ -19,12 +19,12 @@ from torchrelay.common.identity.keys import derive_node_key
 
 DEFAULT_HOME = Path(".torchrelay")
 _UP_SECRETS = ("admin.key", "cluster.key", "redis.conf", "nats.conf")
-_SECRETS = (*_UP_SECRETS, "cli.key")
+_SECRETS = (*_UP_SECRETS, "cli.key", "join.toml")
 _UP_ENTRIES = (*_UP_SECRETS, "up.lock", "run", "logs", "store", "remote", "tls", "redis", "nats")
 _ENTRIES = frozenset(
     (
         *_UP_ENTRIES,
-        *("cli.key", "http.port", "traces.jsonl"),
+        *("cli.key", "join.toml", "http.port", "traces.jsonl"),
         *(f"{name}.draft" for name in _SECRETS),
         *("ledger.db", "ledger.db-wal", "ledger.db-shm", "ledger.db-journal"),
     )

@@ -12,6 +12,8 @@ import typer
 from torchrelay.cli.command_group import CommandGroup
 from torchrelay.cli.commands import chat, events, explain, key, models, sim, tenant, top, upload, uploads, usage
 from torchrelay.cli.errors import CliError
+from torchrelay.cli.join.command import EXAMPLE as JOIN_EXAMPLE
+from torchrelay.cli.join.command import join
 from torchrelay.cli.up.command import EXAMPLE as UP_EXAMPLE
 from torchrelay.cli.up.command import up
 from torchrelay.cli.views import console
@@ -50,6 +52,7 @@ def root(
 
 
 app.command(rich_help_panel=PLATFORM, epilog=UP_EXAMPLE)(up)
+app.command(rich_help_panel=PLATFORM, epilog=JOIN_EXAMPLE)(join)
 app.command(rich_help_panel=PLATFORM, epilog=top.EXAMPLE)(top.top)
 app.command(rich_help_panel=PLATFORM, epilog=events.EXAMPLE)(events.events)
 app.command(rich_help_panel=PLATFORM, epilog=explain.EXAMPLE)(explain.explain)

@@ -11,6 +11,7 @@ from google.protobuf.descriptor import FileDescriptor
 import torchrelay.control.v1
 from torchrelay.common.errors import CallerRefused, CallerUnknown
 from torchrelay.common.identity.callers import (
+    ANYONE,
     CLUSTER_NAME,
     CallCheck,
     Caller,
@@ -110,3 +111,10 @@ def test_certificate_proves_named_roles(names: list[str], passes: bool) -> None:
     else:
         with pytest.raises(CallerRefused):
             checked(is_tls=True).check(LOAD, call_token(KEY, Caller.SCHEDULER), names)  # a token is nothing with TLS
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_method_for_anyone_needs_no_token(is_tls: bool) -> None:
+    check = checked(is_tls=is_tls)
+    check.allow({LOAD: ANYONE})
+    check.check(LOAD, "", ())

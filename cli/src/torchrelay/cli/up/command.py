@@ -10,6 +10,7 @@ from torchrelay.cli.api.access import HomeOption
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up import flags
+from torchrelay.common.host.addresses import REACHED_AT, plain_host
 
 EXAMPLE = "Example:  torchrelay up --home /srv/torchrelay --http-port 8080"
 
@@ -18,6 +19,7 @@ def up(
     context: typer.Context,
     home: HomeOption = None,
     host: flags.Host = "127.0.0.1",
+    cluster_host: flags.ClusterHost = "",
     http_port: flags.HttpPort = 0,
     grpc_port: flags.GrpcPort = 0,
     prefill_workers: flags.PrefillWorkers = 1,
@@ -47,7 +49,12 @@ def up(
             raise CliError("--workers and --pool-mode exclude each other", "pass one of them")
         least_workers, both_workers = flags.worker_range(workers)
         prefill_workers = decode_workers = 0
-    if prefill_workers + both_workers < 1 or decode_workers + both_workers < 1:
+    if plain_host(cluster_host) in REACHED_AT:
+        raise CliError(
+            f"--cluster-host {cluster_host} is no address that other machines reach", "name one of this one's"
+        )
+    have_both = prefill_workers + both_workers and decode_workers + both_workers
+    if not have_both and not (cluster_host and prefill_workers == decode_workers == 0):
         raise CliError(
             "no worker for prefill or decode", "pass --prefill-workers and --decode-workers, or --both-workers"
         )
@@ -55,7 +62,6 @@ def up(
     from torchrelay.cli.up.config_file import check_config_file
     from torchrelay.cli.up.plan import UpOptions
     from torchrelay.cli.up.run import run_up
-    from torchrelay.common.host.addresses import plain_host
     from torchrelay.common.process.settings import PREFIX, ServiceSettings, misspelt_variables
 
     own = {str(option.envvar).removeprefix(PREFIX).lower() for option in context.command.params if option.envvar}
@@ -64,6 +70,7 @@ def up(
     check_config_file()
     options = UpOptions(
         host=plain_host(host),
+        cluster_host=plain_host(cluster_host),
         http_port=http_port,
         grpc_port=grpc_port,
         num_prefill_workers=prefill_workers,

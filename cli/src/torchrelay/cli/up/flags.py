@@ -44,6 +44,13 @@ Host: TypeAlias = Annotated[
         help="Address of the public API (0.0.0.0: all IPv4, :: IPv6 too); the rest: loopback.",
     ),
 ]
+ClusterHost: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        help="Address of this machine at which others may join with the home's join.toml; default: none may.",
+        show_default=False,
+    ),
+]
 HttpPort: TypeAlias = Annotated[
     int,
     typer.Option(

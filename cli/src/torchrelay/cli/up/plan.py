@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,25 +14,29 @@ from urllib.parse import quote
 from torchrelay.cli.api.scheduler_client import environment_settings
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
+from torchrelay.cli.join_file import JoinFile
+from torchrelay.cli.launchers.launcher import Launcher
+from torchrelay.cli.launchers.pool_driver import PoolDriver
 from torchrelay.cli.up.children.child import GRACE_S, STOP_TIMEOUT_S, ChildSpec
-from torchrelay.cli.up.children.launcher import Launcher
 from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.disk import folder_bytes, stream_sizes
-from torchrelay.cli.up.pool_driver import PoolDriver
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
 from torchrelay.cli.up.remote_store import remote_url
 from torchrelay.common.host.addresses import REACHED_AT, join_address
 from torchrelay.common.host.disk import free_bytes
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller
+from torchrelay.common.identity.join_token import join_token
 from torchrelay.common.identity.keys import broker_password, derive_node_key, framed_mac
 from torchrelay.common.identity.tls import Tls, TlsFiles
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.net.nats_permissions import (
     GATEWAY_USER,
+    NODES_USER,
     SCHEDULER_USER,
     NatsUser,
     authorization,
     gateway_user,
+    nodes_user,
     scheduler_user,
     store_user,
     worker_user,
@@ -44,13 +49,17 @@ HOST_ID = "local"
 STORE_ID = "store-local"
 COMMANDS = "cli"  # the name of the commands' certificate
 LOOPBACK = "127.0.0.1"
+NODE_SCOPE = "node-"  # the ids of nodes that join begin with it, so none is a node of `up`
+_SCHEDULER_PORT, _STORE_PORT, _NATS_PORT = 7101, 7103, 4222
+JOIN_TOKEN_LIFE_S = 365 * 86400
 
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
     """Counts, sizes and ports of an embedded install; 0 means chosen automatically."""
 
-    host: str = "127.0.0.1"  # where the public API listens; everything else stays on loopback
+    host: str = "127.0.0.1"  # where the public API listens
+    cluster_host: str = ""  # where the services listen, for machines that join; empty: on loopback, and none may join
     http_port: int = 0
     grpc_port: int = 0
     num_prefill_workers: int = 1
@@ -66,6 +75,11 @@ class UpOptions:
     least_workers: int | None = None  # the others start when they are needed; None: all start with `up`
     pool_mode: str = ""  # empty: as the settings file says
     tls: bool = False  # between the services, not for the public API
+
+    @property
+    def services_host(self) -> str:
+        """Where services and broker listen for each other."""
+        return self.cluster_host or LOOPBACK
 
 
 def _program(name: str) -> str:
@@ -119,8 +133,8 @@ class StackPlan:
         self._is_nats_embedded = not self._nats_url
         self._metrics_port = _port_from_environment("TORCHRELAY_METRICS_PORT")
         self._subjects = Subjects(environment_settings().nats_prefix)
-        self._scheduler_port = ports.free()
-        self._store_port = ports.free()
+        self._scheduler_port = self._service_port(_SCHEDULER_PORT)
+        self._store_port = self._service_port(_STORE_PORT)
         host = options.host
         self._http_port, self._taken_http_port = self._choose_http_port()
         self._grpc_port = (
@@ -138,8 +152,8 @@ class StackPlan:
         endpoints = {
             "http": f"http://{join_address(host, self._http_port)}",
             "grpc": join_address(host, self._grpc_port),
-            "scheduler": f"{LOOPBACK}:{self._scheduler_port}",
-            "store": f"{LOOPBACK}:{self._store_port}",
+            "scheduler": self._scheduler_address,
+            "store": self._store_address,
             "nats": without_password(self._nats_url),
             "redis": without_password(self._redis_url),
             **self._tls_settings(COMMANDS),
@@ -148,6 +162,28 @@ class StackPlan:
         return Stack(
             groups, endpoints, home.path, home.traces, self.arena, self._http_port, self._taken_http_port, self._elastic
         )
+
+    @property
+    def _scheduler_address(self) -> str:
+        return join_address(self._options.services_host, self._scheduler_port)
+
+    @property
+    def _store_address(self) -> str:
+        return join_address(self._options.services_host, self._store_port)
+
+    @property
+    def _remote_url(self) -> str:
+        return remote_url(self._options.remote, self._home.path / "remote")
+
+    def join_file(self, scope: str = NODE_SCOPE) -> JoinFile:
+        """Returns the join file, once ``stack`` has been called. ``scope``: the beginning of the ids of nodes that join."""
+        expires = int(time.time()) + JOIN_TOKEN_LIFE_S
+        token = join_token(self._cluster_key, scope, expires)
+        return JoinFile(self._scheduler_address, self._nats_url_of(NODES_USER), self._remote_url, token)
+
+    def _service_port(self, preferred: int) -> int:
+        """Any free port; for machines that join the preferred one, if it is free, as their join files name it."""
+        return self._ports.free(self._options.services_host, [preferred] if self._options.cluster_host else [])
 
     def _choose_http_port(self) -> tuple[int, int]:
         """The REST port, and the preferred one if it was taken (else 0): a home keeps its port when it can."""
@@ -184,10 +220,11 @@ class StackPlan:
     def _nats(self) -> ChildSpec | None:
         if self._nats_url:
             return None
-        port, folder = self._ports.free(), self._home.path / "nats"
-        self._nats_url = f"nats://{LOOPBACK}:{port}"
+        host = self._options.services_host
+        port, folder = self._service_port(_NATS_PORT), self._home.path / "nats"
+        self._nats_url = f"nats://{join_address(host, port)}"
         settings = self._home.write_private("nats.conf", self._nats_settings(folder))
-        command = (_program("nats-server"), "-c", str(settings), "-a", LOOPBACK, "-p", str(port))
+        command = (_program("nats-server"), "-c", str(settings), "-a", host, "-p", str(port))
         url = self._nats_url_of(SCHEDULER_USER)
         return ChildSpec("nats", command, self._home.logs / "nats.log", broker_url=url, ready_s=20)
 
@@ -202,6 +239,8 @@ class StackPlan:
     def _nats_users(self) -> list[tuple[NatsUser, str]]:
         users = [scheduler_user(self._subjects), gateway_user(self._subjects), store_user(STORE_ID, self._subjects)]
         users += [worker_user(name, self._subjects) for name, _ in worker_roles(self._options)]
+        if self._options.cluster_host:
+            users.append(nodes_user(self._subjects))
         return [(user, broker_password(self._cluster_key, "nats", user.name)) for user in users]
 
     def _nats_url_of(self, user: str) -> str:
@@ -222,7 +261,7 @@ class StackPlan:
     ) -> ChildSpec:
         ready_file = self._home.run / f"{name}.json"
         common = {
-            "TORCHRELAY_HOST": LOOPBACK,
+            "TORCHRELAY_HOST": self._options.services_host,
             "TORCHRELAY_NATS_URL": self._nats_url_of(nats_user),
             "TORCHRELAY_READY_FILE": str(ready_file),
             "TORCHRELAY_TRACE_FILE": str(self._home.traces),
@@ -231,7 +270,7 @@ class StackPlan:
             **{f"TORCHRELAY_{setting.upper()}": path for setting, path in self._tls_settings(name).items()},
         }
         if self._metrics_port:  # consecutive ports from the configured one on
-            host = self._options.host if is_public else LOOPBACK
+            host = self._options.host if is_public else self._options.services_host
             port = self._ports.exactly(host, self._metrics_port, "TORCHRELAY_METRICS_PORT")
             common["TORCHRELAY_METRICS_PORT"] = str(port)
             self._metrics_port += 1
@@ -249,7 +288,7 @@ class StackPlan:
             "TORCHRELAY_HOST_ID": HOST_ID,
             "TORCHRELAY_PORT": str(self._store_port),
             "TORCHRELAY_DATA_DIR": str(self._home.path / "store"),
-            "TORCHRELAY_REMOTE_URL": remote_url(self._options.remote, self._home.path / "remote"),
+            "TORCHRELAY_REMOTE_URL": self._remote_url,
             "TORCHRELAY_ARENA_PATH": str(self.arena),
             "TORCHRELAY_STOP_LIMIT_S": str(int(STOP_TIMEOUT_S) - 2),
         }
@@ -285,7 +324,7 @@ class StackPlan:
     def driver(self, launcher: Launcher) -> PoolDriver:
         """The driver that makes the launcher follow the scheduler's target."""
         token = self._home.call_token(SCHEDULER_NODE, Caller.CLI)
-        return PoolDriver(f"{LOOPBACK}:{self._scheduler_port}", self._tls, token, launcher)
+        return PoolDriver(self._scheduler_address, self._tls, token, launcher)
 
     def _workers(self) -> list[ChildSpec]:
         return [self._worker(name, roles) for name, roles in worker_roles(self._options)]
@@ -295,7 +334,7 @@ class StackPlan:
             "TORCHRELAY_WORKER_ID": name,
             "TORCHRELAY_HOST_ID": HOST_ID,
             "TORCHRELAY_ROLES": roles,
-            "TORCHRELAY_STORE_ADDRESS": f"{LOOPBACK}:{self._store_port}",
+            "TORCHRELAY_STORE_ADDRESS": self._store_address,
             "TORCHRELAY_STORE_TOKEN": self._home.call_token(STORE_ID, Caller.WORKER),
             "TORCHRELAY_DEVICE": self._options.device,
             "TORCHRELAY_THREADS": str(self._options.threads),
@@ -313,8 +352,8 @@ class StackPlan:
             ),
             "TORCHRELAY_REDIS_URL": self._redis_url,
             "TORCHRELAY_ADMIN_KEY": self._home.admin_key(),
-            "TORCHRELAY_SCHEDULER_ADDRESS": f"{LOOPBACK}:{self._scheduler_port}",
-            "TORCHRELAY_STORE_ADDRESS": f"{LOOPBACK}:{self._store_port}",
+            "TORCHRELAY_SCHEDULER_ADDRESS": self._scheduler_address,
+            "TORCHRELAY_STORE_ADDRESS": self._store_address,
             "TORCHRELAY_SCHEDULER_TOKEN": self._home.call_token(SCHEDULER_NODE, Caller.GATEWAY),
             "TORCHRELAY_STORE_TOKEN": self._home.call_token(STORE_ID, Caller.GATEWAY),
             "TORCHRELAY_HTTP_PORT": str(self._http_port),

@@ -109,6 +109,10 @@ class StartupProgress:
             show(f"  {line}", soft_wrap=True, markup=False)
         show("\nCtrl-C stops everything.\n")
 
+    def joinable(self, join_file: Path) -> None:
+        self._print(f"Other machines join with:  torchrelay join {join_file.name}", soft_wrap=True)
+        self._print(f"[dim](a copy of {join_file}, which is secret)[/]", soft_wrap=True)
+
     def disk(self, message: str) -> None:
         self._say("disk", Text(message, style="yellow"))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from torchrelay.cli.home import Home
-from torchrelay.cli.up.children.launcher import Launcher
+from torchrelay.cli.launchers.launcher import Launcher
 from torchrelay.cli.up.children.supervisor import Supervisor
 from torchrelay.cli.up.disk import check_disk
 from torchrelay.cli.up.external_servers import check_external_servers
@@ -54,6 +54,8 @@ async def _run_stack(home: Home, options: UpOptions, plan: StackPlan, is_quiet: 
     @contextmanager
     def up() -> Iterator[None]:
         home.save_http_port(stack.http_port)
+        if options.cluster_host:
+            progress.joinable(home.write_private("join.toml", plan.join_file().as_toml()))
         progress.up(stack.endpoints)
         with published_addresses(home.endpoints_file, stack.endpoints):
             yield

@@ -42,6 +42,57 @@ SERVICE_CLASS_BATCH: ServiceClass.ValueType  # 2
 Global___ServiceClass: _TypeAlias = ServiceClass  # noqa: Y015
 
 @_typing.final
+class EnrollRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOIN_TOKEN_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    STORE_ID_FIELD_NUMBER: _builtins.int
+    join_token: _builtins.str
+    worker_id: _builtins.str
+    """empty: the store enrolls"""
+    store_id: _builtins.str
+    """of the host"""
+    def __init__(
+        self,
+        *,
+        join_token: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        store_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["join_token", b"join_token", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnrollRequest: _TypeAlias = EnrollRequest  # noqa: Y015
+
+@_typing.final
+class EnrollReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_KEY_FIELD_NUMBER: _builtins.int
+    STORE_TOKEN_FIELD_NUMBER: _builtins.int
+    node_key: _builtins.str
+    """of the worker, otherwise of the store; in hex"""
+    store_token: _builtins.str
+    """the worker's, for the store"""
+    def __init__(
+        self,
+        *,
+        node_key: _builtins.str = ...,
+        store_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_key", b"node_key", "store_token", b"store_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnrollReply: _TypeAlias = EnrollReply  # noqa: Y015
+
+@_typing.final
 class AdmitCommands(_message.Message):
     """Queued commands, in order: one message for many commands costs a fraction of many messages."""
 

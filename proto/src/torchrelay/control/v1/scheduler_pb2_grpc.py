@@ -55,6 +55,11 @@ class SchedulerStub:
                 request_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.WatchEventsRequest.SerializeToString,
                 response_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.Event.FromString,
                 _registered_method=True)
+        self.Enroll = channel.unary_unary(
+                '/torchrelay.control.v1.Scheduler/Enroll',
+                request_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.EnrollRequest.SerializeToString,
+                response_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.EnrollReply.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -90,6 +95,13 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Enroll(self, request, context):
+        """The credentials of a store or worker, for a process that shows a join token; it needs no other.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +124,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.WatchEvents,
                     request_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.WatchEventsRequest.FromString,
                     response_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.Event.SerializeToString,
+            ),
+            'Enroll': grpc.unary_unary_rpc_method_handler(
+                    servicer.Enroll,
+                    request_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.EnrollRequest.FromString,
+                    response_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.EnrollReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +240,33 @@ class Scheduler:
             '/torchrelay.control.v1.Scheduler/WatchEvents',
             torchrelay_dot_control_dot_v1_dot_scheduler__pb2.WatchEventsRequest.SerializeToString,
             torchrelay_dot_control_dot_v1_dot_scheduler__pb2.Event.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Enroll(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/torchrelay.control.v1.Scheduler/Enroll',
+            torchrelay_dot_control_dot_v1_dot_scheduler__pb2.EnrollRequest.SerializeToString,
+            torchrelay_dot_control_dot_v1_dot_scheduler__pb2.EnrollReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,8 @@ class SchedulerStub:
     """A full view at once, then again whenever something changed (at most ten a second)."""
     WatchEvents: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchEventsRequest, _scheduler_pb2.Event]
     """The history, oldest first: what is kept of it since a time, and with follow what is added from then on."""
+    Enroll: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.EnrollRequest, _scheduler_pb2.EnrollReply]
+    """The credentials of a store or worker, for a process that shows a join token; it needs no other."""
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -59,6 +61,8 @@ class SchedulerAsyncStub(SchedulerStub):
     """A full view at once, then again whenever something changed (at most ten a second)."""
     WatchEvents: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchEventsRequest, _scheduler_pb2.Event]  # type: ignore[assignment]
     """The history, oldest first: what is kept of it since a time, and with follow what is added from then on."""
+    Enroll: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.EnrollRequest, _scheduler_pb2.EnrollReply]  # type: ignore[assignment]
+    """The credentials of a store or worker, for a process that shows a join token; it needs no other."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     """Dispatch, autoscaling and relay planning. One is active at a time."""
@@ -96,5 +100,13 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.Event], _abc.AsyncIterator[_scheduler_pb2.Event]]:
         """The history, oldest first: what is kept of it since a time, and with follow what is added from then on."""
+
+    @_abc_1.abstractmethod
+    def Enroll(
+        self,
+        request: _scheduler_pb2.EnrollRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.EnrollReply, _abc.Awaitable[_scheduler_pb2.EnrollReply]]:
+        """The credentials of a store or worker, for a process that shows a join token; it needs no other."""
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -19,10 +19,10 @@ from tests.support.small_disk import small_disk
 from tests.support.wait import eventually
 from tests.unit.cli.up.children.programs import ANSWERS, NEVER_READY, STUBBORN, Programs, Recorder, is_running
 from torchrelay.cli.errors import CliError
+from torchrelay.cli.launchers.launcher import Launcher
 from torchrelay.cli.up.children import child as child_module
 from torchrelay.cli.up.children import supervisor as supervisor_module
 from torchrelay.cli.up.children.child import Child, ChildSpec
-from torchrelay.cli.up.children.launcher import Launcher
 from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.children.supervisor import BACKOFF_RESET_S, MAX_BACKOFF_S, Supervisor, backoff_s
 

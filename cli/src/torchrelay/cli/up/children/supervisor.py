@@ -9,9 +9,10 @@ from functools import partial
 from typing import Protocol
 
 from torchrelay.cli.errors import CliError
+from torchrelay.cli.launchers.launcher import Launcher
 from torchrelay.cli.up.children import logs
 from torchrelay.cli.up.children.child import Child, ChildSpec
-from torchrelay.cli.up.children.launcher import Launcher, LocalLauncher
+from torchrelay.cli.up.children.local_launcher import LocalLauncher
 from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.disk import DiskState, disk_message, disk_state, log_limit_bytes
 from torchrelay.common.host.disk import free_bytes

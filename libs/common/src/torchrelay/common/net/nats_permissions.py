@@ -14,6 +14,7 @@ from torchrelay.common.net.nats_client import Subjects, inbox_prefix
 
 SCHEDULER_USER = "scheduler"
 GATEWAY_USER = "gateway"
+NODES_USER = "nodes"
 _API = "$JS.API"
 
 
@@ -32,6 +33,11 @@ def worker_user(worker_id: str, subjects: Subjects) -> NatsUser:
 
 def store_user(store_id: str, subjects: Subjects) -> NatsUser:
     return NatsUser(store_id, (subjects.store_load(store_id),))
+
+
+def nodes_user(subjects: Subjects) -> NatsUser:
+    """All stores and workers that join later; the signatures of their reports keep them apart."""
+    return NatsUser(NODES_USER, (subjects.worker_load(), subjects.store_load(), subjects.usage("*")))
 
 
 def scheduler_user(subjects: Subjects) -> NatsUser:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError
-from torchrelay.common.identity.callers import Caller, MethodCallers
+from torchrelay.common.identity.callers import ANYONE, Caller, MethodCallers
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 from torchrelay.scheduler.policy.explain import MAX_REQUESTS
 from torchrelay.scheduler.policy.inputs import (
@@ -22,6 +22,7 @@ from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStream
 from torchrelay.scheduler.service.cluster_view import cluster_view
 from torchrelay.scheduler.service.controller import Controller
+from torchrelay.scheduler.service.enrolment import Enrolment
 from torchrelay.scheduler.service.events.reader import EventReader
 
 _VIEW_EVERY_S = 0.1
@@ -32,15 +33,17 @@ CALLERS: MethodCallers = {
     f"{_SERVICE}/Explain": {Caller.GATEWAY, Caller.CLI},
     f"{_SERVICE}/WatchCluster": {Caller.GATEWAY, Caller.CLI},
     f"{_SERVICE}/WatchEvents": {Caller.CLI},
+    f"{_SERVICE}/Enroll": ANYONE,
 }
 
 Context = Any  # a grpc.aio.ServicerContext; its stub does not take plain callbacks
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
-    def __init__(self, controller: Controller, event_reader: EventReader) -> None:
+    def __init__(self, controller: Controller, event_reader: EventReader, enrolment: Enrolment) -> None:
         self._controller = controller
         self._event_reader = event_reader
+        self._enrolment = enrolment
 
     async def Admit(
         self, request_iterator: AsyncIterator[scheduler_pb2.AdmitCommands], context: Context
@@ -133,3 +136,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         async with aclosing(self._event_reader.events(request.kinds, begin_us, after, request.follow)) as events:
             async for event in events:
                 yield event
+
+    async def Enroll(self, request: scheduler_pb2.EnrollRequest, context: Context) -> scheduler_pb2.EnrollReply:
+        return self._enrolment.enroll(request)

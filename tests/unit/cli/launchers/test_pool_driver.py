@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from torchrelay.cli.up.pool_driver import KEEP_S, PoolDriver
+from torchrelay.cli.launchers.pool_driver import KEEP_S, PoolDriver
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2
 
 FREE, READY = reports_pb2.SlotState.STATE_FREE, reports_pb2.SlotState.STATE_READY

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support.wait import eventually
 from torchrelay.cli.up.children.child import ChildSpec
-from torchrelay.cli.up.children.launcher import LocalLauncher
+from torchrelay.cli.up.children.local_launcher import LocalLauncher
 
 
 async def test_workers_start_in_order_and_retire_by_name() -> None:

@@ -1,25 +1,11 @@
-"""Launchers start and stop the workers of a pool; the local launcher starts them as children of `up`."""
+"""The launcher of `up`: workers are its children."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from typing import Protocol
 
 from torchrelay.cli.up.children.child import ChildSpec
-
-
-class Launcher(Protocol):
-    """Starts and stops workers, one slot each. Exactly one driver calls it."""
-
-    def members(self) -> Collection[str]:
-        """Ids of the workers that it runs, starting ones included, retiring ones not."""
-
-    def scale(self, num_slots: int) -> None:
-        """Starts workers until there are ``num_slots``, as far as it can; stops none."""
-
-    def retire(self, worker_id: str) -> None:
-        """Begins to stop a member; other workers may start meanwhile."""
 
 
 class LocalLauncher:

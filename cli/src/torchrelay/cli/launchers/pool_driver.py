@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import grpc
 
-from torchrelay.cli.up.children.launcher import Launcher
+from torchrelay.cli.launchers.launcher import Launcher
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.rpc.channels import open_channel

@@ -1,0 +1,142 @@
+"""The store and the workers of a machine that joins: their ids and their settings."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.join.folder import NodeFolder
+from torchrelay.cli.join_file import JoinFile
+from torchrelay.cli.up.children.child import ChildSpec
+from torchrelay.common.host.addresses import family_of, join_address, split_address
+from torchrelay.common.host.machine import SHARED_MEMORY
+from torchrelay.common.identity.tls import Tls
+from torchrelay.common.process.environment import service_environment
+from torchrelay.common.process.settings import NODE_ID
+from torchrelay.control.v1 import scheduler_pb2
+
+_MAX_HOST_CHARS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOptions:
+    """Nodes of this machine. Sizes of 0 and empty names are chosen automatically."""
+
+    num_workers: int = 1
+    worker_id: str = ""  # of the only worker
+    host_id: str = ""
+    advertise_host: str = ""
+    home: Path | None = None
+    device: str = "auto"
+    threads: int = 0
+    arena_bytes: int = 0
+    kv_pool_bytes: int = 0
+
+
+class NodePlan:
+    """The ids of this machine's nodes, and the children that run them. Raises ``CliError`` for ids beyond the scope."""
+
+    def __init__(self, cluster: JoinFile, options: JoinOptions, tls: Tls | None = None) -> None:
+        self._cluster, self._options, self._tls = cluster, options, tls
+        self.host_id = self._checked(options.host_id or cluster.scope + _host_name(), "--host-id")
+        if "_" in self.host_id.removeprefix(cluster.scope):
+            raise CliError(f"{self.host_id!r} has an underscore", "choose a --host-id without; it separates workers")
+        names = (
+            [options.worker_id] if options.worker_id else [f"{self.host_id}_{i}" for i in range(options.num_workers)]
+        )
+        self.worker_ids = [self._checked(name, "--worker-id") for name in names]
+        self._cluster_digest = hashlib.sha256(cluster.scheduler.encode()).hexdigest()[:8]
+        self._host = options.advertise_host or _own_address(cluster.scheduler)
+
+    def _checked(self, node_id: str, option: str) -> str:
+        if re.fullmatch(NODE_ID, node_id) is None:
+            raise CliError(
+                f"{node_id!r} cannot be an id", f"choose {option} with 1 to 63 letters, digits, hyphens and underscores"
+            )
+        if not node_id.startswith(self._cluster.scope):
+            raise CliError(
+                f"{node_id!r} is beyond the scope of the join file", f"begin {option} with {self._cluster.scope}"
+            )
+        return node_id
+
+    def folder(self) -> NodeFolder:
+        """By default a folder for this user, cluster and host, which ends with the machine."""
+        default = Path(tempfile.gettempdir(), f"torchrelay-{os.getuid()}", self._cluster_digest, self.host_id)
+        return NodeFolder(self._options.home or default)
+
+    def store(self, folder: NodeFolder, credentials: scheduler_pb2.EnrollReply) -> ChildSpec:
+        env = {
+            "TORCHRELAY_STORE_ID": self.host_id,
+            "TORCHRELAY_PORT": str(folder.store_port(self._host)),
+            "TORCHRELAY_DATA_DIR": str(folder.store),
+            "TORCHRELAY_REMOTE_URL": self._cluster.remote_url,
+            "TORCHRELAY_ARENA_PATH": str(SHARED_MEMORY / f"torchrelay-{self.host_id}-{self._cluster_digest}"),
+        }
+        if self._options.arena_bytes:
+            env["TORCHRELAY_ARENA_BYTES"] = str(self._options.arena_bytes)
+        return self._service(folder, "param-store", "torchrelay-param-store", credentials, env)
+
+    def workers(self, folder: NodeFolder, credentials: Sequence[scheduler_pb2.EnrollReply]) -> list[ChildSpec]:
+        return [
+            self._worker(folder, worker_id, own) for worker_id, own in zip(self.worker_ids, credentials, strict=True)
+        ]
+
+    def _worker(self, folder: NodeFolder, worker_id: str, credentials: scheduler_pb2.EnrollReply) -> ChildSpec:
+        env = {
+            "TORCHRELAY_WORKER_ID": worker_id,
+            "TORCHRELAY_STORE_ADDRESS": join_address(self._host, folder.store_port(self._host)),
+            "TORCHRELAY_STORE_TOKEN": credentials.store_token,
+            "TORCHRELAY_DEVICE": self._options.device,
+            "TORCHRELAY_THREADS": str(self._options.threads),
+            "TORCHRELAY_CORES_FILE": str(folder.run / "cores"),
+        }
+        if self._options.kv_pool_bytes:
+            env["TORCHRELAY_KV_POOL_BYTES"] = str(self._options.kv_pool_bytes)
+        return self._service(folder, worker_id, "torchrelay-worker", credentials, env)
+
+    def _service(
+        self, folder: NodeFolder, name: str, program: str, credentials: scheduler_pb2.EnrollReply, env: dict[str, str]
+    ) -> ChildSpec:
+        ready_file = folder.run / f"{name}.json"
+        common = {
+            "TORCHRELAY_HOST": self._host,
+            "TORCHRELAY_HOST_ID": self.host_id,
+            "TORCHRELAY_NODE_KEY": credentials.node_key,
+            "TORCHRELAY_NATS_URL": self._cluster.nats_url,
+            "TORCHRELAY_READY_FILE": str(ready_file),
+        }
+        inherited = service_environment(os.environ, reads_object_store=name == "param-store")
+        script = str(Path(sys.executable).parent / program)
+        return ChildSpec(
+            name,
+            (script,),
+            folder.logs / f"{name}.log",
+            {**common, **env},
+            ready_file,
+            tls=self._tls,
+            inherited=inherited,
+        )
+
+
+def _host_name() -> str:
+    return re.sub("[^A-Za-z0-9-]", "-", socket.gethostname())[:_MAX_HOST_CHARS]
+
+
+def _own_address(scheduler: str) -> str:
+    """The address of this machine from which the scheduler is reached. Raises ``CliError``."""
+    try:
+        host, port = split_address(scheduler)
+        with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # sends nothing
+            address: str = probe.getsockname()[0]
+    except (OSError, ValueError) as error:
+        raise CliError(f"the scheduler's address {scheduler} cannot be used: {error}", "see the join file") from error
+    return address
