@@ -176,7 +176,7 @@ class StackPlan:
         return remote_url(self._options.remote, self._home.path / "remote")
 
     def join_file(self, scope: str = NODE_SCOPE) -> JoinFile:
-        """Returns the join file, once ``stack`` has been called. ``scope``: the beginning of the ids of nodes that join."""
+        """Returns the join file, once ``stack`` has been called. ``scope``: the beginning of joining nodes' ids."""
         expires = int(time.time()) + JOIN_TOKEN_LIFE_S
         token = join_token(self._cluster_key, scope, expires)
         return JoinFile(self._scheduler_address, self._nats_url_of(NODES_USER), self._remote_url, token)
