@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import SMALL
 from tests.e2e.test_exactness import reference
 from tests.support.checkpoints import make_checkpoint
-from tests.support.completions import complete
+from tests.support.completions import Streamed, complete, headers, stream
+from tests.support.http import http
 from tests.support.joining import await_workers, joined
 from tests.support.platform import SCRIPTS, Platform, running_platform
-from tests.support.wait import wait_until
+from tests.support.wait import HANG_S, wait_until
 
 pytestmark = pytest.mark.e2e
 PROMPT = list(range(30, 42))
 NUM_TOKENS = 8
+NUM_STREAMS, NUM_LONG = 4, 400
 NO_WORKERS = ("--prefill-workers", "0", "--decode-workers", "0")
 
 
@@ -64,6 +69,37 @@ def test_machines_answer_take_over_their_store_and_leave(joinable: Platform, tmp
                 assert answer() == expected, "by another machine"
     await_workers(joinable)
     assert not list(Path("/dev/shm").glob("torchrelay-node-[ab]-*")), "arenas go with their stores"
+
+
+def test_answers_that_outlast_grace_resume_on_another_machine(joinable: Platform, tmp_path: Path) -> None:
+    key = joinable.tenant("acme")
+    model = joinable.upload(key, make_checkpoint(tmp_path / "llama", "llama"), "llama")
+    prompts = [[token + number for token in PROMPT] for number in range(NUM_STREAMS)]
+    options: dict[str, Any] = {"max_tokens": NUM_LONG, "ignore_eos": True}
+    with joined(joinable, tmp_path / "a", "node-a", grace_s=0.1) as first:
+        await_workers(joinable, "node-a_0")
+        expected = [complete(joinable, key, model, prompt, **options)["choices"][0]["token_ids"] for prompt in prompts]
+        with joined(joinable, tmp_path / "b", "node-b"):
+            await_workers(joinable, "node-a_0", "node-b_0")
+            statuses: list[int] = []
+            all_begun = threading.Barrier(NUM_STREAMS, lambda: statuses.append(first.leave()))
+
+            def answer(prompt: list[int]) -> Streamed:
+                is_begun = False
+                for state in stream(joinable, key, model, prompt, **options):
+                    if not is_begun and state.token_ids:
+                        is_begun = True
+                        all_begun.wait(HANG_S)
+                return state
+
+            with ThreadPoolExecutor(NUM_STREAMS) as pool:
+                answers = list(pool.map(answer, prompts))
+    assert statuses == [0]
+    assert [(state.error, state.done) for state in answers] == [(None, True)] * NUM_STREAMS
+    assert [state.token_ids for state in answers] == expected
+    billed = http.get(f"{joinable.http}/v1/usage", headers=headers(key)).json()["total"]
+    assert billed["completion_tokens"] == 2 * NUM_STREAMS * NUM_LONG
+    assert billed["prompt_tokens"] == 2 * NUM_STREAMS * len(PROMPT)
 
 
 @pytest.mark.parametrize(

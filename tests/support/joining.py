@@ -32,7 +32,7 @@ class Joined:
 
 
 @contextmanager
-def joined(platform: Platform, folder: Path, host_id: str, *options: str) -> Iterator[Joined]:
+def joined(platform: Platform, folder: Path, host_id: str, *options: str, grace_s: float = 15.0) -> Iterator[Joined]:
     """A program that has joined as a machine of its own, with one worker unless the options say otherwise."""
     folder.mkdir(mode=0o700, exist_ok=True)
     log = folder.parent / f"{'-'.join((folder.name, *options))}.log"
@@ -42,7 +42,7 @@ def joined(platform: Platform, folder: Path, host_id: str, *options: str) -> Ite
             [*command, "--home", str(folder), *SIZES, *options],
             stdout=output,
             stderr=output,
-            env=dict(os.environ),
+            env={**os.environ, "TORCHRELAY_GRACE_S": str(grace_s)},
             cwd=folder,
         )
     try:

@@ -18,11 +18,11 @@ from torchrelay.cli.join_file import JoinFile
 from torchrelay.cli.up.children.child import ChildSpec
 from torchrelay.common.host.addresses import family_of, join_address, split_address
 from torchrelay.common.host.machine import SHARED_MEMORY
-from torchrelay.common.identity.tls import Tls
 from torchrelay.common.process.environment import service_environment
-from torchrelay.common.process.settings import NODE_ID
+from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.control.v1 import scheduler_pb2
 
+SHUTDOWN_S = 12.0  # for the shutdown after the grace; then the kernel would end the service
 _MAX_HOST_CHARS = 40
 
 
@@ -44,8 +44,8 @@ class JoinOptions:
 class NodePlan:
     """The ids of this machine's nodes, and the children that run them. Raises ``CliError`` for ids beyond the scope."""
 
-    def __init__(self, cluster: JoinFile, options: JoinOptions, tls: Tls | None = None) -> None:
-        self._cluster, self._options, self._tls = cluster, options, tls
+    def __init__(self, cluster: JoinFile, options: JoinOptions, settings: ServiceSettings) -> None:
+        self._cluster, self._options, self._tls = cluster, options, settings.tls
         self.host_id = self._checked(options.host_id or cluster.scope + _host_name(), "--host-id")
         if "_" in self.host_id.removeprefix(cluster.scope):
             raise CliError(f"{self.host_id!r} has an underscore", "choose a --host-id without; it separates workers")
@@ -55,6 +55,7 @@ class NodePlan:
         self.worker_ids = [self._checked(name, "--worker-id") for name in names]
         self._cluster_digest = hashlib.sha256(cluster.scheduler.encode()).hexdigest()[:8]
         self._host = options.advertise_host or _own_address(cluster.scheduler)
+        self._grace_s = settings.grace_s
 
     def _checked(self, node_id: str, option: str) -> str:
         if re.fullmatch(NODE_ID, node_id) is None:
@@ -112,6 +113,7 @@ class NodePlan:
             "TORCHRELAY_NODE_KEY": credentials.node_key,
             "TORCHRELAY_NATS_URL": self._cluster.nats_url,
             "TORCHRELAY_READY_FILE": str(ready_file),
+            "TORCHRELAY_GRACE_S": str(self._grace_s),
         }
         inherited = service_environment(os.environ, reads_object_store=name == "param-store")
         script = str(Path(sys.executable).parent / program)
@@ -121,6 +123,7 @@ class NodePlan:
             folder.logs / f"{name}.log",
             {**common, **env},
             ready_file,
+            stop_s=self._grace_s + SHUTDOWN_S,
             tls=self._tls,
             inherited=inherited,
         )

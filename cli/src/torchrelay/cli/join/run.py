@@ -20,15 +20,15 @@ from torchrelay.cli.views.console import out
 
 async def run_join(cluster: JoinFile, options: JoinOptions) -> None:
     """Runs this machine's workers, and its store unless another program does, until a signal stops them."""
-    tls = environment_settings().tls
-    plan = NodePlan(cluster, options, tls)
+    settings = environment_settings()
+    plan = NodePlan(cluster, options, settings)
     folder, progress = plan.folder(), JoinProgress(out())
     with ExitStack() as locks:
         for worker_id in plan.worker_ids:
             locks.enter_context(folder.worker_locked(worker_id))
         progress.joins(plan.host_id, cluster.scheduler, folder.path)
         store, *workers = [
-            await enroll(cluster, tls, plan.host_id, worker_id, progress.scheduler_away)
+            await enroll(cluster, settings.tls, plan.host_id, worker_id, progress.scheduler_away)
             for worker_id in ("", *plan.worker_ids)
         ]
         store_specs, worker_specs = [plan.store(folder, store)], plan.workers(folder, workers)

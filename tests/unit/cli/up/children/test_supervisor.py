@@ -20,7 +20,6 @@ from tests.support.wait import eventually
 from tests.unit.cli.up.children.programs import ANSWERS, NEVER_READY, STUBBORN, Programs, Recorder, is_running
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.launchers.launcher import Launcher
-from torchrelay.cli.up.children import child as child_module
 from torchrelay.cli.up.children import supervisor as supervisor_module
 from torchrelay.cli.up.children.child import Child, ChildSpec
 from torchrelay.cli.up.children.stack import Stack
@@ -194,11 +193,8 @@ async def test_stop_during_start_is_prompt(programs: Programs) -> None:
     assert life.recorder.said[-1] == ("stopping", "")
 
 
-async def test_unstoppable_child_is_killed_with_its_children(
-    programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(child_module, "STOP_TIMEOUT_S", 0.2)
-    spec = programs.spec("stubborn", STUBBORN)
+async def test_unstoppable_child_is_killed_with_its_children(programs: Programs) -> None:
+    spec = replace(programs.spec("stubborn", STUBBORN), stop_s=0.2)
     child = await Child.start(spec)
     grandchild = int((await child.ready())["grandchild"])
     assert is_running(grandchild)
@@ -207,9 +203,8 @@ async def test_unstoppable_child_is_killed_with_its_children(
     await eventually(lambda: not is_running(grandchild))
 
 
-async def test_kill_all_ends_children_at_once(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "STOP_TIMEOUT_S", 60.0)
-    spec = programs.spec("stubborn", STUBBORN)
+async def test_kill_all_ends_children_at_once(programs: Programs) -> None:
+    spec = replace(programs.spec("stubborn", STUBBORN), stop_s=60.0)
     life = Life(programs.stack([spec]))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(life.run())

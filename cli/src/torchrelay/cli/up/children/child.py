@@ -44,6 +44,7 @@ class ChildSpec:
     ready_file: Path | None = None
     broker_url: str = ""
     ready_s: float = 60.0
+    stop_s: float = STOP_TIMEOUT_S  # it is killed this long after SIGTERM
     tls: Tls | None = None
     inherited: Mapping[str, str] = field(default_factory=lambda: plain_environment(os.environ))
 
@@ -185,7 +186,7 @@ class Child:
             with suppress(ProcessLookupError):
                 self._process.terminate()
             try:
-                async with asyncio.timeout(STOP_TIMEOUT_S):
+                async with asyncio.timeout(self.spec.stop_s):
                     await self._process.wait()
             except TimeoutError:
                 self.kill()
