@@ -147,14 +147,24 @@ class EchoStore:
         self.reads: list[str] = []
         self.answers = asyncio.Event()  # cleared: it keeps its connections and says nothing
         self.answers.set()
-        self._server = RpcServer("127.0.0.1")
-        serve(self._server, "ParamStore/ReadFile", self.ReadFile, store_pb.ReadFileRequest.FromString)
+        self._server = self._new_server(0)
+        self.port = self._server.port
+
+    def _new_server(self, port: int) -> RpcServer:
+        server = RpcServer("127.0.0.1", port)
+        serve(server, "ParamStore/ReadFile", self.ReadFile, store_pb.ReadFileRequest.FromString)
+        return server
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self._server.port}"
+        return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
+        await self._server.start()
+
+    async def revive(self) -> None:
+        """Comes back on its port after ``stop``."""
+        self._server = self._new_server(self.port)
         await self._server.start()
 
     async def stop(self) -> None:

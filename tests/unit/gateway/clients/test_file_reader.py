@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 from blake3 import blake3
 
 from tests.support.echo_services import EchoStore
+from tests.support.wait import eventually
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
@@ -41,3 +44,24 @@ async def test_hung_store_is_named(store: EchoStore, tmp_path: Path) -> None:
             ):
                 await quick.save(DIGEST, "tokenizer.json", 4 << 20, path)
             store.answers.set()
+
+
+async def test_read_waits_for_store_that_restarts(store: EchoStore, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    async with open_channel(store.address) as channel:
+        reader = StoreFileReader(ParamStoreStub(channel), store.address, restart_s=60.0)
+        await store.stop()
+        reading = asyncio.create_task(reader.save(DIGEST, "tokenizer.json", 4 << 20, path))
+        await eventually(lambda: channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE)
+        assert not reading.done()
+        await store.revive()
+        assert await reading == len(DATA)
+    assert path.read_bytes() == DATA
+
+
+async def test_store_that_stays_away_is_named(store: EchoStore, tmp_path: Path) -> None:
+    async with open_channel(store.address) as channel:
+        reader = StoreFileReader(ParamStoreStub(channel), store.address, restart_s=0.2)
+        await store.stop()
+        with pytest.raises(Unavailable, match=r"\(TORCHRELAY_STORE_ADDRESS\) cannot be reached"):
+            await reader.save(DIGEST, "tokenizer.json", 4 << 20, tmp_path / "file")

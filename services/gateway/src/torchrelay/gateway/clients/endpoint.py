@@ -27,9 +27,12 @@ class ServiceEndpoint:
 
     def error(self, error: grpc.aio.AioRpcError) -> TorchrelayError:
         """The error the peer raised, or ``Unavailable`` with its name, address and setting if it was unreachable."""
-        if is_from_peer(error) or error.code() not in _UNREACHABLE_CODES:
-            return error_from_rpc(error)
-        return self.unreachable()
+        return self.unreachable() if self.is_unreachable(error) else error_from_rpc(error)
+
+    @staticmethod
+    def is_unreachable(error: grpc.aio.AioRpcError) -> bool:
+        """Whether the call failed without an error of the peer."""
+        return not is_from_peer(error) and error.code() in _UNREACHABLE_CODES
 
     @contextmanager
     def mapped_errors(self) -> Iterator[None]:
