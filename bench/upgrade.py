@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -23,8 +22,8 @@ import time
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -36,18 +35,15 @@ from bench.random_checkpoint import LLAMA_33MB
 from bench.report import Check, finish, parser_of, progress
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import headers, stream
+from tests.support.parts import parts_of
 from tests.support.platform import Platform
 from tests.unit.gateway.postgres_server import postgres_server
-from torchrelay.cli.home import Home
-from torchrelay.cli.up.children.child import Child, ChildSpec
-from torchrelay.cli.up.plan import StackPlan, UpOptions
-from torchrelay.cli.up.ports import Ports
+from torchrelay.cli.up.plan import UpOptions
 
 REPO = Path(__file__).resolve().parents[1]
 NUM_CLIENTS = 6
 NUM_TOKENS = 64
 TIMEOUT_S = 90.0
-STOP_LIMIT_S = 30.0  # as compose and Kubernetes have it
 PROMPTS = [list(range(20 + i, 52 + i)) for i in range(NUM_CLIENTS)]
 OPTIONS = UpOptions(
     num_prefill_workers=0, num_decode_workers=0, num_both_workers=2, arena_bytes=256 << 20, kv_pool_bytes=64 << 20,
@@ -171,29 +167,6 @@ class Clients:
                 thread.join()
 
 
-def specs_of(plan: StackPlan, home: Home, ports: Ports) -> dict[str, ChildSpec]:
-    """The children by name, with a second gateway."""
-    specs = {spec.name: spec for group in plan.stack().groups for spec in group}
-    first = replace(specs.pop("gateway"), name="gateway-0")
-    own = {"HTTP_PORT": ports.free(), "GRPC_PORT": ports.free(), "READY_FILE": home.run / "gateway-1.json"}
-    env = {**first.env, **{f"TORCHRELAY_{name}": str(value) for name, value in own.items()}}
-    second = replace(
-        first, name="gateway-1", env=env, ready_file=home.run / "gateway-1.json", log=home.logs / "gateway-1.log"
-    )
-    return {**specs, "gateway-0": first, "gateway-1": second}
-
-
-def of_old(spec: ChildSpec, programs: Path) -> ChildSpec:
-    """The same child by the older program."""
-    return replace(spec, command=(str(programs / Path(spec.command[0]).name), *spec.command[1:]))
-
-
-async def started(spec: ChildSpec) -> Child:
-    child = await Child.start(spec)
-    await child.ready()
-    return child
-
-
 def num_billed(gateway: Platform, key: str) -> int:
     """Completion tokens in the ledger."""
     reply = httpx.get(f"{gateway.http}/v1/usage", headers=headers(key), timeout=30)
@@ -201,50 +174,28 @@ def num_billed(gateway: Platform, key: str) -> int:
     return num_tokens
 
 
-async def left(child: Child) -> None:
-    """Ends a child as a supervisor does that waits for its grace. Raises ``TimeoutError``."""
-    os.kill(child.pid, signal.SIGTERM)
-    async with asyncio.timeout(STOP_LIMIT_S):
-        await child.exited()
-
-
 async def measure(programs: Path, folder: Path, is_quick: bool) -> tuple[Outcomes, int, dict[str, float]]:
     """Outcomes, the tokens in the ledger, and how long each replacement took."""
-    home = Home(folder / "home")
-    home.make()
-    children: dict[str, Child] = {}
-    with closing(Ports()) as ports, home.owned():
-        plan = StackPlan(home, OPTIONS, ports)
-        specs = specs_of(plan, home, ports)
-        try:
-            for name in ("redis", "nats"):
-                children[name] = await started(specs[name])
-            names = [name for name in specs if name not in children]
-            old = [started(of_old(specs[name], programs)) for name in names]
-            children |= dict(zip(names, await asyncio.gather(*old), strict=True))
-            gateways = [
-                Platform(home, {"http": f"http://127.0.0.1:{specs[name].env['TORCHRELAY_HTTP_PORT']}"}, None)  # type: ignore[arg-type]
-                for name in ("gateway-0", "gateway-1")
-            ]
-            key = await asyncio.to_thread(gateways[0].tenant, "acme")
-            checkpoint = await asyncio.to_thread(make_checkpoint, folder / "model", "llama", **LLAMA_33MB)
-            model = await asyncio.to_thread(gateways[0].upload, key, checkpoint, "llama")
-            clients = await asyncio.to_thread(Clients, gateways, key, model)
-            took: dict[str, float] = {}
-            with clients.asking():
-                for name in QUICK if is_quick else ORDER:
-                    begin_s = time.monotonic()
-                    await left(children[name])
-                    children[name] = await started(specs[name])
-                    took[name] = time.monotonic() - begin_s
-                    progress(f"{name} replaced in {took[name]:.1f} s, {clients.outcomes.num_answers} answers")
-                    await asyncio.sleep(2.0)  # load between replacements
-            billed = await asyncio.to_thread(num_billed, gateways[0], key)
-            return clients.outcomes, billed - NUM_TOKENS * len(PROMPTS), took
-        finally:
-            for child in reversed(children.values()):
-                await child.stop()
-            plan.arena.unlink(missing_ok=True)
+    async with parts_of(folder / "home", OPTIONS, {"GRACE_S": "15"}) as parts:
+        parts.copy("gateway-0", "gateway")
+        parts.copy("gateway-1", "gateway", "HTTP_PORT", "GRPC_PORT")
+        await parts.start(*ORDER, programs=programs)
+        gateways = [parts.platform(name) for name in ("gateway-0", "gateway-1")]
+        key = await asyncio.to_thread(gateways[0].tenant, "acme")
+        checkpoint = await asyncio.to_thread(make_checkpoint, folder / "model", "llama", **LLAMA_33MB)
+        model = await asyncio.to_thread(gateways[0].upload, key, checkpoint, "llama")
+        clients = await asyncio.to_thread(Clients, gateways, key, model)
+        took: dict[str, float] = {}
+        with clients.asking():
+            for name in QUICK if is_quick else ORDER:
+                begin_s = time.monotonic()
+                await parts.leave(name)
+                await parts.start(name)
+                took[name] = time.monotonic() - begin_s
+                progress(f"{name} replaced in {took[name]:.1f} s, {clients.outcomes.num_answers} answers")
+                await asyncio.sleep(2.0)  # load between replacements
+        billed = await asyncio.to_thread(num_billed, gateways[0], key)
+        return clients.outcomes, billed - NUM_TOKENS * len(PROMPTS), took
 
 
 def main() -> None:
@@ -257,7 +208,6 @@ def main() -> None:
         progress(f"building the wheels of {commit}")
         programs = stack.enter_context(old_programs(commit, folder))
         os.environ["TORCHRELAY_DATABASE_URL"] = stack.enter_context(postgres_server())
-        os.environ["TORCHRELAY_GRACE_S"] = "15"
         outcomes, billed, took = asyncio.run(measure(programs, folder, arguments.quick))
     for error in outcomes.errors[:10]:
         progress(f"lost: {error}")

@@ -13,15 +13,19 @@ from itertools import count
 import msgspec
 import uvloop
 from nats.aio.client import Client
+from nats.js import JetStreamContext
 
 from torchrelay.common.host.addresses import join_address
 from torchrelay.common.identity.callers import SCHEDULER_NODE
 from torchrelay.common.identity.keys import derive_node_key
+from torchrelay.common.identity.tls import Tls
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect_at_start, keep_streams, try_streams
+from torchrelay.common.net.rpc.channels import SCHEDULER_SERVICE
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
+from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import scheduler_pb2_grpc
 from torchrelay.scheduler.policy.config import TICK_S, TURN_S
 from torchrelay.scheduler.policy.explain import ExplainLog
@@ -35,11 +39,14 @@ from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.events.reader import EventReader
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart, replay
+from torchrelay.scheduler.service.lease import Lease
 from torchrelay.scheduler.service.peer_channels import PeerChannels
 from torchrelay.scheduler.service.report_check import ReportCheck
 from torchrelay.scheduler.service.servicer import CALLERS, SchedulerServicer
 from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.scheduler.settings import SchedulerSettings
+
+log = get_logger(__name__)
 
 _COLLECT_EVERY_S = 0.05
 _COLLECT_ALL_EVERY_S = 600.0  # a full collection of a large fleet's state takes some tenths of a second
@@ -48,17 +55,23 @@ _LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unr
 
 @asynccontextmanager
 async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncIterator[Addresses]:
-    """Serves until the block is left; raises when a newer scheduler takes over, or a background task fails."""
+    """Serves until the block is left, first as a standby while another scheduler has the lease; raises when a newer
+    scheduler takes over, or a background task fails.
+    """
     clock, subjects = Clock(), Subjects(settings.nats_prefix)
     nats = await connect_at_start(settings.nats_url, "scheduler")
     # When JetStream cannot store an event, NATS reads nothing more from the connection that it came by.
     history_nats = await connect_at_start(settings.nats_url, "scheduler-history")
     tls = settings.tls
     cluster_key = bytes.fromhex(settings.cluster_key)
+    node_key = derive_node_key(cluster_key, SCHEDULER_NODE)
     channels = PeerChannels(cluster_key, tls)
-    server = RpcServer(settings.host, settings.port, tls, derive_node_key(cluster_key, SCHEDULER_NODE))
     js = history_nats.jetstream()
+    port, lease = settings.port, None
     try:
+        if settings.lease_s:
+            port, lease = await _stand_by(settings, tls, node_key, js, subjects)
+        server = RpcServer(settings.host, port, tls, node_key)
         await try_streams(js, subjects, settings.nats_replicas, settings.stream_sizes)
         event_publisher = EventPublisher(history_nats, subjects)
         with _controller(settings, clock, event_publisher) as controller:
@@ -73,11 +86,16 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
                 )
                 streams = group.create_task(keep_streams(js, subjects, settings.nats_replicas, settings.stream_sizes))
                 await ready.wait()
+                keeping = group.create_task(lease.keep()) if lease is not None else None
                 await server.start()
+                await server.set_serving(SCHEDULER_SERVICE, True)
                 try:
                     yield {"grpc": join_address(settings.advertised_host, server.port)}
                 finally:
                     controller.streams.close()
+                    if lease is not None and keeping is not None and not keeping.done():
+                        keeping.cancel()
+                        await lease.release()
                     await server.stop()
                     streams.cancel()
                     background.cancel()
@@ -85,6 +103,24 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
         await channels.close()
         await history_nats.close()
         await nats.close()
+
+
+async def _stand_by(
+    settings: SchedulerSettings, tls: Tls | None, node_key: bytes, js: JetStreamContext, subjects: Subjects
+) -> tuple[int, Lease]:
+    """Waits for the lease; answers health checks meanwhile, at the port that it returns."""
+    server = RpcServer(settings.host, settings.port, tls, node_key)
+    await server.set_serving(SCHEDULER_SERVICE, False)
+    await server.start()
+    try:
+        address = join_address(settings.advertised_host, server.port)
+        log.info("standing_by", address=address)
+        lease = Lease(js, subjects, address, settings.lease_s, settings.nats_replicas)
+        await lease.acquire()
+        log.info("lease_acquired", address=address)
+    finally:
+        await server.stop(0)
+    return server.port, lease
 
 
 @contextmanager

@@ -18,6 +18,13 @@ class SchedulerSettings(ServiceSettings):
 
     caller = Caller.SCHEDULER
     port: int = Field(0, description="gRPC port; 0: any free one.")
+    lease_s: float = Field(
+        0.0,
+        ge=0,
+        le=60,
+        description="For several schedulers, of which one is active and the others stand by: how long the active one "
+        "may be silent until another takes over, such as 2; the same for all. 0: this is the only one.",
+    )
     record: Path | None = Field(None, description="Write every input of the policy to this file, for --replay.")
     replay: FilePath | None = Field(
         None, description="Apply the inputs in this file, print their effects as lines of JSON, and exit."

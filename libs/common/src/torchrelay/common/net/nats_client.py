@@ -29,6 +29,7 @@ CLOSE_TIMEOUT_S = 3.0
 DEFAULT_INBOX = "_INBOX"
 HISTORY_STREAM = "RELAY_HISTORY"
 USAGE_STREAM = "RELAY_USAGE"
+LEASE_STREAM = "RELAY_LEASE"
 MIN_STREAM_BYTES = 1 << 20
 _STREAM_EXISTS = 10058  # error codes of JetStream's API
 _NO_STORAGE = frozenset({10023, 10028, 10047})  # of the server, of the account, and of its file storage
@@ -48,6 +49,15 @@ class Subjects:
     @property
     def usage_stream(self) -> str:
         return f"{self._stream}{USAGE_STREAM}"
+
+    @property
+    def lease_stream(self) -> str:
+        return f"{self._stream}{LEASE_STREAM}"
+
+    @property
+    def lease(self) -> str:
+        """Of the active scheduler."""
+        return f"{self._dotted}relay.lease.scheduler"
 
     def worker_load(self, worker_id: str = "*") -> str:
         return f"{self._dotted}relay.load.worker.{worker_id}"

@@ -41,8 +41,13 @@ def nodes_user(subjects: Subjects) -> NatsUser:
 
 
 def scheduler_user(subjects: Subjects) -> NatsUser:
-    """Reads reports; writes events, and reads them back for `torchrelay events`."""
-    publish = (subjects.event(">"), *_keeps_streams(subjects), *_reads(subjects.history_stream))
+    """Reads reports; writes events, and reads them back for `torchrelay events`; holds the lease."""
+    lease = (
+        subjects.lease,
+        f"{_API}.STREAM.CREATE.{subjects.lease_stream}",
+        f"{_API}.STREAM.MSG.GET.{subjects.lease_stream}",
+    )
+    publish = (subjects.event(">"), *_keeps_streams(subjects), *_reads(subjects.history_stream), *lease)
     return NatsUser(SCHEDULER_USER, publish, (subjects.worker_load(), subjects.store_load()))
 
 

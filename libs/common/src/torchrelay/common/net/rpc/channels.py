@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
+from ipaddress import ip_address
 from typing import Any, Self
 
 import grpc
 
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.host.addresses import join_address, split_address
 from torchrelay.common.identity.callers import CLUSTER_NAME, Caller, certificate_name
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.rpc.options import OPTIONS
@@ -21,6 +25,12 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_retries", 0),
 ]
+_DNS = "dns:///"
+SCHEDULER_SERVICE = "torchrelay.control.v1.Scheduler"  # the name in health checks; only the active scheduler serves it
+_ACTIVE_ONLY = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "healthCheckConfig": {"serviceName": SCHEDULER_SERVICE},
+}
 
 
 def _tls_options(callee: Caller | None) -> list[tuple[str, Any]]:
@@ -29,19 +39,46 @@ def _tls_options(callee: Caller | None) -> list[tuple[str, Any]]:
     return [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name)]
 
 
+def _target(address: str) -> tuple[str, list[tuple[str, Any]]]:
+    """The target and the options for ``address``: of several schedulers, those that are active by their health checks.
+
+    gRPC asks each of them by a stream (gRFC A17).
+    """
+    if "," not in address and not address.startswith(_DNS):
+        return address, []
+    options = [("grpc.service_config", json.dumps(_ACTIVE_ONLY)), ("grpc.dns_min_time_between_resolutions_ms", 1000)]
+    if address.startswith(_DNS):
+        return address, options
+    try:
+        pairs = [split_address(each.strip()) for each in address.split(",")]
+        versions = {ip_address(host).version for host, _ in pairs}
+    except ValueError as error:
+        raise InvalidRequest(
+            f"{address!r} names several servers, and not each as IP:port ({error}); for names use dns:///NAME:PORT, "
+            "which resolves to all of them",
+            field="scheduler_address",
+        ) from error
+    if len(versions) > 1:
+        raise InvalidRequest(f"{address!r} mixes IPv4 and IPv6", field="scheduler_address")
+    return f"ipv{versions.pop()}:{','.join(join_address(*pair) for pair in pairs)}", options
+
+
 def open_channel(
     address: str, tls: Tls | None = None, token: str = "", callee: Caller | None = None, *, is_thin: bool = False
 ) -> grpc.aio.Channel:
-    """A lazy, reconnecting channel to ``host:port``.
+    """A lazy, reconnecting channel to ``host:port``, or to the active one of several schedulers: ``IP:port,IP:port`` or
+    ``dns:///host:port``. Raises ``InvalidRequest`` for other lists.
 
     ``tls``: this process's identity; None: plain text. Every call carries ``token``, if there is one. ``callee``: the
     part that the server's certificate must name; None: any part of the cluster, for health checks.
     ``is_thin``: messages are small and rare, so the channel does not probe for bandwidth.
     """
-    thin: list[tuple[str, Any]] = [("grpc.http2.bdp_probe", 0)] if is_thin else []
+    target, options = _target(address)
+    if is_thin:
+        options.append(("grpc.http2.bdp_probe", 0))
     if tls is not None:
-        return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*_tls_options(callee), *thin])
-    channel = grpc.aio.insecure_channel(address, options=[*_CHANNEL_OPTIONS, *thin])
+        return grpc.aio.secure_channel(target, tls.channel_credentials(), options=[*_tls_options(callee), *options])
+    channel = grpc.aio.insecure_channel(target, options=[*_CHANNEL_OPTIONS, *options])
     return _TokenChannel(channel, token) if token else channel
 
 
@@ -49,9 +86,10 @@ def open_blocking_channel(
     address: str, tls: Tls | None = None, token: str = "", callee: Caller | None = None
 ) -> grpc.Channel:
     """``open_channel`` for programs without an event loop."""
+    target, options = _target(address)
     if tls is not None:
-        return grpc.secure_channel(address, tls.channel_credentials(), options=_tls_options(callee))
-    channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        return grpc.secure_channel(target, tls.channel_credentials(), options=[*_tls_options(callee), *options])
+    channel = grpc.insecure_channel(target, options=[*_CHANNEL_OPTIONS, *options])
     return with_token(channel, token) if token else channel
 
 

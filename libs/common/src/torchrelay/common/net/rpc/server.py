@@ -138,6 +138,11 @@ class RpcServer:
         await self.server.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
 
+    async def set_serving(self, service: str, is_serving: bool) -> None:
+        """Sets what health checks of this service say."""
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(service, status.SERVING if is_serving else status.NOT_SERVING)
+
     async def stop(self, grace_s: float = 1.0) -> None:
         """Reports not serving, lets running calls finish within ``grace_s``, then closes."""
         await self._health.enter_graceful_shutdown()

@@ -1,0 +1,119 @@
+"""The lease by which one of several schedulers is active: a message that its holder renews in a stream of NATS.
+
+The stream keeps a single message, and drops it after the lease's time, so no clocks are compared. Each write names the
+sequence number that it replaces, so of two contenders one succeeds. The lease decides who acts, not who may: commands
+of an earlier holder, which was paused, are refused by epoch. A holder that cannot reach NATS therefore goes on, and
+ends once it learns that another scheduler has the lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import nats
+from nats.js import JetStreamContext
+from nats.js.api import RetentionPolicy, StorageType, StreamConfig
+
+from torchrelay.common.errors import Conflict
+from torchrelay.common.net.nats_client import Subjects
+from torchrelay.common.process.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_FREE = b""
+_NO_MESSAGE = 0  # the sequence number that a write replaces where the stream has none
+_LOOK_EVERY_S = 0.2
+_TIMEOUT_S = 1.0
+_WRONG_LAST_SEQUENCE, _NO_SUCH_MESSAGE = 10071, 10037  # error codes of JetStream's API
+_FAULTS = (nats.errors.Error, OSError)  # those of JetStream included
+
+
+class Lease:
+    """The lease, for one contender. ``holder``: its address; ``lease_s``: how long the lease lasts without renewal."""
+
+    def __init__(
+        self, js: JetStreamContext, subjects: Subjects, holder: str, lease_s: float, num_replicas: int = 1
+    ) -> None:
+        self._js, self._subjects, self._holder = js, subjects, holder.encode()
+        self._lease_s, self._num_replicas = lease_s, num_replicas
+        self._sequence = _NO_MESSAGE  # of the own message, while it holds the lease
+
+    async def acquire(self) -> None:
+        """Waits until this contender holds the lease. A process at the holder's own address succeeds it at once."""
+        warned = False
+        while True:
+            try:
+                if await self._try_acquire():
+                    return
+                warned = False
+            except _FAULTS as error:
+                if not warned:
+                    warned = True
+                    log.warning("lease_unknown", error=repr(error)[:200])
+                self._sequence = _NO_MESSAGE
+                await self._ensure_stream()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def keep(self) -> None:
+        """Renews the lease until cancelled. Raises ``Conflict`` once another scheduler has it."""
+        while True:
+            await asyncio.sleep(self._lease_s / 4)
+            try:
+                if await self._write(self._holder, self._sequence) or await self._try_acquire():
+                    continue
+            except nats.js.errors.NoStreamResponseError:  # NATS was started again, and keeps the lease in memory
+                await self._ensure_stream()
+                continue
+            except _FAULTS as error:
+                log.warning("lease_not_renewed", error=repr(error)[:200])
+                continue
+            raise Conflict("another scheduler has the lease: this one was paused, or cut off from NATS")
+
+    async def release(self) -> None:
+        """Frees the lease for the next contender, if NATS answers."""
+        try:
+            await self._write(_FREE, self._sequence)
+        except _FAULTS as error:
+            log.warning("lease_not_released", error=repr(error)[:200])
+
+    async def _try_acquire(self) -> bool:
+        """Whether this contender now holds the lease. Raises nats-py's errors."""
+        try:
+            message = await self._js.get_last_msg(self._subjects.lease_stream, self._subjects.lease)
+        except nats.js.errors.NotFoundError as error:
+            if error.err_code != _NO_SUCH_MESSAGE:
+                raise
+            return await self._write(self._holder, _NO_MESSAGE)
+        if message.data not in (_FREE, self._holder, None):
+            return False
+        return await self._write(self._holder, message.seq or _NO_MESSAGE)
+
+    async def _write(self, content: bytes, replaced: int) -> bool:
+        """Replaces the message with this sequence number. False: it is not the last message any more."""
+        expected = {"Nats-Expected-Last-Subject-Sequence": str(replaced)}
+        try:
+            stored = await self._js.publish(
+                self._subjects.lease, content, timeout=_TIMEOUT_S, stream=self._subjects.lease_stream, headers=expected
+            )
+        except nats.js.errors.APIError as error:
+            if error.err_code != _WRONG_LAST_SEQUENCE:
+                raise
+            return False
+        self._sequence = stored.seq
+        return True
+
+    async def _ensure_stream(self) -> None:
+        config = StreamConfig(
+            name=self._subjects.lease_stream,
+            subjects=[self._subjects.lease],
+            retention=RetentionPolicy.LIMITS,
+            storage=StorageType.MEMORY,
+            max_age=self._lease_s,
+            duplicate_window=self._lease_s,
+            max_msgs_per_subject=1,
+            num_replicas=self._num_replicas,
+        )
+        try:
+            await self._js.add_stream(config)
+        except _FAULTS as error:
+            log.warning("lease_stream_not_ensured", error=repr(error)[:200])
