@@ -10,18 +10,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.e2e.conftest import Tenant
 from tests.support.completions import Streamed, complete, headers, stream
 from tests.support.http import http
 from tests.support.parts import Parts, parts_of
+from tests.support.schedulers import address_of, becomes_active, serves
 from tests.support.wait import HANG_S
 from torchrelay.cli.api.scheduler_client import watch
 from torchrelay.cli.up.plan import UpOptions
-from torchrelay.common.net.rpc.channels import SCHEDULER_SERVICE, open_channel
 
 pytestmark = pytest.mark.e2e
 LEASE_S = 1.5
@@ -48,33 +46,15 @@ async def parts(tmp_path: Path) -> AsyncIterator[Parts]:
         parts.set("gateway", SCHEDULER_ADDRESS=",".join(address_of(parts, name) for name in SCHEDULERS))
         await parts.start("param-store", "scheduler", "worker-0", "worker-1", "gateway")
         await parts.start("scheduler-1", is_awaited=False)
-        await answers_as(parts, "scheduler-1", health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert not await serves(parts, "scheduler-1")
         yield parts
-
-
-def address_of(parts: Parts, scheduler: str) -> str:
-    return f"127.0.0.1:{parts.setting(scheduler, 'PORT')}"
-
-
-async def answers_as(parts: Parts, scheduler: str, status: int) -> None:
-    """Until the scheduler's health check gives this status."""
-    request = health_pb2.HealthCheckRequest(service=SCHEDULER_SERVICE)
-    async with asyncio.timeout(HANG_S), open_channel(address_of(parts, scheduler)) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)
-        while True:
-            try:
-                if (await stub.Check(request, timeout=1)).status == status:
-                    return
-            except grpc.aio.AioRpcError:
-                pass  # it is between standing by and serving
-            await asyncio.sleep(0.05)
 
 
 async def pause(parts: Parts) -> None:
     """Pauses the active scheduler for longer than the lease lasts."""
     pid = parts.children["scheduler"].pid
     os.kill(pid, signal.SIGSTOP)
-    await answers_as(parts, "scheduler-1", health_pb2.HealthCheckResponse.SERVING)
+    await becomes_active(parts, "scheduler-1")
     os.kill(pid, signal.SIGCONT)
     async with asyncio.timeout(HANG_S):
         assert "status 1" in await parts.children.pop("scheduler").exited(), "it learns that it was replaced"
@@ -124,7 +104,7 @@ async def test_standby_takes_over_without_loss(parts: Parts, tmp_path: Path, fau
     assert [len(tokens) for tokens in await asyncio.gather(*waiting)] == [NUM_TOKENS] * NUM_STREAMS
     print(f"all answered {time.monotonic() - begin_s:.1f} s after the fault")
     await ending
-    await answers_as(parts, "scheduler-1", health_pb2.HealthCheckResponse.SERVING)
+    await becomes_active(parts, "scheduler-1")
     addresses = ",".join(address_of(parts, name) for name in SCHEDULERS)
     token = parts.setting("gateway", "SCHEDULER_TOKEN")
     view = await asyncio.to_thread(lambda: next(watch(addresses, token=token)))

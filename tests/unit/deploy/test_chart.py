@@ -31,6 +31,7 @@ TLS = {role: f"{role}-tls" for role in ("scheduler", "gateway", "store", "worker
 SHAPE = {"role": "decode", "replicas": 3, "cpus": 8, "memoryMebibytes": 65536, "kvPoolMebibytes": 16384}
 VARIANTS: dict[str, Manifest] = {
     "smallest": {},
+    "standby": {"scheduler": {"replicas": 2}},
     "tls": {"tls": TLS},
     "metrics": {"metrics": {"enabled": True}},
     "service-monitor": {"metrics": {"enabled": True, "serviceMonitor": True}, "network": {"prometheus": PEERS}},
@@ -396,7 +397,7 @@ def test_values_take_all_settings_that_chart_does_not_set(part: str, settings: t
 @pytest.mark.parametrize(
     ("values", "fault"),
     [
-        ({"scheduler": {"replicas": 2}}, "/scheduler/replicas"),
+        ({"scheduler": {"replicas": 4}}, "/scheduler/replicas"),
         ({"secret": ""}, "/secret"),
         ({"store": {"remoteUrl": "file:///data"}}, "/store/remoteUrl"),
         ({"workers": [{**SHAPE, "name": "short", "gpus": 0}]}, "/workers"),
