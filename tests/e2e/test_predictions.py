@@ -80,7 +80,8 @@ def test_predictions_are_near_the_measurements(platform: Platform, tenant: Tenan
     reports = learned_from(platform, model, completed)
     for request_id in (last, again):
         for what in ("first token", "between tokens"):
-            assert min(in_ms(explained(platform, request_id)["predict"], what)) > 0
+            predicted_ms, _ = in_ms(explained(platform, request_id)["predict"], what)
+            assert predicted_ms > 0
     assert_near([explained(platform, request_id)["predict"] for request_id in warm[NUM_WARM // 2 :]])
     assert "128 tokens expected in the cache" in explained(platform, again)["predict"]
     for report in reports:
