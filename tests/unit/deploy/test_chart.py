@@ -254,7 +254,7 @@ def test_addresses_and_ports_agree(variant: str) -> None:
         (container,) = pod["spec"]["containers"]
         told = variables(container)
         for name in (name for name in told if name.endswith("_ADDRESS")):
-            host, _, port = told[name].partition(":")
+            host, _, port = told[name].removeprefix("dns:///").partition(":")
             assert int(port) in [each["port"] for each in services[host]]
         listening = {int(told[name]) for name in told if name.endswith("_PORT")}
         assert {port["containerPort"] for port in container["ports"]} == listening
