@@ -87,7 +87,7 @@ async def failed_over(load: Load, warm: str, cold: str, fault: Callable[[], Awai
 
 
 async def measure(folder: Path, num_rounds: int, *, has_standby: bool) -> tuple[list[float], list[float], int]:
-    """Of each round, the seconds for the loaded model and for a model at zero; the requests lost in all."""
+    """Seconds of each round for the loaded model and for a model at zero; the requests lost in all."""
     warm_s, cold_s = [], []
     async with parts_of(folder / "home", OPTIONS) as parts:
         schedulers = ["scheduler"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -31,10 +32,10 @@ class JoinFile:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ``CliError`` for a file that cannot be read or is not complete."""
+        """``-`` is the standard input. Raises ``CliError`` for a file that cannot be read or is not complete."""
         hint = "copy join.toml from the home of an `up` with --cluster-host"
         try:
-            content = tomllib.loads(path.read_text())
+            content = tomllib.loads(sys.stdin.read() if path == Path("-") else path.read_text())
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not text"
             raise CliError(f"{path} cannot be read: {reason}", hint) from error

@@ -16,10 +16,14 @@ class ListedLauncher:
     """A launcher whose workers are names."""
 
     names: list[str] = field(default_factory=list)
+    queued: list[str] = field(default_factory=list)
     num_scaled: int = 0
 
     def members(self) -> Collection[str]:
         return tuple(self.names)
+
+    def waiting(self) -> Collection[str]:
+        return tuple(self.queued)
 
     def scale(self, num_slots: int) -> None:
         self.num_scaled = num_slots
@@ -27,6 +31,8 @@ class ListedLauncher:
 
     def retire(self, worker_id: str) -> None:
         self.names.remove(worker_id)
+        if worker_id in self.queued:
+            self.queued.remove(worker_id)
 
 
 def view(
@@ -63,3 +69,14 @@ def test_workers_start_at_once_and_free_workers_stop_after_a_while() -> None:
     assert launcher.names == ["w-0", "w-1"], "the target was lower for too short a time"
     driver.follow(view(0, {"w-0": FREE, "w-1": FREE}), 3.0 + 2 * KEEP_S)
     assert launcher.names == []
+
+
+def test_workers_that_wait_for_a_machine_stop_before_free_ones() -> None:
+    launcher = ListedLauncher(["w-0", "w-1", "w-2"], queued=["w-2"])
+    driver = PoolDriver("127.0.0.1:1", None, "", launcher)
+    for num_wanted, left in ((2, ["w-0", "w-1"]), (1, ["w-1"])):
+        lower = view(num_wanted, {"w-0": FREE, "w-1": FREE})
+        driver.follow(lower, 0.0)
+        driver.follow(lower, KEEP_S)
+        driver.follow(view(num_wanted, {}), KEEP_S)
+        assert launcher.names == left

@@ -16,7 +16,10 @@ EXAMPLE = "Example:  torchrelay join join.toml --workers 2"
 
 
 def join(
-    file: Annotated[Path, typer.Argument(help="The join.toml of an `up` with --cluster-host.", show_default=False)],
+    file: Annotated[
+        Path,
+        typer.Argument(help="The join.toml of an `up` with --cluster-host; -: standard input.", show_default=False),
+    ],
     workers: Annotated[int, typer.Option(min=0, help="Workers; 0: only the store, whose memory holds models.")] = 1,
     worker_id: Annotated[str, typer.Option(help="Id of the only worker.", show_default=False)] = "",
     host_id: Annotated[

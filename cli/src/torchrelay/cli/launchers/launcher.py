@@ -12,6 +12,9 @@ class Launcher(Protocol):
     def members(self) -> Collection[str]:
         """Ids of the workers that it runs, starting ones included, retiring ones not."""
 
+    def waiting(self) -> Collection[str]:
+        """Members that have not begun to run, which nothing loses by retiring."""
+
     def scale(self, num_slots: int) -> None:
         """Starts workers until there are ``num_slots``, as far as it can; stops none."""
 

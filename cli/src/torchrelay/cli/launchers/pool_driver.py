@@ -42,7 +42,9 @@ class PoolDriver:
                     self.follow(self._view, time.monotonic())
 
     def follow(self, view: scheduler_pb2.ClusterView, now: float) -> None:
-        """Starts the workers that the target lacks at once; stops free workers after ``KEEP_S`` with a lower target."""
+        """Starts the workers that the target lacks at once; after ``KEEP_S`` with a lower one stops
+        workers that wait for a machine, and free ones.
+        """
         num_wanted = sum(pool.num_wanted for pool in view.pools if pool.num_devices == 1)  # as its workers have
         members = self._launcher.members()
         if num_wanted >= len(members):
@@ -52,7 +54,8 @@ class PoolDriver:
         if self._lower_since is None:
             self._lower_since = now
         if now - self._lower_since >= KEEP_S:
-            for worker_id in free_workers(view, members)[: len(members) - num_wanted]:
+            waiting = self._launcher.waiting()
+            for worker_id in [*waiting, *free_workers(view, set(members) - set(waiting))][: len(members) - num_wanted]:
                 self._launcher.retire(worker_id)
 
     async def _watch(self) -> None:

@@ -26,6 +26,7 @@ def up(
     decode_workers: flags.DecodeWorkers = 1,
     both_workers: flags.BothWorkers = 0,
     workers: flags.Workers = None,
+    on: flags.On = "",
     remote: flags.Remote = "",
     arena_mb: flags.ArenaMb = 0,
     kv_pool_mb: flags.KvPoolMb = 0,
@@ -49,6 +50,10 @@ def up(
             raise CliError("--workers and --pool-mode exclude each other", "pass one of them")
         least_workers, both_workers = flags.worker_range(workers)
         prefill_workers = decode_workers = 0
+    num_remote_workers = 0
+    if on:
+        _check_remote(on, workers, cluster_host, tls=tls)
+        num_remote_workers, both_workers = both_workers, 0
     if plain_host(cluster_host) in REACHED_AT:
         raise CliError(
             f"--cluster-host {cluster_host} is no address that other machines reach", "name one of this one's"
@@ -83,8 +88,22 @@ def up(
         threads=threads,
         device=device,
         log_level=log_level.value,
+        on=on,
+        num_remote_workers=num_remote_workers,
         tls=tls,
         least_workers=least_workers,
         pool_mode=pool_mode.value if pool_mode is not None else "",
     )
     asyncio.run(run_up(Home.at(home), options, is_quiet=quiet))
+
+
+def _check_remote(engine: str, workers: str | None, cluster_host: str, *, tls: bool) -> None:
+    """Raises ``CliError`` for options that workers on other machines exclude or need."""
+    if workers is None:
+        raise CliError(f"--on {engine} needs the least and the most workers", "pass for example --workers 0..4")
+    if not cluster_host:
+        raise CliError(
+            f"--on {engine} needs an address at which its machines reach this one", "pass it as --cluster-host"
+        )
+    if tls:
+        raise CliError("--on and --tls exclude each other", "its workers would have no certificates; see `join`")

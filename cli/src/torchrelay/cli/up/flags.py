@@ -30,6 +30,13 @@ def worker_range(text: str) -> tuple[int, int]:
     return least, most
 
 
+def check_engine(engine: str) -> str:
+    """Returns ``engine``. Raises ``typer.BadParameter`` when workers cannot be started on it."""
+    if re.fullmatch(r"(slurm|ray|ray://.+:\d+)?", engine) is None:
+        raise typer.BadParameter(f"{engine!r} is not an engine for workers: use slurm, ray or ray://HOST:PORT")
+    return engine
+
+
 def check_device(device: str) -> str:
     """Returns ``device``. Raises ``typer.BadParameter`` when it is not a valid device."""
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
@@ -71,6 +78,15 @@ Workers: TypeAlias = Annotated[
     typer.Option(
         help="Workers for both roles that start when needed, MIN..MAX; instead of the other counts.",
         metavar="MIN..MAX",
+    ),
+]
+On: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        help="Start the workers of --workers on other machines: slurm, ray, ray://HOST:10001.",
+        metavar="ENGINE",
+        show_default=False,
+        callback=check_engine,
     ),
 ]
 Remote: TypeAlias = Annotated[

@@ -22,7 +22,7 @@ _HINTS = {
 
 def check_machine(options: UpOptions, arena: Path, machine: Machine, gpus: Path = _NVIDIA) -> None:
     """Raises ``CliError`` for options that this machine cannot fulfil. ``arena``: the arena's file."""
-    if options.device.startswith("cuda"):
+    if options.device.startswith("cuda") and not options.on:
         _check_gpu(options.device, gpus)
     if 0 < options.arena_bytes < MIN_ARENA_BYTES:
         raise CliError(
@@ -31,7 +31,8 @@ def check_machine(options: UpOptions, arena: Path, machine: Machine, gpus: Path 
         )
     num_workers = options.num_prefill_workers + options.num_decode_workers + options.num_both_workers
     try:
-        check_threads(options.threads, machine)
+        if not options.on:
+            check_threads(options.threads, machine)
         check_arena(options.arena_bytes, _allocated_bytes(arena), machine)
         if options.device == "cpu":
             check_kv_pools(options.kv_pool_bytes * num_workers, machine)

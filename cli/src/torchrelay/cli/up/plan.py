@@ -74,6 +74,8 @@ class UpOptions:
     log_level: str = "info"
     least_workers: int | None = None  # the others start when they are needed; None: all start with `up`
     pool_mode: str = ""  # empty: as the settings file says
+    on: str = ""  # where elastic workers run: slurm, ray or ray://HOST:PORT; empty: on this machine
+    num_remote_workers: int = 0  # at most, on the machines of ``on``
     tls: bool = False  # between the services, not for the public API
 
     @property
@@ -303,7 +305,7 @@ class StackPlan:
         if self._options.least_workers is not None:
             env["TORCHRELAY_POOL_MODE"] = "follow"
             env["TORCHRELAY_POOL_MIN_SLOTS"] = str(self._options.least_workers)
-            env["TORCHRELAY_POOL_MAX_SLOTS"] = str(self._options.num_both_workers)
+            env["TORCHRELAY_POOL_MAX_SLOTS"] = str(self._options.num_both_workers + self._options.num_remote_workers)
         if self._options.idle_timeout_s:
             env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
         if self._is_nats_embedded:

@@ -8,13 +8,17 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
+from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
+from torchrelay.cli.launchers.job_launcher import JobLauncher
+from torchrelay.cli.launchers.jobs import JobProgram, Jobs
 from torchrelay.cli.launchers.launcher import Launcher
+from torchrelay.cli.launchers.slurm_jobs import SlurmJobs
 from torchrelay.cli.up.children.supervisor import Supervisor
 from torchrelay.cli.up.disk import check_disk
 from torchrelay.cli.up.external_servers import check_external_servers
 from torchrelay.cli.up.machine_check import check_machine
-from torchrelay.cli.up.plan import StackPlan, UpOptions
+from torchrelay.cli.up.plan import NODE_SCOPE, StackPlan, UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.progress import StartupProgress
 from torchrelay.cli.up.shared_memory import arena_owned, left_arenas
@@ -46,10 +50,17 @@ async def _run_stack(home: Home, options: UpOptions, plan: StackPlan, is_quiet: 
     if stack.taken_http_port:
         progress.port_taken(stack.taken_http_port, stack.endpoints["http"])
 
-    async def drive(launcher: Launcher) -> None:
-        await plan.driver(launcher).run()
+    remote = None
+    if options.on:
+        remote = JobLauncher(jobs_on(options.on, _job_program(options, plan)), NODE_SCOPE, progress.failed)
 
-    stop, supervisor = asyncio.Event(), Supervisor(stack, progress, drive if stack.elastic else None)
+    async def drive(local: Launcher) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            if remote is not None:
+                tasks.create_task(remote.run())
+            tasks.create_task(plan.driver(remote or local).run())
+
+    stop, supervisor = asyncio.Event(), Supervisor(stack, progress, drive if stack.elastic or remote else None)
 
     @contextmanager
     def up() -> Iterator[None]:
@@ -63,10 +74,27 @@ async def _run_stack(home: Home, options: UpOptions, plan: StackPlan, is_quiet: 
     stop_on_signals(stop, supervisor.kill_all)
     try:
         await supervisor.run(up, stop)
+        if remote is not None:
+            await remote.close()
     finally:
         if stack.arena is not None:
             stack.arena.unlink(missing_ok=True)  # the store removes it unless it was killed
     progress.stopped()
+
+
+def _job_program(options: UpOptions, plan: StackPlan) -> JobProgram:
+    return JobProgram(plan.join_file(), options.device, options.threads, options.arena_bytes, options.kv_pool_bytes)
+
+
+def jobs_on(engine: str, program: JobProgram) -> Jobs:
+    """The jobs of ``slurm``, ``ray`` or ``ray://HOST:PORT``. Raises ``CliError`` when Ray is not installed."""
+    if engine == "slurm":
+        return SlurmJobs(program)
+    try:
+        from torchrelay.cli.launchers.ray_jobs import RayJobs
+    except ModuleNotFoundError as error:
+        raise CliError("Ray is not installed", "install it: pip install 'torchrelay[ray]'") from error
+    return RayJobs("auto" if engine == "ray" else engine, program)
 
 
 def stop_on_signals(stop: asyncio.Event, kill: Callable[[], None]) -> None:

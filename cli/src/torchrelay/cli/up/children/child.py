@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchrelay.cli.errors import CliError
-from torchrelay.cli.up.children import parent_death
 from torchrelay.cli.up.children.liveness import await_fault, probe_of
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.probes import Probe
 from torchrelay.common.process.environment import plain_environment
+from torchrelay.common.process.parent_death import tied_to_this_process
 
 POLL_S = 0.02
 PROBE_TIMEOUT_S = 2.0
@@ -72,7 +71,7 @@ class Child:
             with spec.log.open("ab") as log:
                 log_begin = log.tell()
                 process = await asyncio.create_subprocess_exec(
-                    *_tied_to_parent((program, *spec.command[1:])),
+                    *tied_to_this_process((program, *spec.command[1:])),
                     env={**spec.inherited, **spec.env},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
@@ -204,13 +203,6 @@ def how_ended(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
     return f"was killed by {signal.Signals(-status).name}"
-
-
-def _tied_to_parent(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Wraps the command so that it dies with `up` (Linux only)."""
-    if sys.platform != "linux":
-        return command
-    return (sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()), *command)
 
 
 async def is_listening(host: str, port: int) -> bool:

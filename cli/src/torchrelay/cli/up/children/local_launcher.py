@@ -25,6 +25,9 @@ class LocalLauncher:
     def members(self) -> Collection[str]:
         return tuple(self._running)
 
+    def waiting(self) -> Collection[str]:
+        return ()  # a process begins at once
+
     def scale(self, num_slots: int) -> None:
         for spec in self._specs:
             if len(self._running) >= num_slots:

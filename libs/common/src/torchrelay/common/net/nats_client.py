@@ -56,7 +56,7 @@ class Subjects:
 
     @property
     def lease(self) -> str:
-        """Of the active scheduler."""
+        """Subject of the lease that the active scheduler holds."""
         return f"{self._dotted}relay.lease.scheduler"
 
     def worker_load(self, worker_id: str = "*") -> str:

@@ -10,8 +10,16 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
+
+
+def tied_to_this_process(command: Sequence[str]) -> tuple[str, ...]:
+    """Wraps the command so that it gets SIGTERM when this process ends, or the thread that started it (Linux only)."""
+    if sys.platform != "linux":
+        return tuple(command)
+    return (sys.executable, "-I", "-S", __file__, str(os.getpid()), *command)
 
 
 def main() -> None:

@@ -1,0 +1,61 @@
+"""Jobs on other machines: each runs `torchrelay join` with one worker."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torchrelay.cli.join_file import JoinFile
+
+
+class JobError(Exception):
+    """The engine of the jobs does not answer, or refuses; the message names what was asked, and the reason."""
+
+
+class Jobs(Protocol):
+    """The jobs of one platform on an engine. All methods raise ``JobError``."""
+
+    output: str  # where an operator reads what a job printed
+
+    async def listed(self) -> Mapping[str, bool]:
+        """The workers whose jobs have not ended, and for each whether its job has begun to run."""
+
+    async def start(self, worker_id: str) -> None:
+        """Submits a job, which begins when the engine has a place for it."""
+
+    async def stop(self, worker_id: str) -> None:
+        """Cancels a job that waits; tells a running one to leave, with its grace. Does not wait for its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobProgram:
+    """The program of every job. Sizes of 0 are chosen on its machine."""
+
+    join_file: JoinFile
+    device: str = "auto"
+    threads: int = 0
+    arena_bytes: int = 0
+    kv_pool_bytes: int = 0
+
+    @property
+    def jobs_name(self) -> str:
+        """The same for all jobs of the platform, and in each run of its `up`."""
+        return "torchrelay-" + hashlib.sha256(self.join_file.scheduler.encode()).hexdigest()[:8]
+
+    def command(self, worker_id: str) -> list[str]:
+        """Without --host-id, which the job's machine decides. The program reads the join file from its input."""
+        script = str(Path(sys.executable).parent / "torchrelay")
+        command = [script, "join", "-", "--worker-id", worker_id, "--device", self.device]
+        sizes = {
+            "--threads": self.threads,
+            "--arena-mb": self.arena_bytes >> 20,
+            "--kv-pool-mb": self.kv_pool_bytes >> 20,
+        }
+        for option, size in sizes.items():
+            if size:
+                command += [option, str(size)]
+        return command

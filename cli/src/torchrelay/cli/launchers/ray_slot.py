@@ -1,0 +1,41 @@
+"""The actor that runs a worker on a node of Ray. Imported on the nodes, so Torchrelay is installed on them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+
+import ray
+
+from torchrelay.common.process.environment import service_environment
+from torchrelay.common.process.parent_death import tied_to_this_process
+
+
+class RaySlot:
+    """A detached actor: its program gets SIGTERM when the actor ends, also by `ray.kill` and with its node."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self, command: Sequence[str], scope: str, join_file: str) -> None:
+        """Runs the program; ends the actor with it. ``scope``: the beginning of the id of the node's machine."""
+        host_id = scope + ray.get_runtime_context().get_node_id()[:16]
+        environment = service_environment(os.environ)
+        environment.pop("OMP_NUM_THREADS", None)  # Ray's; the worker counts its cores
+        self._process = await asyncio.create_subprocess_exec(
+            *tied_to_this_process((*command, "--host-id", host_id)), stdin=asyncio.subprocess.PIPE, env=environment
+        )
+        await self._process.communicate(join_file.encode())
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+
+    async def began(self) -> bool:
+        """Answers once the actor has a node."""
+        return True
+
+    async def leave(self) -> None:
+        if self._process is None:
+            ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+        elif self._process.returncode is None:
+            self._process.send_signal(signal.SIGTERM)
