@@ -11,7 +11,7 @@ DIST ?= dist
 TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 .DEFAULT_GOAL := help
 
-.PHONY: help setup format check test test-clients ci up demo wheels stubs architecture clean
+.PHONY: help setup format check test test-clients test-fleet ci up demo wheels stubs architecture clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,9 @@ test: setup test-servers tests/clients/.installed ## All tests: unit, integratio
 
 test-clients: setup tests/clients/.installed ## The platform with real client libraries: a part of make test
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest tests/clients
+
+test-fleet: setup test-servers ## Workers on Ray and Slurm: a part of make test
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n 2 tests/fleet
 
 # Node.js comes from PyPI: the clients need a newer one than Debian has.
 tests/clients/.installed: tests/clients/constraints.txt tests/clients/requirements.txt tests/clients/node/package-lock.json

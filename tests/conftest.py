@@ -48,6 +48,8 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 # The modules that take longest, in seconds on two cores: they begin first, so that none is left alone at the end.
 LONG_MODULES: dict[str, float] = {
+    "tests/fleet/test_slurm.py": 75,
+    "tests/fleet/test_ray.py": 75,
     "tests/e2e/test_faults.py": 60,
     "tests/e2e/test_hangs.py": 50,
     "tests/unit/common/tokens/test_decoder.py": 50,
@@ -77,7 +79,7 @@ LONG_MODULES: dict[str, float] = {
     "tests/unit/engine/test_cancels.py": 15,
 }
 CLIENTS = "tests/clients/"
-PLATFORM_PACKAGES = (CLIENTS, "tests/hostile/", "tests/e2e/")
+PLATFORM_PACKAGES = (CLIENTS, "tests/fleet/", "tests/hostile/", "tests/e2e/")
 
 
 class _Schedule(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types

@@ -145,3 +145,27 @@ def test_range_of_workers_replaces_the_counts(run: Run, tmp_path: Path, monkeypa
         assert said.exit_code != 0 and "--workers" in said.stderr, wrong
     said = run("up", *home, "--workers", "0..2", "--pool-mode", "advise")
     assert str(said.exception) == "--workers and --pool-mode exclude each other"
+
+
+def test_workers_on_an_engine(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
+        assert (options.on, options.num_remote_workers, options.least_workers) == ("slurm", 4, 1)
+        assert options.num_prefill_workers + options.num_decode_workers + options.num_both_workers == 0
+
+    monkeypatch.setattr(run_module, "run_up", run_up)
+    home = ("--home", str(tmp_path / "home"), "--cluster-host", "10.0.0.5")
+    assert run("up", *home, "--workers", "1..4", "--on", "slurm").exit_code == 0
+    assert "--on" in run("up", *home, "--workers", "0..2", "--on", "mesos").stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--cluster-host", "10.0.0.5"), "--on ray needs the least and the most workers"),
+        (("--workers", "0..2"), "--on ray needs an address at which its machines reach this one"),
+        (("--workers", "0..2", "--cluster-host", "10.0.0.5", "--tls"), "--on and --tls exclude each other"),
+    ],
+)
+def test_engine_needs_a_range_and_an_address(run: Run, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    problem = run("up", "--home", str(tmp_path / "home"), "--on", "ray", *options).exception
+    assert isinstance(problem, CliError) and problem.message == message

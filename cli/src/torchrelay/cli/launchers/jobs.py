@@ -33,7 +33,7 @@ class Jobs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JobProgram:
-    """The program of every job. Sizes of 0 are chosen on its machine."""
+    """The program of every job, `torchrelay join`. Sizes of 0 are chosen on its machine."""
 
     join_file: JoinFile
     device: str = "auto"
@@ -46,10 +46,9 @@ class JobProgram:
         """The same for all jobs of the platform, and in each run of its `up`."""
         return "torchrelay-" + hashlib.sha256(self.join_file.scheduler.encode()).hexdigest()[:8]
 
-    def command(self, worker_id: str) -> list[str]:
+    def arguments(self, worker_id: str) -> list[str]:
         """Without --host-id, which the job's machine decides. The program reads the join file from its input."""
-        script = str(Path(sys.executable).parent / "torchrelay")
-        command = [script, "join", "-", "--worker-id", worker_id, "--device", self.device]
+        arguments = ["join", "-", "--worker-id", worker_id, "--device", self.device]
         sizes = {
             "--threads": self.threads,
             "--arena-mb": self.arena_bytes >> 20,
@@ -57,5 +56,10 @@ class JobProgram:
         }
         for option, size in sizes.items():
             if size:
-                command += [option, str(size)]
-        return command
+                arguments += [option, str(size)]
+        return arguments
+
+
+def script() -> str:
+    """The path of this installation's program."""
+    return str(Path(sys.executable).parent / "torchrelay")

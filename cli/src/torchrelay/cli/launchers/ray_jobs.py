@@ -59,7 +59,7 @@ class RayJobs:
         needs = {"num_gpus": 1} if program.device != "cpu" else {"resources": {RESOURCE: 1}}
         options = {"name": worker_id, "lifetime": "detached", "num_cpus": program.threads, **needs}
         actor: Any = ray.remote(RaySlot).options(**options).remote()
-        actor.run.remote(program.command(worker_id), program.join_file.scope, program.join_file.as_toml())
+        actor.run.remote(program.arguments(worker_id), program.join_file.scope, program.join_file.as_toml())
 
     def _stop(self, worker_id: str) -> None:
         actor = ray.get_actor(worker_id)

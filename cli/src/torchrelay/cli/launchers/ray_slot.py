@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import ray
 
+from torchrelay.cli.launchers.jobs import script
 from torchrelay.common.process.environment import service_environment
 from torchrelay.common.process.parent_death import tied_to_this_process
 
@@ -19,13 +20,15 @@ class RaySlot:
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
 
-    async def run(self, command: Sequence[str], scope: str, join_file: str) -> None:
+    async def run(self, arguments: Sequence[str], scope: str, join_file: str) -> None:
         """Runs the program; ends the actor with it. ``scope``: the beginning of the id of the node's machine."""
         host_id = scope + ray.get_runtime_context().get_node_id()[:16]
         environment = service_environment(os.environ)
         environment.pop("OMP_NUM_THREADS", None)  # Ray's; the worker counts its cores
         self._process = await asyncio.create_subprocess_exec(
-            *tied_to_this_process((*command, "--host-id", host_id)), stdin=asyncio.subprocess.PIPE, env=environment
+            *tied_to_this_process((script(), *arguments, "--host-id", host_id)),
+            stdin=asyncio.subprocess.PIPE,
+            env=environment,
         )
         await self._process.communicate(join_file.encode())
         ray.actor.exit_actor()  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Mapping
 
-from torchrelay.cli.launchers.jobs import JobError, JobProgram
+from torchrelay.cli.launchers.jobs import JobError, JobProgram, script
 from torchrelay.common.process.environment import service_environment
 
 _TIMEOUT_S = 30.0
@@ -57,7 +57,7 @@ class SlurmJobs:
         if program.device != "cpu":
             options["gpus"] = "1"
         lines = [f"#SBATCH --{option}={value}" for option, value in options.items()]
-        command = [*program.command(worker_id), "--host-id", program.join_file.scope]
+        command = [script(), *program.arguments(worker_id), "--host-id", program.join_file.scope]
         node = '$(printf %s "$SLURMD_NODENAME" | tr -c A-Za-z0-9 -)'
         return "\n".join(
             (

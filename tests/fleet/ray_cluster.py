@@ -1,0 +1,78 @@
+"""A cluster of Ray on this host: a head without slots, and two raylets with a slot each."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.fleet.machines import kill_all, variables_of
+from tests.support.wait import wait_until
+from torchrelay.cli.launchers.ray_jobs import RESOURCE
+
+MACHINES = ("r1", "r2")
+MACHINE, CLUSTER = "FLEET_MACHINE", "FLEET_CLUSTER"  # variables of all processes of a machine
+RAY = Path(sys.executable).parent / "ray"
+
+
+@dataclass(frozen=True, slots=True)
+class RayCluster:
+    """A running Ray."""
+
+    engine: str
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {}
+
+    def machine_of(self, worker_id: str) -> str:
+        return variables_of(worker_id)[MACHINE]
+
+    def kill(self, machine: str) -> None:
+        kill_all(f"{MACHINE}={machine}", f"{CLUSTER}={self.folder}")
+
+
+@contextmanager
+def ray_cluster(folder: Path) -> Iterator[RayCluster]:
+    """Kills all its processes at the end. ``folder``: on a short path, for Ray's sockets."""
+    port, client_port = _free_port(), _free_port()
+    with ExitStack() as stack:
+        stack.callback(kill_all, f"{CLUSTER}={folder}")
+
+        def start(name: str, *options: str) -> None:
+            log = stack.enter_context((folder / f"{name}.out").open("wb"))
+            command = [str(RAY), "start", "--block", "--disable-usage-stats", *options]
+            environment = {**os.environ, MACHINE: name, CLUSTER: str(folder)}
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            # Nodes that start at the same time on a host choose the same ports.
+            wait_until(lambda: "block forever" in Path(log.name).read_text(), f"Ray's {name}")
+
+        start(
+            "head", "--head", "--num-cpus=0", f"--port={port}", f"--ray-client-server-port={client_port}",
+            "--include-dashboard=false", f"--temp-dir={folder / 'ray'}", "--node-ip-address=127.0.0.1",
+        )  # fmt: skip
+        slots = json.dumps({RESOURCE: 1})
+        for name in MACHINES:
+            start(
+                name,
+                "--num-cpus=1",
+                f"--address=127.0.0.1:{port}",
+                "--node-ip-address=127.0.0.1",
+                f"--resources={slots}",
+            )
+        yield RayCluster(f"ray://127.0.0.1:{client_port}", folder)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port

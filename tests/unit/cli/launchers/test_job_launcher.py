@@ -1,0 +1,124 @@
+"""How a launcher makes jobs equal to its members."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.launchers.job_launcher import LOOK_EVERY_S, SHORT_S, JobLauncher
+from torchrelay.cli.launchers.jobs import JobError
+
+SCOPE = "node-"
+
+
+class ListedJobs:
+    """Jobs that are names; each with whether it runs."""
+
+    output = "the list"
+
+    def __init__(self, **jobs: bool) -> None:
+        self.jobs: dict[str, bool] = jobs
+        self.stopped: list[str] = []
+        self.fault = ""
+
+    async def listed(self) -> Mapping[str, bool]:
+        if self.fault:
+            raise JobError(self.fault)
+        return dict(self.jobs)
+
+    async def start(self, worker_id: str) -> None:
+        self.jobs[worker_id] = False
+
+    async def stop(self, worker_id: str) -> None:
+        self.stopped.append(worker_id)
+
+
+def launcher_of(jobs: ListedJobs) -> tuple[JobLauncher, list[CliError]]:
+    errors: list[CliError] = []
+    return JobLauncher(jobs, SCOPE, errors.append), errors
+
+
+async def test_jobs_of_an_earlier_run_are_members() -> None:
+    jobs = ListedJobs(first=True, second=False)
+    launcher, _ = launcher_of(jobs)
+    launcher.scale(2)
+    assert not launcher.members(), "how many there are is not known"
+    assert await launcher.reconcile(0.0) == 2
+    launcher.scale(2)
+    assert list(launcher.members()) == ["first", "second"] == list(jobs.jobs)
+    assert list(launcher.waiting()) == ["second"]
+
+
+async def test_jobs_start_run_and_are_stopped_once() -> None:
+    jobs = ListedJobs()
+    launcher, errors = launcher_of(jobs)
+    await launcher.reconcile(0.0)
+    launcher.scale(2)
+    assert await launcher.reconcile(0.0) == 0
+    first, second = launcher.members()
+    assert first.startswith(SCOPE) and list(jobs.jobs) == [first, second]
+    jobs.jobs[first] = True
+    await launcher.reconcile(1.0)
+    assert list(launcher.waiting()) == [second]
+    launcher.retire(first)
+    for now in (2.0, 3.0):
+        assert await launcher.reconcile(now) == 2, "its program still leaves"
+    assert jobs.stopped == [first] and list(launcher.members()) == [second]
+    assert not errors
+
+
+async def test_job_that_ends_is_no_member_and_delays_the_next_if_it_was_short() -> None:
+    jobs = ListedJobs()
+    launcher, errors = launcher_of(jobs)
+    await launcher.reconcile(0.0)
+    now = 0.0
+    for delay_s in (LOOK_EVERY_S, 2 * LOOK_EVERY_S, 4 * LOOK_EVERY_S):
+        launcher.scale(1)
+        await launcher.reconcile(now)
+        (name,) = jobs.jobs
+        del jobs.jobs[name]
+        await launcher.reconcile(now)
+        assert not launcher.members()
+        launcher.scale(1)
+        await launcher.reconcile(now + delay_s - 0.1)
+        assert not jobs.jobs, "it starts later"
+        now += delay_s
+    assert len(errors) == 3 and "the list" in errors[0].hint
+    await launcher.reconcile(now)
+    (name,) = jobs.jobs
+    jobs.jobs[name] = True
+    await launcher.reconcile(now)
+    del jobs.jobs[name]
+    await launcher.reconcile(now + SHORT_S)
+    launcher.scale(1)
+    await launcher.reconcile(now + SHORT_S)
+    assert len(jobs.jobs) == 1 and len(errors) == 3, "a job that ran long is replaced at once"
+
+
+async def test_engine_that_does_not_answer_changes_nothing_and_is_named_once() -> None:
+    jobs = ListedJobs(first=True)
+    launcher, errors = launcher_of(jobs)
+    await launcher.reconcile(0.0)
+    jobs.fault = "squeue failed: no controller"
+    for now in (1.0, 2.0):
+        assert await launcher.reconcile(now) is None
+    assert list(launcher.members()) == ["first"]
+    assert [error.message for error in errors] == ["squeue failed: no controller"]
+    jobs.fault = ""
+    assert await launcher.reconcile(3.0) == 1
+    jobs.fault = "squeue failed: no controller"
+    await launcher.reconcile(4.0)
+    assert len(errors) == 2
+
+
+async def test_close_stops_all_and_waits_for_their_end() -> None:
+    class Leaving(ListedJobs):
+        async def stop(self, worker_id: str) -> None:
+            await super().stop(worker_id)
+            del self.jobs[worker_id]
+
+    jobs = Leaving(first=True, second=False)
+    launcher, errors = launcher_of(jobs)
+    await launcher.reconcile(0.0)
+    await launcher.close()
+    assert sorted(jobs.stopped) == ["first", "second"] and not errors
