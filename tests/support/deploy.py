@@ -37,6 +37,9 @@ class Distribution:
     programs: Mapping[str, str]
 
 
+NODE = "node"  # the image of machines that join: all of Torchrelay
+
+
 def projects() -> list[Path]:
     return [path.parent for path in REPO.glob("*/pyproject.toml")] + [
         path.parent for path in REPO.glob("*/*/pyproject.toml")
@@ -56,14 +59,16 @@ def needed(name: str) -> dict[str, set[str]]:
     while left:
         distribution, _, extras = left.pop().removesuffix("]").partition("[")
         known = distribution in extras_by_name
-        extras_by_name.setdefault(distribution, set()).update({extras} - {""})
+        extras_by_name.setdefault(distribution, set()).update(set(extras.split(",")) - {""})
         if not known:
             left += [each for each in DISTRIBUTIONS[distribution].requires if each.startswith("torchrelay-")]
     return extras_by_name
 
 
 def recipe_of(name: str) -> Path:
-    """The recipe that compose builds the service's image with."""
+    """The recipe that compose builds the service's image with, or that of a machine that joins."""
+    if name == NODE:
+        return DEPLOY / "images" / f"{name}.Dockerfile"
     build = SERVICES[name]["build"]
     context = (DEPLOY / build["context"]).resolve()
     assert context == REPO

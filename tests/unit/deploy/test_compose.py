@@ -22,6 +22,7 @@ from tests.support.deploy import (
     COMPOSE,
     DEPLOY,
     DISTRIBUTIONS,
+    NODE,
     REFERENCE,
     REPO,
     SERVICES,
@@ -101,7 +102,7 @@ def test_health_check_uses_services_port(name: str) -> None:
 def test_recipes_match_built_services() -> None:
     built = {name for name, service in SERVICES.items() if "build" in service}
     assert built == set(SETTINGS)
-    assert {recipe_of(name) for name in built} == set((DEPLOY / "images").iterdir())
+    assert {recipe_of(name) for name in {*built, NODE}} == set((DEPLOY / "images").iterdir())
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -110,7 +111,7 @@ def test_image_tag_is_service_version(name: str) -> None:
     assert SERVICES[name]["image"] == f"torchrelay/{name}:{version}"
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [*SETTINGS, NODE])
 def test_image_installs_exactly_needed_packages(name: str) -> None:
     build = stages_of(name)[0]
     copied = {target: source for source, target in map(str.split, build["COPY"])}
@@ -119,12 +120,12 @@ def test_image_installs_exactly_needed_packages(name: str) -> None:
     for folder in folders:
         path, _, extra = folder.removesuffix("]").partition("[")
         assert copied[path] == path.removeprefix("./"), f"{folder} is installed, and not copied"
-        installed[distribution_in(REPO / path).name] = {extra} - {""}
+        installed[distribution_in(REPO / path).name] = set(extra.split(",")) - {""}
     assert copied.keys() - {"./"} == {folder.partition("[")[0] for folder in folders}
-    assert installed == needed(f"torchrelay-{name}")
+    assert installed == needed("torchrelay" if name == NODE else f"torchrelay-{name}")
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [*SETTINGS, NODE])
 def test_recipe_pins_match_constraints(name: str) -> None:
     build, image = stages_of(name)
     (base,) = image["FROM"]

@@ -19,6 +19,7 @@ class ListedJobs:
     def __init__(self, **jobs: bool) -> None:
         self.jobs: dict[str, bool] = jobs
         self.stopped: list[str] = []
+        self.is_closed = False
         self.fault = ""
 
     async def listed(self) -> Mapping[str, bool]:
@@ -31,6 +32,9 @@ class ListedJobs:
 
     async def stop(self, worker_id: str) -> None:
         self.stopped.append(worker_id)
+
+    async def close(self) -> None:
+        self.is_closed = True
 
 
 def launcher_of(jobs: ListedJobs) -> tuple[JobLauncher, list[CliError]]:
@@ -121,4 +125,4 @@ async def test_close_stops_all_and_waits_for_their_end() -> None:
     launcher, errors = launcher_of(jobs)
     await launcher.reconcile(0.0)
     await launcher.close()
-    assert sorted(jobs.stopped) == ["first", "second"] and not errors
+    assert sorted(jobs.stopped) == ["first", "second"] and jobs.is_closed and not errors

@@ -162,6 +162,7 @@ def test_workers_on_an_engine(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     ("options", "message"),
     [
         (("--cluster-host", "10.0.0.5"), "--on ray needs the least and the most workers"),
+        (("--workers", "0..2", "--pod", "p.yaml"), "--pod is for workers on Kubernetes"),
         (("--workers", "0..2"), "--on ray needs an address at which its machines reach this one"),
         (("--workers", "0..2", "--cluster-host", "10.0.0.5", "--tls"), "--on and --tls exclude each other"),
     ],
@@ -169,3 +170,9 @@ def test_workers_on_an_engine(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
 def test_engine_needs_a_range_and_an_address(run: Run, tmp_path: Path, options: tuple[str, ...], message: str) -> None:
     problem = run("up", "--home", str(tmp_path / "home"), "--on", "ray", *options).exception
     assert isinstance(problem, CliError) and problem.message == message
+
+
+def test_kubernetes_needs_a_manifest(run: Run, tmp_path: Path) -> None:
+    options = ("--workers", "0..2", "--cluster-host", "10.0.0.5", "--on", "kubernetes")
+    problem = run("up", "--home", str(tmp_path / "home"), *options).exception
+    assert str(problem) == "--on kubernetes needs the manifest of a worker's pod"

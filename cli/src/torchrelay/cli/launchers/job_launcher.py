@@ -69,7 +69,7 @@ class JobLauncher:
                     await self._changed.wait()
 
     async def close(self) -> None:
-        """Stops all jobs and waits until they have left, for ``CLOSE_S`` at most."""
+        """Stops all jobs, waits until they have left, for ``CLOSE_S`` at most, and closes the connection."""
         self._members = {}
         try:
             async with asyncio.timeout(CLOSE_S):
@@ -77,6 +77,8 @@ class JobLauncher:
                     await asyncio.sleep(LOOK_EVERY_S)
         except TimeoutError:
             self._on_error(CliError("jobs still run", f"they were told to leave {CLOSE_S:g} s ago"))
+        finally:
+            await self._jobs.close()
 
     async def reconcile(self, now: float) -> int | None:
         """The number of jobs that have not ended; None if the engine does not answer."""

@@ -30,6 +30,9 @@ class Jobs(Protocol):
     async def stop(self, worker_id: str) -> None:
         """Cancels a job that waits; tells a running one to leave, with its grace. Does not wait for its end."""
 
+    async def close(self) -> None:
+        """Ends the connection to the engine; the jobs run on."""
+
 
 @dataclass(frozen=True, slots=True)
 class JobProgram:
@@ -46,9 +49,9 @@ class JobProgram:
         """The same for all jobs of the platform, and in each run of its `up`."""
         return "torchrelay-" + hashlib.sha256(self.join_file.scheduler.encode()).hexdigest()[:8]
 
-    def arguments(self, worker_id: str) -> list[str]:
-        """Without --host-id, which the job's machine decides. The program reads the join file from its input."""
-        arguments = ["join", "-", "--worker-id", worker_id, "--device", self.device]
+    def arguments(self, worker_id: str, file: str = "-") -> list[str]:
+        """Arguments without --host-id, which the machine decides. ``file``: the join file, by default the input."""
+        arguments = ["join", file, "--worker-id", worker_id, "--device", self.device]
         sizes = {
             "--threads": self.threads,
             "--arena-mb": self.arena_bytes >> 20,

@@ -35,6 +35,9 @@ class RayJobs:
     async def stop(self, worker_id: str) -> None:
         await self._asked(lambda: self._stop(worker_id))
 
+    async def close(self) -> None:
+        await asyncio.to_thread(ray.shutdown)
+
     async def _asked(self, ask: Callable[[], _T]) -> _T:
         """The answer; connects first if need be. Raises ``JobError``."""
         try:

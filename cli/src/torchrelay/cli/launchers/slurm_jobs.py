@@ -42,6 +42,9 @@ class SlurmJobs:
         # The batch shell has become the program, which stops its own children.
         await _output("scancel", *(("--signal=TERM", "--batch") if is_running else ()), job_id)
 
+    async def close(self) -> None:
+        """Nothing is open between commands."""
+
     def script(self, worker_id: str) -> str:
         """The batch script. Slurm keeps it for its user and its administrators; the join file is in it."""
         program = self._program

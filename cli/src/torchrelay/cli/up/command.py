@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import typer
 
@@ -27,6 +28,7 @@ def up(
     both_workers: flags.BothWorkers = 0,
     workers: flags.Workers = None,
     on: flags.On = "",
+    pod: flags.Pod = None,
     remote: flags.Remote = "",
     arena_mb: flags.ArenaMb = 0,
     kv_pool_mb: flags.KvPoolMb = 0,
@@ -51,8 +53,10 @@ def up(
         least_workers, both_workers = flags.worker_range(workers)
         prefill_workers = decode_workers = 0
     num_remote_workers = 0
+    if pod is not None and on != "kubernetes":
+        raise CliError("--pod is for workers on Kubernetes", "pass --on kubernetes, or leave it out")
     if on:
-        _check_remote(on, workers, cluster_host, tls=tls)
+        _check_remote(on, workers, cluster_host, pod, tls=tls)
         num_remote_workers, both_workers = both_workers, 0
     if plain_host(cluster_host) in REACHED_AT:
         raise CliError(
@@ -89,6 +93,7 @@ def up(
         device=device,
         log_level=log_level.value,
         on=on,
+        pod=pod,
         num_remote_workers=num_remote_workers,
         tls=tls,
         least_workers=least_workers,
@@ -97,7 +102,7 @@ def up(
     asyncio.run(run_up(Home.at(home), options, is_quiet=quiet))
 
 
-def _check_remote(engine: str, workers: str | None, cluster_host: str, *, tls: bool) -> None:
+def _check_remote(engine: str, workers: str | None, cluster_host: str, pod: Path | None, *, tls: bool) -> None:
     """Raises ``CliError`` for options that workers on other machines exclude or need."""
     if workers is None:
         raise CliError(f"--on {engine} needs the least and the most workers", "pass for example --workers 0..4")
@@ -105,5 +110,7 @@ def _check_remote(engine: str, workers: str | None, cluster_host: str, *, tls: b
         raise CliError(
             f"--on {engine} needs an address at which its machines reach this one", "pass it as --cluster-host"
         )
+    if engine == "kubernetes" and pod is None:
+        raise CliError("--on kubernetes needs the manifest of a worker's pod", "pass it as --pod worker.yaml")
     if tls:
         raise CliError("--on and --tls exclude each other", "its workers would have no certificates; see `join`")

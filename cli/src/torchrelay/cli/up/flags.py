@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
@@ -32,8 +33,10 @@ def worker_range(text: str) -> tuple[int, int]:
 
 def check_engine(engine: str) -> str:
     """Returns ``engine``. Raises ``typer.BadParameter`` when workers cannot be started on it."""
-    if re.fullmatch(r"(slurm|ray|ray://.+:\d+)?", engine) is None:
-        raise typer.BadParameter(f"{engine!r} is not an engine for workers: use slurm, ray or ray://HOST:PORT")
+    if re.fullmatch(r"(kubernetes|slurm|ray|ray://.+:\d+)?", engine) is None:
+        raise typer.BadParameter(
+            f"{engine!r} is not an engine for workers: use kubernetes, slurm, ray or ray://HOST:PORT"
+        )
     return engine
 
 
@@ -83,11 +86,15 @@ Workers: TypeAlias = Annotated[
 On: TypeAlias = Annotated[
     str,
     typer.Option(
-        help="Start the workers of --workers on other machines: slurm, ray, ray://HOST:10001.",
+        help="Start the workers of --workers on other machines: kubernetes, slurm, ray, ray://HOST:10001.",
         metavar="ENGINE",
         show_default=False,
         callback=check_engine,
     ),
+]
+Pod: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(help="With --on kubernetes: the manifest of which worker pods are made.", show_default=False),
 ]
 Remote: TypeAlias = Annotated[
     str,

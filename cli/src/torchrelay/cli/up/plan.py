@@ -74,7 +74,8 @@ class UpOptions:
     log_level: str = "info"
     least_workers: int | None = None  # the others start when they are needed; None: all start with `up`
     pool_mode: str = ""  # empty: as the settings file says
-    on: str = ""  # where elastic workers run: slurm, ray or ray://HOST:PORT; empty: on this machine
+    on: str = ""  # where elastic workers run: kubernetes, slurm, ray or ray://HOST:PORT; empty: here
+    pod: Path | None = None  # of kubernetes: the manifest of a worker's pod
     num_remote_workers: int = 0  # at most, on the machines of ``on``
     tls: bool = False  # between the services, not for the public API
 

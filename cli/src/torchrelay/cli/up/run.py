@@ -8,12 +8,11 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
-from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
+from torchrelay.cli.launchers.engines import jobs_on
 from torchrelay.cli.launchers.job_launcher import JobLauncher
-from torchrelay.cli.launchers.jobs import JobProgram, Jobs
+from torchrelay.cli.launchers.jobs import JobProgram
 from torchrelay.cli.launchers.launcher import Launcher
-from torchrelay.cli.launchers.slurm_jobs import SlurmJobs
 from torchrelay.cli.up.children.supervisor import Supervisor
 from torchrelay.cli.up.disk import check_disk
 from torchrelay.cli.up.external_servers import check_external_servers
@@ -52,7 +51,10 @@ async def _run_stack(home: Home, options: UpOptions, plan: StackPlan, is_quiet: 
 
     remote = None
     if options.on:
-        remote = JobLauncher(jobs_on(options.on, _job_program(options, plan)), NODE_SCOPE, progress.failed)
+        program = JobProgram(
+            plan.join_file(), options.device, options.threads, options.arena_bytes, options.kv_pool_bytes
+        )
+        remote = JobLauncher(jobs_on(options.on, program, options.pod), NODE_SCOPE, progress.failed)
 
     async def drive(local: Launcher) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -80,21 +82,6 @@ async def _run_stack(home: Home, options: UpOptions, plan: StackPlan, is_quiet: 
         if stack.arena is not None:
             stack.arena.unlink(missing_ok=True)  # the store removes it unless it was killed
     progress.stopped()
-
-
-def _job_program(options: UpOptions, plan: StackPlan) -> JobProgram:
-    return JobProgram(plan.join_file(), options.device, options.threads, options.arena_bytes, options.kv_pool_bytes)
-
-
-def jobs_on(engine: str, program: JobProgram) -> Jobs:
-    """The jobs of ``slurm``, ``ray`` or ``ray://HOST:PORT``. Raises ``CliError`` when Ray is not installed."""
-    if engine == "slurm":
-        return SlurmJobs(program)
-    try:
-        from torchrelay.cli.launchers.ray_jobs import RayJobs
-    except ModuleNotFoundError as error:
-        raise CliError("Ray is not installed", "install it: pip install 'torchrelay[ray]'") from error
-    return RayJobs("auto" if engine == "ray" else engine, program)
 
 
 def stop_on_signals(stop: asyncio.Event, kill: Callable[[], None]) -> None:

@@ -1,0 +1,152 @@
+"""Jobs of Kubernetes: one pod per worker, made from a manifest of the operator's."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import aiohttp
+import yaml
+from kubernetes_asyncio import client, config
+
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.launchers.jobs import JobError, JobProgram
+
+Manifest: TypeAlias = dict[str, Any]
+Api: TypeAlias = Any  # client.CoreV1Api, which takes manifests; its annotations name models alone
+_T = TypeVar("_T")
+
+PLATFORM_LABEL = "torchrelay.dev/platform"
+CONTAINER = "worker"
+_FOLDER = "/etc/torchrelay"
+_FILE = "join.toml"
+_TIMEOUT_S = 15.0
+_GRACE_S = 45  # above the grace of `torchrelay join`, and its shutdown
+_ENDED = ("Succeeded", "Failed")
+_NOT_FOUND, _CONFLICT = 404, 409
+
+
+class KubernetesJobs:
+    """The platform's pods have its label; a pod's name is its worker's id. ``pod``: the manifest that all are made of.
+
+    The join file is in a Secret. Pods that succeeded are deleted; those that failed stay, for their logs.
+    """
+
+    output = "`kubectl logs` of its pod"
+
+    def __init__(self, program: JobProgram, pod: Manifest) -> None:
+        self._program, self._pod = program, pod
+        self._namespace = pod.get("metadata", {}).get("namespace", "default")
+        self._api: Api = None  # None until the first call
+        self._has_secret = False
+
+    async def listed(self) -> Mapping[str, bool]:
+        async def ask(api: Api) -> Mapping[str, bool]:
+            selector = f"{PLATFORM_LABEL}={self._program.jobs_name}"
+            pods = await api.list_namespaced_pod(
+                self._namespace, label_selector=selector, resource_version="0", _request_timeout=_TIMEOUT_S
+            )
+            phases = {pod.metadata.name: pod.status.phase if pod.status else "Pending" for pod in pods.items}
+            for name in (name for name, phase in phases.items() if phase == "Succeeded"):
+                await self._delete(api, name)
+            return {name: phase == "Running" for name, phase in phases.items() if phase not in _ENDED}
+
+        return await self._asked("list pods", ask)
+
+    async def start(self, worker_id: str) -> None:
+        async def ask(api: Api) -> None:
+            if not self._has_secret:
+                await self._write_secret(api)
+                self._has_secret = True
+            try:
+                await api.create_namespaced_pod(self._namespace, self.pod_of(worker_id), _request_timeout=_TIMEOUT_S)
+            except client.ApiException as error:
+                if error.status != _CONFLICT:  # an earlier attempt, whose answer was lost, has made it
+                    raise
+
+        await self._asked(f"create pod {worker_id}", ask)
+
+    async def stop(self, worker_id: str) -> None:
+        await self._asked(f"delete pod {worker_id}", lambda api: self._delete(api, worker_id))
+
+    def pod_of(self, worker_id: str) -> Manifest:
+        """Returns the manifest with the worker's name, its command, the join file, and memory for its parameters."""
+        pod = deepcopy(self._pod)
+        metadata = pod.setdefault("metadata", {})
+        metadata |= {"name": worker_id, "namespace": self._namespace}
+        metadata.setdefault("labels", {})[PLATFORM_LABEL] = self._program.jobs_name
+        spec = pod["spec"]
+        spec["restartPolicy"] = "Never"
+        spec.setdefault("terminationGracePeriodSeconds", _GRACE_S)
+        spec.setdefault("automountServiceAccountToken", False)
+        container = next(each for each in spec["containers"] if each["name"] == CONTAINER)
+        arguments = self._program.arguments(worker_id, f"{_FOLDER}/{_FILE}")
+        container["command"] = ["torchrelay", *arguments, "--host-id", worker_id]
+        mounts, volumes = container.setdefault("volumeMounts", []), spec.setdefault("volumes", [])
+        mounts.append({"name": "torchrelay-join", "mountPath": _FOLDER, "readOnly": True})
+        volumes.append({"name": "torchrelay-join", "secret": {"secretName": self._program.jobs_name}})
+        if not any(mount["mountPath"] == "/dev/shm" for mount in mounts):
+            mounts.append({"name": "torchrelay-arena", "mountPath": "/dev/shm"})
+            volumes.append({"name": "torchrelay-arena", "emptyDir": {"medium": "Memory"}})
+        return pod
+
+    async def _write_secret(self, api: Api) -> None:
+        name = self._program.jobs_name
+        secret = {"metadata": {"name": name}, "stringData": {_FILE: self._program.join_file.as_toml()}}
+        try:
+            await api.create_namespaced_secret(self._namespace, secret, _request_timeout=_TIMEOUT_S)
+        except client.ApiException as error:
+            if error.status != _CONFLICT:
+                raise
+            await api.patch_namespaced_secret(name, self._namespace, secret, _request_timeout=_TIMEOUT_S)
+
+    async def _delete(self, api: client.CoreV1Api, name: str) -> None:
+        try:
+            await api.delete_namespaced_pod(name, self._namespace, _request_timeout=_TIMEOUT_S)
+        except client.ApiException as error:
+            if error.status != _NOT_FOUND:
+                raise
+
+    async def close(self) -> None:
+        if self._api is not None:
+            await self._api.api_client.close()
+            self._api = None
+
+    async def _asked(self, what: str, ask: Callable[[Api], Awaitable[_T]]) -> _T:
+        """The answer; reads the access first if need be. Raises ``JobError``."""
+        try:
+            if self._api is None:
+                self._api = client.CoreV1Api(await _access())
+            return await ask(self._api)
+        except client.ApiException as error:
+            raise JobError(f"Kubernetes refuses to {what}: {error.status} {error.reason}") from error
+        except (aiohttp.ClientError, TimeoutError, config.ConfigException) as error:
+            raise JobError(f"Kubernetes does not {what}: {error!r}") from error
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a pod with a container for the worker. Raises ``CliError``."""
+    hint = "docs/operating.md has an example"
+    try:
+        manifest = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CliError(f"--pod {path} cannot be read: {error}", hint) from error
+    if not isinstance(manifest, dict) or manifest.get("kind") != "Pod":
+        raise CliError(f"--pod {path} is no manifest of kind Pod", hint)
+    spec = manifest.get("spec")
+    containers = spec.get("containers") if isinstance(spec, dict) else None
+    names = [each.get("name") for each in containers or () if isinstance(each, dict)]
+    if CONTAINER not in names:
+        raise CliError(f"--pod {path} has no container named {CONTAINER!r} in spec.containers", hint)
+    return manifest
+
+
+async def _access() -> client.ApiClient:
+    """The access of the pod in which this program runs, else of the kubeconfig's current context."""
+    try:
+        config.load_incluster_config()  # type: ignore[no-untyped-call]
+    except config.ConfigException:
+        await config.load_kube_config()
+    return client.ApiClient()

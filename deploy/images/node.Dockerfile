@@ -1,0 +1,35 @@
+# The image of machines that join a platform (`torchrelay join`), for example pods of `torchrelay up --on kubernetes`;
+# built from the repository's root: docker build -f deploy/images/node.Dockerfile -t torchrelay/node:0.1.0 .
+FROM python:3.11.10-slim-bookworm AS build
+# pip options that choose the torch build, such as an index of CPU or CUDA wheels; without any, pip takes its default.
+ARG TORCH_OPTIONS=""
+# For the engine's kernels.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY constraints.txt ./
+COPY proto ./proto
+COPY libs/common ./libs/common
+COPY libs/modelspec ./libs/modelspec
+COPY libs/transfer ./libs/transfer
+COPY libs/engine ./libs/engine
+COPY libs/worker ./libs/worker
+COPY services/gateway ./services/gateway
+COPY services/scheduler ./services/scheduler
+COPY services/param-store ./services/param-store
+COPY services/prefill ./services/prefill
+COPY services/decode ./services/decode
+COPY sim ./sim
+COPY cli ./cli
+RUN python -m venv /opt/torchrelay \
+    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt hatchling setuptools \
+    && /opt/torchrelay/bin/pip install --no-cache-dir $TORCH_OPTIONS torch==2.13.0 \
+    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto './libs/common[grammars,templates,text]' ./libs/modelspec ./libs/transfer ./libs/engine ./libs/worker ./services/gateway ./services/scheduler ./services/param-store ./services/prefill ./services/decode ./sim ./cli
+
+FROM python:3.11.10-slim-bookworm
+RUN useradd --system --uid 10001 --create-home torchrelay
+COPY --from=build /opt/torchrelay /opt/torchrelay
+ENV PATH=/opt/torchrelay/bin:$PATH \
+    PYTHONUNBUFFERED=1
+USER torchrelay
+# The programs that it starts are watched by itself: it restarts them.
+ENTRYPOINT ["torchrelay"]

@@ -1,0 +1,151 @@
+"""Pods of workers, through the API of a server that keeps objects in memory. No real API server is available."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tomllib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import kmock
+import pytest
+import yaml
+from kubernetes_asyncio.config import kube_config
+from kubernetes_validate import validate
+
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.join_file import JoinFile
+from torchrelay.cli.launchers import kubernetes_jobs
+from torchrelay.cli.launchers.jobs import JobError, JobProgram
+from torchrelay.cli.launchers.kubernetes_jobs import PLATFORM_LABEL, KubernetesJobs, read_manifest
+
+FILE = JoinFile("10.0.0.5:7101", "nats://nodes:secret@10.0.0.5:4222", "s3://bucket/packs", "node-.1.mac")
+PROGRAM = JobProgram(FILE, device="cuda:0")
+POD: dict[str, Any] = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"namespace": "models", "labels": {"team": "a"}},
+    "spec": {"containers": [{"name": "worker", "image": "registry/torchrelay:1"}]},
+}
+Server: TypeAlias = kmock.KubernetesEmulator
+PODS = "/api/v1/namespaces/models/pods"
+
+
+@pytest.fixture
+async def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
+    """A server to which the kubeconfig leads."""
+    async with kmock.KubernetesEmulator() as handler, kmock.Server(handler) as running:
+        handler.resources["v1/pods"] = kmock.ResourceInfo(namespaced=True)
+        handler.resources["v1/secrets"] = kmock.ResourceInfo(namespaced=True)
+        cluster = {"name": "c", "cluster": {"server": str(running.url).rstrip("/")}}
+        context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+        kubeconfig = {"clusters": [cluster], "contexts": [context], "users": [{"name": "u", "user": {}}]}
+        file = tmp_path / "kubeconfig"
+        file.write_text(yaml.safe_dump({"current-context": "c", **kubeconfig}))
+        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(file))  # it was read at the import
+        yield handler
+
+
+@pytest.fixture
+async def jobs(server: Server) -> AsyncIterator[KubernetesJobs]:
+    jobs = KubernetesJobs(PROGRAM, POD)
+    yield jobs
+    await jobs.close()
+
+
+def phase(server: Server, name: str, phase: str) -> None:
+    server.objects["v1/pods", "models", name].patch({"status": {"phase": phase}})
+
+
+def names(server: Server) -> set[str]:
+    return {
+        name for (resource, _, name), each in server.objects.items() if resource.plural == "pods" and not each.deleted
+    }
+
+
+@pytest.mark.parametrize("version", ["1.33", "1.37"])
+def test_pod_is_valid_and_keeps_what_the_operator_wrote(version: str) -> None:
+    pod = KubernetesJobs(PROGRAM, POD).pod_of("node-1")
+    assert validate(pod, version, strict=True) == version
+    (container,) = pod["spec"]["containers"]
+    arguments = "join /etc/torchrelay/join.toml --worker-id node-1 --device cuda:0 --host-id node-1"
+    assert container["command"] == ["torchrelay", *arguments.split()]
+    assert pod["metadata"]["labels"] == {"team": "a", PLATFORM_LABEL: PROGRAM.jobs_name}
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/etc/torchrelay", "/dev/shm"}
+    assert FILE.token not in json.dumps(pod), "it is in the Secret"
+    assert "volumes" not in POD["spec"], "the manifest is for all workers"
+
+
+def test_shared_memory_of_the_operator_stays() -> None:
+    own = {"name": "worker", "image": "i", "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}]}
+    pod = KubernetesJobs(PROGRAM, {**POD, "spec": {"containers": [own], "terminationGracePeriodSeconds": 90}}).pod_of(
+        "n"
+    )
+    assert [mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]] == ["shm", "torchrelay-join"]
+    assert pod["spec"]["terminationGracePeriodSeconds"] == 90
+
+
+async def test_pods_wait_run_and_end(server: Server, jobs: KubernetesJobs) -> None:
+    assert await jobs.listed() == {}
+    for name in ("node-1", "node-2", "node-3"):
+        await jobs.start(name)
+    assert await jobs.listed() == {"node-1": False, "node-2": False, "node-3": False}
+    phase(server, "node-1", "Running")
+    phase(server, "node-2", "Succeeded")
+    phase(server, "node-3", "Failed")
+    assert await jobs.listed() == {"node-1": True}
+    assert names(server) == {"node-1", "node-3"}, "a failed one stays for its logs"
+    await jobs.stop("node-1")
+    await jobs.stop("node-1")
+    assert names(server) == {"node-3"}
+    (listing, *_) = server[kmock.action.LIST]
+    assert listing.params["labelSelector"] == f"{PLATFORM_LABEL}={PROGRAM.jobs_name}"
+
+
+async def test_secret_has_the_join_file_of_the_latest_run(server: Server, jobs: KubernetesJobs) -> None:
+    await jobs.start("node-1")
+    again = KubernetesJobs(replace(PROGRAM, join_file=replace(FILE, token="node-.2.mac")), POD)
+    server["post /api/v1/namespaces/models/secrets"] << 409
+    await again.start("node-2")
+    await again.close()
+    secret = server.objects["v1/secrets", "models", PROGRAM.jobs_name].last.raw
+    assert JoinFile(**tomllib.loads(secret["stringData"]["join.toml"])).token == "node-.2.mac"
+
+
+async def test_pod_that_an_earlier_attempt_made_is_started(server: Server, jobs: KubernetesJobs) -> None:
+    server[f"post {PODS}"] << 409
+    await jobs.start("node-1")
+    assert await jobs.listed() == {"node-1": False}
+
+
+@pytest.mark.parametrize(("status", "reason"), [(403, "Forbidden"), (500, "Internal Server Error")])
+async def test_refusal_is_named(server: Server, jobs: KubernetesJobs, status: int, reason: str) -> None:
+    server[f"get {PODS}"] << status
+    with pytest.raises(JobError, match=f"refuses to list pods: {status} {reason}"):
+        await jobs.listed()
+
+
+async def test_slow_list_is_given_up(server: Server, jobs: KubernetesJobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes_jobs, "_TIMEOUT_S", 0.2)
+    never = asyncio.Event()
+    server[f"get {PODS}"] << never.wait
+    with pytest.raises(JobError, match="does not list pods"):
+        await jobs.listed()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kind: Deployment", "is no manifest of kind Pod"),
+        ("kind: Pod\nspec: {containers: [{name: main}]}", "has no container named 'worker' in spec.containers"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_wrong_manifest_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "pod.yaml"
+    file.write_text(text)
+    with pytest.raises(CliError, match=message):
+        read_manifest(file)
