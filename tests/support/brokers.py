@@ -8,7 +8,12 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import httpx
+
+from tests.support.wait import wait_until
 
 
 def free_port() -> int:
@@ -17,6 +22,15 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def free_ports(count: int) -> list[int]:
+    """Different loopback ports that are free at the moment."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 class EndedEarly(RuntimeError):
@@ -110,3 +124,47 @@ def nats_server(folder: Path, port: int = 0, host: str = "127.0.0.1", authorizat
 
     with listening(command, folder / "nats.log", host, port) as chosen:
         yield f"nats://{host}:{chosen}"
+
+
+@dataclass(slots=True)
+class NatsCluster:
+    """NATS servers with JetStream that form a cluster, by name."""
+
+    urls: dict[str, str]
+    _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def kill(self, name: str) -> None:
+        self._processes[name].kill()
+        self._processes[name].wait()
+
+
+@contextmanager
+def nats_cluster(folder: Path, authorization: str = "", num_servers: int = 3) -> Iterator[NatsCluster]:
+    """A fresh cluster, whose servers know each other. ``authorization``: as for ``nats_server``."""
+    program = broker_program("nats-server")
+    names = [f"nats-{number}" for number in range(num_servers)]
+    with ExitStack() as stack:
+        ports = free_ports(3 * num_servers)
+        clients, routes, monitors = (dict(zip(names, ports[kind::3], strict=True)) for kind in range(3))
+        cluster = NatsCluster({name: f"nats://127.0.0.1:{port}" for name, port in clients.items()})
+        peers = ", ".join(f'"nats-route://127.0.0.1:{port}"' for port in routes.values())
+        for name in names:
+            settings = folder / f"{name}.conf"
+            settings.write_text(
+                f'server_name: {name}\nhttp: "127.0.0.1:{monitors[name]}"\n'
+                f'jetstream {{ store_dir: "{folder / name}", max_file_store: 1TB }}\n'
+                f'cluster {{ name: test, listen: "127.0.0.1:{routes[name]}", routes: [{peers}] }}\n{authorization}'
+            )
+            command = [program, "-c", str(settings), "-a", "127.0.0.1", "-p", str(clients[name])]
+            server = running(command, folder / f"{name}.log", clients[name])
+            cluster._processes[name] = stack.enter_context(server)
+        wait_until(
+            lambda: any(_num_current_peers(port) == num_servers - 1 for port in monitors.values()), "the cluster"
+        )
+        yield cluster
+
+
+def _num_current_peers(monitor: int) -> int:
+    """Servers that follow this one, if it is the leader of the cluster's JetStream."""
+    jetstream = httpx.get(f"http://127.0.0.1:{monitor}/jsz", trust_env=False).json()
+    return sum(peer["current"] for peer in jetstream["meta_cluster"].get("replicas", []))

@@ -265,6 +265,10 @@ def test_addresses_and_ports_agree(variant: str) -> None:
             assert container["startupProbe"]["exec"]["command"] == check
             assert container["livenessProbe"]["exec"]["command"] == check
             assert environment_of(stages_of(service_of(pod))[-1])["TORCHRELAY_PORT"] == told["TORCHRELAY_PORT"]
+    headless = {
+        each["metadata"]["name"] for each in of_kind(variant, "Service") if each["spec"].get("clusterIP") == "None"
+    }
+    assert ("demo-schedulers" in headless) == (variant == "standby"), "the name has the addresses of all schedulers"
     local = [each for each in of_kind(variant, "Service") if each["spec"].get("internalTrafficPolicy") == "Local"]
     assert [each["metadata"]["name"] for each in local] == ["demo-store"]
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from nats.js import JetStreamContext
+from nats.aio.client import Client
 from nats.js.errors import NotFoundError
 
 from tests.support.brokers import nats_server
@@ -21,15 +21,15 @@ LEASE_S = 0.6
 
 
 @pytest.fixture
-async def js(tmp_path: Path) -> AsyncIterator[JetStreamContext]:
+async def client(tmp_path: Path) -> AsyncIterator[Client]:
     with nats_server(tmp_path) as url:
         client = await connect(url, "test")
-        yield client.jetstream()
+        yield client
         await client.close()
 
 
-def contender(js: JetStreamContext, holder: str, lease_s: float = LEASE_S) -> Lease:
-    return Lease(js, SUBJECTS, holder, lease_s)
+def contender(client: Client, holder: str, lease_s: float = LEASE_S) -> Lease:
+    return Lease(client, SUBJECTS, holder, lease_s)
 
 
 async def holds(lease: Lease, within_s: float) -> bool:
@@ -41,8 +41,8 @@ async def holds(lease: Lease, within_s: float) -> bool:
     return True
 
 
-async def test_renewed_lease_is_not_given_to_another(js: JetStreamContext) -> None:
-    first, second = contender(js, "a:1"), contender(js, "b:1")
+async def test_renewed_lease_is_not_given_to_another(client: Client) -> None:
+    first, second = contender(client, "a:1"), contender(client, "b:1")
     await first.acquire()
     keeping = asyncio.create_task(first.keep())
     assert not await holds(second, 3 * LEASE_S)
@@ -50,8 +50,8 @@ async def test_renewed_lease_is_not_given_to_another(js: JetStreamContext) -> No
     assert await holds(second, HANG_S), "it expires without renewal"
 
 
-async def test_of_many_contenders_one_wins(js: JetStreamContext) -> None:
-    contenders = [contender(js, f"{number}:1", lease_s=60.0) for number in range(8)]
+async def test_of_many_contenders_one_wins(client: Client) -> None:
+    contenders = [contender(client, f"{number}:1", lease_s=60.0) for number in range(8)]
     waiting = [asyncio.create_task(each.acquire()) for each in contenders]
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     await asyncio.sleep(3 * LEASE_S)  # time for a second winner to appear
@@ -60,20 +60,20 @@ async def test_of_many_contenders_one_wins(js: JetStreamContext) -> None:
         task.cancel()
 
 
-async def test_released_lease_is_free_at_once(js: JetStreamContext) -> None:
-    first, second = contender(js, "a:1", lease_s=60.0), contender(js, "b:1", lease_s=60.0)
+async def test_released_lease_is_free_at_once(client: Client) -> None:
+    first, second = contender(client, "a:1", lease_s=60.0), contender(client, "b:1", lease_s=60.0)
     await first.acquire()
     await first.release()
     assert await holds(second, HANG_S / 4), "long before it would expire"
 
 
-async def test_successor_at_same_address_does_not_wait(js: JetStreamContext) -> None:
-    await contender(js, "a:1", lease_s=60.0).acquire()
-    assert await holds(contender(js, "a:1", lease_s=60.0), HANG_S / 4)
+async def test_successor_at_same_address_does_not_wait(client: Client) -> None:
+    await contender(client, "a:1", lease_s=60.0).acquire()
+    assert await holds(contender(client, "a:1", lease_s=60.0), HANG_S / 4)
 
 
-async def test_paused_holder_learns_that_another_has_it(js: JetStreamContext) -> None:
-    first, second = contender(js, "a:1"), contender(js, "b:1")
+async def test_paused_holder_learns_that_another_has_it(client: Client) -> None:
+    first, second = contender(client, "a:1"), contender(client, "b:1")
     await first.acquire()
     assert await holds(second, HANG_S), "the first was paused for as long"
     keeping = asyncio.create_task(second.keep())
@@ -84,28 +84,28 @@ async def test_paused_holder_learns_that_another_has_it(js: JetStreamContext) ->
     keeping.cancel()
 
 
-async def is_held(js: JetStreamContext) -> bool:
+async def is_held(client: Client) -> bool:
     try:
-        return bool((await js.get_last_msg(SUBJECTS.lease_stream, SUBJECTS.lease)).data)
+        return bool((await client.jetstream().get_last_msg(SUBJECTS.lease_stream, SUBJECTS.lease)).data)
     except NotFoundError:
         return False
 
 
-async def becomes_held(js: JetStreamContext, expected: bool) -> None:
+async def becomes_held(client: Client, expected: bool) -> None:
     async with asyncio.timeout(HANG_S):
         while True:
-            if await is_held(js) is expected:
+            if await is_held(client) is expected:
                 return
             await asyncio.sleep(0.05)
 
 
-async def test_paused_holder_without_rival_has_it_again(js: JetStreamContext) -> None:
-    lease = contender(js, "a:1")
+async def test_paused_holder_without_rival_has_it_again(client: Client) -> None:
+    lease = contender(client, "a:1")
     await lease.acquire()
-    await becomes_held(js, False)  # a pause in which it expires
+    await becomes_held(client, False)  # a pause in which it expires
     keeping = asyncio.create_task(lease.keep())
-    await becomes_held(js, True)
-    assert not await holds(contender(js, "b:1"), 3 * LEASE_S)
+    await becomes_held(client, True)
+    assert not await holds(contender(client, "b:1"), 3 * LEASE_S)
     assert not keeping.done()
     keeping.cancel()
 
@@ -116,14 +116,41 @@ async def test_holder_outlives_its_broker(tmp_path: Path) -> None:
     (tmp_path / "second").mkdir()
     with nats_server(tmp_path / "first") as url:
         client = await connect(url, "test")
-        lease = contender(client.jetstream(), "a:1")
+        lease = contender(client, "a:1")
         await lease.acquire()
         keeping = asyncio.create_task(lease.keep())
     await eventually(lambda: not client.is_connected)
     with nats_server(tmp_path / "second", int(url.rpartition(":")[2])):
         await eventually(lambda: client.is_connected)
-        await becomes_held(client.jetstream(), True)
-        assert not await holds(contender(client.jetstream(), "b:1"), 3 * LEASE_S)
+        await becomes_held(client, True)
+        assert not await holds(contender(client, "b:1"), 3 * LEASE_S)
         assert not keeping.done()
         keeping.cancel()
         await client.close()
+
+
+async def test_contender_lets_holder_renew_after_broker_was_away(tmp_path: Path) -> None:
+    """At a new server, which knows neither, the standby is not faster."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    with nats_server(tmp_path / "first") as url:
+        active, standby = await connect(url, "active"), await connect(url, "standby")
+        first, second = contender(active, "a:1", lease_s=2.0), contender(standby, "b:1", lease_s=2.0)
+        await first.acquire()
+        keeping, waiting = asyncio.create_task(first.keep()), asyncio.create_task(second.acquire())
+    await eventually(lambda: not active.is_connected and not standby.is_connected)
+    with nats_server(tmp_path / "second", int(url.rpartition(":")[2])):
+        await becomes_held(standby, True)
+        assert not await holds(contender(standby, "c:1", lease_s=2.0), 3.0)
+        assert not keeping.done() and not waiting.done()
+        keeping.cancel()
+        await asyncio.wait_for(waiting, HANG_S)
+        await active.close()
+        await standby.close()
+
+
+async def test_lease_takes_new_time_from_contender(client: Client) -> None:
+    await contender(client, "a:1", lease_s=60.0).acquire()
+    assert await holds(contender(client, "a:1", lease_s=5.0), HANG_S / 4)
+    info = await client.jetstream().stream_info(SUBJECTS.lease_stream)
+    assert (info.config.max_age, info.config.duplicate_window) == (5.0, 5.0)

@@ -28,7 +28,11 @@ class GatewaySettings(ServiceSettings):
         description="sqlite:///path (one gateway only) or postgresql://user:password@host/name.",
     )
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey; empty: no rate limits or budgets.")
-    scheduler_address: str = Field("127.0.0.1:7101", description="host:port of the scheduler's gRPC server.")
+    scheduler_address: str = Field(
+        "127.0.0.1:7101",
+        description="host:port of the scheduler's gRPC server; of several schedulers with a lease IP:port,IP:port, or "
+        "dns:///NAME:port where the name has all their addresses.",
+    )
     store_address: str = Field("127.0.0.1:7103", description="host:port of the param-store that uploads go to.")
     scheduler_token: str = Field(
         "", description="What gateways show to the scheduler: call_token(its node key, gateway); not with TLS."

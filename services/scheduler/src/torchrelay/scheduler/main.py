@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -13,7 +14,6 @@ from itertools import count
 import msgspec
 import uvloop
 from nats.aio.client import Client
-from nats.js import JetStreamContext
 
 from torchrelay.common.host.addresses import join_address
 from torchrelay.common.identity.callers import SCHEDULER_NODE
@@ -70,7 +70,7 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
     port, lease = settings.port, None
     try:
         if settings.lease_s:
-            port, lease = await _stand_by(settings, tls, node_key, js, subjects)
+            port, lease = await _stand_by(settings, tls, node_key, nats, subjects)
         server = RpcServer(settings.host, port, tls, node_key)
         await try_streams(js, subjects, settings.nats_replicas, settings.stream_sizes)
         event_publisher = EventPublisher(history_nats, subjects)
@@ -106,18 +106,19 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
 
 
 async def _stand_by(
-    settings: SchedulerSettings, tls: Tls | None, node_key: bytes, js: JetStreamContext, subjects: Subjects
+    settings: SchedulerSettings, tls: Tls | None, node_key: bytes, nats: Client, subjects: Subjects
 ) -> tuple[int, Lease]:
     """Waits for the lease; answers health checks meanwhile, at the port that it returns."""
     server = RpcServer(settings.host, settings.port, tls, node_key)
     await server.set_serving(SCHEDULER_SERVICE, False)
     await server.start()
     try:
-        address = join_address(settings.advertised_host, server.port)
-        log.info("standing_by", address=address)
-        lease = Lease(js, subjects, address, settings.lease_s, settings.nats_replicas)
+        # With the host's name, as schedulers of several hosts may all listen, and be advertised, at the same address.
+        holder = f"{join_address(settings.advertised_host, server.port)} {socket.gethostname()}"
+        log.info("standing_by", holder=holder)
+        lease = Lease(nats, subjects, holder, settings.lease_s, settings.nats_replicas)
         await lease.acquire()
-        log.info("lease_acquired", address=address)
+        log.info("lease_acquired", holder=holder)
     finally:
         await server.stop(0)
     return server.port, lease

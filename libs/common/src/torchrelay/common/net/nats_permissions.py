@@ -45,6 +45,7 @@ def scheduler_user(subjects: Subjects) -> NatsUser:
     lease = (
         subjects.lease,
         f"{_API}.STREAM.CREATE.{subjects.lease_stream}",
+        f"{_API}.STREAM.UPDATE.{subjects.lease_stream}",
         f"{_API}.STREAM.MSG.GET.{subjects.lease_stream}",
     )
     publish = (subjects.event(">"), *_keeps_streams(subjects), *_reads(subjects.history_stream), *lease)

@@ -3,7 +3,10 @@
 The stream keeps a single message, and drops it after the lease's time, so no clocks are compared. Each write names the
 sequence number that it replaces, so of two contenders one succeeds. The lease decides who acts, not who may: commands
 of an earlier holder, which was paused, are refused by epoch. A holder that cannot reach NATS therefore goes on, and
-ends once it learns that another scheduler has the lease.
+ends once it learns that another scheduler has the lease. After a fault of NATS contenders let it renew first.
+
+In a cluster, two contenders that replace a released lease at the same moment may both be told that they have it, since
+the stream's leader compares sequence numbers before the servers agree. The earlier of them ends at its next renewal.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import asyncio
 
 import nats
-from nats.js import JetStreamContext
+from nats.aio.client import Client
 from nats.js.api import RetentionPolicy, StorageType, StreamConfig
 
 from torchrelay.common.errors import Conflict
@@ -24,42 +27,47 @@ _FREE = b""
 _NO_MESSAGE = 0  # the sequence number that a write replaces where the stream has none
 _LOOK_EVERY_S = 0.2
 _TIMEOUT_S = 1.0
-_WRONG_LAST_SEQUENCE, _NO_SUCH_MESSAGE = 10071, 10037  # error codes of JetStream's API
+_WRONG_LAST_SEQUENCE, _NO_SUCH_MESSAGE, _STREAM_EXISTS = 10071, 10037, 10058  # error codes of JetStream's API
 _FAULTS = (nats.errors.Error, OSError)  # those of JetStream included
 
 
 class Lease:
-    """The lease, for one contender. ``holder``: its address; ``lease_s``: how long the lease lasts without renewal."""
+    """The lease, for one contender. ``holder``: its address and host; ``lease_s``: how long it lasts unrenewed."""
 
-    def __init__(
-        self, js: JetStreamContext, subjects: Subjects, holder: str, lease_s: float, num_replicas: int = 1
-    ) -> None:
-        self._js, self._subjects, self._holder = js, subjects, holder.encode()
+    def __init__(self, client: Client, subjects: Subjects, holder: str, lease_s: float, num_replicas: int = 1) -> None:
+        self._js = client.jetstream(timeout=_TIMEOUT_S)
+        self._subjects, self._holder = subjects, holder.encode()
         self._lease_s, self._num_replicas = lease_s, num_replicas
         self._sequence = _NO_MESSAGE  # of the own message, while it holds the lease
 
     async def acquire(self) -> None:
-        """Waits until this contender holds the lease. A process at the holder's own address succeeds it at once."""
-        warned = False
+        """Waits until this contender holds the lease, as the successor of a holder with the same name at once."""
+        is_after_fault = not await self._ensure_stream()
         while True:
+            pause_s = _LOOK_EVERY_S
             try:
-                if await self._try_acquire():
+                replaced = await self._replaceable()
+                if is_after_fault:  # the holder, if it lives, renews the lease meanwhile
+                    pause_s = _TIMEOUT_S + self._lease_s / 2
+                elif replaced is not None and await self._write(self._holder, replaced):
                     return
-                warned = False
+                is_after_fault = False
             except _FAULTS as error:
-                if not warned:
-                    warned = True
+                if not is_after_fault:
                     log.warning("lease_unknown", error=repr(error)[:200])
-                self._sequence = _NO_MESSAGE
+                is_after_fault = True
                 await self._ensure_stream()
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(pause_s)
 
     async def keep(self) -> None:
         """Renews the lease until cancelled. Raises ``Conflict`` once another scheduler has it."""
         while True:
             await asyncio.sleep(self._lease_s / 4)
             try:
-                if await self._write(self._holder, self._sequence) or await self._try_acquire():
+                if await self._write(self._holder, self._sequence):
+                    continue
+                replaced = await self._replaceable()
+                if replaced is not None and await self._write(self._holder, replaced):
                     continue
             except nats.js.errors.NoStreamResponseError:  # NATS was started again, and keeps the lease in memory
                 await self._ensure_stream()
@@ -76,24 +84,27 @@ class Lease:
         except _FAULTS as error:
             log.warning("lease_not_released", error=repr(error)[:200])
 
-    async def _try_acquire(self) -> bool:
-        """Whether this contender now holds the lease. Raises nats-py's errors."""
+    async def _replaceable(self) -> int | None:
+        """The sequence number of the message that this contender may replace; None: another has the lease.
+
+        Raises nats-py's errors.
+        """
         try:
             message = await self._js.get_last_msg(self._subjects.lease_stream, self._subjects.lease)
         except nats.js.errors.NotFoundError as error:
             if error.err_code != _NO_SUCH_MESSAGE:
                 raise
-            return await self._write(self._holder, _NO_MESSAGE)
+            return _NO_MESSAGE
         if message.data not in (_FREE, self._holder, None):
-            return False
-        return await self._write(self._holder, message.seq or _NO_MESSAGE)
+            return None
+        return message.seq or _NO_MESSAGE
 
     async def _write(self, content: bytes, replaced: int) -> bool:
         """Replaces the message with this sequence number. False: it is not the last message any more."""
         expected = {"Nats-Expected-Last-Subject-Sequence": str(replaced)}
         try:
             stored = await self._js.publish(
-                self._subjects.lease, content, timeout=_TIMEOUT_S, stream=self._subjects.lease_stream, headers=expected
+                self._subjects.lease, content, stream=self._subjects.lease_stream, headers=expected
             )
         except nats.js.errors.APIError as error:
             if error.err_code != _WRONG_LAST_SEQUENCE:
@@ -102,7 +113,8 @@ class Lease:
         self._sequence = stored.seq
         return True
 
-    async def _ensure_stream(self) -> None:
+    async def _ensure_stream(self) -> bool:
+        """Creates the stream, or gives it this contender's lease time and replicas; returns whether it has them."""
         config = StreamConfig(
             name=self._subjects.lease_stream,
             subjects=[self._subjects.lease],
@@ -114,6 +126,13 @@ class Lease:
             num_replicas=self._num_replicas,
         )
         try:
-            await self._js.add_stream(config)
+            try:
+                await self._js.add_stream(config)
+            except nats.js.errors.BadRequestError as error:
+                if error.err_code != _STREAM_EXISTS:
+                    raise
+                await self._js.update_stream(config)  # it exists with another configuration
         except _FAULTS as error:
             log.warning("lease_stream_not_ensured", error=repr(error)[:200])
+            return False
+        return True
