@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+from cryptography import x509
 
 from tests.e2e.conftest import SMALL, Tenant
-from tests.support.completions import headers
+from tests.support.completions import headers, stream
 from tests.support.platform import SCRIPTS, Platform, running_platform
+from tests.support.wait import wait_until
+from torchrelay.cli.up.certificates import ensure_certificates
+from torchrelay.common.identity.callers import Caller
 from torchrelay.common.identity.tls import Tls, TlsFiles
 from torchrelay.common.net.rpc.channels import open_blocking_channel
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 pytestmark = pytest.mark.e2e
+SERVICES = {
+    "scheduler": Caller.SCHEDULER,
+    "param-store": Caller.STORE,
+    "prefill-0": Caller.WORKER,
+    "decode-0": Caller.WORKER,
+}
 QUESTION = [{"role": "user", "content": "Which torch is handed on?"}]
 
 
@@ -104,3 +117,49 @@ def test_private_keys_are_readable_by_their_owner_alone(sealed: Platform) -> Non
     nodes = ("ca", "cli", "decode-0", "gateway", "param-store", "prefill-0", "scheduler")
     assert [path.name for path in keys] == [f"{name}.key" for name in nodes]
     assert all(path.stat().st_mode & 0o077 == 0 for path in keys)
+
+
+def serial_at(address: str, folder: Path) -> int:
+    """The serial number of the certificate that a new connection to a service sees."""
+    context = Tls(TlsFiles(folder / "ca.crt", folder / "cli.crt", folder / "cli.key")).identity.client_context
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname="torchrelay.internal") as end,
+    ):
+        certificate = end.getpeercert(binary_form=True)
+    assert certificate is not None
+    return x509.load_der_x509_certificate(certificate).serial_number
+
+
+def shows_issued(address: str, folder: Path, name: str) -> bool:
+    issued = x509.load_pem_x509_certificate((folder / f"{name}.crt").read_bytes())
+    return serial_at(address, folder) == issued.serial_number
+
+
+def test_replaced_certificates_are_used_without_restart(sealed: Platform, sealed_tenant: Tenant) -> None:
+    """By new connections at every port, while a stream goes on; then a killed worker comes back among the others."""
+    folder = sealed.home.path / "tls"
+    ports = {name: json.loads((sealed.home.run / f"{name}.json").read_text()) for name in SERVICES}
+    expected = chat(sealed_tenant)["choices"][0]["token_ids"]
+    prompt, options = list(range(40, 70)), {"max_tokens": 400, "ignore_eos": True}
+    states = stream(sealed, sealed_tenant.key, sealed_tenant.model("llama"), prompt, **options)
+    state = next(state for state in states if state.token_ids)
+    for path in folder.glob("*.crt"):
+        if path.stem != "ca":
+            path.unlink()
+    ensure_certificates(folder, {**SERVICES, "gateway": Caller.GATEWAY, "cli": Caller.CLI})
+    for name in SERVICES:
+        for address in (ports[name][kind] for kind in ("grpc", "data") if kind in ports[name]):
+            wait_until(partial(shows_issued, address, folder, name), f"the certificate at {address} of {name}")
+    *_, state = states
+    assert (state.error, state.done, len(state.token_ids)) == (None, True, 400)
+    os.kill(ports["decode-0"]["pid"], signal.SIGKILL)
+    assert chat(sealed_tenant)["choices"][0]["token_ids"] == expected
+    ready_file = sealed.home.run / "decode-0.json"
+    wait_until(
+        lambda: ready_file.exists() and json.loads(ready_file.read_text())["pid"] != ports["decode-0"]["pid"],
+        "another worker",
+    )
+    assert chat(sealed_tenant)["choices"][0]["token_ids"] == expected

@@ -10,7 +10,7 @@ import pytest
 from nats.aio.client import Client
 from nats.js.errors import NotFoundError
 
-from tests.support.brokers import nats_server
+from tests.support.brokers import nats_cluster, nats_server
 from tests.support.wait import HANG_S, eventually
 from torchrelay.common.errors import Conflict
 from torchrelay.common.net.nats_client import Subjects, connect
@@ -154,3 +154,23 @@ async def test_lease_takes_new_time_from_contender(client: Client) -> None:
     assert await holds(contender(client, "a:1", lease_s=5.0), HANG_S / 4)
     info = await client.jetstream().stream_info(SUBJECTS.lease_stream)
     assert (info.config.max_age, info.config.duplicate_window) == (5.0, 5.0)
+
+
+async def test_of_contenders_for_released_lease_in_cluster_one_wins(tmp_path: Path) -> None:
+    with nats_cluster(tmp_path) as cluster:
+        clients = [await connect(",".join(cluster.urls.values()), f"client-{number}") for number in range(8)]
+        for round_number in range(5):
+            subjects = Subjects(f"round-{round_number}")
+            contenders = [Lease(client, subjects, f"{number}:1", 4.0, 3) for number, client in enumerate(clients)]
+            first = Lease(clients[0], subjects, "first:1", 4.0, 3)
+            await first.acquire()
+            waiting = [asyncio.create_task(each.acquire()) for each in contenders]
+            await asyncio.sleep(LEASE_S)  # they wait in step
+            await first.release()
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(LEASE_S)  # time for a second winner to appear
+            assert sum(task.done() for task in waiting) == 1
+            for task in waiting:
+                task.cancel()
+        for client in clients:
+            await client.close()

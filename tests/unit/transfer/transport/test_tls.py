@@ -6,7 +6,8 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,7 @@ from torchrelay.transfer.errors import SourcesExhausted
 from torchrelay.transfer.fetch.follow import FollowOptions, fetch_head
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport import tls as tls_module
-from torchrelay.transfer.transport.interface import Connection, TransferClass, Transport
+from torchrelay.transfer.transport.interface import Connection, Listener, TransferClass, Transport
 from torchrelay.transfer.transport.tcp import TcpTransport, split_address
 from torchrelay.transfer.transport.tls import TlsTransport, transport_for
 
@@ -198,7 +199,7 @@ def test_receive_times_out_and_abort_wakes_sender(node: Transport) -> None:
 
 def test_damaged_frame_is_an_error(node: Transport, cluster: Authority) -> None:
     listener = TcpTransport().listen("127.0.0.1", 0)
-    server = Tls(cluster.node("node")).server_context
+    server = Tls(cluster.node("node")).identity.server_context
     with ThreadPoolExecutor(1) as threads:
         connecting = threads.submit(lambda: node.connect(listener.address, 5.0))
         raw = listener.accept()
@@ -243,3 +244,40 @@ def test_follower_without_handshake_disconnected(cluster: Authority) -> None:
 def test_tls_setting_chooses_transport(cluster: Authority) -> None:
     assert isinstance(transport_for(None), TcpTransport)
     assert isinstance(transport_for(Tls(cluster.node("node"))), TlsTransport)
+
+
+def test_new_connections_use_replaced_files(tmp_path: Path) -> None:
+    """Both ends get certificates of another CA while a connection stands."""
+    first, successor = Authority(tmp_path / "first"), Authority(tmp_path / "successor")
+    files = {name: first.node(name) for name in ("holder", "follower")}
+    holder, follower = (TlsTransport(Tls(each, look_every_s=0), TcpTransport()) for each in files.values())
+    with ThreadPoolExecutor(1) as threads:
+
+        def connected(client: Transport) -> tuple[Connection, Connection]:
+            accepting = threads.submit(accept_handshake, listener)
+            return client.connect(listener.address, 60.0), accepting.result(60.0)
+
+        listener = holder.listen("127.0.0.1", 0)
+        before = connected(follower)
+        for name, old in files.items():
+            new = successor.node(name)
+            for path, other in ((old.ca, new.ca), (old.cert, new.cert), (old.key, new.key)):
+                path.write_bytes(other.read_bytes())
+        after = connected(transport_for(Tls(successor.node("other"))))
+        again = connected(follower)
+        for near, far in (before, after, again):
+            far.send([b"pages"])
+            assert receive(near, 5) == b"pages"
+            near.close()
+            far.close()
+        listener.close()
+
+
+def accept_handshake(listener: Listener) -> Connection:
+    """Accepts a connection and waits for its certificate."""
+    connection = listener.accept()
+    assert isinstance(connection, tls_module.TlsConnection)
+    while not connection.handshake_step():
+        with suppress(TimeoutError):
+            assert connection.receive_records()
+    return connection

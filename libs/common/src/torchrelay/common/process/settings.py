@@ -152,9 +152,9 @@ class ServiceSettings(BaseSettings):
 
     @property
     def tls(self) -> Tls | None:
-        """The TLS identity of this process, read from its files now; None: TLS is off."""
+        """The TLS identity of this process, which follows its files; None: TLS is off."""
         files = self.tls_files
-        return None if files is None else Tls(files)
+        return None if files is None else Tls(files, self.caller)
 
     caller: ClassVar[Caller | None] = None  # the part that this process plays
 

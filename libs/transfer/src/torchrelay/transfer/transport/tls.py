@@ -129,15 +129,16 @@ class TlsConnection:
 class TlsListener:
     """See ``interface.Listener``. Each connection does its own handshake, so no peer can block the accept loop."""
 
-    def __init__(self, plain: Listener, context: ssl.SSLContext, handshake_s: float) -> None:
+    def __init__(self, plain: Listener, tls: Tls, handshake_s: float) -> None:
         self.address, self.close = plain.address, plain.close
-        self._plain, self._context, self._handshake_s = plain, context, handshake_s
+        self._plain, self._tls, self._handshake_s = plain, tls, handshake_s
 
     def accept(self) -> Connection | None:
         plain = self._plain.accept()
         if plain is None:
             return None
-        return TlsConnection(plain, self._context, is_server=True, handshake_s=self._handshake_s)
+        context = self._tls.identity.server_context
+        return TlsConnection(plain, context, is_server=True, handshake_s=self._handshake_s)
 
 
 class TlsTransport:
@@ -147,13 +148,14 @@ class TlsTransport:
         self._tls, self._plain, self._handshake_s = tls, plain, handshake_s
 
     def listen(self, host: str, port: int) -> Listener:
-        return TlsListener(self._plain.listen(host, port), self._tls.server_context, self._handshake_s)
+        return TlsListener(self._plain.listen(host, port), self._tls, self._handshake_s)
 
     def connect(self, address: str, timeout_s: float, stop: threading.Event | None = None) -> Connection:
         """Connects; returns once the peer has presented its certificate. The first receive fails if it rejects ours."""
         ends_at = time.monotonic() + timeout_s
         plain = self._plain.connect(address, timeout_s, stop)
-        connection = TlsConnection(plain, self._tls.client_context, is_server=False, handshake_s=self._handshake_s)
+        context = self._tls.identity.client_context
+        connection = TlsConnection(plain, context, is_server=False, handshake_s=self._handshake_s)
         try:
             while not connection.handshake_step():
                 with suppress(TimeoutError):

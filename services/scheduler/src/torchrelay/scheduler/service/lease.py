@@ -5,8 +5,8 @@ sequence number that it replaces, so of two contenders one succeeds. The lease d
 of an earlier holder, which was paused, are refused by epoch. A holder that cannot reach NATS therefore goes on, and
 ends once it learns that another scheduler has the lease. After a fault of NATS contenders let it renew first.
 
-In a cluster, two contenders that replace a released lease at the same moment may both be told that they have it, since
-the stream's leader compares sequence numbers before the servers agree. The earlier of them ends at its next renewal.
+NOTE: In a cluster, contenders that replace a message at the same moment may all be told that they have, since the
+leader of the stream compares sequence numbers before the servers agree. Only the last of them can renew its message.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ class Lease:
                 if is_after_fault:  # the holder, if it lives, renews the lease meanwhile
                     pause_s = _TIMEOUT_S + self._lease_s / 2
                 elif replaced is not None and await self._write(self._holder, replaced):
-                    return
+                    if replaced == _NO_MESSAGE:
+                        return
+                    await asyncio.sleep(_LOOK_EVERY_S)
+                    if await self._write(self._holder, self._sequence):  # it was the last of those at that moment
+                        return
                 is_after_fault = False
             except _FAULTS as error:
                 if not is_after_fault:

@@ -25,6 +25,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_retries", 0),
 ]
+_KEPT = (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.SHUTDOWN)
 _DNS = "dns:///"
 SCHEDULER_SERVICE = "torchrelay.control.v1.Scheduler"  # the name in health checks; only the active scheduler serves it
 _ACTIVE_ONLY = {
@@ -77,7 +78,7 @@ def open_channel(
     if is_thin:
         options.append(("grpc.http2.bdp_probe", 0))
     if tls is not None:
-        return grpc.aio.secure_channel(target, tls.channel_credentials(), options=[*_tls_options(callee), *options])
+        return _TlsChannel(target, tls, [*_tls_options(callee), *options])
     channel = grpc.aio.insecure_channel(target, options=[*_CHANNEL_OPTIONS, *options])
     return _TokenChannel(channel, token) if token else channel
 
@@ -88,7 +89,8 @@ def open_blocking_channel(
     """``open_channel`` for programs without an event loop."""
     target, options = _target(address)
     if tls is not None:
-        return grpc.secure_channel(target, tls.channel_credentials(), options=[*_tls_options(callee), *options])
+        credentials = tls.identity.channel_credentials()
+        return grpc.secure_channel(target, credentials, options=[*_tls_options(callee), *options])
     channel = grpc.insecure_channel(target, options=[*_CHANNEL_OPTIONS, *options])
     return with_token(channel, token) if token else channel
 
@@ -98,15 +100,13 @@ def with_token(channel: grpc.Channel, token: str) -> grpc.Channel:
     return grpc.intercept_channel(channel, _TokenInterceptor(token))
 
 
-class _TokenChannel(grpc.aio.Channel):
-    """Adds the token where a stub is made: asyncio's interceptors would cost CPU time per message of a stream."""
+class _WrappedChannel(grpc.aio.Channel):
+    """Another channel, whose calls a subclass makes."""
 
-    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
-        self._metadata = ((TOKEN, token),)
 
     async def __aenter__(self) -> Self:
-        await self._channel.__aenter__()
         return self
 
     async def __aexit__(self, *exc_info: Any) -> bool | None:
@@ -125,16 +125,68 @@ class _TokenChannel(grpc.aio.Channel):
         await self._channel.channel_ready()
 
     def unary_unary(self, *args: Any, **options: Any) -> Any:
-        return partial(self._channel.unary_unary(*args, **options), metadata=self._metadata)
+        return self._method("unary_unary", args, options)
 
     def unary_stream(self, *args: Any, **options: Any) -> Any:
-        return partial(self._channel.unary_stream(*args, **options), metadata=self._metadata)
+        return self._method("unary_stream", args, options)
 
     def stream_unary(self, *args: Any, **options: Any) -> Any:
-        return partial(self._channel.stream_unary(*args, **options), metadata=self._metadata)
+        return self._method("stream_unary", args, options)
 
     def stream_stream(self, *args: Any, **options: Any) -> Any:
-        return partial(self._channel.stream_stream(*args, **options), metadata=self._metadata)
+        return self._method("stream_stream", args, options)
+
+    def _method(self, kind: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Returns the method of a stub. ``kind``: the channel's method that makes such ones, with its arguments."""
+        raise NotImplementedError
+
+
+class _TokenChannel(_WrappedChannel):
+    """Adds the token where a stub is made: asyncio's interceptors would cost CPU time per message of a stream."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        super().__init__(channel)
+        self._metadata = ((TOKEN, token),)
+
+    def _method(self, kind: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return partial(getattr(self._channel, kind)(*args, **options), metadata=self._metadata)
+
+
+class _TlsChannel(_WrappedChannel):
+    """Connects with this process's certificate as it is then.
+
+    gRPC reads a channel's certificate once. So where the certificate has been replaced, and the connection does not
+    stand, the next call opens another channel. A connection that stands is kept: peers look at certificates only at its
+    beginning, and calls keep their order.
+    """
+
+    def __init__(self, target: str, tls: Tls, options: list[tuple[str, Any]]) -> None:
+        self._target, self._tls, self._options = target, tls, options
+        self._identity = tls.identity
+        super().__init__(self._opened())
+
+    def _opened(self) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(self._target, self._identity.channel_credentials(), options=self._options)
+
+    def _current(self) -> grpc.aio.Channel:
+        identity = self._tls.identity
+        if identity is not self._identity and self._channel.get_state() not in _KEPT:
+            self._identity = identity
+            self._channel = self._opened()  # gRPC closes the other once nothing refers to it: no call, no method
+        return self._channel
+
+    def _method(self, kind: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        channel = self._channel
+        method = getattr(channel, kind)(*args, **options)
+
+        def call(*arguments: Any, **call_options: Any) -> Any:
+            nonlocal channel, method
+            if self._current() is not channel:
+                channel = self._channel
+                method = getattr(channel, kind)(*args, **options)
+            return method(*arguments, **call_options)
+
+        return call
 
 
 class _CallDetails(grpc.ClientCallDetails):
