@@ -58,6 +58,7 @@ FOLDERS = {
     "tests/clients/python": "scripts with those of Python that have an environment of their own",
     "tests/hostile": "attacks by clients and tenants, and faults of machines",
     "tests/e2e": "the whole platform as separate processes",
+    "tests/fleet": "workers on Slurm and Ray, each a cluster on this host",
     "tests/lab": "hosts in network namespaces, with shaped links",
     "tests/support": "what tests of several packages share",
     "tools": "setup, stubs, this tree, and a check of prose",

@@ -14,7 +14,7 @@ from torchrelay.cli.join_file import JoinFile
 from torchrelay.cli.up.children.child import ChildSpec
 from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.children.supervisor import Supervisor
-from torchrelay.cli.up.run import stop_on_signals
+from torchrelay.cli.up.stop_signals import stop_on_signals
 from torchrelay.cli.views.console import out
 
 

@@ -24,6 +24,7 @@ class RayJobs:
 
     def __init__(self, address: str, program: JobProgram) -> None:
         self._address, self._program = address, program
+        self._slot: Any = None  # the actor's class, known to the cluster
         self._began: dict[str, Any] = {}  # of each actor, the answer that it gives once it has a node
 
     async def listed(self) -> Mapping[str, bool]:
@@ -48,6 +49,7 @@ class RayJobs:
     def _connected(self, ask: Callable[[], _T]) -> _T:
         if not ray.is_initialized():
             ray.init(self._address, namespace=self._program.jobs_name, logging_level=logging.ERROR, log_to_driver=False)
+            self._slot = ray.remote(RaySlot)  # once: its nodes would load the class again
             self._began.clear()
         return ask()
 
@@ -61,7 +63,7 @@ class RayJobs:
         program = self._program
         needs = {"num_gpus": 1} if program.device != "cpu" else {"resources": {RESOURCE: 1}}
         options = {"name": worker_id, "lifetime": "detached", "num_cpus": program.threads, **needs}
-        actor: Any = ray.remote(RaySlot).options(**options).remote()
+        actor: Any = self._slot.options(**options).remote()
         actor.run.remote(program.arguments(worker_id), program.join_file.scope, program.join_file.as_toml())
 
     def _stop(self, worker_id: str) -> None:

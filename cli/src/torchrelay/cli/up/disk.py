@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torchrelay.cli.errors import CliError
 from torchrelay.common.host.disk import free_bytes
-from torchrelay.common.net.nats_client import MIN_STREAM_BYTES, StreamSizes
 from torchrelay.common.quantities import format_bytes
 
 NEEDED_BYTES = 32 << 20  # to start: ledger, streams and logs begin small
@@ -31,15 +30,6 @@ def disk_state(num_free_bytes: int, before: DiskState = DiskState.ROOMY) -> Disk
     if num_free_bytes < LOW_BYTES * (1 if before is DiskState.ROOMY else 2):
         return DiskState.LOW
     return DiskState.ROOMY
-
-
-def stream_sizes(num_free_bytes: int) -> StreamSizes:
-    """An eighth of ``num_free_bytes``, what the streams hold included: four fifths of it for usage registers."""
-    most, budget_bytes = StreamSizes(), num_free_bytes // 8
-    return StreamSizes(
-        history_bytes=max(min(most.history_bytes, budget_bytes // 5), MIN_STREAM_BYTES),
-        usage_bytes=max(min(most.usage_bytes, budget_bytes * 4 // 5), MIN_STREAM_BYTES),
-    )
 
 
 def log_limit_bytes(num_free_bytes: int) -> int:

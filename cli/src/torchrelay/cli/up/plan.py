@@ -19,9 +19,10 @@ from torchrelay.cli.launchers.launcher import Launcher
 from torchrelay.cli.launchers.pool_driver import PoolDriver
 from torchrelay.cli.up.children.child import GRACE_S, STOP_TIMEOUT_S, ChildSpec
 from torchrelay.cli.up.children.stack import Stack
-from torchrelay.cli.up.disk import folder_bytes, stream_sizes
+from torchrelay.cli.up.disk import folder_bytes
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
 from torchrelay.cli.up.remote_store import remote_url
+from torchrelay.cli.up.stream_sizes import stream_sizes
 from torchrelay.common.host.addresses import REACHED_AT, join_address
 from torchrelay.common.host.disk import free_bytes
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from torchrelay.cli.home import Home
@@ -21,6 +20,7 @@ from torchrelay.cli.up.plan import NODE_SCOPE, StackPlan, UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.progress import StartupProgress
 from torchrelay.cli.up.shared_memory import arena_owned, left_arenas
+from torchrelay.cli.up.stop_signals import stop_on_signals
 from torchrelay.cli.up.tls import tls_of_install
 from torchrelay.cli.views.console import out
 from torchrelay.common.host.machine import SHARED_MEMORY, Machine
@@ -82,19 +82,3 @@ async def _run_stack(home: Home, options: UpOptions, plan: StackPlan, is_quiet: 
         if stack.arena is not None:
             stack.arena.unlink(missing_ok=True)  # the store removes it unless it was killed
     progress.stopped()
-
-
-def stop_on_signals(stop: asyncio.Event, kill: Callable[[], None]) -> None:
-    """Sets ``stop`` on SIGINT, SIGTERM and SIGHUP; calls ``kill`` on a SIGINT or SIGTERM after that."""
-
-    def signalled() -> None:
-        if stop.is_set():
-            kill()
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, signalled)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        # A terminal that closes may send it twice, by the shell and by the kernel: this is no request to kill.
-        loop.add_signal_handler(signal.SIGHUP, stop.set)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchrelay.cli.up.run import stop_on_signals
+from torchrelay.cli.up.stop_signals import stop_on_signals
 
 
 async def outcome(*sent: signal.Signals) -> tuple[bool, int]:
