@@ -24,3 +24,11 @@ def test_pool_limits_become_config_and_must_agree() -> None:
     assert SchedulerSettings(cluster_key=key, pool_min_slots=2).config.pool_max_slots == 0
     with pytest.raises(ValidationError, match="must be at least pool_min_slots"):
         SchedulerSettings(cluster_key=key, pool_min_slots=3, pool_max_slots=2)
+
+
+def test_keda_needs_targets_to_follow() -> None:
+    key = "ab" * 16
+    assert SchedulerSettings(cluster_key=key, pool_mode="follow", keda_port=7102).keda_port == 7102
+    for mode in ("off", "advise"):
+        with pytest.raises(ValidationError, match="set pool_mode to follow, or keda_port to 0"):
+            SchedulerSettings(cluster_key=key, pool_mode=mode, keda_port=7102)

@@ -19,10 +19,18 @@ from torchrelay.common.identity.callers import (
     call_token,
     certificate_name,
 )
-from torchrelay.control.v1 import decode_pb2, param_store_pb2, prefill_pb2, scheduler_pb2, worker_pb2
+from torchrelay.control.v1 import (
+    decode_pb2,
+    external_scaler_pb2,
+    param_store_pb2,
+    prefill_pb2,
+    scheduler_pb2,
+    worker_pb2,
+)
 from torchrelay.decode.role import CALLERS as DECODE
 from torchrelay.param_store.grpc.servicer import CALLERS as STORE
 from torchrelay.prefill.role import CALLERS as PREFILL
+from torchrelay.scheduler.service.external_scaler import CALLERS as EXTERNAL_SCALER
 from torchrelay.scheduler.service.servicer import CALLERS as SCHEDULER
 from torchrelay.worker.servicer import CALLERS as WORKER
 
@@ -30,6 +38,7 @@ KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 LOAD = "/torchrelay.control.v1.Worker/Load"
 CONTRACT: dict[FileDescriptor, MethodCallers] = {
     decode_pb2.DESCRIPTOR: DECODE,
+    external_scaler_pb2.DESCRIPTOR: EXTERNAL_SCALER,
     param_store_pb2.DESCRIPTOR: STORE,
     prefill_pb2.DESCRIPTOR: PREFILL,
     scheduler_pb2.DESCRIPTOR: SCHEDULER,

@@ -21,6 +21,7 @@ from tests.unit.scheduler.service.scripted_peers import (
     ScriptedWorker,
 )
 from torchrelay.common.identity.callers import SCHEDULER_NODE
+from torchrelay.common.identity.tls import Tls
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.net.rpc.channels import open_channel
@@ -37,8 +38,8 @@ SCHEDULER_TOKEN = every_token(bytes.fromhex(CLUSTER_KEY), SCHEDULER_NODE)
 class GatewayClient:
     """A gateway's side of the Admit stream."""
 
-    def __init__(self, address: str, gateway_id: str = "gateway-1") -> None:
-        self._channel = open_channel(address, token=SCHEDULER_TOKEN)
+    def __init__(self, address: str, gateway_id: str = "gateway-1", tls: Tls | None = None) -> None:
+        self._channel = open_channel(address, tls, SCHEDULER_TOKEN)
         self.stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
         self._gateway_id = gateway_id
         self._call: Any = None
@@ -124,10 +125,12 @@ class ScriptedCluster:
         return SchedulerSettings(**(fields | changes))
 
     @asynccontextmanager
-    async def scheduler(self, num_workers: int = 0, tick_s: float = TICK_S, **changes: Any) -> AsyncIterator[str]:
-        """A running scheduler's address, once it knows ``num_workers`` workers."""
+    async def scheduler(
+        self, num_workers: int = 0, tick_s: float = TICK_S, tls: Tls | None = None, **changes: Any
+    ) -> AsyncIterator[str]:
+        """A running scheduler's address, once it knows ``num_workers`` workers. ``tls``: the identity of a caller."""
         async with serving(self.settings(**changes), tick_s) as addresses:
-            await cluster(addresses["grpc"], lambda view: len(view.workers) >= num_workers)
+            await cluster(addresses["grpc"], lambda view: len(view.workers) >= num_workers, tls=tls)
             yield addresses["grpc"]
 
 
@@ -142,10 +145,13 @@ async def scripted_cluster(nats_url: str) -> AsyncIterator[ScriptedCluster]:
 
 
 async def cluster(
-    address: str, until: Callable[[scheduler_pb2.ClusterView], bool], timeout_s: float = WAIT_S
+    address: str,
+    until: Callable[[scheduler_pb2.ClusterView], bool],
+    timeout_s: float = WAIT_S,
+    tls: Tls | None = None,
 ) -> scheduler_pb2.ClusterView:
     """The first view of the cluster that fulfils ``until``."""
-    async with asyncio.timeout(timeout_s), open_channel(address, token=SCHEDULER_TOKEN) as channel:
+    async with asyncio.timeout(timeout_s), open_channel(address, tls, SCHEDULER_TOKEN) as channel:
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
         call: Any = stub.WatchCluster(scheduler_pb2.WatchClusterRequest())
         async for view in call:

@@ -15,6 +15,7 @@ import msgspec
 import uvloop
 from nats.aio.client import Client
 
+from torchrelay.common.errors import Conflict
 from torchrelay.common.host.addresses import join_address
 from torchrelay.common.identity.callers import SCHEDULER_NODE
 from torchrelay.common.identity.keys import derive_node_key
@@ -26,7 +27,7 @@ from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.control.v1 import scheduler_pb2_grpc
+from torchrelay.control.v1 import external_scaler_pb2_grpc, scheduler_pb2_grpc
 from torchrelay.scheduler.policy.config import TICK_S, TURN_S
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import Turn
@@ -38,6 +39,8 @@ from torchrelay.scheduler.service.enrolment import Enrolment
 from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.events.reader import EventReader
+from torchrelay.scheduler.service.external_scaler import CALLERS as KEDA_CALLERS
+from torchrelay.scheduler.service.external_scaler import ExternalScalerServicer
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart, replay
 from torchrelay.scheduler.service.lease import Lease
 from torchrelay.scheduler.service.peer_channels import PeerChannels
@@ -90,7 +93,8 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
                 await server.start()
                 await server.set_serving(SCHEDULER_SERVICE, True)
                 try:
-                    yield {"grpc": join_address(settings.advertised_host, server.port)}
+                    async with _serving_keda(settings, tls, node_key, controller):
+                        yield {"grpc": join_address(settings.advertised_host, server.port)}
                 finally:
                     controller.streams.close()
                     if lease is not None and keeping is not None and not keeping.done():
@@ -122,6 +126,31 @@ async def _stand_by(
     finally:
         await server.stop(0)
     return server.port, lease
+
+
+@asynccontextmanager
+async def _serving_keda(
+    settings: SchedulerSettings, tls: Tls | None, node_key: bytes, controller: Controller
+) -> AsyncIterator[None]:
+    """Serves KEDA, if it has a port. The port is its own because a standby must refuse connections there: KEDA takes
+    any scheduler that accepts them for the active one.
+    """
+    if not settings.keda_port:
+        yield
+        return
+    try:
+        server = RpcServer(settings.host, settings.keda_port, tls, node_key)
+    except Conflict as error:
+        raise Conflict(error.message, field="keda_port") from error
+    servicer = ExternalScalerServicer(controller)
+    external_scaler_pb2_grpc.add_ExternalScalerServicer_to_server(servicer, server.server)
+    server.allow(KEDA_CALLERS)
+    await server.start()
+    try:
+        yield
+    finally:
+        servicer.close()
+        await server.stop()
 
 
 @contextmanager

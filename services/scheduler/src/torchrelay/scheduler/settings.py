@@ -56,6 +56,13 @@ class SchedulerSettings(ServiceSettings):
     pool_min_slots: int = Field(0, ge=0, description="Minimum slots in the target of each pool.")
     pool_max_slots: int = Field(0, ge=0, description="Maximum slots in the target of each pool; 0: no limit.")
     pool_spare_slots: int = Field(0, ge=0, description="Free slots in the target, beside those in use.")
+    keda_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the gRPC service by which KEDA scales workers; 0: none. It needs no token, and pool_mode "
+        "follow; of several schedulers only the active one listens there.",
+    )
     queue_limit: int = Field(
         1024, ge=1, description="Maximum waiting requests per model; further ones are refused with Retry-After."
     )
@@ -119,6 +126,13 @@ class SchedulerSettings(ServiceSettings):
     def _is_at_least_minimum(cls, value: int, info: ValidationInfo) -> int:
         if 0 < value < info.data.get("pool_min_slots", 0):
             raise ValueError("must be at least pool_min_slots, or 0 for no limit")
+        return value
+
+    @field_validator("keda_port")
+    @classmethod
+    def _has_targets(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("pool_mode") is not PoolMode.FOLLOW:
+            raise ValueError("KEDA follows the scheduler's targets: set pool_mode to follow, or keda_port to 0")
         return value
 
     @property

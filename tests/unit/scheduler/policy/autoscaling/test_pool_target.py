@@ -13,6 +13,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
 from torchrelay.scheduler.policy.autoscaling.pool_target import (
     PoolLoad,
     SlotShortage,
+    missing_roles,
     num_missing_slots,
     pool_target,
 )
@@ -68,7 +69,7 @@ def test_target_keeps_to_its_limits(num_used: int, num_short: int, num_idle: int
 def test_model_lacks_a_slot_for_its_missing_role_its_minimum_and_its_queue() -> None:
     def missing(num_waiting: int, playing: Counter[Role], minimum: int = 0, backlog_s: float = 0.0) -> int:
         demand = Demand(a_model(), num_waiting, 0, 0.0, backlog_s=backlog_s)
-        return num_missing_slots(demand, playing, minimum, 0.1, UNLIMITED)
+        return num_missing_slots(demand, missing_roles(demand, playing, minimum, 0.1, UNLIMITED))
 
     both = Counter(ROLES)
     assert missing(0, Counter()) == 0
@@ -76,3 +77,9 @@ def test_model_lacks_a_slot_for_its_missing_role_its_minimum_and_its_queue() -> 
     assert missing(0, both, minimum=3) == 2
     assert missing(1, both) == 0
     assert missing(500, both, backlog_s=500.0) > 1
+
+
+def test_model_lacks_an_instance_of_the_role_that_none_plays() -> None:
+    waiting = Demand(a_model(), 3, 0, 0.0)
+    assert missing_roles(waiting, Counter(), 0, 0.1, UNLIMITED) == Counter(ROLES)
+    assert missing_roles(waiting, Counter({Role.PREFILL: 1}), 0, 0.1, UNLIMITED) == Counter({Role.DECODE: 1})

@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
+from torchrelay.scheduler.policy.core import Role
 
 ADVISE = PolicyConfig(pool_mode=PoolMode.ADVISE)
 FIRST, SECOND = a_model("acme/first", idle_timeout_s=1.0), a_model("acme/second")
@@ -78,6 +79,55 @@ def test_busy_slot_is_no_slot_for_another_model_and_sizes_are_apart() -> None:
     scene.admit(SECOND, "r2")
     scene.pass_time(0.9)
     assert targets(scene) == {1: (1, 2), 2: (1, 0)}
+
+
+def wanted(scene: PaperCluster) -> dict[Role | None, int]:
+    """The slots that pools of single devices should have, of all workers and of those that play one role."""
+    of_roles = scene.policy.state.role_targets
+    targets: dict[Role | None, int] = {None: scene.policy.state.pool_targets[1].num_wanted}
+    return targets | {role: target.num_wanted for (size, role), target in of_roles.items() if size == 1}
+
+
+def test_first_request_changes_the_target_at_once() -> None:
+    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_store("store-1", "host-1"))
+    scene.pass_time(2.0)
+    assert scene.policy.state.pool_targets == {}
+    scene.admit(FIRST, "r1")
+    assert targets(scene) == {1: (0, 1)}
+    evaluated_at = scene.policy.state.pools_evaluated_at
+    scene.admit(SECOND, "r2")
+    assert scene.policy.state.pools_evaluated_at == evaluated_at, "a launcher starts a slot already"
+    scene.pass_time(1.0)
+    assert targets(scene) == {1: (0, 2)}
+
+
+def test_workers_of_a_single_role_have_targets_of_their_own() -> None:
+    scene = PaperCluster(PolicyConfig(pool_mode=PoolMode.FOLLOW)).settle(a_store("store-1", "host-1"))
+    scene.pass_time(2.0)
+    scene.admit(FIRST, "r1")
+    assert wanted(scene) == {None: 1, Role.PREFILL: 1, Role.DECODE: 1}
+    scene.settle(a_worker("w-p", playable_roles=frozenset((Role.PREFILL,))))
+    scene.finish_loads()
+    scene.pass_time(2 * scene.config.unserved_s)
+    assert scene.refusal("r1") is None, "it waits for the slot that plays decode"
+    assert wanted(scene) == {None: 1, Role.PREFILL: 1, Role.DECODE: 1}
+    scene.settle(a_worker("w-d", playable_roles=frozenset((Role.DECODE,))))
+    scene.finish_loads()
+    assert scene.placement("r1") is not None
+    scene.pass_time(1.0)
+    assert wanted(scene) == {None: 2, Role.PREFILL: 1, Role.DECODE: 1}
+    scene.release("r1")
+    scene.pass_time(5.0)
+    assert wanted(scene) == {None: 0, Role.PREFILL: 0, Role.DECODE: 0}
+
+
+def test_workers_of_both_roles_belong_to_no_pool_of_a_single_role() -> None:
+    scene = PaperCluster(ADVISE).settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene.admit(FIRST, "r1")
+    scene.finish_loads()
+    scene.pass_time(1.0)
+    assert targets(scene) == {1: (1, 1)}
+    assert scene.policy.state.role_targets == {}
 
 
 def test_advice_changes_no_decision() -> None:

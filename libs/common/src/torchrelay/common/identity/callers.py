@@ -26,7 +26,8 @@ class Caller(StrEnum):
 
 
 MethodCallers: TypeAlias = Mapping[str, Collection[Caller]]  # by method: /torchrelay.control.v1.Worker/Load
-ANYONE = frozenset(Caller)  # and callers without a token, for a method that checks a credential of its own
+# And callers without a token: for a method that checks a credential of its own, or whose answers are for everybody.
+ANYONE = frozenset(Caller)
 
 
 def certificate_name(caller: Caller) -> str:

@@ -148,6 +148,7 @@ class Policy:
             opened = state.attempts.get(admission.key)
             if opened is None:
                 lifecycle.refuse_if_infeasible(state, admission, now)
+                pools.request_waits(state, model, now)
             is_short = opened is None or opened.placement.cold
             if is_short and scaling.may_act_alone(state, model, now):
                 scaling.scale(state, now, (model.version_id,))

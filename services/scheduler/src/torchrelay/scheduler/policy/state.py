@@ -20,7 +20,7 @@ from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
-from torchrelay.scheduler.policy.core import MAX_VERSIONS, AttemptKey, Instance, Model, PromptSource
+from torchrelay.scheduler.policy.core import MAX_VERSIONS, AttemptKey, Instance, Model, PromptSource, Role
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempts
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
 from torchrelay.scheduler.policy.dispatch.returning_prompts import ReturningPrompts
@@ -83,7 +83,10 @@ class State:
     aliases: VersionAliases = field(default_factory=VersionAliases)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
     minimums: Minimums = field(default_factory=Minimums)
-    pool_targets: dict[int, PoolTarget] = field(default_factory=dict)  # by devices of a slot; empty: not evaluated
+    pool_targets: dict[int, PoolTarget] = field(default_factory=dict)  # by devices of a slot
+    # The same of the workers that can play only this role, as a launcher of such workers needs it.
+    role_targets: dict[tuple[int, Role], PoolTarget] = field(default_factory=dict)
+    pools_evaluated_at: float | None = None
     forecasts: dict[str, tuple[float, float]] = field(default_factory=dict)  # by unused version; see ``Demand``
     effects: Effects = field(default_factory=Effects)
     instances_without_token: Recent[str, tuple[str, ...]] = field(  # by request id; see note_no_token
@@ -119,9 +122,13 @@ class State:
 
     def is_starting_slots(self, num_devices: int) -> bool:
         """Whether a launcher starts slots of this pool. Launchers start only slots of one device."""
-        target = self.pool_targets.get(num_devices)
-        is_followed = self.config.pool_mode is PoolMode.FOLLOW and num_devices == 1
-        return is_followed and target is not None and target.num_wanted > target.load.num_slots
+        if self.config.pool_mode is not PoolMode.FOLLOW or num_devices != 1:
+            return False
+        of_roles = [target for (size, _), target in self.role_targets.items() if size == num_devices]
+        if not any(target.load.num_slots for target in of_roles):
+            of_roles = []  # no worker is set apart for a role
+        targets = [self.pool_targets.get(num_devices), *of_roles]
+        return any(target is not None and target.num_wanted > target.load.num_slots for target in targets)
 
     def note_model(self, model: Model, now: float, *, is_new_call: bool = True) -> None:
         """Stores the newest settings of a version; if there are too many, an unused version is evicted.

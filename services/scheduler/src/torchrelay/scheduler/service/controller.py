@@ -112,6 +112,8 @@ class Controller:
         self._with_minimum: dict[str, types_pb2.ModelVersion] = {}  # these are loaded without an admission
         self._event_publisher = event_publisher
         self._watchers: set[asyncio.Event] = set()
+        self._pool_watchers: set[asyncio.Event] = set()
+        self._pools_seen_at: float | None = None  # when the pools were evaluated that watchers know
         meter, state = metrics.get_meter("torchrelay.scheduler"), policy.state
         self._metrics = AdmissionMetrics(meter, lambda: len(state.queues), lambda: event_publisher.num_dropped)
         self._copy_metrics = ReplicationMetrics(
@@ -126,6 +128,10 @@ class Controller:
         if self._recorder is not None:
             self._recorder.record(input_, now)
         self._carry_out(self.policy.apply(input_, now))
+        if self.policy.state.pools_evaluated_at != self._pools_seen_at:
+            self._pools_seen_at = self.policy.state.pools_evaluated_at
+            for event in self._pool_watchers:
+                event.set()
         if (due := self.policy.next_due()) < self._due_at:
             self.stop_timer()
             self._due_at = due
@@ -309,8 +315,15 @@ class Controller:
         self._watchers.add(event)
         return event
 
+    def watch_pools(self) -> asyncio.Event:
+        """The same, set only when the targets of pools were evaluated."""
+        event = asyncio.Event()
+        self._pool_watchers.add(event)
+        return event
+
     def unwatch(self, event: asyncio.Event) -> None:
         self._watchers.discard(event)
+        self._pool_watchers.discard(event)
 
     def _notify_watchers(self) -> None:
         for event in self._watchers:

@@ -27,7 +27,7 @@ class SlotShortage:
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
     """A pool at one moment. ``num_used``: slots that hold an instance; ``num_idle``: the part of these whose instance
-    would be evicted for a waiting model.
+    would be evicted for a waiting model. ``role``: of workers that can play no other; None: of all workers.
     """
 
     num_devices: int
@@ -35,6 +35,7 @@ class PoolLoad:
     num_used: int = 0
     num_idle: int = 0
     shortages: Sequence[SlotShortage] = ()
+    role: Role | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,11 @@ class PoolTarget:
     reason: Reason
 
 
-def num_missing_slots(demand: Demand, playing: Counter[Role], minimum: int, load_s: float, config: PolicyConfig) -> int:
-    """Slots that the model lacks, if each new slot can play both roles. ``playing``: its instances per role;
-    ``minimum``: its minimum instances per role; ``load_s``: predicted duration of a load into a new slot.
+def missing_roles(
+    demand: Demand, playing: Counter[Role], minimum: int, load_s: float, config: PolicyConfig
+) -> Counter[Role]:
+    """Instances that the model lacks, by role. ``playing``: its instances per role; ``minimum``: its minimum instances
+    per role; ``load_s``: predicted duration of a load into a new slot.
     """
     missing = Counter({role: minimum - playing[role] for role in ROLES})
     if demand.num_waiting:
@@ -56,7 +59,11 @@ def num_missing_slots(demand: Demand, playing: Counter[Role], minimum: int, load
         if all(playing[role] for role in ROLES):
             wanted = wanted_instances(demand, playing, load_s, config)
         missing = Counter({role: max(missing[role], wanted[role] - playing[role]) for role in ROLES})
-    missing = +missing
+    return +missing
+
+
+def num_missing_slots(demand: Demand, missing: Counter[Role]) -> int:
+    """Slots that the model lacks, if each new slot can play both roles."""
     return missing.total() if demand.decode is not None else max(missing.values(), default=0)
 
 

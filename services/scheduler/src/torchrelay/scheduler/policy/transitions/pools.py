@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 from torchrelay.common.quantities import format_count
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
 from torchrelay.scheduler.policy.autoscaling.pool_target import (
     PoolLoad,
     PoolTarget,
     SlotShortage,
+    missing_roles,
     num_missing_slots,
     pool_target,
 )
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PoolMode
-from torchrelay.scheduler.policy.core import Model
+from torchrelay.scheduler.policy.core import ROLES, Model, Role
 from torchrelay.scheduler.policy.effects import SchedulerEvent
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import demands
 
 
+def request_waits(state: State, model: Model, now: float) -> None:
+    """Evaluates the pools at once if a request waits for a pool that should have no slot: a launcher learns of the
+    first request without waiting for the next evaluation.
+    """
+    target = state.pool_targets.get(model.num_devices)
+    if (target is None or not target.num_wanted) and state.queues.num_waiting(model.version_id):
+        evaluate_pools(state, now)
+
+
 def evaluate_pools(state: State, now: float) -> None:
-    """Updates ``state.pool_targets``, and records each pool whose target or number of slots changed."""
+    """Updates the targets of all pools, and records each pool whose target or number of slots changed."""
     if state.config.pool_mode == PoolMode.OFF or now - state.started_at < state.config.settle_s:
         return
     before = state.pool_targets
-    state.pool_targets = {load.num_devices: pool_target(load, state.config) for load in _pool_loads(state, now)}
+    shortages = _shortages(state, now)
+    targets = [pool_target(load, state.config) for load in _pool_loads(state, shortages)]
+    state.pool_targets = {target.load.num_devices: target for target in targets}
+    by_role = [pool_target(load, state.config) for role in ROLES for load in _pool_loads(state, shortages, role)]
+    state.role_targets = {(target.load.num_devices, role): target for target in by_role if (role := target.load.role)}
+    state.pools_evaluated_at = now
     for num_devices, target in state.pool_targets.items():
         earlier = before.get(num_devices)
         if earlier is None or _numbers(earlier) != _numbers(target):
@@ -44,39 +61,61 @@ def _event(target: PoolTarget, mode: PoolMode, now: float) -> SchedulerEvent:
     return SchedulerEvent(now, "pool", "", name, text, "scale.pool", fields)
 
 
-def _pool_loads(state: State, now: float) -> list[PoolLoad]:
-    """The load of each pool that has a slot or that a model needs, the smallest slots first. The pool of single
-    devices is there from the start if it has slots without demand.
-    """
-    shortages = defaultdict[int, list[SlotShortage]](list)
-    waiting = dict.fromkeys((*state.queues.versions, *state.minimums.in_force))
-    for version_id in waiting:
+_Pool = tuple[int, Role | None]  # devices of a slot; the role of workers that play no other, None: of all workers
+
+
+def _shortages(state: State, now: float) -> Mapping[_Pool, list[SlotShortage]]:
+    shortages = defaultdict[_Pool, list[SlotShortage]](list)
+    for version_id in _wanting(state):
         model = state.models.get(version_id)
-        if model is not None and (number := _num_missing(state, model, now)):
-            shortages[model.num_devices].append(SlotShortage(model.name, number))
+        if model is None:
+            continue
+        demand = demands.demand_of(state, model, state.idle_timeout_s(version_id, now), now)
+        missing = _missing(state, model, demand)
+        if number := num_missing_slots(demand, missing):
+            shortages[model.num_devices, None].append(SlotShortage(model.name, number))
+        for role, number in missing.items():
+            shortages[model.num_devices, role].append(SlotShortage(model.name, number))
+    return shortages
+
+
+def _wanting(state: State) -> dict[str, None]:
+    """Versions with waiting requests or a minimum, in this order."""
+    return dict.fromkeys((*state.queues.versions, *state.minimums.in_force))
+
+
+def _pool_loads(
+    state: State, shortages: Mapping[_Pool, list[SlotShortage]], role: Role | None = None
+) -> list[PoolLoad]:
+    """The load of each pool that has a slot or that a model needs, the smallest slots first. The pool of single
+    devices is there from the start if it has slots without demand. ``role``: of the workers that can play no other.
+    """
+    wanting = _wanting(state)
     num_slots, num_used, num_idle = Counter[int](), Counter[int](), Counter[int]()
     for worker in state.membership.workers.values():
+        if role is not None and worker.playable_roles != {role}:
+            continue
         num_slots[worker.num_devices] += 1
         instance = state.instances.on_worker(worker.worker_id)
         if instance is None:
             continue
         num_used[worker.num_devices] += 1
         is_open = state.attempts.at(instance.instance_id).num_open > 0
-        if instance.accepted and not is_open and instance.version_id not in waiting and instance.staying:
+        if instance.accepted and not is_open and instance.version_id not in wanting and instance.staying:
             num_idle[worker.num_devices] += 1
+    short = {size: tuple(listed) for (size, of_role), listed in shortages.items() if of_role == role}
     kept = {1} if state.config.pool_min_slots or state.config.pool_spare_slots else set[int]()
     return [
-        PoolLoad(size, num_slots[size], num_used[size], num_idle[size], tuple(shortages[size]))
-        for size in sorted({*num_slots, *shortages, *kept})
+        PoolLoad(size, num_slots[size], num_used[size], num_idle[size], short.get(size, ()), role)
+        for size in sorted({*num_slots, *short, *kept})
     ]
 
 
-def _num_missing(state: State, model: Model, now: float) -> int:
+def _missing(state: State, model: Model, demand: Demand) -> Counter[Role]:
     version_id = model.version_id
-    demand = demands.demand_of(state, model, state.idle_timeout_s(version_id, now), now)
     instances = [instance for instance in state.instances.of_version(version_id) if instance.staying]
     playing = Counter(role for instance in instances for role in instance.target_roles)
     minimum = state.minimums.in_force.get(version_id)
     tier = Tier.PEER if state.membership.is_held(model.pack_id) else Tier.REMOTE
     load_s = demand.load_s.get(tier, 0.0)
-    return num_missing_slots(demand, playing, minimum.number if minimum is not None else 0, load_s, state.config)
+    return missing_roles(demand, playing, minimum.number if minimum is not None else 0, load_s, state.config)

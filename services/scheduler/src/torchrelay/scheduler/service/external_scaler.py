@@ -1,0 +1,98 @@
+"""KEDA's gRPC service, by which a ScaledObject scales a Deployment of workers to the slots that its pool should have.
+
+The metric is the number of slots wanted, with a target of 1, so the replicas that KEDA asks for are these slots.
+Answers name no tenant and no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from torchrelay.common.errors import InvalidRequest, Overloaded, Unavailable
+from torchrelay.common.identity.callers import ANYONE, MethodCallers
+from torchrelay.control.v1 import external_scaler_pb2, external_scaler_pb2_grpc
+from torchrelay.scheduler.service.controller import Controller
+from torchrelay.scheduler.service.pool_selector import PoolSelector
+
+METRIC: Final = "slots-wanted"
+_TARGET: Final = 1
+MAX_STREAMS: Final = 256  # KEDA opens one for each ScaledObject
+
+_SERVICE: Final = "/externalscaler.ExternalScaler"
+# KEDA can send no token of ours; with TLS it shows a certificate of the cluster's CA.
+CALLERS: MethodCallers = {
+    f"{_SERVICE}/{method}": ANYONE for method in ("IsActive", "StreamIsActive", "GetMetricSpec", "GetMetrics")
+}
+
+Context = Any  # a grpc.aio.ServicerContext; its stub does not take plain callbacks
+
+
+class ExternalScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._streams: set[asyncio.Event] = set()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Ends all streams without an error: after an error KEDA waits up to a minute before it opens another."""
+        self._is_closed = True
+        for evaluated in self._streams:
+            evaluated.set()
+
+    async def IsActive(
+        self, request: external_scaler_pb2.ScaledObjectRef, context: Context
+    ) -> external_scaler_pb2.IsActiveResponse:
+        return external_scaler_pb2.IsActiveResponse(result=self._num_wanted(request) > 0)
+
+    async def StreamIsActive(
+        self, request: external_scaler_pb2.ScaledObjectRef, context: Context
+    ) -> AsyncIterator[external_scaler_pb2.IsActiveResponse]:
+        """Sends changes only. While a client reads slowly, changes that it has not read count as one."""
+        selector = PoolSelector.of(request.scaler_metadata)
+        if len(self._streams) >= MAX_STREAMS:
+            raise Overloaded(f"{MAX_STREAMS} streams of StreamIsActive are open; close one, or scale fewer Deployments")
+        evaluated = self._controller.watch_pools()
+        self._streams.add(evaluated)
+        # A broken stream may leave this generator suspended: cleaning up must not wait until it is collected.
+        context.add_done_callback(lambda _: self._leave(evaluated))
+        try:
+            sent: bool | None = None
+            while not self._is_closed:
+                evaluated.clear()
+                number = selector.num_wanted(self._controller.policy.state)
+                if number is not None and (number > 0) != sent:
+                    sent = number > 0
+                    yield external_scaler_pb2.IsActiveResponse(result=sent)
+                await evaluated.wait()
+        finally:
+            self._leave(evaluated)
+
+    async def GetMetricSpec(
+        self, request: external_scaler_pb2.ScaledObjectRef, context: Context
+    ) -> external_scaler_pb2.GetMetricSpecResponse:
+        PoolSelector.of(request.scaler_metadata)
+        spec = external_scaler_pb2.MetricSpec(metric_name=METRIC, target_size=_TARGET, target_size_float=_TARGET)
+        return external_scaler_pb2.GetMetricSpecResponse(metric_specs=[spec])
+
+    async def GetMetrics(
+        self, request: external_scaler_pb2.GetMetricsRequest, context: Context
+    ) -> external_scaler_pb2.GetMetricsResponse:
+        if request.metric_name != METRIC:
+            raise InvalidRequest(
+                f"there is no metric {request.metric_name[:64]!r}; ask for {METRIC}", field="metricName"
+            )
+        number = self._num_wanted(request.scaled_object_ref)
+        value = external_scaler_pb2.MetricValue(metric_name=METRIC, metric_value=number, metric_value_float=number)
+        return external_scaler_pb2.GetMetricsResponse(metric_values=[value])
+
+    def _num_wanted(self, scaled_object: external_scaler_pb2.ScaledObjectRef) -> int:
+        number = PoolSelector.of(scaled_object.scaler_metadata).num_wanted(self._controller.policy.state)
+        if number is None:
+            raise Unavailable("the scheduler has just become active, and knows in a second how many slots it wants")
+        return number
+
+    def _leave(self, evaluated: asyncio.Event) -> None:
+        self._streams.discard(evaluated)
+        self._controller.unwatch(evaluated)

@@ -1,0 +1,267 @@
+"""KEDA's service with a client that knows only its protocol, at a real scheduler, without and with TLS."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.support.brokers import free_port
+from tests.support.certificates import Authority
+from tests.support.wait import HANG_S, eventually
+from tests.unit.scheduler.service.scripted_cluster import GatewayClient, ScriptedCluster, cluster, scripted_cluster
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.identity.callers import Caller
+from torchrelay.common.identity.tls import Tls, TlsFiles
+from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.control.v1 import external_scaler_pb2 as pb
+from torchrelay.control.v1 import external_scaler_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from torchrelay.scheduler.main import serving
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.service.external_scaler import MAX_STREAMS
+
+POOL = {"scalerAddress": "demo-scheduler:7102", "numDevices": "1"}
+FOLLOW: dict[str, Any] = {"pool_mode": "follow"}
+
+
+def ref(**metadata: str) -> pb.ScaledObjectRef:
+    return pb.ScaledObjectRef(name="demo-worker", namespace="models", scaler_metadata=metadata or POOL)
+
+
+class Keda:
+    """A client of KEDA's protocol, which resolves the address and verifies certificates as gRPC does by itself."""
+
+    def __init__(self, port: int, credentials: grpc.ChannelCredentials | None = None) -> None:
+        address = f"localhost:{port}"
+        self.channel = (
+            grpc.aio.secure_channel(address, credentials) if credentials else grpc.aio.insecure_channel(address)
+        )
+        self.stub: Any = external_scaler_pb2_grpc.ExternalScalerStub(self.channel)
+
+    async def is_active(self, **metadata: str) -> bool:
+        return bool((await self.stub.IsActive(ref(**metadata), timeout=HANG_S)).result)
+
+    async def metric(self, name: str = "slots-wanted", **metadata: str) -> int:
+        request = pb.GetMetricsRequest(scaled_object_ref=ref(**metadata), metric_name=name)
+        (value,) = (await self.stub.GetMetrics(request, timeout=HANG_S)).metric_values
+        assert value.metric_name == name and value.metric_value_float == value.metric_value
+        return int(value.metric_value)
+
+    def stream(self, **metadata: str) -> Any:
+        return self.stub.StreamIsActive(ref(**metadata))
+
+
+async def read(stream: Any) -> bool:
+    async with asyncio.timeout(HANG_S):
+        message = await stream.read()
+    assert isinstance(message, pb.IsActiveResponse), "the stream ended"
+    return message.result
+
+
+@asynccontextmanager
+async def keda_of(port: int, credentials: grpc.ChannelCredentials | None = None) -> AsyncIterator[Keda]:
+    client = Keda(port, credentials)
+    async with client.channel:
+        yield client
+
+
+@pytest.fixture
+async def it(nats_url: str) -> AsyncIterator[ScriptedCluster]:
+    async with scripted_cluster(nats_url) as it:
+        yield it
+
+
+async def withdraw(gateway: GatewayClient, request_id: str) -> None:
+    key = types_pb2.AttemptKey(request_id=request_id, attempt=1)
+    await gateway.send(withdraw=scheduler_pb2.Withdraw(key=key))
+
+
+async def scales_from_zero_and_back(address: str, keda: Keda, gateway: GatewayClient, tls: Tls | None = None) -> None:
+    """A request at zero is pushed, and the metric is what the view shows."""
+    (spec,) = (await keda.stub.GetMetricSpec(ref())).metric_specs
+    assert (spec.metric_name, spec.target_size, spec.target_size_float) == ("slots-wanted", 1, 1.0)
+    stream = keda.stream()
+    assert not await read(stream)
+    assert not await keda.is_active() and await keda.metric() == 0
+    await gateway.admit("r1")
+    assert await read(stream)
+    assert await keda.is_active()
+    view = await cluster(address, lambda view: bool(view.pools), tls=tls)
+    assert [(pool.num_devices, pool.num_wanted) for pool in view.pools] == [(1, await keda.metric())] == [(1, 1)]
+    assert [await keda.metric(numDevices="1", role=role) for role in ("prefill", "decode")] == [1, 1]
+    assert not await keda.is_active(numDevices="2")
+    await withdraw(gateway, "r1")
+    assert not await read(stream)
+    assert not await keda.is_active() and await keda.metric() == 0
+
+
+async def test_request_at_zero_is_pushed(it: ScriptedCluster) -> None:
+    port = free_port()
+    async with (
+        it.scheduler(keda_port=port, **FOLLOW) as address,
+        GatewayClient(address) as gateway,
+        keda_of(port) as keda,
+    ):
+        await scales_from_zero_and_back(address, keda, gateway)
+
+
+def credentials_of(files: TlsFiles) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(*pem_of(files))
+
+
+def pem_of(files: TlsFiles) -> tuple[bytes, bytes, bytes]:
+    return files.ca.read_bytes(), files.key.read_bytes(), files.cert.read_bytes()
+
+
+async def test_request_at_zero_is_pushed_over_tls_to_the_clusters_own_alone(
+    it: ScriptedCluster, tmp_path: Path
+) -> None:
+    authority, port = Authority(tmp_path / "ca"), free_port()
+    names = ("torchrelay.internal", "scheduler.torchrelay.internal", "localhost")
+    own: dict[str, Any] = {**authority.node("scheduler", dns=names).as_settings()}
+    tls = Tls(authority.node("gateway", Caller.GATEWAY))
+    of_keda = authority.node("keda", dns=("keda",))
+    async with it.scheduler(tls=tls, keda_port=port, **FOLLOW, **own) as address:
+        async with GatewayClient(address, tls=tls) as gateway, keda_of(port, credentials_of(of_keda)) as keda:
+            await scales_from_zero_and_back(address, keda, gateway, tls)
+        other = pem_of(Authority(tmp_path / "other").node("keda", dns=("keda",)))
+        ca = of_keda.ca.read_bytes()
+        strangers = (None, grpc.ssl_channel_credentials(ca), grpc.ssl_channel_credentials(ca, *other[1:]))
+        for credentials in strangers:
+            async with keda_of(port, credentials) as keda:
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await keda.is_active()
+                assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+        control = grpc.aio.secure_channel(
+            address, credentials_of(of_keda), options=[("grpc.ssl_target_name_override", "localhost")]
+        )
+        async with control:
+            stub: Any = scheduler_pb2_grpc.SchedulerStub(control)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
+            assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED, "KEDA's certificate names no caller"
+
+
+async def test_push_needs_no_tick_and_nothing_is_said_before_targets_are_known(it: ScriptedCluster) -> None:
+    port = free_port()
+    async with (
+        it.scheduler(tick_s=3600.0, keda_port=port, **FOLLOW) as address,
+        GatewayClient(address) as gateway,
+        keda_of(port) as keda,
+    ):
+        stream = keda.stream()
+        for call in (keda.is_active, keda.metric):
+            with pytest.raises(grpc.aio.AioRpcError) as early:
+                await call()
+            assert early.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert "has just become active" in str(early.value.details())
+        await asyncio.sleep(PolicyConfig().settle_s)  # the settling time of a start
+        await gateway.admit("r1")
+        assert await read(stream)
+        assert await keda.is_active()
+
+
+async def test_bad_requests_are_refused_by_their_field(it: ScriptedCluster) -> None:
+    port = free_port()
+    async with it.scheduler(keda_port=port, **FOLLOW), keda_of(port) as keda:
+        bad = {"numDevices": "two"}
+        calls: list[Callable[[], Awaitable[Any]]] = [
+            lambda: keda.is_active(**bad),
+            lambda: keda.metric(**bad),
+            lambda: keda.stub.GetMetricSpec(ref(**bad)),
+            lambda: keda.stream(**bad).read(),
+        ]
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call()
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert str(refused.value.details()).startswith("numDevices is 'two'; give the number")
+            error = error_from_rpc(refused.value)
+            assert isinstance(error, InvalidRequest) and error.field == "scalerMetadata.numDevices"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await keda.metric("queue-length")
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert refused.value.details() == "there is no metric 'queue-length'; ask for slots-wanted"
+
+
+async def test_streams_are_bounded_and_closed_ones_make_room(it: ScriptedCluster) -> None:
+    port = free_port()
+    async with it.scheduler(keda_port=port, **FOLLOW), keda_of(port) as keda:
+        streams = [keda.stream() for _ in range(MAX_STREAMS)]
+        assert not any([await read(stream) for stream in streams])
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await keda.stream().read()
+        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        streams.pop().cancel()
+
+        async def has_room() -> bool:
+            stream = keda.stream()
+            try:
+                return not await read(stream)
+            except grpc.aio.AioRpcError as error:
+                assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+                return False
+
+        await eventually(has_room)
+
+
+async def test_streams_end_without_an_error_when_the_scheduler_leaves(it: ScriptedCluster) -> None:
+    """After an error KEDA waits longer and longer before it opens another."""
+    port = free_port()
+    async with keda_of(port) as keda:
+        async with it.scheduler(keda_port=port, **FOLLOW):
+            stream = keda.stream()
+            assert not await read(stream)
+        assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() == grpc.StatusCode.OK
+
+
+async def accepts_connections(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except ConnectionRefusedError:
+        return False
+    writer.close()
+    await writer.wait_closed()
+    return True
+
+
+async def test_standby_refuses_connections_until_it_is_active(it: ScriptedCluster) -> None:
+    """KEDA takes any scheduler that accepts its connection for the active one."""
+    first, second, stood_by = free_port(), free_port(), asyncio.Event()
+    leased: dict[str, Any] = {"lease_s": 1.0, **FOLLOW}
+
+    async def stand_by() -> None:
+        async with serving(it.settings(keda_port=second, port=control, **leased)):
+            await stood_by.wait()
+
+    control = free_port()
+    async with asyncio.TaskGroup() as tasks:
+        async with it.scheduler(keda_port=first, **leased):
+            standby = tasks.create_task(stand_by())
+            await eventually(lambda: accepts_connections(control), "the standby's health checks")
+            assert await accepts_connections(first) and not await accepts_connections(second)
+        assert not await accepts_connections(first)
+        await eventually(lambda: accepts_connections(second), "the standby's service for KEDA")
+        async with keda_of(second) as keda:
+            assert not await read(keda.stream())
+        assert not standby.done()
+        stood_by.set()
+
+
+async def test_ports_serve_no_methods_of_each_other(it: ScriptedCluster) -> None:
+    port = free_port()
+    async with it.scheduler(keda_port=port, **FOLLOW) as address, keda_of(port) as keda:
+        async with keda_of(int(address.rpartition(":")[2])) as wrong:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await wrong.is_active()
+            assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        stub: Any = scheduler_pb2_grpc.SchedulerStub(keda.channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Enroll(scheduler_pb2.EnrollRequest())
+        assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
