@@ -126,3 +126,8 @@ livenessProbe:
   timeoutSeconds: 10
   failureThreshold: 3
 {{- end }}
+
+{{/* Not empty if KEDA scales a shape of workers. Arguments: root. */}}
+{{- define "torchrelay.hasKeda" -}}
+{{- range .root.Values.workers }}{{ if .keda }}yes{{ end }}{{ end }}
+{{- end }}

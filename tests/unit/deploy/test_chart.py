@@ -20,6 +20,8 @@ from torchrelay.common.identity.credentials_file import main as write_credential
 from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.param_store.settings import StoreSettings
+from torchrelay.scheduler.policy.core import Role
+from torchrelay.scheduler.service.pool_selector import PoolSelector
 from torchrelay.scheduler.settings import SchedulerSettings
 from torchrelay.worker.settings import WorkerSettings
 
@@ -29,6 +31,7 @@ SMALLEST: Manifest = {"secret": "torchrelay", "store": {"remoteUrl": "s3://bucke
 PEERS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "backends"}}}]
 TLS = {role: f"{role}-tls" for role in ("scheduler", "gateway", "store", "worker")}
 SHAPE = {"role": "decode", "replicas": 3, "cpus": 8, "memoryMebibytes": 65536, "kvPoolMebibytes": 16384}
+SCALED = {name: value for name, value in SHAPE.items() if name != "replicas"}
 VARIANTS: dict[str, Manifest] = {
     "smallest": {},
     "standby": {"scheduler": {"replicas": 2}},
@@ -41,6 +44,21 @@ VARIANTS: dict[str, Manifest] = {
             {**SHAPE, "name": "short", "gpus": 0},
         ],
         "nodes": {"selector": {"pool": "models"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]},
+    },
+    "keda": {
+        "scheduler": {"replicas": 2},
+        "workers": [
+            {**SCALED, "name": "long", "role": "prefill", "gpus": 1, "keda": {"maxReplicas": 4}},
+            {**SCALED, "name": "short", "gpus": 0, "keda": {"minReplicas": 1, "maxReplicas": 9, "cooldownSeconds": 60}},
+        ],
+    },
+    "keda-tls": {
+        "workers": [
+            {**SHAPE, "name": "long", "role": "prefill", "gpus": 1},
+            {**SCALED, "name": "short", "gpus": 1, "keda": {"minReplicas": 0, "maxReplicas": 1}},
+        ],
+        "tls": {**TLS, "keda": "keda-tls"},
+        "network": {"keda": PEERS},
     },
     "everything-else": {
         "image": {"repository": "registry.example/torchrelay", "tag": "1.2.3", "pullSecrets": ["pull"]},
@@ -57,6 +75,7 @@ VARIANTS: dict[str, Manifest] = {
         },
     },
 }
+KEDA: list[Manifest] = VARIANTS["keda"]["workers"]
 COMPONENTS = {"scheduler", "gateway", "store", "uploads", "worker"}
 # The callers of docs/security.md, with the port of the called.
 CALLS = {
@@ -127,7 +146,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("version", ["1.33", "1.37"])
 def test_manifests_are_valid(variant: str, version: str) -> None:
     for manifest in rendered(variant):
-        if manifest["apiVersion"] != "monitoring.coreos.com/v1":  # the Prometheus operator's
+        if manifest["apiVersion"] not in ("monitoring.coreos.com/v1", "keda.sh/v1alpha1"):
             assert kubernetes_validate.validate(manifest, version, strict=True) == version
     names = [(each["kind"], each["metadata"]["name"]) for each in rendered(variant)]
     assert len(names) == len(set(names))
@@ -243,7 +262,7 @@ def test_tls_files_are_mounted(variant: str) -> None:
         mounted = [each["mountPath"] for each in container["volumeMounts"] if each["name"] == "tls"]
         secrets = [each["secret"]["secretName"] for each in pod["spec"]["volumes"] if each["name"] == "tls"]
         role = "store" if component_of(pod) == "uploads" else component_of(pod)
-        expected = (3, ["/tls"], [f"{role}-tls"]) if variant == "tls" else (0, [], [])
+        expected = (3, ["/tls"], [f"{role}-tls"]) if variant in ("tls", "keda-tls") else (0, [], [])
         assert (len(files), mounted, secrets) == expected
 
 
@@ -302,7 +321,8 @@ def test_policies_permit_calls_between_services_and_no_others(variant: str) -> N
     # Rules without peers are for clients and servers outside, and of our ports for the gateway's and the metrics'.
     for component in labels:
         opened = {each["port"] for rule in rules(component, "ingress") if "from" not in rule for each in rule["ports"]}
-        assert opened <= {7301, 8080, 9464} and (component == "gateway" or opened <= {9464})
+        own = {"gateway": {7301, 8080}, "scheduler": {7102} if variant == "keda" else set()}
+        assert opened <= {9464, *own.get(component, set())}
         outside = {each["port"] for rule in rules(component, "egress") if "to" not in rule for each in rule["ports"]}
         servers = {"gateway": {6379, 5432}, "store": {443}, "uploads": {443}}.get(component, set())
         assert outside == ({53} if variant == "everything-else" else {53, 4222, *servers})
@@ -350,6 +370,56 @@ def test_pods_have_time_to_stop(variant: str) -> None:
         told = variables(pod["spec"]["containers"][0])
         assert float(told.get("TORCHRELAY_GRACE_S", 0)) + 15 <= grace_s
         assert float(told.get("TORCHRELAY_STOP_LIMIT_S", 0)) < grace_s
+
+
+def test_keda_asks_the_scheduler_how_many_pods_each_deployment_should_have() -> None:
+    (smallest,) = (each for each in workloads("smallest") if each["metadata"]["name"] == "demo-worker-decode")
+    assert smallest["spec"]["replicas"] == 1
+    expected: dict[str, list[Manifest]] = {
+        "keda": [
+            {"minReplicaCount": 0, "maxReplicaCount": 4},
+            {"minReplicaCount": 1, "maxReplicaCount": 9, "cooldownPeriod": 60},
+        ],
+        "keda-tls": [{"minReplicaCount": 0, "maxReplicaCount": 1}],
+    }
+    assert {variant for variant in VARIANTS if of_kind(variant, "ScaledObject")} == expected.keys()
+    for variant, limits in expected.items():
+        deployments = {each["metadata"]["name"]: each for each in of_kind(variant, "Deployment")}
+        scaled = of_kind(variant, "ScaledObject")
+        assert [each["spec"] | limit for each, limit in zip(scaled, limits, strict=True)] == [
+            each["spec"] for each in scaled
+        ]
+        names = [each["spec"]["scaleTargetRef"]["name"] for each in scaled]
+        assert {name for name, each in deployments.items() if "replicas" not in each["spec"]} == set(names)
+        for each in scaled:
+            deployment = deployments[each["spec"]["scaleTargetRef"]["name"]]
+            (trigger,) = each["spec"]["triggers"]
+            assert trigger["type"] == "external-push"
+            told = variables(deployment["spec"]["template"]["spec"]["containers"][0])
+            selector = PoolSelector.of(trigger["metadata"])
+            assert selector == PoolSelector(1, Role[told["TORCHRELAY_ROLES"].upper()])
+
+
+@pytest.mark.parametrize("variant", ["keda", "keda-tls"])
+def test_keda_reaches_the_schedulers_port_for_it_alone(variant: str) -> None:
+    (scheduler,) = (each for each in workloads(variant) if each["metadata"]["name"] == "demo-scheduler")
+    told = variables(scheduler["spec"]["template"]["spec"]["containers"][0])
+    assert (told["TORCHRELAY_KEDA_PORT"], told["TORCHRELAY_POOL_MODE"]) == ("7102", "follow")
+    (service,) = (each for each in of_kind(variant, "Service") if each["metadata"]["name"] == "demo-scheduler")
+    assert {"name": "keda", "port": 7102, "targetPort": "keda"} in service["spec"]["ports"]
+    (policy,) = (each for each in of_kind(variant, "NetworkPolicy") if each["metadata"]["name"] == "demo-scheduler")
+    (rule,) = (rule for rule in policy["spec"]["ingress"] if {"port": 7102, "protocol": "TCP"} in rule["ports"])
+    assert len(rule["ports"]) == 1 and rule.get("from", []) == (PEERS if variant == "keda-tls" else [])
+    secrets = {"caCert": "ca.crt", "tlsClientCert": "tls.crt", "tlsClientKey": "tls.key"}
+    shown = [{"parameter": name, "name": "keda-tls", "key": key} for name, key in secrets.items()]
+    authentications = of_kind(variant, "TriggerAuthentication")
+    assert [each["spec"]["secretTargetRef"] for each in authentications] == ([shown] if variant == "keda-tls" else [])
+    for each in of_kind(variant, "ScaledObject"):
+        (trigger,) = each["spec"]["triggers"]
+        assert trigger["metadata"]["scalerAddress"] == "demo-scheduler.models:7102"
+        assert ("enableTLS" in trigger["metadata"]) == (variant == "keda-tls")
+        used = [{"name": each["metadata"]["name"]} for each in authentications]
+        assert [trigger["authenticationRef"]] == used if used else "authenticationRef" not in trigger
 
 
 def test_gpu_shapes_and_nodes() -> None:
@@ -410,6 +480,12 @@ def test_values_take_all_settings_that_chart_does_not_set(part: str, settings: t
         ({"gateway": {"settings": {"max_choises": 4}}}, "invalid propertyName 'max_choises'"),
         ({"gateway": {"settings": {"database_url": "sqlite:///l.db"}}}, "invalid propertyName 'database_url'"),
         ({"gatway": {}}, "gatway"),
+        ({"workers": [*KEDA, {**SHAPE, "name": "more", "gpus": 0}]}, "short has keda, so it must be the only shape"),
+        ({"workers": [{**each, "replicas": 1} for each in KEDA]}, "/workers/0"),
+        ({"workers": [{**each, "keda": {"minReplicas": 3, "maxReplicas": 2}} for each in KEDA]}, "keda.minReplicas of"),
+        ({"workers": KEDA, "scheduler": {"settings": {"pool_mode": "advise"}}}, "scheduler.settings.pool_mode: leave"),
+        ({"workers": KEDA, "tls": TLS}, "tls.keda: name the Secret"),
+        ({"tls": {"keda": "keda-tls"}}, "/tls"),
     ],
 )
 def test_values_that_cannot_work_are_refused(values: Manifest, fault: str) -> None:
