@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from tests.support.brokers import free_port
 from tests.support.certificates import Authority
 from tests.support.wait import HANG_S, eventually
 from tests.unit.scheduler.service.scripted_cluster import GatewayClient, ScriptedCluster, cluster, scripted_cluster
+from torchrelay.cli.up.ports import Ports
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.identity.tls import Tls, TlsFiles
@@ -76,6 +76,12 @@ async def it(nats_url: str) -> AsyncIterator[ScriptedCluster]:
         yield it
 
 
+@pytest.fixture
+def ports() -> Iterator[Ports]:
+    with closing(Ports()) as ports:
+        yield ports
+
+
 async def withdraw(gateway: GatewayClient, request_id: str) -> None:
     key = types_pb2.AttemptKey(request_id=request_id, attempt=1)
     await gateway.send(withdraw=scheduler_pb2.Withdraw(key=key))
@@ -100,8 +106,8 @@ async def scales_from_zero_and_back(address: str, keda: Keda, gateway: GatewayCl
     assert not await keda.is_active() and await keda.metric() == 0
 
 
-async def test_request_at_zero_is_pushed(it: ScriptedCluster) -> None:
-    port = free_port()
+async def test_request_at_zero_is_pushed(it: ScriptedCluster, ports: Ports) -> None:
+    port = ports.free()
     async with (
         it.scheduler(keda_port=port, **FOLLOW) as address,
         GatewayClient(address) as gateway,
@@ -119,9 +125,9 @@ def pem_of(files: TlsFiles) -> tuple[bytes, bytes, bytes]:
 
 
 async def test_request_at_zero_is_pushed_over_tls_to_the_clusters_own_alone(
-    it: ScriptedCluster, tmp_path: Path
+    it: ScriptedCluster, ports: Ports, tmp_path: Path
 ) -> None:
-    authority, port = Authority(tmp_path / "ca"), free_port()
+    authority, port = Authority(tmp_path / "ca"), ports.free()
     names = ("torchrelay.internal", "scheduler.torchrelay.internal", "localhost")
     own: dict[str, Any] = {**authority.node("scheduler", dns=names).as_settings()}
     tls = Tls(authority.node("gateway", Caller.GATEWAY))
@@ -147,8 +153,10 @@ async def test_request_at_zero_is_pushed_over_tls_to_the_clusters_own_alone(
             assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED, "KEDA's certificate names no caller"
 
 
-async def test_push_needs_no_tick_and_nothing_is_said_before_targets_are_known(it: ScriptedCluster) -> None:
-    port = free_port()
+async def test_push_needs_no_tick_and_nothing_is_said_before_targets_are_known(
+    it: ScriptedCluster, ports: Ports
+) -> None:
+    port = ports.free()
     async with (
         it.scheduler(tick_s=3600.0, keda_port=port, **FOLLOW) as address,
         GatewayClient(address) as gateway,
@@ -166,8 +174,8 @@ async def test_push_needs_no_tick_and_nothing_is_said_before_targets_are_known(i
         assert await keda.is_active()
 
 
-async def test_bad_requests_are_refused_by_their_field(it: ScriptedCluster) -> None:
-    port = free_port()
+async def test_bad_requests_are_refused_by_their_field(it: ScriptedCluster, ports: Ports) -> None:
+    port = ports.free()
     async with it.scheduler(keda_port=port, **FOLLOW), keda_of(port) as keda:
         bad = {"numDevices": "two"}
         calls: list[Callable[[], Awaitable[Any]]] = [
@@ -189,8 +197,8 @@ async def test_bad_requests_are_refused_by_their_field(it: ScriptedCluster) -> N
         assert refused.value.details() == "there is no metric 'queue-length'; ask for slots-wanted"
 
 
-async def test_streams_are_bounded_and_closed_ones_make_room(it: ScriptedCluster) -> None:
-    port = free_port()
+async def test_streams_are_bounded_and_closed_ones_make_room(it: ScriptedCluster, ports: Ports) -> None:
+    port = ports.free()
     async with it.scheduler(keda_port=port, **FOLLOW), keda_of(port) as keda:
         streams = [keda.stream() for _ in range(MAX_STREAMS)]
         assert not any([await read(stream) for stream in streams])
@@ -210,9 +218,9 @@ async def test_streams_are_bounded_and_closed_ones_make_room(it: ScriptedCluster
         await eventually(has_room)
 
 
-async def test_streams_end_without_an_error_when_the_scheduler_leaves(it: ScriptedCluster) -> None:
+async def test_streams_end_without_an_error_when_the_scheduler_leaves(it: ScriptedCluster, ports: Ports) -> None:
     """After an error KEDA waits longer and longer before it opens another."""
-    port = free_port()
+    port = ports.free()
     async with keda_of(port) as keda:
         async with it.scheduler(keda_port=port, **FOLLOW):
             stream = keda.stream()
@@ -231,16 +239,16 @@ async def accepts_connections(port: int) -> bool:
     return True
 
 
-async def test_standby_refuses_connections_until_it_is_active(it: ScriptedCluster) -> None:
+async def test_standby_refuses_connections_until_it_is_active(it: ScriptedCluster, ports: Ports) -> None:
     """KEDA takes any scheduler that accepts its connection for the active one."""
-    first, second, stood_by = free_port(), free_port(), asyncio.Event()
+    first, second, stood_by = ports.free(), ports.free(), asyncio.Event()
     leased: dict[str, Any] = {"lease_s": 1.0, **FOLLOW}
 
     async def stand_by() -> None:
         async with serving(it.settings(keda_port=second, port=control, **leased)):
             await stood_by.wait()
 
-    control = free_port()
+    control = ports.free()
     async with asyncio.TaskGroup() as tasks:
         async with it.scheduler(keda_port=first, **leased):
             standby = tasks.create_task(stand_by())
@@ -254,8 +262,8 @@ async def test_standby_refuses_connections_until_it_is_active(it: ScriptedCluste
         stood_by.set()
 
 
-async def test_ports_serve_no_methods_of_each_other(it: ScriptedCluster) -> None:
-    port = free_port()
+async def test_ports_serve_no_methods_of_each_other(it: ScriptedCluster, ports: Ports) -> None:
+    port = ports.free()
     async with it.scheduler(keda_port=port, **FOLLOW) as address, keda_of(port) as keda:
         async with keda_of(int(address.rpartition(":")[2])) as wrong:
             with pytest.raises(grpc.aio.AioRpcError) as refused:

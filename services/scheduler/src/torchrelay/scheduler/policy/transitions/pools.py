@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torchrelay.common.quantities import format_count
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
@@ -37,11 +37,9 @@ def evaluate_pools(state: State, now: float) -> None:
     if state.config.pool_mode == PoolMode.OFF or now - state.started_at < state.config.settle_s:
         return
     before = state.pool_targets
-    shortages = _shortages(state, now)
-    targets = [pool_target(load, state.config) for load in _pool_loads(state, shortages)]
-    state.pool_targets = {target.load.num_devices: target for target in targets}
-    by_role = [pool_target(load, state.config) for role in ROLES for load in _pool_loads(state, shortages, role)]
-    state.role_targets = {(target.load.num_devices, role): target for target in by_role if (role := target.load.role)}
+    targets = [pool_target(load, state.config) for load in _pool_loads(state, now)]
+    state.pool_targets = {target.load.num_devices: target for target in targets if target.load.role is None}
+    state.role_targets = {(target.load.num_devices, role): target for target in targets if (role := target.load.role)}
     state.pools_evaluated_at = now
     for num_devices, target in state.pool_targets.items():
         earlier = before.get(num_devices)
@@ -61,12 +59,42 @@ def _event(target: PoolTarget, mode: PoolMode, now: float) -> SchedulerEvent:
     return SchedulerEvent(now, "pool", "", name, text, "scale.pool", fields)
 
 
-_Pool = tuple[int, Role | None]  # devices of a slot; the role of workers that play no other, None: of all workers
+_Pool = tuple[int, Role | None]  # devices of a slot; the role of workers that can play no other, None: of all workers
 
 
-def _shortages(state: State, now: float) -> Mapping[_Pool, list[SlotShortage]]:
+def _pool_loads(state: State, now: float) -> list[PoolLoad]:
+    """The load of each pool that has a slot or that a model needs, the smallest slots first. The pools of single
+    devices are there from the start if they have slots without demand.
+    """
+    wanting = dict.fromkeys((*state.queues.versions, *state.minimums.in_force))
+    shortages = _shortages(state, wanting, now)
+    num_slots, num_used, num_idle = Counter[_Pool](), Counter[_Pool](), Counter[_Pool]()
+    for worker in state.membership.workers.values():
+        pools: list[_Pool] = [(worker.num_devices, None)]
+        if len(worker.playable_roles) == 1:
+            pools += [(worker.num_devices, role) for role in worker.playable_roles]
+        num_slots.update(pools)
+        instance = state.instances.on_worker(worker.worker_id)
+        if instance is None:
+            continue
+        num_used.update(pools)
+        is_open = state.attempts.at(instance.instance_id).num_open > 0
+        if instance.accepted and not is_open and instance.version_id not in wanting and instance.staying:
+            num_idle.update(pools)
+    kept: list[_Pool] = []
+    if state.config.pool_min_slots or state.config.pool_spare_slots:
+        kept = [(1, role) for role in (None, *ROLES)]
+    pools = sorted({*num_slots, *shortages, *kept}, key=lambda pool: (pool[0], pool[1] or 0))
+    return [
+        PoolLoad(pool[0], num_slots[pool], num_used[pool], num_idle[pool], tuple(shortages.get(pool, ())), pool[1])
+        for pool in pools
+    ]
+
+
+def _shortages(state: State, wanting: Iterable[str], now: float) -> Mapping[_Pool, Sequence[SlotShortage]]:
+    """What each pool lacks for the versions ``wanting``."""
     shortages = defaultdict[_Pool, list[SlotShortage]](list)
-    for version_id in _wanting(state):
+    for version_id in wanting:
         model = state.models.get(version_id)
         if model is None:
             continue
@@ -77,38 +105,6 @@ def _shortages(state: State, now: float) -> Mapping[_Pool, list[SlotShortage]]:
         for role, number in missing.items():
             shortages[model.num_devices, role].append(SlotShortage(model.name, number))
     return shortages
-
-
-def _wanting(state: State) -> dict[str, None]:
-    """Versions with waiting requests or a minimum, in this order."""
-    return dict.fromkeys((*state.queues.versions, *state.minimums.in_force))
-
-
-def _pool_loads(
-    state: State, shortages: Mapping[_Pool, list[SlotShortage]], role: Role | None = None
-) -> list[PoolLoad]:
-    """The load of each pool that has a slot or that a model needs, the smallest slots first. The pool of single
-    devices is there from the start if it has slots without demand. ``role``: of the workers that can play no other.
-    """
-    wanting = _wanting(state)
-    num_slots, num_used, num_idle = Counter[int](), Counter[int](), Counter[int]()
-    for worker in state.membership.workers.values():
-        if role is not None and worker.playable_roles != {role}:
-            continue
-        num_slots[worker.num_devices] += 1
-        instance = state.instances.on_worker(worker.worker_id)
-        if instance is None:
-            continue
-        num_used[worker.num_devices] += 1
-        is_open = state.attempts.at(instance.instance_id).num_open > 0
-        if instance.accepted and not is_open and instance.version_id not in wanting and instance.staying:
-            num_idle[worker.num_devices] += 1
-    short = {size: tuple(listed) for (size, of_role), listed in shortages.items() if of_role == role}
-    kept = {1} if state.config.pool_min_slots or state.config.pool_spare_slots else set[int]()
-    return [
-        PoolLoad(size, num_slots[size], num_used[size], num_idle[size], short.get(size, ()), role)
-        for size in sorted({*num_slots, *short, *kept})
-    ]
 
 
 def _missing(state: State, model: Model, demand: Demand) -> Counter[Role]:
