@@ -92,7 +92,7 @@ def _pool_loads(state: State, now: float) -> list[PoolLoad]:
 
 
 def _shortages(state: State, wanting: Iterable[str], now: float) -> Mapping[_Pool, Sequence[SlotShortage]]:
-    """What each pool lacks for the versions ``wanting``."""
+    """The models among ``wanting`` that lack slots, by the pool that lacks them."""
     shortages = defaultdict[_Pool, list[SlotShortage]](list)
     for version_id in wanting:
         model = state.models.get(version_id)
