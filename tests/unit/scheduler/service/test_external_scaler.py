@@ -273,3 +273,23 @@ async def test_ports_serve_no_methods_of_each_other(it: ScriptedCluster, ports: 
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Enroll(scheduler_pb2.EnrollRequest())
         assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_messages_have_the_fields_of_kedas_protocol() -> None:
+    """By the names and numbers that KEDA publishes; in its protocol they are camelCase."""
+    fields = {
+        message.name: {field.json_name: field.number for field in message.fields}
+        for message in pb.DESCRIPTOR.message_types_by_name.values()
+    }
+    assert pb.DESCRIPTOR.package == "externalscaler"
+    assert fields == {
+        "ScaledObjectRef": {"name": 1, "namespace": 2, "scalerMetadata": 3},
+        "IsActiveResponse": {"result": 1},
+        "GetMetricSpecResponse": {"metricSpecs": 1},
+        "MetricSpec": {"metricName": 1, "targetSize": 2, "targetSizeFloat": 3},
+        "GetMetricsRequest": {"scaledObjectRef": 1, "metricName": 2},
+        "GetMetricsResponse": {"metricValues": 1},
+        "MetricValue": {"metricName": 1, "metricValue": 2, "metricValueFloat": 3},
+    }
+    value = pb.MetricValue(metric_name="n", metric_value=3, metric_value_float=1.0)
+    assert value.SerializeToString() == bytes.fromhex("0a016e 1003 19000000000000f03f"), "int64, and double"
