@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -19,6 +20,7 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.identity.tls import Tls, TlsFiles
 from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.common.process.service import CannotStart, start_faults
 from torchrelay.control.v1 import external_scaler_pb2 as pb
 from torchrelay.control.v1 import external_scaler_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from torchrelay.scheduler.main import serving
@@ -260,6 +262,13 @@ async def test_standby_refuses_connections_until_it_is_active(it: ScriptedCluste
             assert not await read(keda.stream())
         assert not standby.done()
         stood_by.set()
+
+
+async def test_taken_port_is_named_by_its_setting(it: ScriptedCluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(CannotStart) as refused, start_faults():
+        async with serving(it.settings(keda_port=taken.getsockname()[1], **FOLLOW)):
+            pass
+    assert str(refused.value).startswith("keda_port (TORCHRELAY_KEDA_PORT): cannot listen on 127.0.0.1:")
 
 
 async def test_ports_serve_no_methods_of_each_other(it: ScriptedCluster, ports: Ports) -> None:

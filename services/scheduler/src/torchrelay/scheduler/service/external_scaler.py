@@ -49,7 +49,7 @@ class ExternalScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
     async def StreamIsActive(
         self, request: external_scaler_pb2.ScaledObjectRef, context: Context
     ) -> AsyncIterator[external_scaler_pb2.IsActiveResponse]:
-        """Sends changes only. While a client reads slowly, changes that it has not read count as one."""
+        """Sends changes only, and none before the last one has left: a slow client misses those in between."""
         selector = PoolSelector.of(request.scaler_metadata)
         if len(self._streams) >= MAX_STREAMS:
             raise Overloaded(f"{MAX_STREAMS} streams of StreamIsActive are open; close one, or scale fewer Deployments")
