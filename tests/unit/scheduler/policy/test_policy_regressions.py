@@ -16,6 +16,7 @@ from tests.unit.scheduler.policy.paper_cluster import (
     hosts,
     two_workers_one_host,
 )
+from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, SlotStatus
 from torchrelay.scheduler.policy.effects import RefusalReason, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.inputs import FirstToken, LoadUnanswered, RolesFailed, RolesSet, WorkerReported
@@ -298,3 +299,31 @@ def test_idle_model_is_drained_within_tick_of_timeout() -> None:
     idle_s = [float(event.fields["idle_s"]) for event in scene.events if event.topic == "scale.down"]
     assert len(idle_s) >= len(models)
     assert max(idle_s) <= 5.0 + 0.1 + 1e-6
+
+
+def test_client_of_cold_model_is_told_to_return_after_its_usual_load() -> None:
+    """Q22: the time to come back assumed the configured rate, whatever loads had taken."""
+    scene = PaperCluster(PolicyConfig(queue_limit=1)).settle(a_store("s1", "host-1"), a_worker("w"))
+    scene.admit(MODEL, "first")
+    scene.pass_time(20.0)
+    scene.finish_loads()  # from the remote store
+    cold = a_model("acme/cold")
+    scene.admit(cold, "waits")
+    scene.admit(cold, "is refused")
+    refused = scene.refusal("is refused")
+    assert refused is not None and refused.retry_after_s >= 20.0
+
+
+def test_forecast_begins_a_load_from_remote_in_time() -> None:
+    """Q21: the load began as late as one from another host, and came many seconds late."""
+    model, took_s, every_s = a_model(idle_timeout_s=30.0), 20.0, 120.0
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w"))
+    for number in range(14):
+        scene.admit(model, f"r{number}")
+        asked_at = scene.now
+        scene.pass_time(took_s)
+        scene.finish_loads()  # from the remote store
+        scene.release(f"r{number}")
+        scene.pass_time(every_s - took_s, step_s=0.5)
+    (expected,) = scene.policy.state.instances
+    assert expected.created_at <= asked_at + every_s - took_s

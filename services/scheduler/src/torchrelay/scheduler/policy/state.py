@@ -152,6 +152,10 @@ class State:
             return True
         return self.queues.num_waiting(version_id) > 0 or len(self.instances.of_version(version_id)) > 0
 
+    def expected_load_s(self, model: Model) -> float:
+        """Expected time of a load of the model on any host, from an empty slot to all layers ready."""
+        return self.load_times.by_tier(model, self.config)[self.membership.nearest_tier(model.pack_id)]
+
     def idle_timeout_s(self, version_id: str, now: float) -> float:
         """The worth of a cold start of the version, in seconds of a slot: the longest that any of its models asks for.
         The default for a version that is known only by its instances, without a request since the start.

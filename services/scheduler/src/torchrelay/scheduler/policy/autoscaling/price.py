@@ -170,7 +170,7 @@ class IdleGaps:
 
     _gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_GAPS))
     _paid_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_GAPS))
-    _plans: dict[float, IdlePlan] = field(default_factory=dict)  # by break-even time, until the next gap
+    _plans: dict[tuple[float, float], IdlePlan] = field(default_factory=dict)  # the last one, until the next gap
 
     def add(self, gap_s: float, break_even_s: float, load_s: float) -> None:
         paid_s = self.plan(break_even_s, load_s).cost(gap_s, break_even_s)
@@ -192,10 +192,10 @@ class IdleGaps:
         """
         if len(self._gaps_s) < _MIN_GAPS:
             return IdlePlan(break_even_s)
-        if break_even_s not in self._plans:
+        asked = (break_even_s, load_s)
+        if asked not in self._plans:
             known_s = sum(min(gap, break_even_s) for gap in self._gaps_s)
             is_costly = sum(self._paid_s) > 2 * known_s
-            self._plans[break_even_s] = (
-                IdlePlan(break_even_s) if is_costly else least_plan(self._gaps_s, break_even_s, load_s)
-            )
-        return self._plans[break_even_s]
+            plan = IdlePlan(break_even_s) if is_costly else least_plan(self._gaps_s, break_even_s, load_s)
+            self._plans = {asked: plan}
+        return self._plans[asked]

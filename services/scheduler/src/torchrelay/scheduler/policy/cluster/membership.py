@@ -17,6 +17,7 @@ from torchrelay.common.recent import Recent
 from torchrelay.scheduler.policy.cluster.free_workers import FreeWorkers
 from torchrelay.scheduler.policy.cluster.pack_holders import PackHolders
 from torchrelay.scheduler.policy.cluster.slot_sizes import SlotSizes
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles, StoreStatus, WorkerStatus
 
 _SUSPICION_S = 0.25  # reports sent before a fault may still arrive within this time
@@ -248,6 +249,12 @@ class Membership:
     def is_on_disk(self, pack_id: str) -> bool:
         """Whether a store has the pack on its disk."""
         return bool(self._disk_holders.any_of(pack_id))
+
+    def nearest_tier(self, pack_id: str) -> Tier:
+        """The tier from which any host can get the pack."""
+        if self.is_held(pack_id):
+            return Tier.PEER
+        return Tier.DISK if self.is_on_disk(pack_id) else Tier.REMOTE
 
     def holders(self, pack_id: str) -> list[StoreStatus]:
         """Stores with a copy of the pack in RAM, whole or not, in order of arrival."""

@@ -59,7 +59,7 @@ def first_load_left_s(state: State, model: Model, now: float) -> float:
     """Time until an instance of the model can compute prompts."""
     entries = rosters.prefills(state, model, now)
     if not entries:
-        return state.config.slot_setup_s + model.pack_bytes / state.config.relay_bytes_per_s
+        return state.expected_load_s(model)
     if any(entry.phase is not InstancePhase.LOADING for entry in entries):
         return 0.0
     return min(entry.load_left_s(now) for entry in entries)
@@ -69,5 +69,5 @@ def prompts_ahead_s(state: State, model: Model, now: float) -> float:
     """Time until the version's instances have computed all prompts that wait."""
     entries = rosters.prefills(state, model, now)
     if not entries:
-        return state.queues.num_prefill_tokens(model.version_id) / state.config.default_prefill_tokens_per_s
+        return prompts_s(state, model, state.queues.num_prefill_tokens(model.version_id), now)
     return _backlog_s(state, model, entries, now) / len(entries)

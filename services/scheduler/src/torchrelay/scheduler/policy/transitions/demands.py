@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
 from torchrelay.scheduler.policy.autoscaling.decode_demand import DecodeDemand, most_in_time
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import BOTH, ROLES, Instance, InstancePhase, Model, Role
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
@@ -29,7 +28,7 @@ def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
     history = state.arrivals.of(version_id)
     rate, late_since = history.rate(now), max([now - price_s, *(instance.changed_at for instance in instances)])
     load_s = state.load_times.by_tier(model, state.config)
-    idle_plan = history.idle_gaps.plan(price_s, load_s[Tier.PEER])
+    idle_plan = history.idle_gaps.plan(price_s, state.expected_load_s(model))
     backlog_s = backlogs.backlog_s(state, model, now, waiting.num_too_large_tokens)
     decode = _decode_demand(state, model, instances, waiting.number, price_s, now)
     if decode is not None and waiting.number:

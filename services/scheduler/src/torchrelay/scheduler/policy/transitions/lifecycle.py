@@ -11,7 +11,6 @@ from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
-from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, Admission, AttemptKey, LatencyTargets, Model, Placement, ServiceClass
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
@@ -81,7 +80,7 @@ def _note_arrival(state: State, admission: Admission, now: float) -> None:
     )
     price_s = state.idle_timeout_s(version_id, now)
     history = state.arrivals.of(version_id)
-    load_s = state.load_times.by_tier(state.models[version_id], state.config)[Tier.PEER]
+    load_s = state.expected_load_s(state.models[version_id])
     history.arrive(admission.num_prefill_tokens, admission.ttft_target_s, price_s, load_s, now, is_unused=is_unused)
     state.forecasts.pop(version_id, None)
 

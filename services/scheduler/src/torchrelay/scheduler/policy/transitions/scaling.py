@@ -104,8 +104,7 @@ def evaluate_minimums(state: State, now: float) -> None:
     """Updates the minimums in force now, and records each change."""
 
     def lead_s(model: Model) -> float:
-        tier = Tier.PEER if state.membership.is_held(model.pack_id) else Tier.REMOTE
-        return _LEAD_FACTOR * state.load_times.by_tier(model, state.config)[tier] + state.config.whole_scale_every_s
+        return _LEAD_FACTOR * state.expected_load_s(model) + state.config.whole_scale_every_s
 
     for version_id, minimum in state.minimums.evaluate(now, lead_s).items():
         if model := state.models.get(version_id):
