@@ -19,11 +19,14 @@ from tests.fleet.ray_cluster import RayCluster, ray_cluster
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete
 from tests.support.wait import wait_until
-from torchrelay.cli.join_file import JoinFile
-from torchrelay.cli.launchers.jobs import JobProgram
 
 pytestmark = pytest.mark.e2e
-KILL = "import ray, sys; ray.init(sys.argv[1], namespace=sys.argv[2]); ray.kill(ray.get_actor(sys.argv[3]))"
+KILL = """
+import ray, sys
+ray.init(sys.argv[1])
+(actor,) = (each for each in ray.util.list_named_actors(all_namespaces=True) if each["name"] == sys.argv[2])
+ray.kill(ray.get_actor(**actor))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +42,7 @@ def test_killed_actor_leaves_no_process_and_is_replaced(ray: RayCluster, tmp_pat
         complete(platform, key, model, [1, 2, 3], max_tokens=4, ignore_eos=True)
         (killed,) = workers(platform)
         (pid,) = programs(killed)
-        namespace = JobProgram(JoinFile.read(platform.home.path / "join.toml")).jobs_name
-        subprocess.run([sys.executable, "-c", KILL, ray.engine, namespace, killed], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", KILL, ray.engine, killed], check=True, timeout=60)
         wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the actor's program")
         complete(platform, key, model, [1, 2, 3], max_tokens=4, ignore_eos=True)
         assert killed not in workers(platform)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torchrelay.cli.errors import CliError
-from torchrelay.cli.launchers.job_launcher import LOOK_EVERY_S, SHORT_S, JobLauncher
+from torchrelay.cli.launchers.job_launcher import LOOK_EVERY_S, SHORT_S, STOP_S, JobLauncher
 from torchrelay.cli.launchers.jobs import JobError
 
 SCOPE = "node-"
@@ -30,8 +30,8 @@ class ListedJobs:
     async def start(self, worker_id: str) -> None:
         self.jobs[worker_id] = False
 
-    async def stop(self, worker_id: str) -> None:
-        self.stopped.append(worker_id)
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
+        self.stopped.append(f"{worker_id} at once" if at_once else worker_id)
 
     async def close(self) -> None:
         self.is_closed = True
@@ -67,7 +67,9 @@ async def test_jobs_start_run_and_are_stopped_once() -> None:
     launcher.retire(first)
     for now in (2.0, 3.0):
         assert await launcher.reconcile(now) == 2, "its program still leaves"
-    assert jobs.stopped == [first] and list(launcher.members()) == [second]
+    assert jobs.stopped == [first]
+    await launcher.reconcile(2.0 + STOP_S)
+    assert jobs.stopped == [first, f"{first} at once"] and list(launcher.members()) == [second]
     assert not errors
 
 
@@ -117,8 +119,8 @@ async def test_engine_that_does_not_answer_changes_nothing_and_is_named_once() -
 
 async def test_close_stops_all_and_waits_for_their_end() -> None:
     class Leaving(ListedJobs):
-        async def stop(self, worker_id: str) -> None:
-            await super().stop(worker_id)
+        async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
+            await super().stop(worker_id, at_once=at_once)
             del self.jobs[worker_id]
 
     jobs = Leaving(first=True, second=False)
@@ -126,3 +128,49 @@ async def test_close_stops_all_and_waits_for_their_end() -> None:
     await launcher.reconcile(0.0)
     await launcher.close()
     assert sorted(jobs.stopped) == ["first", "second"] and jobs.is_closed and not errors
+
+
+async def test_target_may_change_while_jobs_are_submitted() -> None:
+    """The driver is another task: once, a change of the members then ended the platform."""
+
+    class Slow(ListedJobs):
+        async def start(self, worker_id: str) -> None:
+            await super().start(worker_id)
+            if len(self.jobs) == 1:
+                launcher.scale(3)
+                launcher.retire(tuple(launcher.members())[1])
+
+    jobs = Slow()
+    launcher, errors = launcher_of(jobs)
+    await launcher.reconcile(0.0)
+    launcher.scale(2)
+    await launcher.reconcile(0.0)
+    await launcher.reconcile(1.0)
+    assert sorted(jobs.jobs) == sorted(launcher.members()) and len(jobs.jobs) == 2 and not errors
+
+
+async def test_job_whose_submission_seemed_to_fail_is_not_submitted_again() -> None:
+    class Deaf(ListedJobs):
+        num_started = 0
+
+        async def start(self, worker_id: str) -> None:
+            self.num_started += 1
+            await super().start(worker_id)
+            raise JobError("sbatch takes longer than 30 s")
+
+    jobs = Deaf()
+    launcher, errors = launcher_of(jobs)
+    await launcher.reconcile(0.0)
+    launcher.scale(1)
+    for now in (0.0, 1.0, 2.0):
+        await launcher.reconcile(now)
+    assert jobs.num_started == 1 and list(launcher.members()) == list(jobs.jobs) and len(errors) == 1
+
+
+async def test_kill_ends_the_wait_for_jobs() -> None:
+    jobs = ListedJobs(first=True)
+    launcher, errors = launcher_of(jobs)
+    await launcher.reconcile(0.0)
+    launcher.kill()
+    await launcher.close()
+    assert [error.message for error in errors] == ["jobs may still run"] and jobs.is_closed

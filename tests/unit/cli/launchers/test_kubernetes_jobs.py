@@ -23,7 +23,7 @@ from torchrelay.cli.launchers.jobs import JobError, JobProgram
 from torchrelay.cli.launchers.kubernetes_jobs import PLATFORM_LABEL, KubernetesJobs, read_manifest
 
 FILE = JoinFile("10.0.0.5:7101", "nats://nodes:secret@10.0.0.5:4222", "s3://bucket/packs", "node-.1.mac")
-PROGRAM = JobProgram(FILE, device="cuda:0")
+PROGRAM = JobProgram(FILE, "torchrelay-test", "cuda:0")
 POD: dict[str, Any] = {
     "apiVersion": "v1",
     "kind": "Pod",
@@ -134,6 +134,27 @@ async def test_slow_list_is_given_up(server: Server, jobs: KubernetesJobs, monke
     server[f"get {PODS}"] << never.wait
     with pytest.raises(JobError, match="does not list pods"):
         await jobs.listed()
+
+
+async def test_pod_of_a_lost_node_is_no_job(server: Server, jobs: KubernetesJobs) -> None:
+    await jobs.start("node-1")
+    leaving = {"status": {"phase": "Running"}, "metadata": {"deletionTimestamp": "2026-11-27T00:00:00Z"}}
+    server.objects["v1/pods", "models", "node-1"].patch(leaving)
+    assert await jobs.listed() == {}
+
+
+async def test_expired_credentials_are_read_again(server: Server, jobs: KubernetesJobs) -> None:
+    await jobs.start("node-1")
+    refused = server[f"get {PODS}"] << 401
+    with pytest.raises(JobError, match="401"):
+        await jobs.listed()
+    assert jobs._api is None
+    assert refused
+
+
+def test_manifest_that_cannot_be_completed_is_refused() -> None:
+    with pytest.raises(CliError, match="cannot be completed"):
+        KubernetesJobs(PROGRAM, {**POD, "metadata": {"labels": None}})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from torchrelay.cli.launchers.pool_driver import KEEP_S, PoolDriver
+from torchrelay.cli.launchers.pool_driver import ABSENT_S, KEEP_S, PoolDriver
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2
 
 FREE, READY = reports_pb2.SlotState.STATE_FREE, reports_pb2.SlotState.STATE_READY
@@ -18,6 +18,7 @@ class ListedLauncher:
     names: list[str] = field(default_factory=list)
     queued: list[str] = field(default_factory=list)
     num_scaled: int = 0
+    num_retired: int = 0
 
     def members(self) -> Collection[str]:
         return tuple(self.names)
@@ -30,6 +31,7 @@ class ListedLauncher:
         self.names += [f"w-{number}" for number in range(len(self.names), num_slots)]
 
     def retire(self, worker_id: str) -> None:
+        self.num_retired += 1
         self.names.remove(worker_id)
         if worker_id in self.queued:
             self.queued.remove(worker_id)
@@ -80,3 +82,15 @@ def test_workers_that_wait_for_a_machine_stop_before_free_ones() -> None:
         driver.follow(lower, KEEP_S)
         driver.follow(view(num_wanted, {}), KEEP_S)
         assert launcher.names == left
+
+
+def test_worker_that_the_scheduler_does_not_know_is_replaced() -> None:
+    launcher = ListedLauncher(["w-0", "w-1", "w-2"], queued=["w-2"])
+    driver = PoolDriver("127.0.0.1:1", None, "", launcher)
+    driver.follow(view(3, {"w-0": READY}), 0.0)
+    driver.follow(view(3, {"w-0": READY, "w-1": READY}), 1.0)
+    for now in (2.0, 2.0 + ABSENT_S / 2):
+        driver.follow(view(3, {"w-0": READY}), now)
+    assert launcher.num_retired == 0
+    driver.follow(view(3, {"w-0": READY}), 2.0 + ABSENT_S)
+    assert launcher.num_retired == 1 and len(launcher.names) == 3, "and only the one that runs"

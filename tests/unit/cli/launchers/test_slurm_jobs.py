@@ -22,7 +22,7 @@ def test_script_runs_the_program_with_its_machine_and_the_join_file(
     program.write_text('#!/bin/sh\necho "$@"\ncat\n')
     program.chmod(0o755)
     monkeypatch.setattr(slurm_jobs, "script", lambda: str(program))
-    script = SlurmJobs(JobProgram(FILE, device="cpu", threads=2)).script("node-1")
+    script = SlurmJobs(JobProgram(FILE, "torchrelay-test", "cpu", 2)).script("node-1")
     assert "--gpus" not in script and "#SBATCH --cpus-per-task=2\n" in script
     file = tmp_path / "script"
     file.write_text(script)
@@ -33,10 +33,10 @@ def test_script_runs_the_program_with_its_machine_and_the_join_file(
 
 
 def test_job_gets_a_gpu_unless_it_computes_on_cpus() -> None:
-    assert "#SBATCH --gpus=1\n" in SlurmJobs(JobProgram(FILE, device="auto")).script("node-1")
+    assert "#SBATCH --gpus=1\n" in SlurmJobs(JobProgram(FILE, "torchrelay-test")).script("node-1")
 
 
 async def test_missing_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(JobError, match="squeue is not installed"):
-        await SlurmJobs(JobProgram(FILE)).listed()
+        await SlurmJobs(JobProgram(FILE, "torchrelay-test")).listed()

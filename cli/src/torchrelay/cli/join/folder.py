@@ -10,7 +10,8 @@ import asyncio
 import fcntl
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+import stat
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -19,19 +20,27 @@ from torchrelay.cli.errors import CliError
 _RETRY_S = 0.5
 
 
+def make_private(path: Path) -> Path:
+    """Makes a folder that only its owner can use. Raises ``CliError`` if it cannot be made, or is another user's."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise CliError(f"{path} cannot be used: {error.strerror}", "choose another folder with --home") from error
+    is_folder = stat.S_ISDIR(status.st_mode)
+    if not is_folder or status.st_uid != os.getuid() or status.st_mode & 0o077:  # anyone could have made it in /tmp
+        raise CliError(f"{path} can be used by others", "choose another folder with --home, or remove this one")
+    return path
+
+
 class NodeFolder:
     """Folders that only their owner can read. Raises ``CliError`` when they cannot be made, or are another user's."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.run, self.logs, self.store = path, path / "run", path / "logs", path / "store"
-        try:
-            for folder in (path, self.run, self.logs, self.store):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = path.stat()
-        except OSError as error:
-            raise CliError(f"{path} cannot be used: {error.strerror}", "choose another folder with --home") from error
-        if status.st_uid != os.getuid() or status.st_mode & 0o077:  # anyone could have made it in /tmp
-            raise CliError(f"{path} can be used by others", "choose another folder with --home, or remove this one")
+        self.path, self.run, self.logs, self.store = make_private(path), path / "run", path / "logs", path / "store"
+        self.remote = path / "remote"  # for packs of a cluster whose remote store this machine does not reach
+        for folder in (self.run, self.logs, self.store):
+            make_private(folder)
 
     @contextmanager
     def worker_locked(self, worker_id: str) -> Iterator[None]:
@@ -45,24 +54,53 @@ class NodeFolder:
             yield
 
     @asynccontextmanager
-    async def store_locked(self) -> AsyncIterator[None]:
-        """Waits until no other program runs this machine's store."""
+    async def store_locked(self) -> AsyncIterator[bool]:
+        """Waits until no other program runs this machine's store; gives whether another did."""
         with (self.run / "store.lock").open("a") as file:
-            while not _try_lock(file.fileno()):  # noqa: ASYNC110  a blocking lock needs a thread that nothing ends
+            was_taken = False
+            while not _try_lock(file.fileno()):
+                was_taken = True
                 await asyncio.sleep(_RETRY_S)
-            yield
+            yield was_taken
 
-    def store_port(self, host: str) -> int:
-        """The port of this machine's store, the same for all its programs and for a store that takes over."""
+    def choose_store_port(self, host: str, worker_ids: Collection[str]) -> int:
+        """Returns the port of this machine's store, the same for all its programs and for a store that takes over.
+
+        Without another program than that of ``worker_ids``, a port that is taken is replaced.
+        """
         with (self.run / "store.port").open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
-            if text := file.read():
+            text = file.read()
+            if text and (not self._is_alone(worker_ids) or _is_free(host, int(text))):
                 return int(text)
-            with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            with socket.create_server((host, 0), family=_family(host)) as probe:
                 port: int = probe.getsockname()[1]
+            file.truncate(0)
             file.write(str(port))
             return port
+
+    def _is_alone(self, worker_ids: Collection[str]) -> bool:
+        """Whether no other program runs workers or the store of this machine."""
+        own = {f"{worker_id}.lock" for worker_id in worker_ids}
+        for path in self.run.glob("*.lock"):
+            if path.name not in own:
+                with path.open("a") as file:
+                    if not _try_lock(file.fileno()):
+                        return False
+        return True
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        socket.create_server((host, port), family=_family(host)).close()
+    except OSError:
+        return False
+    return True
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -11,19 +11,21 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from torchrelay.cli.errors import CliError
-from torchrelay.cli.join.folder import NodeFolder
+from torchrelay.cli.join.folder import NodeFolder, make_private
 from torchrelay.cli.join_file import JoinFile
 from torchrelay.cli.up.children.child import ChildSpec
 from torchrelay.common.host.addresses import family_of, join_address, split_address
 from torchrelay.common.host.machine import SHARED_MEMORY
 from torchrelay.common.process.environment import service_environment
-from torchrelay.common.process.settings import NODE_ID, ServiceSettings
+from torchrelay.common.process.settings import NODE_ID, PREFIX, ServiceSettings
 from torchrelay.control.v1 import scheduler_pb2
 
 SHUTDOWN_S = 12.0  # for the shutdown after the grace; then the kernel would end the service
 _MAX_HOST_CHARS = 40
+_OF_ONE_SERVICE = ("advertise_host", "data_port", "metrics_port", "port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +72,31 @@ class NodePlan:
 
     def folder(self) -> NodeFolder:
         """By default a folder for this user, cluster and host, which ends with the machine."""
-        default = Path(tempfile.gettempdir(), f"torchrelay-{os.getuid()}", self._cluster_digest, self.host_id)
-        return NodeFolder(self._options.home or default)
+        if self._options.home is not None:
+            return NodeFolder(self._options.home)
+        own = make_private(Path(tempfile.gettempdir(), f"torchrelay-{os.getuid()}"))
+        return NodeFolder(make_private(own / self._cluster_digest) / self.host_id)
 
     def store(self, folder: NodeFolder, credentials: scheduler_pb2.EnrollReply) -> ChildSpec:
         env = {
             "TORCHRELAY_STORE_ID": self.host_id,
-            "TORCHRELAY_PORT": str(folder.store_port(self._host)),
+            "TORCHRELAY_PORT": str(self._store_port(folder)),
             "TORCHRELAY_DATA_DIR": str(folder.store),
-            "TORCHRELAY_REMOTE_URL": self._cluster.remote_url,
+            "TORCHRELAY_REMOTE_URL": self._remote_url(folder),
             "TORCHRELAY_ARENA_PATH": str(SHARED_MEMORY / f"torchrelay-{self.host_id}-{self._cluster_digest}"),
         }
         if self._options.arena_bytes:
             env["TORCHRELAY_ARENA_BYTES"] = str(self._options.arena_bytes)
         return self._service(folder, "param-store", "torchrelay-param-store", credentials, env)
+
+    def _store_port(self, folder: NodeFolder) -> int:
+        return folder.choose_store_port(self._host, self.worker_ids)
+
+    def _remote_url(self, folder: NodeFolder) -> str:
+        """The cluster's; if that is a folder of another machine, a folder of this machine, which stays empty."""
+        url = self._cluster.remote_url
+        is_elsewhere = url.startswith("file://") and not Path(unquote(url.removeprefix("file://"))).is_dir()
+        return folder.remote.as_uri() if is_elsewhere else url
 
     def workers(self, folder: NodeFolder, credentials: Sequence[scheduler_pb2.EnrollReply]) -> list[ChildSpec]:
         return [
@@ -93,7 +106,7 @@ class NodePlan:
     def _worker(self, folder: NodeFolder, worker_id: str, credentials: scheduler_pb2.EnrollReply) -> ChildSpec:
         env = {
             "TORCHRELAY_WORKER_ID": worker_id,
-            "TORCHRELAY_STORE_ADDRESS": join_address(self._host, folder.store_port(self._host)),
+            "TORCHRELAY_STORE_ADDRESS": join_address(self._host, self._store_port(folder)),
             "TORCHRELAY_STORE_TOKEN": credentials.store_token,
             "TORCHRELAY_DEVICE": self._options.device,
             "TORCHRELAY_THREADS": str(self._options.threads),
@@ -116,6 +129,8 @@ class NodePlan:
             "TORCHRELAY_GRACE_S": str(self._grace_s),
         }
         inherited = service_environment(os.environ, reads_object_store=name == "param-store")
+        for setting in _OF_ONE_SERVICE:  # store and workers would all have them
+            inherited.pop(f"{PREFIX}{setting.upper()}", None)
         script = str(Path(sys.executable).parent / program)
         return ChildSpec(
             name,

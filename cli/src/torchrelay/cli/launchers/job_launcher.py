@@ -15,7 +15,7 @@ from torchrelay.cli.launchers.jobs import JobError, Jobs
 LOOK_EVERY_S = 1.0
 SHORT_S = 20.0  # a job that ran for less delays the next start
 MAX_BACKOFF_S = 60.0
-CLOSE_S = 60.0
+STOP_S = 60.0  # for a job that was told to leave; then it is ended at once
 
 
 @dataclass(slots=True)
@@ -36,10 +36,11 @@ class JobLauncher:
     def __init__(self, jobs: Jobs, scope: str, on_error: Callable[[CliError], None]) -> None:
         self._jobs, self._scope, self._on_error = jobs, scope, on_error
         self._members: dict[str, _Member] | None = None  # None until the engine has answered
-        self._stopped: set[str] = set()  # their jobs may not have ended
+        self._told_at: dict[str, float] = {}  # jobs that were told to leave
         self._backoff_s, self._next_start_s = 0.0, 0.0
         self._last_fault = ""
-        self._changed = asyncio.Event()
+        self.has_begun = False
+        self._changed, self._killed = asyncio.Event(), asyncio.Event()
 
     def members(self) -> Collection[str]:
         return tuple(self._members or ())
@@ -55,12 +56,12 @@ class JobLauncher:
             self._changed.set()
 
     def retire(self, worker_id: str) -> None:
-        assert self._members is not None
-        del self._members[worker_id]
-        self._changed.set()
+        if self._members is not None and self._members.pop(worker_id, None) is not None:
+            self._changed.set()
 
     async def run(self) -> None:
         """Runs until cancelled."""
+        self.has_begun = True
         while True:
             self._changed.clear()
             await self.reconcile(time.monotonic())
@@ -69,16 +70,25 @@ class JobLauncher:
                     await self._changed.wait()
 
     async def close(self) -> None:
-        """Stops all jobs, waits until they have left, for ``CLOSE_S`` at most, and closes the connection."""
+        """Stops all jobs, and waits until they have left or ``kill`` is called, for twice ``STOP_S`` at most."""
         self._members = {}
-        try:
-            async with asyncio.timeout(CLOSE_S):
-                while await self.reconcile(time.monotonic()) != 0:  # noqa: ASYNC110  engines tell nobody
-                    await asyncio.sleep(LOOK_EVERY_S)
-        except TimeoutError:
-            self._on_error(CliError("jobs still run", f"they were told to leave {CLOSE_S:g} s ago"))
-        finally:
-            await self._jobs.close()
+        num_left: int | None = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2 * STOP_S):
+                while not self._killed.is_set():
+                    if (num_left := await self.reconcile(time.monotonic())) == 0:
+                        break
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_EVERY_S):
+                            await self._killed.wait()
+        if num_left != 0:
+            count = "jobs" if num_left is None else f"{num_left} jobs"
+            self._on_error(CliError(f"{count} may still run", "the next `up` of this home takes them over"))
+        await self._jobs.close()
+
+    def kill(self) -> None:
+        """Ends ``close`` without waiting for the jobs."""
+        self._killed.set()
 
     async def reconcile(self, now: float) -> int | None:
         """The number of jobs that have not ended; None if the engine does not answer."""
@@ -86,7 +96,7 @@ class JobLauncher:
             jobs = await self._jobs.listed()
             if self._members is None:
                 self._members = {name: _Member(is_submitted=True) for name in jobs}
-            await self._stop_others(jobs)
+            await self._stop_others(jobs, now)
             self._note_progress(self._members, jobs, now)
             if now >= self._next_start_s:
                 await self._submit(self._members)
@@ -98,11 +108,13 @@ class JobLauncher:
         self._last_fault = ""
         return len(jobs)
 
-    async def _stop_others(self, jobs: Mapping[str, bool]) -> None:
-        self._stopped &= jobs.keys()
-        for name in jobs.keys() - self.members() - self._stopped:
-            await self._jobs.stop(name)
-            self._stopped.add(name)
+    async def _stop_others(self, jobs: Mapping[str, bool], now: float) -> None:
+        self._told_at = {name: at for name, at in self._told_at.items() if name in jobs}
+        for name in jobs.keys() - self.members():
+            told_at = self._told_at.get(name)
+            if told_at is None or now - told_at >= STOP_S:
+                await self._jobs.stop(name, at_once=told_at is not None)
+                self._told_at[name] = now
 
     def _note_progress(self, members: dict[str, _Member], jobs: Mapping[str, bool], now: float) -> None:
         for name, member in tuple(members.items()):
@@ -110,7 +122,9 @@ class JobLauncher:
                 if member.is_submitted:
                     del members[name]
                     self._ended(name, member, now)
-            elif jobs[name] and member.running_since is None:
+                continue
+            member.is_submitted = True  # also if the answer to its submission was lost
+            if jobs[name] and member.running_since is None:
                 member.running_since = now
 
     def _ended(self, name: str, member: _Member, now: float) -> None:
@@ -123,7 +137,7 @@ class JobLauncher:
         self._on_error(CliError(message, f"see {self._jobs.output}"))
 
     async def _submit(self, members: dict[str, _Member]) -> None:
-        for name, member in members.items():
-            if not member.is_submitted:
+        for name, member in tuple(members.items()):
+            if not member.is_submitted and name in members:
                 await self._jobs.start(name)
                 member.is_submitted = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,8 +26,11 @@ class Jobs(Protocol):
     async def start(self, worker_id: str) -> None:
         """Submits a job, which begins when the engine has a place for it."""
 
-    async def stop(self, worker_id: str) -> None:
-        """Cancels a job that waits; tells a running one to leave, with its grace. Does not wait for its end."""
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
+        """Cancels a job that waits; tells a running one to leave with its grace, or ends it ``at_once``.
+
+        Does not wait for its end, which it may have reached before.
+        """
 
     async def close(self) -> None:
         """Ends the connection to the engine; the jobs run on."""
@@ -39,15 +41,11 @@ class JobProgram:
     """The program of every job, `torchrelay join`. Sizes of 0 are chosen on its machine."""
 
     join_file: JoinFile
+    jobs_name: str  # the same for all jobs of the platform, and in each run of its `up`
     device: str = "auto"
     threads: int = 0
     arena_bytes: int = 0
     kv_pool_bytes: int = 0
-
-    @property
-    def jobs_name(self) -> str:
-        """The same for all jobs of the platform, and in each run of its `up`."""
-        return "torchrelay-" + hashlib.sha256(self.join_file.scheduler.encode()).hexdigest()[:8]
 
     def arguments(self, worker_id: str, file: str = "-") -> list[str]:
         """Arguments without --host-id, which the machine decides. ``file``: the join file, by default the input."""

@@ -25,13 +25,15 @@ _FILE = "join.toml"
 _TIMEOUT_S = 15.0
 _GRACE_S = 45  # above the grace of `torchrelay join`, and its shutdown
 _ENDED = ("Succeeded", "Failed")
-_NOT_FOUND, _CONFLICT = 404, 409
+_MAX_FAILED = 8  # that stay for their logs
+_UNAUTHORIZED, _NOT_FOUND, _CONFLICT = 401, 404, 409
 
 
 class KubernetesJobs:
     """The platform's pods have its label; a pod's name is its worker's id. ``pod``: the manifest that all are made of.
 
-    The join file is in a Secret. Pods that succeeded are deleted; those that failed stay, for their logs.
+    The join file is in a Secret. Pods that succeeded are deleted; the last that failed stay, for their logs.
+    Raises ``CliError`` for a manifest that cannot be completed.
     """
 
     output = "`kubectl logs` of its pod"
@@ -41,17 +43,23 @@ class KubernetesJobs:
         self._namespace = pod.get("metadata", {}).get("namespace", "default")
         self._api: Api = None  # None until the first call
         self._has_secret = False
+        try:
+            self.pod_of("node")
+        except (AttributeError, KeyError, TypeError) as error:
+            raise CliError(f"--pod cannot be completed: {error!r}", "leave out fields without a value") from error
 
     async def listed(self) -> Mapping[str, bool]:
         async def ask(api: Api) -> Mapping[str, bool]:
             selector = f"{PLATFORM_LABEL}={self._program.jobs_name}"
-            pods = await api.list_namespaced_pod(
-                self._namespace, label_selector=selector, resource_version="0", _request_timeout=_TIMEOUT_S
-            )
+            pods = await api.list_namespaced_pod(self._namespace, label_selector=selector, _request_timeout=_TIMEOUT_S)
+            # Those that are being deleted: on a node that is lost, that may take for ever.
+            here = [pod.metadata.name for pod in pods.items if pod.metadata.deletion_timestamp is None]
             phases = {pod.metadata.name: pod.status.phase if pod.status else "Pending" for pod in pods.items}
-            for name in (name for name, phase in phases.items() if phase == "Succeeded"):
+            succeeded = [name for name in here if phases[name] == "Succeeded"]
+            failed = [name for name in here if phases[name] == "Failed"]
+            for name in (*succeeded, *failed[:-_MAX_FAILED]):
                 await self._delete(api, name)
-            return {name: phase == "Running" for name, phase in phases.items() if phase not in _ENDED}
+            return {name: phases[name] == "Running" for name in here if phases[name] not in _ENDED}
 
         return await self._asked("list pods", ask)
 
@@ -68,8 +76,9 @@ class KubernetesJobs:
 
         await self._asked(f"create pod {worker_id}", ask)
 
-    async def stop(self, worker_id: str) -> None:
-        await self._asked(f"delete pod {worker_id}", lambda api: self._delete(api, worker_id))
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
+        grace_s = 0 if at_once else None  # None: the pod's own
+        await self._asked(f"delete pod {worker_id}", lambda api: self._delete(api, worker_id, grace_s))
 
     def pod_of(self, worker_id: str) -> Manifest:
         """Returns the manifest with the worker's name, its command, the join file, and memory for its parameters."""
@@ -81,7 +90,7 @@ class KubernetesJobs:
         spec["restartPolicy"] = "Never"
         spec.setdefault("terminationGracePeriodSeconds", _GRACE_S)
         spec.setdefault("automountServiceAccountToken", False)
-        container = next(each for each in spec["containers"] if each["name"] == CONTAINER)
+        container = next(each for each in spec["containers"] if each.get("name") == CONTAINER)
         arguments = self._program.arguments(worker_id, f"{_FOLDER}/{_FILE}")
         container["command"] = ["torchrelay", *arguments, "--host-id", worker_id]
         mounts, volumes = container.setdefault("volumeMounts", []), spec.setdefault("volumes", [])
@@ -102,9 +111,10 @@ class KubernetesJobs:
                 raise
             await api.patch_namespaced_secret(name, self._namespace, secret, _request_timeout=_TIMEOUT_S)
 
-    async def _delete(self, api: client.CoreV1Api, name: str) -> None:
+    async def _delete(self, api: Api, name: str, grace_s: int | None = None) -> None:
+        options = {} if grace_s is None else {"grace_period_seconds": grace_s}
         try:
-            await api.delete_namespaced_pod(name, self._namespace, _request_timeout=_TIMEOUT_S)
+            await api.delete_namespaced_pod(name, self._namespace, **options, _request_timeout=_TIMEOUT_S)
         except client.ApiException as error:
             if error.status != _NOT_FOUND:
                 raise
@@ -121,8 +131,10 @@ class KubernetesJobs:
                 self._api = client.CoreV1Api(await _access())
             return await ask(self._api)
         except client.ApiException as error:
+            if error.status == _UNAUTHORIZED:  # credentials that have expired; the next call reads them again
+                await self.close()
             raise JobError(f"Kubernetes refuses to {what}: {error.status} {error.reason}") from error
-        except (aiohttp.ClientError, TimeoutError, config.ConfigException) as error:
+        except (aiohttp.ClientError, OSError, config.ConfigException) as error:
             raise JobError(f"Kubernetes does not {what}: {error!r}") from error
 
 

@@ -16,6 +16,7 @@ from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 KEEP_S = 10.0  # how long a target must be lower before a worker is stopped
+ABSENT_S = 120.0  # how long a member that runs may be unknown to the scheduler
 _LOOK_EVERY_S = 1.0
 _RETRY_S = 0.5
 
@@ -28,6 +29,7 @@ class PoolDriver:
         self._view: scheduler_pb2.ClusterView | None = None
         self._changed = asyncio.Event()
         self._lower_since: float | None = None
+        self._absent_since: dict[str, float] = {}  # members that run and that the scheduler does not know
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -43,8 +45,10 @@ class PoolDriver:
 
     def follow(self, view: scheduler_pb2.ClusterView, now: float) -> None:
         """Starts the workers that the target lacks at once; after ``KEEP_S`` with a lower one stops
-        workers that wait for a machine, and free ones.
+        workers that wait for a machine, and free ones. Stops workers that the scheduler does not know for ``ABSENT_S``.
         """
+        for worker_id in self._absent(view, now):
+            self._launcher.retire(worker_id)
         num_wanted = sum(pool.num_wanted for pool in view.pools if pool.num_devices == 1)  # as its workers have
         members = self._launcher.members()
         if num_wanted >= len(members):
@@ -57,6 +61,13 @@ class PoolDriver:
             waiting = self._launcher.waiting()
             for worker_id in [*waiting, *free_workers(view, set(members) - set(waiting))][: len(members) - num_wanted]:
                 self._launcher.retire(worker_id)
+
+    def _absent(self, view: scheduler_pb2.ClusterView, now: float) -> list[str]:
+        """Members that run, and are absent from the view for ``ABSENT_S``: they cannot join, or were lost unnoticed."""
+        known = {worker.worker_id for worker in view.workers}.union(self._launcher.waiting())
+        absent = [worker_id for worker_id in self._launcher.members() if worker_id not in known]
+        self._absent_since = {worker_id: self._absent_since.get(worker_id, now) for worker_id in absent}
+        return [worker_id for worker_id, since in self._absent_since.items() if now - since >= ABSENT_S]
 
     async def _watch(self) -> None:
         async with open_channel(self._address, self._tls, self._token, Caller.SCHEDULER) as channel:

@@ -33,8 +33,8 @@ class RayJobs:
     async def start(self, worker_id: str) -> None:
         await self._asked(lambda: self._start(worker_id))
 
-    async def stop(self, worker_id: str) -> None:
-        await self._asked(lambda: self._stop(worker_id))
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
+        await self._asked(lambda: self._stop(worker_id, at_once))
 
     async def close(self) -> None:
         await asyncio.to_thread(ray.shutdown)
@@ -64,12 +64,19 @@ class RayJobs:
         needs = {"num_gpus": 1} if program.device != "cpu" else {"resources": {RESOURCE: 1}}
         options = {"name": worker_id, "lifetime": "detached", "num_cpus": program.threads, **needs}
         actor: Any = self._slot.options(**options).remote()
-        actor.run.remote(program.arguments(worker_id), program.join_file.scope, program.join_file.as_toml())
+        try:
+            actor.run.remote(program.arguments(worker_id), program.join_file.scope, program.join_file.as_toml())
+        except (RayError, ConnectionError, RuntimeError):
+            ray.kill(actor)  # it would run nothing
+            raise
 
-    def _stop(self, worker_id: str) -> None:
-        actor = ray.get_actor(worker_id)
-        has_begun, _ = ray.wait([self._began[worker_id]], timeout=0)
-        if has_begun:
+    def _stop(self, worker_id: str, at_once: bool) -> None:
+        try:
+            actor = ray.get_actor(worker_id)
+        except ValueError:
+            return  # it has ended
+        began = self._began.get(worker_id)
+        if began is not None and not at_once and ray.wait([began], timeout=0)[0]:
             actor.leave.remote()
         else:
             ray.kill(actor)

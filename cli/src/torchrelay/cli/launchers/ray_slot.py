@@ -22,16 +22,18 @@ class RaySlot:
 
     async def run(self, arguments: Sequence[str], scope: str, join_file: str) -> None:
         """Runs the program; ends the actor with it. ``scope``: the beginning of the id of the node's machine."""
-        host_id = scope + ray.get_runtime_context().get_node_id()[:16]
-        environment = service_environment(os.environ)
-        environment.pop("OMP_NUM_THREADS", None)  # Ray's; the worker counts its cores
-        self._process = await asyncio.create_subprocess_exec(
-            *tied_to_this_process((script(), *arguments, "--host-id", host_id)),
-            stdin=asyncio.subprocess.PIPE,
-            env=environment,
-        )
-        await self._process.communicate(join_file.encode())
-        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+        try:
+            host_id = scope + ray.get_runtime_context().get_node_id()[:16]
+            environment = service_environment(os.environ, reads_object_store=True)
+            environment.pop("OMP_NUM_THREADS", None)  # Ray's; the worker counts its cores
+            self._process = await asyncio.create_subprocess_exec(
+                *tied_to_this_process((script(), *arguments, "--host-id", host_id)),
+                stdin=asyncio.subprocess.PIPE,
+                env=environment,
+            )
+            await self._process.communicate(join_file.encode())
+        finally:
+            ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
     async def began(self) -> bool:
         """Answers once the actor has a node."""

@@ -30,17 +30,17 @@ class SlurmJobs:
             "squeue", "--me", "--noheader", "--name", self._program.jobs_name, "--states", _STATES,
             "--format", "%i %T %k",
         )  # fmt: skip
-        jobs = [line.split() for line in lines.splitlines()]
+        jobs = [line.split(maxsplit=2) for line in lines.splitlines()]
         self._job_ids = {worker_id: (job_id, state not in _WAITS) for job_id, state, worker_id in jobs}
         return {worker_id: is_running for worker_id, (_, is_running) in self._job_ids.items()}
 
     async def start(self, worker_id: str) -> None:
         await _output("sbatch", stdin=self.script(worker_id))
 
-    async def stop(self, worker_id: str) -> None:
+    async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         job_id, is_running = self._job_ids[worker_id]
         # The batch shell has become the program, which stops its own children.
-        await _output("scancel", *(("--signal=TERM", "--batch") if is_running else ()), job_id)
+        await _output("scancel", *(("--signal=TERM", "--batch") if is_running and not at_once else ()), job_id)
 
     async def close(self) -> None:
         """Nothing is open between commands."""
@@ -83,10 +83,12 @@ async def _output(program: str, *arguments: str, stdin: str = "") -> str:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=service_environment(os.environ),
+            env=service_environment(os.environ, reads_object_store=True),  # of the job, whose store reads it
         )
     except FileNotFoundError as error:
         raise JobError(f"{program} is not installed: Slurm's commands are needed on this machine") from error
+    except OSError as error:
+        raise JobError(f"{program} cannot be started: {error.strerror}") from error
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             output, errors = await process.communicate(stdin.encode())

@@ -179,6 +179,11 @@ class StackPlan:
     def _remote_url(self) -> str:
         return remote_url(self._options.remote, self._home.path / "remote")
 
+    @property
+    def jobs_name(self) -> str:
+        """The name of this platform's jobs on another engine, the same in each run."""
+        return f"torchrelay-{framed_mac(self._cluster_key, b'torchrelay jobs')[:6].hex()}"
+
     def join_file(self, scope: str = NODE_SCOPE) -> JoinFile:
         """Returns the join file, once ``stack`` has been called. ``scope``: the beginning of joining nodes' ids."""
         expires = int(time.time()) + JOIN_TOKEN_LIFE_S

@@ -52,7 +52,12 @@ async def _run_stack(home: Home, options: UpOptions, plan: StackPlan, is_quiet: 
     remote = None
     if options.on:
         program = JobProgram(
-            plan.join_file(), options.device, options.threads, options.arena_bytes, options.kv_pool_bytes
+            plan.join_file(),
+            plan.jobs_name,
+            options.device,
+            options.threads,
+            options.arena_bytes,
+            options.kv_pool_bytes,
         )
         remote = JobLauncher(jobs_on(options.on, program, options.pod), NODE_SCOPE, progress.failed)
 
@@ -73,12 +78,17 @@ async def _run_stack(home: Home, options: UpOptions, plan: StackPlan, is_quiet: 
         with published_addresses(home.endpoints_file, stack.endpoints):
             yield
 
-    stop_on_signals(stop, supervisor.kill_all)
+    def kill() -> None:
+        supervisor.kill_all()
+        if remote is not None:
+            remote.kill()
+
+    stop_on_signals(stop, kill)
     try:
         await supervisor.run(up, stop)
-        if remote is not None:
-            await remote.close()
     finally:
+        if remote is not None and remote.has_begun:
+            await remote.close()
         if stack.arena is not None:
             stack.arena.unlink(missing_ok=True)  # the store removes it unless it was killed
     progress.stopped()

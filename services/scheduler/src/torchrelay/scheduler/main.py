@@ -72,16 +72,17 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
     js = history_nats.jetstream()
     port, lease = settings.port, None
     try:
+        await try_streams(js, subjects, settings.nats_replicas, settings.stream_sizes)
         if settings.lease_s:
             port, lease = await _stand_by(settings, tls, node_key, nats, subjects)
         server = RpcServer(settings.host, port, tls, node_key)
-        await try_streams(js, subjects, settings.nats_replicas, settings.stream_sizes)
         event_publisher = EventPublisher(history_nats, subjects)
         with _controller(settings, clock, event_publisher) as controller:
             servicer = SchedulerServicer(controller, EventReader(js, subjects), Enrolment(cluster_key))
             scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
             server.allow(CALLERS)
             async with asyncio.TaskGroup() as group:
+                keeping = group.create_task(lease.keep()) if lease is not None else None
                 ready = asyncio.Event()
                 report_check = ReportCheck(cluster_key)
                 background = group.create_task(
@@ -89,7 +90,6 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
                 )
                 streams = group.create_task(keep_streams(js, subjects, settings.nats_replicas, settings.stream_sizes))
                 await ready.wait()
-                keeping = group.create_task(lease.keep()) if lease is not None else None
                 await server.start()
                 await server.set_serving(SCHEDULER_SERVICE, True)
                 try:

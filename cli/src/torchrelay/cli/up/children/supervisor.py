@@ -66,7 +66,7 @@ class Supervisor:
                 await stop.wait()
                 living.cancel()
         except ExceptionGroup as group:
-            raise _first_cause(group) from None
+            raise first_cause(group) from None
         finally:
             await self._stop_all()
 
@@ -169,7 +169,7 @@ class Supervisor:
                         stopping.create_task(child.stop())
 
 
-def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first error: the others were cancelled because of it."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
