@@ -5,7 +5,7 @@
 Each round begins at zero: no worker, no request, and the stream of KEDA's protocol has said so. A gateway's open stream
 then brings the scheduler one request. The time runs from just before the gateway's process writes this message, so it
 includes the way to the scheduler, until the client of KEDA's protocol has read the pushed ``true``. The request is
-withdrawn, and the round ends when ``false`` arrives, half a second later at most; four schedulers take turns, as most
+withdrawn, and the round ends when ``false`` arrives, half a second later at most; two schedulers take turns, as most
 of a round is this wait. Gateways and clients share a process, each scheduler has its own, the NATS server is real.
 
 For comparison, after each push a message goes to and fro on a stream between this process and a gRPC server that only
@@ -46,7 +46,7 @@ from torchrelay.control.v1 import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-NUM_SCHEDULERS = 4
+NUM_SCHEDULERS = 2
 NUM_WARM_UP = 3  # rounds
 STUCK_S = 30.0
 WORKERS = external_scaler_pb2.ScaledObjectRef(name="worker", namespace="bench", scaler_metadata={"numDevices": "1"})
@@ -185,8 +185,8 @@ async def measure(num_rounds: int) -> tuple[list[float], list[float]]:
 
 
 def main() -> None:
-    arguments = parser_of(__doc__, "50 rounds").parse_args()
-    num_rounds = 50 if arguments.quick else 250
+    arguments = parser_of(__doc__, "70 rounds").parse_args()
+    num_rounds = 70 if arguments.quick else 300
     pushes_s, echoes_s = uvloop.run(measure(num_rounds))
     push_ms, echo_ms = [[percentile(took_s, percent) * 1e3 for percent in (99, 50)] for took_s in (pushes_s, echoes_s)]
     checks = [

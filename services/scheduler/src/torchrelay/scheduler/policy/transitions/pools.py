@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torchrelay.common.quantities import format_count
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Demand
@@ -24,17 +25,33 @@ from torchrelay.scheduler.policy.transitions import demands
 
 
 def request_waits(state: State, model: Model, now: float) -> None:
-    """Evaluates the pools at once if a request waits for a pool that should have no slot: a launcher learns of the
-    first request without waiting for the next evaluation.
+    """Raises the targets at once if a request waits for a pool that should have no slot: a launcher learns of the first
+    request without waiting for the next evaluation, which may raise them further.
     """
     target = state.pool_targets.get(model.num_devices)
-    if (target is None or not target.num_wanted) and state.queues.num_waiting(model.version_id):
-        evaluate_pools(state, now)
+    if (target is None or not target.num_wanted) and state.queues.num_waiting(model.version_id) and _is_on(state, now):
+        lacking = SlotShortage(model.name, 1)  # without a slot in use no role is played
+        known = target.load if target is not None else PoolLoad(model.num_devices)
+        raised = pool_target(replace(known, shortages=(lacking,)), state.config)
+        state.pool_targets = {**state.pool_targets, model.num_devices: raised}
+        for role in ROLES:
+            of_role = state.role_targets.get((model.num_devices, role))
+            known = of_role.load if of_role is not None else PoolLoad(model.num_devices, role=role)
+            state.role_targets[model.num_devices, role] = pool_target(
+                replace(known, shortages=(lacking,)), state.config
+            )
+        state.pools_evaluated_at = now
+        state.effects.events.append(_event(raised, state.config.pool_mode, now))
+
+
+def _is_on(state: State, now: float) -> bool:
+    """Whether targets are computed: in the settling time of a start, not all slots are known."""
+    return state.config.pool_mode is not PoolMode.OFF and now - state.started_at >= state.config.settle_s
 
 
 def evaluate_pools(state: State, now: float) -> None:
     """Updates the targets of all pools, and records each pool whose target or number of slots changed."""
-    if state.config.pool_mode == PoolMode.OFF or now - state.started_at < state.config.settle_s:
+    if not _is_on(state, now):
         return
     before = state.pool_targets
     targets = [pool_target(load, state.config) for load in _pool_loads(state, now)]
