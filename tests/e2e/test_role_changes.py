@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 
 pytestmark = pytest.mark.e2e
 NUM_TOKENS = 100
+NUM_CLIENTS = 32
 
 
 def prompt_of(number: int) -> list[int]:
@@ -47,6 +50,29 @@ def load_second_prefill(platform: Platform) -> None:
     next(view for view in platform.views() if [instance.state for instance in view.instances] == ["ready"] * 3)
 
 
+def changed(platform: Platform) -> ClusterView:
+    """The first view in which a prefill instance decodes instead."""
+    deadline = time.monotonic() + HANG_S
+    for view in platform.views():
+        if sorted(roles(view).values()) == [[ROLE_PREFILL], [ROLE_DECODE], [ROLE_DECODE]]:
+            return view
+        assert time.monotonic() < deadline, f"no instance changed its role: {view.instances}"
+    raise AssertionError("the scheduler ended its view")
+
+
+def answers_until(
+    change: Future[ClusterView], numbers: Iterator[int], answer: Callable[[int], dict[str, Any]]
+) -> list[tuple[int, dict[str, Any]]]:
+    """Asks one request after the other until the change is seen; a burst of fixed length may be over before, or last
+    until the roles change back.
+    """
+    answers = []
+    while not change.done():
+        number = next(numbers)
+        answers.append((number, answer(number)))
+    return answers
+
+
 def test_prefill_instance_decodes_under_load_and_no_answer_differs(tmp_path: Path) -> None:
     workers = ("--prefill-workers", "2", "--decode-workers", "1", "--kv-pool-mb", "4")  # room for few answers
     checkpoint = make_checkpoint(tmp_path / "llama", "llama", num_hidden_layers=32)
@@ -67,16 +93,17 @@ def test_prefill_instance_decodes_under_load_and_no_answer_differs(tmp_path: Pat
         for number in range(8):  # the scheduler learns how long answers are
             assert answer(number)["choices"][0]["token_ids"] == expected[number]
         time.sleep(max(loaded_at + PolicyConfig.turn_s - time.monotonic(), 0.0))
-        with ThreadPoolExecutor(32) as threads:
-            answers = list(threads.map(answer, range(40)))
-        for number, each in enumerate(answers):
+        with ThreadPoolExecutor(NUM_CLIENTS + 1) as threads:
+            change = threads.submit(changed, platform)
+            numbers = count()
+            clients = [threads.submit(answers_until, change, numbers, answer) for _ in range(NUM_CLIENTS)]
+            answers = [each for client in clients for each in client.result()]
+        for number, each in answers:
             assert each["choices"][0]["token_ids"] == expected[number % 8]
+        view = change.result()
+        assert roles(view).keys() == before.keys()
+        (reason,) = {instance.roles_reason for instance in view.instances if instance.roles_reason}
+        assert "decode needs this instance more than prefill" in reason
         told = said(platform, "explain", model)
         assert "set_roles" in told and "decode needs this instance more than prefill" in told
         assert "drain" not in told
-        view = next(platform.views())
-        (reason,) = {instance.roles_reason for instance in view.instances if instance.roles_reason}
-        assert "decode needs this instance more than prefill" in reason
-        after = roles(view)
-        assert sorted(after.values()) == [[ROLE_PREFILL], [ROLE_DECODE], [ROLE_DECODE]]
-        assert after.keys() == before.keys()
