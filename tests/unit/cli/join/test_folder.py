@@ -25,9 +25,11 @@ def test_port_stays_while_another_program_runs_and_is_replaced_if_taken_otherwis
 
 
 def test_folder_of_others_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o770)
     (tmp_path / "link").symlink_to(make_private(tmp_path / "own"))
     for name in ("open", "link"):
         with pytest.raises(CliError, match="can be used by others"):
             make_private(tmp_path / name)
+    (tmp_path / "own").chmod(0o755)
     assert make_private(tmp_path / "own").stat().st_mode & 0o777 == 0o700

@@ -25,12 +25,14 @@ def make_private(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()
+        is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if is_own and not status.st_mode & 0o022:  # nobody else can have changed it
+            path.chmod(0o700)
+            return path
     except OSError as error:
         raise CliError(f"{path} cannot be used: {error.strerror}", "choose another folder with --home") from error
-    is_folder = stat.S_ISDIR(status.st_mode)
-    if not is_folder or status.st_uid != os.getuid() or status.st_mode & 0o077:  # anyone could have made it in /tmp
-        raise CliError(f"{path} can be used by others", "choose another folder with --home, or remove this one")
-    return path
+    # Anyone could have made it in /tmp.
+    raise CliError(f"{path} can be used by others", "choose another folder with --home, or remove this one")
 
 
 class NodeFolder:
