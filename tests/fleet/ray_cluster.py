@@ -25,6 +25,7 @@ RAY = Path(sys.executable).parent / "ray"
 class RayCluster:
     """A running Ray."""
 
+    address: str
     engine: str
     folder: Path
 
@@ -69,7 +70,7 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
                 "--node-ip-address=127.0.0.1",
                 f"--resources={slots}",
             )
-        yield RayCluster(f"ray://127.0.0.1:{client_port}", folder)
+        yield RayCluster(f"127.0.0.1:{port}", f"ray://127.0.0.1:{client_port}", folder)
 
 
 def _free_port() -> int:

@@ -23,7 +23,7 @@ from tests.support.wait import wait_until
 pytestmark = pytest.mark.e2e
 KILL = """
 import ray, sys
-ray.init(sys.argv[1])
+ray.init(sys.argv[1], _node_ip_address="127.0.0.1")
 (actor,) = (each for each in ray.util.list_named_actors(all_namespaces=True) if each["name"] == sys.argv[2])
 ray.kill(ray.get_actor(**actor))
 """
@@ -42,7 +42,7 @@ def test_killed_actor_leaves_no_process_and_is_replaced(ray: RayCluster, tmp_pat
         complete(platform, key, model, [1, 2, 3], max_tokens=4, ignore_eos=True)
         (killed,) = workers(platform)
         (pid,) = programs(killed)
-        subprocess.run([sys.executable, "-c", KILL, ray.engine, killed], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", KILL, ray.address, killed], check=True, timeout=60)
         wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the actor's program")
         complete(platform, key, model, [1, 2, 3], max_tokens=4, ignore_eos=True)
         assert killed not in workers(platform)
