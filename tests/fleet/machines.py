@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from tests.support.wait import wait_until
+
 
 class Fleet(Protocol):
     """A running engine with two machines, which has room for a worker on each."""
@@ -41,12 +43,17 @@ def programs(worker_id: str) -> list[int]:
 
 
 def kill_all(*variables: str) -> None:
-    """Kills the processes whose environment has all of these, as ``NAME=VALUE``."""
+    """Kills the processes whose environment has all of these, as ``NAME=VALUE``, until none is left."""
     wanted = {variable.encode() for variable in variables}
-    for pid, path in _processes():
-        if wanted <= _parts(path / "environ"):
+
+    def are_gone() -> bool:
+        living = [pid for pid, path in _processes() if wanted <= _parts(path / "environ")]
+        for pid in living:  # they may have started others meanwhile
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        return not living
+
+    wait_until(are_gone, f"the end of all processes of {variables}")
 
 
 def _processes() -> Iterator[tuple[int, Path]]:

@@ -35,6 +35,7 @@ from torchrelay.prefill import role as prefill_role
 from torchrelay.worker.slot.slot import FREE, LOADING, READY
 
 NUM_HISTORIES = 200
+NUM_IMPORTS = 10
 SEED = 0
 SHARED = prompt_of(64, 3)  # the beginning of several prompts
 
@@ -299,11 +300,13 @@ async def test_random_histories_give_every_answer_and_bill_once(
     monkeypatch.setattr(prompt_moves, "_MESSAGE_S", 0.5)
     monkeypatch.setattr(prompt_moves, "_KEPT_S", 1.0)
     monkeypatch.setattr(prompt_moves, "_PIECE_BYTES", 1 << 12)  # so that an export takes several steps
-    seeds = [int(os.environ["MOVE_HISTORY"])] if "MOVE_HISTORY" in os.environ else range(SEED, SEED + NUM_HISTORIES)
+    seeds = [int(os.environ["MOVE_HISTORY"])] if "MOVE_HISTORY" in os.environ else range(SEED, SEED + 2 * NUM_HISTORIES)
     num_imports, num_steps = Counter[str](), Counter[str]()
     async with running_cluster(tmp_path, model, nats_url, monkeypatch) as cluster:
         prompts = prompts_of(model)
-        for seed in seeds:
+        for number, seed in enumerate(seeds):
+            if number >= NUM_HISTORIES and num_imports.total() >= NUM_IMPORTS:
+                break  # how many prompts are imported depends on the machine; a slow one needs more histories
             history = History(cluster, prompts, seed)
             try:
                 async with asyncio.timeout(2 * HANG_S):
@@ -313,6 +316,6 @@ async def test_random_histories_give_every_answer_and_bill_once(
                 raise
             num_imports.update(detail.split()[0] for answer in history.answers for detail in answer.imports)
             num_steps.update(step.split()[0] for step in history.steps)
-    if len(seeds) == NUM_HISTORIES:
-        assert num_imports.total() > 9
+    if len(seeds) > 1:
+        assert num_imports.total() >= NUM_IMPORTS
         assert min(num_steps[name] for name in ("lose", "fail", "hang", "cancel", "take")) > 9
