@@ -40,3 +40,13 @@ async def test_missing_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(JobError, match="squeue is not installed"):
         await SlurmJobs(JobProgram(FILE, "torchrelay-test")).listed()
+
+
+async def test_jobs_with_a_changed_comment_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    squeue = tmp_path / "squeue"
+    squeue.write_text(
+        "#!/bin/sh\nprintf '7 RUNNING node-1\\n8 PENDING node-2\\n9 RUNNING moved by ops\\n10 RUNNING\\n'\n"
+    )
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert await SlurmJobs(JobProgram(FILE, "torchrelay-test")).listed() == {"node-1": True, "node-2": False}

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.certificates import DAY, Authority
 from tests.support.wait import HANG_S, eventually
+from torchrelay.common.identity import tls as tls_module
 from torchrelay.common.identity.callers import CLUSTER_NAME, Caller
 from torchrelay.common.identity.tls import Tls, TlsFiles
 from torchrelay.common.net.rpc.channels import open_channel
@@ -166,3 +167,23 @@ def test_files_of_mounted_secret_are_replaced_together(cluster: Authority, tmp_p
     (mount / "..data_tmp").symlink_to("..2")
     (mount / "..data_tmp").rename(mount / "..data")
     assert tls.identity.cert == (mount / "..2" / "node.crt").read_bytes()
+
+
+def test_file_that_vanishes_while_it_is_read_changes_nothing(
+    cluster: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the thread that accepts connections of the data plane ended."""
+    files = cluster.node("server")
+    tls = Tls(files, look_every_s=0)
+    before = tls.identity
+    cluster.node("server")  # in the same files
+    read = tls_module._read
+
+    def read_and_remove(path: Path, setting: str) -> bytes:
+        content = read(path, setting)
+        if path == files.key:
+            files.key.unlink()
+        return content
+
+    monkeypatch.setattr(tls_module, "_read", read_and_remove)
+    assert tls.identity is before

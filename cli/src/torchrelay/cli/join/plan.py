@@ -58,6 +58,7 @@ class NodePlan:
         self._cluster_digest = hashlib.sha256(cluster.scheduler.encode()).hexdigest()[:8]
         self._host = options.advertise_host or _own_address(cluster.scheduler)
         self._grace_s = settings.grace_s
+        self._port: int | None = None
 
     def _checked(self, node_id: str, option: str) -> str:
         if re.fullmatch(NODE_ID, node_id) is None:
@@ -90,7 +91,10 @@ class NodePlan:
         return self._service(folder, "param-store", "torchrelay-param-store", credentials, env)
 
     def _store_port(self, folder: NodeFolder) -> int:
-        return folder.choose_store_port(self._host, self.worker_ids)
+        """Returns the same port for the store and for its workers."""
+        if self._port is None:
+            self._port = folder.choose_store_port(self._host, self.worker_ids)
+        return self._port
 
     def _remote_url(self, folder: NodeFolder) -> str:
         """The cluster's; if that is a folder of another machine, a folder of this machine, which stays empty."""

@@ -30,8 +30,14 @@ class SlurmJobs:
             "squeue", "--me", "--noheader", "--name", self._program.jobs_name, "--states", _STATES,
             "--format", "%i %T %k",
         )  # fmt: skip
-        jobs = [line.split(maxsplit=2) for line in lines.splitlines()]
-        self._job_ids = {worker_id: (job_id, state not in _WAITS) for job_id, state, worker_id in jobs}
+        jobs = [line.partition(" ") for line in lines.splitlines()]
+        states = {job_id: rest.partition(" ") for job_id, _, rest in jobs}
+        scope = self._program.join_file.scope
+        self._job_ids = {
+            comment: (job_id, state not in _WAITS)
+            for job_id, (state, _, comment) in states.items()
+            if comment.startswith(scope)  # an administrator may have changed it
+        }
         return {worker_id: is_running for worker_id, (_, is_running) in self._job_ids.items()}
 
     async def start(self, worker_id: str) -> None:

@@ -173,10 +173,13 @@ def _load(files: TlsFiles) -> TlsIdentity:
     ca = _read(files.ca, "TORCHRELAY_TLS_CA_FILE")
     cert = _read(files.cert, "TORCHRELAY_TLS_CERT_FILE")
     key = _read(files.key, "TORCHRELAY_TLS_KEY_FILE")
-    server_context = _context(ssl.PROTOCOL_TLS_SERVER, files)
+    try:
+        server_context = _context(ssl.PROTOCOL_TLS_SERVER, files)
+        client_context = _context(ssl.PROTOCOL_TLS_CLIENT, files)
+    except OSError as error:  # a file is gone that was there just now
+        raise TlsUnusable("the files of TORCHRELAY_TLS_* were replaced while they were read") from error
     # No session tickets: nothing resumes, and a follower would have to read them between chunks.
     server_context.num_tickets = 0
-    client_context = _context(ssl.PROTOCOL_TLS_CLIENT, files)
     if _stamp(files) != stamp:
         raise TlsUnusable("the files of TORCHRELAY_TLS_* were replaced while they were read")
     return TlsIdentity(ca, cert, key, server_context, client_context, stamp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from ipaddress import ip_address
@@ -136,9 +137,9 @@ class _WrappedChannel(grpc.aio.Channel):
     def stream_stream(self, *args: Any, **options: Any) -> Any:
         return self._method("stream_stream", args, options)
 
+    @abstractmethod
     def _method(self, kind: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Returns the method of a stub. ``kind``: the channel's method that makes such ones, with its arguments."""
-        raise NotImplementedError
+        """Returns the method of a stub. ``kind``: the channel's method that makes such methods, with its arguments."""
 
 
 class _TokenChannel(_WrappedChannel):
