@@ -310,6 +310,39 @@ def test_batch_requests_wait_for_standard_ones() -> None:
     assert sum(first[request.request_id] > last for request in batch) > 30
 
 
+def test_warm_up_does_not_count() -> None:
+    early, late = requests("t/small", 20, 0.5), requests("t/large", 5, 1.0)
+    late = [replace(request, arrives_at=request.arrives_at + 30.0) for request in late]
+    plant = Plant(new_policy(Policy, None, idle_timeout_s=2.0), FLEET, [SMALL, LARGE])
+    outcomes = plant.run([*early, *late], warm_up_s=25.0)
+    assert {outcome.request.model for outcome in outcomes} == {"t/large"}
+    whole = Plant(new_policy(Policy, None, idle_timeout_s=2.0), FLEET, [SMALL, LARGE])
+    assert len(whole.run([*early, *late])) == 25
+    assert 15.9 <= plant.at_last_arrival.device_s <= 4 * 9.0, "four devices from 30 s on, and none before"
+    assert plant.at_last_arrival.device_s < whole.at_last_arrival.device_s - 10.0
+
+
+def test_slow_worker_takes_longer_than_it_reports() -> None:
+    fleet = replace(FLEET, num_hosts=1, groups=(1,))
+    ttfts = []
+    for slowness in ({}, {"worker-0-0": 3.0}):
+        plant = Plant(new_policy(Policy), fleet, [SMALL], held={0: ["t/small"]}, slowness=slowness)
+        outcomes = plant.run(requests("t/small", 5, 4.0, num_prompt=3000))
+        ttfts.append(outcomes[-1].ttft_s)
+    assert ttfts[1] == pytest.approx(3 * ttfts[0], rel=0.05)
+
+
+def test_worker_computes_shared_beginning_once() -> None:
+    fleet = replace(FLEET, num_hosts=1, groups=(1,))
+    alike = [
+        replace(request, prefix="beginning", num_prefix_tokens=2944)
+        for request in requests("t/small", 5, 4.0, num_prompt=3000)
+    ]
+    outcomes = Plant(new_policy(Policy), fleet, [SMALL], held={0: ["t/small"]}).run(alike)
+    prompt_s = SMALL.latency.prefill_s(3000)
+    assert outcomes[-1].ttft_s < 0.3 * prompt_s < outcomes[0].ttft_s
+
+
 def test_packs_held_at_start_are_retained() -> None:
     """Regression: unused packs were evicted for second copies of others and had to come back from disk."""
     plant = Plant(

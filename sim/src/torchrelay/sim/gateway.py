@@ -32,6 +32,7 @@ class _Attempt:
     job: Prompt | Decoding | None = None  # running in an engine
     kv_event: Event | None = None
     computed_at: float = 0.0
+    num_cached: int = 0  # positions of the prompt that its worker had
 
     @property
     def is_whole(self) -> bool:
@@ -94,6 +95,7 @@ class SimulatedGateway:
             ttft_target_s=0.0 if is_batch else served.ttft_target_s(request.num_prompt_tokens),
             tbt_target_s=served.tpot_target_s,
             migrates=migrates,
+            block_hashes=request.block_hashes,
         )
         self._open[key], self._forced[key] = outcome, num_forced
         self._scheduler.apply(inputs.Admit(admission, replace(model, name=name) if request.tenant else model))
@@ -134,8 +136,11 @@ class SimulatedGateway:
             self._workers.of[ref.worker_id].attempts[key] = partial(self._fail, attempt)
         prefill = self._workers.of[placement.prefill.worker_id]
         assert prefill.engine is not None
-        num_tokens = outcome.request.num_prompt_tokens + attempt.num_forced
-        attempt.job = Prompt(max(num_tokens, 1), partial(self._computed, attempt))
+        request = outcome.request
+        num_tokens = max(request.num_prompt_tokens + attempt.num_forced, 1)
+        if request.prefix in prefill.prefixes:
+            attempt.num_cached = min(request.num_prefix_tokens, num_tokens - 1)
+        attempt.job = Prompt(num_tokens, partial(self._computed, attempt), attempt.num_cached)
         prefill.engine.prefill(attempt.job)
 
     def _computed(self, attempt: _Attempt) -> None:
@@ -145,6 +150,8 @@ class SimulatedGateway:
             outcome.first_token_at = now + RPC_S
             self.num_waiting -= 1
         attempt.job, attempt.computed_at = None, now
+        if outcome.request.prefix:
+            self._workers.of[attempt.placement.prefill.worker_id].prefixes.add(outcome.request.prefix)
         self._scheduler.soon(inputs.FirstToken(attempt.key))
         if outcome.request.num_output_tokens - attempt.num_forced <= 1:
             self._end(attempt)
@@ -191,7 +198,7 @@ class SimulatedGateway:
         attempt = self._running.get(recall.key)
         if attempt is None or not isinstance(attempt.job, Prompt):
             return
-        if recall.keeps_prompt or not attempt.job.num_done:
+        if recall.keeps_prompt or attempt.job.num_done == attempt.num_cached:
             self._fail(attempt, is_recalled=True)
 
     def _migrate(self, key: AttemptKey) -> None:

@@ -13,7 +13,7 @@ from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.core import InstancePhase, Model
 from torchrelay.sim.events import EventQueue
 from torchrelay.sim.gateway import SimulatedGateway
-from torchrelay.sim.scenario import Fleet, Request, RequestOutcome, ServedModel
+from torchrelay.sim.scenario import BLOCK_TOKENS, Fleet, Request, RequestOutcome, ServedModel
 from torchrelay.sim.scheduler import RPC_S, SimulatedPolicy, SimulatedScheduler
 from torchrelay.sim.spent import Meter, Spent
 from torchrelay.sim.stores import SimulatedStores
@@ -22,11 +22,13 @@ from torchrelay.sim.workers import SimulatedWorkers
 
 START_S = 1000.0  # when a simulation begins
 _REPORT_EVERY_S = 1.0
-_GIVEN_UP_S = 3600.0  # after the last arrival
+GIVEN_UP_S = 3600.0  # after the last arrival
 
 
 class Plant:
-    """Owner of the simulated cluster. ``held``: packs in a host's RAM at the start, by the host's number."""
+    """Owner of the simulated cluster. ``held``: packs in a host's RAM at the start, by the host's number. ``slowness``:
+    how many times longer than predicted the steps of a worker take.
+    """
 
     def __init__(
         self,
@@ -34,6 +36,7 @@ class Plant:
         fleet: Fleet,
         models: Iterable[ServedModel],
         held: Mapping[int, Sequence[str]] | None = None,
+        slowness: Mapping[str, float] | None = None,
     ) -> None:
         self.events = EventQueue(now=START_S)
         self.policy, self.fleet = policy, fleet
@@ -42,7 +45,9 @@ class Plant:
         self._meter = Meter(self.events)
         self._scheduler = SimulatedScheduler(policy, self.events, self._carry_out)
         self._stores = SimulatedStores(self.events, fleet, self.served, self._meter, self._scheduler)
-        self._workers = SimulatedWorkers(self.events, fleet, self.served, self._meter, self._scheduler, self._stores.of)
+        self._workers = SimulatedWorkers(
+            self.events, fleet, self.served, self._meter, self._scheduler, self._stores.of, slowness or {}
+        )
         self._gateway = SimulatedGateway(self.events, fleet, self.served, self.models, self._scheduler, self._workers)
         self.workers, self.outcomes = self._workers.of, self._gateway.outcomes
         self.at_last_arrival = Spent()  # from the first request on
@@ -51,23 +56,35 @@ class Plant:
         for number, pack_ids in (held or {}).items():
             self._stores.hold(self._stores.of[f"store-{number}"], pack_ids)
 
-    def run(self, requests: Iterable[Request], settle_s: float = 5.0) -> list[RequestOutcome]:
-        """Simulates from the cluster's start until the last request has ended. Requests, in order of arrival, come
-        after ``settle_s``; spending counts from then on.
+    def run(
+        self,
+        requests: Iterable[Request],
+        settle_s: float = 5.0,
+        *,
+        warm_up_s: float = 0.0,
+        given_up_s: float = GIVEN_UP_S,
+    ) -> list[RequestOutcome]:
+        """Simulates from the cluster's start until the last request has ended, at most ``given_up_s`` after the last
+        arrival. Requests, in order of arrival, come after ``settle_s``. Of the first ``warm_up_s`` of arrivals neither
+        spending nor outcomes count.
         """
         self._gateway.connect()
         self._report_all()
         self._scheduler.start()
         self.events.run(self.events.now + settle_s)
         self._begin, spent = self.events.now, self.spent_now()
+        counted_from, is_counted = self._begin + warm_up_s, not warm_up_s
         for request in requests:
+            if not is_counted and request.arrives_at >= warm_up_s:
+                self.events.run(counted_from)
+                spent, is_counted = self.spent_now(), True
             self.events.run(self._begin + request.arrives_at)
             self._gateway.arrive(request)
         last = self.events.now
         self.at_last_arrival = self.spent_now().since(spent)
-        while self._gateway.is_busy and self.events.now <= last + _GIVEN_UP_S:
+        while self._gateway.is_busy and self.events.now <= last + given_up_s:
             self.events.run(self.events.now + 1.0)
-        return self.outcomes
+        return [outcome for outcome in self.outcomes if outcome.arrived_at >= counted_from]
 
     def spent_now(self) -> Spent:
         """Spending until now, with slots that are still held."""
@@ -119,4 +136,5 @@ def policy_model(served: ServedModel) -> Model:
         pack_bytes=served.pack_bytes,
         kv_bytes_per_token=served.kv_bytes_per_token,
         num_devices=served.num_devices,
+        routing_block_tokens=BLOCK_TOKENS,
     )

@@ -46,6 +46,7 @@ class Fleet:
 
 
 DEFAULT_MAX_TOKENS = 512  # the gateway's default
+BLOCK_TOKENS = 64  # of a prompt, per hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,13 @@ class Request:
     num_output_tokens: int
     tenant: str = ""  # that uploaded the same files; empty: the model's own tenant
     service_class: ServiceClass = ServiceClass.STANDARD
+    prefix: str = ""  # name of the beginning that its prompt shares with others
+    num_prefix_tokens: int = 0
+
+    @property
+    def block_hashes(self) -> tuple[bytes, ...]:
+        """Hashes of the shared beginning's whole routing blocks."""
+        return tuple(f"{self.prefix} {number}".encode() for number in range(self.num_prefix_tokens // BLOCK_TOKENS))
 
     @property
     def max_tokens(self) -> int:

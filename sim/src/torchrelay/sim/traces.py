@@ -79,8 +79,20 @@ def halves(arrivals: Sequence[Arrival]) -> tuple[list[Arrival], list[Arrival]]:
 def requests_of(
     arrivals: Sequence[Arrival], models: Sequence[ServedModel], copies: float, zipf: float, seed: int
 ) -> list[Request]:
-    """All requests of ``request_stream``, in order of time and id."""
-    requests = request_stream(arrivals, models, copies, zipf, seed)
+    """Draws requests as ``request_stream`` does, and shifts those of each model in time, each model by its own seeded
+    part of the trace's length: a burst of the trace must not be a burst of all models at the same moment. What is
+    shifted beyond the end begins the trace. In order of time and id.
+    """
+    random_ = random.Random(f"{seed} shifts")
+    begin, length_s = (arrivals[0].at, arrivals[-1].at - arrivals[0].at) if arrivals else (0.0, 0.0)
+    shifts_s = {model.name: random_.random() * length_s for model in models}
+    requests = [
+        replace(
+            request,
+            arrives_at=begin + (request.arrives_at - begin + shifts_s[request.model]) % length_s if length_s else begin,
+        )
+        for request in request_stream(arrivals, models, copies, zipf, seed)
+    ]
     return sorted(requests, key=lambda request: (request.arrives_at, request.request_id))
 
 

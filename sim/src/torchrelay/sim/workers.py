@@ -28,6 +28,8 @@ class SimulatedWorker:
     engine: SimulatedEngine | None = None
     slot: SlotStatus = field(default_factory=SlotStatus)
     attempts: dict[AttemptKey, Callable[[], None]] = field(default_factory=dict)  # called if the attempt is cut off
+    prefixes: set[str] = field(default_factory=set)  # beginnings of prompts that its engine has computed
+    slowness: float = 1.0  # its steps take this many times what its reports predict
     loaded: Event | None = None
     begun_at: float = 0.0  # when the slot was taken; 0: free
 
@@ -45,14 +47,16 @@ class SimulatedWorkers:
         meter: Meter,
         scheduler: SimulatedScheduler,
         stores: Mapping[str, SimulatedStore],
+        slowness: Mapping[str, float],
     ) -> None:
         self._events, self._fleet, self._served = events, fleet, served
         self._meter, self._scheduler = meter, scheduler
         self.of: dict[str, SimulatedWorker] = {}
         for number, store in enumerate(stores.values()):
             for place, num_devices in enumerate(fleet.groups):
-                worker = SimulatedWorker(f"worker-{number}-{place}", store, num_devices)
-                self.of[worker.worker_id] = worker
+                worker_id = f"worker-{number}-{place}"
+                slow = slowness.get(worker_id, 1.0)
+                self.of[worker_id] = SimulatedWorker(worker_id, store, num_devices, slowness=slow)
         self._kv_pool_bytes = {
             size: max(int(0.9 * size * fleet.device_memory_bytes) - self._largest_pack_bytes(size), 1 << 30)
             for size in set(fleet.groups)
@@ -90,7 +94,7 @@ class SimulatedWorkers:
         worker.begun_at = self._events.now
         worker.store.pins[worker.worker_id] = model.pack_id
         self._meter.spent.num_loads += 1
-        worker.engine = SimulatedEngine(self._events, served.latency, ready_at=math.inf)
+        worker.engine = SimulatedEngine(self._events, served.latency.slower(worker.slowness), ready_at=math.inf)
         worker.store.when_whole(model.pack_id, worker.worker_id, partial(self._pack_arrived, worker))
         self._scheduler.soon(inputs.LoadAccepted(order.instance_id))
         self._report(worker)
@@ -154,6 +158,7 @@ class SimulatedWorkers:
         worker.store.pins.pop(worker.worker_id, None)
         self._meter.spent.device_s += (self._events.now - worker.begun_at) * worker.num_devices
         worker.slot, worker.engine, worker.begun_at = SlotStatus(), None, 0.0
+        worker.prefixes.clear()
         self._report(worker)
 
     # Reports
@@ -185,4 +190,5 @@ class SimulatedWorkers:
             latency=latency,
             queued_prefill_s=latency.queued_s(queued) if latency is not None else 0.0,
             num_devices=worker.num_devices,
+            has_prefix_cache=True,
         )

@@ -47,6 +47,11 @@ class SchedulerSettings(ServiceSettings):
         description="A cold start is worth as much as so many seconds of a device: a model unused for this long scales "
         "to zero, or sooner if its requests come later anyway; models may override it.",
     )
+    late_cost: float = Field(
+        1.0,
+        gt=0,
+        description="Cost of a late request, in cold starts: with a higher value, busy models get more instances.",
+    )
     max_instances: int = Field(8, ge=1, description="Maximum instances of a model per role; models may override it.")
     pool_mode: PoolMode = Field(
         PoolMode.OFF,

@@ -16,13 +16,16 @@ from torchrelay.sim.scenario import Fleet, Request, ServedModel
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """Parameters that are tuned, with the same grid for all systems."""
+    """Parameters that are tuned: of ours, what keeping and what lateness costs; of the others, how long an idle
+    instance stays and how many requests justify another.
+    """
 
     idle_timeout_s: float
-    requests_per_instance: int
+    requests_per_instance: int = 16
+    late_cost: float = 1.0  # ours only
 
     def config(self) -> PolicyConfig:
-        return PolicyConfig(idle_timeout_s=self.idle_timeout_s)
+        return PolicyConfig(idle_timeout_s=self.idle_timeout_s, late_cost=self.late_cost)
 
 
 @dataclass(frozen=True)

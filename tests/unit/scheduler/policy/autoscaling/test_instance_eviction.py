@@ -315,7 +315,7 @@ def test_short_models_do_not_swap_slots(load: float, grows: bool) -> None:
     models = [a_model(f"acme/{number}", max_instances=4) for number in range(2)]
     instances = [an_instance(number, models[number // 2]) for number in range(4)]
     first, second = (
-        Demand(model, 0, 0, 0.0, arrivals_per_s=1000.0, load=load, target_s=2.0, price_s=3600.0)
+        Demand(model, 0, 0, 0.0, arrivals_per_s=1000.0, load=load, target_s=2.0, price_s=3600.0, late_s=3600.0)
         for model, load in zip(models, (29.0, load), strict=True)
     )
     loads = [InstanceLoad(instance, int(number == 0), 0, NOW - 0.1) for number, instance in enumerate(instances)]
@@ -355,7 +355,18 @@ def test_surplus_instance_of_role_costs_nothing() -> None:
 def test_growth_slots_are_not_reclaimed_by_other_model(loads: tuple[float, float], num_left: int) -> None:
     models = [a_model(f"acme/{number}", max_instances=8) for number in range(2)]
     demands = [
-        Demand(model, 0, 0, 0.0, arrivals_per_s=1000.0, load=load, target_s=2.0, price_s=3600.0, keep_s=3600.0)
+        Demand(
+            model,
+            0,
+            0,
+            0.0,
+            arrivals_per_s=1000.0,
+            load=load,
+            target_s=2.0,
+            price_s=3600.0,
+            late_s=3600.0,
+            keep_s=3600.0,
+        )
         for model, load in zip(models, loads, strict=True)
     ]
     by_version = {demand.model.version_id: demand for demand in demands}

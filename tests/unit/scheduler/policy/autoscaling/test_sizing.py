@@ -44,7 +44,7 @@ def test_wanted_instances_save_more_than_they_cost() -> None:
 
 def test_queue_of_minutes_outweighs_any_cold_start() -> None:
     """Only one second of it was looked at, in which one more instance computes a quarter of a prompt."""
-    flood = Demand(a_model(max_instances=3), 60, 0, 0.0, backlog_s=240.0, price_s=1.0, target_s=2.0)
+    flood = Demand(a_model(max_instances=3), 60, 0, 0.0, backlog_s=240.0, price_s=1.0, late_s=1.0, target_s=2.0)
     assert wanted(flood, 1, 0.1) == 3
     assert wanted(flood, 1, 2.0) == 3  # though the load takes longer than it is worth alone
 

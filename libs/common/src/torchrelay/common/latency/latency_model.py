@@ -11,7 +11,7 @@ linear cost each:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from torchrelay.common.latency.online_fit import OnlineFit
@@ -60,6 +60,15 @@ class StepCost:
 
     def step_s(self, num_positions: float, num_attended: float) -> float:
         return self.base_s + self.marginal_s(num_positions, num_attended)
+
+    def slower(self, factor: float) -> StepCost:
+        """The cost of a device that takes ``factor`` times as long."""
+        return replace(
+            self,
+            base_s=self.base_s * factor,
+            per_position_s=self.per_position_s * factor,
+            per_attended_s=self.per_attended_s * factor,
+        )
 
 
 UNKNOWN: Final = StepCost()
@@ -111,6 +120,10 @@ class LatencyModel:
         """Time between tokens of a choice in a batch of ``num_decoding``, without concurrent prefill."""
         cost = self.decode
         return cost.base_s + (cost.per_position_s * num_decoding + cost.per_attended_s * num_decode_attended)
+
+    def slower(self, factor: float) -> LatencyModel:
+        """The costs of a device that takes ``factor`` times as long."""
+        return replace(self, prefill=self.prefill.slower(factor), decode=self.decode.slower(factor))
 
 
 class LatencyFit:

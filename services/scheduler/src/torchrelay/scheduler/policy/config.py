@@ -36,6 +36,7 @@ class PolicyConfig:
 
     # Scaling
     idle_timeout_s: float = 60.0  # worth of a cold start, in seconds of a device; a model's own, in seconds of its slot
+    late_cost: float = 1.0  # cost of a late request, in cold starts
     max_instances: int = 8  # per model and role, for models without a setting of their own
     share_after_s: float = 1.0  # after waiting this long without a slot, a model may get the second slot of another
     turn_s: float = 10.0  # shortest time that a model keeps its slot when more models are busy than there are slots

@@ -51,6 +51,7 @@ class Demand:
     load: float = 0.0  # seconds of prompts that arrive per second
     target_s: float = 2.0  # for the first token
     price_s: float = 60.0  # worth of a cold start, in seconds of its slot
+    late_s: float = 60.0  # cost of a late request, in seconds of its slot
     keep_s: float = 60.0  # how long to keep an unused slot
     is_deleted: bool = False  # no longer callable
     forecast: tuple[float, float] = (math.inf, math.inf)  # begin and end of the next expected use; see ``price``
@@ -74,7 +75,7 @@ class Demand:
 
     def least_saved(self, num_instances: int, load_s: float) -> float:
         """Cost of one more instance, in late requests."""
-        return price.least_saved(load_s, self.held_s(num_instances, load_s), self.price_s)
+        return price.least_saved(load_s, self.held_s(num_instances, load_s), self.late_s)
 
     def held_s(self, num_instances: int, load_s: float) -> float:
         return price.held_s(num_instances, self.backlog_s, load_s, self.price_s)

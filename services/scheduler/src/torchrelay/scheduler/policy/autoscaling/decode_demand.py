@@ -21,7 +21,8 @@ class DecodeDemand:
     answer_s: float  # from placement, before the prompt is computed, to the last token, in a batch of ``num_held``
     arrivals_per_s: float
     target_s: float  # for the first token; an answer that waits longer for a place is late
-    price_s: float
+    price_s: float  # worth of a cold start, in seconds of a slot
+    late_s: float  # cost of a late request, in seconds of a slot
     crowded_at: float = 0.0  # when all decode instances were last needed
 
     @property
@@ -55,7 +56,7 @@ class DecodeDemand:
 
     def least_saved(self, num_instances: int, load_s: float) -> float:
         """Cost of one more instance, in late requests."""
-        return price.least_saved(load_s, self.held_s(num_instances, load_s), self.price_s)
+        return price.least_saved(load_s, self.held_s(num_instances, load_s), self.late_s)
 
 
 def most_in_time(num_most: int, tbt_target_s: float, base_s: float, per_answer_s: float) -> int:

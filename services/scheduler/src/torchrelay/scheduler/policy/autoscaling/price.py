@@ -1,8 +1,8 @@
 """The common price of all decisions about slots: late requests against seconds of a slot.
 
 A cold start is worth ``price_s`` seconds of its slot: the operator's setting for one device, divided by the devices of
-the slot, or the model's own setting. All else follows from it. The formulas are fluid approximations, which count work
-in seconds of one instance.
+the slot, or the model's own setting. A late request costs ``late_s``, a multiple of it. All else follows. The formulas
+are fluid approximations, which count work in seconds of one instance.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def held_s(num_instances: int, backlog_s: float, load_s: float, price_s: float) 
     return max(price_s, load_s + backlog_s / (num_instances + 1))
 
 
-def least_saved(load_s: float, held_s: float, price_s: float) -> float:
+def least_saved(load_s: float, held_s: float, late_s: float) -> float:
     """Late requests that an instance must save to pay for its slot, during the load and while it is held."""
-    return (load_s + held_s) / price_s
+    return (load_s + held_s) / late_s
 
 
 def lateness_weight(wait_s: float, target_s: float) -> float:
@@ -78,12 +78,12 @@ def num_lost(arrivals_per_s: float, away_s: float, target_s: float) -> float:
     return arrivals_per_s * away_s * lateness_weight(away_s / 2, target_s)
 
 
-def load_cost(load_s: float, arrivals_per_s: float, target_s: float, price_s: float) -> float:
+def load_cost(load_s: float, arrivals_per_s: float, target_s: float, late_s: float) -> float:
     """Cost of a load, in seconds of its slot: it takes the slot, and requests that arrive until its end are late."""
     late = num_lost(arrivals_per_s, load_s, target_s)
     if load_s > target_s:
         late += lateness_weight(load_s, target_s)  # the request that wakes it waits for all of it
-    return load_s + price_s * late
+    return load_s + late_s * late
 
 
 def num_gained(arrivals_per_s: float, num_waiting: float, held_s: float) -> float:

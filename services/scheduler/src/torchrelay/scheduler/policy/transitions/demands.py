@@ -52,6 +52,7 @@ def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
         load=backlogs.prompts_s(state, model, rate.tokens_per_s, now),
         target_s=history.target_s or state.config.standard_ttft_s,
         price_s=price_s,
+        late_s=price_s * state.config.late_cost,
         keep_s=min(idle_plan.keep_s, state.longest_idle_s(version_id, now)),
         is_deleted=state.aliases.is_deleted(version_id),
         forecast=history.forecast(idle_plan),
@@ -166,6 +167,7 @@ def _decode_demand(
         arrivals_per_s=history.rate(now).requests_per_s,
         target_s=history.target_s or state.config.standard_ttft_s,
         price_s=price_s,
+        late_s=price_s * state.config.late_cost,
         crowded_at=history.decode_crowded_at,
     )
 

@@ -65,9 +65,9 @@ def _worth(state: State, use: PackUse, now: float) -> PackWorth:
     model = use.model
     history = state.arrivals.known(model.version_id) or ArrivalHistory(last_used=use.last_used)
     arrivals_per_s, target_s = history.expected_per_s(now), history.target_s or state.config.standard_ttft_s
-    price_s = state.idle_timeout_s(model.version_id, now)
+    late_s = state.idle_timeout_s(model.version_id, now) * state.config.late_cost
     load_costs = {
-        tier: load_cost(load_s, arrivals_per_s, target_s, price_s)
+        tier: load_cost(load_s, arrivals_per_s, target_s, late_s)
         for tier, load_s in state.load_times.by_tier(model, state.config).items()
     }
     return pack_worth(model, load_costs, history.return_s(now), state.membership.is_on_disk(model.pack_id))

@@ -1,0 +1,149 @@
+"""Small scenarios for what traces do not show. Each has a figure, less is better."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.policy import Policy
+from torchrelay.scheduler.policy.strategies import Strategies
+from torchrelay.sim.fleets import CLUSTER_A, CLUSTER_B, twelve_models
+from torchrelay.sim.plant import START_S, Plant
+from torchrelay.sim.policies.setup import one_copy_each
+from torchrelay.sim.scenario import Fleet, Request, RequestOutcome
+from torchrelay.sim.summary import percentile
+
+_LATE_S = 60.0  # device seconds that a late request costs; the default of ``idle_timeout_s``
+_TWO_SLOTS = replace(CLUSTER_B, num_hosts=1, groups=(1, 1))
+_SMALL = tuple(model for model in twelve_models() if model.num_devices == 1)  # six models of 8B
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``figure``: from all outcomes and the device seconds that were taken."""
+
+    fleet: Fleet
+    num_models: int
+    requests: Sequence[Request]
+    figure: Callable[[Sequence[RequestOutcome], float], float]
+    slowness: Mapping[str, float] = field(default_factory=dict)
+
+    def run(self, strategies: Strategies) -> float:
+        ids, models = count(), _SMALL[: self.num_models]
+        policy = Policy(PolicyConfig(), lambda: f"instance-{next(ids)}", START_S, strategies)
+        held = one_copy_each(self.fleet, models)
+        plant = Plant(policy, self.fleet, models, held=held, slowness=self.slowness)
+        outcomes = plant.run(self.requests, given_up_s=120.0)
+        return self.figure(outcomes, plant.at_last_arrival.device_s)
+
+
+def _stream(
+    name: str, model: int, begin: float, end: float, per_s: float, tokens: tuple[int, int], **fields: object
+) -> list[Request]:
+    """Poisson arrivals of requests with ``tokens`` in the prompt and in the answer."""
+    random_ = random.Random(name)
+    requests: list[Request] = []
+    at = begin
+    while (at := at + random_.expovariate(per_s)) < end:
+        requests.append(
+            replace(Request(f"{name}-{len(requests)}", at, _SMALL[model].name, *tokens), **fields)  # type: ignore[arg-type]
+        )
+    return requests
+
+
+def _merged(*streams: Sequence[Request]) -> list[Request]:
+    return sorted((request for stream in streams for request in stream), key=lambda request: request.arrives_at)
+
+
+def _p95_s(outcomes: Sequence[RequestOutcome], prefix: str = "") -> float:
+    """P95 of the time to the first token of requests whose names begin with ``prefix``; at most 120 s each."""
+    return percentile((min(each.ttft_s, 120.0) for each in outcomes if each.request.request_id.startswith(prefix)), 95)
+
+
+def _cost(outcomes: Sequence[RequestOutcome], device_s: float) -> float:
+    """Device seconds, and the cost of late requests."""
+    by_name = {model.name: model for model in _SMALL}
+    return device_s + _LATE_S * sum(not each.attains(by_name[each.request.model]) for each in outcomes)
+
+
+def _two_tenants() -> Scenario:
+    """P95 of a tenant with few requests beside a tenant with bursts, of the same model."""
+    light = _stream("light", 0, 0, 120, 0.5, (500, 50), tenant="light")
+    bursts = [_stream(f"heavy{at}", 0, at, at + 4, 40, (2000, 50), tenant="heavy") for at in range(10, 120, 20)]
+    return Scenario(_TWO_SLOTS, 1, _merged(light, *bursts), lambda outcomes, _: _p95_s(outcomes, "light"))
+
+
+def _slow_worker() -> Scenario:
+    """P95 if the steps of one of four workers take four times what it reports."""
+    fleet = replace(CLUSTER_B, num_hosts=2, groups=(1, 1))
+    requests = _stream("request", 0, 0, 120, 16, (1500, 60))
+    return Scenario(fleet, 1, requests, lambda outcomes, _: _p95_s(outcomes), {"worker-0-0": 4.0})
+
+
+def _little_ram() -> Scenario:
+    """Cost if the RAM of the host holds 60% of the packs."""
+    packs_bytes = sum(model.pack_bytes for model in _SMALL)
+    fleet = replace(CLUSTER_B, num_hosts=1, groups=(1, 1), arena_bytes=int(0.6 * packs_bytes))
+    rates = (0.5, 0.3, 0.1, 0.05, 0.05, 0.02)
+    streams = [_stream(f"m{number}", number, 0, 200, rate, (800, 40)) for number, rate in enumerate(rates)]
+    return Scenario(fleet, 6, _merged(*streams), _cost)
+
+
+def _shared_prefixes() -> Scenario:
+    """P95 of prompts of which three quarters are one of twelve shared beginnings, on four workers."""
+    streams = [
+        _stream(f"p{number}", 0, 0, 90, 2.5, (4000, 20), prefix=f"prefix {number}", num_prefix_tokens=3008)
+        for number in range(12)
+    ]
+    fleet = replace(CLUSTER_A, num_hosts=2, groups=(1, 1))
+    return Scenario(fleet, 1, _merged(*streams), lambda outcomes, _: _p95_s(outcomes))
+
+
+def _flapping() -> Scenario:
+    """Cost of a model with three requests each 75 s, which is longer than its idle timeout."""
+    requests = [
+        Request(f"{turn}-{number}", 75.0 * turn + 0.2 * number, _SMALL[0].name, 600, 40)
+        for turn in range(10)
+        for number in range(3)
+    ]
+    return Scenario(_TWO_SLOTS, 1, requests, _cost)
+
+
+def _long_answers() -> Scenario:
+    """Share of answers of 2,000 tokens whose tokens take longer than the target; no prompt has to wait."""
+    requests = _stream("answer", 0, 0, 90, 20, (200, 2000))
+    fleet = replace(CLUSTER_B, num_hosts=2, groups=(1, 1, 1, 1))
+    target_s = _SMALL[0].tpot_target_s
+    return Scenario(
+        fleet, 1, requests, lambda outcomes, _: sum(each.tpot_s > target_s for each in outcomes) / len(outcomes)
+    )
+
+
+def _contended_loads() -> Scenario:
+    """P95 of a model that needs a second instance, a while after all models loaded at the same time."""
+    fleet = replace(CLUSTER_B, num_hosts=2, groups=(1, 1, 1, 1), nic_bytes_per_s=2e9)
+    at_once = [Request(f"first-{number}", 0.0, model.name, 500, 20) for number, model in enumerate(_SMALL)]
+    later = _stream("later", 0, 40, 100, 16, (1500, 40))
+    return Scenario(fleet, 6, _merged(at_once, later), lambda outcomes, _: _p95_s(outcomes, "later"))
+
+
+def _lone_tenant() -> Scenario:
+    """P95 of single short requests to a fourth model, while another tenant floods three models on two slots."""
+    floods = [_stream(f"flood{number}", number, 0, 200, 3, (500, 500), tenant="flood") for number in range(3)]
+    lone = [Request(f"lone-{number}", 20.0 + 18 * number, _SMALL[3].name, 100, 20) for number in range(10)]
+    return Scenario(_TWO_SLOTS, 4, _merged(*floods, lone), lambda outcomes, _: _p95_s(outcomes, "lone"))
+
+
+SCENARIOS: Mapping[str, Callable[[], Scenario]] = {
+    "two_tenants": _two_tenants,
+    "slow_worker": _slow_worker,
+    "little_ram": _little_ram,
+    "shared_prefixes": _shared_prefixes,
+    "flapping": _flapping,
+    "long_answers": _long_answers,
+    "contended_loads": _contended_loads,
+    "lone_tenant": _lone_tenant,
+}
