@@ -63,7 +63,6 @@ LONG_MODULES: dict[str, float] = {
     "tests/hostile/test_wrong_starts.py": 35,
     "tests/hostile/test_grpc_bytes.py": 35,
     "tests/e2e/test_tls.py": 35,
-    "tests/e2e/test_migration.py": 30,
     "tests/unit/engine/execution/test_decode_graphs.py": 30,
     "tests/hostile/test_uploads.py": 25,
     "tests/lab/test_chain.py": 25,

@@ -16,10 +16,6 @@ from torchrelay.sim.policies.relay_plans import no_copies
 _POLICY = "torchrelay.scheduler.policy"
 
 
-def _nothing(*_: object, **__: object) -> None:
-    """Takes the place of a rule that acts on the state."""
-
-
 def _returns(value: object) -> Callable[..., Any]:
     return lambda *_, **__: value
 
@@ -36,13 +32,9 @@ REPLACED: Mapping[str, Mapping[str, object]] = {
     "late_credit": {"admission.deadline_queue._TIMELY_PER_LATE": 10**9},
     "learned_keep": {"autoscaling.price.IdleGaps.plan": lambda _, break_even_s, __: IdlePlan(break_even_s)},
     "link_order": {"relay.link_order.LinkOrder.has_to_yield": _returns(value=False)},
-    "migration": {"transitions.migrations.rebalance": _nothing, "transitions.migrations.empty_draining": _nothing},
-    "migration_off_drains": {"transitions.migrations.empty_draining": _nothing},
     "move_copies": {"replication.repair.next_move": _returns(None)},
     "overdue": {"autoscaling.instance_eviction._overdue_tenant": _returns("")},
     "prompt_time": {"estimates.prompt_time.PromptTimes.of": _returns(prompt_time.UNKNOWN)},
-    "rebalance": {"transitions.migrations.rebalance": _nothing},
-    "recall": {"transitions.recalls.recall": _nothing},
     "share_slots": {"autoscaling.instance_eviction._share_slots": _returns([])},
     "shared_versions": {"dispatch.shared_versions.SharedVersions.is_shared": _returns(value=False)},
     "split_roles": {"transitions.demands._decode_demand": _returns(None)},

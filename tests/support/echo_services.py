@@ -81,11 +81,6 @@ class EchoScheduler:
         for events in self._streams:
             await events.put(admit_pb.AdmitEvent(recall=admit_pb.Recall(key=key, keeps_prompt=keeps_prompt)))
 
-    async def migrate(self, key: types_pb2.AttemptKey) -> None:
-        """Says so to every gateway."""
-        for events in self._streams:
-            await events.put(admit_pb.AdmitEvent(migrate=admit_pb.Migrate(key=key)))
-
     async def _commands(self, batches: AsyncIterator[admit_pb.AdmitCommands]) -> AsyncIterator[admit_pb.AdmitCommand]:
         async for batch in batches:
             self.messages.append([command.WhichOneof("command") for command in batch.commands])

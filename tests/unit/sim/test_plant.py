@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import replace
 from itertools import count, pairwise
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -14,8 +13,8 @@ import pytest
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import InstancePhase, Role, Roles, ServiceClass
-from torchrelay.scheduler.policy.effects import Effects, Recall, SetRolesCommand, UnloadCommand
-from torchrelay.scheduler.policy.inputs import Admit, Due, FirstToken, Input, Release, Tick, WorkerReported
+from torchrelay.scheduler.policy.effects import Effects, SetRolesCommand, UnloadCommand
+from torchrelay.scheduler.policy.inputs import Admit, Due, FirstToken, Input, Tick, WorkerReported
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.strategies import Strategies
 from torchrelay.sim.fleets import served_model
@@ -67,52 +66,6 @@ def test_every_request_ends_and_frees_its_slot() -> None:
     assert_nothing_left(plant.policy)
 
 
-def test_prompts_leave_worker_that_became_slow() -> None:
-    class CountingPolicy(Policy):
-        """Counts requests that are recalled from loaded workers. Every second worker prefers to decode."""
-
-        num_recalled = 0
-        preferred: ClassVar[dict[str, Role]] = {}
-
-        def apply(self, input_: Input, now: float) -> Effects:
-            if isinstance(input_, WorkerReported):
-                worker = input_.worker
-                role = self.preferred.setdefault(worker.worker_id, tuple(Role)[len(self.preferred) % 2])
-                input_ = msgspec.structs.replace(input_, worker=replace(worker, preferred_role=role))
-            caused = super().apply(input_, now)
-            self.num_recalled += sum(
-                isinstance(answer, Recall) and not answer.keeps_prompt for answer in caused.answers
-            )
-            return caused
-
-    burst_s = 16 * 0.03  # 16 prompts together; prompts that arrive singly find idle instances
-    bursts = [
-        replace(request, arrives_at=request.arrives_at // burst_s * burst_s)
-        for request in requests("t/small", 1200, 0.03, 600, 4)
-    ]
-
-    def run_with(gain_s: float) -> tuple[CountingPolicy, list[RequestOutcome]]:
-        policy = new_policy(CountingPolicy, recall_gain_s=gain_s, turn_s=60.0)  # no instance changes its role
-        policy.preferred.clear()
-        plant = Plant(policy, FLEET, [SMALL])
-
-        def slow_down() -> None:
-            engines = [worker.engine for worker in plant.workers.values() if Role.PREFILL in worker.slot.roles]
-            assert len(engines) > 1 and engines[0] is not None
-            engines[0].latency = replace(SMALL.latency, prefill=replace(SMALL.latency.prefill, base_s=6.0))
-
-        plant.events.at(1000.0 + 5.0 + 20.0, slow_down)
-        return policy, plant.run(bursts)
-
-    policy, outcomes = run_with(0.5)
-    assert all(outcome.ended_at and not outcome.is_refused for outcome in outcomes)
-    assert 0 < policy.num_recalled <= 20
-    never, as_bound = run_with(math.inf)
-    assert never.num_recalled == 0
-    late, late_as_bound = (sum(outcome.ttft_s > 2.0 for outcome in both[600:]) for both in (outcomes, as_bound))
-    assert late < late_as_bound
-
-
 @pytest.mark.parametrize("phase_s", [4.0, 20.0])
 def test_roles_follow_demand_but_not_faster_than_a_turn(phase_s: float) -> None:
     """Long prompts and long answers take turns on four slots."""
@@ -156,42 +109,6 @@ def test_roles_follow_demand_but_not_faster_than_a_turn(phase_s: float) -> None:
     changed_to = {roles for _, roles in policy.changes}
     both = {frozenset((role,)) for role in Role}
     assert changed_to == both if phase_s > policy.state.config.turn_s else changed_to <= both
-    assert_nothing_left(policy)
-
-
-def test_answers_migrate_from_draining_instance() -> None:
-    class DrainingPolicy(Policy):
-        """Drains one of two decode instances at 1010 s."""
-
-        drained = ""
-        freed_at = math.inf
-        num_moved = 0
-
-        def apply(self, input_: Input, now: float) -> Effects:
-            caused = super().apply(input_, now)
-            self.num_moved += isinstance(input_, Release) and input_.is_migrated
-            decoding = [each for each in self.state.instances if each.plays(Role.DECODE) and each.placeable]
-            if now > 1010.0 and not self.drained and len(decoding) > 1:
-                unload = UnloadCommand(decoding[0].instance_id, decoding[0].worker_id, 60.0)
-                caused = replace(caused, commands=[*caused.commands, unload])
-                self.drained = decoding[0].instance_id
-            elif self.drained and math.isinf(self.freed_at) and self.state.instances.get(self.drained) is None:
-                self.freed_at = now
-            return caused
-
-    def run_with(gain_s: float) -> tuple[DrainingPolicy, list[RequestOutcome]]:
-        strategies = Strategies(decide=StaticInstances([(policy_model(SMALL), 1, 2)], num_workers=10))
-        policy = new_policy(DrainingPolicy, strategies, drain_s=60.0, migration_gain_s=gain_s)
-        return policy, run_small(policy, requests("t/small", 20, 0.01, 1000, 5000))[1]
-
-    (policy, outcomes), (never, as_placed) = run_with(0.5), run_with(math.inf)
-    assert 8 <= policy.num_moved <= 12 and never.num_moved == 0
-    assert policy.freed_at < 1013.0 < 1020.0 < never.freed_at
-    for moved, unmoved in zip(outcomes, as_placed, strict=True):
-        assert moved.ended_at and not moved.is_refused
-        assert moved.ended_at - unmoved.ended_at < 10.0, "of 80 s: a batch of 20 is slower than a batch of 10"
-        steps_s = (moved.request.num_output_tokens - 1) * 0.003
-        assert moved.ended_at - moved.first_token_at >= steps_s, "no token is repeated or left out"
     assert_nothing_left(policy)
 
 

@@ -55,7 +55,6 @@ class SimulatedGateway:
         self._open: dict[AttemptKey, RequestOutcome] = {}
         self._forced: dict[AttemptKey, int] = {}
         self._running: dict[AttemptKey, _Attempt] = {}
-        self._migrating: dict[AttemptKey, _Attempt] = {}  # by the key of the succeeding attempt
         self.num_waiting = 0  # requests without a first token
 
     @property
@@ -65,7 +64,7 @@ class SimulatedGateway:
     @property
     def num_decoding(self) -> int:
         """Requests with a first token and without a last one."""
-        return len(self._open) + len(self._running) - len(self._migrating) - self.num_waiting
+        return len(self._open) + len(self._running) - self.num_waiting
 
     def connect(self) -> None:
         self._scheduler.apply(inputs.GatewayConnected(_GATEWAY))
@@ -76,7 +75,7 @@ class SimulatedGateway:
         self.num_waiting += 1
         self._admit(outcome, AttemptKey(request.request_id, 1), 0)
 
-    def _admit(self, outcome: RequestOutcome, key: AttemptKey, num_forced: int, migrates: int = 0) -> None:
+    def _admit(self, outcome: RequestOutcome, key: AttemptKey, num_forced: int) -> None:
         request, model = outcome.request, self._models[outcome.request.model]
         name = f"{request.tenant}/{model.name.partition('/')[2]}" if request.tenant else model.name
         is_batch = request.service_class is ServiceClass.BATCH
@@ -94,7 +93,6 @@ class SimulatedGateway:
             service_class=request.service_class,
             ttft_target_s=0.0 if is_batch else served.ttft_target_s(request.num_prompt_tokens),
             tbt_target_s=served.tpot_target_s,
-            migrates=migrates,
             block_hashes=request.block_hashes,
         )
         self._open[key], self._forced[key] = outcome, num_forced
@@ -107,13 +105,11 @@ class SimulatedGateway:
             case effects.AdmissionRefused():
                 outcome = self._open.pop(answer.key, None)
                 self._forced.pop(answer.key, None)
-                if self._migrating.pop(answer.key, None) is None and outcome is not None:
+                if outcome is not None:
                     outcome.is_refused = True
                     self.num_waiting -= not outcome.first_token_at
             case effects.Recall():
                 self._events.after(RPC_S, partial(self._recall, answer))
-            case effects.Migrate():
-                self._events.after(RPC_S, partial(self._migrate, answer.key))
 
     def _start(self, placement: Placement) -> None:
         """Opens the placed attempt at its workers."""
@@ -122,10 +118,6 @@ class SimulatedGateway:
         if outcome is None:
             return
         now, num_forced = self._events.now, self._forced.pop(key)
-        if (left := self._migrating.pop(key, None)) is not None:
-            num_forced = self._num_given(left)
-            self._leave(left)
-            self._scheduler.apply(inputs.Release(left.key, True, is_migrated=True))
         attempt = _Attempt(outcome, key, placement, now, num_forced)
         self._running[key] = attempt
         refs = (placement.prefill, placement.decode)
@@ -180,7 +172,6 @@ class SimulatedGateway:
         now, placement = self._events.now, attempt.placement
         attempt.outcome.ended_at = now + RPC_S
         self._running.pop(attempt.key, None)
-        self._give_up_migration(attempt)
         for ref in (placement.prefill, placement.decode):
             self._workers.leave(ref.worker_id, attempt.key)
         num_steps = attempt.outcome.request.num_output_tokens - attempt.num_forced - 1
@@ -201,26 +192,8 @@ class SimulatedGateway:
         if recall.keeps_prompt or attempt.job.num_done == attempt.num_cached:
             self._fail(attempt, is_recalled=True)
 
-    def _migrate(self, key: AttemptKey) -> None:
-        """Asks for another attempt, which takes over when it is placed."""
-        attempt = self._running.get(key)
-        if attempt is None or not attempt.computed_at or attempt in self._migrating.values():
-            return
-        successor = AttemptKey(key.request_id, attempt.outcome.num_attempts + 1)
-        attempt.outcome.num_attempts += 1
-        self._migrating[successor] = attempt
-        self._admit(attempt.outcome, successor, self._num_given(attempt), migrates=key.attempt)
-
-    def _give_up_migration(self, attempt: _Attempt) -> None:
-        """Withdraws the succeeding attempt of an attempt that is over, if it has one."""
-        successor = next((key for key, migrating in self._migrating.items() if migrating is attempt), None)
-        if successor is not None:
-            del self._migrating[successor], self._open[successor], self._forced[successor]
-            self._scheduler.soon(inputs.Withdraw(successor))
-
     def _fail(self, attempt: _Attempt, *, is_recalled: bool = False) -> None:
         """Ends the attempt before its last token and asks for another that continues it."""
-        self._give_up_migration(attempt)
         given = self._num_given(attempt)
         self._leave(attempt)
         self._scheduler.apply(inputs.Release(attempt.key, given > attempt.num_forced, is_recalled=is_recalled))

@@ -27,7 +27,6 @@ from torchrelay.scheduler.policy.effects import (
     AdmissionRefused,
     Command,
     DisconnectCommand,
-    Migrate,
     Placed,
     Recall,
     UnloadCommand,
@@ -91,9 +90,6 @@ class Call:
     attempt: int = 1
     num_attempts: int = 1
     num_recalled: int = 0
-    num_migrated: int = 0
-    successor: int = 0  # the attempt that takes over when it is placed; 0: none
-    last_attempt: int = 1
     has_token: bool = False
     placement: Placement | None = None
     tokens_left: float = 0.0
@@ -109,10 +105,6 @@ class Call:
     @property
     def key(self) -> AttemptKey:
         return AttemptKey(self.name, self.attempt)
-
-    def next_attempt(self) -> int:
-        self.last_attempt += 1
-        return self.last_attempt
 
     @property
     def first_token_s(self) -> float:
@@ -177,8 +169,6 @@ class RunningCluster(PaperCluster):
         for call in self.open_calls:
             if call.admit_at is None:
                 self.apply(Admit(self._admission(call), call.model, call.placement, call.first_token_at is not None))
-            if call.successor:
-                self._ask_to_migrate(call)
         unsent, self._unsent = self._unsent, []
         for word in unsent:
             self.apply(word)
@@ -213,30 +203,18 @@ class RunningCluster(PaperCluster):
         )
         return structs.replace(admission, **call.changes)
 
-    def _ask_to_migrate(self, call: Call) -> None:
-        key = call.key._replace(attempt=call.successor)
-        admission = structs.replace(self._admission(call), key=key, migrates=call.attempt, num_forced_tokens=1)
-        self.apply(Admit(admission, call.model))
-
     def _end(self, call: Call, why: str) -> None:
         call.end, call.ended_at = why, self.now
-        self._give_up_migration(call)
-
-    def _give_up_migration(self, call: Call) -> None:
-        if call.successor:
-            self.tell(Withdraw(call.key._replace(attempt=call.successor)))
-            call.successor = 0
 
     def _retry(self, call: Call, lost_worker: str = "", *, is_recalled: bool = False) -> None:
         """The attempt is over without its end."""
-        self._give_up_migration(call)
         self._leave_workers(call)
         self.tell(Release(call.key, call.first_token_at is not None, is_recalled=is_recalled))
         if lost_worker:
             call.lost_workers = (*call.lost_workers, lost_worker)
         call.has_token = call.has_token or call.first_token_at is not None
         call.placement, call.first_token_at, call.decoded_at = None, None, math.inf
-        call.attempt = call.next_attempt()
+        call.attempt += 1
         call.num_attempts += not is_recalled
         if call.num_attempts > MAX_ATTEMPTS:
             self._end(call, "ATTEMPTS: its workers failed it again and again")
@@ -301,8 +279,6 @@ class RunningCluster(PaperCluster):
                 self._refused(answer)
             elif isinstance(answer, Recall):
                 self._recall(answer.key)
-            elif isinstance(answer, Migrate):
-                self._migrate(answer.key)
         while self._num_noted < len(self.events):
             self.explain.note(self.events[self._num_noted])
             self._num_noted += 1
@@ -313,8 +289,6 @@ class RunningCluster(PaperCluster):
 
     def _refused(self, refusal: AdmissionRefused) -> None:
         call = self._call_of(refusal.key)
-        if (moving := self._successor_of(refusal.key)) is not None and self.is_gateway_here:
-            moving.successor = 0
         if call is None or not self.is_gateway_here:
             return
         if call.placement is not None:
@@ -329,30 +303,9 @@ class RunningCluster(PaperCluster):
         call.num_recalled += 1
         self._retry(call, is_recalled=True)
 
-    def _successor_of(self, key: AttemptKey) -> Call | None:
-        call = self.calls.get(key.request_id)
-        return call if call is not None and not call.end and call.successor == key.attempt else None
-
-    def _migrate(self, key: AttemptKey) -> None:
-        call = self._call_of(key)
-        if call is None or call.first_token_at is None or call.successor or not self.is_gateway_here:
-            return
-        call.successor = call.next_attempt()
-        self._ask_to_migrate(call)
-
-    def _leave_for_successor(self, call: Call) -> None:
-        self._leave_workers(call)
-        self.tell(Release(call.key, True, is_migrated=True))
-        call.attempt, call.successor = call.successor, 0
-        call.num_migrated += 1
-        call.decode_s = max(call.decoded_at - self.now, 0.0)
-        call.placement, call.first_token_at, call.decoded_at, call.has_token = None, None, math.inf, True
-
     def _start(self, placement: Placement) -> None:
         if not self.is_gateway_here:
             return  # it asks again
-        if (moving := self._successor_of(placement.key)) is not None:
-            self._leave_for_successor(moving)
         call = self._call_of(placement.key)
         if call is None:
             self.tell(Release(placement.key, False))

@@ -17,7 +17,7 @@ from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Placed
 from torchrelay.scheduler.policy.explain import ExplainLog
-from torchrelay.scheduler.policy.inputs import FirstToken, GatewayConnected
+from torchrelay.scheduler.policy.inputs import GatewayConnected
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.cluster_view import cluster_view
 from torchrelay.scheduler.service.controller import Clock, Controller
@@ -60,9 +60,9 @@ async def test_earlier_due_times_replace_the_timer() -> None:
     assert 1 <= num_due(log) <= 10  # at most one for each time
 
 
-def a_report(worker_id: str, *, drains: bool = False) -> reports_pb2.WorkerReport:
+def a_report(worker_id: str, *, is_leaving: bool = False) -> reports_pb2.WorkerReport:
     slot = reports_pb2.SlotState(
-        state=reports_pb2.SlotState.STATE_DRAINING if drains else reports_pb2.SlotState.STATE_READY,
+        state=reports_pb2.SlotState.STATE_READY,
         instance_id=f"i-{worker_id}",
         model=a_version().model,
         version_id=a_version().version_id,
@@ -77,6 +77,7 @@ def a_report(worker_id: str, *, drains: bool = False) -> reports_pb2.WorkerRepor
         roles=slot.roles,
         slot=slot,
         kv_pool_bytes=1 << 40,
+        is_leaving=is_leaving,
     )
 
 
@@ -91,13 +92,9 @@ async def test_recall_goes_through_gateway_stream() -> None:
         controller.reported(a_report(worker_id), streamed=True)
     state, key = controller.policy.state, core.AttemptKey("r2", 1)
     assert len(state.attempts) == 2
-
-    def is_recalled() -> bool:
-        controller.tick(0.0)
-        attempt = state.attempts.get(key)
-        return attempt is not None and attempt.is_recalled
-
-    await eventually(is_recalled)
+    controller.reported(a_report("w1", is_leaving=True), streamed=True)
+    attempt = state.attempts.get(key)
+    assert attempt is not None and attempt.is_recalled
     sent = (await anext(stream.events())).events
     assert [event.recall.key.request_id for event in sent if event.HasField("recall")] == ["r2"]
     message = scheduler_pb2.Release(key=types_pb2.AttemptKey(request_id="r2", attempt=1), is_recalled=True)
@@ -122,28 +119,6 @@ async def test_prompt_source_has_a_ticket_for_the_prefill_worker() -> None:
     ticket = event.placement.prompt_source.ticket
     assert (ticket.buffer_id, ticket.holder_id, ticket.receiver_id) == ("r1/1/prompt", "w1", "w2")
     verify_ticket(ticket, "w1", derive_node_key(bytes.fromhex(CLUSTER_KEY), "w1"), int(time.time() * 1000))
-
-
-async def test_migration_goes_through_gateway_stream() -> None:
-    controller, _ = recorded_controller()
-    stream = controller.streams.open()
-    controller.streams.connected(stream, "gateway-1")
-    for worker_id in ("w1", "w2"):
-        controller.reported(a_report(worker_id), streamed=True)
-    controller.admit("gateway-1", a_request("r1", max_tokens=1000))
-    controller.apply(FirstToken(core.AttemptKey("r1", 1)))
-    controller.reported(a_report("w1", drains=True), streamed=True)
-    controller.tick(0.0)
-    controller.admit("gateway-1", a_request("r1", 2, max_tokens=1000, num_forced_tokens=3, migrates=1))
-    controller.admit("gateway-1", a_request("r1", 3, max_tokens=1000, num_forced_tokens=3, migrates=9))
-    first, migrate, second, refused = (await anext(stream.events())).events
-    assert first.placement.decode.worker_id == "w1" and second.placement.decode.worker_id == "w2"
-    assert migrate.migrate.key == first.placement.key and second.placement.key.attempt == 2
-    assert refused.refusal.reason == scheduler_pb2.Refusal.REASON_NOT_MIGRATED
-    phases = [types_pb2.Phase(name="decode", begin_unix_us=1, end_unix_us=2)]
-    key, state = types_pb2.AttemptKey(request_id="r1", attempt=1), controller.policy.state
-    controller.release(scheduler_pb2.Release(key=key, ttft_s=0.1, num_output_tokens=5, phases=phases, is_migrated=True))
-    assert [attempt.admission.key.attempt for attempt in state.attempts.attempts()] == [2]
 
 
 async def test_stopped_controller_has_no_timer() -> None:

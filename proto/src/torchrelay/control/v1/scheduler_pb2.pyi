@@ -267,7 +267,6 @@ class AdmitRequest(_message.Message):
     IS_COMPUTED_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SERVICE_CLASS_FIELD_NUMBER: _builtins.int
-    MIGRATES_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     num_forced_tokens: _builtins.int
     """most tokens any choice of this attempt brings along"""
@@ -279,8 +278,6 @@ class AdmitRequest(_message.Message):
     traceparent: _builtins.str
     service_class: Global___ServiceClass.ValueType
     """one that the scheduler does not know counts as standard"""
-    migrates: _builtins.int
-    """in answer to Migrate: the attempt that goes on until this one is placed; 0: none"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
@@ -312,11 +309,10 @@ class AdmitRequest(_message.Message):
         is_computed: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
         service_class: Global___ServiceClass.ValueType = ...,
-        migrates: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "key", b"key", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "is_computed", b"is_computed", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "migrates", b"migrates", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "service_class", b"service_class", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "is_computed", b"is_computed", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "service_class", b"service_class", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -377,14 +373,11 @@ class Release(_message.Message):
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
     IS_RECALLED_FIELD_NUMBER: _builtins.int
-    IS_MIGRATED_FIELD_NUMBER: _builtins.int
     ttft_s: _builtins.float
     """0: no token was delivered"""
     num_output_tokens: _builtins.int
     is_recalled: _builtins.bool
     """in answer to Recall: the next attempt keeps its place in the queue"""
-    is_migrated: _builtins.bool
-    """another attempt goes on with it, which has a place"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
@@ -399,11 +392,10 @@ class Release(_message.Message):
         num_output_tokens: _builtins.int = ...,
         phases: _abc.Iterable[_types_pb2.Phase] | None = ...,
         is_recalled: _builtins.bool = ...,
-        is_migrated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_migrated", b"is_migrated", "is_recalled", b"is_recalled", "key", b"key", "num_output_tokens", b"num_output_tokens", "phases", b"phases", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_recalled", b"is_recalled", "key", b"key", "num_output_tokens", b"num_output_tokens", "phases", b"phases", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -417,7 +409,6 @@ class AdmitEvent(_message.Message):
     REFUSAL_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
     RECALL_FIELD_NUMBER: _builtins.int
-    MIGRATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def placement(self) -> Global___Placement: ...
     @_builtins.property
@@ -426,8 +417,6 @@ class AdmitEvent(_message.Message):
     def beat(self) -> Global___Beat: ...
     @_builtins.property
     def recall(self) -> Global___Recall: ...
-    @_builtins.property
-    def migrate(self) -> Global___Migrate: ...
     def __init__(
         self,
         *,
@@ -435,13 +424,12 @@ class AdmitEvent(_message.Message):
         refusal: Global___Refusal | None = ...,
         beat: Global___Beat | None = ...,
         recall: Global___Recall | None = ...,
-        migrate: Global___Migrate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "migrate", b"migrate", "placement", b"placement", "recall", b"recall", "refusal", b"refusal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "placement", b"placement", "recall", b"recall", "refusal", b"refusal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "migrate", b"migrate", "placement", b"placement", "recall", b"recall", "refusal", b"refusal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "placement", b"placement", "recall", b"recall", "refusal", b"refusal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "refusal", "beat", "recall", "migrate"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "refusal", "beat", "recall"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -474,30 +462,6 @@ class Recall(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Recall: _TypeAlias = Recall  # noqa: Y015
-
-@_typing.final
-class Migrate(_message.Message):
-    """The attempt is to move: the gateway admits another attempt that names it, and lets it run until that one is placed, or
-    to its end if that one is refused, as it is at once where no place is free.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KEY_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def key(self) -> _types_pb2.AttemptKey: ...
-    def __init__(
-        self,
-        *,
-        key: _types_pb2.AttemptKey | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Migrate: _TypeAlias = Migrate  # noqa: Y015
 
 @_typing.final
 class Beat(_message.Message):
@@ -575,8 +539,6 @@ class Refusal(_message.Message):
         REASON_NO_CAPACITY: Refusal._Reason.ValueType  # 2
         """no slot of the pool can ever hold the model"""
         REASON_LOAD_FAILED: Refusal._Reason.ValueType  # 3
-        REASON_NOT_MIGRATED: Refusal._Reason.ValueType  # 5
-        """no better place is left: the attempt that it names goes on"""
 
     class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
     REASON_UNSPECIFIED: Refusal.Reason.ValueType  # 0
@@ -584,8 +546,6 @@ class Refusal(_message.Message):
     REASON_NO_CAPACITY: Refusal.Reason.ValueType  # 2
     """no slot of the pool can ever hold the model"""
     REASON_LOAD_FAILED: Refusal.Reason.ValueType  # 3
-    REASON_NOT_MIGRATED: Refusal.Reason.ValueType  # 5
-    """no better place is left: the attempt that it names goes on"""
 
     KEY_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int

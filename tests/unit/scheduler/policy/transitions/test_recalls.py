@@ -1,4 +1,4 @@
-"""Prompts that have not begun go to where they begin much sooner, once."""
+"""Prompts that have not begun leave loading instances and leaving workers, once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, AttemptKey, InstancePhase, SlotStatus
-from torchrelay.scheduler.policy.effects import Placed, Recall
-from torchrelay.scheduler.policy.inputs import FirstToken, MinimumsSet, Release
-from torchrelay.scheduler.policy.transitions import recalls
+from torchrelay.scheduler.policy.effects import Recall
+from torchrelay.scheduler.policy.inputs import FirstToken, Release
 
 MODEL = a_model()
 
@@ -63,29 +62,13 @@ def test_prompts_on_loading_instance_go_to_ready_one() -> None:
     scene.check()
 
 
-def test_recall_happens_once_and_for_enough_gain() -> None:
+def test_prompt_is_recalled_once() -> None:
     scene = a_loading_instance()
     a_newcomer_is_ready(scene)
     keys = recalled(scene)
     ask_again(scene, keys)
     scene.pass_time(3.0)
     assert recalled(scene) == keys, "they have not begun on the newcomer either, and were taken back once"
-    scene = prompts_behind_overdue_one(recall_gain_s=30.0)
-    assert recalled(scene) == []
-
-
-def test_tick_evaluates_each_version_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second evaluation would recall the same prompts again. The version is due for its minimum and for its turn."""
-    looked_at: list[list[str]] = []
-    monkeypatch.setattr(recalls, "recall", lambda _state, _now, version_ids: looked_at.append([*version_ids]))
-    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w1", "host-1"))
-    kept = replace(MODEL, min_instances=1)
-    scene.models[kept.version_id] = kept
-    scene.apply(MinimumsSet((kept,)))
-    scene.finish_loads()
-    scene.pass_time_with_beats(2.0)
-    assert [MODEL.version_id] in looked_at
-    assert all(len(set(version_ids)) == len(version_ids) for version_ids in looked_at)
 
 
 def test_prompt_that_begins_meanwhile_stays() -> None:
@@ -97,30 +80,6 @@ def test_prompt_that_begins_meanwhile_stays() -> None:
     assert len(recalled(scene)) == 3
     attempt = scene.policy.state.attempts.get(keys[0])
     assert attempt is not None and attempt.is_computed
-
-
-def prompts_behind_overdue_one(**config: object) -> PaperCluster:
-    """Three prompts on a worker, the first overdue, and another worker without prompts."""
-    scene = PaperCluster(PolicyConfig(max_instances=2, **config)).settle(  # type: ignore[arg-type]
-        a_store("s1", "host-1"),
-        a_worker("w1", "host-1", slot=ready("w1", "host-1")),
-    )
-    for number in range(3):
-        scene.admit(MODEL, f"r{number}")
-    assert sum(isinstance(answer, Placed) for answer in scene.answers) == 3
-    scene.settle(a_worker("w2", "host-1", slot=ready("w2", "host-1")))
-    scene.pass_time(1.0)
-    return scene
-
-
-def test_prompts_behind_overdue_one_go_elsewhere() -> None:
-    """The worker's own reports do not matter."""
-    scene = prompts_behind_overdue_one()
-    assert sorted(recalled(scene)) == [AttemptKey("r1", 1), AttemptKey("r2", 1)], "the first has begun"
-    assert not any(answer.keeps_prompt for answer in scene.answers if isinstance(answer, Recall))
-    ask_again(scene, recalled(scene))
-    placements = [scene.placement(name, attempt=2) for name in ("r1", "r2")]
-    assert all(placement and placement.prompt_source is None for placement in placements), "nothing was computed"
 
 
 def test_recalled_request_keeps_arrival_and_is_not_refused() -> None:

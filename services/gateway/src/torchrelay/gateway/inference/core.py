@@ -145,7 +145,6 @@ RequestEvent: TypeAlias = (
     | scheduler_pb2.Placement
     | scheduler_pb2.Refusal
     | scheduler_pb2.Recall
-    | scheduler_pb2.Migrate
     | WorkerLost
     | AdmissionFailed
 )

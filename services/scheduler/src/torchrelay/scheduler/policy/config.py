@@ -83,13 +83,6 @@ class PolicyConfig:
     # Relays
     link_cap_bytes_per_s: float = 0.0  # planned maximum per direction of a host's link; 0: as measured
 
-    # Recall of bound prompts
-    recall_gain_s: float = 0.5  # a prompt that has not begun is recalled if it begins more than this sooner elsewhere
-
-    # Migration of running answers
-    migration_gain_s: float = 0.5  # an answer moves if that gains more than this beyond its cost
-    migrations_at_once: int = 8  # from a draining instance
-
     # Latency
     tbt_target_s: float = 0.1  # for models without a target; exceeded only if all other decode instances are worse
 

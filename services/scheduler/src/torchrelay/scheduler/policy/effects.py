@@ -99,7 +99,6 @@ class RefusalReason(enum.IntEnum):
     QUEUE_FULL = 1
     NO_CAPACITY = 2
     LOAD_FAILED = 3
-    NOT_MIGRATED = 5
 
 
 class Placed(msgspec.Struct, frozen=True, gc=False):
@@ -128,15 +127,7 @@ class Recall:
     keeps_prompt: bool = False
 
 
-@dataclass(frozen=True)
-class Migrate:
-    """Asks the gateway to ask for another attempt that continues this one."""
-
-    gateway_id: str
-    key: AttemptKey
-
-
-Answer = Placed | AdmissionRefused | Recall | Migrate
+Answer = Placed | AdmissionRefused | Recall
 
 
 @dataclass(frozen=True)

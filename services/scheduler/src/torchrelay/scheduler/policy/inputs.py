@@ -38,15 +38,13 @@ class FirstToken(_Input, frozen=True):
 
 class Release(_Input, frozen=True):
     """The attempt is over. ``delivered``: it produced at least one token. ``outcome``: its measurements.
-    ``is_recalled``: it had not begun, and the request will be admitted again. ``is_migrated``: another attempt
-    continues it.
+    ``is_recalled``: it had not begun, and the request will be admitted again.
     """
 
     key: AttemptKey
     delivered: bool
     outcome: Outcome | None = None
     is_recalled: bool = False
-    is_migrated: bool = False
 
 
 class MinimumsSet(_Input, frozen=True):

@@ -5,7 +5,7 @@ Called from a single thread, one input at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import assert_never
 
@@ -22,7 +22,6 @@ from torchrelay.scheduler.policy.transitions import (
     cluster_load,
     dispatch,
     lifecycle,
-    migrations,
     pools,
     recalls,
     relay_plans,
@@ -140,9 +139,6 @@ class Policy:
         state, model = self.state, input_.model
         admission = lifecycle.with_targets(input_.admission, model, state.config)
         state.replication_state.recent_packs.note(model, now)
-        if admission.migrates and input_.current is None:
-            migrations.admit(state, admission, now)
-            return
         if lifecycle.admit(state, admission, model, input_.current, input_.is_computed, now):
             dispatch.place_waiting(state, now, (model.version_id,))
             opened = state.attempts.get(admission.key)
@@ -162,8 +158,7 @@ class Policy:
             return
         if input_.outcome is not None:
             lifecycle.observe_outcome(state, attempt, input_.outcome, now)
-            if not input_.is_migrated:
-                lifecycle.observe_length(state, attempt, input_.outcome)
+            lifecycle.observe_length(state, attempt, input_.outcome)
         if input_.is_recalled:
             recalls.recalled(state, attempt, now)
             return  # its gateway asks again at once, and it takes its turn first
@@ -199,13 +194,11 @@ class Policy:
             return
         if not state.strategies.decides_in_turns:
             dispatch.place_waiting(state, now)
-            recalls.recall(state, now, own)
             scaling.scale(state, now, sorted({*state.queues.versions, *own}))
             return
         if is_new and (instance := state.instances.on_worker(accepted.worker_id)):
             own = sorted({*own, instance.version_id})
         dispatch.place_waiting(state, now, own)
-        recalls.recall(state, now, own)
         wanting = {version_id for version_id in own if scaling.has_waiting_or_minimum(state, version_id)}
         if is_new or any(change.gone for change in changes):  # a slot may be free for a version without one
             wanting.update(scaling.starving_versions(state, now))
@@ -296,8 +289,6 @@ class Policy:
             reserved_slots.refuse_without_slot(state, now)
         if is_whole and not is_in_turns:
             self._react(now)
-            recalls.recall(state, now, state.instances.versions)
-            migrations.rebalance(state, now, state.instances.versions)
         else:
             dispatch.place_waiting(state, now)
             due: list[str] = []
@@ -305,9 +296,8 @@ class Policy:
                 due = [*scaling.idle_versions(state, now), *state.scale_turns.due(state.instances.versions, now)]
                 if is_whole:  # these may have no instance
                     due += [*state.minimums.in_force, *cluster_load.expected_versions(state, now)]
-            self._evaluate(due, now, also=(*state.queues.versions, *state.instances.loading_versions))
+            scaling.scale(state, now, sorted({*due, *state.queues.versions, *state.instances.loading_versions}))
         if is_whole:
-            migrations.empty_draining(state, now)
             pools.evaluate_pools(state, now)
             lifecycle.refuse_unserved(state, now)  # by the new targets
         replication.replicate(state, now)
@@ -321,16 +311,7 @@ class Policy:
         if has_few_waiting := len(waiting) <= _FEW_VERSIONS:
             due += state.scale_turns.due(state.instances.versions, now)
         if due:
-            self._evaluate(due, now, also=waiting if has_few_waiting else ())
-
-    def _evaluate(self, version_ids: Sequence[str], now: float, also: Iterable[str] = ()) -> None:
-        """Evaluates versions without a change: their number of instances, and whether prompts and answers should move.
-        ``also``: versions of which only the number of instances is evaluated.
-        """
-        scaling.scale(self.state, now, sorted({*version_ids, *also}))
-        once = sorted(set(version_ids))  # a second evaluation would not see the moves of the first
-        recalls.recall(self.state, now, once)
-        migrations.rebalance(self.state, now, once)
+            scaling.scale(state, now, sorted({*due, *(waiting if has_few_waiting else ())}))
 
     def _give_up_load(self, instance: Instance, reason: Reason, now: float) -> None:
         if instance.accepted:

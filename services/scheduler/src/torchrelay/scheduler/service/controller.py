@@ -180,7 +180,7 @@ class Controller:
             outcome = outcome_of(phases, release.num_output_tokens, attempt.admission.num_choices)
             self.explain.record_accuracy(key, attempt.placement, outcome, now)
             self._metrics.record_accuracy(attempt.placement, outcome)
-        self._apply(Release(key, release.ttft_s > 0, outcome, release.is_recalled, release.is_migrated), now)
+        self._apply(Release(key, release.ttft_s > 0, outcome, release.is_recalled), now)
 
     def is_present(self, peer: Peer) -> bool:
         kind, node_id = peer

@@ -190,7 +190,6 @@ def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, n
         block_hashes=tuple(request.block_hashes),
         model=model,
         service_class=_SERVICE_CLASSES.get(request.service_class, core.ServiceClass.STANDARD),
-        migrates=request.migrates,
     )
 
 

@@ -255,8 +255,6 @@ class AdmissionStream:
                 admission.listener(event.refusal)
         elif kind == "recall" and (placed := self._open.get(attempt_id_of(event.recall.key))) is not None:
             placed.listener(event.recall)
-        elif kind == "migrate" and (running := self._open.get(attempt_id_of(event.migrate.key))) is not None:
-            running.listener(event.migrate)
 
     def _placed(self, placement: pb.Placement) -> None:
         admission = self._open.get(attempt_id_of(placement.key))

@@ -45,9 +45,9 @@ def model_version(model: PublishedModel) -> types_pb2.ModelVersion:
 
 
 def admit_request(
-    resolved: ResolvedRequest, plan: AttemptPlan, lost_workers: Sequence[str], traceparent: str, migrates: int = 0
+    resolved: ResolvedRequest, plan: AttemptPlan, lost_workers: Sequence[str], traceparent: str
 ) -> scheduler_pb2.AdmitRequest:
-    """The admission of an attempt; a resumed attempt, or one that ``migrates`` another, also has forced tokens."""
+    """The admission of an attempt; a resumed attempt also has forced tokens."""
     has_routing_keys = resolved.model.version.routing_block_tokens == ROUTING_TOKENS
     return scheduler_pb2.AdmitRequest(
         key=types_pb2.AttemptKey(request_id=resolved.request_id, attempt=plan.attempt),
@@ -60,21 +60,17 @@ def admit_request(
         lost_workers=lost_workers,
         traceparent=traceparent,
         service_class=scheduler_pb2.ServiceClass.ValueType(resolved.service_class),
-        migrates=migrates,
     )
 
 
 @dataclass(slots=True)
 class Attempt:
-    """``admit`` -> ``place`` -> ``end``. A failed attempt ends too, and another attempt takes over; an attempt that
-    ``migrates`` another takes over when it is placed.
-    """
+    """``admit`` -> ``place`` -> ``end``. A failed attempt ends too, and another attempt takes over."""
 
     resolved: ResolvedRequest
     plan: AttemptPlan
     upstreams: Upstreams
     traceparent: str
-    migrates: int = 0  # the attempt that goes on until this one is placed
     placement: scheduler_pb2.Placement | None = None
     has_left_prefill: bool = False  # the prefill worker sent all its tokens; it may still report a failed hand-over
     is_prompt_begun: bool = False  # its worker has reported progress of a long prompt
@@ -93,7 +89,7 @@ class Attempt:
     def admit(self, lost_workers: Sequence[str], listener: Listener) -> None:
         self.admitted_unix_us = now_unix_us()
         self.upstreams.admissions.admit(
-            admit_request(self.resolved, self.plan, lost_workers, self.traceparent, self.migrates), listener
+            admit_request(self.resolved, self.plan, lost_workers, self.traceparent), listener
         )
 
     def place(self, placement: scheduler_pb2.Placement, listener: Listener) -> None:
@@ -174,14 +170,7 @@ class Attempt:
         """Whether it is placed and has neither a token nor reported progress."""
         return self.placement is not None and not self.is_prompt_begun and not self.first_token_unix_us
 
-    @property
-    def waits_to_migrate(self) -> bool:
-        """Whether another attempt still carries its choice."""
-        return self.migrates > 0 and self.placement is None
-
-    def end(
-        self, *, is_running: bool, is_recalled: bool = False, keeps_prompt: bool = False, is_migrated: bool = False
-    ) -> None:
+    def end(self, *, is_running: bool, is_recalled: bool = False, keeps_prompt: bool = False) -> None:
         """Leaves the workers and releases the placement.
 
         There the attempt is recalled with ``keeps_prompt``, otherwise cancelled if it ``is_running``.
@@ -204,7 +193,6 @@ class Attempt:
                 num_output_tokens=self.num_output_tokens,
                 phases=self.phases(),
                 is_recalled=is_recalled,
-                is_migrated=is_migrated,
             )
         )
 

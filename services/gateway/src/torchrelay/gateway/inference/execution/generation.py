@@ -157,21 +157,6 @@ class Generation:
         progress.early.clear()
         progress.num_forced = len(progress.tokens)
 
-    def prepare_migration(self, attempt: int) -> AttemptPlan | None:
-        """An attempt that may take over from ``attempt``, which goes on; None unless it has exactly one open choice."""
-        carried = self._carried_by(attempt)
-        if len(carried) != 1:
-            return None
-        self._last_attempt += 1
-        return AttemptPlan(self._last_attempt, {carried[0].choice: tuple(carried[0].tokens)})
-
-    def migrate(self, attempt: int, successor: int) -> AttemptPlan:
-        """Lets the prepared ``successor`` take over after the tokens accepted by now. It does not count as a retry."""
-        (progress,) = self._carried_by(attempt)
-        self._restart(progress)
-        progress.attempt = successor
-        return AttemptPlan(successor, {progress.choice: tuple(progress.tokens)})
-
     def num_attempts(self, attempt: int) -> int:
         """How often the choices of ``attempt`` have been placed, including this attempt."""
         return max((c.num_attempts for c in self.choices if c.attempt == attempt), default=0)

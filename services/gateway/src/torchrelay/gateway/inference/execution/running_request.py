@@ -244,24 +244,18 @@ class RunningRequest:
         if isinstance(event, scheduler_pb2.Placement):
             attempt = self._attempts.get(event.key.attempt)
             if attempt is not None and attempt.placement is None:
-                if attempt.migrates:
-                    self._leave_for(attempt)
                 attempt.place(event, self._on_event)
         elif isinstance(event, scheduler_pb2.Refusal):
             self._refused(event)
         elif isinstance(event, scheduler_pb2.Recall):
             self._recall(event.key.attempt, event.keeps_prompt)
-        elif isinstance(event, scheduler_pb2.Migrate):
-            self._migrate(event.key.attempt)
         elif isinstance(event, WorkerLost):
             attempt = self._attempts.get(event.attempt)
             if attempt is not None and not attempt.survives_loss_of(event.worker_id):
                 error = Unavailable(f"worker {event.worker_id} was lost")
                 self._retry(event.attempt, error, event.worker_id)
-        elif isinstance(event, AdmissionFailed) and (attempt := self._attempts.get(event.attempt)) is not None:
-            if not attempt.waits_to_migrate:
-                raise event.error
-            del self._attempts[event.attempt]
+        elif isinstance(event, AdmissionFailed) and event.attempt in self._attempts:
+            raise event.error
 
     def _output(self, output: pb.ChoiceOutput) -> None:
         number = output.key.attempt
@@ -284,7 +278,6 @@ class RunningRequest:
         if delta.finish is not None and self._generation.is_over(number):
             del self._attempts[number]
             attempt.end(is_running=False)
-            self._give_up_migration(number)
             if self._generation.is_finished:
                 self._notifier.end_pause()
         elif not attempt.has_left_prefill and self._generation.has_prefilled(number):
@@ -302,9 +295,6 @@ class RunningRequest:
         attempt = self._attempts.get(refusal.key.attempt)
         if attempt is None:
             return
-        if attempt.waits_to_migrate:
-            del self._attempts[refusal.key.attempt]
-            return
         if attempt.placement is None:
             raise refusal_error(refusal)
         self._retry(refusal.key.attempt, refusal_error(refusal))  # the scheduler reports that its workers are gone
@@ -321,40 +311,10 @@ class RunningRequest:
             log.info("request_recalled", request_id=self.resolved.request_id, attempt=plan.attempt)
             self._admit(plan)
 
-    def _migrate(self, number: int) -> None:
-        """Admits another attempt, which takes over once it is placed; until then this attempt runs on."""
-        attempt = self._attempts.get(number)
-        if attempt is None or not attempt.has_left_prefill or self._successor_of(number) is not None:
-            return
-        plan = self._generation.prepare_migration(number)
-        if plan is not None:
-            successor = Attempt(self.resolved, plan, self._upstreams, self._traceparent, migrates=number)
-            self._attempts[plan.attempt] = successor
-            successor.admit((), self._on_event)  # the scheduler knows the lost workers
-
-    def _leave_for(self, successor: Attempt) -> None:
-        """Lets the placed successor continue after the last accepted token, and ends the attempt that it migrates."""
-        attempt = self._attempts.pop(successor.migrates)
-        successor.plan = self._generation.migrate(successor.migrates, successor.plan.attempt)
-        attempt.end(is_running=True, is_migrated=True)
-        log.info("request_migrated", request_id=self.resolved.request_id, attempt=successor.plan.attempt)
-
-    def _successor_of(self, number: int) -> Attempt | None:
-        """The attempt that waits for a placement to migrate this one."""
-        waiting = (attempt for attempt in self._attempts.values() if attempt.waits_to_migrate)
-        return next((attempt for attempt in waiting if attempt.migrates == number), None)
-
-    def _give_up_migration(self, number: int) -> None:
-        """Withdraws the successor of an attempt that is over before it was migrated."""
-        if (successor := self._successor_of(number)) is not None:
-            del self._attempts[successor.plan.attempt]
-            successor.end(is_running=False)
-
     def _retry(self, number: int, error: TorchrelayError, lost_worker: str = "") -> None:
         attempt = self._attempts.pop(number, None)
         if attempt is None:
             return
-        self._give_up_migration(number)
         if lost_worker and lost_worker not in self._lost_workers:
             self._lost_workers.append(lost_worker)
         attempt.end(is_running=True)

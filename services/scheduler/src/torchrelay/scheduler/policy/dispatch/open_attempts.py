@@ -26,14 +26,11 @@ class OpenAttempt:
     is_recalled: bool = False  # its gateway was told to ask again if it has not begun
     is_partly_computed: bool = False  # recalled from a loading instance, which computes prompts layer by layer
     computed_at: float = 0.0
-    asked_to_migrate_at: float | None = None  # when its gateway was asked to migrate it; None: not, or it has answered
 
     @property
     def may_be_recalled(self) -> bool:
-        """Whether the attempt may be recalled: once per request, and never a migrating answer, whose client would see a
-        pause while it waits in the queue.
-        """
-        return not (self.is_recalled or self.admission.was_recalled or self.admission.migrates)
+        """Whether the attempt may be recalled: once per request."""
+        return not (self.is_recalled or self.admission.was_recalled)
 
     @property
     def instance_ids(self) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import backlogs, rosters
 
+_STUCK_S = 0.5  # an instance whose prompt is overdue by more may compute nothing
+
 
 def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
     """The current demand for the model. ``price_s``: the worth of a cold start of the model, in seconds of its slot."""
@@ -67,7 +69,7 @@ def demand_of(state: State, model: Model, price_s: float, now: float) -> Demand:
     if num_serving < 2:
         return demand
     queues = (state.attempts.at(instance.instance_id).queue for instance in instances)
-    num_stuck = sum(queue.overdue_s(now) > state.config.recall_gain_s for queue in queues)  # they may compute nothing
+    num_stuck = sum(queue.overdue_s(now) > _STUCK_S for queue in queues)
     num_able = num_serving - num_stuck
     if num_able < 2 or demand.num_saved(num_able - 1, 0.0) >= 1:
         return replace(demand, crowded_at=now)

@@ -199,7 +199,7 @@ def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome, now: f
 def observe_length(state: State, attempt: OpenAttempt, outcome: Outcome) -> None:
     """Learns the length of a completed answer; of an answer that failed before, only a part is known."""
     admission = attempt.admission
-    if outcome.num_output_tokens and (admission.migrates or not admission.num_forced_tokens):
+    if outcome.num_output_tokens and not admission.num_forced_tokens:
         num_tokens = admission.num_forced_tokens + outcome.num_output_tokens / max(admission.num_choices, 1)
         state.answer_lengths.observe(admission.version_id, num_tokens)
 

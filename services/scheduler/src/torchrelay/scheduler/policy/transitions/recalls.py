@@ -1,51 +1,15 @@
-"""Recalls prompts that are bound to an instance, have not begun, and would begin much sooner at another: because that
-is new, or because their worker has become slow; or that are bound to an instance for a role that it gives up. Their
-gateways end these attempts and ask again, once per request.
+"""Recalls prompts that have not begun and are bound to an instance for a role that it gives up, or whose worker leaves.
+Their gateways end these attempts and ask again, once per request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torchrelay.common.liveness import SILENT_S
-from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, PromptSource, Role, Roles
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
-from torchrelay.scheduler.policy.dispatch.roster_entry import RosterEntry
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import rosters
-
-
-def recall(state: State, now: float, version_ids: Iterable[str]) -> None:
-    """Recalls the prompts of each version that gain more than ``recall_gain_s`` and more than their own prefill time,
-    which a prompt would lose if it has begun after all.
-
-    gain = (load left + ahead) here - (load left + ahead + waiting / instances + difference in prefill time) there
-    """
-    for version_id in sorted(version_ids):
-        if (model := state.models.get(version_id)) is None:
-            continue
-        prefills = rosters.prefills(state, model, now)
-        if len(prefills) < 2 or not any(state.attempts.at(entry.instance_id).prefills for entry in prefills):
-            continue
-        waiting_s = prefills[0].latency.queued_s(state.queues.num_prefill_tokens(version_id)) / len(prefills)
-        begin_s = {
-            entry.instance_id: entry.load_left_s(now) + _ahead_s(state, entry, now) + waiting_s for entry in prefills
-        }
-        is_taken_over = any(entry.phase is not InstancePhase.LOADING for entry in prefills)
-        for source in prefills:
-            if is_taken_over and source.phase is InstancePhase.LOADING:
-                continue  # see live_scaling
-            others = [entry for entry in prefills if entry is not source]
-            for attempt, here_s in _not_begun(state, source, now):
-                own_s = attempt.placement.predicted.prefill_s
-                target = min(others, key=lambda entry: (begin_s[entry.instance_id], entry.instance_id))
-                there_s, takes_s = begin_s[target.instance_id], _prefill_s(state, target, attempt, now)
-                gain_s = here_s - there_s - max(takes_s - own_s, 0.0)
-                if gain_s > max(state.config.recall_gain_s, own_s):
-                    begin_s[target.instance_id] += takes_s
-                    _recall(state, attempt, source, here_s, target, there_s, now)
 
 
 def recall_from_roles(state: State, instance: Instance, lost: Roles, now: float) -> None:
@@ -73,41 +37,6 @@ def _recall_bound(state: State, instance: Instance, lost: Roles, why: str, now: 
             if is_bound and work.prefills[key].may_be_recalled:
                 reason = f"attempt {key.attempt} has not begun, and {why}"
                 order(state, work.prefills[key], is_loading=is_loading, reason=reason, now=now)
-
-
-def _ahead_s(state: State, entry: RosterEntry, now: float) -> float:
-    return entry.ahead_s(state.attempts.at(entry.instance_id).queue, now)
-
-
-def _prefill_s(state: State, entry: RosterEntry, attempt: OpenAttempt, now: float) -> float:
-    admission = attempt.admission
-    prefill_s = admission.num_contexts * entry.latency.prefill_s(admission.num_context_tokens)
-    return prefill_s * state.corrections.of(entry.instance_id, now)
-
-
-def _not_begun(state: State, source: RosterEntry, now: float) -> list[tuple[OpenAttempt, float]]:
-    """Attempts that may be recalled, with the time until each begins if none ahead of it is recalled; last first."""
-    work, is_loading = state.attempts.at(source.instance_id), source.phase is InstancePhase.LOADING
-    load_left_s = source.load_left_s(now)
-    unbegun = [
-        (work.prefills[key], load_left_s + ahead_s) for key, ahead_s in work.queue.not_begun(now, is_loading=is_loading)
-    ]
-    return [item for item in reversed(unbegun) if item[0].may_be_recalled]
-
-
-def _recall(
-    state: State,
-    attempt: OpenAttempt,
-    source: RosterEntry,
-    here_s: float,
-    target: RosterEntry,
-    there_s: float,
-    now: float,
-) -> None:
-    here, there = f"in {format_duration(here_s)} on {source.worker_ref.worker_id}", format_duration(there_s)
-    number = attempt.admission.key.attempt
-    reason = f"attempt {number} would begin {here}, in {there} on {target.worker_ref.worker_id}"
-    order(state, attempt, is_loading=source.phase is InstancePhase.LOADING, reason=reason, now=now)
 
 
 def order(state: State, attempt: OpenAttempt, *, is_loading: bool, reason: str, now: float) -> None:
