@@ -134,3 +134,11 @@ def test_empty_trace_error_hints_at_fix(trace: Path) -> None:
     trace.write_text(TRACE.splitlines()[0] + "\n")
     result = CliRunner().invoke(app, ["sim", "--trace", str(trace)])
     assert isinstance(result.exception, CliError) and "no arrivals" in str(result.exception)
+
+
+def test_trace_or_log_is_required(trace: Path) -> None:
+    for given in ([], ["--trace", str(trace), "--replay", str(trace)]):
+        with pytest.raises(CliError, match="either --trace or --replay"):
+            CliRunner().invoke(app, ["sim", *given], catch_exceptions=False)
+    with pytest.raises(CliError, match="is not a log of torchrelay-scheduler --record"):
+        CliRunner().invoke(app, ["sim", "--replay", str(trace)], catch_exceptions=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,9 +15,9 @@ from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 
 if TYPE_CHECKING:
-    from torchrelay.sim.policies.runs import Run
-    from torchrelay.sim.scenario import Fleet, ServedModel
-    from torchrelay.sim.summary import Prices
+    from torchrelay.sim.recorded_day import RecordedDay
+    from torchrelay.sim.scenario import Fleet, Request, ServedModel
+    from torchrelay.sim.summary import Prices, Summary
 
 EXAMPLE = "Example:  torchrelay sim --trace arrivals.csv --fleet a --slo 0.5,0.1 --policy ours --policy serverlessllm"
 _FLEET_HELP = (
@@ -28,7 +28,16 @@ _SLO_HELP = "Seconds to the first token and per further token, as in 0.5,0.1; wi
 _POLICY_HELP = "A system to simulate (ours), or all; may be given several times."
 
 TraceOption = Annotated[
-    Path, typer.Option(help="A CSV file with TIMESTAMP, ContextTokens, GeneratedTokens.", exists=True, dir_okay=False)
+    Path | None,
+    typer.Option(help="A CSV file with TIMESTAMP, ContextTokens, GeneratedTokens.", exists=True, dir_okay=False),
+]
+ReplayOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Instead of a trace: a log of torchrelay-scheduler --record, with its models, cluster and requests.",
+        exists=True,
+        dir_okay=False,
+    ),
 ]
 FleetOption = Annotated[str, typer.Option(help=_FLEET_HELP, metavar="[a|b|FILE]")]
 SloOption = Annotated[str, typer.Option(help=_SLO_HELP, metavar="TTFT,TPOT")]
@@ -38,8 +47,12 @@ ZipfOption = Annotated[float, typer.Option(min=0.0, help="Exponent of the twelve
 SecondsOption = Annotated[float, typer.Option(min=1.0, help="Simulated part of the trace, from its beginning.")]
 SeedOption = Annotated[int, typer.Option(help="Seed for the models and the times of copied arrivals.")]
 IdleOption = Annotated[
-    float,
-    typer.Option("--idle-timeout-s", min=0.1, help="Idle timeout of models without their own; in ours, of a device."),
+    float | None,
+    typer.Option(
+        "--idle-timeout-s",
+        min=0.1,
+        help="Idle timeout of models without their own; in ours, of a device. Without it, 60 or as recorded.",
+    ),
 ]
 EachOption = Annotated[
     int, typer.Option("--requests-per-instance", min=1, help="Waiting requests that justify another instance.")
@@ -53,7 +66,8 @@ PlotsOption = Annotated[
 
 
 def sim(
-    trace: TraceOption,
+    trace: TraceOption = None,
+    replay: ReplayOption = None,
     fleet: FleetOption = "a",
     slo: SloOption = "",
     policy: PolicyOption = None,
@@ -61,28 +75,73 @@ def sim(
     zipf: ZipfOption = 1.0,
     seconds: SecondsOption = 600.0,
     seed: SeedOption = 1,
-    idle_timeout_s: IdleOption = 60.0,
+    idle_timeout_s: IdleOption = None,
     requests_per_instance: EachOption = 16,
     device_price: DevicePriceOption = 2.5,
     ram_price: RamPriceOption = 0.005,
     plots: PlotsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate the scheduler with twelve models of 8B to 72B on a cluster: objectives attained, latencies, cost."""
-    from torchrelay.sim.fleets import twelve_models
+    """Simulate the scheduler, with twelve models of 8B to 72B on a cluster or with a recorded day."""
     from torchrelay.sim.plots import PlotsUnavailable, check_available, plot_runs
     from torchrelay.sim.policies.runs import run_system
     from torchrelay.sim.policies.setup import Knobs
     from torchrelay.sim.summary import Prices
-    from torchrelay.sim.traces import COLUMNS, read_trace, requests_of
 
-    cluster, systems = _fleet(fleet), _systems(policy or ["ours"])
-    models = [_with_slo(model, slo) for model in twelve_models()]
+    if (trace is None) == (replay is None):
+        raise CliError("give either --trace or --replay", EXAMPLE)
+    systems = _systems(policy or ["ours"])
     if plots is not None:
         try:
             check_available()
         except PlotsUnavailable as error:
             raise CliError(f"{error}", "pip install matplotlib, or leave --plots out") from error
+    day = None if replay is None else _recorded_day(replay)
+    if day is not None:
+        cluster, models, requests = day.fleet, day.models, day.requests
+        idle_timeout_s = idle_timeout_s or day.config.idle_timeout_s
+    else:
+        assert trace is not None
+        cluster, models = _fleet(fleet), _models(slo)
+        requests = _requests(trace, models, copies, zipf, seconds, seed)
+    source = trace or replay
+    assert source is not None
+    knobs = Knobs(idle_timeout_s or 60.0, requests_per_instance)
+    runs = []
+    for system in systems:
+        if len(systems) > 1:
+            console.err().print(f"simulating {system}")
+        runs.append(run_system(system, cluster, models, knobs, requests, requests))
+    if plots is not None:
+        plot_runs(plots, runs, f"{source.name}, {cluster.num_devices} devices, {len(requests):,} requests")
+    summaries = {} if day is None else {"recorded": day.measured}
+    summaries |= {run.system: run.summary for run in runs}
+    prices = Prices(device_price, ram_price)
+    if as_json:
+        rows = [_row(name, summary, prices) for name, summary in summaries.items()]
+        console.print_json({"seed": seed, "policies": rows})
+    else:
+        console.out().print(_table(summaries, prices))
+
+
+def _recorded_day(log: Path) -> RecordedDay:
+    from torchrelay.sim.recorded_day import read_recorded_day
+
+    try:
+        day = read_recorded_day(log)
+    except ValueError as error:
+        raise CliError(f"--replay: {error}", "torchrelay-scheduler --record FILE writes such a log") from error
+    if day.without_latency:
+        names = ", ".join(day.without_latency)
+        console.err().print(f"left out, as no worker has learned how long their steps take: {names}")
+    return day
+
+
+def _requests(
+    trace: Path, models: Sequence[ServedModel], copies: float, zipf: float, seconds: float, seed: int
+) -> list[Request]:
+    from torchrelay.sim.traces import COLUMNS, read_trace, requests_of
+
     try:
         arrivals = [arrival for arrival in read_trace(trace) if arrival.at < seconds]
     except ValueError as error:
@@ -90,19 +149,13 @@ def sim(
     requests = requests_of(arrivals, models, copies, zipf, seed)
     if not requests:
         raise CliError(f"{trace} has no arrivals in its first {seconds:g} s", "take more with --seconds or --copies")
-    knobs = Knobs(idle_timeout_s, requests_per_instance)
-    runs = []
-    for system in systems:
-        if len(systems) > 1:
-            console.err().print(f"simulating {system}")
-        runs.append(run_system(system, cluster, models, knobs, requests, requests))
-    if plots is not None:
-        plot_runs(plots, runs, f"{trace.name}, {cluster.num_devices} devices, {len(requests):,} requests")
-    prices = Prices(device_price, ram_price)
-    if as_json:
-        console.print_json({"seed": seed, "policies": [_row(run, prices) for run in runs]})
-    else:
-        console.out().print(_table(runs, prices))
+    return requests
+
+
+def _models(slo: str) -> list[ServedModel]:
+    from torchrelay.sim.fleets import twelve_models
+
+    return [_with_slo(model, slo) for model in twelve_models()]
 
 
 def _fleet(text: str) -> Fleet:
@@ -137,21 +190,20 @@ def _with_slo(model: ServedModel, slo: str) -> ServedModel:
     return replace(model, ttft_base_s=ttft_s, ttft_prompt_factor=0.0, tpot_target_s=tpot_s)
 
 
-def _row(run: Run, prices: Prices) -> dict[str, Any]:
+def _row(name: str, summary: Summary, prices: Prices) -> dict[str, Any]:
     """Endless times as null."""
-    figures = {"policy": run.system, **asdict(run.summary), "cost": run.summary.cost(prices)}
+    figures = {"policy": name, **asdict(summary), "cost": summary.cost(prices)}
     return {name: None if isinstance(value, float) and math.isinf(value) else value for name, value in figures.items()}
 
 
-def _table(runs: Sequence[Run], prices: Prices) -> console.ResultTable:
+def _table(summaries: Mapping[str, Summary], prices: Prices) -> console.ResultTable:
     """A row for each policy."""
     figures = ("attained", "refused", "TTFT P50", "P95", "P99", "per token", "device s", "RAM GB h", "loads", "cost")
-    title = f"{runs[0].summary.num_requests:,} requests"
+    title = f"{next(iter(summaries.values())).num_requests:,} requests"
     table = console.ResultTable("policy", *figures, right=figures, whole=("policy",), title=title)
-    for run in runs:
-        summary = run.summary
+    for name, summary in summaries.items():
         table.add_row(
-            run.system,
+            name,
             f"{summary.attainment:.2%}",
             f"{summary.num_refused:,}",
             f"{summary.ttft_p50_s:.2f} s",
