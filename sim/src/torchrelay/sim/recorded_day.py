@@ -49,7 +49,7 @@ class _Seen:
 
 @dataclass
 class _Day:
-    """What a log shows, read from its first to its last input."""
+    """Collects what a log shows, from its first input to its last."""
 
     seen: dict[str, _Seen] = field(default_factory=dict)  # by request
     models: dict[str, Model] = field(default_factory=dict)  # by version, as first named
