@@ -45,6 +45,7 @@ VARIABLES = {
     "TORCHRELAY_DEVICE": "auto",
     "TORCHRELAY_LOG_LEVEL": "WARNING",
     "TORCHRELAY_POOL_MODE": "advise",
+    "TORCHRELAY_SCALING": "advise",
 }
 
 
@@ -70,6 +71,7 @@ def test_option_overrides_variable(run: Run, tmp_path: Path, monkeypatch: pytest
         device="auto",
         log_level="warning",
         pool_mode="advise",
+        scaling="advise",
     )
     assert given == [expected, replace(expected, http_port=8081, device="cpu", log_level="debug")]
 

@@ -93,7 +93,12 @@ def test_metrics_ports_are_counted_up(home: Home, ports: Ports, monkeypatch: pyt
 
 def test_each_child_gets_its_certificate(home: Home, ports: Ports) -> None:
     options = UpOptions(
-        host="0.0.0.0", idle_timeout_s=3, kv_pool_bytes=1 << 20, arena_bytes=1 << 30, pool_mode="advise"
+        host="0.0.0.0",
+        idle_timeout_s=3,
+        kv_pool_bytes=1 << 20,
+        arena_bytes=1 << 30,
+        pool_mode="advise",
+        scaling="advise",
     )
     stack = StackPlan(home, options, ports).stack()
     told = envs(stack)
@@ -108,6 +113,7 @@ def test_each_child_gets_its_certificate(home: Home, ports: Ports) -> None:
     assert {env["TORCHRELAY_GRACE_S"] for env in told.values() if "TORCHRELAY_HOST" in env} == {"5"}
     assert told["scheduler"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"
     assert told["scheduler"]["TORCHRELAY_POOL_MODE"] == "advise"
+    assert told["scheduler"]["TORCHRELAY_SCALING"] == "advise"
     assert told["gateway"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"  # what tenants are told
     assert told["gateway"]["TORCHRELAY_ADMIN_KEY"] == home.admin_key()
     holders_of_the_cluster_key = [name for name, env in told.items() if home.cluster_key() in env.values()]

@@ -37,6 +37,7 @@ def up(
     device: flags.Device = "cpu",
     tls: flags.WithTls = False,
     pool_mode: flags.PoolModeOption = None,
+    scaling: flags.ScalingOption = None,
     log_level: flags.Log = flags.LogLevel.info,
     quiet: flags.Quiet = False,
 ) -> None:
@@ -98,6 +99,7 @@ def up(
         tls=tls,
         least_workers=least_workers,
         pool_mode=pool_mode.value if pool_mode is not None else "",
+        scaling=scaling.value if scaling is not None else "",
     )
     asyncio.run(run_up(Home.at(home), options, is_quiet=quiet))
 

@@ -22,6 +22,11 @@ class PoolMode(StrEnum):
     advise = "advise"
 
 
+class ScalingMode(StrEnum):
+    act = "act"
+    advise = "advise"
+
+
 def worker_range(text: str) -> tuple[int, int]:
     """The least and the most workers of ``0..2``. Raises ``typer.BadParameter`` for anything else."""
     match = re.fullmatch(r"(\d+)\.\.(\d+)", text)
@@ -125,6 +130,14 @@ PoolModeOption: TypeAlias = Annotated[
         "--pool-mode",
         envvar="TORCHRELAY_POOL_MODE",
         help="advise: `top` and `events` show how many slots are needed; nothing changes.",
+    ),
+]
+ScalingOption: TypeAlias = Annotated[
+    ScalingMode | None,
+    typer.Option(
+        "--scaling",
+        envvar="TORCHRELAY_SCALING",
+        help="advise: only minimums are loaded; `explain` and `events` show what else would be loaded or drained.",
     ),
 ]
 Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", help="Do not say what to do next.")]

@@ -75,6 +75,7 @@ class UpOptions:
     log_level: str = "info"
     least_workers: int | None = None  # the others start when they are needed; None: all start with `up`
     pool_mode: str = ""  # empty: as the settings file says
+    scaling: str = ""  # the same
     on: str = ""  # where elastic workers run: kubernetes, slurm, ray or ray://HOST:PORT; empty: here
     pod: Path | None = None  # of kubernetes: the manifest of a worker's pod
     num_remote_workers: int = 0  # at most, on the machines of ``on``
@@ -309,6 +310,8 @@ class StackPlan:
         env = {"TORCHRELAY_PORT": str(self._scheduler_port), "TORCHRELAY_CLUSTER_KEY": self._cluster_key.hex()}
         if self._options.pool_mode:
             env["TORCHRELAY_POOL_MODE"] = self._options.pool_mode
+        if self._options.scaling:
+            env["TORCHRELAY_SCALING"] = self._options.scaling
         if self._options.least_workers is not None:
             env["TORCHRELAY_POOL_MODE"] = "follow"
             env["TORCHRELAY_POOL_MIN_SLOTS"] = str(self._options.least_workers)

@@ -10,7 +10,7 @@ from pydantic import Field, FilePath, ValidationInfo, field_validator
 from torchrelay.common.identity.callers import Caller
 from torchrelay.common.net.nats_client import MIN_STREAM_BYTES, StreamSizes
 from torchrelay.common.process.settings import ServiceSettings
-from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode
+from torchrelay.scheduler.policy.config import PolicyConfig, PoolMode, ScalingMode
 
 
 class SchedulerSettings(ServiceSettings):
@@ -41,6 +41,11 @@ class SchedulerSettings(ServiceSettings):
         description="Hex key of at least 16 bytes that all tickets and node keys derive from. Required to serve.",
     )
 
+    scaling: ScalingMode = Field(
+        ScalingMode.ACT,
+        description="advise: only the minimums of models are loaded; torchrelay explain and events show all other "
+        "decisions, which change nothing. Requests for a model without an instance are refused.",
+    )
     idle_timeout_s: float = Field(
         60.0,
         gt=0,

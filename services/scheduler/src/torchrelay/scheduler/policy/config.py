@@ -20,6 +20,13 @@ class PoolMode(StrEnum):
     FOLLOW = "follow"  # the same, and a launcher follows them
 
 
+class ScalingMode(StrEnum):
+    """Whether the scheduler loads and drains instances by its own decisions."""
+
+    ACT = "act"
+    ADVISE = "advise"  # only minimums are loaded; all other decisions are recorded
+
+
 @dataclass(frozen=True)
 class PolicyConfig:
     """All times are seconds. Defaults are those of the embedded install."""
@@ -35,6 +42,7 @@ class PolicyConfig:
     batch_ttft_s: float = 600.0
 
     # Scaling
+    scaling: ScalingMode = ScalingMode.ACT
     idle_timeout_s: float = 60.0  # worth of a cold start, in seconds of a device; a model's own, in seconds of its slot
     late_cost: float = 1.0  # cost of a late request, in cold starts
     max_instances: int = 8  # per model and role, for models without a setting of their own

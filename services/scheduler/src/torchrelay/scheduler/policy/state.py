@@ -100,6 +100,9 @@ class State:
     slot_lost_at: dict[str, float] = field(default_factory=dict)  # by version that requests wait for
     overdue_slots_at: dict[str, float] = field(default_factory=dict)  # by tenant, of the last turn; see ``Drain``
     whole_scale_due: float = 0.0  # next evaluation of all models at once, if they take no turns
+    advised_at: Recent[tuple[str, str], float] = field(
+        default_factory=lambda: Recent(MAX_VERSIONS)
+    )  # by subject and cause
     unserved_since: float | None = None  # since when no model can be loaded; None: models can be loaded
     without_slot_since: dict[AttemptKey, float] = field(default_factory=dict)  # of requests; see ``reserved_slots``
 

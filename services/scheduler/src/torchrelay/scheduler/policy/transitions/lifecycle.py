@@ -11,7 +11,7 @@ from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.cluster.slot_sizes import largest_pool
-from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.config import PolicyConfig, ScalingMode
 from torchrelay.scheduler.policy.core import BOTH, Admission, AttemptKey, LatencyTargets, Model, Placement, ServiceClass
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.prediction import Outcome
@@ -293,6 +293,8 @@ def refuse_unserved(state: State, now: float) -> None:
     As long as any model can be loaded, requests only wait for their turn; and while a launcher starts slots, for these.
     """
     why = state.membership.why_no_load()
+    if state.config.scaling is ScalingMode.ADVISE:
+        why = "the scheduler only advises (scaling), and loads nothing beyond the minimums of models"
     if not why:
         state.unserved_since = None
         return

@@ -7,8 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Drain, SetRoles, Wake
+from torchrelay.common.quantities import format_count
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import Action, Drain, SetRoles, Wake
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
+from torchrelay.scheduler.policy.config import ScalingMode
 from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Model, Role, Roles, StoreStatus
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.policy.reasons import Reason
@@ -18,6 +20,7 @@ from torchrelay.scheduler.policy.transitions.cluster_load import autoscaler_inpu
 
 LOAD_STALLED, LOAD_REFUSED = "load_stalled", "load_refused"
 _UNLOAD_RETRY_S = 1.0
+_ADVISE_AGAIN_S = 60.0  # advice that still stands is recorded again after this time
 _LEAD_FACTOR = 1.5  # a scheduled instance is loaded this many predicted load times early: some loads take longer
 _SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict", "share": "share", "turn": "share"}
 
@@ -27,6 +30,9 @@ def scale(state: State, now: float, version_ids: Iterable[str] | None = None) ->
     is_complete = version_ids is None
     decide = state.strategies.decide
     for action in decide(autoscaler_input(state, now, version_ids), state.config, is_complete=is_complete):
+        if state.config.scaling is ScalingMode.ADVISE and action.reason.cause != "minimum":
+            _advise(state, action, now)
+            continue
         match action:
             case Wake():
                 _wake(state, action, now)
@@ -34,6 +40,27 @@ def scale(state: State, now: float, version_ids: Iterable[str] | None = None) ->
                 _set_roles(state, action, now)
             case Drain():
                 _drain(state, action, now)
+
+
+def _advise(state: State, action: Action, now: float) -> None:
+    """Records the action instead of carrying it out: at once, and again from time to time while it stands."""
+    if isinstance(action, Wake):
+        subject: Instance | Model = action.model
+        what = f"would load {format_count(len(action.assignments), 'instance')}"
+        key = action.model.version_id
+    else:
+        instance = state.instances.get(action.instance_id)
+        if instance is None:
+            return
+        subject, key = instance, action.instance_id
+        what = "would drain" if isinstance(action, Drain) else f"would play {role_names(action.roles)}"
+    asked = key, action.reason.cause
+    if now - state.advised_at.get(asked, -math.inf) < _ADVISE_AGAIN_S:
+        return
+    state.advised_at[asked] = now
+    by_tenant = {tenant: f"{what}: {text}" for tenant, text in action.reason.by_tenant.items()}
+    reason = replace(action.reason, text=f"{what}: {action.reason.text}", by_tenant=by_tenant)
+    state.happened(now, "advise", subject, reason, "scale.advice")
 
 
 def may_act_alone(state: State, model: Model, now: float) -> bool:
