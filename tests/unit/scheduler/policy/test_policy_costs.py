@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_copy, a_model, a_store, a_worker
+from torchrelay.scheduler.policy.autoscaling import instance_eviction
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Placement
 from torchrelay.scheduler.policy.dispatch.placement import NoPlacement, place
@@ -161,3 +162,37 @@ def test_long_queue_is_cheap_while_settling() -> None:
 
     fewer, more = tick_cost(200), tick_cost(1200)
     assert (more - fewer) / 1000 < 100
+
+
+def num_exchanges(monkeypatch: pytest.MonkeyPatch, num_busy: int) -> int:
+    """Exchanges that a tick computes while a model waits and ``num_busy`` models use all slots."""
+    scene = PaperCluster(PolicyConfig(replicate=False))
+    models = [a_model(f"acme/m{number}") for number in range(num_busy)]
+    scene.settle(
+        a_store("s0", "h0", map(a_copy, models)), *(a_worker(f"w{number}", "h0") for number in range(num_busy))
+    )
+    for number in range(100):
+        scene.admit(models[number % num_busy], f"r{number}")
+        scene.finish_loads()
+        scene.apply(FirstToken(AttemptKey(f"r{number}", 1)))
+        scene.pass_time(0.1)
+    waiting = a_model("acme/waiting")
+    scene.admit(waiting, "waits")
+    scene.pass_time(1.5)
+    assert scene.policy.state.queues.versions == (waiting.version_id,)
+    exchange, num = instance_eviction._exchange, 0
+
+    def count_exchange(*args: Any, **options: Any) -> Any:
+        nonlocal num
+        num += 1
+        return exchange(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(instance_eviction, "_exchange", count_exchange)
+        scene.pass_time(0.1)
+    return num
+
+
+def test_search_for_slot_evaluates_few_busy_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the 50 decisions in a second computed what every busy model would lose, for each waiting model."""
+    assert num_exchanges(monkeypatch, 10) <= 4

@@ -11,6 +11,7 @@ from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessio
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
 from torchrelay.scheduler.policy.admission.retry_times import RetryTimes
 from torchrelay.scheduler.policy.autoscaling.arrivals import Arrivals
+from torchrelay.scheduler.policy.autoscaling.least_losses import LeastLosses
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
 from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
 from torchrelay.scheduler.policy.autoscaling.minimums import Minimums
@@ -58,6 +59,7 @@ class State:
     gateways: GatewaySessions
     membership: Membership
     scale_turns: VersionTurns  # of models without a change
+    least_losses: LeastLosses
     strategies: Strategies = field(default_factory=Strategies)
     idle_deadlines: DueTimes = field(default_factory=DueTimes)  # when versions may have been idle for their timeouts
     arrivals: Arrivals = field(default_factory=Arrivals)
@@ -109,12 +111,28 @@ class State:
         gateways, membership = GatewaySessions(config.gateway_grace_s), Membership(config.fence_s)
         links = Links(config.link_cap_bytes_per_s)
         failures, progress, turns = LoadFailures(config), LoadProgress(), VersionTurns(config.whole_scale_every_s)
+        losses = LeastLosses(config.turn_s)
         state = cls(
-            config, new_id, now, queues, failures, progress, gateways, membership, turns, strategies, links=links
+            config,
+            new_id,
+            now,
+            queues,
+            failures,
+            progress,
+            gateways,
+            membership,
+            turns,
+            losses,
+            strategies,
+            links=links,
         )
-        state.instances = Instances(on_change=state.roster_cache.forget)
+        state.instances = Instances(on_change=state._instances_changed)
         state.attempts = OpenAttempts(on_change=state.roster_cache.work_changed)
         return state
+
+    def _instances_changed(self, version_id: str) -> None:
+        self.roster_cache.forget(version_id)
+        self.least_losses.changed(version_id, has_instances=len(self.instances.of_version(version_id)) > 0)
 
     def take_effects(self) -> Effects:
         effects, self.effects = self.effects, Effects()
