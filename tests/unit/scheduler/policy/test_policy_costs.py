@@ -223,3 +223,31 @@ def longest_replication(num_stores: int) -> int:
 def test_replication_of_many_copies_is_spread_over_ticks() -> None:
     """One tick looked at all copies in RAM and on disk: 80 ms with 1,250 stores and 1,000 packs."""
     assert longest_replication(400) < 1.3 * longest_replication(200)
+
+
+def test_too_large_requests_are_not_placed_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call for their model tried to place all of them, until its instances changed."""
+    scene = PaperCluster(PolicyConfig(replicate=False)).settle(
+        a_store("s1", "host-1"), a_worker("small", kv_pool_bytes=1 << 20), a_worker("large", kv_pool_bytes=1 << 26)
+    )
+    scene.kill("large")
+    for number in range(20):
+        scene.admit(MODEL, f"large {number}", num_prompt_tokens=2000, max_tokens=100)
+    scene.admit(MODEL, "small", max_tokens=10)
+    scene.finish_loads()
+    assert scene.placement("small") is not None
+    num_tries = 0
+
+    def try_to_place(*args: Any, **options: Any) -> Placement | NoPlacement:
+        nonlocal num_tries
+        num_tries += 1
+        return place(*args, **options)
+
+    monkeypatch.setattr(scene.policy.state, "strategies", replace(scene.policy.state.strategies, place=try_to_place))
+    scene.release("small")
+    scene.pass_time(1.0)
+    assert num_tries == 0
+    scene.settle(a_worker("large", kv_pool_bytes=1 << 26, incarnation="large second"))
+    scene.finish_loads()
+    scene.pass_time(0.2)
+    assert scene.placement("large 0") is not None, "the model has an instance that is large enough"
