@@ -85,6 +85,7 @@ class State:
     replication_state: ReplicationState = field(default_factory=ReplicationState)
     aliases: VersionAliases = field(default_factory=VersionAliases)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
+    version_of_pack: dict[str, str] = field(default_factory=dict)  # the last noted of ``models`` that has the pack
     minimums: Minimums = field(default_factory=Minimums)
     pool_targets: dict[int, PoolTarget] = field(default_factory=dict)  # by devices of a slot
     # The same of the workers that can play only this role, as a launcher of such workers needs it.
@@ -162,11 +163,14 @@ class State:
         self.models.pop(model.version_id, None)
         is_own = model.max_instances == max_instances
         self.models[model.version_id] = model if is_own else replace(model, max_instances=max_instances)
+        self.version_of_pack[model.pack_id] = model.version_id
         if len(self.models) > MAX_VERSIONS:
             others = (version_id for version_id in self.models if version_id != model.version_id)
             unused = next((version_id for version_id in others if not self._is_used(version_id)), None)
             if unused is not None:
-                del self.models[unused]
+                pack_id = self.models.pop(unused).pack_id
+                if self.version_of_pack.get(pack_id) == unused:
+                    del self.version_of_pack[pack_id]
 
     def _is_used(self, version_id: str) -> bool:
         if version_id in self.minimums:
@@ -193,9 +197,8 @@ class State:
 
     def model_of_pack(self, pack_id: str, pack_bytes: int = 0) -> Model:
         """The model of a pack, named by the start of the pack's id until an admission names it."""
-        for model in self.models.values():
-            if model.pack_id == pack_id:
-                return model
+        if (version_id := self.version_of_pack.get(pack_id)) is not None:
+            return self.models[version_id]
         if pack_id in self.replication_state.recent_packs:
             return self.replication_state.recent_packs.use(pack_id).model
         name = next((instance.model for instance in self.instances if instance.pack_id == pack_id), pack_id[:12])
