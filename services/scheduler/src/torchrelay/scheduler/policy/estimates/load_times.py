@@ -28,8 +28,8 @@ def _share_link(first: _Begun, second: _Begun) -> bool:
 
 
 class LoadTimes:
-    """Bytes per second by tier and number of devices; without a measurement, the rates of the configuration. A load that
-    shared a link would have been faster alone, so it only shows that the rate is not lower.
+    """Bytes per second by tier and number of devices; without a measurement, the rates of the configuration. A load
+    that shared a link would have been faster alone, so it only shows that the rate is not lower.
     """
 
     def __init__(self) -> None:
